@@ -1,0 +1,86 @@
+# `make demo` and `make test` are the two commands of the README; `make help` lists the others.
+#
+# Everything is installed into $(VENV). A stamp per extra remembers that it is there, so that a second
+# run starts at once; a change of pyproject.toml or constraints.txt installs again.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+SHELL := /bin/sh
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+PIP := "$(BIN)/python" -m pip --disable-pip-version-check install $(if $(MAKE_TERMOUT),,--quiet) -c constraints.txt
+
+.PHONY: help demo test check lint format-check types layers size format bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo     collect 100,000 frames of CartPole, with progress and a summary"
+	@echo "make test     run the tests                 (ARGS='-k slots' goes to pytest)"
+	@echo "make check    lint, format, types, layers, size budget"
+	@echo "make format   let ruff rewrite what it can"
+	@echo "make bench    measure against a bare loop and the peers    (ARGS goes to the benchmarks)"
+	@echo "make clean    remove $(VENV), runs/ and caches"
+	@echo "PYTHON=python3.12 chooses the interpreter, VENV=dir the place of the environment."
+
+demo: $(STAMPS)/classic
+	"$(BIN)/muster" collect CartPole-v1 --frames 100k --envs 8 --policy mlp --seed 0 \
+	    --out "runs/demo-$$(date +%Y%m%d-%H%M%S)"
+
+test: $(STAMPS)/test
+	"$(BIN)/python" -m pytest $(ARGS)
+
+check: lint format-check types layers size
+
+lint: $(STAMPS)/dev
+	"$(BIN)/ruff" check .
+
+format-check: $(STAMPS)/dev
+	"$(BIN)/ruff" format --check .
+
+types: $(STAMPS)/dev
+	"$(BIN)/python" -m mypy
+
+layers: $(STAMPS)/dev
+	"$(BIN)/lint-imports" --no-logo
+
+size: $(STAMPS)/dev
+	"$(BIN)/python" scripts/check_size.py
+
+format: $(STAMPS)/dev
+	"$(BIN)/ruff" check --fix .
+	"$(BIN)/ruff" format .
+
+bench: $(STAMPS)/benchmarks
+	"$(BIN)/python" -m benchmarks $(ARGS)
+
+clean:
+	rm -rf "$(VENV)" runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests scripts benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@command -v "$(PYTHON)" >/dev/null 2>&1 || { \
+	    echo "Muster needs Python 3.10 or newer, and there is no '$(PYTHON)' here."; \
+	    echo "Install it from your system's packages or python.org, or name one: make PYTHON=/path/to/python3 ..."; \
+	    exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "Muster needs Python 3.10 or newer, and '$(PYTHON)' is $$("$(PYTHON)" --version 2>&1)."; \
+	    echo "Name a newer one: make PYTHON=python3.12 ..."; \
+	    exit 1; }
+	@echo "Making $(VENV) with $$("$(PYTHON)" --version 2>&1)"
+	@"$(PYTHON)" -m venv "$(VENV)" || { \
+	    rm -rf "$(VENV)"; \
+	    echo "'$(PYTHON) -m venv' failed; its message is above. On Debian and Ubuntu: apt install python3-venv"; \
+	    exit 1; }
+
+$(STAMPS)/benchmarks: benchmarks/requirements.txt $(STAMPS)/bench
+	@$(PIP) -r benchmarks/requirements.txt
+	@touch "$@"
+
+$(STAMPS)/%: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing muster-rl[$*] into $(VENV); the first time, PyTorch is the large part"
+	@$(PIP) -e ".[$*]" || { \
+	    echo "The installation failed; pip's message is above. To start over: make clean"; \
+	    exit 1; }
+	@mkdir -p "$(STAMPS)" && touch "$@"

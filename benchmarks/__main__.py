@@ -1,0 +1,72 @@
+"""``python -m benchmarks``: Muster, the limit and the peers, side by side in one run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report, runner, scaling
+from benchmarks.systems import SYSTEMS
+from benchmarks.workloads import WORKLOADS
+
+QUICK_WORKLOADS = ("cartpole-1", "cartpole-8", "busy-8")
+PARTS = ("speed", "growth", "import", "soak")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a minute: few workloads, no peers but SyncVectorEnv")
+    parser.add_argument("--workload", action="append", choices=WORKLOADS, help="repeatable; default all")
+    parser.add_argument("--system", action="append", choices=SYSTEMS, help="repeatable; default all")
+    parser.add_argument("--slices", type=int, help="rounds (default 9; quick 4)")
+    parser.add_argument("--seconds", type=float, help="per slice (default 0.4; quick 0.25)")
+    parser.add_argument("--soak", type=int, metavar="FRAMES", help="also watch memory over so many frames")
+    parser.add_argument("--only", choices=PARTS, action="append", help="repeatable; default speed, growth, import")
+    parser.add_argument(
+        "--python",
+        action="append",
+        default=[p for p in os.environ.get("MUSTER_BENCH_PYTHONS", "").split(os.pathsep) if p],
+        help="another interpreter to look for peers in (repeatable; also $MUSTER_BENCH_PYTHONS, ':'-separated)",
+    )
+    parser.add_argument("--output", type=Path, help="JSON file (default benchmarks/results/<date>.json)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    os.environ.update(runner.ONE_THREAD)
+    start = time.perf_counter()
+    workloads = options.workload or (QUICK_WORKLOADS if options.quick else tuple(WORKLOADS))
+    systems = options.system or [name for name, entry in SYSTEMS.items() if entry.quick or not options.quick]
+    default_parts = ("speed",) if options.quick or options.system or options.workload else PARTS[:3]
+    parts = set(options.only or default_parts) | ({"soak"} if options.soak else set())
+    slices = options.slices or (4 if options.quick else 9)
+    seconds = options.seconds or (0.25 if options.quick else 0.4)
+
+    results: report.Results = {}
+    extra: dict[str, Any] = {}
+    if "speed" in parts:
+        results = runner.measure(systems, workloads, slices=slices, seconds=seconds, pythons=options.python)
+        for workload in workloads:
+            print("\n" + report.table(results, workload))
+        print("\n" + report.target_table(results))
+    if "import" in parts:
+        extra["import_cpu_s"] = scaling.import_cost()
+    if parts & {"growth", "soak"}:
+        import torch
+
+        torch.set_num_threads(1)
+    if "growth" in parts:
+        extra["growth"] = scaling.growth()
+    if "soak" in parts:
+        extra["soak"] = scaling.soak(options.soak or 10_000_000)
+    how = {"slices": slices, "seconds": seconds, "systems": list(systems), "parts": sorted(parts)}
+    path = report.save(results, how, extra, options.output)
+    print(f"\n{time.perf_counter() - start:.0f} s; written to {path}")
+
+
+if __name__ == "__main__":
+    main()

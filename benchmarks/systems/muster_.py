@@ -1,0 +1,59 @@
+"""Muster's Collector with random actions, a plain module, and its own heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import gymnasium
+
+from benchmarks.nets import PlainPolicy, is_discrete, trunk
+from benchmarks.workloads import Workload
+from muster import Collector, policies
+
+
+def head_for(env: gymnasium.Env) -> Any:  # type: ignore[type-arg]
+    """The head that is the same policy as ``PlainPolicy``."""
+    net = trunk(env)
+    return policies.categorical(net) if is_discrete(env) else policies.gaussian(net)
+
+
+class _Collecting:
+    def __init__(self, workload: Workload, policy: Any, **options: Any) -> None:
+        self.frames = workload.frames
+        self.collector: Any = Collector(
+            workload.make,
+            policy,
+            num_envs=None if workload.B == 1 else workload.B,
+            frames_per_batch=workload.frames,
+            seed=0,
+            **options,
+        )
+        self.batches: Iterator[Any] = iter(self.collector)
+
+    def rollout(self) -> int:
+        next(self.batches)
+        return self.frames
+
+    def close(self) -> None:
+        self.collector.shutdown()
+
+
+class Random(_Collecting):
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload, None)
+
+
+class Plain(_Collecting):
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload, PlainPolicy(workload.make()).eval())
+
+
+class Heads(_Collecting):
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload, head_for(workload.make()))
+
+
+class HeadsEager(_Collecting):
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload, head_for(workload.make()), executor=False)

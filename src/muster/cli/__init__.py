@@ -1,0 +1,1 @@
+"""The ``muster`` command. Starting it loads neither torch nor gymnasium; collecting does."""

@@ -1,0 +1,218 @@
+"""``muster collect``: experience from one environment id, shown and recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import Positional, arg
+from tyro.constructors import PrimitiveConstructorSpec
+
+from muster.cli.numbers import frames_per_batch, parse_count
+from muster.cli.policies import check_policy, choose_policy, needs_spaces
+from muster.cli.report import Returns, make_report, summary
+from muster.cli.signals import StopSignals
+from muster.errors import BadOption, EnvError, ImportRefused
+
+if TYPE_CHECKING:
+    from muster.collectors import Collector
+    from muster.recording import Recorder
+
+Count = Annotated[
+    int,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="N",
+        instance_from_str=lambda texts: parse_count(texts[0]),
+        is_instance=lambda value: isinstance(value, int),
+        str_from_instance=lambda value: [str(value)],
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Collect:
+    """Collect experience from a Gymnasium environment, and record it with --out."""
+
+    env: Annotated[Positional[str], arg(metavar="ENV")]
+    """Id as for gymnasium.make; MODULE:ID imports MODULE and needs --allow-import."""
+
+    frames: Count
+    """Environment steps over all environments, exactly: 51200, 51_200, 100k, 1e6."""
+
+    envs: Annotated[int, arg(metavar="B")] = 8
+    """Environments stepped together."""
+
+    policy: Annotated[str, arg(metavar="POLICY")] = "random"
+    """random; mlp (fresh, 64x64 tanh); FILE.safetensors with the weights of such an MLP; FILE.py:NAME."""
+
+    seed: Annotated[int, arg(metavar="S")] = 0
+    """Same seed, same data. Environment i gets seed + i."""
+
+    out: Annotated[Path | None, arg(metavar="DIR")] = None
+    """Directory to record into; must not hold a recording."""
+
+    frames_per_batch: Annotated[Count | None, arg(metavar="N")] = None
+    """Frames per batch; by default a divisor of --frames near 2048."""
+
+    allow_import: bool = False
+    """Allow ENV and --policy to import and run Python code (the current directory is searched, too)."""
+
+    quiet: bool = False
+    """Print errors only."""
+
+
+def collect(command: Collect) -> int:
+    """Run the command. Returns the exit code.
+
+    Raises:
+        MusterError: for whatever is wrong with the request, before anything is collected.
+    """
+    frames = frames_per_batch(command.frames, command.envs, command.frames_per_batch)
+    if command.seed < 0:
+        raise BadOption(f"--seed {command.seed} is negative.")
+    check_env_id(command.env, allow_import=command.allow_import)
+    check_policy(command.policy, allow_import=command.allow_import)
+    if command.allow_import and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    find_env(command.env)
+    from muster.collectors import Collector
+
+    spaces = _spaces(command.env) if needs_spaces(command.policy) else None
+    chosen = choose_policy(command.policy, spaces, command.seed)
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopSignals())
+        collector = stack.enter_context(
+            Collector(
+                command.env,
+                chosen.policy,
+                num_envs=command.envs,
+                frames_per_batch=frames,
+                total_frames=command.frames,
+                seed=command.seed,
+            )
+        )
+        recorder = stack.enter_context(_recorder(command, chosen.description)) if command.out else None
+        run = _Run(command, collector, recorder, stop)
+        run.loop()
+        if recorder is not None:
+            recorder.close()  # before we say that it is there
+        if not command.quiet:
+            print(run.result())
+        return stop.exit_code
+
+
+@dataclass
+class _Run:
+    """One collection, from the first batch to the summary."""
+
+    command: Collect
+    collector: Collector
+    recorder: Recorder | None
+    stop: StopSignals
+    returns: Returns = dataclasses.field(default_factory=Returns)
+    recording_s: float = 0.0
+
+    def loop(self) -> None:
+        with make_report(self.command.frames, quiet=self.command.quiet) as report:
+            for batch in self.collector:
+                self.returns.add(self.collector.episodes)
+                if self.recorder is not None:
+                    began = time.perf_counter()
+                    self.recorder.write(batch)
+                    self.recording_s += time.perf_counter() - began
+                report.update(self.collector.stats())
+                if self.stop.received is not None:
+                    break
+
+    def result(self) -> str:
+        stats = self.collector.stats()
+        text = summary(stats, self.returns, None if self.recorder is None else self.recording_s)
+        if self.stop.received is not None:
+            text = f"stopped after {stats.frames:,} of {self.command.frames:,} frames\n{text}"
+        if self.recorder is None:
+            return text
+        path = self.recorder.directory
+        size = sum(file.stat().st_size for file in path.iterdir())
+        return (
+            f"{text}\nwrote     {path}  ({self.recorder.frames:,} frames, {size / 1e6:,.1f} MB)\n"
+            f'read it   python -c "import muster; print(muster.load({str(path)!r}))"'
+        )
+
+
+def check_env_id(env: str, *, allow_import: bool) -> None:
+    """Refuse ids that import a module.
+
+    Raises:
+        ImportRefused: ``MODULE:ID`` without ``--allow-import``.
+    """
+    if ":" in env and not allow_import:
+        raise ImportRefused(
+            f"{env}: gymnasium imports the module before the colon, and so runs the code in it. "
+            f"If you trust {env.partition(':')[0]!r}, add --allow-import."
+        )
+
+
+def find_env(env: str) -> None:
+    """Look an id up (importing its module, if it names one) without making the environment.
+
+    Raises:
+        BadOption: there is no such id; the message names similar ones.
+    """
+    import gymnasium
+
+    module, _, name = env.rpartition(":")
+    try:
+        if module:
+            _import(module)
+        gymnasium.spec(name)
+    except gymnasium.error.Error as error:
+        near = difflib.get_close_matches(name, list(gymnasium.registry), n=4, cutoff=0.6)
+        hint = f" Similar: {', '.join(near)}." if near else ""
+        if isinstance(error, gymnasium.error.NamespaceNotFound):
+            hint += (
+                f" If an installed package has it, name the package: muster collect PACKAGE:{name} --allow-import "
+                f"(ale_py for ALE)."
+            )
+        raise BadOption(f"There is no environment {name!r}.{hint}") from error
+
+
+def _import(module: str) -> None:
+    import importlib
+
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0] and error.name != module:
+            raise  # the module is there, and something that it imports is not
+        raise BadOption(f"There is no module {module!r} to import (searched where Python does, and here).") from error
+
+
+def _spaces(env: str) -> tuple[Any, Any]:
+    import gymnasium
+
+    make: Callable[..., Any] = gymnasium.make
+    try:
+        one = make(env)
+    except Exception as error:  # whatever a foreign constructor raises; it is the cause
+        raise EnvError(f"Making {env} raised {type(error).__name__}: {error}") from error
+    try:
+        return one.observation_space, one.action_space
+    finally:
+        one.close()
+
+
+def _recorder(command: Collect, policy: str) -> Recorder:
+    from muster.recording import Recorder
+
+    assert command.out is not None
+    meta = {"env": command.env, "seed": command.seed, "policy": policy, "envs": command.envs, "frames": command.frames}
+    return Recorder(command.out, meta=meta)

@@ -1,0 +1,182 @@
+"""``muster doctor``: this machine, and versions that are known not to work together.
+
+Versions come from package metadata: nothing is imported that could be broken or slow.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+CORE = ("muster-rl", "torch", "tensordict", "numpy", "gymnasium", "safetensors", "rich", "tyro")
+OPTIONAL = (
+    "torchrl",
+    "ale-py",
+    "mujoco",
+    "mujoco-mjx",
+    "dm-control",
+    "gymnasium-robotics",
+    "envpool",
+    "pettingzoo",
+    "mpe2",
+    "minigrid",
+    "minatar",
+    "minari",
+    "pillow",
+    "brax",
+    "gymnax",
+    "six",
+    "jax",
+    "stable-baselines3",
+    "tianshou",
+    "ray",
+)
+SMALL_SHM_BYTES = 512 << 20  # Docker gives 64 MiB unless asked for more
+FEW_FILES = 1024
+
+Versions = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Show what Muster finds on this machine; exit with 1 if versions are installed that do not work together."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A known-bad combination and the way out of it."""
+
+    what: str
+    fix: str
+
+
+def doctor(_: Doctor) -> int:
+    """Print everything. Returns 1 if there is a known-bad combination, else 0."""
+    versions = {name: version for name in (*CORE, *OPTIONAL) if (version := installed(name)) is not None}
+    print("machine")
+    for name, value in machine().items():
+        print(f"  {name:<12} {value}")
+    print("packages")
+    for name in CORE:
+        print(f"  {name:<20} {versions.get(name, 'from a source tree' if name == 'muster-rl' else 'not installed')}")
+    for name in OPTIONAL:
+        if name in versions:
+            print(f"  {name:<20} {versions[name]}")
+    problems = known_bad(versions)
+    for problem in problems:
+        print(f"BAD   {problem.what}\n      fix: {problem.fix}")
+    for note in notes(versions):
+        print(f"note  {note}")
+    print("no known-bad combination" if not problems else f"{len(problems)} known-bad combination(s)")
+    return 1 if problems else 0
+
+
+def known_bad(versions: Versions) -> list[Problem]:
+    """Combinations that were seen to fail, among ``versions`` (distribution name to version)."""
+    found = []
+
+    def bad(what: str, fix: str) -> None:
+        found.append(Problem(what, fix))
+
+    have = {name: _numbers(version) for name, version in versions.items()}
+    if "dm-control" in have and have.get("mujoco", (0,)) >= (4,):
+        bad(
+            f"dm-control {versions['dm-control']} with mujoco {versions['mujoco']}: "
+            f"AttributeError: 'MjModel' object has no attribute 'flex_vertedge'",
+            "pip install 'mujoco<4'",
+        )
+    if have.get("torchrl", (0,))[:2] == (0, 14) and have.get("tensordict", (0,)) >= (0, 15):
+        bad(
+            f"torchrl {versions['torchrl']} with tensordict {versions['tensordict']}: torchrl 0.14 needs 0.14",
+            "pip install 'tensordict>=0.14.3,<0.15'",
+        )
+    if "gymnasium-robotics" in have and "mujoco" in have:
+        bad(
+            f"gymnasium-robotics {versions['gymnasium-robotics']} with mujoco {versions['mujoco']}: Fetch, Hand and "
+            f"FrankaKitchen fail with AssertionError at reset (with mujoco 3.17 and 4.0; mazes and Adroit work)",
+            "use the maze and Adroit environments only, or pip uninstall gymnasium-robotics",
+        )
+    if "mujoco-mjx" in have and "mujoco" in have and have["mujoco-mjx"][:1] != have["mujoco"][:1]:
+        bad(
+            f"mujoco-mjx {versions['mujoco-mjx']} with mujoco {versions['mujoco']}: they must be of one version",
+            f"pip install 'mujoco=={versions['mujoco-mjx']}'",
+        )
+    if "minari" in have and "pillow" not in have:
+        bad("minari without pillow: No module named 'PIL' when it stores episodes", "pip install pillow")
+    if "gymnax" in have and "six" not in have:
+        bad("gymnax without six: No module named 'six'", "pip install six")
+    if have.get("gymnasium", (1,)) < (1,):
+        bad(f"gymnasium {versions['gymnasium']}: vector environments differ before 1.0", "pip install 'gymnasium>=1.1'")
+    return found
+
+
+def notes(versions: Versions) -> list[str]:
+    """What is worth knowing and no fault."""
+    found = []
+    if "pettingzoo" in versions and "mpe2" not in versions:
+        found.append("pettingzoo.mpe has moved to a package of its own: pip install mpe2")
+    if (shm := _shm_bytes()) is not None and shm < SMALL_SHM_BYTES:
+        found.append(f"/dev/shm has {_size(shm)}; in Docker, run with --shm-size=4g")
+    if (files := _open_files()) is not None and files < FEW_FILES:
+        found.append(f"only {files} open files are allowed; raise it with: ulimit -n 4096")
+    return found
+
+
+def machine() -> dict[str, str]:
+    """What the processes of a collector share."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    shm, files, memory = _shm_bytes(), _open_files(), _memory_bytes()
+    return {
+        "python": f"{platform.python_version()} ({platform.platform()})",
+        "cores": f"{usable} usable of {os.cpu_count()}",
+        "memory": "unknown" if memory is None else _size(memory),
+        "/dev/shm": "none" if shm is None else _size(shm),
+        "open files": "unknown" if files is None else f"{files:,}",
+    }
+
+
+def installed(name: str) -> str | None:
+    """The version of a distribution, None if it is not there."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """``"0.14.3+cpu"`` as ``(0, 14, 3)``."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in match.group().split(".")) if match else ()
+
+
+def _memory_bytes() -> int | None:
+    """Physical memory, or what the container may use of it."""
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(physical, int(text)) if text.isdigit() else physical
+
+
+def _shm_bytes() -> int | None:
+    return shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None
+
+
+def _open_files() -> int | None:
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 30):,.1f} GiB"

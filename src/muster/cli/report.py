@@ -1,0 +1,184 @@
+"""What ``muster collect`` says while it runs, and at the end."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from muster.stats import CollectorStats
+
+LINE_EVERY_S = 5.0
+
+
+class Report(Protocol):
+    """Shows progress while entered."""
+
+    def __enter__(self) -> Report: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def update(self, stats: CollectorStats) -> None: ...
+
+
+class Returns:
+    """Mean and spread over all episodes, without keeping them (Welford's recurrence)."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean = self.length_mean = self._squares = 0.0
+
+    def add(self, episodes: Iterable[Any]) -> None:
+        for episode in episodes:
+            self.count += 1
+            step = episode.episode_return - self.mean
+            self.mean += step / self.count
+            self._squares += step * (episode.episode_return - self.mean)
+            self.length_mean += (episode.length - self.length_mean) / self.count
+
+    @property
+    def std(self) -> float:
+        return math.sqrt(self._squares / self.count) if self.count else 0.0
+
+
+class Silent:
+    """``--quiet``."""
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def update(self, stats: CollectorStats) -> None: ...
+
+
+class Lines:
+    """For logs and pipes: a line now and then, not one per batch.
+
+    Args:
+        total: frames.
+        every_s: between lines.
+    """
+
+    def __init__(self, total: int, every_s: float = LINE_EVERY_S) -> None:
+        self._total, self._every_s = total, every_s
+        self._last = self._began = time.monotonic()
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def update(self, stats: CollectorStats) -> None:
+        now = time.monotonic()
+        if now - self._last >= self._every_s and stats.frames < self._total:
+            self._last = now
+            left_s = (now - self._began) * (self._total / stats.frames - 1)
+            print(
+                f"collect {stats.frames / self._total:4.0%}  {stats.frames:,}/{self._total:,} frames  "
+                f"{short(stats.frames_per_s)} frames/s  {_episodes(stats)}  eta {clock(left_s)}",
+                flush=True,
+            )
+
+
+class Bar:
+    """For terminals."""
+
+    def __init__(self, total: int) -> None:
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("collect"),
+            BarColumn(bar_width=24),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[frames]}"),
+            TextColumn("[bold]{task.fields[rate]}"),
+            TextColumn("{task.fields[episodes]}"),
+            TextColumn("eta"),
+            TimeRemainingColumn(compact=True),
+        )
+        self._total = total
+        self._task = self._progress.add_task("collect", total=total, frames="", rate="", episodes="")
+
+    def __enter__(self) -> Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._progress.stop()
+
+    def update(self, stats: CollectorStats) -> None:
+        self._progress.update(
+            self._task,
+            completed=stats.frames,
+            frames=f"{short(stats.frames)}/{short(self._total)}",
+            rate=f"{short(stats.frames_per_s)} frames/s",
+            episodes=_episodes(stats),
+        )
+
+
+def make_report(total: int, *, quiet: bool) -> Report:
+    """The kind of report that fits where stdout goes."""
+    if quiet:
+        return Silent()
+    return Bar(total) if sys.stdout.isatty() else Lines(total)
+
+
+def summary(stats: CollectorStats, returns: Returns, recording_s: float | None) -> str:
+    """The last lines: episodes, speed, and where the time went.
+
+    Args:
+        stats: at the end.
+        returns: of all episodes.
+        recording_s: time spent writing, None if nothing was recorded.
+    """
+    plus_minus, block = _symbols()
+    lines = [f"frames    {stats.frames:,} in {stats.batches:,} batches"]
+    if stats.discarded:
+        lines[0] += "; discarded " + ", ".join(f"{n:,} ({reason})" for reason, n in stats.discarded.items())
+    if returns.count:
+        lines.append(
+            f"episodes  {returns.count:,}  return {returns.mean:,.1f} {plus_minus} {returns.std:,.1f}  "
+            f"length {returns.length_mean:,.1f}"
+        )
+    else:
+        lines.append("episodes  none ended")
+    lines.append(f"speed     {short(stats.frames_per_s)} frames/s  (policy: {stats.policy_path})")
+    parts = {"env": stats.env_s, "policy": stats.policy_s, "copy": stats.copy_s, "rest": stats.rest_s}
+    if recording_s is not None:
+        parts["record"] = recording_s
+    total = sum(parts.values()) or 1.0
+    shares = [f"{name} {s / total:.0%} {block * round(10 * s / total)}".rstrip() for name, s in parts.items()]
+    return "\n".join([*lines, "time      " + "  ".join(shares)])
+
+
+def short(number: float) -> str:
+    """``38200`` as ``38.2k``."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.1f}".removesuffix(".0") + unit
+    return f"{number:.0f}"
+
+
+def clock(seconds: float) -> str:
+    """``3725`` as ``1:02:05``."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
+
+
+def _episodes(stats: CollectorStats) -> str:
+    mean = "" if stats.return_mean is None else f"  return {stats.return_mean:,.1f}"
+    return f"episodes {stats.episodes:,}{mean}"
+
+
+def _symbols() -> tuple[str, str]:
+    try:
+        "±▇".encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return "+-", "#"
+    return "±", "▇"

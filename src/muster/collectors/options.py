@@ -1,0 +1,198 @@
+"""Every option of a collector: one place for names, defaults, meaning and what is impossible."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+import torch
+
+from muster.errors import BadOption, UnknownOption
+from muster.memory.views import Order
+from muster.rollout import Validate
+
+Device = torch.device | str | int | None
+EXPLORATION = ("random", "mode", "mean", "median", "deterministic")
+
+
+class CollectorKeywords(TypedDict, total=False):
+    """The keywords of ``CollectorOptions``, for signatures."""
+
+    frames_per_batch: int
+    total_frames: int
+    num_envs: int | None
+    max_frames_per_traj: int | None
+    init_random_frames: int | None
+    reset_at_each_iter: bool
+    set_truncated: bool
+    device: Device
+    storing_device: Device
+    policy_device: Device
+    env_device: Device
+    exploration_type: Any
+    return_same_td: bool
+    seed: int | None
+    layout: Order
+    validate: Validate
+    executor: bool
+    slot_memory_limit: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectorOptions:
+    """Checked options of a collector.
+
+    Attributes:
+        frames_per_batch: environment steps in each batch, over all environments; must be a multiple of
+            their number.
+        total_frames: steps over the collector's life; a multiple of ``frames_per_batch``. -1: endless.
+        num_envs: environments to make from an id or factory and to step together. None: one, and batches
+            without a dimension for it.
+        max_frames_per_traj: truncate an episode after so many steps, and add ``step_count``. None, 0 or
+            negative: no limit.
+        init_random_frames: uniform random actions for so many frames, rounded up to whole batches. None,
+            0 or negative: none.
+        reset_at_each_iter: reset all environments before every batch.
+        set_truncated: mark the last step of every batch as truncated (unless the episode ended there).
+        device: fills in for the three devices below.
+        storing_device: of the batches; None leaves them where they are (the CPU).
+        policy_device: of the policy; another one than its own makes a copy of it. None: where it is.
+        env_device: of the environments' tensors; environments that return NumPy arrays live on the CPU.
+        exploration_type: how policies sample: "random", "mode", "mean", "median" or "deterministic", or
+            TorchRL's ``ExplorationType``.
+        return_same_td: yield the same ``TensorDict`` every time, with new values.
+        seed: as by ``set_seed``; also of all of Muster's own draws. None: from the system's entropy.
+        layout: "batch_major" for ``[B, T]``, "time_major" for ``[T, B]``; neither copies.
+        validate: "fast" checks shapes, dtypes, finite rewards and actions in range; "full" also that
+            observations and actions lie in their spaces; "off" only shapes and dtypes.
+        executor: run common networks without module dispatch where that gives equal outputs.
+        slot_memory_limit: bytes of batches that may be referenced at once. None: half the machine's memory.
+    """
+
+    frames_per_batch: int
+    total_frames: int = -1
+    num_envs: int | None = None
+    max_frames_per_traj: int | None = None
+    init_random_frames: int | None = None
+    reset_at_each_iter: bool = False
+    set_truncated: bool = False
+    device: Device = None
+    storing_device: Device = None
+    policy_device: Device = None
+    env_device: Device = None
+    exploration_type: Any = "random"
+    return_same_td: bool = False
+    seed: int | None = None
+    layout: Order = "batch_major"
+    validate: Validate = "fast"
+    executor: bool = True
+    slot_memory_limit: int | None = None
+    devices: dict[str, torch.device | None] = field(init=False, repr=False)
+
+    @classmethod
+    def parse(cls, keywords: dict[str, Any]) -> CollectorOptions:
+        """Options from keywords.
+
+        Raises:
+            UnknownOption: a keyword that does not exist; the message names the nearest one.
+            BadOption: an impossible value.
+        """
+        known = [f.name for f in dataclasses.fields(cls) if f.init]
+        for name in keywords:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]!r}?" if near else f"known options are {', '.join(known)}."
+                raise UnknownOption(f"unknown option {name!r}; {hint}")
+        if "frames_per_batch" not in keywords:
+            raise UnknownOption("frames_per_batch is required: the number of environment steps in each batch")
+        return cls(**keywords)
+
+    def __post_init__(self) -> None:
+        _check_int("frames_per_batch", self.frames_per_batch, at_least=1)
+        _check_int("total_frames", self.total_frames, at_least=-1)
+        if self.total_frames == 0:
+            raise BadOption("total_frames=0: expected a positive number of steps, or -1 for an endless collector")
+        if self.total_frames > 0 and self.total_frames % self.frames_per_batch:
+            low = self.total_frames // self.frames_per_batch * self.frames_per_batch
+            near = [n for n in (low, low + self.frames_per_batch) if n]
+            raise BadOption(
+                f"total_frames={self.total_frames} is not a multiple of frames_per_batch={self.frames_per_batch}; "
+                f"the nearest possible are {' and '.join(map(str, near))}"
+            )
+        for name in ("num_envs", "slot_memory_limit"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), at_least=1)
+        for name in ("max_frames_per_traj", "init_random_frames"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_int(name, value)
+                object.__setattr__(self, name, value if value > 0 else None)
+        if self.seed is not None:
+            _check_int("seed", self.seed, at_least=0)
+        for name in ("reset_at_each_iter", "set_truncated", "return_same_td", "executor"):
+            if not isinstance(getattr(self, name), bool):
+                raise BadOption(f"{name}={getattr(self, name)!r}: expected True or False")
+        _check_choice("layout", self.layout, ("batch_major", "time_major"))
+        _check_choice("validate", self.validate, ("off", "fast", "full"))
+        exploration = getattr(self.exploration_type, "name", self.exploration_type)
+        exploration = exploration.lower() if isinstance(exploration, str) else exploration
+        _check_choice("exploration_type", exploration, EXPLORATION)
+        object.__setattr__(self, "exploration_type", exploration)
+        object.__setattr__(self, "devices", self._resolve_devices())
+        if self.slot_memory_limit is None:
+            object.__setattr__(self, "slot_memory_limit", _half_of_memory())
+
+    def rows_per_batch(self, num_envs: int) -> int:
+        """Time steps per batch for so many environments.
+
+        Raises:
+            BadOption: ``frames_per_batch`` would not be exact.
+        """
+        if self.frames_per_batch % num_envs:
+            low = self.frames_per_batch // num_envs * num_envs
+            near = [n for n in (low, low + num_envs) if n]
+            raise BadOption(
+                f"frames_per_batch={self.frames_per_batch} cannot be shared equally by {num_envs} environments; "
+                f"the nearest possible are {' and '.join(map(str, near))}"
+            )
+        return self.frames_per_batch // num_envs
+
+    def _resolve_devices(self) -> dict[str, torch.device | None]:
+        general = _device("device", self.device)
+        names = ("storing_device", "policy_device", "env_device")
+        return {name: _device(name, getattr(self, name)) or general for name in names}
+
+
+def _check_int(name: str, value: Any, at_least: int | None = None) -> None:
+    bound = "" if at_least is None else f" of at least {at_least}"
+    if isinstance(value, bool) or not isinstance(value, int) or (at_least is not None and value < at_least):
+        raise BadOption(f"{name}={value!r}: expected an integer{bound}")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise BadOption(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
+
+
+def _device(name: str, value: Device) -> torch.device | None:
+    if value is None:
+        return None
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise BadOption(f"{name}={value!r}: not a torch device ({str(error).splitlines()[0]})") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BadOption(f"{name}={value!r}: this machine or this build of torch has no CUDA device")
+    return device
+
+
+def _half_of_memory() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (AttributeError, OSError, ValueError):  # not on every system
+        return 4 << 30
+
+

@@ -1,0 +1,167 @@
+"""Gymnasium spaces: what they store, how their values come apart, and how they are drawn at random."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from muster.errors import BadEnvOutput, UnsupportedSpace
+from muster.keys import ACTION, OBSERVATION, RESERVED, Key, dotted
+from muster.memory.specs import OBJECT, Array, ArraySpec, Specs
+from muster.rng import GroupRng
+
+Leaves = list[Any]
+
+
+class SpaceCodec:
+    """How the values of one space are taken apart into leaves, and put together again.
+
+    Args:
+        space: any Gymnasium space. Dict and Tuple are opened, however deep; what has no fixed shape
+            (Text, Sequence, Graph, OneOf, your own) becomes one object leaf.
+        root: key of a space that is neither Dict nor Tuple; see ``observation_codec``, ``action_codec``.
+
+    Attributes:
+        specs: the leaves by key, in the order of ``flatten`` and ``build``.
+        single: there is exactly one leaf, and the value is that leaf.
+    """
+
+    def __init__(self, space: spaces.Space[Any], root: Key) -> None:
+        self.space = space
+        self.specs: Specs = {}
+        self._spaces: list[spaces.Space[Any]] = []
+        self._flatten: Callable[[Any, Leaves], None] = self._open(space, root)
+        self.single = not isinstance(space, (spaces.Dict, spaces.Tuple))
+
+    def flatten(self, value: Any) -> Leaves:
+        """The leaves of ``value``, unchecked but for their number.
+
+        Raises:
+            BadEnvOutput: a Dict with missing or extra keys, a Tuple of another length.
+        """
+        leaves: Leaves = []
+        self._flatten(value, leaves)
+        return leaves
+
+    def build(self, leaves: Sequence[Any]) -> Any:
+        """The value whose leaves these are."""
+        source = iter(leaves)
+        return _build(self.space, source)
+
+    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
+        """Uniform values (where unbounded: as ``Box.sample`` does), ``[*shape, *leaf shape]`` per leaf."""
+        leaves = zip(self.specs.items(), self._spaces, strict=True)
+        return {key: _sample(space, spec, rng.stream(i), shape) for i, ((key, spec), space) in enumerate(leaves)}
+
+    def _open(self, space: spaces.Space[Any], path: Key) -> Callable[[Any, Leaves], None]:
+        if isinstance(space, spaces.Dict):
+            parts = {k: self._open(s, (*path, str(k))) for k, s in space.spaces.items()}
+            return lambda value, out: _flatten_dict(parts, path, value, out)
+        if isinstance(space, spaces.Tuple):
+            items = [self._open(s, (*path, str(i))) for i, s in enumerate(space.spaces)]
+            return lambda value, out: _flatten_tuple(items, path, value, out)
+        if path in self.specs:
+            raise UnsupportedSpace(f"two parts of {space} share the key {dotted(path)!r}; rename one of them")
+        self.specs[path] = leaf_spec(space)
+        self._spaces.append(space)
+        return lambda value, out: out.append(value)
+
+
+def observation_codec(space: spaces.Space[Any]) -> SpaceCodec:
+    """Keys of observations: ``observation``, or the space's own keys where it is a Dict.
+
+    Raises:
+        UnsupportedSpace: a Dict key that a batch needs for itself.
+    """
+    if not isinstance(space, spaces.Dict):
+        return SpaceCodec(space, OBSERVATION)
+    taken = sorted(RESERVED.intersection(map(str, space.spaces)))
+    if taken:
+        raise UnsupportedSpace(
+            f"the observation space has the keys {taken}, which a batch needs for itself. "
+            f"Rename them with gymnasium.wrappers.TransformObservation."
+        )
+    return SpaceCodec(space, ())
+
+
+def action_codec(space: spaces.Space[Any]) -> SpaceCodec:
+    """Keys of actions: ``action``, or ``("action", name)`` where the space is a Dict or Tuple."""
+    return SpaceCodec(space, ACTION)
+
+
+def leaf_spec(space: spaces.Space[Any]) -> ArraySpec:
+    """What one value of a space without parts takes to store."""
+    if isinstance(space, spaces.Box):
+        return ArraySpec(space.shape, space.dtype, space.low, space.high)
+    if isinstance(space, spaces.Discrete):
+        dtype = np.dtype(space.dtype)
+        return ArraySpec((), dtype, np.asarray(space.start, dtype), np.asarray(space.start + space.n - 1, dtype))
+    if isinstance(space, spaces.MultiDiscrete):
+        dtype = np.dtype(space.dtype)
+        return ArraySpec(space.shape, dtype, space.start.astype(dtype), (space.start + space.nvec - 1).astype(dtype))
+    if isinstance(space, spaces.MultiBinary):
+        dtype = np.dtype(space.dtype)
+        return ArraySpec(space.shape, dtype, np.zeros(space.shape, dtype), np.ones(space.shape, dtype))
+    if not isinstance(space, spaces.Space):
+        raise UnsupportedSpace(f"expected a gymnasium.Space, got {type(space).__name__}: {space!r}")
+    return ArraySpec((), OBJECT)
+
+
+def _flatten_dict(parts: Mapping[str, Callable[[Any, Leaves], None]], path: Key, value: Any, out: Leaves) -> None:
+    name = dotted(path) or "observation"
+    if not isinstance(value, Mapping):
+        raise BadEnvOutput(f"{name}: expected a dict with the keys {sorted(parts)}, got {type(value).__name__}")
+    if value.keys() != parts.keys():
+        missing, extra = sorted(parts.keys() - value.keys()), sorted(map(str, value.keys() - parts.keys()))
+        raise BadEnvOutput(f"{name}: expected the keys {sorted(parts)}, missing {missing}, unknown {extra}")
+    for key, part in parts.items():
+        part(value[key], out)
+
+
+def _flatten_tuple(items: Sequence[Callable[[Any, Leaves], None]], path: Key, value: Any, out: Leaves) -> None:
+    if not isinstance(value, (tuple, list)) or len(value) != len(items):
+        got = f"{type(value).__name__}" + (f" of {len(value)}" if isinstance(value, (tuple, list)) else "")
+        raise BadEnvOutput(f"{dotted(path)}: expected a tuple of {len(items)}, got {got}")
+    for item, part in zip(value, items, strict=True):
+        part(item, out)
+
+
+def _build(space: spaces.Space[Any], leaves: Any) -> Any:
+    if isinstance(space, spaces.Dict):
+        return {key: _build(part, leaves) for key, part in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_build(part, leaves) for part in space.spaces)
+    return next(leaves)
+
+
+def _sample(space: spaces.Space[Any], spec: ArraySpec, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    if spec.dtype == OBJECT:
+        out = np.empty(shape, OBJECT)
+        for index in np.ndindex(shape):
+            space.seed(int(rng.integers(2**31)))
+            out[index] = space.sample()
+        return out
+    assert spec.low is not None and spec.high is not None
+    size = (*shape, *spec.shape)
+    if spec.dtype.kind in "iub":
+        high = spec.high.astype(np.int64)
+        return rng.integers(spec.low.astype(np.int64), high, size, endpoint=True).astype(spec.dtype)
+    return _sample_box(spec, rng, size).astype(spec.dtype)
+
+
+def _sample_box(spec: ArraySpec, rng: np.random.Generator, size: tuple[int, ...]) -> Array:
+    """Uniform where bounded on both sides, shifted exponential on one, normal on none (as ``Box.sample``)."""
+    low, high = np.asarray(spec.low, np.float64), np.asarray(spec.high, np.float64)
+    below, above = np.isfinite(low), np.isfinite(high)
+    if below.all() and above.all():
+        return np.asarray(rng.uniform(low, high, size))
+    u, v = np.moveaxis(rng.random((*size, 2)), -1, 0)  # two per entry whatever it becomes: see GroupRng.stream
+    tail = -np.log1p(-u)
+    normal = np.sqrt(2 * tail) * np.cos(2 * np.pi * v)  # Box and Muller
+    low0, high0 = np.where(below, low, 0.0), np.where(above, high, 0.0)
+    both = low0 + u * np.where(below & above, high0 - low0, 0.0)
+    one_sided = np.where(below, low0 + tail, high0 - tail)
+    return np.where(below & above, both, np.where(below | above, one_sided, normal))

@@ -1,0 +1,230 @@
+"""B single Gymnasium environments as one env batch, written straight into the rows of a slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import gymnasium
+import numpy as np
+
+from muster.envs.checks import FIX, as_flag, leaf_problem, reward_problem
+from muster.envs.spaces import SpaceCodec, action_codec, observation_codec
+from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv
+from muster.keys import REWARD, Key, dotted, next_of
+from muster.memory.slots import Lane
+from muster.memory.specs import Array
+from muster.protocols import Step
+from muster.rng import GroupRng
+
+Arrays = Mapping[Key, Array]
+FlagRecorder = Callable[[int, int, Any, Any, "list[int] | None"], "list[int] | None"]
+TERMINATED, TRUNCATED = next_of(("terminated",)), next_of(("truncated",))
+
+
+class StackedEnvs:
+    """B ``gymnasium.Env`` stepped one after another; implements ``EnvBatch``.
+
+    Args:
+        envs: with equal spaces; owned (and closed) by this object.
+
+    Raises:
+        UnsupportedEnv: unequal spaces, or one environment given twice.
+    """
+
+    final_obs_certain = True
+
+    def __init__(self, envs: Sequence[gymnasium.Env[Any, Any]]) -> None:
+        self.envs = list(envs)
+        self.num_envs = len(self.envs)
+        first = self.envs[0]
+        self.name = first.spec.id if first.spec is not None else type(first.unwrapped).__name__
+        if len({id(env) for env in self.envs}) < len(self.envs):
+            raise UnsupportedEnv(f"{self.name}: the factory returned the same object twice; return a new env per call")
+        for i, env in enumerate(self.envs):
+            for kind in ("observation_space", "action_space"):
+                if getattr(env, kind) != getattr(first, kind):
+                    raise UnsupportedEnv(
+                        f"{self.name}: environments of one group need equal spaces, but {kind} of env {i} is "
+                        f"{getattr(env, kind)} and that of env 0 is {getattr(first, kind)}"
+                    )
+        self.observations: SpaceCodec = observation_codec(first.observation_space)
+        self.actions: SpaceCodec = action_codec(first.action_space)
+        self.observation_specs, self.action_specs = self.observations.specs, self.actions.specs
+        self.executed_in_row = 0  # environments stepped in a row that an error cut short
+
+    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
+        return self.actions.sample(rng, shape)
+
+    def reset(self, arrays: Arrays, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        for n, i in enumerate(which):
+            try:
+                got = self.envs[i].reset(seed=None if seeds is None else seeds[n])
+            except Exception as error:
+                raise EnvError(f"{self.name}[{i}].reset raised {type(error).__name__}: {error}") from error
+            if not isinstance(got, tuple) or len(got) != 2 or not isinstance(got[1], dict):
+                raise BadEnvOutput(
+                    f"{self.name}[{i}].reset returned {type(got).__name__}, expected (observation, info). {FIX}"
+                )
+            self._write(arrays, (row, i), got[0], "reset")
+
+    def start(self, lane: Lane) -> Step:
+        step = lane.cache.get(self)
+        if step is None:
+            step = lane.cache[self] = self._make_step(lane)
+        return step  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        for env in self.envs:
+            env.close()
+
+    def _make_step(self, lane: Lane) -> Step:
+        """The function that runs one row, with all it needs in local variables."""
+        (obs_spec,), (act_spec,) = (list(specs.values())[:1] for specs in (self.observation_specs, self.action_specs))
+        vector = self.observations.single and obs_spec.is_tensor and len(obs_spec.shape) == 1
+        if vector and self.actions.single and act_spec.dtype == np.int64 and not act_spec.shape:
+            return self._make_plain_step(lane, obs_spec.shape[0])
+        steps = [env.step for env in self.envs]
+        actions, put = self._action_rows(lane), self._observation_writer(lane)
+        B = self.num_envs
+        rewards = memoryview(lane.arrays[REWARD].reshape(-1))  # type: ignore[arg-type]
+        record = self._flag_recorder(lane)
+
+        def step(t: int) -> Sequence[int] | None:
+            finished: list[int] | None = None
+            k = t * B  # of the transition; its next observation is B further
+            got: Any = None
+            try:
+                for env_step, action in zip(steps, actions(t)):  # noqa: B905 (strict costs 0.3 us per step)
+                    got = None
+                    got = env_step(action)
+                    obs, reward, terminated, truncated, _ = got
+                    put(k + B, obs)
+                    rewards[k] = reward
+                    if terminated is not False or truncated is not False:
+                        finished = record(t, k - t * B, terminated, truncated, finished)
+                    k += 1
+            except BaseException as error:
+                self._explain(error, got, t, k - t * B)
+            return finished
+
+        return step
+
+    def _make_plain_step(self, lane: Lane, width: int) -> Step:
+        """The same for vector observations and integer actions, without a call or an object per transition.
+
+        A memoryview refuses another dtype or shape by itself, and gives plain ints, which environments
+        index fastest with.
+        """
+        steps, B = [env.step for env in self.envs], self.num_envs
+        ((obs_key,), (act_key,)) = self.observation_specs, self.action_specs
+        observations, actions, rewards = (
+            memoryview(lane.arrays[key].reshape(-1)) for key in (obs_key, act_key, REWARD)  # type: ignore[arg-type]
+        )
+        record = self._flag_recorder(lane)
+
+        def step(t: int) -> Sequence[int] | None:
+            finished: list[int] | None = None
+            k = t * B
+            at = (k + B) * width
+            got: Any = None
+            try:
+                for env_step in steps:
+                    got = None
+                    got = env_step(actions[k])
+                    obs, reward, terminated, truncated, _ = got
+                    observations[at : at + width] = obs
+                    rewards[k] = reward
+                    if terminated is not False or truncated is not False:
+                        finished = record(t, k - t * B, terminated, truncated, finished)
+                    k += 1
+                    at += width
+            except BaseException as error:
+                self._explain(error, got, t, k - t * B)
+            return finished
+
+        return step
+
+    def _observation_writer(self, lane: Lane) -> Callable[[int, Any], None]:
+        """``put(k, obs)``: write an observation into entry ``k`` of the ``(T + 1) * B``."""
+        arrays = {key: lane.arrays[key].reshape(-1, *spec.shape) for key, spec in self.observation_specs.items()}
+        ((key, spec),) = list(self.observation_specs.items())[:1]
+        if not (self.observations.single and spec.is_tensor and spec.shape):
+            return lambda k, obs: self._write(arrays, (k,), obs, "step")
+        cells, shape, dtype = arrays[key], spec.shape, spec.dtype
+
+        def put(k: int, obs: Any) -> None:
+            if obs.shape != shape or obs.dtype != dtype:
+                raise BadEnvOutput(f"observation is {leaf_problem(obs, spec)}")
+            cells[k] = obs
+
+        return put
+
+    def _write(self, arrays: Arrays, at: tuple[int, ...], obs: Any, method: str) -> None:
+        """Write one observation into entry ``at`` of the arrays, checking every leaf."""
+        try:
+            leaves = [obs] if self.observations.single else self.observations.flatten(obs)
+        except BadEnvOutput as error:
+            raise BadEnvOutput(f"{self.name}[{at[-1]}].{method}: {error}. {FIX}") from None
+        for (key, spec), leaf in zip(self.observation_specs.items(), leaves, strict=True):
+            if spec.is_tensor:
+                problem = leaf_problem(leaf, spec)
+                if problem:
+                    raise BadEnvOutput(
+                        f"{self.name}[{at[-1]}].{method}: {dotted(key)} is {problem}, but its space says {spec}. {FIX}"
+                    )
+            arrays[key][at] = leaf
+
+    def _action_rows(self, lane: Lane) -> Callable[[int], Sequence[Any]]:
+        """``actions(t)``: what the environments get. Copies: an env may keep or change what it is given."""
+        keys, specs = list(self.action_specs), list(self.action_specs.values())
+        if self.actions.single:
+            rows = lane.arrays[keys[0]]
+            if specs[0].dtype.kind in "iu" and not specs[0].shape:
+                return lambda t: rows[t].tolist()
+            return lambda t: rows[t].copy()
+        arrays = [lane.arrays[key] for key in keys]
+
+        def composite(t: int) -> list[Any]:
+            copies = [array[t].copy() for array in arrays]
+            return [self.actions.build([leaf[b] for leaf in copies]) for b in range(self.num_envs)]
+
+        return composite
+
+    def _flag_recorder(self, lane: Lane) -> FlagRecorder:
+        terminated_rows, truncated_rows = lane.arrays[TERMINATED], lane.arrays[TRUNCATED]
+
+        def record(t: int, b: int, terminated: Any, truncated: Any, finished: list[int] | None) -> list[int] | None:
+            ended, cut = as_flag(terminated, "terminated", self.name), as_flag(truncated, "truncated", self.name)
+            if not (ended or cut):
+                return finished
+            terminated_rows[t, b], truncated_rows[t, b] = ended, cut
+            if finished is None:
+                return [b]
+            finished.append(b)
+            return finished
+
+        return record
+
+    def _explain(self, error: BaseException, got: Any, t: int, b: int) -> NoReturn:
+        """Turn what went wrong in env ``b`` at row ``t`` into the error that says so."""
+        self.executed_in_row = b + (got is not None)
+        if not isinstance(error, Exception):  # Ctrl-C
+            raise error
+        who = f"{self.name}[{b}].step (row {t} of the batch)"
+        if got is None and not isinstance(error, BadEnvOutput):
+            raise EnvError(f"{who} raised {type(error).__name__}: {error}") from error
+        if not isinstance(got, tuple) or len(got) != 5:
+            size = f" of {len(got)}" if isinstance(got, tuple) else ""
+            raise BadEnvOutput(
+                f"{who} returned {type(got).__name__}{size}, "
+                f"expected (observation, reward, terminated, truncated, info). {FIX}"
+            ) from error
+        scratch = {k: np.empty((self.num_envs, *s.shape), s.dtype) for k, s in self.observation_specs.items()}
+        self._write(scratch, (b,), got[0], f"step (row {t} of the batch)")
+        problem = reward_problem(got[1])
+        if problem:
+            raise BadEnvOutput(f"{who}: {problem}. {FIX}") from error
+        as_flag(got[2], "terminated", who), as_flag(got[3], "truncated", who)
+        raise BadEnvOutput(f"{who} returned {got!r}, which could not be stored: {error}") from error
+

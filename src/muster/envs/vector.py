@@ -1,0 +1,225 @@
+"""``gymnasium.vector.VectorEnv`` as an env batch: three autoreset modes, one set of transitions.
+
+Muster resets a finished environment itself, with a masked reset right after the step in which its
+episode ended. With ``DISABLED`` that is what the caller has to do; with ``NEXT_STEP`` it clears the
+pending autoreset, so that the row which is no transition never happens; with ``SAME_STEP`` the
+environment has been reset already and hands the true last observation over in ``info``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+
+from muster.envs.checks import FIX, leaf_problem
+from muster.envs.spaces import SpaceCodec, action_codec, observation_codec
+from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv
+from muster.keys import NEXT_OBS_VALID, REWARD, Key, dotted, next_of
+from muster.memory.slots import Lane
+from muster.memory.specs import Array, ArraySpec
+from muster.protocols import Step
+from muster.rng import GroupRng
+
+TERMINATED, TRUNCATED = next_of(("terminated",)), next_of(("truncated",))
+
+
+class VectorEnvBatch:
+    """A ``VectorEnv`` behind ``EnvBatch``; owns (and closes) it.
+
+    Raises:
+        UnsupportedEnv: no autoreset mode declared, or one that cannot be reset by mask.
+    """
+
+    def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
+        self.env = env
+        self.num_envs = env.num_envs
+        spec = getattr(env, "spec", None)
+        self.name = spec.id if spec is not None else type(env.unwrapped).__name__
+        self.mode = self._mode(env)
+        self._known = isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)) or _is_ale(env.unwrapped)
+        self.final_obs_certain = self.mode is not AutoresetMode.SAME_STEP or self._known
+        self.observations: SpaceCodec = observation_codec(env.single_observation_space)
+        self.actions: SpaceCodec = action_codec(env.single_action_space)
+        self.observation_specs, self.action_specs = self.observations.specs, self.actions.specs
+        self.executed_in_row = 0
+        self._fresh: dict[int, list[Any]] = {}  # SAME_STEP: first observations of episodes not begun yet
+        self._last: list[Array] = []  # observation leaves of the last step, to see whether a mask was respected
+
+    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
+        return self.actions.sample(rng, shape)
+
+    def reset(
+        self, arrays: Mapping[Key, Array], row: int, which: Sequence[int], seeds: Sequence[int] | None
+    ) -> None:
+        targets = [arrays[key][row] for key in self.observation_specs]
+        waiting = [i for i in which if i in self._fresh] if seeds is None else []
+        for i in waiting:
+            for target, leaf in zip(targets, self._fresh.pop(i), strict=True):
+                target[i] = leaf
+        rest = [i for i in which if i not in waiting]
+        if not rest:
+            return
+        self._fresh = {i: leaves for i, leaves in self._fresh.items() if i not in rest}
+        leaves = self._leaves(self._masked_reset(rest, seeds), f"{self.name}.reset")
+        for target, leaf in zip(targets, leaves, strict=True):
+            target[rest] = leaf[rest]
+
+    def start(self, lane: Lane) -> Step:
+        obs_arrays = [lane.arrays[key] for key in self.observation_specs]
+        act_arrays = [lane.arrays[key] for key in self.action_specs]
+        rewards, terminated, truncated = (lane.arrays[key] for key in (REWARD, TERMINATED, TRUNCATED))
+        known = lane.arrays.get(NEXT_OBS_VALID)
+
+        def step(t: int) -> Sequence[int] | None:
+            action = self.actions.build([array[t].copy() for array in act_arrays])
+            got = self._call("step", action)
+            self.executed_in_row = self.num_envs
+            if not isinstance(got, tuple) or len(got) != 5:
+                raise BadEnvOutput(f"{self.name}.step returned {type(got).__name__}, expected five values. {FIX}")
+            obs, reward, ended, cut, info = got
+            self._last = self._leaves(obs, f"{self.name}.step (row {t} of the batch)")
+            for array, leaf in zip(obs_arrays, self._last, strict=True):
+                array[t + 1] = leaf
+            rewards[t] = self._column(reward, "reward", "biuf")
+            terminated[t] = self._column(ended, "terminated", "b")
+            truncated[t] = self._column(cut, "truncated", "b")
+            done = terminated[t] | truncated[t]
+            self.executed_in_row = 0
+            if not done.any():
+                return None
+            finished: list[int] = np.flatnonzero(done).tolist()
+            if self.mode is AutoresetMode.SAME_STEP:
+                for i in finished:
+                    self._take_final(i, info, [array[t + 1] for array in obs_arrays], known, t)
+            return finished
+
+        return step
+
+    def close(self) -> None:
+        self.env.close()
+
+    def _take_final(self, i: int, info: Any, rows: list[Array], known: Array | None, t: int) -> None:
+        """SAME_STEP: put the true last observation into row ``t + 1`` and keep the new episode's first."""
+        self._fresh[i] = [row[i].copy() for row in rows]
+        final = info.get("final_obs") if isinstance(info, dict) else None
+        if final is not None and final[i] is not None:
+            leaves = self.observations.flatten(final[i])
+            for (key, spec), row, leaf in zip(self.observation_specs.items(), rows, leaves, strict=True):
+                problem = leaf_problem(leaf, spec) if spec.is_tensor else None
+                if problem:
+                    raise BadEnvOutput(f"{self.name}[{i}]: final_obs {dotted(key)} is {problem}, expected {spec}")
+                row[i] = leaf
+            return
+        if known is None:
+            raise BadEnvOutput(f"{self.name}[{i}]: an episode ended in SAME_STEP mode without info['final_obs']. {FIX}")
+        known[t, i] = False
+        for row in rows:  # unknown is unknown: nothing that could be taken for an observation
+            row[i] = np.nan if row.dtype.kind == "f" else 0
+
+    def _masked_reset(self, which: list[int], seeds: Sequence[int] | None) -> Any:
+        if len(which) == self.num_envs:
+            return self._pair(self._call("reset", seed=self._seeds(seeds)))
+        mask = np.zeros(self.num_envs, bool)
+        mask[which] = True
+        if seeds is not None:
+            full: Any = [None] * self.num_envs
+            for i, seed in zip(which, seeds, strict=True):
+                full[i] = seed
+            seed_arg: Any = np.asarray(list(seeds)) if _is_ale(self.env.unwrapped) else full
+        else:
+            seed_arg = None
+        obs = self._pair(self._call("reset", seed=seed_arg, options={"reset_mask": mask}))
+        if not self._known:
+            self._check_mask_respected(obs, ~mask)
+        return obs
+
+    def _check_mask_respected(self, obs: Any, others: Array) -> None:
+        for before, after in zip(self._last, self._leaves(obs, f"{self.name}.reset"), strict=True):
+            if not np.array_equal(np.asarray(before)[others], np.asarray(after)[others]):
+                raise UnsupportedEnv(
+                    f"{self.name} ({self.mode.name}) was asked to reset some of its environments with "
+                    f"options={{'reset_mask': mask}} and reset others too. Muster needs masked resets: build it with "
+                    f"AutoresetMode.SAME_STEP and info['final_obs'], or let reset() respect reset_mask."
+                )
+
+    def _seeds(self, seeds: Sequence[int] | None) -> Any:
+        if seeds is None:
+            return None
+        first = int(seeds[0])
+        consecutive = list(seeds) == list(range(first, first + len(seeds)))
+        if _is_ale(self.env.unwrapped):
+            return np.asarray(list(seeds))
+        return first if consecutive else list(seeds)
+
+    def _leaves(self, obs: Any, who: str) -> list[Array]:
+        """The batched observation as checked arrays ``[B, *shape]``."""
+        out: list[Array] = []
+        try:
+            leaves = self.observations.flatten(obs)
+        except BadEnvOutput as error:
+            raise BadEnvOutput(f"{who}: {error}. {FIX}") from None
+        for (key, spec), leaf in zip(self.observation_specs.items(), leaves, strict=True):
+            if not spec.is_tensor:
+                out.append(_object_row(leaf, self.num_envs))
+                continue
+            problem = leaf_problem(leaf, ArraySpec((self.num_envs, *spec.shape), spec.dtype))
+            if problem:
+                raise BadEnvOutput(
+                    f"{who}: {dotted(key)} is {problem}, but its space says {self.num_envs} x ({spec}). {FIX}"
+                )
+            out.append(leaf)
+        return out
+
+    def _column(self, value: Any, name: str, kinds: str) -> Array:
+        array = np.asarray(value)
+        if array.shape != (self.num_envs,) or array.dtype.kind not in kinds:
+            raise BadEnvOutput(
+                f"{self.name}.step: {name} has shape {array.shape} and dtype {array.dtype}, expected "
+                f"({self.num_envs},) and {'bool' if kinds == 'b' else 'a number'}. {FIX}"
+            )
+        return array
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return getattr(self.env, method)(*args, **kwargs)
+        except Exception as error:
+            raise EnvError(f"{self.name}.{method} raised {type(error).__name__}: {error}") from error
+
+    def _pair(self, got: Any) -> Any:
+        if not isinstance(got, tuple) or len(got) != 2:
+            raise BadEnvOutput(f"{self.name}.reset returned {type(got).__name__}, expected (observations, info). {FIX}")
+        return got[0]
+
+    def _mode(self, env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
+        declared = (env.metadata or {}).get("autoreset_mode")
+        if declared is None:
+            declared = getattr(env.unwrapped, "autoreset_mode", None)
+        if declared is None:
+            raise UnsupportedEnv(
+                f"{self.name} does not say how it resets: set metadata['autoreset_mode'] to a "
+                f"gymnasium.vector.AutoresetMode. Guessing would corrupt the ends of episodes."
+            )
+        mode = AutoresetMode(declared)
+        base = env.unwrapped
+        if mode is AutoresetMode.NEXT_STEP and isinstance(base, AsyncVectorEnv) and not base.shared_memory:
+            raise UnsupportedEnv(
+                f"{self.name}: AsyncVectorEnv(shared_memory=False) forgets masked resets in NEXT_STEP mode. "
+                f"Use shared_memory=True or autoreset_mode=AutoresetMode.DISABLED."
+            )
+        if mode is not AutoresetMode.SAME_STEP and getattr(base, "batch_size", self.num_envs) != self.num_envs:
+            raise UnsupportedEnv(f"{self.name}: batch_size < num_envs is not lockstep; use batch_size = num_envs")
+        return mode
+
+
+def _is_ale(env: Any) -> bool:
+    return type(env).__module__.startswith("ale_py")
+
+
+def _object_row(value: Any, B: int) -> Array:
+    row = np.empty(B, object)
+    for i, item in enumerate(value):
+        row[i] = item
+    return row

@@ -1,0 +1,30 @@
+"""The names of a batch: TorchRL's keys as nested tuples, spelled once."""
+
+from __future__ import annotations
+
+Key = tuple[str, ...]
+
+OBSERVATION: Key = ("observation",)
+ACTION: Key = ("action",)
+REWARD: Key = ("next", "reward")
+DONE: Key = ("done",)
+TERMINATED: Key = ("terminated",)
+TRUNCATED: Key = ("truncated",)
+LOG_PROB: Key = ("action_log_prob",)
+STATE: Key = ("recurrent_state",)
+STEP_COUNT: Key = ("step_count",)
+TRAJ_IDS: Key = ("collector", "traj_ids")
+NEXT_OBS_VALID: Key = ("collector", "next_obs_valid")
+
+FLAGS = (DONE, TERMINATED, TRUNCATED)
+RESERVED = frozenset({"action", "next", "collector", "done", "terminated", "truncated", "step_count"})
+
+
+def next_of(key: Key) -> Key:
+    """The key of the same quantity after the step."""
+    return ("next", *key)
+
+
+def dotted(key: Key) -> str:
+    """``("next", "reward")`` as ``next.reward``, for messages and file formats."""
+    return ".".join(key)

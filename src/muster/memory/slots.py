@@ -1,0 +1,220 @@
+"""Slots: one preallocated block per rollout, lent to the user and taken back by the garbage collector.
+
+A slot is in exactly one state::
+
+    FREE --take--> FILLING --lend--> LENT --last tensor over it collected--> FREE
+                      '--give_back (nothing worth delivering)--> FREE
+
+A slot has one *lane* per group; a lane is what one rollout writes into. All lanes of a slot lie in
+one block with a constant distance, so that the stack over groups is a view.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+import itertools
+import math
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from muster.errors import SlotsExhausted
+from muster.keys import Key
+from muster.memory.specs import OBJECT, Array, Column
+
+Memory = Literal["heap", "pinned"]
+
+ALIGNMENT = 64  # bytes: one cache line, and a multiple of every item size
+MAX_ROW_VIEWS = 1 << 16  # beyond this many, row views are made when used instead of kept
+KEPT_FREE = 2  # one being filled while the user holds another; more than that is given back
+
+
+class SlotState(enum.Enum):
+    """Where a slot is; see the module's picture."""
+
+    FREE = "free"
+    FILLING = "filling"
+    LENT = "lent"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each column lies in a block of memory.
+
+    Args:
+        T: time steps per rollout.
+        B: environments per group.
+        columns: what is stored; keys are unique.
+        lanes: groups per slot.
+        batched: whether the environments of a group are a dimension for policy and user (B = 1 may be either).
+    """
+
+    T: int
+    B: int
+    columns: tuple[Column, ...]
+    lanes: int = 1
+    batched: bool = True
+
+    def rows(self, column: Column) -> int:
+        return self.T + 1 if column.carry else self.T
+
+    @cached_property
+    def offsets(self) -> dict[Key, int]:
+        """First byte of each tensor column within a lane."""
+        ends = itertools.accumulate((self._padded(c) for c in self.tensor_columns), initial=0)
+        return {c.key: start for c, start in zip(self.tensor_columns, ends, strict=False)}
+
+    @cached_property
+    def lane_bytes(self) -> int:
+        return sum(self._padded(c) for c in self.tensor_columns)
+
+    @cached_property
+    def tensor_columns(self) -> tuple[Column, ...]:
+        return tuple(c for c in self.columns if c.is_tensor)
+
+    @cached_property
+    def object_columns(self) -> tuple[Column, ...]:
+        return tuple(c for c in self.columns if not c.is_tensor)
+
+    @property
+    def nbytes(self) -> int:
+        return self.lane_bytes * self.lanes
+
+    def _padded(self, column: Column) -> int:
+        size = self.rows(column) * self.B * math.prod(column.shape) * column.dtype.itemsize
+        return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Lane:
+    """The memory of one rollout: time-major arrays, and views of their rows made once.
+
+    Attributes:
+        arrays: ``[T, B, *shape]`` per column (``[T + 1, ...]`` where carried); object columns too.
+        tensors: the same memory as torch tensors; tensor columns only.
+        done_steps: rows that hold complete transitions; where a rollout continues after an error.
+        acts_from: row of the policy's first ``act`` in this rollout.
+        cache: what policies and environments keep per lane, by themselves as key.
+    """
+
+    def __init__(self, layout: Layout, block: Array) -> None:
+        self.layout = layout
+        self.T, self.B = layout.T, layout.B
+        self.arrays: dict[Key, Array] = {}
+        self.tensors: dict[Key, torch.Tensor] = {}
+        self.cache: dict[Any, Any] = {}
+        self.done_steps = self.acts_from = 0
+        for column in layout.tensor_columns:
+            shape = (layout.rows(column), self.B, *column.shape)
+            start = layout.offsets[column.key]
+            size = math.prod(shape) * column.dtype.itemsize
+            array = block[start : start + size].view(column.dtype).reshape(shape)
+            self.arrays[column.key] = array
+            self.tensors[column.key] = torch.from_numpy(array)
+        for column in layout.object_columns:
+            self.arrays[column.key] = np.empty((layout.rows(column), self.B), OBJECT)
+
+    def rows(self, key: Key) -> Sequence[torch.Tensor] | torch.Tensor:
+        """Torch views of the rows, as policies see them: ``[B, *shape]``, or ``[*shape]`` if unbatched."""
+        tensor = self.tensors[key] if self.layout.batched else self.tensors[key][:, 0]
+        return tensor.unbind(0) if len(tensor) <= MAX_ROW_VIEWS else tensor
+
+    def np_rows(self, key: Key) -> Sequence[Array] | Array:
+        """NumPy views of the rows, as policies see them: ``[B, *shape]``, or ``[*shape]`` if unbatched.
+
+        A row is never a scalar: an unbatched row of scalars is ``[1]``.
+        """
+        array = self.arrays[key]
+        if not self.layout.batched and array.ndim > 2:
+            array = array[:, 0]
+        return list(array) if len(array) <= MAX_ROW_VIEWS else array
+
+
+class Slot:
+    """One block of memory with a lane per group."""
+
+    def __init__(self, layout: Layout, memory: Memory = "heap") -> None:
+        if memory == "pinned":
+            self.block: Array = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+        else:
+            self.block = _aligned(layout.nbytes)
+        self.state = SlotState.FREE
+        self.layout = layout
+        step = layout.lane_bytes
+        self.lanes = [Lane(layout, self.block[i * step : (i + 1) * step]) for i in range(layout.lanes)]
+
+
+class SlotRing:
+    """The slots of one layout: reused when nobody looks at them any more, more of them when needed.
+
+    Args:
+        layout: of every slot.
+        limit_bytes: the ring refuses to grow beyond this.
+        memory: ``"heap"``, or ``"pinned"`` for transfers to a GPU.
+    """
+
+    def __init__(self, layout: Layout, *, limit_bytes: int, memory: Memory = "heap") -> None:
+        self.layout = layout
+        self.limit_bytes = limit_bytes
+        self.memory: Memory = memory
+        self._free: deque[Slot] = deque()  # appended to by finalizers, from whatever thread collects
+        self._live: weakref.WeakSet[Slot] = weakref.WeakSet()
+
+    def count(self, state: SlotState) -> int:
+        """How many slots are in ``state``."""
+        return sum(slot.state is state for slot in self._live)
+
+    def take(self) -> Slot:
+        """A slot to fill.
+
+        Raises:
+            SlotsExhausted: if all slots are lent and another one would pass ``limit_bytes``.
+        """
+        if not self._free and not self._fits():
+            gc.collect()  # a batch in a reference cycle is as good as dropped
+            if not self._free and not self._fits():
+                raise SlotsExhausted(
+                    f"{self.count(SlotState.LENT)} batches of {self.layout.nbytes:,} bytes are still referenced, "
+                    f"and another one would pass slot_memory_limit={self.limit_bytes:,} bytes. A batch is a view "
+                    f"on Muster's memory and keeps all of it alive as long as any tensor of it lives: drop batches "
+                    f"you no longer need, keep `batch.clone()` of small parts, or raise slot_memory_limit."
+                )
+        slot = self._free.popleft() if self._free else self._grow()
+        slot.state = SlotState.FILLING
+        for lane in slot.lanes:
+            lane.done_steps = 0
+        return slot
+
+    def lend(self, slot: Slot) -> torch.Tensor:
+        """The slot's memory as flat bytes, for the user; it comes back when no tensor shares it any more."""
+        owner = slot.block.view()  # a new array object: its death is the death of the last tensor over it
+        slot.state = SlotState.LENT
+        weakref.finalize(owner, self.give_back, slot).atexit = False
+        return torch.from_numpy(owner)
+
+    def give_back(self, slot: Slot) -> None:
+        """Make a slot free again, or drop it when enough are free."""
+        slot.state = SlotState.FREE
+        if len(self._free) < KEPT_FREE:
+            self._free.append(slot)
+
+    def _fits(self) -> bool:
+        return (len(self._live) + 1) * self.layout.nbytes <= self.limit_bytes
+
+    def _grow(self) -> Slot:
+        slot = Slot(self.layout, self.memory)
+        self._live.add(slot)
+        return slot
+
+
+def _aligned(nbytes: int) -> Array:
+    """Zeroed bytes that start at a multiple of ``ALIGNMENT``."""
+    raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + nbytes]

@@ -1,0 +1,59 @@
+"""Shape, dtype and bounds of one array, and what it takes to store it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from muster.keys import Key
+
+Array = NDArray[Any]
+
+OBJECT = np.dtype(object)
+
+
+@dataclass(frozen=True, eq=False)
+class ArraySpec:
+    """One leaf of an observation or action, for one environment.
+
+    ``dtype`` is ``object`` for what has no fixed shape (text, sequences, graphs); such leaves
+    are kept as Python objects. ``low`` and ``high`` are inclusive bounds, ``None`` if unbounded.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    low: Array | None = None
+    high: Array | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.dtype != OBJECT
+
+    def __str__(self) -> str:
+        return f"shape {self.shape}, dtype {self.dtype}"
+
+
+Specs = dict[Key, ArraySpec]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One named array of a rollout: ``[T, B, *shape]``, or ``[T + 1, B, *shape]`` with ``carry``.
+
+    A carried column (observations, recurrent states) has one row more than there are steps:
+    row ``t`` is what the policy saw before step ``t``, row ``T`` what it will see next.
+    ``trailing`` adds TorchRL's trailing dimension in the user's view (flags and rewards).
+    """
+
+    key: Key
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    carry: bool = False
+    trailing: bool = False
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.dtype != OBJECT

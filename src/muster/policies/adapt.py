@@ -1,0 +1,115 @@
+"""From what the user gave as a policy to something the loop can call."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from muster.errors import BadOption
+from muster.policies.functions import FunctionPolicy
+from muster.policies.heads import Head, HeadPolicy
+from muster.policies.random import RandomPolicy
+from muster.protocols import EnvBatch, Policy
+
+ACCEPTED = "None, an nn.Module, a TensorDictModule, a head such as muster.policies.categorical(net), or a function"
+
+
+def adapt(
+    policy: Any,
+    env: EnvBatch,
+    *,
+    batched: bool,
+    device: torch.device | None = None,
+    exploration_type: str = "random",
+    executor: bool = True,
+) -> Policy:
+    """Pick the adapter for ``policy``.
+
+    Args:
+        policy: see ``ACCEPTED``; None draws actions uniformly.
+        env: gives the specs of observations and actions.
+        batched: whether policies see a batch dimension.
+        device: where the policy computes; its module is there already (see ``place``).
+        exploration_type: ``"random"``, ``"mode"``, ``"mean"``, ``"median"`` or ``"deterministic"``.
+        executor: allow the fast executor where it is equal to the module.
+
+    Raises:
+        BadOption: nothing that can be called, or a head that does not fit the spaces.
+    """
+    if policy is None:
+        return RandomPolicy(env.sample, env.num_envs, batched=batched)
+    if isinstance(policy, Head):
+        if len(env.action_specs) != 1:
+            raise BadOption(f"{type(policy).__name__} chooses one action, but the action space has several parts")
+        ((action_key, action_spec),) = env.action_specs.items()
+        return HeadPolicy(
+            policy,
+            obs_keys=list(env.observation_specs),
+            action_key=action_key,
+            action_spec=action_spec,
+            batched=batched,
+            device=device,
+            deterministic=exploration_type != "random",
+            executor=executor,
+        )
+    if isinstance(policy, type) or not callable(policy):
+        raise BadOption(f"policy is {policy!r}, expected {ACCEPTED}")
+    if takes_tensordict(policy):
+        from muster.policies.tensordict import TensorDictPolicy
+
+        return TensorDictPolicy(
+            policy,
+            obs_specs=env.observation_specs,
+            action_keys=list(env.action_specs),
+            batched=batched,
+            num_envs=env.num_envs,
+            device=device,
+            exploration_type=exploration_type,
+            executor=executor,
+        )
+    return FunctionPolicy(
+        policy,
+        obs_specs=env.observation_specs,
+        action_specs=env.action_specs,
+        num_envs=env.num_envs,
+        batched=batched,
+        device=device,
+    )
+
+
+def place(policy: Any, device: torch.device | None) -> tuple[Any, torch.device | None]:
+    """The policy on ``device``: itself where it is there already, else a copy whose weights are its own.
+
+    Returns:
+        the policy, and the device it computes on (None if it has no parameters and none was asked for).
+    """
+    if not isinstance(policy, torch.nn.Module):
+        return policy, device
+    first = next(iter(policy.parameters()), None)
+    if device is None or first is None or first.device == device:
+        return policy, device if first is None else first.device
+    return copy.deepcopy(policy).to(device), device
+
+
+def takes_tensordict(policy: Callable[..., Any]) -> bool:
+    """A tensordict module, or a function of one argument annotated as TensorDict or called td or tensordict."""
+    if "tensordict" in sys.modules:
+        from tensordict.nn import TensorDictModuleBase
+
+        if isinstance(policy, TensorDictModuleBase):
+            return True
+    call = policy.forward if isinstance(policy, torch.nn.Module) else policy
+    try:
+        parameters = list(inspect.signature(call).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    if not parameters or any(p.default is p.empty for p in parameters[1:] if p.kind is p.POSITIONAL_OR_KEYWORD):
+        return False
+    annotation = parameters[0].annotation
+    name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    return parameters[0].name in ("td", "tensordict") or name.rpartition(".")[2] in ("TensorDict", "TensorDictBase")

@@ -1,0 +1,62 @@
+"""Is what a policy returned something the environment and the batch can take?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+
+from muster.errors import BadPolicyOutput
+from muster.keys import Key, dotted
+from muster.memory.specs import ArraySpec, Column
+
+
+def action_problem(action: torch.Tensor, spec: ArraySpec, lead: tuple[int, ...]) -> str | None:
+    """What is wrong with ``action``, as the end of "returned action ...", or None.
+
+    Any width of the right kind of number is taken (float64 for float32, int32 for int64); an integer
+    where the space is continuous, or a float where it is discrete, is not.
+    """
+    expected = (*lead, *spec.shape)
+    if tuple(action.shape) != expected:
+        hint = ""
+        if spec.shape == () and spec.high is not None and action.ndim == len(lead) + 1 and spec.dtype.kind in "iu":
+            hint = "; scores or one-hot vectors need an argmax, or a head such as muster.policies.categorical(net)"
+        return f"with shape {tuple(action.shape)}, expected {expected}{hint}"
+    kind = np.empty(0, spec.dtype).dtype.kind
+    is_float = action.is_floating_point()
+    if is_float != (kind == "f") or action.is_complex():
+        return f"with dtype {action.dtype}, expected {spec.dtype}"
+    return None
+
+
+def column_of(key: Key, value: torch.Tensor, lead: tuple[int, ...], policy: str, *, carry: bool = False) -> Column:
+    """The column for an extra or a state, from its first value ``[B, *shape]``.
+
+    Raises:
+        BadPolicyOutput: the batch dimension is missing.
+    """
+    if tuple(value.shape[: len(lead)]) != lead:
+        raise BadPolicyOutput(
+            f"policy {policy} returned {dotted(key)} with shape {tuple(value.shape)}, expected it to begin with {lead}, "
+            f"one entry per environment"
+        )
+    dtype = torch.empty(0, dtype=value.dtype).numpy().dtype
+    return Column(key, tuple(value.shape[len(lead) :]), dtype, carry=carry)
+
+
+def frozen_check(obs: Mapping[Key, torch.Tensor], policy: str) -> Callable[[], None]:
+    """Remember ``obs``; the returned function raises if the policy has changed it in place since."""
+    before = {key: value.clone() for key, value in obs.items() if torch.is_tensor(value)}
+
+    def check() -> None:
+        for key, value in before.items():
+            if not torch.equal(torch.nan_to_num(obs[key]) if value.is_floating_point() else obs[key],
+                               torch.nan_to_num(value) if value.is_floating_point() else value):
+                raise BadPolicyOutput(
+                    f"policy {policy} changed its input {dotted(key)} in place. That memory is the batch itself: "
+                    f"use operations that return a new tensor (no inplace=True in the first layer, no `obs -= ...`)"
+                )
+
+    return check

@@ -1,0 +1,325 @@
+"""Inference without module dispatch: a common network as a short list of calls into preallocated outputs.
+
+Usage::
+
+    program = plan(net, row)  # None: not a network this file knows; call the module
+    logits = program(row)  # the same tensor (or array) every time, overwritten by the next call
+    if not program.current():  # once per rollout: layers, hooks or parameters were replaced
+        program = plan(net, row)
+
+A program reads the module's own parameter memory, so optimizer steps and ``copy_`` are followed at once.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules import module as module_globals
+
+from muster.memory.specs import Array
+from muster.policies.numpy_layers import Call, numpy_steps
+
+# NumPy wins while call overhead dominates; torch's vectorised kernels win after. Which variant runs may not
+# depend on timing (same seed, same data), so the limit is a constant: rows x multiply-adds, where NumPy is
+# ahead for tanh *and* relu networks. us torch / NumPy, in -> h -> h -> out, measured on one core:
+#   h 64: B=1 12.4 / 6.9, B=8 18.1 / 12.1 (39 k); relu B=8 14.6 / 13.8, B=16 16.3 / 15.5, B=64 24.4 / 27.5 (311 k)
+#   h 128: B=1 14.1 / 8.0 (18 k), B=4 20.9 / 23.4 (72 k); relu B=8 18.9 / 19.2. See docs/decisions/0002.
+NUMPY_LIMIT = 40_000
+
+
+@dataclass(frozen=True)
+class _Watch:
+    """What must stay as it was planned for one module."""
+
+    module: nn.Module
+    cls: type[nn.Module]
+    children: tuple[nn.Module | None, ...] | None  # None for a layer
+    tensors: tuple[tuple[str, torch.Tensor | None, int], ...]  # name, object, address
+    config: Call
+    planned: Any
+
+    def unchanged(self) -> bool:
+        module = self.module
+        if type(module) is not self.cls or not plain(module) or self.config(module) != self.planned:
+            return False
+        if self.children is not None and tuple(module._modules.values()) != self.children:
+            return False
+        parameters = module._parameters
+        for name, tensor, address in self.tensors:
+            now = parameters.get(name)
+            if now is not tensor or (now is not None and now.data_ptr() != address):
+                return False
+        return True
+
+
+class Program:
+    """A planned network, checked against the module on the example it was planned with.
+
+    Attributes:
+        kind: ``"torch"`` takes and gives tensors, ``"numpy"`` arrays; both of the example's shape.
+        steps: the calls, each taking the result of the one before.
+    """
+
+    def __init__(self, kind: Literal["torch", "numpy"], steps: tuple[Call, ...], watches: tuple[_Watch, ...]) -> None:
+        self.kind = kind
+        self.steps = steps
+        self._watches = watches
+
+    def __call__(self, x: Any) -> Any:
+        for step in self.steps:
+            x = step(x)
+        return x
+
+    def current(self) -> bool:
+        """False if the module was changed in a way that the program does not follow."""
+        return not _in_special_mode() and all(watch.unchanged() for watch in self._watches)
+
+
+def plan(module: nn.Module, example: torch.Tensor, *, numpy_ok: bool = True) -> Program | None:
+    """Plan ``module`` for inputs like ``example``, and check the result on it.
+
+    Args:
+        module: a layer, or nested ``nn.Sequential`` of layers, in the mode it will be used in.
+        example: a real input, ``[B, *shape]`` or ``[*shape]``.
+        numpy_ok: the caller can use a program of kind ``"numpy"``.
+
+    Returns:
+        A program that is bit-equal to the module on ``example`` (kind ``"numpy"``: equal up to rounding),
+        or None if there is none.
+    """
+    leaves: list[nn.Module] = []
+    watches: list[_Watch] = []
+    if _in_special_mode() or example.ndim == 0 or not _collect(module, leaves, watches):
+        return None
+    with torch.no_grad():
+        try:
+            trace = _trace(leaves, example)
+        except Exception:  # noqa: BLE001  the module itself will say it better, when it is called
+            return None
+        if numpy_ok and _small(leaves, trace):
+            steps = numpy_steps(leaves, trace)
+            if steps is not None:
+                program = Program("numpy", steps, tuple(watches))
+                if _close(program(example.numpy()), trace[-1]):
+                    return program
+        steps = _torch_steps(leaves, trace)
+        if steps is None:
+            return None
+        program = Program("torch", steps, tuple(watches))
+        # A copy, since a layer with inplace=True may write into its input.
+        return program if _equal(program(example.clone()), trace[-1]) else None
+
+
+def _collect(module: nn.Module, leaves: list[nn.Module], watches: list[_Watch]) -> bool:
+    """List the layers in the order they run. False if anything is not exactly what it seems."""
+    if not plain(module):
+        return False
+    children = tuple(module._modules.values())
+    if _is_sequential(module):
+        watches.append(_Watch(module, type(module), children, (), _no_config, ()))
+        return all(child is not None and _collect(child, leaves, watches) for child in children)
+    kind = _kind(module)
+    if kind not in _CONFIG or (isinstance(kind, type) and any(child is not None for child in children)):
+        return False
+    if type(module) is nn.Dropout and module.training:
+        return False
+    tensors = tuple((n, p, 0 if p is None else p.data_ptr()) for n, p in module._parameters.items())
+    if any(p is not None and type(p) not in (nn.Parameter, torch.Tensor) for _, p, _ in tensors):
+        return False
+    config = _CONFIG[kind]
+    watches.append(_Watch(module, type(module), None, tensors, config, config(module)))
+    leaves.append(module)
+    return True
+
+
+def _is_sequential(module: nn.Module) -> bool:
+    if type(module).forward is nn.Sequential.forward:
+        return True
+    # torchrl's MLP overrides forward only to concatenate several inputs and to reshape.
+    return (
+        type(module).__name__ == "MLP"
+        and type(module).__module__.startswith("torchrl.modules.models")
+        and not getattr(module, "_reshape_out", True)
+    )
+
+
+def plain(module: nn.Module) -> bool:
+    """Calling the module does nothing but run its class's ``forward``."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or "forward" in module.__dict__
+        or module._compiled_call_impl is not None
+        or type(module).__call__ is not nn.Module.__call__
+    )
+
+
+def _in_special_mode() -> bool:
+    return bool(
+        torch.is_autocast_enabled("cpu")
+        or torch.is_autocast_enabled("cuda")
+        or module_globals._global_forward_hooks
+        or module_globals._global_forward_pre_hooks
+    )
+
+
+def _trace(leaves: list[nn.Module], example: torch.Tensor) -> list[Any]:
+    """The input and every layer's output, as the layers themselves compute them."""
+    trace: list[Any] = [example.clone()]
+    for layer in leaves:
+        before = trace[-1]
+        trace.append(layer(before.clone() if isinstance(before, torch.Tensor) else before))
+    return trace
+
+
+def _small(leaves: list[nn.Module], trace: list[Any]) -> bool:
+    """The static rule for the NumPy variant."""
+    tensors = [x for x in trace if isinstance(x, torch.Tensor)]
+    if len(tensors) < len(trace) or any(x.dtype != torch.float32 or x.device.type != "cpu" for x in tensors):
+        return False
+    work = sum(y.numel() * layer.in_features for layer, y in zip(leaves, trace[1:], strict=True) if _is_linear(layer))
+    return bool(work <= NUMPY_LIMIT)
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return type(layer) is nn.Linear
+
+
+def _close(got: Array, expected: torch.Tensor) -> bool:
+    return got.shape == expected.shape and bool(np.allclose(got, expected.numpy(), rtol=1e-4, atol=1e-5))
+
+
+def _equal(got: Any, expected: Any) -> bool:
+    if isinstance(expected, tuple):
+        return len(got) == len(expected) and all(_equal(g, e) for g, e in zip(got, expected, strict=True))
+    return got.dtype == expected.dtype and torch.equal(got, expected)
+
+
+# --- torch ---------------------------------------------------------------------------------------------
+
+
+def _torch_steps(leaves: list[nn.Module], trace: list[Any]) -> tuple[Call, ...] | None:
+    steps: list[Call] = []
+    owned = False  # the current value is a buffer of ours, so that the next layer may work in place
+    for layer, x, y in zip(leaves, trace, trace[1:], strict=False):
+        if not isinstance(x, torch.Tensor):
+            return None  # only the last layer may return several tensors
+        if type(layer) in (nn.Identity, nn.Dropout) or (type(layer) is nn.Flatten and x.shape == y.shape):
+            continue
+        if type(layer) in _TORCH_INPLACE:
+            if not owned:
+                steps.append(torch.empty_like(x).copy_)
+            steps.append(_TORCH_INPLACE[type(layer)](layer))
+        else:
+            step = _torch_step(layer, x, y)
+            if step is None:
+                return None
+            steps.append(step)
+        owned = owned or type(layer) is not nn.Flatten
+    return tuple(steps) if owned else None
+
+
+def _torch_step(layer: Any, x: torch.Tensor, y: Any) -> Call | None:
+    kind: type[nn.Module] = type(layer)
+    if kind is nn.Linear:
+        return _torch_linear(layer, x, y)
+    if kind is nn.Flatten:
+        return operator.methodcaller("reshape", y.shape)
+    if kind is nn.GELU:
+        approximate = layer.approximate
+        return lambda x: F.gelu(x, approximate=approximate)
+    if kind is nn.Softplus:
+        beta, threshold = layer.beta, layer.threshold
+        return lambda x: F.softplus(x, beta, threshold)
+    if kind is nn.LayerNorm:
+        weight, bias = _detached(layer.weight), _detached(layer.bias)
+        shape, eps = layer.normalized_shape, layer.eps
+        return lambda x: torch.layer_norm(x, shape, weight, bias, eps)
+    if kind is nn.Conv2d:
+        if layer.padding_mode != "zeros":
+            return None
+        weight, bias = layer.weight.detach(), _detached(layer.bias)
+        stride, padding, dilation, groups = layer.stride, layer.padding, layer.dilation, layer.groups
+        return lambda x: F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+    forward: Call = layer.forward  # one of tensordict's parameter extractors: what they read is watched
+    return forward
+
+
+def _detached(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    return None if parameter is None else parameter.detach()
+
+
+def _torch_linear(layer: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> Call | None:
+    out = torch.empty_like(y)
+    weight = layer.weight.detach()
+    if x.ndim > 2:
+        return None
+    if layer.bias is None:
+        if x.ndim == 1:
+            return lambda x: torch.mv(weight, x, out=out)
+        transposed = weight.t()
+        return lambda x: torch.mm(x, transposed, out=out)
+    bias = layer.bias.detach()
+    if x.ndim == 1:
+        addmv = torch.addmv
+        return lambda x: addmv(bias, weight, x, out=out)
+    transposed, addmm = weight.t(), torch.addmm
+    return lambda x: addmm(bias, x, transposed, out=out)
+
+
+def _elu(layer: Any) -> Call:
+    alpha = layer.alpha
+    return lambda x: F.elu(x, alpha, inplace=True)
+
+
+def _leaky_relu(layer: Any) -> Call:
+    slope = layer.negative_slope
+    return lambda x: F.leaky_relu(x, slope, inplace=True)
+
+
+_TORCH_INPLACE: dict[type[nn.Module], Callable[[Any], Call]] = {
+    nn.Tanh: lambda layer: torch.tanh_,
+    nn.ReLU: lambda layer: torch.relu_,
+    nn.Sigmoid: lambda layer: torch.sigmoid_,
+    nn.SiLU: lambda layer: lambda x: F.silu(x, inplace=True),
+    nn.ELU: _elu,
+    nn.LeakyReLU: _leaky_relu,
+}
+
+
+def _no_config(module: nn.Module) -> Any:
+    return ()
+
+
+def _kind(module: nn.Module) -> type[nn.Module] | str:
+    """What to look up: the exact class, or the name of one of tensordict's, which this file does not import."""
+    cls = type(module)
+    return f"tensordict:{cls.__name__}" if cls.__module__.startswith("tensordict.nn.") else cls
+
+
+# What of each known layer, besides parameters, a program has taken over and must see unchanged.
+_CONFIG: dict[type[nn.Module] | str, Call] = {
+    nn.Linear: _no_config,
+    nn.Identity: _no_config,
+    nn.Tanh: _no_config,
+    nn.ReLU: _no_config,
+    nn.Sigmoid: _no_config,
+    nn.SiLU: _no_config,
+    nn.Dropout: operator.attrgetter("training"),
+    nn.ELU: operator.attrgetter("alpha"),
+    nn.LeakyReLU: operator.attrgetter("negative_slope"),
+    nn.GELU: operator.attrgetter("approximate"),
+    nn.Softplus: operator.attrgetter("beta", "threshold"),
+    nn.LayerNorm: operator.attrgetter("normalized_shape", "eps"),
+    nn.Flatten: operator.attrgetter("start_dim", "end_dim"),
+    nn.Conv2d: operator.attrgetter("stride", "padding", "dilation", "groups", "padding_mode"),
+    "tensordict:NormalParamExtractor": operator.attrgetter("scale_mapping", "scale_lb"),
+    "tensordict:AddStateIndependentNormalScale": operator.attrgetter("scale_mapping", "scale_lb"),
+}

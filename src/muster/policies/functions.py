@@ -1,0 +1,257 @@
+"""Any callable on the observation: ``f(obs) -> action`` or ``(action, extras)``, with or without a state.
+
+No naming rules, but for the state: a second parameter called ``state`` (or ``hidden``, ``carry``) makes
+``f(obs, state) -> (action, state)`` or ``(action, extras, state)``; ``state`` is None at the first call,
+later a tensor ``[B, ...]`` or a tuple or dict of them, zero for environments whose episode just began.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from muster.errors import BadPolicyOutput
+from muster.keys import RESERVED, STATE, Key, dotted
+from muster.memory.slots import Lane
+from muster.memory.specs import Array, ArraySpec, Column, Specs
+from muster.policies.checks import action_problem, column_of, frozen_check
+from muster.protocols import Act, Outputs
+from muster.rng import GroupRng
+
+STATE_NAMES = frozenset({"state", "hidden", "carry"})
+Leaves = dict[Key, Any]
+
+
+class FunctionPolicy:
+    """Implements ``Policy`` for a module or function on the observation.
+
+    Args:
+        fn: the callable; gets a tensor ``[B, *shape]`` (``[*shape]`` unbatched), or a dict of them where the
+            observation is a dict, and returns tensors, arrays or plain numbers.
+        obs_specs, action_specs: of one environment.
+        device: where ``fn`` computes; None leaves everything on the CPU.
+    """
+
+    path = "module"
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        obs_specs: Specs,
+        action_specs: Specs,
+        num_envs: int,
+        batched: bool,
+        device: torch.device | None = None,
+    ) -> None:
+        self.fn = fn
+        self.name = type(fn).__name__ if isinstance(fn, torch.nn.Module) else getattr(fn, "__name__", repr(fn))
+        self.takes_state = _takes_state(fn)
+        self._obs_specs, self._action_specs = obs_specs, action_specs
+        self._lead = (num_envs,) if batched else ()
+        self._device = device if device is not None and device.type != "cpu" else None
+        self._columns: list[Column] = []
+        self._state_shape: Any = None  # the state's nesting, with keys where tensors are
+
+    def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
+        unchanged = frozen_check(obs, self.name)
+        action, extras, state = self._call(obs, None)
+        unchanged()
+        outputs = Outputs(
+            {key: self._action(key, action[key]) for key in self._action_specs},
+            {key: torch.as_tensor(value) for key, value in extras.items()},
+            {key: torch.as_tensor(value) for key, value in state.items()},
+        )
+        self._columns = [column_of(key, value, self._lead, self.name) for key, value in outputs.extras.items()]
+        self._columns += [
+            column_of(key, value, self._lead, self.name, carry=True) for key, value in outputs.state.items()
+        ]
+        return outputs
+
+    def columns(self) -> Sequence[Column]:
+        return self._columns
+
+    def start(self, lane: Lane, rng: GroupRng) -> Act:
+        act = lane.cache.get(self)
+        if act is None:
+            act = lane.cache[self] = self._make_act(lane)
+        return act  # type: ignore[no-any-return]
+
+    def _make_act(self, lane: Lane) -> Act:
+        obs_keys = list(self._obs_specs)
+        if len(obs_keys) == 1 and len(self._action_specs) == 1 and not self._columns and self._device is None:
+            spec = self._obs_specs[obs_keys[0]]
+            if spec.is_tensor and len(obs_keys[0]) == 1 and obs_keys[0] == ("observation",):
+                return self._make_plain_act(lane, obs_keys[0])
+        rows = {k: _rows(lane, k, s) for k, s in self._obs_specs.items()}
+        action_rows = {k: lane.rows(k) for k in self._action_specs}
+        extras = [c for c in self._columns if not c.carry]
+        states = [c for c in self._columns if c.carry]
+        extra_rows = [(c.key, lane.rows(c.key)) for c in extras]
+        state_rows = [(c.key, lane.rows(c.key)) for c in states]
+        keys = {c.key for c in self._columns}
+
+        def act(t: int) -> None:
+            state = {key: row[t] for key, row in state_rows} if state_rows else None
+            action, extra, new_state = self._call({k: row[t] for k, row in rows.items()}, state)
+            for key, row in action_rows.items():
+                row[t].copy_(self._action(key, action[key]))
+            if extra.keys() | new_state.keys() != keys:
+                self._refuse_keys(keys, extra.keys() | new_state.keys())
+            for key, row in extra_rows:
+                self._store(key, row[t], extra[key])
+            for key, row in state_rows:
+                self._store(key, row[t + 1], new_state[key])
+
+        return act
+
+    def _make_plain_act(self, lane: Lane, obs_key: Key) -> Act:
+        """One tensor in, one action out: the least there is to do."""
+        fn, (key,), rows = self.fn, self._action_specs, lane.rows(obs_key)
+        action_rows, check = lane.rows(key), self._action
+        shape, dtype = action_rows[0].shape, action_rows[0].dtype
+
+        def act(t: int) -> None:
+            out = fn(rows[t])
+            if out.__class__ is not torch.Tensor or out.shape != shape or out.dtype is not dtype:
+                if isinstance(out, tuple):
+                    self._refuse_keys(set(), self._split(out)[1].keys())
+                out = check(key, out)
+            action_rows[t].copy_(out)
+
+        return act
+
+    def _call(self, obs: Mapping[Key, Any], state: Leaves | None) -> tuple[Leaves, Leaves, Leaves]:
+        """Call the function: action leaves, extras, state leaves."""
+        if self._device is not None:
+            obs = {k: v.to(self._device, non_blocking=True) if torch.is_tensor(v) else v for k, v in obs.items()}
+            state = {k: v.to(self._device) for k, v in state.items()} if state else state
+        argument = obs[("observation",)] if list(obs) == [("observation",)] else _nest(obs)
+        if not self.takes_state:
+            return self._split(self.fn(argument))
+        return self._split(self.fn(argument, None if state is None else _restore(self._state_shape, state)))
+
+    def _split(self, out: Any) -> tuple[Leaves, Leaves, Leaves]:
+        parts = out if isinstance(out, tuple) else (out,)
+        state: Leaves = {}
+        if self.takes_state:
+            if len(parts) not in (2, 3):
+                raise BadPolicyOutput(
+                    f"policy {self.name} takes a state, so it must return (action, state) or (action, extras, state); "
+                    f"it returned {_kind(out)}"
+                )
+            self._state_shape, parts = _take_apart(parts[-1], STATE, state), parts[:-1]
+        if len(parts) > 2 or (len(parts) == 2 and not isinstance(parts[1], Mapping)):
+            raise BadPolicyOutput(
+                f"policy {self.name} returned {_kind(out)}, expected an action, or (action, extras) with extras a "
+                f"dict of names to tensors"
+            )
+        extras: Leaves = {}
+        for name, value in (parts[1] if len(parts) == 2 else {}).items():
+            if not isinstance(name, str) or name in RESERVED or (name,) in self._obs_specs:
+                raise BadPolicyOutput(f"policy {self.name} returned an extra called {name!r}, which the batch uses")
+            extras[(name,)] = value
+        return self._action_leaves(parts[0]), extras, state
+
+    def _action_leaves(self, action: Any) -> Leaves:
+        leaves: Leaves = {}
+        for key in self._action_specs:
+            value = action
+            for part in key[1:]:
+                try:
+                    value = value[int(part)] if isinstance(value, (tuple, list)) else value[part]
+                except (KeyError, IndexError, TypeError):
+                    raise BadPolicyOutput(
+                        f"policy {self.name} returned {_kind(action)}, expected {dotted(key)} in it: "
+                        f"actions have the parts {[dotted(k) for k in self._action_specs]}"
+                    ) from None
+            leaves[key] = value
+        return leaves
+
+    def _action(self, key: Key, value: Any) -> torch.Tensor:
+        """The action as a CPU tensor of the right shape.
+
+        Raises:
+            BadPolicyOutput: another shape, or a kind of number the space does not take.
+        """
+        spec = self._action_specs[key]
+        try:
+            tensor = value.detach() if torch.is_tensor(value) else torch.from_numpy(np.asarray(value))
+        except TypeError:
+            raise BadPolicyOutput(f"policy {self.name} returned {dotted(key)} as {_kind(value)}") from None
+        problem = action_problem(tensor, spec, self._lead)
+        if problem:
+            raise BadPolicyOutput(f"policy {self.name} returned {dotted(key)} {problem}")
+        return tensor
+
+    def _store(self, key: Key, row: torch.Tensor, value: Any) -> None:
+        tensor = value if torch.is_tensor(value) else torch.as_tensor(value)
+        if tensor.shape != row.shape:
+            raise BadPolicyOutput(
+                f"policy {self.name} returned {dotted(key)} with shape {tuple(tensor.shape)}, "
+                f"before it was {tuple(row.shape)}"
+            )
+        row.copy_(tensor)
+
+    def _refuse_keys(self, expected: Any, got: Any) -> None:
+        raise BadPolicyOutput(
+            f"policy {self.name} returned the extras {sorted(map(dotted, got))}, at its first call they were "
+            f"{sorted(map(dotted, expected))}; return the same ones at every call"
+        )
+
+
+def _takes_state(fn: Callable[..., Any]) -> bool:
+    try:
+        parameters = list(inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(positional) >= 2 and positional[1].name in STATE_NAMES
+
+
+def _rows(lane: Lane, key: Key, spec: ArraySpec) -> Sequence[Any] | Array | torch.Tensor:
+    return lane.rows(key) if spec.is_tensor else lane.np_rows(key)
+
+
+def _nest(leaves: Mapping[Key, Any]) -> Any:
+    """Leaves by key as the nested dict the environment returned (tuples by their position)."""
+    root: dict[str, Any] = {}
+    for key, value in leaves.items():
+        node = root
+        for part in key[:-1]:
+            node = node.setdefault(part, {})
+        node[key[-1]] = value
+    return root["observation"] if list(root) == ["observation"] else root
+
+
+def _take_apart(state: Any, key: Key, out: Leaves) -> Any:
+    """Put the tensors of a nested state into ``out``; returns the nesting with keys in their places."""
+    if isinstance(state, Mapping):
+        return {name: _take_apart(value, (*key, str(name)), out) for name, value in state.items()}
+    if isinstance(state, (tuple, list)):
+        return type(state)(_take_apart(value, (*key, str(i)), out) for i, value in enumerate(state))
+    out[key] = state
+    return _Place(key)
+
+
+class _Place:
+    def __init__(self, key: Key) -> None:
+        self.key = key
+
+
+def _restore(shape: Any, leaves: Leaves) -> Any:
+    if isinstance(shape, Mapping):
+        return {name: _restore(part, leaves) for name, part in shape.items()}
+    if isinstance(shape, (tuple, list)):
+        return type(shape)(_restore(part, leaves) for part in shape)
+    return leaves[shape.key]
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return f"{type(value).__name__}"

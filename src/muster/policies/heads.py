@@ -1,0 +1,221 @@
+"""Heads: a network and the distribution that its output means, for the learner and for collecting.
+
+::
+
+    actor = muster.policies.categorical(net)  # an nn.Module: parameters, state_dict, deepcopy as usual
+    action, extras = actor(obs)  # plain torch, any batch shape
+    log_prob = actor.distribution(obs).log_prob(batch["action"])  # in the loss
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from muster.errors import BadPolicyOutput
+from muster.keys import LOG_PROB, Key
+from muster.memory.slots import Lane
+from muster.memory.specs import Array, ArraySpec, Column
+from muster.policies.checks import frozen_check
+from muster.policies.executor import Program, plan
+from muster.policies.head_modules import LOG_STD_BOUNDS, Categorical, Deterministic, Gaussian, Head, TanhGaussian
+from muster.policies.sampling import Emit, Rows
+from muster.protocols import Act, Outputs
+from muster.rng import GroupRng
+
+__all__ = ["Head", "HeadPolicy", "categorical", "deterministic", "gaussian", "tanh_gaussian"]
+
+
+def categorical(net: nn.Module, *, nvec: tuple[int, ...] | None = None) -> Categorical:
+    """A policy for Discrete, MultiDiscrete and MultiBinary spaces; ``net`` returns logits.
+
+    Args:
+        net: returns ``[*batch, n]``; several variables' logits are concatenated.
+        nvec: choices per variable. A collector fills it in from the action space.
+    """
+    return Categorical(net, None if nvec is None else tuple(int(n) for n in nvec))
+
+
+def gaussian(net: nn.Module, *, log_std: float | torch.Tensor | None = 0.0) -> Gaussian:
+    """A normal distribution over Box actions; not clipped to the space's bounds.
+
+    Args:
+        net: returns the mean ``[*batch, n]``.
+        log_std: a number is the initial value of a learned parameter of the head, one per action and the same in
+            all states; a Parameter or tensor ``[n]`` is used as it is. None: ``net`` returns ``[mean, log_std]``
+            concatenated, the latter clamped to [-20, 2].
+
+    Raises:
+        BadOption: the number of actions cannot be seen from ``net``; pass ``log_std=torch.zeros(n)``.
+    """
+    return Gaussian(net, log_std)
+
+
+def tanh_gaussian(net: nn.Module, *, log_std_bounds: tuple[float, float] = LOG_STD_BOUNDS) -> TanhGaussian:
+    """A normal distribution squashed by tanh to the bounds of the Box (-1 to 1 until a collector tells).
+
+    ``distribution(obs)`` has no closed-form entropy. The log-probability of an action at its very bound is
+    that of the nearest action inside.
+
+    Args:
+        net: returns ``[mean, log_std]``, concatenated: ``[*batch, 2 n]``.
+        log_std_bounds: ``log_std`` is clamped to these.
+    """
+    return TanhGaussian(net, log_std_bounds)
+
+
+def deterministic(net: nn.Module) -> Deterministic:
+    """The network's output is the action (Box), or its largest entry says which (Discrete). No log-probability."""
+    return Deterministic(net)
+
+
+class HeadPolicy:
+    """Implements ``Policy`` for a head.
+
+    Noise comes from ``rng.numpy``, once per rollout and the same for every ``path``. What ``act`` costs for a
+    4-64-64-2 network is in docs/decisions/0002-executor-choice.md.
+
+    Args:
+        head: bound to the action space here.
+        obs_keys: one gives the network a tensor, several a nested dict of them.
+        action_key: where actions go.
+        action_spec: of one environment.
+        batched: whether the network sees the batch dimension.
+        device: where the network computes; actions are sampled on the CPU, which the environments need them on.
+        deterministic: take the mode.
+        executor: allow the executor where it gives what the module gives.
+
+    Raises:
+        BadOption: the head does not fit the action space.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        *,
+        obs_keys: Sequence[Key],
+        action_key: Key,
+        action_spec: ArraySpec,
+        batched: bool,
+        device: torch.device | None,
+        deterministic: bool = False,
+        executor: bool = True,
+    ) -> None:
+        self.head, self.name, self.path = head, head.name, "module"
+        self._width = head.bind(action_spec)
+        self._obs_keys, self._action_key, self._spec = tuple(obs_keys), action_key, action_spec
+        self._batched, self._deterministic = batched, deterministic
+        self._device = None if device is None or device.type == "cpu" else device
+        self._executor = executor and len(obs_keys) == 1
+        self._program: Program | None = None
+
+    @torch.no_grad()
+    def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
+        unchanged = frozen_check(obs, self.head.name)
+        leaves = [obs[key] for key in self._obs_keys]
+        x = self._input(leaves)
+        out = self.head.net(x)
+        unchanged()
+        B = len(leaves[0]) if self._batched else 1
+        self._check(out, B)
+        self._plan(x)
+        rows = Rows(self.head.name, np.zeros((1, B, *self._spec.shape), self._spec.dtype), None)
+        self._emitter(rows, 0, rng)(0, _host(out).reshape(B, -1))
+        action, log_prob = rows.action[0], rows.log_prob_array[0]
+        if not self._batched:
+            action, log_prob = action[0, ...], log_prob[0, ...]
+        extras = {LOG_PROB: torch.as_tensor(log_prob)} if self.head.has_log_prob else {}
+        return Outputs({self._action_key: torch.as_tensor(action)}, extras)
+
+    def columns(self) -> Sequence[Column]:
+        return [Column(LOG_PROB, (), np.dtype(np.float32))] if self.head.has_log_prob else []
+
+    def start(self, lane: Lane, rng: GroupRng) -> Act:
+        if self not in lane.cache:
+            lane.cache[self] = self._views(lane)
+        tensors, arrays, rows = lane.cache[self]
+        if self._program is not None and not self._program.current():
+            self._plan(self._input([leaf[lane.acts_from] for leaf in tensors]))
+        emit, program, B = self._emitter(rows, lane.acts_from, rng), self._program, lane.B
+        if program is not None and program.kind == "numpy":
+            return _act_numpy(program.steps, arrays, emit, self._batched)
+        if self._device is None and len(tensors) == 1:
+            return _act_torch(program or self.head.net, tensors[0], emit, B)
+        compute: Callable[[Any], Any] = program or self.head.net
+
+        def act(t: int) -> None:
+            emit(t, _host(compute(self._input([leaf[t] for leaf in tensors]))).reshape(B, -1))
+
+        return act
+
+    def _emitter(self, rows: Rows, first: int, rng: GroupRng) -> Emit:
+        return self.head.emitter(rows, first, None if self._deterministic else rng.numpy)
+
+    def _plan(self, x: Any) -> None:
+        self._program = plan(self.head.net, x, numpy_ok=self._device is None) if self._executor else None
+        self.path = "module" if self._program is None else f"{self._program.kind} executor"
+
+    def _views(self, lane: Lane) -> tuple[list[Any], list[Array], Rows]:
+        tensors = [lane.rows(key) for key in self._obs_keys]
+        first = lane.arrays[self._obs_keys[0]]
+        rows = Rows(self.head.name, lane.arrays[self._action_key], lane.arrays.get(LOG_PROB))
+        return tensors, list(first if self._batched else first[:, 0]), rows
+
+    def _input(self, leaves: Sequence[torch.Tensor]) -> Any:
+        if self._device is not None:
+            leaves = [leaf.to(self._device, non_blocking=True) for leaf in leaves]
+        if len(leaves) == 1:
+            return leaves[0]
+        nested: dict[str, Any] = {}
+        for key, leaf in zip(self._obs_keys, leaves, strict=True):
+            inner = nested
+            for part in key[:-1]:
+                inner = inner.setdefault(part, {})
+            inner[key[-1]] = leaf
+        return nested
+
+    def _check(self, out: Any, B: int) -> None:
+        lead = (B,) if self._batched else ()
+        if not isinstance(out, torch.Tensor) or not out.is_floating_point():
+            got = f"{out.dtype} tensor" if isinstance(out, torch.Tensor) else type(out).__name__
+            raise BadPolicyOutput(f"{self.head.name}: the network returned a {got}, expected one tensor of floats.")
+        if tuple(out.shape[: len(lead)]) != lead or out.numel() != B * self._width:
+            raise BadPolicyOutput(
+                f"{self.head.name}: the network returned shape {tuple(out.shape)}, expected {(*lead, self._width)}: "
+                f"{self.head.needs(self._spec)}. Change the last layer to return {self._width} values."
+            )
+
+
+def _act_numpy(steps: tuple[Callable[[Any], Any], ...], obs: list[Array], emit: Emit, batched: bool) -> Act:
+    def act(t: int) -> None:
+        x = obs[t]
+        for step in steps:
+            x = step(x)
+        emit(t, x)
+
+    def act_unbatched(t: int) -> None:
+        x = obs[t]
+        for step in steps:
+            x = step(x)
+        emit(t, x[None])
+
+    return act if batched else act_unbatched
+
+
+def _act_torch(compute: Callable[[Any], Any], obs: Sequence[torch.Tensor], emit: Emit, B: int) -> Act:
+    def act(t: int) -> None:
+        emit(t, _host(compute(obs[t])).reshape(B, -1))
+
+    return act
+
+
+def _host(out: torch.Tensor) -> Array:
+    """As float32 on the CPU, without a copy where it is that already."""
+    if out.dtype != torch.float32 or out.requires_grad or out.device.type != "cpu":
+        out = out.detach().to("cpu", torch.float32)
+    array: Array = out.numpy()
+    return array

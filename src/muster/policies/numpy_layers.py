@@ -1,0 +1,147 @@
+"""The layers of ``executor`` in NumPy: for networks so small that the overhead of calls is most of their time."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from muster.memory.specs import Array
+
+Call = Callable[[Any], Any]
+
+
+def numpy_steps(leaves: list[nn.Module], trace: list[torch.Tensor]) -> tuple[Call, ...] | None:
+    """Calls that compute ``leaves`` on float32 arrays, or None where NumPy lacks something.
+
+    Args:
+        leaves: layers, in order.
+        trace: the example and each layer's output.
+    """
+    steps: list[Call] = []
+    owned = False
+    for layer, x, y in zip(leaves, trace, trace[1:], strict=False):
+        kind: type[nn.Module] = type(layer)
+        if kind in (nn.Identity, nn.Dropout) or (kind is nn.Flatten and x.shape == y.shape):
+            continue
+        if kind is nn.Flatten:
+            steps.append(operator.methodcaller("reshape", tuple(y.shape)))
+            continue
+        if kind not in _NUMPY:
+            return None
+        if kind is not nn.Linear and not owned:
+            steps.append(_copy(np.empty(x.shape, np.float32)))
+        step = _NUMPY[kind](layer, np.empty(y.shape, np.float32))
+        if step is None:
+            return None
+        steps.append(step)
+        owned = True
+    return tuple(steps) if owned else None
+
+
+def _copy(out: Array) -> Call:
+    def copy(x: Array) -> Array:
+        np.copyto(out, x)
+        return out
+
+    return copy
+
+
+def _linear(layer: nn.Linear, out: Array) -> Call:
+    weight, dot, add = layer.weight.detach().numpy().T, np.dot, np.add
+    if layer.bias is None:
+        return lambda x: dot(x, weight, out)
+    bias = layer.bias.detach().numpy()
+    return lambda x: add(dot(x, weight, out), bias, out)
+
+
+def _elu(layer: Any, y: Array) -> Call:
+    return _two_sided(y, lambda negative: np.multiply(np.expm1(negative, negative), layer.alpha, negative))
+
+
+def _leaky_relu(layer: Any, y: Array) -> Call:
+    return _two_sided(y, lambda negative: np.multiply(negative, layer.negative_slope, negative))
+
+
+def _two_sided(y: Array, of_negative: Call) -> Call:
+    """``max(x, 0) + of_negative(min(x, 0))``."""
+    zero, part = np.zeros_like(y), np.empty_like(y)
+
+    def apply(x: Array) -> Array:
+        of_negative(np.minimum(x, zero, out=part))
+        return np.add(np.maximum(x, zero, out=x), part, out=x)
+
+    return apply
+
+
+def _relu(layer: Any, y: Array) -> Call:
+    zero, maximum = np.zeros_like(y), np.maximum  # an array, since a Python scalar costs 1 us more
+    return lambda x: maximum(x, zero, out=x)
+
+
+def _sigmoid(layer: Any, y: Array) -> Call:
+    half = np.full_like(y, 0.5)  # through tanh, which cannot overflow
+
+    def apply(x: Array) -> Array:
+        np.tanh(np.multiply(x, half, x), x)
+        return np.add(np.multiply(x, half, x), half, x)
+
+    return apply
+
+
+def _silu(layer: Any, y: Array) -> Call:
+    sigmoid = _sigmoid(layer, y)
+    return lambda x: np.multiply(x, sigmoid(np.copy(x)), x)
+
+
+def _softplus(layer: Any, y: Array) -> Call:
+    zero, beta = np.zeros_like(y), layer.beta
+    return lambda x: np.divide(np.logaddexp(np.multiply(x, beta, x), zero, x), beta, x)
+
+
+def _gelu(layer: Any, y: Array) -> Call | None:
+    if layer.approximate != "tanh":
+        return None  # NumPy has no erf
+
+    def apply(x: Array) -> Array:
+        inner = np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
+        return np.multiply(x, 0.5 * (1 + inner), x)
+
+    return apply
+
+
+def _layer_norm(layer: Any, y: Array) -> Call | None:
+    if len(layer.normalized_shape) != 1:
+        return None
+    average = np.full((y.shape[-1], 1), 1 / y.shape[-1], np.float32)  # as a product: reductions cost more
+    weight = None if layer.weight is None else layer.weight.detach().numpy()
+    bias = None if layer.bias is None else layer.bias.detach().numpy()
+    eps, square = layer.eps, np.empty_like(y)
+
+    def apply(x: Array) -> Array:
+        np.subtract(x, np.dot(x, average), x)
+        np.divide(x, np.sqrt(np.dot(np.multiply(x, x, square), average) + eps), x)
+        if weight is not None:
+            np.multiply(x, weight, x)
+        return x if bias is None else np.add(x, bias, x)
+
+    return apply
+
+
+_NUMPY: dict[type[nn.Module], Callable[[Any, Array], Call | None]] = {
+    nn.Linear: _linear,
+    nn.Tanh: lambda layer, y: lambda x: np.tanh(x, x),
+    nn.ReLU: _relu,
+    nn.LeakyReLU: _leaky_relu,
+    nn.ELU: _elu,
+    nn.Sigmoid: _sigmoid,
+    nn.SiLU: _silu,
+    nn.Softplus: _softplus,
+    nn.GELU: _gelu,
+    nn.LayerNorm: _layer_norm,
+}

@@ -1,0 +1,50 @@
+"""Uniform random actions, drawn for a whole rollout at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from muster.keys import Key
+from muster.memory.slots import Lane
+from muster.memory.specs import Array, Column
+from muster.protocols import Act, Outputs
+from muster.rng import GroupRng
+
+Sample = Callable[[GroupRng, tuple[int, ...]], dict[Key, Array]]
+
+
+class RandomPolicy:
+    """Implements ``Policy`` with the action space's own distribution.
+
+    Args:
+        sample: ``sample(rng, shape)`` returns ``[*shape, *leaf shape]`` per action leaf.
+        num_envs: B.
+        batched: see ``Layout.batched``.
+    """
+
+    name = path = "random"
+
+    def __init__(self, sample: Sample, num_envs: int, *, batched: bool) -> None:
+        self._sample = sample
+        self._shape = (num_envs,) if batched else ()
+
+    def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
+        drawn = self._sample(rng, self._shape)
+        return Outputs({k: torch.from_numpy(np.asarray(a)) for k, a in drawn.items() if a.dtype != object})
+
+    def columns(self) -> Sequence[Column]:
+        return ()
+
+    def start(self, lane: Lane, rng: GroupRng) -> Act:
+        """Fills the action rows that are still to be acted on; ``act`` then has nothing left to do."""
+        begin = lane.acts_from
+        for key, drawn in self._sample(rng, (lane.T - begin, lane.B)).items():
+            lane.arrays[key][begin:] = drawn
+        return _nothing
+
+
+def _nothing(t: int) -> None:
+    pass

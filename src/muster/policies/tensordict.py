@@ -1,0 +1,273 @@
+"""Policies that read and write a TensorDict: tensordict's modules, TorchRL's actors, and plain functions.
+
+Recurrent state follows TorchRL's convention: an input ``k`` for which ``("next", k)`` is returned is read
+from row ``t``, written to row ``t + 1``, and zero where an episode begins; at the policy's very first call
+it is left out. A module that wants ``is_init`` gets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import InteractionType, set_interaction_type
+
+from muster.errors import BadOption, BadPolicyOutput
+from muster.keys import RESERVED, Key, dotted, next_of
+from muster.memory.slots import Lane
+from muster.memory.specs import Column, Specs
+from muster.policies.checks import action_problem, column_of, frozen_check
+from muster.policies.tensordict_program import TensorDictProgram, Values, as_key, fuse
+from muster.protocols import Act, Outputs
+from muster.rng import GroupRng
+
+IS_INIT: Key = ("is_init",)
+Rows = Sequence[torch.Tensor]
+
+
+class TensorDictPolicy:
+    """Implements ``Policy`` for a callable that takes a TensorDict.
+
+    Every output is stored, but for what overwrites an input and for keys with a part that begins with ``_``.
+    Modules draw from torch's global generator, which is the group's own during a rollout.
+
+    Args:
+        module: called with one TensorDict, ``batch_size`` ``[num_envs]`` (``[]`` unbatched), the same object at
+            every step of a rollout with the previous outputs taken out.
+        obs_specs: of one environment.
+        action_keys: what the module must return.
+        batched: whether there is a batch dimension.
+        num_envs: its size.
+        device: where the module computes; None is the CPU.
+        exploration_type: TorchRL's, ``"random"``, ``"deterministic"``, ``"mode"``, ``"mean"`` or ``"median"``.
+        executor: allow the executor (CPU only) where all outputs are bit-equal to the module's.
+        action_specs: lets ``first`` check actions; otherwise the first ``start`` does.
+
+    Raises:
+        BadOption: an unknown exploration type.
+        BadPolicyOutput: the module reads keys that are neither observations nor its own state.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        *,
+        obs_specs: Specs,
+        action_keys: Sequence[Key],
+        batched: bool,
+        num_envs: int,
+        device: torch.device | None,
+        exploration_type: str = "random",
+        executor: bool = True,
+        action_specs: Specs | None = None,
+    ) -> None:
+        self.module, self.path = module, "module"
+        self.name = (
+            type(module).__name__ if isinstance(module, torch.nn.Module) else getattr(module, "__name__", "policy")
+        )
+        self._obs_keys = [key for key, spec in obs_specs.items() if spec.is_tensor]
+        self._action_keys, self._action_specs = list(action_keys), action_specs or {}
+        self._lead = (num_envs,) if batched else ()
+        self._device = None if device is None or device.type == "cpu" else device
+        try:
+            self._interaction = InteractionType(exploration_type)
+        except ValueError:
+            raise BadOption(
+                f"exploration_type={exploration_type!r}, expected one of {[str(t.value) for t in InteractionType]}"
+            ) from None
+        self._state_keys, self._wants_init = self._read_keys()
+        self._executor = executor and self._device is None and not self._state_keys and not self._wants_init
+        self._program: TensorDictProgram | None = None
+        self._columns: list[Column] = []
+        self._kinds: dict[Key, tuple[torch.Size, torch.dtype]] = {}  # of what is stored, as first returned
+
+    @torch.no_grad()
+    def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
+        unchanged = frozen_check({key: obs[key] for key in self._obs_keys}, self.name)
+        inputs = {key: self._move(obs[key]) for key in self._obs_keys}
+        if self._wants_init:
+            inputs[IS_INIT] = torch.ones(*self._lead, 1, dtype=torch.bool, device=self._device)
+        carrier = self._carrier(inputs)
+        before = torch.get_rng_state()
+        out = self._call(carrier)
+        unchanged()
+        outputs = self._outputs(out, inputs)
+        self._columns = [column_of(key, value, self._lead, self.name) for key, value in outputs.extras.items()]
+        self._columns += [column_of(k, v, self._lead, self.name, carry=True) for k, v in outputs.state.items()]
+        if self._wants_init:
+            self._columns.append(Column(IS_INIT, (), np.dtype(bool), carry=True, trailing=True))
+        every = {**outputs.action, **outputs.extras, **{next_of(k): v for k, v in outputs.state.items()}}
+        self._kinds = {key: (value.shape, value.dtype) for key, value in every.items()}
+        if self._executor:
+            self._fuse(inputs, every, before)
+        return outputs
+
+    def columns(self) -> Sequence[Column]:
+        return self._columns
+
+    def start(self, lane: Lane, rng: GroupRng) -> Act:
+        if self not in lane.cache:
+            lane.cache[self] = self._views(lane)
+        inputs, outputs = lane.cache[self]
+        if self._program is not None and not self._program.current():
+            self._replan({key: rows[lane.done_steps] for key, rows in inputs.items()})
+        return self._act_module(inputs, outputs) if self._program is None else self._act_program(inputs, outputs)
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def _act_program(self, inputs: dict[Key, Rows], outputs: list[tuple[Key, Rows]]) -> Act:
+        program, interaction = self._program, set_interaction_type(self._interaction)
+        assert program is not None
+        values: Values = {}
+        sources = list(inputs.items())
+
+        def act(t: int) -> None:
+            for key, rows in sources:
+                values[key] = rows[t]
+            with interaction:
+                program(values)
+            for key, rows in outputs:
+                rows[t].copy_(values[key])
+
+        return act
+
+    def _act_module(self, inputs: dict[Key, Rows], outputs: list[tuple[Key, Rows]]) -> Act:
+        carrier = self._carrier({})
+        written = [key[0] if len(key) == 1 else key for key, _ in outputs]
+        kinds = [self._kinds[key] for key, _ in outputs]
+        sources = [(key[0] if len(key) == 1 else key, rows) for key, rows in inputs.items()]
+
+        def act(t: int) -> None:
+            for name, rows in sources:
+                carrier.set(name, self._move(rows[t]))
+            out = self._call(carrier)
+            for name, kind, (key, rows) in zip(written, kinds, outputs, strict=True):
+                value = out.get(name, None)
+                if value is None or (value.shape, value.dtype) != kind:
+                    self._refuse_change(key, value, kind)
+                rows[t].copy_(value)
+                if out is carrier:  # so that an output the module leaves out next time is noticed
+                    carrier.del_(name)
+
+        return act
+
+    def _call(self, carrier: TensorDict) -> Any:
+        with set_interaction_type(self._interaction):
+            out = self.module(carrier)
+        return carrier if out is None else out
+
+    # --- what the module reads and writes ------------------------------------------------------------
+
+    def _read_keys(self) -> tuple[list[Key], bool]:
+        """Its recurrent state, and whether it reads ``is_init``."""
+        reads = [as_key(key) for key in getattr(self.module, "in_keys", None) or self._obs_keys]
+        writes = {as_key(key) for key in getattr(self.module, "out_keys", None) or ()}
+        other = [key for key in dict.fromkeys(reads) if key not in self._obs_keys and key != IS_INIT]
+        state = [key for key in other if next_of(key) in writes]
+        missing = [dotted(key) for key in other if key not in state and not any(p.startswith("_") for p in key)]
+        if missing:
+            raise BadPolicyOutput(
+                f"policy {self.name} reads {missing}, which nobody provides: the observation keys are "
+                f"{[dotted(key) for key in self._obs_keys]}. Change in_keys, or return ('next', key) as well if "
+                f"it is a recurrent state."
+            )
+        return state, IS_INIT in reads
+
+    def _outputs(self, out: Any, inputs: Values) -> Outputs:
+        if not isinstance(out, TensorDictBase):
+            raise BadPolicyOutput(f"policy {self.name} returned {type(out).__name__}, expected a TensorDict")
+        leaves = {as_key(k): v for k, v in out.items(include_nested=True, leaves_only=True)}
+        outputs = Outputs({}, {}, {})
+        for key in self._action_keys:
+            if key not in leaves:
+                got = sorted(map(dotted, leaves.keys() - inputs.keys()))
+                raise BadPolicyOutput(
+                    f"policy {self.name} did not return {dotted(key)}, only {got}. Name the action so in out_keys."
+                )
+            outputs.action[key] = self._action(key, leaves.pop(key))
+        for key in self._state_keys:
+            if next_of(key) not in leaves:
+                raise BadPolicyOutput(f"policy {self.name} did not return its recurrent state {dotted(next_of(key))}")
+            outputs.state[key] = leaves.pop(next_of(key))
+        for key, value in leaves.items():
+            if key in inputs or key in self._state_keys or any(part.startswith("_") for part in key):
+                continue
+            if key[0] in RESERVED - {"action"}:
+                raise BadPolicyOutput(f"policy {self.name} returned {dotted(key)}, a name that the batch uses itself")
+            if isinstance(value, torch.Tensor):
+                outputs.extras[key] = value
+        return outputs
+
+    def _action(self, key: Key, action: torch.Tensor) -> torch.Tensor:
+        spec = self._action_specs.get(key)
+        problem = None if spec is None else action_problem(action, spec, self._lead)
+        if problem:
+            raise BadPolicyOutput(f"policy {self.name} returned {dotted(key)} {problem}")
+        return action
+
+    def _refuse_change(self, key: Key, value: torch.Tensor | None, kind: tuple[torch.Size, torch.dtype]) -> None:
+        got = "it is missing" if value is None else f"it has shape {tuple(value.shape)} and dtype {value.dtype}"
+        raise BadPolicyOutput(
+            f"policy {self.name} returned {dotted(key)} with shape {tuple(kind[0])} and dtype {kind[1]} at its first "
+            f"call, now {got}. Return the same keys, shapes and dtypes at every call."
+        )
+
+    def _views(self, lane: Lane) -> tuple[dict[Key, Rows], list[tuple[Key, Rows]]]:
+        """Rows read by key, and rows written by the key of the module's output."""
+        inputs: dict[Key, Any] = {key: lane.rows(key) for key in (*self._obs_keys, *self._state_keys)}
+        if self._wants_init:
+            inputs[IS_INIT] = [row.unsqueeze(-1) for row in lane.rows(IS_INIT)]
+        carried = {next_of(key): key for key in self._state_keys}
+        outputs: list[tuple[Key, Any]] = []
+        for key, (shape, dtype) in self._kinds.items():
+            rows = lane.rows(carried.get(key, key))
+            if rows[0].shape != shape or rows[0].is_floating_point() != dtype.is_floating_point:
+                raise BadPolicyOutput(
+                    f"policy {self.name} returned {dotted(key)} with shape {tuple(shape)} and dtype {dtype}, "
+                    f"expected shape {tuple(rows[0].shape)} and dtype {rows[0].dtype}"
+                )
+            outputs.append((key, rows[1:] if key in carried else rows))
+        return inputs, outputs
+
+    # --- executor ---------------------------------------------------------------------------------
+
+    def _replan(self, inputs: Values) -> None:
+        """The module was changed: compare again, leaving the generator as if nothing had been drawn."""
+        before = torch.get_rng_state()
+        outputs = self._outputs(self._call(self._carrier(inputs)), inputs)
+        self._fuse(inputs, {**outputs.action, **outputs.extras}, before)
+        torch.set_rng_state(before)
+
+    def _fuse(self, inputs: Values, expected: Values, before: torch.Tensor) -> None:
+        """Use the executor if, from the generator state ``before``, it gives what the module gave."""
+        after = torch.get_rng_state()
+        expected = {key: value.clone() for key, value in expected.items()}
+        self._program, self.path = None, "module"
+        with set_interaction_type(self._interaction):
+            program = fuse(self.module, dict(inputs), self._interaction)
+            if program is None:
+                torch.set_rng_state(after)
+                return
+            torch.set_rng_state(before)
+            values = dict(inputs)
+            program(values)
+        same = all(key in values and _same(values[key], value) for key, value in expected.items())
+        if same and torch.equal(torch.get_rng_state(), after):
+            self._program, self.path = program, "torch executor"
+        torch.set_rng_state(after)
+
+    def _carrier(self, inputs: Values) -> TensorDict:
+        carrier = TensorDict({}, batch_size=self._lead, device=self._device)
+        for key, value in inputs.items():
+            carrier.set(key, value)
+        return carrier
+
+    def _move(self, value: torch.Tensor) -> torch.Tensor:
+        return value if self._device is None else value.to(self._device, non_blocking=True)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)

@@ -1,0 +1,148 @@
+"""Files that are whole or absent, stay in their directory, and are never reached through a link."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+from muster.errors import BadRecording
+
+if sys.platform != "win32":
+    import fcntl
+
+MANIFEST = "recording.json"
+LOCK = ".lock"
+TEMPORARY = ".tmp"
+CHUNK = re.compile(r"chunk-(\d{6,12})\.safetensors")
+
+_NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_SEAL = re.compile(rb'\{\s*(?:"__metadata__":\s*\{\s*)?"crc32":\s*"([0-9a-f]{8})"')
+
+UNSEALED = "00000000"  # what stands in a text's own crc32 field while that crc32 is computed
+
+
+def chunk_name(index: int) -> str:
+    """The file name that ``CHUNK`` matches."""
+    return f"chunk-{index:06d}.safetensors"
+
+
+def seal(text: bytes) -> bytes:
+    """Write the CRC32 of a JSON text into its own first field, ``"crc32": "00000000"``."""
+    found = _SEAL.match(text)
+    if found is None:
+        raise AssertionError("the first field of a sealed text is crc32")
+    return b"%b%08x%b" % (text[: found.start(1)], zlib.crc32(text), text[found.end(1) :])
+
+
+def is_sealed(text: bytes) -> bool:
+    """Whether the text is bit for bit what ``seal`` returned."""
+    found = _SEAL.match(text)
+    if found is None:
+        return False
+    blank = text[: found.start(1)] + UNSEALED.encode() + text[found.end(1) :]
+    return zlib.crc32(blank) == int(found.group(1), 16)
+
+
+def write_whole(path: Path, parts: Iterable[Any]) -> None:
+    """Make the file ``path`` of ``parts`` (buffers): after a crash it is there completely, or as it was before.
+
+    Raises:
+        OSError: nothing was changed.
+    """
+    temporary = path.with_name(path.name + TEMPORARY)
+    temporary.unlink(missing_ok=True)  # left by a process that was killed
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINKS, 0o666)
+    try:
+        with open(fd, "wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+
+
+def open_regular(path: Path) -> tuple[IO[bytes], int]:
+    """Open an ordinary file for reading. Returns the file and its size in bytes.
+
+    Raises:
+        BadRecording: it is missing, unreadable, or no ordinary file (symbolic links are not followed).
+    """
+    try:
+        # A pipe put in the place of a file would block the open without O_NONBLOCK.
+        fd = os.open(path, os.O_RDONLY | _NO_LINKS | getattr(os, "O_NONBLOCK", 0))
+    except OSError as error:
+        link = " It is a symbolic link: put the file itself there." if path.is_symlink() else ""
+        raise BadRecording(f"{path} cannot be read: {error.strerror}.{link}") from error
+    file = open(fd, "rb")  # noqa: SIM115  (the caller closes it)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        file.close()
+        raise BadRecording(f"{path} is not an ordinary file, so it is not part of a recording. Remove it.")
+    return file, status.st_size
+
+
+class DirectoryLock:
+    """Held by the one process that records into a directory; the kernel lets go of it when that process dies."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / LOCK
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | _NO_LINKS, 0o666)
+        self._file = open(fd, "r+b")  # noqa: SIM115  (open means held)
+        if not _try_lock(fd):
+            holder = self._file.read(32).decode("ascii", "replace").strip() or "unknown"
+            self._file.close()
+            raise BadRecording(
+                f"{directory} is being recorded into by another recorder (pid {holder}). "
+                f"Choose another directory, or close that one."
+            )
+        self._file.truncate(0)
+        self._file.write(f"{os.getpid()}\n".encode())
+        self._file.flush()
+
+    def release(self) -> None:
+        if not self._file.closed:
+            self._path.unlink(missing_ok=True)
+            if sys.platform != "win32":
+                fcntl.flock(self._file.fileno(), fcntl.LOCK_UN)  # also for forked children that share it
+            self._file.close()
+
+
+def is_locked(directory: Path) -> bool:
+    """Whether a recorder is at work there now."""
+    try:
+        fd = os.open(directory / LOCK, os.O_RDONLY | _NO_LINKS)
+    except OSError:
+        return False
+    try:
+        return not _try_lock(fd)
+    finally:
+        os.close(fd)
+
+
+def _try_lock(fd: int) -> bool:
+    if sys.platform != "win32":  # elsewhere the refusal to overwrite a manifest has to do
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return True
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make a rename durable."""
+    if os.name == "posix":
+        fd = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

@@ -1,0 +1,353 @@
+"""``load``: a recording as memory-mapped batches and a table of episodes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from muster.errors import BadRecording
+from muster.keys import DONE, REWARD, TERMINATED, TRAJ_IDS, TRUNCATED, Key, next_of
+from muster.recording import files
+from muster.recording.chunks import MAX_HEADER_BYTES, Chunk, Cut, Leaf, as_bytes, damaged, read_chunk
+from muster.recording.episodes import Episode, Rows, find_episodes
+from muster.recording.writer import FORMAT, VERSION
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from muster.memory.specs import Array
+
+IS_INIT: Key = ("collector", "is_init")
+
+
+def load(directory: str | os.PathLike[str], *, skip_damaged: bool = False) -> Recording:
+    """Open a recording. Only headers are read; data are mapped and checked when first looked at.
+
+    Args:
+        directory: what a ``Recorder`` wrote, finished or not.
+        skip_damaged: leave out chunks that are damaged or missing, and say so in ``Recording.lost``. Reads
+            everything once.
+
+    Raises:
+        BadRecording: there is no recording, or a part of it is damaged. A cut at the end, as crashes leave it, is
+            no error: see ``Recording.lost``.
+    """
+    root = Path(directory).resolve()
+    try:
+        names = os.listdir(root)
+    except OSError as error:
+        raise BadRecording(f"{root} cannot be read: {error.strerror}. Is it the directory of a recording?") from error
+    found = sorted(int(match.group(1)) for match in map(files.CHUNK.fullmatch, names) if match)
+    if files.MANIFEST not in names and not found:
+        raise BadRecording(f"{root} holds no recording: there is neither {files.MANIFEST} nor a chunk in it.")
+    lost: list[str] = []
+    manifest = _read_manifest(root, lost)
+    chunks = _read_chunks(root, found, lost, skip_damaged)
+    if manifest is None:
+        if not chunks:
+            raise BadRecording(f"{root} holds no readable recording: {' '.join(lost)}")
+        manifest = dict(chunks[0].manifest)
+    _check_manifest(root / files.MANIFEST, manifest)
+    for chunk in chunks:
+        if chunk.recording_id != manifest["id"]:
+            raise BadRecording(f"{chunk.path} belongs to another recording. Move it away.")
+    _note_missing_end(root, manifest, found, names, lost)
+    return Recording(root, manifest, chunks, lost)
+
+
+class Recording:
+    """A recording: ``len()`` is its frames, iteration gives its batches as they were written.
+
+    Every batch is a private, memory-mapped view: changing it changes neither the file nor another batch. Batches
+    stay valid when the recording is dropped. The files must not be changed meanwhile. Made by ``load``.
+
+    Attributes:
+        directory: where it lies.
+        manifest: all that the recorder noted: ``muster`` (version), ``created``, ``keys``, ``batch_size``, ...
+        meta: what the user noted.
+        lost: why the end is, or may be, incomplete, and what was left out; None if everything is there.
+    """
+
+    def __init__(self, directory: Path, manifest: dict[str, Any], chunks: list[Chunk], lost: list[str]) -> None:
+        self.directory = directory
+        self.manifest = manifest
+        self.meta: dict[str, Any] = manifest["meta"]
+        self.lost: str | None = " ".join(lost) or None
+        self._chunks = chunks
+        self._ends = list(accumulate(chunk.batches for chunk in chunks))
+        self._checked: set[tuple[int, str]] = set()
+
+    def __len__(self) -> int:
+        return sum(chunk.frames for chunk in self._chunks)
+
+    @property
+    def batches(self) -> int:
+        """How many batches there are."""
+        return self._ends[-1] if self._ends else 0
+
+    @property
+    def keys(self) -> list[Key]:
+        return list(self._chunks[0].leaves) if self._chunks else []
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        return (self.batch(i) for i in range(self.batches))
+
+    def batch(self, i: int) -> TensorDict:
+        """Batch ``i`` with the size, names, dtypes and (on disk) strides that it was written with.
+
+        Raises:
+            IndexError: there is no batch ``i``.
+            BadRecording: its chunk does not match its checksums.
+        """
+        from tensordict import TensorDict
+
+        chunk, _ = self._locate(i)
+        root: dict[str, Any] = {}
+        for key, value in self._read(i, list(chunk.leaves)).items():
+            place = root
+            for part in key[:-1]:
+                place = place.setdefault(part, {})
+            place[key[-1]] = value
+        return TensorDict(root, batch_size=chunk.batch_size, names=list(chunk.names))
+
+    @cached_property
+    def episodes(self) -> tuple[Episode, ...]:
+        """The table of episodes, in the order of their first frames. Reads ids, rewards and flags only.
+
+        Raises:
+            BadRecording: the batches have no ``collector/traj_ids``, or no flags.
+        """
+        return find_episodes(self._rows())
+
+    def episode(self, i: int) -> TensorDict:
+        """Episode ``i`` of the table (as far as recorded), ``[length]``, in the order of time."""
+        pieces = []
+        for piece in self.episodes[i].pieces:
+            chunk, _ = self._locate(piece.batch)
+            time = _time_dim(chunk)
+            outer = [size for dim, size in enumerate(chunk.batch_size) if dim != time]
+            index: list[Any] = [int(n) for n in np.unravel_index(piece.env, outer)] if outer else []
+            index.insert(time, slice(piece.start, piece.stop))
+            pieces.append(self.batch(piece.batch)[tuple(index)])
+        episode: TensorDict = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        episode.names = ["time"]
+        return episode
+
+    def verify(self) -> None:
+        """Read everything and compare it with its checksums.
+
+        Raises:
+            BadRecording: something does not match.
+        """
+        for end, chunk in zip(self._ends, self._chunks, strict=True):
+            self._read(end - 1, list(chunk.leaves))
+
+    def __repr__(self) -> str:
+        size = sum(chunk.size_bytes for chunk in self._chunks)
+        env = f", env={self.meta['env']!r}" if "env" in self.meta else ""
+        lines = [
+            f"Recording({str(self.directory)!r}{env}: {len(self):,} frames in {self.batches:,} batches"
+            f" and {len(self._chunks):,} chunks, {size / 1e6:,.1f} MB)"
+        ]
+        if self._chunks:
+            first = self._chunks[0]
+            lines.append(f"  batch {list(first.batch_size)}: " + ", ".join(leaf.name for leaf in first.leaves.values()))
+        if self.lost:
+            lines.append(f"  lost: {self.lost}")
+        return "\n".join(lines)
+
+    def _locate(self, i: int) -> tuple[Chunk, int]:
+        """The chunk of batch ``i`` and its place there."""
+        if not -self.batches <= i < self.batches:
+            raise IndexError(f"batch {i} of a recording of {self.batches}")
+        i %= self.batches
+        at = bisect_right(self._ends, i)
+        return self._chunks[at], i - (self._ends[at] - self._chunks[at].batches)
+
+    def _read(self, i: int, keys: list[Key]) -> dict[Key, Any]:
+        chunk, place = self._locate(i)
+        storage = _map(chunk)
+        raw = as_bytes(torch.empty(0, dtype=torch.uint8).set_(storage))
+        values: dict[Key, Any] = {}
+        for key in keys:
+            leaf = chunk.leaves[key]
+            if (chunk.index, leaf.name) not in self._checked:
+                if zlib.crc32(raw[leaf.start : leaf.stop]) != leaf.crc:
+                    raise damaged(chunk, f"the values of {leaf.name!r} do not match their checksum")
+                self._checked.add((chunk.index, leaf.name))
+            if leaf.is_object:
+                values[key] = _objects(chunk, bytes(raw[leaf.start : leaf.stop]), place)
+            else:
+                values[key] = _tensor(chunk, leaf, storage, place)
+        return values
+
+    def _rows(self) -> Iterator[Rows]:
+        fresh, expected = bool(self.manifest["fresh"]), 0
+        done, terminated, truncated = next_of(DONE), next_of(TERMINATED), next_of(TRUNCATED)
+        needed = [TRAJ_IDS, REWARD, done, terminated, truncated]
+        for i in range(self.batches):
+            chunk, place = self._locate(i)
+            missing = [key for key in needed if key not in chunk.leaves]
+            if missing:
+                raise BadRecording(f"{self.directory} has no table of episodes: {missing} were not recorded.")
+            optional = [IS_INIT] if IS_INIT in chunk.leaves else []
+            values = self._read(i, needed + optional)
+            column = {key: _flat(chunk, value) for key, value in values.items()}
+            reward = column[REWARD]
+            if reward.shape[2] != 1:
+                reward = np.full(reward.shape[:2], math.nan)
+            number = chunk.first_batch + place
+            yield Rows(
+                batch=i,
+                ids=column[TRAJ_IDS][..., 0],
+                reward=reward.reshape(reward.shape[:2]).astype(np.float64),
+                done=column[done][..., 0],
+                terminated=column[terminated][..., 0],
+                truncated=column[truncated][..., 0],
+                is_init=column[IS_INIT][..., 0] if optional else None,
+                follows=number == expected and (fresh or number > 0),
+            )
+            expected = number + 1
+
+
+def _flat(chunk: Chunk, tensor: torch.Tensor) -> Array:
+    """``[E, T, n]``: environments flattened, and whatever one frame has."""
+    time, last = _time_dim(chunk), len(chunk.batch_size) - 1
+    tensor = tensor.movedim(time, last)
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.float()
+    frames = chunk.batch_size[time]
+    array: Array = tensor.numpy()
+    return array.reshape(math.prod(chunk.batch_size) // frames, frames, -1)
+
+
+def _time_dim(chunk: Chunk) -> int:
+    return chunk.names.index("time") if "time" in chunk.names else len(chunk.batch_size) - 1
+
+
+def _map(chunk: Chunk) -> torch.UntypedStorage:
+    """The file as private copy-on-write memory; no descriptor stays open."""
+    file, size = files.open_regular(chunk.path)
+    with file:
+        if size != chunk.size_bytes:
+            raise damaged(chunk, f"the file had {chunk.size_bytes:,} bytes when it was opened and has {size:,} now")
+        opened = f"/proc/self/fd/{file.fileno()}"  # the very file that was checked, whatever its name points to now
+        name = opened if os.path.exists(opened) else str(chunk.path)
+        storage: Any = torch.UntypedStorage.from_file(name, shared=False, nbytes=size)
+    return cast("torch.UntypedStorage", storage)
+
+
+def _tensor(chunk: Chunk, leaf: Leaf, storage: torch.UntypedStorage, place: int) -> torch.Tensor:
+    shape = leaf.shape[1:]
+    items = math.prod(shape)
+    inner = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    flat = torch.empty(0, dtype=leaf.dtype)
+    flat.set_(storage, leaf.start // leaf.dtype.itemsize + place * items, shape, inner)
+    stored = len(chunk.order)
+    back = [chunk.order.index(dim) for dim in range(stored)]
+    return flat.permute(*back, *range(stored, len(shape)))
+
+
+def _objects(chunk: Chunk, text: bytes, place: int) -> Any:
+    try:
+        return _stack(json.loads(text.split(b"\n")[place]), chunk.batch_size)
+    except (ValueError, IndexError, RecursionError) as error:
+        raise damaged(chunk, f"objects are not what the header says ({error})") from error
+
+
+def _stack(value: Any, size: tuple[int, ...]) -> Any:
+    """Nested lists as the stack of objects that they were."""
+    from tensordict import NonTensorData, NonTensorStack
+
+    if not size:
+        return NonTensorData(value)
+    if not isinstance(value, list) or len(value) != size[0]:
+        raise ValueError(f"not {size[0]} entries")
+    return NonTensorStack(*(_stack(item, size[1:]) for item in value))
+
+
+def _read_manifest(root: Path, lost: list[str]) -> dict[str, Any] | None:
+    """The manifest, or None with a note: every chunk carries a copy of what matters in it."""
+    path = root / files.MANIFEST
+    try:
+        file, size = files.open_regular(path)
+    except BadRecording as error:
+        lost.append(f"{error} What it says was taken from the chunks, which cannot tell whether some are missing.")
+        return None
+    with file:
+        text = file.read(MAX_HEADER_BYTES) if size <= MAX_HEADER_BYTES else b""
+    if not files.is_sealed(text):
+        lost.append(f"{path} is damaged; what it says was taken from the chunks, which cannot tell whether some miss.")
+        return None
+    manifest: dict[str, Any] = json.loads(text)
+    return manifest
+
+
+def _check_manifest(path: Path, manifest: dict[str, Any]) -> None:
+    if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
+        raise BadRecording(
+            f"{path} is of format {manifest.get('format')!r} version {manifest.get('version')!r}; this Muster reads "
+            f"{FORMAT!r} version {VERSION}. Read it with the version that wrote it: muster {manifest.get('muster')}."
+        )
+    expected = {"id": str, "meta": dict, "fresh": bool} | ({"chunks": int} if manifest.get("closed") else {})
+    wrong = [key for key, kind in expected.items() if not isinstance(manifest.get(key), kind)]
+    if wrong:
+        raise BadRecording(f"{path} is not as Muster writes it: look at {wrong}.")
+
+
+def _read_chunks(root: Path, found: list[int], lost: list[str], skip_damaged: bool) -> list[Chunk]:
+    chunks: list[Chunk] = []
+    for before, index in zip([-1, *found], found, strict=False):
+        path = root / files.chunk_name(index)
+        try:
+            if index != before + 1:
+                what = f"{root / files.chunk_name(before + 1)} is missing"
+                if not skip_damaged:
+                    raise BadRecording(f"{what}, and chunks follow it. {_SKIP}")
+                lost.append(f"{what} ({index - before - 1} in a row).")
+            chunk = read_chunk(path)
+            complete = skip_damaged or chunk.first_batch == sum(other.batches for other in chunks)
+            if chunk.index != index or not complete:
+                raise damaged(chunk, f"it is chunk {chunk.index} under another name")
+            if skip_damaged:
+                Recording(root, {"meta": {}}, [chunk], []).verify()
+        except Cut as error:
+            if index != found[-1] and not skip_damaged:
+                raise BadRecording(f"{error}, and chunks follow it. {_SKIP}") from error
+            lost.append(f"{error}: its frames are lost.")
+        except BadRecording as error:
+            if not skip_damaged:
+                raise
+            lost.append(f"Left out: {error}")
+        else:
+            chunks.append(chunk)
+    return chunks
+
+
+_SKIP = "Restore it from a copy, or leave it out with load(directory, skip_damaged=True)."
+
+
+def _note_missing_end(
+    root: Path, manifest: dict[str, Any], found: list[int], names: list[str], lost: list[str]
+) -> None:
+    present = found[-1] + 1 if found else 0
+    if manifest.get("closed"):
+        if present < manifest["chunks"]:
+            lost.append(f"The last {manifest['chunks'] - present} of {manifest['chunks']} chunks are missing.")
+    elif "closed" in manifest and files.is_locked(root):
+        lost.append("It is still being recorded; load it again for more.")
+    elif "closed" in manifest:
+        cut = any(name.endswith(files.TEMPORARY) for name in names)
+        more = " A chunk was being written; its frames are lost." if cut else ""
+        lost.append(f"The recorder was not closed: frames after the last chunk, if any, are lost.{more}")

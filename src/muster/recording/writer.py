@@ -1,0 +1,333 @@
+"""``Recorder``: batches to disk, a chunk at a time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from muster.errors import BadOption, BadRecording, UnsupportedSpace
+from muster.keys import Key, dotted
+from muster.recording import chunks, files, jsonable
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+FORMAT = "muster-recording"
+VERSION = 1
+MAX_BATCHES_PER_CHUNK = 1 << 16
+
+_log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Writes batches into a directory of its own, which ``load`` reads back bit for bit.
+
+    Batches are copied by ``write`` and written to disk in chunks. Whatever happens to the process or to the
+    disk, chunks that were written stay readable. Not thread-safe.
+
+    Args:
+        directory: made if missing; must not hold a recording, finished or not.
+        meta: JSON-able description, kept as it is; by convention with ``env``, ``seed`` and ``policy``.
+        chunk_bytes: a chunk is written when it has this many bytes, and as much memory is used.
+        max_age_s: ... or when its first batch is this old, so that slow environments lose little in a crash.
+        fresh: the first row of the first batch begins new episodes; False when recording starts later.
+
+    Raises:
+        BadRecording: the directory holds a recording, or another recorder is using it.
+        BadOption: ``meta`` is not JSON-able, or ``chunk_bytes`` is not positive.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        meta: dict[str, Any],
+        chunk_bytes: int = 32 << 20,
+        max_age_s: float = 30.0,
+        fresh: bool = True,
+    ) -> None:
+        if chunk_bytes < 1:
+            raise BadOption(f"chunk_bytes={chunk_bytes} is not positive.")
+        try:
+            meta = json.loads(jsonable.dumps(meta))
+        except TypeError as error:
+            raise BadOption(f"meta may hold str, numbers, bool, None, lists and dicts, and has {error}.") from None
+        self.directory = Path(directory).resolve()
+        self._chunk_bytes, self._max_age_s = chunk_bytes, max_age_s
+        self._chunks = self._batches = self._frames = 0  # on disk
+        self._pending: _Pending | None = None
+        self._manifest: dict[str, Any] = {
+            "crc32": files.UNSEALED,
+            "format": FORMAT,
+            "version": VERSION,
+            "id": uuid.uuid4().hex,
+            "muster": _version(),
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "fresh": fresh,
+            "meta": meta,
+        }
+        self._signature: dict[Key, tuple[str, tuple[int, ...]]] | None = None
+        self._lock: files.DirectoryLock | None = self._claim()
+
+    @property
+    def frames(self) -> int:
+        """Frames on disk."""
+        return self._frames
+
+    @property
+    def pending_frames(self) -> int:
+        """Frames that a crash would lose now."""
+        return self._pending.frames if self._pending else 0
+
+    def write(self, batch: TensorDictBase) -> None:
+        """Add a batch; it may be changed or dropped afterwards.
+
+        Raises:
+            BadRecording: the disk took no more (see the message for what is kept), the batch has other keys,
+                shapes or dtypes than those before, or the recorder is closed.
+            UnsupportedSpace: a leaf is neither a plain tensor nor JSON-able objects.
+        """
+        if self._lock is None:
+            raise BadRecording(f"The recorder of {self.directory} is closed.")
+        content = _Content(batch)
+        if self._signature is None:
+            self._begin(content)
+        elif self._signature != content.signature:
+            raise BadRecording(f"A batch does not fit the recording {self.directory}: {self._difference(content)}.")
+        if self._pending is not None and not self._pending.takes(content):
+            self.flush()
+        if self._pending is None:
+            self._pending = _Pending(content, self._chunk_bytes)
+        self._pending.add(content)
+        if self._pending.full or time.monotonic() - self._pending.since > self._max_age_s:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is pending as a chunk of its own.
+
+        Raises:
+            BadRecording: the disk took no more. What was pending still is.
+        """
+        if self._pending is None:
+            return
+        about = {"chunk": self._chunks, "first_batch": self._batches, "manifest": self._manifest}
+        parts = self._pending.encode(about)
+        try:
+            files.write_whole(self.directory / files.chunk_name(self._chunks), parts)
+        except OSError as error:
+            raise BadRecording(
+                f"Could not write {files.chunk_name(self._chunks)} of {self.directory}: {error.strerror}. "
+                f"{self._frames:,} frames in {self._chunks} chunks are on disk and readable; "
+                f"{self._pending.frames:,} frames are still in memory. Make room, and the next write(), flush() or "
+                f"close() tries again."
+            ) from error
+        self._chunks += 1
+        self._batches += self._pending.count
+        self._frames += self._pending.frames
+        self._pending = None
+
+    def close(self) -> None:
+        """Write what is pending and finish. May be called again.
+
+        Raises:
+            BadRecording: the disk took no more; the pending frames are lost, and the recording says so.
+        """
+        if self._lock is None:
+            return
+        try:
+            self.flush()
+            self._write_manifest(closed=True, frames=self._frames, batches=self._batches, chunks=self._chunks)
+        finally:
+            self._lock.release()
+            self._lock = self._pending = None
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            self.close()
+        except BadRecording as second:
+            if error is None:
+                raise
+            _log.error("%s", second)  # the first error is the one to see
+
+    def __repr__(self) -> str:
+        state = "closed" if self._lock is None else "open"
+        return f"Recorder({str(self.directory)!r}, {state}, {self._frames:,} frames in {self._chunks} chunks)"
+
+    def _claim(self) -> files.DirectoryLock:
+        """Make the directory ours, and the manifest the sign of it."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            lock = files.DirectoryLock(self.directory)
+        except OSError as error:
+            raise BadRecording(f"Cannot record into {self.directory}: {error.strerror}.") from error
+        try:
+            for name in sorted(os.listdir(self.directory)):
+                if name == files.MANIFEST or files.CHUNK.fullmatch(name):
+                    raise BadRecording(
+                        f"{self.directory} already holds a recording ({name}), and recordings are never overwritten. "
+                        f"Choose another directory, or delete that one."
+                    )
+            self._write_manifest(closed=False)
+        except BaseException:
+            lock.release()
+            raise
+        return lock
+
+    def _begin(self, content: _Content) -> None:
+        """Complete the manifest with what the first batch shows."""
+        self._signature = content.signature
+        self._manifest |= {
+            "frames_per_batch": content.frames,
+            "batch_size": list(content.batch_size),
+            "keys": {dotted(key): {"dtype": d, "shape": list(s)} for key, (d, s) in content.signature.items()},
+        }
+        self._write_manifest(closed=False)
+
+    def _write_manifest(self, **state: Any) -> None:
+        text = json.dumps(self._manifest | state, indent=1).encode()
+        try:
+            files.write_whole(self.directory / files.MANIFEST, [files.seal(text)])
+        except OSError as error:
+            raise BadRecording(
+                f"Could not write {files.MANIFEST} of {self.directory}: {error.strerror}. {self._frames:,} frames in "
+                f"{self._chunks} chunks are on disk and readable."
+            ) from error
+
+    def _difference(self, content: _Content) -> str:
+        old, new = self._signature or {}, content.signature
+        lines = [f"{dotted(key)} is missing" for key in old if key not in new]
+        lines += [f"{dotted(key)} is new" for key in new if key not in old]
+        lines += [f"{dotted(k)} is {new[k]}, was {old[k]}" for k in new if k in old and new[k] != old[k]]
+        return "; ".join(lines)
+
+
+class _Content:
+    """The leaves of one batch, checked.
+
+    Attributes:
+        signature: dtype name (``"object"`` for Python objects) and shape without batch dimensions, by key.
+    """
+
+    def __init__(self, batch: TensorDictBase) -> None:
+        self.batch_size = tuple(batch.batch_size)
+        self.frames = batch.numel()
+        names = batch.names if batch.batch_dims else []
+        self.names = [names[i] if names else None for i in range(len(self.batch_size))]
+        self.tensors: dict[Key, torch.Tensor] = {}
+        self.objects: dict[Key, str] = {}
+        if not self.batch_size or not self.frames:
+            raise BadRecording(f"A batch of size {self.batch_size} has no frames; expected [T], [B, T] or [W, B, T].")
+        for key, value in _leaves(batch):
+            if isinstance(value, torch.Tensor):
+                self.tensors[key] = _storable(key, value)
+            else:
+                self.objects[key] = _json_line(key, value)
+        if not self.tensors and not self.objects:
+            raise BadRecording("A batch without any leaf cannot be recorded.")
+        dims = len(self.batch_size)
+        self.signature = {
+            key: (chunks.DTYPE_NAMES[t.dtype], tuple(t.shape[dims:])) for key, t in self.tensors.items()
+        } | dict.fromkeys(self.objects, ("object", ()))
+
+
+class _Pending:
+    """The next chunk, in memory: up to ``capacity`` batches of one size."""
+
+    def __init__(self, first: _Content, chunk_bytes: int) -> None:
+        self.batch_size, self.names = first.batch_size, first.names
+        self.since = time.monotonic()
+        self.count = 0
+        dims = range(len(first.batch_size))
+        strides = next((t.stride() for t in first.tensors.values()), tuple(reversed(dims)))
+        self.order = sorted(dims, key=lambda d: -strides[d])  # as they lie in memory: a copy then transposes nothing
+        size = sum(t.numel() * t.itemsize for t in first.tensors.values())
+        self.capacity = min(max(1, chunk_bytes // max(1, size)), MAX_BATCHES_PER_CHUNK)
+        self._text_room = chunk_bytes
+        # Pages of an empty tensor cost nothing before they are written.
+        self._buffers = {
+            key: torch.empty((self.capacity, *self._permute(t).shape), dtype=t.dtype)
+            for key, t in first.tensors.items()
+        }
+        self._lines: dict[Key, list[str]] = {key: [] for key in first.objects}
+
+    @property
+    def frames(self) -> int:
+        return self.count * torch.Size(self.batch_size).numel()
+
+    @property
+    def full(self) -> bool:
+        return self.count == self.capacity or self._text_room <= 0
+
+    def takes(self, content: _Content) -> bool:
+        return not self.full and (content.batch_size, content.names) == (self.batch_size, self.names)
+
+    def add(self, content: _Content) -> None:
+        for key, tensor in content.tensors.items():
+            self._buffers[key][self.count].copy_(self._permute(tensor))
+        for key, line in content.objects.items():
+            self._lines[key].append(line)
+            self._text_room -= len(line)
+        self.count += 1
+
+    def encode(self, about: dict[str, Any]) -> list[Any]:
+        size = {"batches": self.count, "batch_size": list(self.batch_size), "names": self.names, "order": self.order}
+        leaves = {key: buffer[: self.count] for key, buffer in self._buffers.items()}
+        objects = {key: "\n".join(lines).encode() for key, lines in self._lines.items()}
+        return chunks.encode(about | size, leaves, objects)
+
+    def _permute(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.permute(*self.order, *range(len(self.order), tensor.ndim))
+
+
+def _leaves(batch: TensorDictBase) -> Iterator[tuple[Key, Any]]:
+    from tensordict import NonTensorStack, TensorDictBase
+
+    def is_leaf(kind: type) -> bool:  # a NonTensorStack is a TensorDictBase, too: an empty one, for its keys()
+        return issubclass(kind, NonTensorStack) or not issubclass(kind, TensorDictBase)
+
+    for key in batch.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf):
+        yield (key if isinstance(key, tuple) else (key,)), batch.get(key)
+
+
+def _storable(key: Key, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype not in chunks.DTYPE_NAMES or tensor.layout is not torch.strided or tensor.is_nested:
+        raise UnsupportedSpace(
+            f"{dotted(key)} is a tensor of dtype {tensor.dtype} and layout {tensor.layout}, which a recording cannot "
+            f"hold. Convert it, or leave it out with batch.exclude(...)."
+        )
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _json_line(key: Key, value: Any) -> str:
+    from tensordict import is_non_tensor
+
+    if not is_non_tensor(value):
+        raise UnsupportedSpace(f"{dotted(key)} is a {type(value).__name__}, which a recording cannot hold.")
+    try:
+        return jsonable.dumps(value.tolist(), separators=(",", ":"))
+    except TypeError as error:
+        raise UnsupportedSpace(
+            f"{dotted(key)} holds {error}. A recording keeps tensors, and objects made of str, int, float, bool, "
+            f"None, lists and dicts. Convert it, or leave it out with batch.exclude(...)."
+        ) from error
+
+
+def _version() -> str:
+    try:
+        return metadata.version("muster-rl")
+    except metadata.PackageNotFoundError:
+        return "unknown"  # run from a source tree

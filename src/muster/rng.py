@@ -1,0 +1,73 @@
+"""Random streams that belong to one group of environments, and never to the user.
+
+Modules and environments that draw from torch's, NumPy's or Python's *global* generators get the
+group's own streams for the time of a rollout; afterwards the user's are back, untouched.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class GroupRng:
+    """All randomness of one group, derived from ``(seed, group)``.
+
+    Attributes:
+        numpy: for Muster's own draws on the CPU (heads, random actions).
+        torch: the same for draws made in torch.
+    """
+
+    def __init__(self, seed: int | None, group: int = 0, device: torch.device | None = None) -> None:
+        root = np.random.SeedSequence(seed, spawn_key=(group,))
+        self._root, self._streams = root, dict[int, np.random.Generator]()
+        own, torch_own, legacy, torch_global, python = root.spawn(5)
+        self.numpy = np.random.Generator(np.random.SFC64(own))
+        self.torch = torch.Generator(device or "cpu").manual_seed(_word(torch_own))
+        self._legacy: Any = np.random.MT19937(legacy)
+        self._python = random.Random(_word(python)).getstate()
+        self._torch = torch.Generator().manual_seed(_word(torch_global)).get_state()
+        self._cuda = device if device is not None and device.type == "cuda" else None
+        self._cuda_state: torch.Tensor | None = None
+        if self._cuda is not None:
+            self._cuda_state = torch.Generator(self._cuda).manual_seed(_word(torch_global)).get_state()
+
+    def stream(self, number: int) -> np.random.Generator:
+        """One of any number of further streams. What draws from a stream of its own, a fixed amount per step,
+        draws the same numbers however the steps are cut into batches.
+        """
+        if number not in self._streams:
+            seeds = np.random.SeedSequence(self._root.entropy, spawn_key=(*self._root.spawn_key, 5 + number))
+            self._streams[number] = np.random.Generator(np.random.SFC64(seeds))
+        return self._streams[number]
+
+    @contextmanager
+    def as_global(self) -> Iterator[None]:
+        """Put the group's streams in the place of the global ones."""
+        numpy_user = np.random.get_bit_generator()
+        python_user, torch_user = random.getstate(), torch.get_rng_state()
+        cuda_user = torch.cuda.get_rng_state(self._cuda) if self._cuda else None
+        np.random.set_bit_generator(self._legacy)
+        random.setstate(self._python)
+        torch.set_rng_state(self._torch)
+        if self._cuda is not None and self._cuda_state is not None:
+            torch.cuda.set_rng_state(self._cuda_state, self._cuda)
+        try:
+            yield
+        finally:
+            self._python, self._torch = random.getstate(), torch.get_rng_state()
+            np.random.set_bit_generator(numpy_user)
+            random.setstate(python_user)
+            torch.set_rng_state(torch_user)
+            if self._cuda is not None and cuda_user is not None:
+                self._cuda_state = torch.cuda.get_rng_state(self._cuda)
+                torch.cuda.set_rng_state(cuda_user, self._cuda)
+
+
+def _word(sequence: np.random.SeedSequence) -> int:
+    return int(sequence.generate_state(1, np.uint64)[0] >> 1)

@@ -1,0 +1,111 @@
+"""The source that runs its groups right here, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from muster.errors import BadOption
+from muster.memory.slots import Layout, Memory, Slot, SlotRing, SlotState
+from muster.protocols import Policy
+from muster.rollout import Group, rollout
+from muster.trajectories import Episodes, join_episodes
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A slot whose lanes are complete, the ring it belongs to, and the episodes that ended in it."""
+
+    slot: Slot
+    ring: SlotRing
+    episodes: Episodes
+
+
+class InProcess:
+    """Fills one slot at a time: lane i by group i.
+
+    Args:
+        groups: owned by the source.
+        T: time steps per rollout.
+        limit_bytes: see ``SlotRing``.
+        memory: of the slots.
+    """
+
+    def __init__(self, groups: Sequence[Group], *, T: int, limit_bytes: int, memory: Memory) -> None:
+        self.groups = list(groups)
+        self.T = T
+        self._limit_bytes, self._memory = limit_bytes, memory
+        self._ring: SlotRing | None = None
+        self._policy: Policy | None = None
+        self._filling: Slot | None = None  # a slot that an error left incomplete
+
+    def collect(self, policy: Policy, into: Slot | None = None) -> Filled:
+        """T steps of every group.
+
+        Args:
+            policy: a change of policy brings a new layout, since its columns may differ.
+            into: a slot to use again, whoever looks at it (``return_same_td``).
+
+        Raises:
+            MusterError: what ``rollout`` raises. The next call goes on where this one stopped.
+        """
+        if policy is not self._policy:
+            self._change_policy(policy)
+        assert self._ring is not None
+        if self._filling is None:
+            self._filling = self._ring.take() if into is None or into.layout != self._ring.layout else _again(into)
+        slot = self._filling
+        for group, lane in zip(self.groups, slot.lanes, strict=True):
+            if lane.done_steps < self.T:
+                rollout(group, policy, lane)
+        self._filling = None
+        return Filled(slot, self._ring, join_episodes([group.episodes for group in self.groups]))
+
+    @property
+    def in_flight(self) -> int:
+        """Steps in a slot that is not complete."""
+        return 0 if self._filling is None else sum(lane.done_steps * lane.B for lane in self._filling.lanes)
+
+    def slots(self) -> dict[str, int]:
+        """Number of slots by state."""
+        return {state.value: self._ring.count(state) if self._ring else 0 for state in SlotState}
+
+    def close(self, *, close_env: bool = True) -> None:
+        """Give up an incomplete slot and close the environments."""
+        self._abandon("shutdown")
+        if close_env:
+            for group in self.groups:
+                group.close()
+
+    def _change_policy(self, policy: Policy) -> None:
+        self._abandon("policy_changed")
+        for group in self.groups:
+            group.prime(policy)
+        layouts = [
+            Layout(self.T, g.B, g.columns(policy), len(self.groups), batched=g.batched) for g in self.groups
+        ]
+        if any(_shape(layout) != _shape(layouts[0]) for layout in layouts):
+            raise BadOption(
+                "the groups of create_env_fn differ in number of environments, spaces or policy outputs, so they "
+                "cannot share a batch: " + "; ".join(f"{g.env.name}: {g.B} environments" for g in self.groups)
+            )
+        self._ring = SlotRing(layouts[0], limit_bytes=self._limit_bytes, memory=self._memory)
+        self._policy = policy
+
+    def _abandon(self, reason: str) -> None:
+        if self._filling is None:
+            return
+        for group, lane in zip(self.groups, self._filling.lanes, strict=True):
+            group.lose(lane, reason)
+            group.reset()  # what it would go on from is lost with the lane
+        self._filling = None
+
+
+def _again(slot: Slot) -> Slot:
+    for lane in slot.lanes:
+        lane.done_steps = 0
+    return slot
+
+
+def _shape(layout: Layout) -> object:
+    return layout.B, layout.batched, [(c.key, c.shape, c.dtype, c.carry) for c in layout.columns]

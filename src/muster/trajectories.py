@@ -1,0 +1,135 @@
+"""Trajectories as arrays: ids, step counts and episode records from the rows at which episodes ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, overload
+
+import numpy as np
+
+from muster.memory.specs import Array
+
+
+class EpisodeRecord(NamedTuple):
+    """One finished episode, also where it began in an earlier batch.
+
+    Attributes:
+        traj_id: as in ``collector/traj_ids``.
+        env_id: number of the environment over all groups.
+        episode_return: undiscounted sum of rewards as stored (float32), added up in float64.
+        length: steps.
+        terminated, truncated: how it ended. What ``reset()`` cuts has no record.
+    """
+
+    traj_id: int
+    env_id: int
+    episode_return: float
+    length: int
+    terminated: bool
+    truncated: bool
+
+
+@dataclass(frozen=True)
+class Episodes(Sequence[EpisodeRecord]):
+    """Records of episodes as columns, in order of their ends; records are made when looked at."""
+
+    traj_id: Array
+    env_id: Array
+    episode_return: Array
+    length: Array
+    terminated: Array
+    truncated: Array
+
+    @overload
+    def __getitem__(self, index: int) -> EpisodeRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[EpisodeRecord]: ...
+    def __getitem__(self, index: int | slice) -> EpisodeRecord | Sequence[EpisodeRecord]:
+        columns = (c[index].tolist() for c in self._columns())
+        return list(map(EpisodeRecord, *columns)) if isinstance(index, slice) else EpisodeRecord(*columns)
+
+    def __len__(self) -> int:
+        return len(self.traj_id)
+
+    def __iter__(self) -> Iterator[EpisodeRecord]:
+        return iter(self[:])
+
+    def _columns(self) -> tuple[Array, ...]:
+        return self.traj_id, self.env_id, self.episode_return, self.length, self.terminated, self.truncated
+
+
+def join_episodes(parts: Sequence[Episodes]) -> Episodes:
+    """The episodes of several groups, group by group."""
+    return parts[0] if len(parts) == 1 else Episodes(*map(np.concatenate, zip(*(p._columns() for p in parts))))
+
+
+class TrajectoryClock:
+    """Which episode each environment of a group is in, how many steps and how much reward so far.
+
+    Ids are ``env_id + total_envs * episode``: unique over all groups without asking anybody, the same
+    wherever a group runs, and never reused.
+
+    Args:
+        env_ids: ``[B]``, global.
+        total_envs: over all groups.
+    """
+
+    def __init__(self, env_ids: Array, total_envs: int) -> None:
+        self.env_ids = env_ids
+        self.total_envs = total_envs
+        self.episode = np.zeros(len(env_ids), np.int64)
+        self.steps = np.zeros(len(env_ids), np.int64)
+        self.returns = np.zeros(len(env_ids), np.float64)
+
+    def abandon(self, which: Sequence[int]) -> None:
+        """Begin new trajectories in ``which``; those not begun yet keep their id."""
+        index = np.asarray(which, np.int64)
+        self.episode[index] += self.steps[index] > 0
+        self.steps[index] = 0
+        self.returns[index] = 0.0
+
+    def fill_ids(self, ids: Array, done: Array) -> None:
+        """Write the trajectory id of every row (``[T, B]`` int64), before ``advance``."""
+        ids[...] = self.env_ids + self.total_envs * self.episode
+        if done.any():
+            ids[1:] += self.total_envs * np.cumsum(done[:-1], axis=0)
+
+    def fill_step_counts(self, counts: Array, done: Array) -> None:
+        """Write the steps taken before every row in its episode (``[T, B]`` int64), before ``advance``."""
+        rows = np.arange(len(counts), dtype=np.int64)[:, None]
+        began = np.broadcast_to(-self.steps, counts.shape).copy()
+        np.copyto(began[1:], rows[1:], where=done[:-1])
+        np.subtract(rows, np.maximum.accumulate(began, axis=0), out=counts)
+
+    def advance(self, reward: Array, terminated: Array, truncated: Array, done: Array) -> Episodes:
+        """Move to the end of the rows (``[T, B]`` each); returns the episodes that ended, in order."""
+        T = len(reward)
+        env, t = np.nonzero(done.T)  # by environment, then time
+        if not len(env):
+            self.steps += T
+            self.returns += reward.sum(axis=0, dtype=np.float64)
+            return Episodes(*(np.empty(0, d) for d in (np.int64, np.int64, float, np.int64, bool, bool)))
+        total = np.cumsum(reward, axis=0, dtype=np.float64)
+        at_end = total[t, env]
+        new_env = np.r_[True, env[1:] != env[:-1]]
+        before = np.where(new_env, -self.returns[env], np.r_[0.0, at_end[:-1]])
+        began = np.where(new_env, -1 - self.steps[env], np.r_[0, t[:-1]])
+        place = np.arange(len(env))
+        nth = place - np.maximum.accumulate(np.where(new_env, place, 0))  # episode of its environment, in here
+        order = np.argsort(t, kind="stable")
+        episodes = Episodes(
+            (self.env_ids[env] + self.total_envs * (self.episode[env] + nth))[order],
+            self.env_ids[env][order],
+            (at_end - before)[order],
+            (t - began)[order],
+            terminated[t, env][order],
+            truncated[t, env][order],
+        )
+        last = np.r_[env[1:] != env[:-1], True]
+        self.episode += np.bincount(env, minlength=len(self.episode))
+        self.steps += T
+        self.steps[env[last]] = T - 1 - t[last]
+        self.returns += total[-1]
+        self.returns[env[last]] = total[-1, env[last]] - at_end[last]
+        return episodes

@@ -1,0 +1,126 @@
+"""Publishing weights to a policy in this process: validated as a whole, then copied, then counted."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from muster.errors import BadWeights
+
+Weights = dict[str, torch.Tensor]
+
+
+class LocalWeights:
+    """The weights of a policy that lives here.
+
+    Args:
+        policy: what acts; its weights are replaced in place.
+        original: what the user gave, where ``policy`` is a copy of it on another device.
+
+    Attributes:
+        version: number of publishes.
+    """
+
+    def __init__(self, policy: Any, original: Any = None) -> None:
+        self.policy, self.original = policy, original
+        self.version = 0
+
+    def publish(self, source: Any = None) -> int:
+        """Take over the weights of ``source``; all or nothing.
+
+        Args:
+            source: a module (the policy, the network inside it, or a copy of either), a TensorDict, a dict of
+                tensors by ``state_dict`` name, or None for the module the collector was made with.
+
+        Returns:
+            the new version.
+
+        Raises:
+            BadWeights: keys, shapes or dtypes that do not fit, or values that are not finite.
+        """
+        if source is None:
+            source = self.original
+        if source is not None and not self._is_inside(source):
+            target = self._fitting_target(named_weights(source))
+            for tensor in target.values():
+                tensor[1].copy_(tensor[0])
+        self.version += 1
+        return self.version
+
+    def _is_inside(self, source: Any) -> bool:
+        """``source`` is (a part of) the policy itself: what the optimizer changed is in place already."""
+        holders = [self.policy, *_captured(self.policy)] if callable(self.policy) else []
+        modules = [m for h in holders if isinstance(h, torch.nn.Module) for m in h.modules()]
+        if not any(source is m for m in modules):
+            return False
+        _check_finite(named_weights(source))
+        return True
+
+    def _fitting_target(self, new: Weights) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs (new, old) by name, for the outermost part of the policy that has these names."""
+        if not isinstance(self.policy, torch.nn.Module):
+            raise BadWeights(
+                f"the policy {self.policy!r} is not a module, so Muster cannot reach its weights. Change them where "
+                f"the policy finds them, and call update_policy_weights_() without arguments to count a version."
+            )
+        candidates = [dict(m.state_dict(keep_vars=True)) for m in self.policy.modules()]
+        old = next((c for c in candidates if c.keys() == new.keys()), None)
+        if old is None:
+            expected = candidates[0]
+            missing, extra = sorted(expected.keys() - new.keys()), sorted(new.keys() - expected.keys())
+            raise BadWeights(
+                f"weights do not fit the policy: missing {missing or 'nothing'}, unknown {extra or 'nothing'}; "
+                f"expected {sorted(expected)}. Nothing was changed."
+            )
+        for name, tensor in new.items():
+            if tensor.shape != old[name].shape or tensor.dtype != old[name].dtype:
+                raise BadWeights(
+                    f"weight {name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, expected "
+                    f"{tuple(old[name].shape)} and {old[name].dtype}. Nothing was changed."
+                )
+        _check_finite(new)
+        return {name: (tensor, old[name].detach()) for name, tensor in new.items()}
+
+
+def named_weights(source: Any) -> Weights:
+    """The tensors of a module, TensorDict or dict, by ``state_dict`` name.
+
+    Raises:
+        BadWeights: of anything else.
+    """
+    if isinstance(source, torch.nn.Module) and not hasattr(source, "flatten_keys"):
+        return {name: tensor.detach() for name, tensor in source.state_dict().items() if torch.is_tensor(tensor)}
+    if hasattr(source, "flatten_keys"):  # a TensorDict, without importing tensordict to ask
+        flat = source.flatten_keys(".")
+        return {str(name): tensor.detach() for name, tensor in flat.items() if torch.is_tensor(tensor)}
+    if isinstance(source, Mapping) and all(torch.is_tensor(v) for v in source.values()):
+        return {str(name): tensor.detach() for name, tensor in source.items()}
+    raise BadWeights(
+        f"cannot take weights from {type(source).__name__}: expected a module, a TensorDict, or a dict of tensors "
+        f"such as module.state_dict()"
+    )
+
+
+def _check_finite(weights: Weights) -> None:
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise BadWeights(f"weight {name} is not finite: training has diverged. Nothing was published.")
+
+
+def _captured(function: Callable[..., Any]) -> list[Any]:
+    """Objects that a plain function, method or partial can reach by name."""
+    if isinstance(function, torch.nn.Module):
+        return []
+    if isinstance(function, functools.partial):
+        return [function.func, *function.args, *function.keywords.values(), *_captured(function.func)]
+    bound = getattr(function, "__self__", None)
+    held = [bound, *vars(bound).values()] if hasattr(bound, "__dict__") else []
+    plain = inspect.unwrap(getattr(function, "__func__", function))
+    if not inspect.isfunction(plain):
+        return [*held, *vars(function).values()] if hasattr(function, "__dict__") else held
+    known = inspect.getclosurevars(plain)
+    return [*held, *known.nonlocals.values(), *known.globals.values()]

@@ -1,0 +1,592 @@
+"""The muster command: exact, polite to terminals and pipes, and unwilling to run what it was not asked to."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from muster.cli.doctor import known_bad
+from muster.cli.main import main
+from muster.cli.numbers import frames_per_batch, parse_count
+from muster.cli.report import Lines, Returns, clock, short
+from muster.errors import BadOption
+from muster.recording import load
+from muster.stats import CollectorStats
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: Any) -> tuple[int, str, str]:
+    code = main([str(arg) for arg in argv])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: Any) -> str:
+    """One message, exit code 2, no traceback, nothing on stdout."""
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("muster: ")
+    assert err.count("\n") == 1
+    return err
+
+
+# ------------------------------------------------------------------------------------------ collecting
+
+
+def test_collect_records_exactly_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "collect", "CartPole-v1", "--frames", "4k", "--seed", 3, "--out", tmp_path / "a")
+    assert (code, err) == (0, "")
+    recording = load(tmp_path / "a")
+    assert len(recording) == 4000
+    assert recording.lost is None
+    assert recording.meta["env"] == "CartPole-v1"
+    assert (recording.meta["seed"], recording.meta["envs"]) == (3, 8)
+    ended = [e for e in recording.episodes if e.terminated or e.truncated]
+    assert all(e.complete for e in ended)
+    assert f"episodes  {len(ended):,}  " in out
+    mean = sum(e.episode_return for e in ended) / len(ended)
+    assert f"return {mean:,.1f} ±" in out
+    assert "4,000 in" in out
+    assert re.search(r"time +env \d+%.* policy \d+%.* copy \d+%.* rest \d+%.* record \d+%", out)
+    command = re.search(r'read it +python -c "(.+)"', out)
+    assert command is not None
+    assert str(tmp_path / "a") in command.group(1)
+
+
+def test_same_seed_same_data_other_seed_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        argv = [
+            "collect",
+            "CartPole-v1",
+            "--frames",
+            "800",
+            "--policy",
+            "mlp",
+            "--seed",
+            seed,
+            "--out",
+            tmp_path / name,
+        ]
+        assert run(capsys, *argv, "--quiet") == (0, "", "")
+    a, b, c = (load(tmp_path / name).batch(0) for name in "abc")
+    assert (a == b).all()
+    assert not (a["observation"] == c["observation"]).all()
+
+
+def test_the_users_random_state_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    run(capsys, "collect", "CartPole-v1", "--frames", "160", "--policy", "mlp", "--quiet")
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1", "MountainCarContinuous-v0"])
+def test_mlp_fits_discrete_and_continuous_actions(env: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["collect", env, "--frames", "160", "--envs", "4", "--policy", "mlp", "--out", tmp_path / "a"]
+    code, _, err = run(capsys, *argv)
+    assert (code, err) == (0, "")
+    batch = load(tmp_path / "a").batch(0)
+    assert batch["action_log_prob"].isfinite().all()
+    assert len(batch["action"].unique()) > 1
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "float64"])
+def test_mlp_takes_boxes_of_any_shape(shape: tuple[int, ...], dtype: str) -> None:
+    import gymnasium
+    import numpy as np
+
+    from muster.cli import mlp
+
+    space = gymnasium.spaces.Box(0, 100, shape, np.dtype(dtype))
+    head, said = mlp.fresh(space, gymnasium.spaces.MultiDiscrete([2, 3]), 0)
+    logits = head.net(torch.as_tensor(np.stack([space.sample() for _ in range(5)])))
+    assert logits.shape == (5, 5)
+    assert said == f"fresh MLP {int(np.prod(shape))}-64-64-5 tanh, seed 0"
+
+
+def test_mlp_says_which_spaces_it_cannot_do(capsys: pytest.CaptureFixture[str]) -> None:
+    err = refused(capsys, "collect", "FrozenLake-v1", "--frames", "80", "--policy", "mlp")
+    assert "Box observations" in err
+    assert "--policy random" in err
+
+
+def test_existing_recordings_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["collect", "CartPole-v1", "--frames", "80", "--out", tmp_path / "a", "--quiet"]
+    assert run(capsys, *argv)[0] == 0
+    assert "already holds a recording" in refused(capsys, *argv)
+
+
+# ------------------------------------------------------------------------------------------ numbers
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("7", 7), ("100k", 100_000), ("1.5M", 1_500_000), ("1e6", 10**6), ("51_200", 51_200), ("51,200", 51_200)],
+)
+def test_counts(text: str, number: int) -> None:
+    assert parse_count(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "k", "-5", "0", "1.5", "1e-3", "nan", "inf", "1e999999999", "0x10", "1 000"])
+def test_no_counts(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="frames"):
+        parse_count(text)
+    with pytest.raises(SystemExit) as exit_:
+        main(["collect", "CartPole-v1", f"--frames={text}"])
+    assert exit_.value.code == 2
+
+
+@pytest.mark.parametrize("frames", [8, 800, 100_000, 8 * 10_007, 8 * 1_000_003, 51_200])
+@pytest.mark.parametrize("envs", [1, 2, 8])
+def test_batches_come_out_even(frames: int, envs: int) -> None:
+    size = frames_per_batch(frames, envs, None)
+    assert size % envs == 0
+    assert frames % size == 0
+    assert size <= 65_536
+
+
+def test_batches_are_near_the_target() -> None:
+    assert frames_per_batch(51_200, 8, None) == 2048
+    assert frames_per_batch(100_000, 8, None) == 2000
+    assert frames_per_batch(8 * 10_007, 8, None) == 8  # a prime number of steps: 80,056 frames at once is too much
+
+
+@pytest.mark.parametrize(
+    ("args", "near"),
+    [((1001, 8, None), "1,000 or 1,008"), ((1000, 8, 100), "96 or 104"), ((1000, 8, 96), "960 or 1,056")],
+)
+def test_uneven_numbers_name_the_nearest(args: tuple[int, int, int | None], near: str) -> None:
+    with pytest.raises(BadOption, match=near):
+        frames_per_batch(*args)
+
+
+def test_uneven_numbers_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nearest are 1,000 or 1,008" in refused(capsys, "collect", "CartPole-v1", "--frames", "1001")
+    assert "at least one" in refused(capsys, "collect", "CartPole-v1", "--frames", "8", "--envs", "0")
+    assert "negative" in refused(capsys, "collect", "CartPole-v1", "--frames", "8", "--seed", "-1")
+
+
+# ------------------------------------------------------------------------------------------ refused imports
+
+
+@pytest.fixture
+def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a module and a policy that leave a mark when they are run."""
+    mark = f"open({str(tmp_path / 'ran')!r}, 'w').close()\n"
+    (tmp_path / "evil_module.py").write_text(mark)
+    (tmp_path / "agent.py").write_text(mark + "def policy(obs):\n    return (obs[:, 2] > 0).long()\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    monkeypatch.delitem(sys.modules, "evil_module", raising=False)
+    return tmp_path
+
+
+def test_env_ids_that_import_are_refused(evil: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    err = refused(capsys, "collect", "evil_module:CartPole-v1", "--frames", "80")
+    assert "--allow-import" in err
+    assert "evil_module" in err
+    assert not (evil / "ran").exists()
+
+
+def test_env_ids_that_import_are_allowed_when_asked(evil: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, _ = run(capsys, "collect", "evil_module:CartPole-v1", "--frames", "80", "--allow-import", "--quiet")
+    assert code == 0
+    assert (evil / "ran").exists()
+    argv = ["collect", "no_such_module:CartPole-v1", "--frames", "80", "--allow-import"]
+    code, _, err = run(capsys, *argv)
+    assert code == 2
+    assert "no module 'no_such_module'" in err
+
+
+def test_python_policies_are_refused_unless_asked(evil: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["collect", "CartPole-v1", "--frames", "80", "--policy", "agent.py:policy"]
+    assert "--allow-import" in refused(capsys, *argv)
+    assert not (evil / "ran").exists()
+    assert run(capsys, *argv, "--allow-import", "--out", "rec", "--quiet")[0] == 0
+    batch = load("rec").batch(0)
+    assert torch.equal(batch["action"], (batch["observation"][..., 2] > 0).long())
+    code, _, err = run(capsys, *argv[:-1], "agent.py:absent", "--allow-import")
+    assert code == 2
+    assert "defines no 'absent'" in err
+
+
+@pytest.mark.parametrize("name", ["net.pt", "net.pth", "net.pkl", "net.PT", "net.ckpt"])
+def test_pickles_are_refused_with_the_way_out(evil: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(evil / "ran"),)
+
+    torch.save({"x": Evil()}, evil / name)
+    err = refused(capsys, "collect", "CartPole-v1", "--frames", "80", "--policy", name, "--allow-import")
+    assert "pickle" in err
+    assert "save_file" in err
+    assert not (evil / "ran").exists()
+
+
+def test_an_error_in_allowed_code_shows_where(evil: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (evil / "agent.py").write_text("def policy(obs):\n    return obs.no_such_thing\n")
+    argv = ["collect", "CartPole-v1", "--frames", "80", "--policy", "agent.py:policy", "--allow-import"]
+    code, _, err = run(capsys, *argv)
+    assert code == 2
+    assert "agent.py" in err
+    assert "no_such_thing" in err
+
+
+# ------------------------------------------------------------------------------------------ unknown things
+
+
+@pytest.mark.parametrize(
+    ("env", "hint"),
+    [
+        ("CartPol-v1", "Similar: CartPole-v1"),
+        ("CartPole-v7", "Similar: CartPole-v"),
+        ("CartPole", "Similar: CartPole-v"),
+        ("Nowhere/Pong-v5", "PACKAGE:Nowhere/Pong-v5 --allow-import"),
+        ("../../etc/passwd", "no environment"),
+        ("", "no environment"),
+    ],
+)
+def test_unknown_environments(env: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hint in refused(capsys, "collect", env, "--frames", "80")
+
+
+def test_environments_that_cannot_be_made(capsys: pytest.CaptureFixture[str]) -> None:
+    import gymnasium
+
+    class Broken(gymnasium.Env[Any, Any]):
+        def __init__(self) -> None:
+            raise RuntimeError("no display")
+
+    gymnasium.register("MusterBroken-v0", Broken)
+    try:
+        for policy in ("random", "mlp"):
+            assert "no display" in refused(capsys, "collect", "MusterBroken-v0", "--frames", "80", "--policy", policy)
+    finally:
+        del gymnasium.registry["MusterBroken-v0"]
+
+
+def test_unexpected_errors_keep_their_traceback(evil: Path) -> None:
+    (evil / "agent.py").write_text("raise ZeroDivisionError('mine')\n")
+    argv = ["collect", "CartPole-v1", "--frames", "80", "--policy", "agent.py:policy", "--allow-import"]
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        main(argv)
+
+
+# ------------------------------------------------------------------------------------------ weights
+
+
+def net(*sizes: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for a, b in itertools.pairwise(sizes):
+        layers += [nn.Linear(a, b), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def test_weights_from_a_file_act(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = net(4, 32, 16, 8, 2)
+    with torch.no_grad():
+        module[-1].weight.zero_()
+        module[-1].bias.copy_(torch.tensor([-50.0, 50.0]))  # always action 1
+    for name, state in (
+        ("net", module.state_dict()),
+        ("head", {f"net.{k}": v for k, v in module.state_dict().items()}),
+    ):
+        save_file(state, tmp_path / f"{name}.safetensors")
+        argv = ["--policy", tmp_path / f"{name}.safetensors", "--out", tmp_path / name, "--quiet"]
+        assert run(capsys, "collect", "CartPole-v1", "--frames", "80", *argv) == (0, "", "")
+        recording = load(tmp_path / name)
+        assert (recording.batch(0)["action"] == 1).all()
+        assert "MLP 4-32-16-8-2 tanh" in recording.meta["policy"]
+
+
+def test_the_spread_of_a_gaussian_head_comes_from_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from muster import policies
+
+    head = policies.gaussian(net(3, 16, 1), log_std=-9.0)
+    with torch.no_grad():
+        for parameter in head.net.parameters():
+            parameter.zero_()
+    save_file(head.state_dict(), tmp_path / "head.safetensors")
+    argv = ["--policy", tmp_path / "head.safetensors", "--out", tmp_path / "r", "--quiet"]
+    assert run(capsys, "collect", "Pendulum-v1", "--frames", "80", *argv) == (0, "", "")
+    assert load(tmp_path / "r").batch(0)["action"].abs().max() < 0.01
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (net(3, 16, 2).state_dict(), "from 4 inputs"),
+        (net(4, 16, 3).state_dict(), "to 2 outputs"),
+        ({"weight": torch.zeros(2, 4)}, "expected the state_dict"),
+        ({"0.weight": torch.zeros(2, 4)}, "expected the state_dict"),
+        ({"0.weight": torch.zeros(2, 4), "0.bias": torch.zeros(3)}, "layer 0"),
+        ({**net(4, 16, 2).state_dict(), "2.weight": torch.zeros(2, 15)}, "layer 2"),
+        ({**net(4, 16, 2).state_dict(), "0.bias": torch.full((16,), torch.nan)}, "not finite"),
+        ({**net(4, 16, 2).state_dict(), "0.bias": torch.zeros(16, dtype=torch.int64)}, "0.bias"),
+        ({**net(4, 16, 2).state_dict(), "log_std": torch.zeros(2)}, "log_std"),
+        ({}, "expected the state_dict"),
+    ],
+)
+def test_weights_that_do_not_fit(
+    state: dict[str, torch.Tensor], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file(state, tmp_path / "net.safetensors")
+    err = refused(capsys, "collect", "CartPole-v1", "--frames", "80", "--policy", tmp_path / "net.safetensors")
+    assert "net.safetensors" in err
+    assert said in err
+
+
+def test_damaged_and_missing_files_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "net.safetensors"
+    argv = ["collect", "CartPole-v1", "--frames", "80", "--policy"]
+    assert "no file" in refused(capsys, *argv, path)
+    assert "none of: random, mlp" in refused(capsys, *argv, "rnadom")
+    save_file(net(4, 8, 2).state_dict(), path)
+    whole = path.read_bytes()
+    for cut in (0, 7, 100, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        assert "not a readable safetensors file" in refused(capsys, *argv, path)
+
+
+# ------------------------------------------------------------------------------------------ processes
+
+STOPPED = """
+import os, signal, sys
+from muster.cli import collect, main
+from muster.recording import Recorder
+real, batches = Recorder.write, 0
+def write(self, batch):  # the signal comes at a known place: while the third batch is written
+    global batches
+    batches += 1
+    if batches >= 3:
+        os.kill(os.getpid(), int(sys.argv[1]))
+        if sys.argv[3] == "twice":
+            os.kill(os.getpid(), int(sys.argv[1]))
+    real(self, batch)
+Recorder.write = write
+sys.exit(main.main(["collect", "CartPole-v1", "--frames", "1M", "--out", sys.argv[2]]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "times", "code", "kept"),
+    [(signal.SIGINT, "once", 130, 3), (signal.SIGTERM, "once", 143, 3), (signal.SIGINT, "twice", 130, 2)],
+)
+def test_stopping_keeps_what_was_collected(
+    tmp_path: Path, number: signal.Signals, times: str, code: int, kept: int
+) -> None:
+    argv = [sys.executable, "-c", STOPPED, str(int(number)), str(tmp_path / "r"), times]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == code, done.stderr
+    assert "stopping after this batch" in done.stderr
+    assert "Traceback" not in done.stderr
+    recording = load(tmp_path / "r")
+    assert recording.lost is None
+    assert recording.batches == kept
+    assert recording.batch(0).batch_size == (8, 250)
+    if times == "once":
+        assert "stopped after 6,000 of 1,000,000 frames" in done.stdout
+        assert "wrote" in done.stdout
+
+
+def test_a_real_ctrl_c_on_a_real_terminal(tmp_path: Path) -> None:
+    """The whole command under a pty: a bar appears, and the byte that Ctrl-C sends stops it."""
+    argv = [
+        sys.executable,
+        "-m",
+        "muster.cli.main",
+        "collect",
+        "CartPole-v1",
+        "--frames",
+        "1B",
+        "--out",
+        tmp_path / "r",
+    ]
+    pid, fd = pty.fork()
+    if pid == 0:
+        os.environ |= {"TERM": "xterm-256color", "COLUMNS": "110", "LINES": "30"}
+        os.execv(argv[0], [str(a) for a in argv])
+    guard = threading.Timer(100, os.kill, (pid, signal.SIGKILL))
+    guard.start()
+    shown, stopped = b"", False
+    try:
+        while True:
+            try:
+                data = os.read(fd, 65536)
+            except OSError:  # how Linux says that the other side is gone
+                break
+            if not data:
+                break
+            shown += data
+            if not stopped and b"return " in shown and b"frames/s" in shown:
+                os.write(fd, b"\x03")
+                stopped = True
+        _, status = os.waitpid(pid, 0)
+    finally:
+        guard.cancel()
+        os.close(fd)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
+    assert os.waitstatus_to_exitcode(status) == 130, text
+    assert re.search(r"collect .*━.* 0% [\d.]+[kM]?/1B [\d.]+k? frames/s episodes [\d,]+  return [\d.]+ eta", text), (
+        text
+    )
+    assert "stopping after this batch" in text
+    assert "stopped after" in text
+    recording = load(tmp_path / "r")
+    assert recording.lost is None
+    assert f"stopped after {len(recording):,} of 1,000,000,000 frames" in text
+
+
+def test_help_version_and_doctor_load_nothing_heavy() -> None:
+    code = """
+import sys
+from muster.cli.main import main
+codes = []
+for argv in (["--help"], ["collect", "--help"], ["--version"], ["doctor"]):
+    try:
+        codes.append(main(argv))
+    except SystemExit as exit:
+        codes.append(exit.code)
+heavy = {"torch", "tensordict", "gymnasium", "numpy", "safetensors"} & set(sys.modules)
+print("\\nRESULT", codes, sorted(heavy))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    result = done.stdout.splitlines()[-1]
+    assert re.fullmatch(r"RESULT \[0, 0, 0, [01]\] \[\]", result), result
+    assert "muster collect CartPole-v1 --frames 100k --out runs/a" in done.stdout
+    assert "/dev/shm" in done.stdout
+
+
+def test_without_arguments_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([])
+    assert exit_.value.code == 0
+    assert "muster doctor" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------ what is shown
+
+
+def stats(**changes: Any) -> CollectorStats:
+    plain = CollectorStats(
+        frames=500,
+        executed=500,
+        discarded={},
+        in_flight=0,
+        batches=5,
+        episodes=0,
+        return_mean=None,
+        length_mean=None,
+        frames_per_s=38_200.0,
+        env_s=6.0,
+        policy_s=2.0,
+        copy_s=1.0,
+        rest_s=1.0,
+        policy_path="module",
+        policy_version=0,
+        slots={},
+    )
+    return dataclasses.replace(plain, **changes)
+
+
+def test_lines_are_limited_by_time_not_by_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    never, always = Lines(1000, every_s=1e9), Lines(1000, every_s=0)
+    for _ in range(3):
+        never.update(stats())
+    assert capsys.readouterr().out == ""
+    always.update(stats(episodes=4321, return_mean=21.5))
+    always.update(stats(frames=1000))  # the summary follows anyway
+    out = capsys.readouterr().out
+    assert re.fullmatch(r"collect  50%  500/1,000 frames  38.2k frames/s  episodes 4,321  return 21.5  eta 0:00\n", out)
+
+
+def test_the_summary_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+    from muster.cli.report import summary
+    from muster.trajectories import EpisodeRecord
+
+    returns = Returns()
+    values = [1.0, 4.0, 4.0, 9.0]
+    returns.add([EpisodeRecord(i, 0, value, 2 * i, True, False) for i, value in enumerate(values)])
+    assert (returns.mean, returns.length_mean) == (4.5, 3.0)
+    assert returns.std == pytest.approx(torch.tensor(values).std(correction=0).item())
+    text = summary(stats(discarded={"worker died": 12}), returns, recording_s=10.0)
+    assert "discarded 12 (worker died)" in text
+    assert "episodes  4  return 4.5 ± 2.9  length 3.0" in text
+    assert "env 30% ▇▇▇  policy 10% ▇  copy 5%  rest 5%  record 50% ▇▇▇▇▇" in text
+    assert "none ended" in summary(stats(), Returns(), None)
+    assert "record" not in summary(stats(), Returns(), None)
+
+
+def test_numbers_are_short() -> None:
+    assert [short(n) for n in (7, 999, 38_200, 1e6, 2.5e9)] == ["7", "999", "38.2k", "1M", "2.5B"]
+    assert [clock(s) for s in (0, 61, 3725)] == ["0:00", "1:01", "1:02:05"]
+
+
+def test_a_terminal_that_knows_ascii_only(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "muster.cli.main", "collect", "CartPole-v1", "--frames", "800"]
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=100, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert " +- " in done.stdout
+
+
+# ------------------------------------------------------------------------------------------ doctor
+
+GOOD = {"torch": "2.13.0+cpu", "tensordict": "0.14.3", "torchrl": "0.14.1", "gymnasium": "1.4.0", "mujoco": "3.17.0"}
+
+
+@pytest.mark.parametrize(
+    ("versions", "fix"),
+    [
+        ({"dm-control": "1.0.50", "mujoco": "4.0.0"}, "mujoco<4"),
+        ({"torchrl": "0.14.1", "tensordict": "0.15.0"}, "tensordict>=0.14.3,<0.15"),
+        ({"gymnasium-robotics": "1.4.2", "mujoco": "3.17.0"}, "maze"),
+        ({"mujoco-mjx": "3.17.0", "mujoco": "4.0.0"}, "mujoco==3.17.0"),
+        ({"minari": "0.5.4"}, "pillow"),
+        ({"gymnax": "1.0.1"}, "pip install six"),
+        ({"gymnasium": "0.29.1"}, "gymnasium>=1.1"),
+    ],
+)
+def test_known_bad_combinations_come_with_a_fix(versions: dict[str, str], fix: str) -> None:
+    (problem,) = known_bad(versions)
+    assert fix in problem.fix
+    assert all(version in problem.what for version in versions.values() if len(versions) > 1)
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [
+        {},
+        GOOD,
+        {**GOOD, "dm-control": "1.0.50"},
+        {"mujoco": "4.0.0"},
+        {"torchrl": "0.15.0", "tensordict": "0.15.1"},
+        {"minari": "0.5.4", "pillow": "12.0"},
+        {"gymnax": "1.0.1", "six": "1.17"},
+        {"torch": "weird", "gymnasium": "1.4.0rc1"},
+    ],
+)
+def test_good_combinations_are_left_alone(versions: dict[str, str]) -> None:
+    assert known_bad(versions) == []
+
+
+def test_doctor_says_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "doctor")
+    assert err == ""
+    assert code == (1 if "BAD" in out else 0)
+    assert "2." in re.search(r"torch +(\S+)", out).group(1)  # type: ignore[union-attr]

@@ -1,0 +1,39 @@
+"""The public names, spelled out: adding or removing one is a decision, not an accident."""
+
+from __future__ import annotations
+
+import pytest
+
+import muster
+
+PUBLIC = [
+    "__version__",
+    "Collector",
+    "CollectorOptions",
+    "CollectorStats",
+    "EpisodeRecord",
+    "Recorder",
+    "Recording",
+    "load",
+    "errors",
+    "policies",
+    "testing",
+]
+
+
+def test_public_names() -> None:
+    assert sorted(muster.__all__) == sorted(PUBLIC)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_name_resolves(name: str) -> None:
+    assert getattr(muster, name) is not None
+
+
+def test_dir_shows_the_public_names() -> None:
+    assert set(PUBLIC) <= set(dir(muster))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = muster.no_such_name
