@@ -51,9 +51,7 @@ class EnvBatch(Protocol):
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         """Random actions, ``[*shape, *leaf shape]`` per leaf."""
 
-    def reset(
-        self, arrays: Mapping[Key, Array], row: int, which: Sequence[int], seeds: Sequence[int] | None
-    ) -> None:
+    def reset(self, arrays: Mapping[Key, Array], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         """Start new episodes in the environments ``which`` and write their first observations.
 
         Args:

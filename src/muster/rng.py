@@ -49,10 +49,10 @@ class GroupRng:
     @contextmanager
     def as_global(self) -> Iterator[None]:
         """Put the group's streams in the place of the global ones."""
-        numpy_user = np.random.get_bit_generator()
+        numpy_user = np.random.mtrand.get_bit_generator()
         python_user, torch_user = random.getstate(), torch.get_rng_state()
         cuda_user = torch.cuda.get_rng_state(self._cuda) if self._cuda else None
-        np.random.set_bit_generator(self._legacy)
+        np.random.mtrand.set_bit_generator(self._legacy)
         random.setstate(self._python)
         torch.set_rng_state(self._torch)
         if self._cuda is not None and self._cuda_state is not None:
@@ -61,12 +61,26 @@ class GroupRng:
             yield
         finally:
             self._python, self._torch = random.getstate(), torch.get_rng_state()
-            np.random.set_bit_generator(numpy_user)
+            np.random.mtrand.set_bit_generator(numpy_user)
             random.setstate(python_user)
             torch.set_rng_state(torch_user)
             if self._cuda is not None and cuda_user is not None:
                 self._cuda_state = torch.cuda.get_rng_state(self._cuda)
                 torch.cuda.set_rng_state(cuda_user, self._cuda)
+
+
+@contextmanager
+def torch_threads(number: int | None) -> Iterator[None]:
+    """Let torch use so many threads, and the user's number again afterwards; None changes nothing."""
+    before = torch.get_num_threads()
+    if number is None or number == before:
+        yield
+        return
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _word(sequence: np.random.SeedSequence) -> int:

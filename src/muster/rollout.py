@@ -3,299 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeVar
 
-import numpy as np
 import torch
 
-from muster.envs.checks import values_problem
-from muster.errors import BadEnvOutput, BadPolicyOutput, EnvError, MusterError, PolicyError
-from muster.keys import FLAGS, NEXT_OBS_VALID, REWARD, STEP_COUNT, TRAJ_IDS, Key, dotted, next_of
+from muster.errors import BadEnvOutput, EnvError, MusterError
+from muster.group import Group, call_policy, policy_error
 from muster.memory.slots import Lane
-from muster.memory.specs import Array, Column
-from muster.protocols import Act, EnvBatch, Outputs, Policy, Step
-from muster.rng import GroupRng
-from muster.trajectories import Episodes, TrajectoryClock
+from muster.protocols import Act, Policy, Step
+from muster.rng import torch_threads
 
-Result = TypeVar("Result")
-Validate = Literal["off", "fast", "full"]
-
-TERMINATED, TRUNCATED, DONE = next_of(("terminated",)), next_of(("truncated",)), next_of(("done",))
-IS_INIT: Key = ("is_init",)
-NEVER = 1 << 62
 TIMED_EVERY = 16  # a power of two; steps between two that are timed, so that timing costs next to nothing
-CACHE_BYTES = 1 << 18  # next/observation is copied in pieces of this size, while they are still in the cache
-
-
-@dataclass(frozen=True)
-class RolloutOptions:
-    """What a rollout does besides stepping; see ``CollectorOptions`` for the words."""
-
-    max_frames_per_traj: int | None = None
-    reset_at_each_iter: bool = False
-    set_truncated: bool = False
-    validate: Validate = "fast"
-
-
-@dataclass
-class Timing:
-    """Nanoseconds by what they went to; environment and policy are extrapolated from timed steps."""
-
-    env: float = 0.0
-    policy: float = 0.0
-    copy: float = 0.0
-    total: float = 0.0
-
-
-class Group:
-    """An env batch with its random streams, its time, and the rows it will act on next.
-
-    Args:
-        env: owned by the group.
-        batched: whether B is a dimension for policy and user.
-        env_ids: global numbers of its environments.
-        total_envs: over all groups.
-        rng: the group's own.
-    """
-
-    def __init__(
-        self, env: EnvBatch, *, batched: bool, env_ids: Array, total_envs: int, rng: GroupRng, options: RolloutOptions
-    ) -> None:
-        self.env, self.batched, self.rng, self.options = env, batched, rng, options
-        self.B = env.num_envs
-        self.clock = TrajectoryClock(env_ids, total_envs)
-        self.timing = Timing()
-        self.executed = 0  # environment steps, whatever became of them
-        self.discarded: Counter[str] = Counter()  # environment steps that no batch will show, by reason
-        self.episodes: Episodes  # ended in the last rollout
-        self.carry: dict[Key, Array] = {  # one row per carried column, [1, B, *shape]
-            key: np.zeros((1, self.B, *spec.shape), spec.dtype) for key, spec in env.observation_specs.items()
-        }
-        self._obs_keys = list(env.observation_specs)
-        row_bytes = sum(row.nbytes for row in self.carry.values())
-        self._copy_every = max(1, CACHE_BYTES // max(row_bytes, 1))  # rows of next/observation at a time
-        self._primed: tuple[Policy, Outputs] | None = None
-        self._pending: list[int] = list(range(self.B))  # environments to reset before the next step
-        self._seeds: dict[int, int] = {}
-        self._deadline = np.full(self.B, NEVER, np.int64)  # row at which max_frames_per_traj is reached
-        self._state_keys: list[Key] = []  # carried columns that are not observations
-        self._copied = 0  # rows of next/observation that are complete
-
-    def reset(self, which: Sequence[int] | None = None, seeds: Sequence[int] | None = None) -> None:
-        """Let the environments ``which`` (default all) begin anew before the next step."""
-        chosen = list(range(self.B)) if which is None else sorted(set(which))
-        self._pending = sorted({*self._pending, *chosen})
-        if seeds is not None:
-            self._seeds.update(zip(chosen, seeds, strict=True))
-
-    def prime(self, policy: Policy) -> None:
-        """Make the policy's first real call, which shows its columns; ``rollout`` goes on from it."""
-        if self._primed is not None and self._primed[0] is policy:
-            return
-        with self.rng.as_global(), torch.no_grad():
-            self._reset_carry()
-            obs = {k: self._as_policy_sees(self.carry[k][0]) for k in self._obs_keys}
-            self._primed = policy, _call_policy(policy, lambda: policy.first(obs, self.rng))
-
-    def columns(self, policy: Policy) -> tuple[Column, ...]:
-        """What a lane for this group and policy stores; call ``prime`` before."""
-        flag, step = np.dtype(bool), np.dtype(np.int64)
-        columns = []
-        for key, spec in self.env.observation_specs.items():
-            columns.append(Column(key, spec.shape, spec.dtype, carry=True))
-            columns.append(Column(next_of(key), spec.shape, spec.dtype))
-        columns += [Column(key, spec.shape, spec.dtype) for key, spec in self.env.action_specs.items()]
-        columns += [Column(key, (), flag, trailing=True) for f in FLAGS for key in (f, next_of(f))]
-        columns += [Column(REWARD, (), np.dtype(np.float32), trailing=True), Column(TRAJ_IDS, (), step)]
-        if self.options.max_frames_per_traj:
-            columns += [Column(key, (), step, trailing=True) for key in (STEP_COUNT, next_of(STEP_COUNT))]
-        if not self.env.final_obs_certain:
-            columns.append(Column(NEXT_OBS_VALID, (), flag))
-        return (*columns, *policy.columns())
-
-    def close(self) -> None:
-        self.env.close()
-
-    def lose(self, lane: Lane, reason: str) -> None:
-        """Count the rows of a lane that will not be delivered."""
-        self.discarded[reason] += lane.done_steps * self.B
-        lane.done_steps = 0
-
-    # --- the beginning and the end of a rollout ---------------------------------------------------
-
-    def enter(self, lane: Lane) -> None:
-        """Make row ``lane.done_steps`` the one to act on."""
-        begin = lane.done_steps
-        if begin == 0:
-            self._reset_carry()
-            self._copied = 0
-            for flag in FLAGS:
-                lane.arrays[flag][...] = False
-                lane.arrays[next_of(flag)][...] = False
-            if NEXT_OBS_VALID in lane.arrays:
-                lane.arrays[NEXT_OBS_VALID][...] = True
-            for column in lane.layout.columns:
-                if column.carry:
-                    lane.arrays[column.key][:1] = self._carried(column)
-            self._state_keys = [
-                c.key for c in lane.layout.columns if c.carry and c.key not in self.env.observation_specs
-            ]
-            limit = self.options.max_frames_per_traj
-            self._deadline = limit - 1 - self.clock.steps if limit else self._deadline
-        elif self._pending:
-            self._cut(lane, begin - 1)
-
-    def take_primed(self, lane: Lane) -> bool:
-        """Write what ``prime`` left for row 0, if anything."""
-        if self._primed is None:
-            return False
-        _store_outputs(self._primed[1], lane)
-        self._primed = None
-        return True
-
-    def after_step(self, lane: Lane, t: int, finished: Sequence[int] | None) -> int:
-        """Whatever is due after row ``t`` besides the next step; returns the row at which to call again."""
-        lane.done_steps = t + 1
-        limit = self.options.max_frames_per_traj
-        if limit and (late := np.flatnonzero(self._deadline <= t).tolist()):
-            cut = late if finished is None else [i for i in late if i not in finished]
-            lane.arrays[TRUNCATED][t, cut] = True
-            finished = sorted({*cut, *(finished or ())})
-        if finished is not None:
-            self._copy_next(lane, t + 1)  # before the reset overwrites the true last observations
-            self._reset_rows(lane, t + 1, finished)
-            if limit:
-                self._deadline[finished] = t + limit
-        elif t + 1 - self._copied >= self._copy_every:
-            self._copy_next(lane, t + 1)
-        return self.next_call()
-
-    def next_call(self) -> int:
-        """The next row after which ``after_step`` is due even if no episode ends."""
-        limit = int(self._deadline.min()) if self.options.max_frames_per_traj else NEVER
-        return min(limit, self._copied + self._copy_every - 1)
-
-    def leave(self, lane: Lane) -> None:
-        """Complete all columns of a lane whose T rows have been stepped."""
-        T, arrays = lane.T, lane.arrays
-        self._copy_next(lane, T)
-        self._check_values(lane)
-        terminated, truncated, done = arrays[TERMINATED], arrays[TRUNCATED], arrays[DONE]
-        np.logical_or(terminated, truncated, out=done)
-        self.clock.fill_ids(arrays[TRAJ_IDS], done)
-        if STEP_COUNT in arrays:
-            self.clock.fill_step_counts(arrays[STEP_COUNT], done)
-            np.add(arrays[STEP_COUNT], 1, out=arrays[next_of(STEP_COUNT)])
-        self.episodes = self.clock.advance(arrays[REWARD], terminated, truncated, done)
-        if self.options.set_truncated:  # a mark for the learner; the episode goes on
-            truncated[-1] |= ~done[-1]
-            done[-1] = True
-        for column in lane.layout.columns:
-            if column.carry:
-                self._carried(column)[0] = arrays[column.key][T]
-        if self.options.reset_at_each_iter:
-            self.reset()
-
-    def fail(self, lane: Lane, t: int, reason: str, executed: int) -> None:
-        """Row ``t`` did not come about and the environments cannot be trusted: begin anew from there."""
-        lane.done_steps = max(lane.done_steps, t)
-        self.discarded[reason] += executed
-        self.executed += executed
-        self.env.executed_in_row = 0
-        self.reset()
-
-    # --- parts ------------------------------------------------------------------------------------
-
-    def _reset_carry(self) -> None:
-        """Do the resets that are due before a lane's first row."""
-        if not self._pending:
-            return
-        self.clock.abandon(self._pending)
-        for key, row in self.carry.items():
-            if key not in self.env.observation_specs:
-                row[0, self._pending] = key == IS_INIT
-        self._reset_env(self.carry, 0, self._pending)
-        self._primed = None
-        self._pending, self._seeds = [], {}
-
-    def _cut(self, lane: Lane, t: int) -> None:
-        """Resets that are due in the middle of a lane: end the episodes at row ``t``, begin new ones after it."""
-        done = lane.arrays[TERMINATED][t] | lane.arrays[TRUNCATED][t]
-        lane.arrays[TRUNCATED][t, [i for i in self._pending if not done[i]]] = True
-        self._copy_next(lane, t + 1)
-        self._reset_rows(lane, t + 1, self._pending)
-        if limit := self.options.max_frames_per_traj:
-            self._deadline[self._pending] = t + limit
-        self._pending, self._seeds = [], {}
-
-    def _reset_rows(self, lane: Lane, row: int, which: Sequence[int]) -> None:
-        self._reset_env(lane.arrays, row, which)
-        for key in self._state_keys:
-            lane.arrays[key][row, which] = key == IS_INIT
-
-    def _reset_env(self, arrays: dict[Key, Array], row: int, which: Sequence[int]) -> None:
-        seeds = [self._seeds[i] for i in which] if self._seeds and self._seeds.keys() >= set(which) else None
-        started = time.perf_counter_ns()
-        self.env.reset(arrays, row, which, seeds)
-        self.timing.env += time.perf_counter_ns() - started
-
-    def _carried(self, column: Column) -> Array:
-        if column.key not in self.carry:  # a recurrent state before its first use
-            self.carry[column.key] = np.full((1, self.B, *column.shape), column.key == IS_INIT, column.dtype)
-        return self.carry[column.key]
-
-    def _copy_next(self, lane: Lane, end: int) -> None:
-        begin, self._copied = self._copied, end
-        if begin >= end:  # done when the episode ended
-            return
-        started = time.perf_counter_ns()
-        for key in self._obs_keys:
-            lane.arrays[next_of(key)][begin:end] = lane.arrays[key][begin + 1 : end + 1]
-        self.timing.copy += time.perf_counter_ns() - started
-
-    def _check_values(self, lane: Lane) -> None:
-        """What is cheaper to check once per rollout than once per step."""
-        mode = self.options.validate
-        if mode == "off":
-            return
-        reward = lane.arrays[REWARD]
-        if not np.isfinite(reward).all():
-            t, b = (int(i) for i in np.argwhere(~np.isfinite(reward))[0])
-            self._reject(lane, t, f"{self.env.name}[{b}].step (row {t} of the batch): reward is {reward[t, b]}")
-        for key, spec in self.env.action_specs.items():
-            if mode == "full" or spec.dtype.kind in "iu":
-                if found := values_problem(lane.arrays[key], spec):
-                    self._reject(lane, found[0][0], f"{dotted(key)} for env {found[0][1]}: {found[1]}", policy=True)
-            elif spec.dtype.kind == "f" and not np.isfinite(lane.arrays[key]).all():
-                t, b = (int(i) for i in np.argwhere(~np.isfinite(lane.arrays[key]))[0][:2])
-                self._reject(lane, t, f"{dotted(key)} for env {b} (row {t}) is not finite", policy=True)
-        for key, spec in self.env.observation_specs.items() if mode == "full" else ():
-            for array in (lane.arrays[key][:-1], lane.arrays[next_of(key)]):
-                if found := values_problem(array, spec):
-                    t, b = found[0][:2]
-                    self._reject(lane, t, f"{self.env.name}[{b}] (row {t} of the batch): {dotted(key)} {found[1]}")
-
-    def _reject(self, lane: Lane, t: int, message: str, *, policy: bool = False) -> None:
-        """Take back row ``t`` and all after it: their values are wrong."""
-        reason = "bad_policy_output" if policy else "bad_env_output"
-        self.discarded[reason] += (lane.T - t) * self.B
-        lane.done_steps = t
-        self._copied = min(self._copied, t)
-        lane.arrays[TERMINATED][t:] = False
-        lane.arrays[TRUNCATED][t:] = False
-        self.reset()
-        error = BadPolicyOutput if policy else BadEnvOutput
-        raise error(f"{message}. The {t} rows before it are kept; the environments begin anew.")
-
-    def _as_policy_sees(self, row: Array) -> torch.Tensor:
-        """A carried row as the policy gets rows of a lane: ``[B, *shape]``, or ``[*shape]`` unbatched."""
-        if row.dtype == object:
-            return row  # type: ignore[return-value]
-        tensor = torch.from_numpy(row)
-        return tensor if self.batched else tensor[0]
 
 
 def rollout(group: Group, policy: Policy, lane: Lane) -> None:
@@ -310,12 +27,12 @@ def rollout(group: Group, policy: Policy, lane: Lane) -> None:
         PolicyError, BadPolicyOutput: nothing was stepped; the next call repeats the policy's call.
     """
     started = time.perf_counter_ns()
-    with group.rng.as_global(), torch.no_grad():
+    with group.rng.as_global(), torch.no_grad(), torch_threads(group.options.num_threads):
         group.enter(lane)
         begin = lane.done_steps
         acted = begin == 0 and group.take_primed(lane)
         lane.acts_from = begin + acted
-        act = _call_policy(policy, lambda: policy.start(lane, group.rng))
+        act = call_policy(policy, lambda: policy.start(lane, group.rng))
         step = group.env.start(lane)
         if acted:
             _run(group, policy, _already_acted, step, lane, begin, begin + 1)
@@ -359,7 +76,7 @@ def _run(group: Group, policy: Policy, act: Act, step: Step, lane: Lane, begin: 
         raise
     except Exception as error:
         lane.done_steps = max(lane.done_steps, t)
-        raise _policy_error(policy, error, t) from error
+        raise policy_error(policy, error, t) from error
     except BaseException:  # Ctrl-C: who knows where
         group.fail(lane, t, "interrupted", group.env.executed_in_row)
         raise
@@ -373,28 +90,3 @@ def _run(group: Group, policy: Policy, act: Act, step: Step, lane: Lane, begin: 
 
 def _already_acted(t: int) -> None:
     """Stands in for the policy at row 0, which ``prime`` has filled."""
-
-
-def _call_policy(policy: Policy, call: Callable[[], Result]) -> Result:
-    try:
-        return call()
-    except MusterError:
-        raise
-    except Exception as error:
-        raise _policy_error(policy, error) from error
-
-
-def _policy_error(policy: Policy, error: Exception, t: int = 0) -> PolicyError:
-    return PolicyError(
-        f"policy {policy.name} raised {type(error).__name__} at row {t} of the batch: {error}. No environment was "
-        f"stepped since; the next call tries again from there."
-    )
-
-
-def _store_outputs(outputs: Outputs, lane: Lane) -> None:
-    for key, value in (*outputs.action.items(), *outputs.extras.items()):
-        row = lane.tensors[key][0]
-        row.copy_(value.reshape(row.shape))
-    for key, value in outputs.state.items():
-        row = lane.tensors[key][1]
-        row.copy_(value.reshape(row.shape))

@@ -46,7 +46,7 @@ class Episodes(Sequence[EpisodeRecord]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[EpisodeRecord]: ...
     def __getitem__(self, index: int | slice) -> EpisodeRecord | Sequence[EpisodeRecord]:
-        columns = (c[index].tolist() for c in self._columns())
+        columns = (c[index].tolist() for c in self.columns())
         return list(map(EpisodeRecord, *columns)) if isinstance(index, slice) else EpisodeRecord(*columns)
 
     def __len__(self) -> int:
@@ -61,7 +61,8 @@ class Episodes(Sequence[EpisodeRecord]):
 
 def join_episodes(parts: Sequence[Episodes]) -> Episodes:
     """The episodes of several groups, group by group."""
-    return parts[0] if len(parts) == 1 else Episodes(*map(np.concatenate, zip(*(p._columns() for p in parts))))
+    columns = zip(*(part.columns() for part in parts), strict=True)
+    return parts[0] if len(parts) == 1 else Episodes(*map(np.concatenate, columns))
 
 
 class TrajectoryClock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import os
 import pty
@@ -24,7 +25,7 @@ from muster.cli.main import main
 from muster.cli.numbers import frames_per_batch, parse_count
 from muster.cli.report import Lines, Returns, clock, short
 from muster.errors import BadOption
-from muster.recording import load
+from muster.recording import Recorder, load
 from muster.stats import CollectorStats
 
 
@@ -365,43 +366,44 @@ def test_damaged_and_missing_files_of_weights(tmp_path: Path, capsys: pytest.Cap
 
 # ------------------------------------------------------------------------------------------ processes
 
-STOPPED = """
-import os, signal, sys
-from muster.cli import collect, main
-from muster.recording import Recorder
-real, batches = Recorder.write, 0
-def write(self, batch):  # the signal comes at a known place: while the third batch is written
-    global batches
-    batches += 1
-    if batches >= 3:
-        os.kill(os.getpid(), int(sys.argv[1]))
-        if sys.argv[3] == "twice":
-            os.kill(os.getpid(), int(sys.argv[1]))
-    real(self, batch)
-Recorder.write = write
-sys.exit(main.main(["collect", "CartPole-v1", "--frames", "1M", "--out", sys.argv[2]]))
-"""
-
 
 @pytest.mark.parametrize(
     ("number", "times", "code", "kept"),
-    [(signal.SIGINT, "once", 130, 3), (signal.SIGTERM, "once", 143, 3), (signal.SIGINT, "twice", 130, 2)],
+    [(signal.SIGINT, 1, 130, 3), (signal.SIGTERM, 1, 143, 3), (signal.SIGINT, 2, 130, 2)],
 )
 def test_stopping_keeps_what_was_collected(
-    tmp_path: Path, number: signal.Signals, times: str, code: int, kept: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    number: signal.Signals,
+    times: int,
+    code: int,
+    kept: int,
 ) -> None:
-    argv = [sys.executable, "-c", STOPPED, str(int(number)), str(tmp_path / "r"), times]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode == code, done.stderr
-    assert "stopping after this batch" in done.stderr
-    assert "Traceback" not in done.stderr
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    write, batches = Recorder.write, itertools.count(1)
+
+    def signalled(self: Recorder, batch: Any) -> None:  # at a known place: before the third batch is written
+        if next(batches) == 3:
+            for _ in range(times):
+                os.kill(os.getpid(), number)
+        write(self, batch)
+
+    monkeypatch.setattr(Recorder, "write", signalled)
+    argv = ["collect", "CartPole-v1", "--frames", "100k", "--out", str(tmp_path / "r")]
+    assert main(argv) == code
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+    out, err = capfd.readouterr()
+    assert "stopping after this batch" in err
     recording = load(tmp_path / "r")
     assert recording.lost is None
     assert recording.batches == kept
     assert recording.batch(0).batch_size == (8, 250)
-    if times == "once":
-        assert "stopped after 6,000 of 1,000,000 frames" in done.stdout
-        assert "wrote" in done.stdout
+    if times == 1:
+        assert "stopped after 6,000 of 100,000 frames" in out
+        assert "wrote" in out
+    else:
+        assert "stopped at once" in err
 
 
 def test_a_real_ctrl_c_on_a_real_terminal(tmp_path: Path) -> None:
@@ -537,12 +539,11 @@ def test_numbers_are_short() -> None:
     assert [clock(s) for s in (0, 61, 3725)] == ["0:00", "1:01", "1:02:05"]
 
 
-def test_a_terminal_that_knows_ascii_only(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "muster.cli.main", "collect", "CartPole-v1", "--frames", "800"]
-    env = os.environ | {"PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=100, env=env)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert " +- " in done.stdout
+def test_a_terminal_that_knows_ascii_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
+    assert main(["collect", "CartPole-v1", "--frames", "800"]) == 0
+    assert b" +- " in shown.getvalue()
 
 
 # ------------------------------------------------------------------------------------------ doctor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import math
 import weakref
 from collections import Counter
@@ -16,12 +18,12 @@ from typing_extensions import Self, Unpack
 from muster.collectors.options import CollectorKeywords, CollectorOptions
 from muster.envs.build import build_env
 from muster.errors import BadOption, CollectorBusy, CollectorClosed
+from muster.group import Group, RolloutOptions
 from muster.memory.slots import Slot
 from muster.memory.views import BatchView
 from muster.policies.adapt import adapt, place
 from muster.protocols import Policy
 from muster.rng import GroupRng
-from muster.rollout import Group, RolloutOptions
 from muster.sources.in_process import Filled, InProcess
 from muster.stats import CollectorStats, EpisodeWindow
 from muster.trajectories import EpisodeRecord
@@ -65,6 +67,7 @@ class Collector:
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Unpack[CollectorKeywords]) -> None:
         self.options = CollectorOptions.parse(dict(options))
         self._closed = False
+        self._iterator: weakref.ref[Generator[TensorDict, None, None]] | None = None
         self._groups = self._make_groups(create_env_fn)
         try:
             self._set_up(policy, stacked=isinstance(create_env_fn, (list, tuple)))
@@ -87,7 +90,7 @@ class Collector:
         """
         self._check_open()
         live = self._iterator() if self._iterator is not None else None
-        if live is not None and live.gi_frame is not None:
+        if live is not None and inspect.getgeneratorstate(live) != inspect.GEN_CLOSED:
             raise CollectorBusy(
                 "this collector is being iterated already. Use one `for` loop at a time; drop the first iterator "
                 "(`del it`) to begin another."
@@ -264,9 +267,7 @@ class Collector:
             for b in built:
                 b.env.close()
             raise
-        rollout = RolloutOptions(
-            options.max_frames_per_traj, options.reset_at_each_iter, options.set_truncated, options.validate
-        )
+        rollout = RolloutOptions(**{f.name: getattr(options, f.name) for f in dataclasses.fields(RolloutOptions)})
         groups, first = [], 0
         for number, b in enumerate(built):
             ids = np.arange(first, first + b.env.num_envs)
@@ -306,7 +307,6 @@ class Collector:
         self._window = EpisodeWindow()
         self._episodes: Sequence[EpisodeRecord] = ()
         self._frames = self._counted = self._batches_done = 0
-        self._iterator: weakref.ref[Generator[TensorDict, None, None]] | None = None
         if options.seed is not None:
             self.set_seed(options.seed)
 

@@ -11,8 +11,8 @@ from typing import Any, TypedDict
 import torch
 
 from muster.errors import BadOption, UnknownOption
+from muster.group import Validate
 from muster.memory.views import Order
-from muster.rollout import Validate
 
 Device = torch.device | str | int | None
 EXPLORATION = ("random", "mode", "mean", "median", "deterministic")
@@ -38,6 +38,7 @@ class CollectorKeywords(TypedDict, total=False):
     layout: Order
     validate: Validate
     executor: bool
+    num_threads: int | None
     slot_memory_limit: int | None
 
 
@@ -69,6 +70,8 @@ class CollectorOptions:
         validate: "fast" checks shapes, dtypes, finite rewards and actions in range; "full" also that
             observations and actions lie in their spaces; "off" only shapes and dtypes.
         executor: run common networks without module dispatch where that gives equal outputs.
+        num_threads: torch's threads while collecting; your own setting is back between batches. One is fastest
+            for small networks. None: your setting.
         slot_memory_limit: bytes of batches that may be referenced at once. None: half the machine's memory.
     """
 
@@ -89,6 +92,7 @@ class CollectorOptions:
     layout: Order = "batch_major"
     validate: Validate = "fast"
     executor: bool = True
+    num_threads: int | None = 1
     slot_memory_limit: int | None = None
     devices: dict[str, torch.device | None] = field(init=False, repr=False)
 
@@ -122,7 +126,7 @@ class CollectorOptions:
                 f"total_frames={self.total_frames} is not a multiple of frames_per_batch={self.frames_per_batch}; "
                 f"the nearest possible are {' and '.join(map(str, near))}"
             )
-        for name in ("num_envs", "slot_memory_limit"):
+        for name in ("num_envs", "num_threads", "slot_memory_limit"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), at_least=1)
         for name in ("max_frames_per_traj", "init_random_frames"):
@@ -194,5 +198,3 @@ def _half_of_memory() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     except (AttributeError, OSError, ValueError):  # not on every system
         return 4 << 30
-
-

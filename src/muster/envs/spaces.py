@@ -164,4 +164,4 @@ def _sample_box(spec: ArraySpec, rng: np.random.Generator, size: tuple[int, ...]
     low0, high0 = np.where(below, low, 0.0), np.where(above, high, 0.0)
     both = low0 + u * np.where(below & above, high0 - low0, 0.0)
     one_sided = np.where(below, low0 + tail, high0 - tail)
-    return np.where(below & above, both, np.where(below | above, one_sided, normal))
+    return np.asarray(np.where(below & above, both, np.where(below | above, one_sided, normal)))

@@ -72,7 +72,7 @@ class StackedEnvs:
         step = lane.cache.get(self)
         if step is None:
             step = lane.cache[self] = self._make_step(lane)
-        return step  # type: ignore[no-any-return]
+        return step
 
     def close(self) -> None:
         for env in self.envs:
@@ -87,7 +87,7 @@ class StackedEnvs:
         steps = [env.step for env in self.envs]
         actions, put = self._action_rows(lane), self._observation_writer(lane)
         B = self.num_envs
-        rewards = memoryview(lane.arrays[REWARD].reshape(-1))  # type: ignore[arg-type]
+        rewards = _flat(lane.arrays[REWARD])
         record = self._flag_recorder(lane)
 
         def step(t: int) -> Sequence[int] | None:
@@ -104,7 +104,7 @@ class StackedEnvs:
                     if terminated is not False or truncated is not False:
                         finished = record(t, k - t * B, terminated, truncated, finished)
                     k += 1
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 (raised again, explained)
                 self._explain(error, got, t, k - t * B)
             return finished
 
@@ -118,9 +118,7 @@ class StackedEnvs:
         """
         steps, B = [env.step for env in self.envs], self.num_envs
         ((obs_key,), (act_key,)) = self.observation_specs, self.action_specs
-        observations, actions, rewards = (
-            memoryview(lane.arrays[key].reshape(-1)) for key in (obs_key, act_key, REWARD)  # type: ignore[arg-type]
-        )
+        observations, actions, rewards = (_flat(lane.arrays[key]) for key in (obs_key, act_key, REWARD))
         record = self._flag_recorder(lane)
 
         def step(t: int) -> Sequence[int] | None:
@@ -139,7 +137,7 @@ class StackedEnvs:
                         finished = record(t, k - t * B, terminated, truncated, finished)
                     k += 1
                     at += width
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 (raised again, explained)
                 self._explain(error, got, t, k - t * B)
             return finished
 
@@ -228,3 +226,6 @@ class StackedEnvs:
         as_flag(got[2], "terminated", who), as_flag(got[3], "truncated", who)
         raise BadEnvOutput(f"{who} returned {got!r}, which could not be stored: {error}") from error
 
+
+def _flat(array: Array) -> Any:
+    return memoryview(array.reshape(-1))  # type: ignore[arg-type]

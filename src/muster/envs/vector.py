@@ -51,9 +51,7 @@ class VectorEnvBatch:
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         return self.actions.sample(rng, shape)
 
-    def reset(
-        self, arrays: Mapping[Key, Array], row: int, which: Sequence[int], seeds: Sequence[int] | None
-    ) -> None:
+    def reset(self, arrays: Mapping[Key, Array], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         targets = [arrays[key][row] for key in self.observation_specs]
         waiting = [i for i in which if i in self._fresh] if seeds is None else []
         for i in waiting:

@@ -121,4 +121,3 @@ def _set(root: Nested, key: Key, value: Any) -> None:
     for part in key[:-1]:
         root = root.setdefault(part, {})
     root[key[-1]] = value
-

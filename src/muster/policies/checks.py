@@ -39,8 +39,8 @@ def column_of(key: Key, value: torch.Tensor, lead: tuple[int, ...], policy: str,
     """
     if tuple(value.shape[: len(lead)]) != lead:
         raise BadPolicyOutput(
-            f"policy {policy} returned {dotted(key)} with shape {tuple(value.shape)}, expected it to begin with {lead}, "
-            f"one entry per environment"
+            f"policy {policy} returned {dotted(key)} with shape {tuple(value.shape)}, expected it to begin with "
+            f"{lead}, one entry per environment"
         )
     dtype = torch.empty(0, dtype=value.dtype).numpy().dtype
     return Column(key, tuple(value.shape[len(lead) :]), dtype, carry=carry)
@@ -52,8 +52,10 @@ def frozen_check(obs: Mapping[Key, torch.Tensor], policy: str) -> Callable[[], N
 
     def check() -> None:
         for key, value in before.items():
-            if not torch.equal(torch.nan_to_num(obs[key]) if value.is_floating_point() else obs[key],
-                               torch.nan_to_num(value) if value.is_floating_point() else value):
+            if not torch.equal(
+                torch.nan_to_num(obs[key]) if value.is_floating_point() else obs[key],
+                torch.nan_to_num(value) if value.is_floating_point() else value,
+            ):
                 raise BadPolicyOutput(
                     f"policy {policy} changed its input {dotted(key)} in place. That memory is the batch itself: "
                     f"use operations that return a new tensor (no inplace=True in the first layer, no `obs -= ...`)"

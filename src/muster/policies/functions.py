@@ -79,7 +79,7 @@ class FunctionPolicy:
         act = lane.cache.get(self)
         if act is None:
             act = lane.cache[self] = self._make_act(lane)
-        return act  # type: ignore[no-any-return]
+        return act
 
     def _make_act(self, lane: Lane) -> Act:
         obs_keys = list(self._obs_specs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
 import uuid
@@ -107,7 +108,7 @@ class Recorder:
             raise BadRecording(f"A batch does not fit the recording {self.directory}: {self._difference(content)}.")
         if self._pending is not None and not self._pending.takes(content):
             self.flush()
-        if self._pending is None:
+        if self._pending is None or not self._pending.takes(content):
             self._pending = _Pending(content, self._chunk_bytes)
         self._pending.add(content)
         if self._pending.full or time.monotonic() - self._pending.since > self._max_age_s:
@@ -119,7 +120,7 @@ class Recorder:
         Raises:
             BadRecording: the disk took no more. What was pending still is.
         """
-        if self._pending is None:
+        if self._pending is None or not self._pending.count:
             return
         about = {"chunk": self._chunks, "first_batch": self._batches, "manifest": self._manifest}
         parts = self._pending.encode(about)
@@ -135,7 +136,7 @@ class Recorder:
         self._chunks += 1
         self._batches += self._pending.count
         self._frames += self._pending.frames
-        self._pending = None
+        self._pending.clear()
 
     def close(self) -> None:
         """Write what is pending and finish. May be called again.
@@ -249,20 +250,26 @@ class _Pending:
 
     def __init__(self, first: _Content, chunk_bytes: int) -> None:
         self.batch_size, self.names = first.batch_size, first.names
-        self.since = time.monotonic()
-        self.count = 0
         dims = range(len(first.batch_size))
         strides = next((t.stride() for t in first.tensors.values()), tuple(reversed(dims)))
         self.order = sorted(dims, key=lambda d: -strides[d])  # as they lie in memory: a copy then transposes nothing
         size = sum(t.numel() * t.itemsize for t in first.tensors.values())
         self.capacity = min(max(1, chunk_bytes // max(1, size)), MAX_BATCHES_PER_CHUNK)
-        self._text_room = chunk_bytes
+        self._chunk_bytes = chunk_bytes
         # Pages of an empty tensor cost nothing before they are written.
         self._buffers = {
             key: torch.empty((self.capacity, *self._permute(t).shape), dtype=t.dtype)
             for key, t in first.tensors.items()
         }
         self._lines: dict[Key, list[str]] = {key: [] for key in first.objects}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the batches; the memory is used again, since new pages cost as much as filling them."""
+        self.since = math.inf
+        self.count = self._text_bytes = 0
+        for lines in self._lines.values():
+            lines.clear()
 
     @property
     def frames(self) -> int:
@@ -270,7 +277,7 @@ class _Pending:
 
     @property
     def full(self) -> bool:
-        return self.count == self.capacity or self._text_room <= 0
+        return self.count == self.capacity or self._text_bytes >= self._chunk_bytes
 
     def takes(self, content: _Content) -> bool:
         return not self.full and (content.batch_size, content.names) == (self.batch_size, self.names)
@@ -280,8 +287,9 @@ class _Pending:
             self._buffers[key][self.count].copy_(self._permute(tensor))
         for key, line in content.objects.items():
             self._lines[key].append(line)
-            self._text_room -= len(line)
+            self._text_bytes += len(line)
         self.count += 1
+        self.since = min(self.since, time.monotonic())
 
     def encode(self, about: dict[str, Any]) -> list[Any]:
         size = {"batches": self.count, "batch_size": list(self.batch_size), "names": self.names, "order": self.order}

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from muster.errors import BadOption
+from muster.group import Group
 from muster.memory.slots import Layout, Memory, Slot, SlotRing, SlotState
 from muster.protocols import Policy
-from muster.rollout import Group, rollout
+from muster.rollout import rollout
 from muster.trajectories import Episodes, join_episodes
 
 
@@ -81,9 +82,7 @@ class InProcess:
         self._abandon("policy_changed")
         for group in self.groups:
             group.prime(policy)
-        layouts = [
-            Layout(self.T, g.B, g.columns(policy), len(self.groups), batched=g.batched) for g in self.groups
-        ]
+        layouts = [Layout(self.T, g.B, g.columns(policy), len(self.groups), batched=g.batched) for g in self.groups]
         if any(_shape(layout) != _shape(layouts[0]) for layout in layouts):
             raise BadOption(
                 "the groups of create_env_fn differ in number of environments, spaces or policy outputs, so they "

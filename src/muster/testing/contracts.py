@@ -102,5 +102,7 @@ def _observation_keys(batch: TensorDict) -> list[tuple[str, ...]]:
 
 def _equal(a: Any, b: Any) -> bool:
     if torch.is_tensor(a):
-        return bool(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) if a.is_floating_point() else torch.equal(a, b))
+        return bool(
+            torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) if a.is_floating_point() else torch.equal(a, b)
+        )
     return bool(a.tolist() == b.tolist() if hasattr(a, "tolist") else a == b)

@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium import spaces
 
 
-class CountingEnv(gymnasium.Env[Any, int]):
+class CountingEnv(gymnasium.Env[Any, Any]):
     """Observation ``[length, t]`` (float32), reward ``t + 1``; so that every pairing is decided by equality.
 
     Args:
@@ -23,7 +23,7 @@ class CountingEnv(gymnasium.Env[Any, int]):
     def __init__(self, length: int = 3, *, truncate: bool = False, reuse: bool = False, noise: bool = False) -> None:
         self.length, self.truncate, self.noise = length, truncate, noise
         self.observation_space = spaces.Box(-np.inf, np.inf, (3 if noise else 2,), np.float32)
-        self.action_space = spaces.Discrete(2)
+        self.action_space: spaces.Space[Any] = spaces.Discrete(2)
         self.t = 0
         self.seeds: list[int | None] = []
         self._buffer = np.zeros(self.observation_space.shape, np.float32) if reuse else None

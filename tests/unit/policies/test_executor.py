@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def networks(draw):
     torch.manual_seed(draw(st.integers(0, 1000)))
     sizes = draw(st.lists(st.integers(1, 40), min_size=2, max_size=5))
     layers: list[nn.Module] = [draw(st.sampled_from(ACTIVATIONS))()] if draw(st.booleans()) else []
-    for n, m in zip(sizes, sizes[1:], strict=False):
+    for n, m in itertools.pairwise(sizes):
         layers.append(nn.Linear(n, m, bias=draw(st.booleans())))
         if draw(st.booleans()):
             layers.append(nn.LayerNorm(m, elementwise_affine=draw(st.booleans())))
@@ -49,7 +50,7 @@ def networks(draw):
     return nn.Sequential(*layers), sizes[0], lead
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(networks(), st.sampled_from([torch.float32, torch.float64]))
 def test_torch_programs_are_bit_equal_on_every_batch(network, dtype):
     net, n, lead = network
@@ -65,7 +66,7 @@ def test_torch_programs_are_bit_equal_on_every_batch(network, dtype):
         assert torch.equal(given, x), "a program never writes into its input"
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(networks())
 def test_numpy_programs_are_equal_up_to_rounding(network):
     net, n, lead = network
@@ -100,11 +101,11 @@ def test_convolutions_run_in_torch():
 
 def test_a_bare_linear_and_a_leading_flatten_are_networks():
     x = torch.randn(3, 2, 2)
-    for net, given in ((nn.Linear(2, 5), x[:, 0]), (nn.Sequential(nn.Flatten(), nn.Linear(4, 5)), x)):
+    for net, batch in ((nn.Linear(2, 5), x[:, 0]), (nn.Sequential(nn.Flatten(), nn.Linear(4, 5)), x)):
         for numpy_ok in (True, False):
-            program = plan(net, given, numpy_ok=numpy_ok)
-            out = program(given.numpy() if numpy_ok else given)
-            np.testing.assert_allclose(np.asarray(out), net(given).detach().numpy(), rtol=1e-5, atol=1e-6)
+            program = plan(net, batch, numpy_ok=numpy_ok)
+            out = program(batch.numpy() if numpy_ok else batch)
+            np.testing.assert_allclose(np.asarray(out), net(batch).detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
 def test_torchrl_mlp_and_parameter_extractors():
@@ -181,7 +182,9 @@ def test_changes_that_need_a_new_plan_are_noticed(change, numpy_ok):
     assert not program.current()
 
 
-@pytest.mark.parametrize("change", [*map(_change, ["hook", "pre-hook", "forward", "parametrization", "class", "dropout"])])
+@pytest.mark.parametrize(
+    "change", [*map(_change, ["hook", "pre-hook", "forward", "parametrization", "class", "dropout"])]
+)
 def test_what_is_not_exactly_what_it_seems_is_not_planned(change):
     net = nn.Sequential(*mlp(), nn.Dropout().eval(), nn.LeakyReLU(0.1))
     change(net)
