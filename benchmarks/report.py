@@ -83,7 +83,7 @@ def target_table(results: Results) -> str:
 
 def save(results: Results, options: dict[str, Any], extra: dict[str, Any], path: Path | None = None) -> Path:
     """Write everything that was measured, with what is needed to judge it."""
-    now = datetime.datetime.now(datetime.UTC)
+    now = datetime.datetime.now(datetime.timezone.utc)
     path = path or RESULTS / f"{now:%Y-%m-%d-%H%M%S}.json"
     content = {
         "date": now.isoformat(timespec="seconds"),

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.systems import SYSTEMS
 
 ROOT = Path(__file__).resolve().parent.parent
-ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 ANSWER_WITHIN_S = 180.0
 
 

@@ -26,8 +26,8 @@ class LimitHeads(BareWithPolicy):
         super().__init__(workload)
         batched = workload.B > 1
         stacked = StackedEnvs(self.envs)
-        (self.obs_key, obs_spec), = stacked.observation_specs.items()
-        (self.action_key, action_spec), = stacked.action_specs.items()
+        ((self.obs_key, obs_spec),) = stacked.observation_specs.items()
+        ((self.action_key, action_spec),) = stacked.action_specs.items()
         self.rng = GroupRng(0)
         self.head: Any = adapt(head_for(self.envs[0]), stacked, batched=batched)
         first = torch.from_numpy(self.obs if batched else self.obs[0])

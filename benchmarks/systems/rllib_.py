@@ -29,9 +29,7 @@ class RLlib:
             PPOConfig()
             .environment(workload.name)
             .framework("torch")
-            .env_runners(
-                num_env_runners=0, num_envs_per_env_runner=workload.B, rollout_fragment_length=workload.T
-            )
+            .env_runners(num_env_runners=0, num_envs_per_env_runner=workload.B, rollout_fragment_length=workload.T)
             .rl_module(model_config=DefaultModelConfig(fcnet_hiddens=[64, 64], fcnet_activation="tanh"))
         )
         self.runner: Any = SingleAgentEnvRunner(config=config)

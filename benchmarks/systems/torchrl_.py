@@ -47,7 +47,7 @@ class TorchRL:
         actor = ProbabilisticActor(
             module, in_keys=out_keys, spec=env.action_spec, distribution_class=dist, return_log_prob=True
         )
-        if key == "pixels" and key not in env.observation_spec.keys():
+        if key == "pixels" and key not in env.observation_spec:
             module.in_keys = ["observation"]
         torch.manual_seed(0)
         self.collector: Any = Collector(env, actor, frames_per_batch=workload.frames, total_frames=-1)

@@ -55,7 +55,8 @@ class Episodes(Sequence[EpisodeRecord]):
     def __iter__(self) -> Iterator[EpisodeRecord]:
         return iter(self[:])
 
-    def _columns(self) -> tuple[Array, ...]:
+    def columns(self) -> tuple[Array, ...]:
+        """The fields, in order."""
         return self.traj_id, self.env_id, self.episode_return, self.length, self.terminated, self.truncated
 
 

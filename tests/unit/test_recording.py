@@ -13,12 +13,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 
+from muster.collectors import Collector
 from muster.errors import BadOption, BadRecording, UnsupportedSpace
 from muster.recording import Recorder, load
 from muster.recording.files import chunk_name, seal
@@ -332,6 +335,67 @@ def test_interleaved_workers_keep_their_episodes_apart(tmp_path: Path) -> None:
         assert episode.complete == ("ended" in truth[episode.traj_id])
 
 
+def test_an_episode_cut_by_a_reset_is_incomplete(tmp_path: Path) -> None:
+    envs = CountingEnvs(1, [9])
+    first = envs.batch(4)
+    envs.t, envs.ids, envs.nth = [0], [7], [0]
+    envs.truth[7] = {"env": 0, "length": 0, "obs": []}
+    recording = load(record(tmp_path / "r", [first, envs.batch(9)]))
+    assert [(e.traj_id, e.length, e.complete) for e in recording.episodes] == [(0, 4, False), (7, 9, True)]
+
+
+def test_is_init_tells_beginnings_where_the_recording_cannot(tmp_path: Path) -> None:
+    envs = CountingEnvs(1, [3])
+    batch = envs.batch(6)
+    batch["collector", "is_init"] = batch["observation"][..., 1:] == 0
+    with Recorder(tmp_path / "r", meta={}, fresh=False) as recorder:
+        recorder.write(batch)
+    assert [e.complete for e in load(tmp_path / "r").episodes] == [True, True]
+
+
+class Worded(gymnasium.Env[Any, Any]):
+    """Observations with an image, a word and a nested part."""
+
+    observation_space = gymnasium.spaces.Dict(
+        image=gymnasium.spaces.Box(0, 255, (2, 3), "uint8"),
+        word=gymnasium.spaces.Text(9),
+        inner=gymnasium.spaces.Dict(n=gymnasium.spaces.Discrete(99)),
+    )
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.t = 0
+        return self.observe(), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return self.observe(), float(self.t), self.t == 5, False, {}
+
+    def observe(self) -> Any:
+        image = np.full((2, 3), self.t, np.uint8)
+        return {"image": image, "word": "w" * (self.t + 1), "inner": {"n": self.t}}
+
+
+@pytest.mark.parametrize("num_envs", [None, 3])
+def test_what_a_collector_delivers_comes_back(tmp_path: Path, num_envs: int | None) -> None:
+    records, batches = [], []
+    with (
+        Collector(Worded, None, num_envs=num_envs, frames_per_batch=12, total_frames=60, seed=0) as collector,
+        Recorder(tmp_path / "r", meta={}, chunk_bytes=2000) as recorder,
+    ):
+        for batch in collector:
+            recorder.write(batch)
+            batches.append(batch)
+            records += list(collector.episodes)
+    recording = load(tmp_path / "r")
+    assert recording.lost is None
+    assert all(same(a, b) for a, b in zip(batches, recording, strict=True))
+    table = {e.traj_id: (e.env, e.episode_return, e.length, e.terminated) for e in recording.episodes if e.complete}
+    assert table == {r.traj_id: (r.env_id, r.episode_return, r.length, r.terminated) for r in records}
+    words = recording.episode(1).get("word").tolist()
+    assert words == ["w" * (n + 1) for n in range(5)]
+
+
 def test_without_ids_there_is_no_table(tmp_path: Path) -> None:
     recording = load(record(tmp_path / "r", [TensorDict({"x": torch.zeros(3)}, [3])]))
     with pytest.raises(BadRecording, match="traj_ids"):
@@ -478,6 +542,8 @@ def test_another_version_is_refused_with_the_way_out(small: tuple[Path, list[Ten
         ("batch_size", []),
         ("order", [0, 0]),
         ("names", ["time"]),
+        ("names", [{}, "time"]),
+        ("names", ["time", "time"]),
         ("objects", ["observation"]),
         ("crc32", {}),
         ("manifest", {}),

@@ -68,9 +68,11 @@ class Collector:
         self.options = CollectorOptions.parse(dict(options))
         self._closed = False
         self._iterator: weakref.ref[Generator[TensorDict, None, None]] | None = None
+        placed, self._policy_device = place(policy, self.options.devices["policy_device"])
+        self._weights = LocalWeights(placed, policy if placed is not policy else None)
         self._groups = self._make_groups(create_env_fn)
         try:
-            self._set_up(policy, stacked=isinstance(create_env_fn, (list, tuple)))
+            self._set_up(placed, stacked=isinstance(create_env_fn, (list, tuple)))
         except BaseException:
             for group in self._groups:
                 group.close()
@@ -271,7 +273,7 @@ class Collector:
         groups, first = [], 0
         for number, b in enumerate(built):
             ids = np.arange(first, first + b.env.num_envs)
-            rng = GroupRng(options.seed, number)
+            rng = GroupRng(options.seed, number, self._policy_device)
             groups.append(
                 Group(b.env, batched=b.batched, env_ids=ids, total_envs=self._num_envs, rng=rng, options=rollout)
             )
@@ -280,7 +282,6 @@ class Collector:
 
     def _set_up(self, policy: Any, *, stacked: bool) -> None:
         options, first = self.options, self._groups[0]
-        placed, self._policy_device = place(policy, options.devices["policy_device"])
         adapted: Callable[[Any], Policy] = lambda p: adapt(  # noqa: E731
             p,
             first.env,
@@ -289,10 +290,9 @@ class Collector:
             exploration_type=options.exploration_type,
             executor=options.executor,
         )
-        self._policy = adapted(placed)
+        self._policy = adapted(policy)
         self._random = adapted(None)
         self._acting = self._random if options.init_random_frames else self._policy
-        self._weights = LocalWeights(placed, policy if placed is not policy else None)
         self._storing = options.devices["storing_device"]
         moved = self._storing is not None and self._storing.type != "cpu"
         self._source = InProcess(

@@ -32,7 +32,7 @@ from muster.memory.specs import OBJECT, Array, Column
 Memory = Literal["heap", "pinned"]
 
 ALIGNMENT = 64  # bytes: one cache line, and a multiple of every item size
-MAX_ROW_VIEWS = 1 << 16  # beyond this many, row views are made when used instead of kept
+MAX_ROW_VIEWS = 1 << 14  # beyond this many, row views are made when used instead of kept
 KEPT_FREE = 2  # one being filled while the user holds another; more than that is given back
 
 

@@ -112,6 +112,7 @@ class HeadPolicy:
         self._device = None if device is None or device.type == "cpu" else device
         self._executor = executor and len(obs_keys) == 1
         self._program: Program | None = None
+        self._float32 = False  # the program's output is what the samplers take
 
     @torch.no_grad()
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
@@ -144,7 +145,9 @@ class HeadPolicy:
         if program is not None and program.kind == "numpy":
             return _act_numpy(program.steps, arrays, emit, self._batched)
         if self._device is None and len(tensors) == 1:
-            return _act_torch(program or self.head.net, tensors[0], emit, B)
+            if program is not None and self._float32:
+                return _act_torch(program.steps, tensors[0], emit, B)
+            return _act_module(program or self.head.net, tensors[0], emit, B)
         compute: Callable[[Any], Any] = program or self.head.net
 
         def act(t: int) -> None:
@@ -156,7 +159,8 @@ class HeadPolicy:
         return self.head.emitter(rows, first, None if self._deterministic else rng.numpy)
 
     def _plan(self, x: Any) -> None:
-        self._program = plan(self.head.net, x, numpy_ok=self._device is None) if self._executor else None
+        self._program = program = plan(self.head.net, x, numpy_ok=self._device is None) if self._executor else None
+        self._float32 = program is not None and program.kind == "torch" and program(x).dtype == torch.float32
         self.path = "module" if self._program is None else f"{self._program.kind} executor"
 
     def _views(self, lane: Lane) -> tuple[list[Any], list[Array], Rows]:
@@ -206,7 +210,17 @@ def _act_numpy(steps: tuple[Callable[[Any], Any], ...], obs: list[Array], emit: 
     return act if batched else act_unbatched
 
 
-def _act_torch(compute: Callable[[Any], Any], obs: Sequence[torch.Tensor], emit: Emit, B: int) -> Act:
+def _act_torch(steps: tuple[Callable[[Any], Any], ...], obs: Sequence[torch.Tensor], emit: Emit, B: int) -> Act:
+    def act(t: int) -> None:
+        x: Any = obs[t]
+        for step in steps:
+            x = step(x)
+        emit(t, x.numpy().reshape(B, -1))
+
+    return act
+
+
+def _act_module(compute: Callable[[Any], Any], obs: Sequence[torch.Tensor], emit: Emit, B: int) -> Act:
     def act(t: int) -> None:
         emit(t, _host(compute(obs[t])).reshape(B, -1))
 

@@ -169,6 +169,9 @@ def _parse(path: Path, size: int, header: dict[str, Any], data: int) -> Chunk:
     names = tuple(about["names"])
     if sorted(order) != list(range(len(batch_size))) or len(names) != len(batch_size) or not batch_size:
         raise ValueError("order, names and batch_size disagree")
+    known = [name for name in names if name is not None]
+    if not all(isinstance(name, str) for name in known) or len(set(known)) < len(known):
+        raise ValueError(f"names {names}")
     if batches * math.prod(batch_size) > size:
         raise ValueError("more frames than bytes")  # a leaf of a frame is never smaller than that
     stored = (batches, *(batch_size[i] for i in order))

@@ -110,15 +110,16 @@ def test_all_paths_give_the_same_data(case, B, monkeypatch):
     assert (results["torch executor"][0] == action).all(), "the torch program is bit-equal"
 
 
-def test_log_probs_are_those_of_the_learner(case):
+@pytest.mark.parametrize("B", [1, 8])
+def test_log_probs_are_those_of_the_learner(case, B):
     head, spec = case
-    obs = observations()
+    obs = observations(B)
     action, log_prob = collect(make(head, spec), spec, obs)
     if log_prob is None:
         return
     distribution = head.distribution(torch.as_tensor(obs[:-1]))
     expected = distribution.log_prob(torch.as_tensor(action))
-    assert expected.shape == (T, 8)
+    assert expected.shape == (T, B)
     np.testing.assert_allclose(log_prob, expected.detach(), rtol=1e-3, atol=2e-3)
 
 
@@ -278,6 +279,26 @@ def test_a_replaced_layer_is_used_from_the_next_rollout_on():
         act(0)
     assert policy.path == "module"
     assert (lane.arrays[ACTION][0] != 1).all()
+
+
+def test_float64_networks():
+    obs = observations().astype(np.float64)
+    results = []
+    for executor in (True, False):
+        head = categorical(net(3).double())
+        policy = make(head, discrete(3), executor=executor)
+        lane = Slot(
+            Layout(
+                T, 8, (Column(OBS, (4,), obs.dtype, carry=True), Column(ACTION, (), np.dtype(int)), *policy.columns())
+            )
+        ).lanes[0]
+        lane.arrays[OBS][...] = obs
+        policy.first({OBS: lane.rows(OBS)[0]}, GroupRng(0))
+        assert policy.path == ("torch executor" if executor else "module")
+        with torch.no_grad():
+            policy.start(lane, GroupRng(0))(0)
+        results.append(lane.arrays[LOG_PROB][0].copy())
+    assert (results[0] == results[1]).all()
 
 
 def test_several_observations_come_as_a_nested_dict():
