@@ -23,6 +23,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--system", action="append", choices=SYSTEMS, help="repeatable; default all")
     parser.add_argument("--slices", type=int, help="rounds (default 9; quick 4)")
     parser.add_argument("--seconds", type=float, help="per slice (default 0.4; quick 0.25)")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for a machine in use by others")
     parser.add_argument("--soak", type=int, metavar="FRAMES", help="also watch memory over so many frames")
     parser.add_argument("--only", choices=PARTS, action="append", help="repeatable; default speed, growth, import")
     parser.add_argument(
@@ -49,7 +50,9 @@ def main() -> None:
     results: report.Results = {}
     extra: dict[str, Any] = {}
     if "speed" in parts:
-        results = runner.measure(systems, workloads, slices=slices, seconds=seconds, pythons=options.python)
+        results = runner.measure(
+            systems, workloads, slices=slices, seconds=seconds, pythons=options.python, clock=options.clock
+        )
         for workload in workloads:
             print("\n" + report.table(results, workload))
         print("\n" + report.target_table(results))
@@ -63,7 +66,13 @@ def main() -> None:
         extra["growth"] = scaling.growth()
     if "soak" in parts:
         extra["soak"] = scaling.soak(options.soak or 10_000_000)
-    how = {"slices": slices, "seconds": seconds, "systems": list(systems), "parts": sorted(parts)}
+    how = {
+        "slices": slices,
+        "seconds": seconds,
+        "clock": options.clock,
+        "systems": list(systems),
+        "parts": sorted(parts),
+    }
     path = report.save(results, how, extra, options.output)
     print(f"\n{time.perf_counter() - start:.0f} s; written to {path}")
 

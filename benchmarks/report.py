@@ -126,12 +126,12 @@ def _summary(series: dict[str, Series], own: Series) -> dict[str, Any]:
     if not own.slices:
         return {"note": own.note}
     fps, spread = median_iqr(own.fps)
-    result: dict[str, Any] = {"fps": round(fps, 1), "iqr": round(spread, 1), "slices": len(own.slices)}
+    result: dict[str, Any] = {"fps": round(fps, 1), "iqr": round(spread, 1)}
     result["cpu_share"] = round(sum(s.cpu for s in own.slices) / sum(s.wall for s in own.slices), 3)
     for base in ("bare", "limit-plain", "limit-heads"):
         if base in series and (got := ratio(own, series[base])):
             result[f"of_{base}"] = [round(x, 4) for x in got]
-    result["all_fps"] = [round(x, 1) for x in own.fps]
+    result["slices"] = [[s.frames, round(s.wall, 4), round(s.cpu, 4)] for s in own.slices]
     if own.note:
         result["note"] = own.note
     return result

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.systems import SYSTEMS
 
@@ -24,9 +24,12 @@ class WorkerFailed(Exception):
     """A benchmark worker died, did not answer, or answered with an error."""
 
 
+Clock = Literal["wall", "cpu"]
+
+
 @dataclass(frozen=True)
 class Slice:
-    """What one slice measured."""
+    """What one slice measured: seconds on the wall, and of the CPU by this process (without its children)."""
 
     frames: int
     wall: float
@@ -39,10 +42,12 @@ class Series:
 
     slices: list[Slice] = field(default_factory=list)
     note: str = ""
+    clock: Clock = "wall"
 
     @property
     def fps(self) -> list[float]:
-        return [s.frames / s.wall for s in self.slices]
+        """Frames per second of each slice, by ``clock``."""
+        return [s.frames / getattr(s, self.clock) for s in self.slices]
 
 
 def environment() -> dict[str, str]:
@@ -135,9 +140,22 @@ def measure(
     slices: int,
     seconds: float,
     pythons: Sequence[str] = (),
+    clock: Clock = "wall",
     progress: Callable[[str], None] = print,
 ) -> dict[str, dict[str, Series]]:
-    """Slices of every system on every workload, as ``result[workload][system]``. A failing system gets a note."""
+    """Slices of every system on every workload, as ``result[workload][system]``. A failing system gets a note.
+
+    Args:
+        systems, workloads: names.
+        slices: rounds.
+        seconds: per slice; a rollout that has begun is completed.
+        pythons: interpreters to look for peers in, besides this one.
+        clock: what rates are computed from. ``"cpu"`` is for machines that others use at the same time, and
+            leaves out systems whose work is done by other processes.
+        progress: gets one line per workload.
+    """
+    if clock == "cpu":
+        systems = [name for name in systems if not SYSTEMS[name].children]
     interpreters = find_pythons(systems, pythons)
     homes: dict[tuple[str, str], WorkerProcess] = {}
     workers: dict[str, WorkerProcess] = {}
@@ -151,6 +169,8 @@ def measure(
     try:
         for workload in workloads:
             results[workload] = _measure_one(workload, systems, workers, slices=slices, seconds=seconds)
+            for one in results[workload].values():
+                one.clock = clock
             progress(f"{workload}: {slices} slices of {sum(not s.note for s in results[workload].values())} systems")
     finally:
         for worker in homes.values():

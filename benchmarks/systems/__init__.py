@@ -28,6 +28,7 @@ class Entry:
         quick: part of ``--quick``.
         home: systems of the same home share a process, so that not even the layout of its memory differs between
             Muster and its limit; empty for a process of its own.
+        children: works in processes of its own, whose CPU time is not seen.
     """
 
     path: str
@@ -35,6 +36,7 @@ class Entry:
     needs: tuple[str, ...] = ("torch", "gymnasium")
     quick: bool = False
     home: str = ""
+    children: bool = False
 
     def build(self, workload: Workload) -> System:
         module, _, name = self.path.partition(":")
@@ -55,7 +57,7 @@ SYSTEMS = {
     "muster-eager": _here("muster_:HeadsEager", "Muster, heads, executor off", quick=False),
     "muster-heads": _here("muster_:Heads", "Muster, heads and executor"),
     "sync-vector": Entry("vector_loop:Sync", "gymnasium SyncVectorEnv, CleanRL-style loop", quick=True),
-    "async-vector": Entry("vector_loop:Async", "gymnasium AsyncVectorEnv, CleanRL-style loop"),
+    "async-vector": Entry("vector_loop:Async", "gymnasium AsyncVectorEnv, CleanRL-style loop", children=True),
     # pandas: without it TorchRL searches the disk for it at every forward, which is nobody's normal installation.
     "torchrl": Entry("torchrl_:TorchRL", "TorchRL Collector", ("torchrl", "gymnasium", "pandas")),
     "tianshou": Entry("tianshou_:Tianshou", "Tianshou Collector", ("tianshou",)),

@@ -579,6 +579,18 @@ def test_leaves_that_lie_outside_the_file_are_refused(
         load(path)
 
 
+def test_more_frames_than_bytes_are_refused(tmp_path: Path) -> None:
+    path = record(tmp_path / "r", [TensorDict({"x": torch.zeros(3, 0)}, [3])])
+
+    def claim(header: dict[str, Any], about: dict[str, Any]) -> None:
+        about["batches"] = 10**15
+        header["x"]["shape"] = [10**15, 3, 0]
+
+    rewrite(path / chunk_name(0), claim)
+    with pytest.raises(BadRecording, match="more frames than bytes"):
+        load(path)
+
+
 def test_a_header_that_claims_gigabytes_is_not_read(small: tuple[Path, list[TensorDict]], tmp_path: Path) -> None:
     path = copied(small, tmp_path / "r")
     content = (path / chunk_name(3)).read_bytes()

@@ -66,6 +66,7 @@ def adapt(
             policy,
             obs_specs=env.observation_specs,
             action_keys=list(env.action_specs),
+            action_specs=env.action_specs,
             batched=batched,
             num_envs=env.num_envs,
             device=device,

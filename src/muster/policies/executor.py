@@ -26,12 +26,12 @@ from torch.nn.modules import module as module_globals
 from muster.memory.specs import Array
 from muster.policies.numpy_layers import Call, numpy_steps
 
-# NumPy wins while call overhead dominates; torch's vectorised kernels win after. Which variant runs may not
-# depend on timing (same seed, same data), so the limit is a constant: rows x multiply-adds, where NumPy is
-# ahead for tanh *and* relu networks. us torch / NumPy, in -> h -> h -> out, measured on one core:
-#   h 64: B=1 12.4 / 6.9, B=8 18.1 / 12.1 (39 k); relu B=8 14.6 / 13.8, B=16 16.3 / 15.5, B=64 24.4 / 27.5 (311 k)
-#   h 128: B=1 14.1 / 8.0 (18 k), B=4 20.9 / 23.4 (72 k); relu B=8 18.9 / 19.2. See docs/decisions/0002.
-NUMPY_LIMIT = 40_000
+# NumPy is ahead while the overhead of calls dominates. Which variant runs may not depend on timing (same seed, same
+# data), so the limit is a constant, in rows x multiply-adds. us torch / NumPy for 8-h-h-4 with tanh, then relu:
+#   h 64: B=1 12.4 / 6.9; B=8 17.0 / 12.3, 13.3 / 9.7.   h 128: B=4 18.8 / 15.8, 15.4 / 13.1.   h 256: B=1 19.8 / 12.1.
+#   h 64, B=64 (311 k): 49.1 / 42.3, 23.4 / 21.0.   h 128, B=64 (1.1 M): 233 / 1798, 206 / 307.
+# The last is why it ends well before 262,144 per layer: from there on NumPy's BLAS starts threads.
+NUMPY_LIMIT = 200_000
 
 
 @dataclass(frozen=True)
