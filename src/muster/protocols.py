@@ -71,6 +71,9 @@ class EnvBatch(Protocol):
             their *last* observation; ``reset`` replaces it.
         """
 
+    def objects(self) -> Sequence[object]:
+        """The environment objects behind it, to see that no two groups share one."""
+
     def close(self) -> None: ...
 
 

@@ -29,7 +29,7 @@ class GroupRng:
         own, torch_own, legacy, torch_global, python = root.spawn(5)
         self.numpy = np.random.Generator(np.random.SFC64(own))
         self.torch = torch.Generator(device or "cpu").manual_seed(_word(torch_own))
-        self._legacy: Any = np.random.MT19937(legacy)
+        self._legacy: _NumpyStream = np.random.MT19937(legacy), {}
         self._python = random.Random(_word(python)).getstate()
         self._torch = torch.Generator().manual_seed(_word(torch_global)).get_state()
         self._cuda = device if device is not None and device.type == "cuda" else None
@@ -49,10 +49,9 @@ class GroupRng:
     @contextmanager
     def as_global(self) -> Iterator[None]:
         """Put the group's streams in the place of the global ones."""
-        numpy_user = np.random.mtrand.get_bit_generator()
+        numpy_user = _swap_numpy(self._legacy)
         python_user, torch_user = random.getstate(), torch.get_rng_state()
         cuda_user = torch.cuda.get_rng_state(self._cuda) if self._cuda else None
-        np.random.mtrand.set_bit_generator(self._legacy)
         random.setstate(self._python)
         torch.set_rng_state(self._torch)
         if self._cuda is not None and self._cuda_state is not None:
@@ -61,12 +60,28 @@ class GroupRng:
             yield
         finally:
             self._python, self._torch = random.getstate(), torch.get_rng_state()
-            np.random.mtrand.set_bit_generator(numpy_user)
+            self._legacy = _swap_numpy(numpy_user)
             random.setstate(python_user)
             torch.set_rng_state(torch_user)
             if self._cuda is not None and cuda_user is not None:
                 self._cuda_state = torch.cuda.get_rng_state(self._cuda)
                 torch.cuda.set_rng_state(cuda_user, self._cuda)
+
+
+_NumpyStream = tuple[Any, dict[str, Any]]  # a bit generator, and the second normal number it has in hand
+
+
+def _swap_numpy(new: _NumpyStream) -> _NumpyStream:
+    """Put another stream behind ``np.random``; returns the one that was there.
+
+    ``np.random.randn`` makes two normal numbers at a time and keeps one; a change of bit generator alone would lose it.
+    """
+    state: dict[str, Any] = np.random.get_state(legacy=False)
+    old = np.random.mtrand.get_bit_generator(), {k: state[k] for k in ("has_gauss", "gauss")}
+    np.random.mtrand.set_bit_generator(new[0])
+    if new[1].get("has_gauss"):
+        np.random.set_state({**np.random.get_state(legacy=False), **new[1]})
+    return old
 
 
 @contextmanager

@@ -30,7 +30,7 @@ class EpisodeRecord(NamedTuple):
     truncated: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Episodes(Sequence[EpisodeRecord]):
     """Records of episodes as columns, in order of their ends; records are made when looked at."""
 
@@ -54,6 +54,11 @@ class Episodes(Sequence[EpisodeRecord]):
 
     def __iter__(self) -> Iterator[EpisodeRecord]:
         return iter(self[:])
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # as a list: equal by what it holds
 
     def columns(self) -> tuple[Array, ...]:
         """The fields, in order."""

@@ -259,9 +259,8 @@ class Collector:
         try:
             for maker in makers:
                 built.append(build_env(maker, options.num_envs))
-            if len({id(b.env) for b in built}) < len(built) or len({id(m) for m in makers if hasattr(m, "step")}) < sum(
-                hasattr(m, "step") for m in makers
-            ):
+            objects = [id(env) for b in built for env in b.env.objects()]
+            if len(set(objects)) < len(objects):
                 raise BadOption("create_env_fn has the same environment object twice; give functions that make one")
             self._num_envs = sum(b.env.num_envs for b in built)
             self._T = options.rows_per_batch(self._num_envs)

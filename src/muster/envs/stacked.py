@@ -74,6 +74,9 @@ class StackedEnvs:
             step = lane.cache[self] = self._make_step(lane)
         return step
 
+    def objects(self) -> Sequence[object]:
+        return self.envs
+
     def close(self) -> None:
         for env in self.envs:
             env.close()

@@ -96,6 +96,9 @@ class VectorEnvBatch:
 
         return step
 
+    def objects(self) -> Sequence[object]:
+        return [self.env]
+
     def close(self) -> None:
         self.env.close()
 

@@ -59,28 +59,21 @@ def adapt(
         )
     if isinstance(policy, type) or not callable(policy):
         raise BadOption(f"policy is {policy!r}, expected {ACCEPTED}")
+    common: dict[str, Any] = {
+        "obs_specs": env.observation_specs,
+        "action_specs": env.action_specs,
+        "num_envs": env.num_envs,
+        "batched": batched,
+        "device": device,
+    }
     if takes_tensordict(policy):
         from muster.policies.tensordict import TensorDictPolicy
 
+        keys = list(env.action_specs)
         return TensorDictPolicy(
-            policy,
-            obs_specs=env.observation_specs,
-            action_keys=list(env.action_specs),
-            action_specs=env.action_specs,
-            batched=batched,
-            num_envs=env.num_envs,
-            device=device,
-            exploration_type=exploration_type,
-            executor=executor,
+            policy, action_keys=keys, exploration_type=exploration_type, executor=executor, **common
         )
-    return FunctionPolicy(
-        policy,
-        obs_specs=env.observation_specs,
-        action_specs=env.action_specs,
-        num_envs=env.num_envs,
-        batched=batched,
-        device=device,
-    )
+    return FunctionPolicy(policy, **common)
 
 
 def place(policy: Any, device: torch.device | None) -> tuple[Any, torch.device | None]:

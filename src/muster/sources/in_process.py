@@ -39,6 +39,7 @@ class InProcess:
         self._ring: SlotRing | None = None
         self._policy: Policy | None = None
         self._filling: Slot | None = None  # a slot that an error left incomplete
+        self._complete = 0  # its lanes that are complete
 
     def collect(self, policy: Policy, into: Slot | None = None) -> Filled:
         """T steps of every group.
@@ -56,10 +57,10 @@ class InProcess:
         if self._filling is None:
             self._filling = self._ring.take() if into is None or into.layout != self._ring.layout else _again(into)
         slot = self._filling
-        for group, lane in zip(self.groups, slot.lanes, strict=True):
-            if lane.done_steps < self.T:
-                rollout(group, policy, lane)
-        self._filling = None
+        for group, lane in list(zip(self.groups, slot.lanes, strict=True))[self._complete :]:
+            rollout(group, policy, lane)
+            self._complete += 1
+        self._filling, self._complete = None, 0
         return Filled(slot, self._ring, join_episodes([group.episodes for group in self.groups]))
 
     @property
@@ -97,7 +98,7 @@ class InProcess:
         for group, lane in zip(self.groups, self._filling.lanes, strict=True):
             group.lose(lane, reason)
             group.reset()  # what it would go on from is lost with the lane
-        self._filling = None
+        self._filling, self._complete = None, 0
 
 
 def _again(slot: Slot) -> Slot:

@@ -8,36 +8,53 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from numpy.typing import NDArray
+
+Info = dict[str, Any]
+Array = NDArray[Any]
 
 
-class CountingEnv(gymnasium.Env[Any, Any]):
+class CountingEnv(gymnasium.Env[Any, int]):
     """Observation ``[length, t]`` (float32), reward ``t + 1``; so that every pairing is decided by equality.
 
     Args:
         length: steps per episode.
         truncate: episodes end by truncation instead of termination.
         reuse: return the same array every time, changed in place.
-        noise: add the seed-dependent third entry: a random number per step from the environment's generator.
+        noise: a third entry in observations: a random number per step from the environment's generator.
+
+    Attributes:
+        seeds: what ``reset`` was given, every time.
+        executed: steps over the environment's life.
+        tally: ``(return, length)`` of every episode that ended by itself.
+        closed: how often it was closed.
     """
 
     def __init__(self, length: int = 3, *, truncate: bool = False, reuse: bool = False, noise: bool = False) -> None:
         self.length, self.truncate, self.noise = length, truncate, noise
         self.observation_space = spaces.Box(-np.inf, np.inf, (3 if noise else 2,), np.float32)
-        self.action_space: spaces.Space[Any] = spaces.Discrete(2)
-        self.t = 0
+        self.action_space = spaces.Discrete(2)
+        self.t = self.executed = self.closed = 0
         self.seeds: list[int | None] = []
+        self.tally: list[tuple[float, int]] = []
         self._buffer = np.zeros(self.observation_space.shape, np.float32) if reuse else None
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
         super().reset(seed=seed)
         self.seeds.append(seed)
         self.t = 0
         return self._observe(), {}
 
-    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def step(self, action: int) -> tuple[Any, float, bool, bool, Info]:
+        self.executed += 1
         self.t += 1
         done = self.t >= self.length
+        if done:
+            self.tally.append((self.t * (self.t + 1) / 2, self.t))
         return self._observe(), float(self.t), done and not self.truncate, done and self.truncate, {}
+
+    def close(self) -> None:
+        self.closed += 1
 
     def _observe(self) -> Any:
         values = [self.length, self.t] + ([self.np_random.random()] if self.noise else [])
@@ -47,8 +64,53 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         return self._buffer
 
 
+class ChainEnv(gymnasium.Env[Any, int]):
+    """Observation ``[episode, t, state]`` (int64), in which every state follows from the last one and the action.
+
+    A row, action or environment in the wrong place breaks the chain: ``follow`` of a row's observation and
+    action must be the rest of that row. Episodes end after 1, 2, 3, ... steps, by termination or truncation,
+    as the states say.
+
+    Args:
+        ends: one of so many steps ends an episode, on average.
+    """
+
+    def __init__(self, ends: int = 5) -> None:
+        self.ends = ends
+        self.observation_space = spaces.Box(0, 2**31, (3,), np.int64)
+        self.action_space = spaces.Discrete(5)
+        self.episode = -1
+        self._obs: Array = np.zeros(3, np.int64)
+
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Array, Info]:
+        super().reset(seed=seed)
+        self.episode += 1
+        self._obs = np.array([self.episode, 0, self.np_random.integers(2**31)], np.int64)
+        return self._obs, {}
+
+    def step(self, action: int) -> tuple[Array, float, bool, bool, Info]:
+        self._obs, reward, terminated, truncated = self.follow(self._obs, np.asarray(action))
+        return self._obs, float(reward), bool(terminated), bool(truncated), {}
+
+    def follow(self, obs: Array, action: Array) -> tuple[Array, Array, Array, Array]:
+        """What must come of ``action`` (``[...]``) on ``obs`` (``[..., 3]``).
+
+        Returns:
+            the next observation, reward, terminated, truncated.
+        """
+        state = (obs[..., 2] * 1103515245 + 12345 + action) % 2**31
+        after = np.stack([obs[..., 0], obs[..., 1] + 1, state], -1)
+        ended, kind = (state >> 8) % self.ends == 0, (state >> 5) % 4
+        return after, (state >> 4) % 1000, ended & (kind != 1), ended & (kind <= 1)
+
+
 class SpaceEnv(gymnasium.Env[Any, Any]):
-    """Samples of given spaces; an episode lasts ``length`` steps. Keeps the actions it got in ``actions``."""
+    """Samples of given spaces; an episode lasts ``length`` steps.
+
+    Attributes:
+        actions: every action it got.
+        observations: every observation it returned, from ``reset`` and from ``step``.
+    """
 
     def __init__(self, observation_space: spaces.Space[Any], action_space: spaces.Space[Any], length: int = 3) -> None:
         self.observation_space, self.action_space, self.length = observation_space, action_space, length
@@ -56,14 +118,14 @@ class SpaceEnv(gymnasium.Env[Any, Any]):
         self.observations: list[Any] = []
         self.t = 0
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
         super().reset(seed=seed)
         if seed is not None:
             self.observation_space.seed(seed)
         self.t = 0
         return self._observe(), {}
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, Info]:
         self.actions.append(action)
         self.t += 1
         return self._observe(), 1.0, self.t >= self.length, False, {}
@@ -74,14 +136,15 @@ class SpaceEnv(gymnasium.Env[Any, Any]):
 
 
 class FaultyEnv(CountingEnv):
-    """A ``CountingEnv`` that goes wrong at one step.
+    """A ``CountingEnv`` that goes wrong once.
 
     Args:
         at: the step, counted over the environment's life, at which it goes wrong; 0 is the first.
         output: replacements of what ``step`` returns: any of "obs", "reward", "terminated", "truncated", "info",
             or "all" for the whole return value.
         error: made and raised instead of stepping.
-        on_reset: go wrong in the reset of that number instead (with ``error``, or "obs" / "all").
+        on_reset: go wrong in the reset of that number instead (with ``error``, or "obs", "info" or "all").
+        length: steps per episode.
     """
 
     def __init__(
@@ -97,15 +160,12 @@ class FaultyEnv(CountingEnv):
         self.at, self.output, self.error, self.on_reset = at, dict(output or {}), error, on_reset
         self.steps = self.resets = 0
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> Any:
         faulty = self.on_reset and self.resets == self.at
         self.resets += 1
         if faulty and self.error is not None:
             raise self.error()
-        obs, info = super().reset(seed=seed, options=options)
-        if faulty:
-            return self.output.get("all", (self.output.get("obs", obs), self.output.get("info", info)))  # type: ignore[no-any-return]
-        return obs, info
+        return self._answer(("obs", "info"), super().reset(seed=seed, options=options), faulty=faulty)
 
     def step(self, action: int) -> Any:
         faulty = not self.on_reset and self.steps == self.at
@@ -113,7 +173,12 @@ class FaultyEnv(CountingEnv):
         if faulty and self.error is not None:
             raise self.error()
         names = ("obs", "reward", "terminated", "truncated", "info")
-        values = dict(zip(names, super().step(action), strict=True))
-        if faulty and "all" in self.output:
+        return self._answer(names, super().step(action), faulty=faulty)
+
+    def _answer(self, names: tuple[str, ...], values: tuple[Any, ...], *, faulty: bool) -> Any:
+        """The honest ``values``, or what ``output`` has instead of them."""
+        if not faulty:
+            return values
+        if "all" in self.output:
             return self.output["all"]
-        return tuple({**values, **(self.output if faulty else {})}.values())
+        return tuple(self.output.get(name, value) for name, value in zip(names, values, strict=True))

@@ -1,0 +1,373 @@
+"""Slots, their views, and who owns the memory when."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muster import Collector
+from muster.errors import SlotsExhausted
+from muster.memory.slots import ALIGNMENT, KEPT_FREE, Layout, Slot, SlotRing, SlotState
+from muster.memory.specs import Column
+from muster.memory.views import BatchView
+from muster.testing import CountingEnv, SpaceEnv
+from tests.tools import column, counting, same
+
+OBS = Column(("observation",), (3,), np.dtype(np.float32), carry=True)
+FLAG = Column(("next", "done"), (), np.dtype(bool), trailing=True)
+PIXELS = Column(("pixels",), (5, 7), np.dtype(np.uint8))
+WORDS = Column(("words",), (), np.dtype(object))
+COLUMNS = (OBS, FLAG, PIXELS)
+
+
+def layout(**changes: Any) -> Layout:
+    return Layout(**{"T": 4, "B": 2, "columns": COLUMNS, **changes})
+
+
+def ring(limit: int = 1 << 20, **changes: Any) -> SlotRing:
+    return SlotRing(layout(**changes), limit_bytes=limit)
+
+
+def counts(slots: SlotRing) -> tuple[int, int, int]:
+    return tuple(slots.count(state) for state in (SlotState.FREE, SlotState.FILLING, SlotState.LENT))
+
+
+# --- layouts and lanes -----------------------------------------------------------------------------
+
+
+def test_a_carried_column_has_one_row_more():
+    lane = Slot(layout()).lanes[0]
+    assert {key: array.shape for key, array in lane.arrays.items()} == {
+        ("observation",): (5, 2, 3),
+        ("next", "done"): (4, 2),
+        ("pixels",): (4, 2, 5, 7),
+    }
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("?bBhHiIqQefd"), st.lists(st.integers(0, 3), max_size=3), st.booleans()), max_size=5
+    ),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
+def test_columns_of_any_kind_are_aligned_disjoint_and_zero(kinds, T, B, lanes):
+    columns = tuple(Column((str(i),), tuple(s), np.dtype(d), carry=c) for i, (d, s, c) in enumerate(kinds))
+    slot = Slot(Layout(T, B, columns, lanes))
+    arrays = [array for lane in slot.lanes for array in lane.arrays.values()]
+    assert all(array.ctypes.data % ALIGNMENT == 0 for array in arrays)
+    assert not any(array.any() for array in arrays)
+    cells = [array.reshape(-1).view(np.uint8) for array in arrays]
+    for n, part in enumerate(cells):
+        part[...] = n + 1
+    assert all((part == n + 1).all() for n, part in enumerate(cells))
+
+
+def test_lane_tensors_and_rows_are_the_same_memory():
+    lane = Slot(layout()).lanes[0]
+    lane.rows(("observation",))[1][0, 2] = 7.0
+    assert lane.arrays["observation",][1, 0, 2] == 7.0
+    lane.np_rows(("observation",))[1][1, 0] = 8.0
+    assert lane.tensors["observation",][1, 1, 0] == 8.0
+
+
+def test_unbatched_rows_have_no_environment_dimension_and_numpy_rows_are_never_scalars():
+    lane = Slot(layout(B=1, batched=False)).lanes[0]
+    assert lane.rows(("observation",))[0].shape == (3,)
+    assert lane.rows(("next", "done"))[0].shape == ()
+    assert lane.np_rows(("observation",))[0].shape == (3,)
+    lane.np_rows(("next", "done"))[2][0] = True
+    assert lane.arrays["next", "done"][:, 0].tolist() == [False, False, True, False]
+
+
+def test_long_lanes_make_their_row_views_when_used(monkeypatch):
+    monkeypatch.setattr("muster.memory.slots.MAX_ROW_VIEWS", 2)
+    lane = Slot(layout()).lanes[0]
+    rows = lane.rows(("observation",))
+    assert torch.is_tensor(rows)
+    rows[3].fill_(1.0)
+    lane.np_rows(("observation",))[4][...] = 2.0
+    assert lane.arrays["observation",][:, 0, 0].tolist() == [0, 0, 0, 1, 2]
+
+
+# --- slot states -----------------------------------------------------------------------------------
+
+
+def test_a_slot_goes_from_filling_to_lent_to_free():
+    slots = ring()
+    assert counts(slots) == (0, 0, 0)
+    slot = slots.take()
+    assert counts(slots) == (0, 1, 0)
+    memory = slots.lend(slot)
+    assert counts(slots) == (0, 0, 1)
+    del memory
+    assert counts(slots) == (1, 0, 0)
+    assert slots.take() is slot
+
+
+def test_a_slot_given_back_unlent_is_free_again_and_begins_at_row_zero():
+    slots = ring()
+    slot = slots.take()
+    slot.lanes[0].done_steps = 3
+    slots.give_back(slot)
+    assert counts(slots) == (1, 0, 0)
+    assert slots.take().lanes[0].done_steps == 0
+
+
+def test_any_view_of_lent_memory_keeps_its_slot():
+    slots = ring()
+    memory = slots.lend(slots.take())
+    view = memory[10:20].view(torch.int8)
+    array = view.numpy()[::2]
+    del memory, view
+    assert counts(slots) == (0, 0, 1)
+    del array
+    assert counts(slots) == (1, 0, 0)
+
+
+def test_the_ring_keeps_only_a_few_free_slots():
+    slots = ring()
+    lent = [slots.lend(slots.take()) for _ in range(KEPT_FREE + 3)]
+    assert counts(slots) == (0, 0, KEPT_FREE + 3)
+    del lent
+    assert counts(slots) == (KEPT_FREE, 0, 0)
+
+
+def test_a_full_ring_says_how_to_go_on_and_goes_on():
+    size = layout().nbytes
+    slots = ring(2 * size)
+    lent = [slots.lend(slots.take()) for _ in range(2)]
+    with pytest.raises(SlotsExhausted, match=rf"2 batches of {size:,} bytes.*slot_memory_limit={2 * size:,}"):
+        slots.take()
+    assert isinstance(pytest.raises(MemoryError, slots.take).value, SlotsExhausted)
+    lent.pop()
+    assert slots.take().state is SlotState.FILLING
+
+
+def test_a_batch_in_a_reference_cycle_does_not_exhaust_the_ring():
+    slots = ring(layout().nbytes)
+    cycle: dict[str, Any] = {"memory": slots.lend(slots.take())}
+    cycle["self"] = cycle
+    gc.disable()
+    try:
+        del cycle
+        assert counts(slots) == (0, 0, 1)
+        assert slots.take().state is SlotState.FILLING
+    finally:
+        gc.enable()
+
+
+def test_dropped_slots_do_not_leak():
+    slots = ring()
+    watch = [weakref.ref(slot) for slot in [slots.take() for _ in range(5)]]
+    gc.collect()
+    assert [ref() for ref in watch] == [None] * 5
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
+def test_pinned_memory_without_cuda_is_refused():
+    with pytest.raises(RuntimeError, match="pin"):
+        SlotRing(layout(), limit_bytes=1 << 20, memory="pinned").take()
+
+
+# --- views -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lanes", "B", "batched", "stacked", "order", "shape", "names"),
+    [
+        (1, 1, False, False, "batch_major", (4,), ["time"]),
+        (1, 2, True, False, "batch_major", (2, 4), [None, "time"]),
+        (3, 2, True, True, "batch_major", (3, 2, 4), [None, None, "time"]),
+        (3, 1, False, True, "batch_major", (3, 4), [None, "time"]),
+        (1, 1, False, False, "time_major", (4,), ["time"]),
+        (1, 2, True, False, "time_major", (4, 2), ["time", None]),
+        (3, 2, True, True, "time_major", (4, 3, 2), ["time", None, None]),
+        (1, 2, True, True, "batch_major", (1, 2, 4), [None, None, "time"]),
+    ],
+)
+def test_a_batch_is_a_view_in_every_arrangement(lanes, B, batched, stacked, order, shape, names):
+    arranged = layout(lanes=lanes, B=B, batched=batched, columns=(*COLUMNS, WORDS))
+    slots = SlotRing(arranged, limit_bytes=1 << 20)
+    slot = slots.take()
+    for w, lane in enumerate(slot.lanes):
+        for t in range(4):
+            for b in range(B):
+                lane.arrays["observation",][t, b] = [w, b, t]
+                lane.arrays["words",][t, b] = f"{w}{b}{t}"
+    batch = BatchView(arranged, stacked=stacked, order=order).tensordict(slots.lend(slot), slot)
+
+    assert tuple(batch.batch_size) == shape
+    assert batch.names == names
+    assert batch.device is None
+    assert batch["observation"].shape == (*shape, 3)
+    assert batch["next", "done"].shape == (*shape, 1)
+    time = names.index("time")
+    words = np.array(list(batch["words"]))
+    for index in np.ndindex(*shape):
+        rest = [n for d, n in enumerate(index) if d != time]
+        w = rest[0] if stacked else 0
+        b = rest[-1] if batched else 0
+        assert batch["observation"][index].tolist() == [w, b, index[time]]
+        assert words[index] == f"{w}{b}{index[time]}"
+    assert batch["observation"].untyped_storage().data_ptr() == slot.block.ctypes.data
+    batch["pixels"].fill_(9)
+    assert all((lane.arrays["pixels",] == 9).all() for lane in slot.lanes)
+
+
+def test_the_views_device_is_the_batchs_device():
+    slots = ring()
+    slot = slots.take()
+    view = BatchView(layout(), stacked=False, device=torch.device("cpu"))
+    assert view.tensordict(slots.lend(slot), slot).device == torch.device("cpu")
+
+
+# --- batches of a collector ------------------------------------------------------------------------
+
+
+def test_batches_share_storage_with_the_slot_and_not_with_each_other():
+    with Collector(CountingEnv, None, num_envs=2, frames_per_batch=8) as collector:
+        first, second = collector.rollout(), collector.rollout()
+        observation = first["observation"]
+        assert observation.stride() == (2, 4, 1)  # [B, T] over [T, B]
+        storages = [{b[k].untyped_storage().data_ptr() for k in b.keys(True, True)} for b in (first, second)]
+        assert [len(s) for s in storages] == [1, 1]
+        assert storages[0] != storages[1]
+        assert collector.stats().slots == {"free": 0, "filling": 0, "lent": 2}
+
+
+def test_time_major_has_contiguous_rows():
+    with Collector(CountingEnv, None, num_envs=2, frames_per_batch=8, layout="time_major") as collector:
+        batch = collector.rollout()
+        assert batch.batch_size == (4, 2)
+        assert batch.names == ["time", None]
+        assert batch["observation"].is_contiguous()
+        assert column(batch, "next", "reward") == [[1, 1], [2, 2], [3, 3], [1, 1]]
+
+
+HOLDS = {
+    "batch": lambda batch: batch,
+    "row": lambda batch: batch[0],
+    "slice": lambda batch: batch[:, 1:3],
+    "transpose": lambda batch: batch.transpose(0, 1),
+    "leaf": lambda batch: batch["next", "observation"],
+    "strided": lambda batch: batch["observation"][:, ::2, 1],
+    "numpy": lambda batch: batch["observation"].numpy()[..., 0],
+    "detached": lambda batch: batch["next", "reward"].detach().squeeze(-1).T,
+    "dlpack": lambda batch: torch.from_dlpack(batch["observation"]),
+    "unbound": lambda batch: batch.unbind(0)[1]["next"],
+}
+
+
+def copy_of(held: Any) -> Any:
+    return held.copy() if isinstance(held, np.ndarray) else held.clone()
+
+
+def unchanged(held: Any, copy: Any) -> bool:
+    if isinstance(held, np.ndarray):
+        return np.array_equal(held, copy)
+    if torch.is_tensor(held):
+        return torch.equal(held, copy)
+    return all(same(held[key], copy[key]) for key in copy.keys(True, True))
+
+
+@given(st.lists(st.tuples(st.sampled_from([*HOLDS, None]), st.integers(0, 6)), max_size=16))
+def test_what_is_kept_stays_as_it_was_and_what_is_dropped_is_used_again(plan):
+    """Keep any part of some batches for some time: nothing kept ever changes, nothing dropped is lost."""
+    held: list[tuple[int, Any, Any]] = []
+    with Collector(counting(4, noise=True), None, num_envs=2, frames_per_batch=10, seed=0) as collector:
+        for n, (how, time) in enumerate(plan):
+            batch = collector.rollout()
+            if how is not None:
+                part = HOLDS[how](batch)
+                held.append((n + time, part, copy_of(part)))
+                del part
+            del batch
+            assert all(unchanged(part, copy) for _, part, copy in held)
+            held = [entry for entry in held if entry[0] > n]
+            slots = collector.stats().slots
+            assert slots["lent"] == len(held)
+            assert slots["filling"] == 0
+            assert slots["free"] <= KEPT_FREE
+
+
+def test_writing_to_a_batch_changes_nothing_else():
+    make = counting(4, noise=True)
+    options = {"num_envs": 2, "frames_per_batch": 6, "seed": 0}
+    with Collector(make, None, **options) as scribbled, Collector(make, None, **options) as untouched:
+        kept = []
+        for _ in range(4):
+            batch, expected = scribbled.rollout(), untouched.rollout()
+            assert all(same(batch[key], expected[key]) for key in expected.keys(True, True))
+            kept.append(expected)
+            for key in batch.keys(True, True):
+                batch[key].fill_(1)
+        assert scribbled.episodes == untouched.episodes
+
+
+def test_batches_survive_the_collector():
+    collector = Collector(CountingEnv, None, frames_per_batch=4)
+    batch = collector.rollout()
+    collector.shutdown()
+    del collector
+    gc.collect()
+    assert column(batch, "next", "reward") == [1, 2, 3, 1]
+
+
+def test_a_loop_that_keeps_nothing_needs_two_slots():
+    with Collector(CountingEnv, None, frames_per_batch=4, total_frames=40) as collector:
+        pointers = {batch["observation"].data_ptr() for batch in collector}
+        assert len(pointers) <= 2
+        assert sum(collector.stats().slots.values()) <= 2
+
+
+def test_kept_batches_exhaust_the_limit_and_dropping_them_heals_it():
+    with Collector(CountingEnv, None, frames_per_batch=4, slot_memory_limit=4000) as collector:
+        kept = []
+        with pytest.raises(SlotsExhausted, match=r"slot_memory_limit=4,000"):
+            for _ in range(100):
+                kept.append(collector.rollout())
+        done = len(kept)
+        assert [column(batch, "next", "reward")[0] for batch in kept[:3]] == [1, 2, 3]
+        kept.clear()
+        assert column(collector.rollout(), "next", "reward")[0] == 1 + done * 4 % 3, "no step was lost"
+
+
+def test_return_same_td_gives_one_object_with_new_values():
+    with Collector(CountingEnv, None, frames_per_batch=2, total_frames=6, return_same_td=True) as collector:
+        seen, rewards = set(), []
+        for batch in collector:
+            seen.add((id(batch), batch["observation"].data_ptr()))
+            rewards.append(column(batch, "next", "reward"))
+        assert len(seen) == 1
+        assert rewards == [[1, 2], [3, 1], [2, 3]]
+
+
+def test_return_same_td_with_python_objects():
+    env = SpaceEnv(spaces.Text(8), spaces.Discrete(2), length=100)
+    with Collector(env, None, frames_per_batch=2, return_same_td=True) as collector:
+        first = collector.rollout()
+        assert list(first["observation"]) == env.observations[:2]
+        assert collector.rollout() is first
+        assert list(first["observation"]) == env.observations[2:4]
+
+
+def test_memory_is_freed_without_the_cycle_collector():
+    slots = ring()
+    slot = weakref.ref(slots.take())
+    gc.disable()
+    try:
+        slots.lend(slot())
+        del slots
+        assert slot() is None
+    finally:
+        gc.enable()
