@@ -10,7 +10,9 @@ ARGS ?=
 SHELL := /bin/sh
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
-PIP := "$(BIN)/python" -m pip --disable-pip-version-check install $(if $(MAKE_TERMOUT),,--quiet) -c constraints.txt
+PEERS := .venv-peers
+QUIET := $(if $(MAKE_TERMOUT),,--quiet)
+PIP := "$(BIN)/python" -m pip --disable-pip-version-check install $(QUIET) -c constraints.txt
 
 .PHONY: help demo test check lint format-check types layers size format bench clean
 .DELETE_ON_ERROR:
@@ -21,7 +23,7 @@ help:
 	@echo "make check    lint, format, types, layers, size budget"
 	@echo "make format   let ruff rewrite what it can"
 	@echo "make bench    measure against a bare loop and the peers    (ARGS goes to the benchmarks)"
-	@echo "make clean    remove $(VENV), runs/ and caches"
+	@echo "make clean    remove $(VENV), $(PEERS), runs/ and caches"
 	@echo "PYTHON=python3.12 chooses the interpreter, VENV=dir the place of the environment."
 
 demo: $(STAMPS)/classic
@@ -52,11 +54,13 @@ format: $(STAMPS)/dev
 	"$(BIN)/ruff" check --fix .
 	"$(BIN)/ruff" format .
 
-bench: $(STAMPS)/benchmarks
-	"$(BIN)/python" -m benchmarks $(ARGS)
+# The peers' versions contradict those of Muster's tests, so they get an environment of their own.
+bench: $(STAMPS)/bench $(PEERS)/stamp
+	MUSTER_BENCH_PYTHONS="$(CURDIR)/$(PEERS)/bin/python$${MUSTER_BENCH_PYTHONS:+:$$MUSTER_BENCH_PYTHONS}" \
+	    "$(BIN)/python" -m benchmarks $(ARGS)
 
 clean:
-	rm -rf "$(VENV)" runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf "$(VENV)" "$(PEERS)" runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests scripts benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -74,9 +78,10 @@ $(BIN)/python:
 	    echo "'$(PYTHON) -m venv' failed; its message is above. On Debian and Ubuntu: apt install python3-venv"; \
 	    exit 1; }
 
-# The peers: whatever benchmarks/requirements.txt names, if it is there.
-$(STAMPS)/benchmarks: $(wildcard benchmarks/requirements.txt) $(STAMPS)/bench
-	@for list in $(wildcard benchmarks/requirements.txt); do $(PIP) -r $$list || exit 1; done
+$(PEERS)/stamp: benchmarks/requirements.txt | $(BIN)/python
+	@echo "Installing what Muster is compared with into $(PEERS)"
+	@"$(BIN)/python" -m venv "$(PEERS)"
+	@"$(PEERS)/bin/python" -m pip --disable-pip-version-check install $(QUIET) -r benchmarks/requirements.txt
 	@touch "$@"
 
 $(STAMPS)/%: pyproject.toml constraints.txt | $(BIN)/python

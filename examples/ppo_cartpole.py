@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from muster import Collector, policies
 
-NUM_ENVS, T = 8, 128
-LEARNING_RATE, EPOCHS, MINIBATCHES = 2.5e-3, 4, 4  # the rate falls to zero over the run
-GAMMA, LAMBDA, CLIP, ENTROPY, VALUE, MAX_GRAD_NORM = 0.99, 0.95, 0.2, 0.01, 0.5, 0.5
+NUM_ENVS, T = 8, 64
+LEARNING_RATE, EPOCHS, MINIBATCHES = 2e-3, 4, 4  # the rate falls to zero over the run
+GAMMA, LAMBDA, CLIP, ENTROPY, VALUE, MAX_GRAD_NORM = 0.98, 0.9, 0.2, 0.005, 0.5, 0.5
 
 
 def mlp(outputs: int, scale: float) -> nn.Sequential:
@@ -84,7 +84,7 @@ def evaluate(actor: nn.Module, episodes: int, seed: int) -> float:
     return float((batch["next", "reward"].squeeze(-1) * first).sum(1).mean())
 
 
-def train(seed: int, total_frames: int, *, log_every: int = 20) -> tuple[nn.Module, float]:
+def train(seed: int, total_frames: int, *, log_every: int = 40) -> tuple[nn.Module, float]:
     """Returns the trained policy, and the mean return of the last episodes while training."""
     torch.manual_seed(seed)
     actor, critic = policies.categorical(mlp(2, 0.01)), mlp(1, 1.0)

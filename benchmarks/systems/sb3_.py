@@ -20,6 +20,8 @@ class _ActorOnly(ActorCriticPolicy):
     plain: PlainPolicy
 
     def forward(self, obs: Any, deterministic: bool = False) -> Any:
+        if obs.ndim == 4:
+            obs = obs.permute(0, 2, 3, 1)  # SB3 moves the channels of images to the front
         action, extras = self.plain(obs)
         return action, torch.zeros(len(obs), 1), extras["action_log_prob"]
 

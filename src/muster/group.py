@@ -320,6 +320,8 @@ def _store_outputs(outputs: Outputs, lane: Lane) -> None:
     for key, value in (*outputs.action.items(), *outputs.extras.items()):
         row = lane.tensors[key][0]
         row.copy_(value.reshape(row.shape))
+    for key, array in outputs.objects.items():
+        lane.arrays[key][0] = array
     for key, value in outputs.state.items():
         row = lane.tensors[key][1]
         row.copy_(value.reshape(row.shape))

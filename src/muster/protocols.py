@@ -36,6 +36,7 @@ class Outputs:
     action: dict[Key, torch.Tensor]
     extras: dict[Key, torch.Tensor] = field(default_factory=dict)
     state: dict[Key, torch.Tensor] = field(default_factory=dict)  # recurrent state after the call
+    objects: dict[Key, Array] = field(default_factory=dict)  # actions without a fixed shape, e.g. text
 
 
 class EnvBatch(Protocol):

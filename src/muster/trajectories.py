@@ -58,8 +58,6 @@ class Episodes(Sequence[EpisodeRecord]):
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]  # as a list: equal by what it holds
-
     def columns(self) -> tuple[Array, ...]:
         """The fields, in order."""
         return self.traj_id, self.env_id, self.episode_return, self.length, self.terminated, self.truncated
@@ -119,9 +117,10 @@ class TrajectoryClock:
             return Episodes(*(np.empty(0, d) for d in (np.int64, np.int64, float, np.int64, bool, bool)))
         total = np.cumsum(reward, axis=0, dtype=np.float64)
         at_end = total[t, env]
-        new_env = np.r_[True, env[1:] != env[:-1]]
-        before = np.where(new_env, -self.returns[env], np.r_[0.0, at_end[:-1]])
-        began = np.where(new_env, -1 - self.steps[env], np.r_[0, t[:-1]])
+        new_env = np.ones(len(env), bool)
+        np.not_equal(env[1:], env[:-1], out=new_env[1:])
+        before = np.where(new_env, -self.returns[env], np.roll(at_end, 1))
+        began = np.where(new_env, -1 - self.steps[env], np.roll(t, 1))
         place = np.arange(len(env))
         nth = place - np.maximum.accumulate(np.where(new_env, place, 0))  # episode of its environment, in here
         order = np.argsort(t, kind="stable")
@@ -133,7 +132,7 @@ class TrajectoryClock:
             terminated[t, env][order],
             truncated[t, env][order],
         )
-        last = np.r_[env[1:] != env[:-1], True]
+        last = np.roll(new_env, -1)
         self.episode += np.bincount(env, minlength=len(self.episode))
         self.steps += T
         self.steps[env[last]] = T - 1 - t[last]

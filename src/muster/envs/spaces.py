@@ -34,6 +34,8 @@ class SpaceCodec:
         self.specs: Specs = {}
         self._spaces: list[spaces.Space[Any]] = []
         self._flatten: Callable[[Any, Leaves], None] = self._open(space, root)
+        if not self.specs:
+            raise UnsupportedSpace(f"{space} has no part that could be stored; give it at least one")
         self.single = not isinstance(space, (spaces.Dict, spaces.Tuple))
 
     def flatten(self, value: Any) -> Leaves:
@@ -147,8 +149,9 @@ def _sample(space: spaces.Space[Any], spec: ArraySpec, rng: np.random.Generator,
     assert spec.low is not None and spec.high is not None
     size = (*shape, *spec.shape)
     if spec.dtype.kind in "iub":
-        high = spec.high.astype(np.int64)
-        return rng.integers(spec.low.astype(np.int64), high, size, endpoint=True).astype(spec.dtype)
+        wide: Any = np.uint64 if spec.dtype == np.uint64 else np.int64  # narrower ones draw several from one word
+        low, high = spec.low.astype(wide), spec.high.astype(wide)
+        return rng.integers(low, high, size, dtype=wide, endpoint=True).astype(spec.dtype)
     return _sample_box(spec, rng, size).astype(spec.dtype)
 
 
@@ -157,7 +160,9 @@ def _sample_box(spec: ArraySpec, rng: np.random.Generator, size: tuple[int, ...]
     low, high = np.asarray(spec.low, np.float64), np.asarray(spec.high, np.float64)
     below, above = np.isfinite(low), np.isfinite(high)
     if below.all() and above.all():
-        return np.asarray(rng.uniform(low, high, size))
+        too_wide = 0.5 * high - 0.5 * low > 0.5 * np.finfo(np.float64).max  # high - low would overflow
+        scale = np.where(too_wide, 0.5, 1.0)
+        return np.asarray(rng.uniform(scale * low, scale * high, size)) / scale
     u, v = np.moveaxis(rng.random((*size, 2)), -1, 0)  # two per entry whatever it becomes: see GroupRng.stream
     tail = -np.log1p(-u)
     normal = np.sqrt(2 * tail) * np.cos(2 * np.pi * v)  # Box and Muller

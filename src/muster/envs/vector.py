@@ -46,7 +46,6 @@ class VectorEnvBatch:
         self.observation_specs, self.action_specs = self.observations.specs, self.actions.specs
         self.executed_in_row = 0
         self._fresh: dict[int, list[Any]] = {}  # SAME_STEP: first observations of episodes not begun yet
-        self._last: list[Array] = []  # observation leaves of the last step, to see whether a mask was respected
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         return self.actions.sample(rng, shape)
@@ -62,6 +61,8 @@ class VectorEnvBatch:
             return
         self._fresh = {i: leaves for i, leaves in self._fresh.items() if i not in rest}
         leaves = self._leaves(self._masked_reset(rest, seeds), f"{self.name}.reset")
+        if not self._known and len(rest) < self.num_envs:
+            self._check_mask_respected(targets, leaves, rest)
         for target, leaf in zip(targets, leaves, strict=True):
             target[rest] = leaf[rest]
 
@@ -78,8 +79,8 @@ class VectorEnvBatch:
             if not isinstance(got, tuple) or len(got) != 5:
                 raise BadEnvOutput(f"{self.name}.step returned {type(got).__name__}, expected five values. {FIX}")
             obs, reward, ended, cut, info = got
-            self._last = self._leaves(obs, f"{self.name}.step (row {t} of the batch)")
-            for array, leaf in zip(obs_arrays, self._last, strict=True):
+            leaves = self._leaves(obs, f"{self.name}.step (row {t} of the batch)")
+            for array, leaf in zip(obs_arrays, leaves, strict=True):
                 array[t + 1] = leaf
             rewards[t] = self._column(reward, "reward", "biuf")
             terminated[t] = self._column(ended, "terminated", "b")
@@ -132,14 +133,13 @@ class VectorEnvBatch:
             seed_arg: Any = np.asarray(list(seeds)) if _is_ale(self.env.unwrapped) else full
         else:
             seed_arg = None
-        obs = self._pair(self._call("reset", seed=seed_arg, options={"reset_mask": mask}))
-        if not self._known:
-            self._check_mask_respected(obs, ~mask)
-        return obs
+        return self._pair(self._call("reset", seed=seed_arg, options={"reset_mask": mask}))
 
-    def _check_mask_respected(self, obs: Any, others: Array) -> None:
-        for before, after in zip(self._last, self._leaves(obs, f"{self.name}.reset"), strict=True):
-            if not np.array_equal(np.asarray(before)[others], np.asarray(after)[others]):
+    def _check_mask_respected(self, before: list[Array], after: list[Array], which: list[int]) -> None:
+        others = np.ones(self.num_envs, bool)
+        others[which] = False
+        for old, new in zip(before, after, strict=True):
+            if old.dtype != object and not np.array_equal(old[others], new[others], equal_nan=True):
                 raise UnsupportedEnv(
                     f"{self.name} ({self.mode.name}) was asked to reset some of its environments with "
                     f"options={{'reset_mask': mask}} and reset others too. Muster needs masked resets: build it with "

@@ -9,7 +9,7 @@ import torch
 
 from muster.keys import Key
 from muster.memory.slots import Lane
-from muster.memory.specs import Array, Column
+from muster.memory.specs import OBJECT, Array, Column
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
 
@@ -33,7 +33,8 @@ class RandomPolicy:
 
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
         drawn = self._sample(rng, self._shape)
-        return Outputs({k: torch.from_numpy(np.asarray(a)) for k, a in drawn.items() if a.dtype != object})
+        tensors = {key: torch.from_numpy(np.asarray(a)) for key, a in drawn.items() if a.dtype != OBJECT}
+        return Outputs(tensors, objects={key: a for key, a in drawn.items() if a.dtype == OBJECT})
 
     def columns(self) -> Sequence[Column]:
         return ()

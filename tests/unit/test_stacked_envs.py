@@ -1,0 +1,269 @@
+"""Single environments, stacked: what can be given, and what reaches which row."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from muster import Collector
+from muster.errors import BadOption, EnvError, UnsupportedEnv, UnsupportedSpace
+from muster.testing import ChainEnv, CountingEnv, SpaceEnv
+from tests.tools import assert_chain, assert_same, collect, column, counting, recorded
+
+# --- what can be given -----------------------------------------------------------------------------
+
+
+def test_one_environment_has_no_batch_dimension():
+    batch = collect(CountingEnv(3), frames_per_batch=4)
+    assert batch.batch_size == (4,)
+    assert column(batch, "observation") == [[3, 0], [3, 1], [3, 2], [3, 0]]
+    assert column(batch, "next", "observation") == [[3, 1], [3, 2], [3, 3], [3, 1]]
+    assert column(batch, "next", "reward") == [1, 2, 3, 1]
+    assert column(batch, "next", "terminated") == [False, False, True, False]
+    assert column(batch, "next", "truncated") == [False] * 4
+    assert column(batch, "next", "done") == [False, False, True, False]
+    assert column(batch, "collector", "traj_ids") == [0, 0, 0, 1]
+
+
+def test_num_envs_one_has_a_batch_dimension():
+    assert collect(counting(), frames_per_batch=4, num_envs=1).batch_size == (1, 4)
+    assert collect(CountingEnv(), frames_per_batch=4, num_envs=1).batch_size == (1, 4)
+
+
+def test_several_environments_in_their_own_time():
+    lengths = iter([2, 3, 4])
+    batch = collect(lambda: CountingEnv(next(lengths)), num_envs=3, frames_per_batch=15)
+    assert column(batch, "next", "reward") == [[1, 2, 1, 2, 1], [1, 2, 3, 1, 2], [1, 2, 3, 4, 1]]
+    assert column(batch, "next", "observation")[0] == [[2, 1], [2, 2], [2, 1], [2, 2], [2, 1]]
+    assert column(batch, "collector", "traj_ids") == [[0, 0, 3, 3, 6], [1, 1, 1, 4, 4], [2, 2, 2, 2, 5]]
+
+
+def test_an_env_id():
+    batch = collect("CartPole-v1", frames_per_batch=20, seed=0)
+    assert batch["observation"].shape == (20, 4)
+    assert collect("CartPole-v1", frames_per_batch=20, num_envs=2).batch_size == (2, 10)
+
+
+def test_an_env_id_that_imports_a_module(tmp_path, monkeypatch):
+    (tmp_path / "muster_test_ids.py").write_text(
+        "import gymnasium\n"
+        "gymnasium.register('MusterCounting-v0', 'muster.testing:CountingEnv', kwargs={'length': 2})\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with Collector("muster_test_ids:MusterCounting-v0", None, frames_per_batch=3) as collector:
+        assert column(collector.rollout(), "next", "reward") == [1, 2, 1]
+        assert "MusterCounting-v0" in repr(collector)
+    del gymnasium.registry["MusterCounting-v0"], sys.modules["muster_test_ids"]
+
+
+def test_groups_have_a_leading_dimension_and_global_env_ids():
+    batch = collect([counting(2), counting(3)], frames_per_batch=8, num_envs=2)
+    assert batch.batch_size == (2, 2, 2)
+    assert batch.names == [None, None, "time"]
+    assert column(batch, "observation")[1][0] == [[3, 0], [3, 1]]
+    assert batch["collector", "traj_ids"][..., 0].tolist() == [[0, 1], [2, 3]]
+
+
+def test_groups_of_single_environments_and_of_objects():
+    assert collect([counting(), CountingEnv()], frames_per_batch=8).batch_size == (2, 4)
+    assert collect((CountingEnv(),), frames_per_batch=4).batch_size == (1, 4)
+
+
+def test_each_group_has_a_policy_call_of_its_own():
+    calls = []
+
+    def policy(obs: torch.Tensor) -> torch.Tensor:
+        calls.append(tuple(obs.shape))
+        return torch.zeros(obs.shape[0], dtype=torch.int64)
+
+    collect([counting(), counting()], policy, frames_per_batch=18, num_envs=3)
+    assert calls == [(3, 2)] * 6
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "error", "message"),
+    [
+        (3, {}, UnsupportedEnv, "int 3, expected an env id"),
+        ({}, {}, UnsupportedEnv, "dict"),
+        (lambda: 3, {}, UnsupportedEnv, "returned int, expected"),
+        (lambda: None, {"num_envs": 2}, UnsupportedEnv, "returned NoneType"),
+        ([], {}, BadOption, "empty list"),
+        (CountingEnv(), {"num_envs": 3}, BadOption, "num_envs=3 was given with one environment object"),
+        ("NoSuchEnv-v0", {}, EnvError, "NoSuchEnv-v0.*NameNotFound"),
+        ([counting(), counting(2), 7], {}, UnsupportedEnv, "int 7"),
+    ],
+    ids=str,
+)
+def test_what_is_no_environment_is_refused(source, options, error, message):
+    with pytest.raises(error, match=message):
+        Collector(source, None, frames_per_batch=12, **options)
+
+
+def test_one_object_for_several_places_is_refused():
+    env = CountingEnv()
+    with pytest.raises(UnsupportedEnv, match="same object twice"):
+        Collector(lambda: env, None, frames_per_batch=4, num_envs=2)
+    with pytest.raises(BadOption, match="same environment object twice"):
+        Collector([env, env], None, frames_per_batch=4)
+
+
+def test_one_object_from_two_factories_is_refused():
+    env = CountingEnv()
+    with pytest.raises((BadOption, UnsupportedEnv), match="same environment object twice"):
+        Collector([lambda: env, lambda: env], None, frames_per_batch=4)
+
+
+def test_unequal_spaces_are_refused_by_name():
+    noisy = iter([False, False, True])
+    with pytest.raises(UnsupportedEnv, match=r"observation_space of env 2 is Box.*\(3,\).* and that of env 0 is .*\(2,"):
+        Collector(lambda: CountingEnv(noise=next(noisy)), None, frames_per_batch=6, num_envs=3)
+    with pytest.raises(BadOption, match="groups of create_env_fn differ"), Collector(
+        [counting(), counting(noise=True)], None, frames_per_batch=6
+    ) as collector:
+        collector.rollout()
+
+
+def test_a_failing_factory_closes_what_was_made():
+    def make(i: int) -> CountingEnv:
+        if i == 2:
+            raise OSError("no display")
+        return CountingEnv()
+
+    factory, made = recorded(make)
+    with pytest.raises(EnvError, match="making env 2 from factory raised OSError: no display") as caught:
+        Collector(factory, None, frames_per_batch=6, num_envs=3)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert [env.closed for env in made] == [1, 1]
+
+
+def test_a_failing_group_closes_the_groups_before_it():
+    factory, made = recorded(counting())
+    with pytest.raises(EnvError):
+        Collector([factory, factory, lambda: 1 / 0], None, frames_per_batch=6, num_envs=2)
+    assert [env.closed for env in made] == [1] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"frames_per_batch": 5}, BadOption), ({"frames_per_batch": 4, "policy": 3}, BadOption)],
+    ids=str,
+)
+def test_a_refused_collector_closes_its_environments(options, error):
+    factory, made = recorded(counting())
+    with pytest.raises(error):
+        Collector(factory, options.pop("policy", None), num_envs=2, **options)
+    assert [env.closed for env in made] == [1, 1]
+
+
+def test_an_unsupported_space_closes_the_environments():
+    bad = spaces.Dict({"next": spaces.Discrete(2)})
+    closed = []
+
+    class Closing(SpaceEnv):
+        def close(self) -> None:
+            closed.append(self)
+
+    with pytest.raises(UnsupportedSpace):
+        Collector(lambda: Closing(bad, spaces.Discrete(2)), None, frames_per_batch=4, num_envs=2)
+    assert len(closed) == 2
+
+
+# --- what reaches which row ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_envs", [None, 3])
+def test_environments_that_reuse_their_observation_array(num_envs):
+    frames = 10 * (num_envs or 1)
+    fresh = collect(counting(4), frames_per_batch=frames, num_envs=num_envs, seed=0)
+    reused = collect(counting(4, reuse=True), frames_per_batch=frames, num_envs=num_envs, seed=0)
+    assert_same(fresh, reused)
+
+
+def test_rows_actions_and_environments_are_paired_by_chains():
+    assert_chain(collect(ChainEnv, frames_per_batch=4 * 50, num_envs=4, batches=3, seed=0))
+
+
+def test_a_step_that_returns_a_list_of_five_is_taken_as_it_unpacks():
+    class Lists(CountingEnv):
+        def step(self, action: int) -> Any:
+            return list(super().step(action))
+
+    assert column(collect(Lists, frames_per_batch=3), "next", "reward") == [1, 2, 3]
+
+
+@pytest.mark.parametrize("number", [int, float, bool, np.float64, np.float32, np.int8, np.asarray], ids=str)
+def test_rewards_of_any_kind_of_number(number):
+    class Rewards(CountingEnv):
+        def step(self, action: int) -> Any:
+            obs, reward, *rest = super().step(action)
+            return obs, number(reward == 2), *rest
+
+    assert column(collect(Rewards, frames_per_batch=3), "next", "reward") == [0, 1, 0]
+
+
+@pytest.mark.parametrize("flag", [bool, int, np.bool_, np.int8, np.asarray, lambda x: np.asarray(x, np.uint8)], ids=str)
+def test_flags_of_any_kind_of_bool(flag):
+    class Flags(CountingEnv):
+        def step(self, action: int) -> Any:
+            obs, reward, terminated, truncated, info = super().step(action)
+            return obs, reward, flag(terminated), flag(truncated), info
+
+    for truncate in (False, True):
+        batch = collect(lambda t=truncate: Flags(2, truncate=t), frames_per_batch=4)
+        assert column(batch, "next", "terminated") == [False, not truncate] * 2
+        assert column(batch, "next", "truncated") == [False, truncate] * 2
+
+
+def test_both_flags_at_once_are_one_end():
+    class Both(CountingEnv):
+        def step(self, action: int) -> Any:
+            obs, reward, terminated, _, info = super().step(action)
+            return obs, reward, terminated, terminated, info
+
+    with Collector(lambda: Both(2), None, frames_per_batch=4) as collector:
+        batch = collector.rollout()
+        assert column(batch, "next", "terminated") == column(batch, "next", "truncated") == [False, True] * 2
+        assert [(e.terminated, e.truncated) for e in collector.episodes] == [(True, True)] * 2
+
+
+def test_episodes_of_one_step():
+    batch = collect(counting(1), frames_per_batch=4)
+    assert column(batch, "observation") == [[1, 0]] * 4
+    assert column(batch, "next", "observation") == [[1, 1]] * 4
+    assert column(batch, "collector", "traj_ids") == [0, 1, 2, 3]
+
+
+def test_environments_may_change_the_action_they_get():
+    class Clipping(gymnasium.Env[Any, Any]):
+        observation_space = spaces.Box(-1, 1, (1,))
+        action_space = spaces.Box(-1, 1, (2,))
+
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            return np.zeros(1, np.float32), {}
+
+        def step(self, action: Any) -> Any:
+            action[:] = 9.0
+            return np.zeros(1, np.float32), 0.0, False, False, {}
+
+    for num_envs in (None, 2):
+        batch = collect(Clipping, frames_per_batch=4, num_envs=num_envs, validate="full")
+        assert batch["action"].abs().max() <= 1
+
+
+def test_discrete_actions_are_plain_ints():
+    types = set()
+
+    class Typed(CountingEnv):
+        def step(self, action: int) -> Any:
+            types.add(type(action))
+            return super().step(action)
+
+    collect(Typed, frames_per_batch=3)
+    collect(Typed, lambda obs: torch.zeros(2, dtype=torch.int64), frames_per_batch=6, num_envs=2)
+    assert types == {int}

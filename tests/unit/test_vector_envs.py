@@ -1,0 +1,405 @@
+"""Vector environments give the transitions of the same environments stepped one by one, in every autoreset mode."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+
+from muster import Collector
+from muster.errors import BadEnvOutput, BadOption, EnvError, UnsupportedEnv
+from muster.testing import ChainEnv, CountingEnv, FaultyEnv, SpaceEnv
+from tests.tools import assert_accounted, assert_chain, assert_same, collect, column, counting, recorded
+
+MODES = list(AutoresetMode)
+KINDS = {"sync": SyncVectorEnv, "async": partial(AsyncVectorEnv, context="fork")}
+
+
+class NestedEnv(ChainEnv):
+    """A ``ChainEnv`` whose observation is a Dict with a Tuple in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = spaces.Tuple((spaces.Discrete(5), spaces.Box(0, 1, (2,))))
+        self.observation_space = spaces.Dict({"chain": self.observation_space, "parts": parts})
+
+    def _nested(self, obs: Any) -> Any:
+        return {"chain": obs, "parts": (np.int64(obs[1] % 5), np.full(2, obs[2] / 2**31, np.float32))}
+
+    def reset(self, **options: Any) -> Any:
+        obs, info = super().reset(**options)
+        return self._nested(obs), info
+
+    def step(self, action: Any) -> Any:
+        obs, *rest = super().step(action)
+        return self._nested(obs), *rest
+
+
+def only(part: str) -> type[NestedEnv]:
+    class Part(NestedEnv):
+        def __init__(self) -> None:
+            super().__init__()
+            self.observation_space = self.observation_space[part]
+
+        def _nested(self, obs: Any) -> Any:
+            return super()._nested(obs)[part]
+
+    return Part
+
+
+# --- Gymnasium's own -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("env", [ChainEnv, NestedEnv, only("parts")], ids=["box", "dict", "tuple"])
+def test_every_mode_gives_the_transitions_of_single_environments(kind, env, mode):
+    options = {"frames_per_batch": 90, "seed": 0, "batches": 2}
+    alone = collect(env, num_envs=3, **options)
+    assert_same(collect(lambda: KINDS[kind]([env] * 3, autoreset_mode=mode), **options), alone)
+    if env is ChainEnv:
+        assert_chain(alone)
+        assert alone["next", "terminated"].any()
+        assert alone["next", "truncated"].any()
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_cut_episodes_are_reset_in_every_mode(mode):
+    """``max_frames_per_traj`` resets environments that do not know of it."""
+    options = {"frames_per_batch": 90, "seed": 0, "batches": 2, "max_frames_per_traj": 3}
+    alone = collect(ChainEnv, num_envs=3, **options)
+    assert_chain(alone)
+    assert_same(collect(lambda: SyncVectorEnv([ChainEnv] * 3, autoreset_mode=mode), **options), alone)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_wrappers_around_vector_environments(mode):
+    options = {"frames_per_batch": 60, "seed": 0}
+
+    def make() -> Any:
+        return RecordEpisodeStatistics(SyncVectorEnv([ChainEnv] * 3, autoreset_mode=mode))
+
+    assert_same(collect(make, **options), collect(ChainEnv, num_envs=3, **options))
+
+
+def test_a_vector_environment_object_and_groups_of_them():
+    env = SyncVectorEnv([counting()] * 2)
+    assert collect(env, frames_per_batch=4).batch_size == (2, 2)
+    groups = [lambda: SyncVectorEnv([counting()] * 2)] * 3
+    batch = collect(groups, frames_per_batch=12)
+    assert batch.batch_size == (3, 2, 2)
+    assert batch["collector", "traj_ids"][..., 0].tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_num_envs_cannot_multiply_a_vector_environment():
+    def make() -> Any:
+        return SyncVectorEnv([counting()] * 2)
+
+    with pytest.raises(BadOption, match="makes a VectorEnv, which is a batch already"):
+        Collector(make, None, num_envs=2, frames_per_batch=4)
+    assert collect(make(), num_envs=2, frames_per_batch=4).batch_size == (2, 2)
+
+
+def test_environments_are_seeded_by_number():
+    factory, made = recorded(counting())
+    collect(lambda: SyncVectorEnv([factory] * 3), frames_per_batch=6, seed=10)
+    seeds = [[seed for seed in env.seeds if seed is not None] for env in made if env.seeds]
+    assert seeds == [[10], [11], [12]]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_resetting_some_seeds_and_resets_only_those(mode):
+    options = {"frames_per_batch": 8, "seed": 0}
+    with Collector(lambda: SyncVectorEnv([counting(9, noise=True)] * 2, autoreset_mode=mode), None, **options) as a:
+        with Collector(counting(9, noise=True), None, num_envs=2, **options) as b:
+            for collector in (a, b):
+                collector.rollout()
+                collector.reset(1)
+            got, expected = a.rollout(), b.rollout()
+    assert_same(got, expected)
+    assert column(got, "next", "reward") == [[5, 6, 7, 8], [1, 2, 3, 4]]
+
+
+def test_composite_actions_reach_vector_environments():
+    space = spaces.Dict({"a": spaces.Discrete(10), "b": spaces.Tuple((spaces.Box(-1, 1, (2,)), spaces.MultiBinary(2)))})
+    factory, made = recorded(lambda: SpaceEnv(spaces.Discrete(2), space))
+    batch = collect(lambda: SyncVectorEnv([factory] * 2), frames_per_batch=6, validate="full")
+    for b, env in enumerate(env for env in made if env.actions):
+        for t, action in enumerate(env.actions):
+            assert space.contains(action)
+            assert batch["action", "a"][b, t] == action["a"]
+            assert batch["action", "b", "0"][b, t].tolist() == action["b"][0].tolist()
+
+
+def test_text_observations_of_vector_environments():
+    factory, made = recorded(lambda: SpaceEnv(spaces.Text(6), spaces.Discrete(2), length=50))
+    batch = collect(lambda: SyncVectorEnv([factory] * 2), frames_per_batch=6, validate="full")
+    seen = [env.observations for env in made if env.observations]
+    assert [list(row) for row in batch["observation"]] == [row[:3] for row in seen]
+
+
+def test_forgetful_async_environments_are_refused():
+    def make() -> Any:
+        return AsyncVectorEnv([counting()] * 2, shared_memory=False, context="fork")
+
+    with pytest.raises(UnsupportedEnv, match="shared_memory=True"):
+        Collector(make, None, frames_per_batch=4)
+
+
+def test_disabled_mode_without_shared_memory():
+    def make() -> Any:
+        return AsyncVectorEnv(
+            [ChainEnv] * 2, shared_memory=False, context="fork", autoreset_mode=AutoresetMode.DISABLED
+        )
+
+    options = {"frames_per_batch": 40, "seed": 0}
+    assert_same(collect(make, **options), collect(ChainEnv, num_envs=2, **options))
+
+
+# --- ALE -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pong():
+    """A factory of tiny Pong vector environments whose episodes are short, and of the same one by one."""
+    from ale_py.vector_env import AtariVectorEnv
+
+    def make(num_envs: int = 2, mode: AutoresetMode = AutoresetMode.NEXT_STEP) -> Any:
+        return AtariVectorEnv(
+            "pong",
+            num_envs,
+            num_threads=1,
+            img_height=8,
+            img_width=8,
+            stack_num=2,
+            noop_max=5,
+            max_num_frames_per_episode=60,
+            autoreset_mode=mode,
+        )
+
+    return make
+
+
+def test_all_modes_of_atari_give_the_same_transitions(pong):
+    options = {"frames_per_batch": 80, "seed": 3}
+    batches = [collect(partial(pong, mode=mode), **options) for mode in MODES]
+    first = batches[0]
+    assert first["observation"].dtype == torch.uint8
+    assert first["next", "done"].sum() >= 4
+    for other in batches[1:]:
+        assert_same(first, other)
+    done = first["next", "done"][..., 0]
+    going_on = ~done[:, :-1]
+    assert torch.equal(first["next", "observation"][:, :-1][going_on], first["observation"][:, 1:][going_on])
+    last = first["next", "observation"][:, :-1][done[:, :-1]]
+    assert not torch.equal(last, first["observation"][:, 1:][done[:, :-1]]), "the last observation, not the reset one"
+
+
+def test_atari_environments_are_those_of_their_seeds(pong):
+    options = {"seed": 3, "frames_per_batch": 60}
+    two = collect(pong, lambda obs: torch.arange(30).fmod(6)[: obs.shape[0]] * 0 + 2, **options)
+    one = collect(partial(pong, 1), lambda obs: torch.full((1,), 2), seed=4, frames_per_batch=30)
+    done = int(one["next", "done"][0, :, 0].nonzero()[0])  # later episodes go on from generators of ALE's own
+    assert torch.equal(two["observation"][1, : done + 1], one["observation"][0, : done + 1])
+
+
+# --- third parties ---------------------------------------------------------------------------------
+
+
+class ThirdParty(VectorEnv[Any, Any, Any]):
+    """Counting environments in a vector environment Muster has never seen.
+
+    Args:
+        mode: declared in the metadata; None declares nothing.
+        heeds_mask: ``reset`` leaves environments outside ``reset_mask`` alone.
+        tells_final: ``info["final_obs"]`` in SAME_STEP mode.
+        reuse: observations are one array that changes in place.
+        output: replaces parts of what the step number ``at`` returns.
+    """
+
+    def __init__(
+        self,
+        mode: AutoresetMode | None,
+        *,
+        num_envs: int = 2,
+        heeds_mask: bool = True,
+        tells_final: bool = True,
+        reuse: bool = False,
+        nan: bool = False,
+        output: dict[int, Any] | None = None,
+        at: int = -1,
+    ) -> None:
+        self.num_envs, self.mode = num_envs, mode
+        self.metadata = {} if mode is None else {"autoreset_mode": mode}
+        self.single_observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+        self.single_action_space = spaces.Discrete(2)
+        self.heeds_mask, self.tells_final, self.reuse, self.nan = heeds_mask, tells_final, reuse, nan
+        self.output, self.at, self.steps = output or {}, at, 0
+        self.t = np.zeros(num_envs, np.int64)
+        self.pending = np.zeros(num_envs, bool)
+        self._buffer = np.zeros((num_envs, 2), np.float32)
+
+    def _lengths(self) -> Any:
+        return np.arange(2, 2 + self.num_envs)
+
+    def _observe(self) -> Any:
+        self._buffer[:, 0], self._buffer[:, 1] = np.nan if self.nan else self._lengths(), self.t
+        return self._buffer if self.reuse else self._buffer.copy()
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        mask = (options or {}).get("reset_mask") if self.heeds_mask else None
+        chosen = slice(None) if mask is None else mask
+        self.t[chosen], self.pending[chosen] = 0, False
+        return self._observe(), {}
+
+    def step(self, actions: Any) -> Any:
+        self.t = np.where(self.pending, 0, self.t + 1)
+        done = self.t >= self._lengths()
+        reward = np.where(self.pending, 0.0, self.t)
+        info: dict[str, Any] = {}
+        obs = self._observe()
+        if self.mode is AutoresetMode.SAME_STEP and done.any():
+            if self.tells_final:
+                info = {"final_obs": obs.copy(), "_final_obs": done}
+            self.t[done] = 0
+            obs = self._observe()
+        elif self.mode is AutoresetMode.NEXT_STEP:
+            self.pending = done
+        values = [obs, reward, done, np.zeros_like(done), info]
+        if self.steps == self.at:
+            values = [self.output.get(i, value) for i, value in enumerate(values)]
+        self.steps += 1
+        return tuple(values)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("nan", [False, True])
+def test_a_third_partys_vector_environment(mode, reuse, nan):
+    batch = collect(lambda: ThirdParty(mode, reuse=reuse, nan=nan), frames_per_batch=12)
+    assert column(batch, "next", "reward") == [[1, 2, 1, 2, 1, 2], [1, 2, 3, 1, 2, 3]]
+    assert batch["observation"][..., 1].tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 0, 1, 2]]
+    assert batch["next", "observation"][..., 1].tolist() == [[1, 2, 1, 2, 1, 2], [1, 2, 3, 1, 2, 3]]
+
+
+def test_a_mode_that_is_not_declared_is_not_guessed():
+    with pytest.raises(UnsupportedEnv, match=r"ThirdParty does not say how it resets: set metadata\['autoreset_mode'\]"):
+        Collector(lambda: ThirdParty(None), None, frames_per_batch=4)
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP], ids=str)
+@pytest.mark.parametrize("reuse", [False, True])
+def test_an_environment_that_resets_others_too_is_found_out(mode, reuse):
+    collector = Collector(lambda: ThirdParty(mode, heeds_mask=False, reuse=reuse), None, frames_per_batch=12)
+    with collector, pytest.raises(UnsupportedEnv, match="reset others too.*reset_mask"):
+        collector.rollout()
+
+
+def test_unknown_last_observations_are_flagged_and_not_guessed():
+    batch = collect(lambda: ThirdParty(AutoresetMode.SAME_STEP, tells_final=False), frames_per_batch=12)
+    assert column(batch, "collector", "next_obs_valid") == [
+        [True, False, True, False, True, False],
+        [True, True, False, True, True, False],
+    ]
+    unknown = ~batch["collector", "next_obs_valid"]
+    assert batch["next", "observation"][unknown].isnan().all()
+    assert not batch["next", "observation"][~unknown].isnan().any()
+    assert batch["observation"][..., 1].tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 0, 1, 2]]
+
+
+def test_final_observations_that_are_told_are_flagged_valid():
+    batch = collect(lambda: ThirdParty(AutoresetMode.SAME_STEP), frames_per_batch=12)
+    assert batch["collector", "next_obs_valid"].all()
+    assert batch["next", "observation"][0, 1].tolist() == [2, 2]
+
+
+def test_certain_environments_have_no_flag():
+    assert ("collector", "next_obs_valid") not in collect(
+        lambda: ThirdParty(AutoresetMode.DISABLED), frames_per_batch=4
+    ).keys(True)
+
+
+# --- bad output ------------------------------------------------------------------------------------
+
+ROWS = np.zeros((2, 2), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ({0: np.zeros((2, 3), np.float32)}, r"observation is an array of shape \(2, 3\).*says 2 x \(shape \(2,\)"),
+        ({0: np.zeros((2, 2))}, r"array of dtype float64.*dtype float32"),
+        ({0: None}, "observation is NoneType"),
+        ({0: ROWS.tolist()}, "observation is list"),
+        ({1: np.zeros(3)}, r"reward has shape \(3,\).*expected \(2,\) and a number"),
+        ({1: None}, "reward has shape"),
+        ({1: np.array(["a", "b"])}, "reward has shape .* dtype <U1"),
+        ({2: np.array([0.0, 1.0])}, "terminated has shape .* float64.*bool"),
+        ({2: "no"}, "terminated has shape"),
+        ({3: np.array([0, 2])}, "truncated has shape .* int64.*bool"),
+        ({3: None}, "truncated has shape"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("at", [0, 3, 5])
+def test_bad_output_is_named_and_nothing_before_it_is_lost(output, message, at):
+    make = lambda: ThirdParty(AutoresetMode.DISABLED, output=output, at=at)  # noqa: E731
+    with Collector(make, None, frames_per_batch=12) as collector:
+        with pytest.raises(BadEnvOutput, match=message) as caught:
+            collector.rollout()
+        assert "ThirdParty" in str(caught.value)
+        assert collector.stats().in_flight == 2 * at
+        assert collector.stats().discarded == {"bad_env_output": 2}
+        batch = collector.rollout()
+        assert_accounted(collector)
+    expected = [[1, 2, 1, 2, 1, 2], [1, 2, 3, 1, 2, 3]]
+    again = [row[:at] + row[: 6 - at] for row in expected]
+    assert column(batch, "next", "reward") == again
+    if at:
+        assert batch["next", "done"][:, at - 1].all()
+
+
+def test_an_error_inside_a_vector_environment():
+    make = lambda: SyncVectorEnv([counting(), lambda: FaultyEnv(2, error=lambda: OSError("boom"))])  # noqa: E731
+    with Collector(make, None, frames_per_batch=8) as collector:
+        with pytest.raises(EnvError, match=r"SyncVectorEnv.step raised OSError: boom") as caught:
+            collector.rollout()
+        assert isinstance(caught.value.__cause__, OSError)
+        batch = collector.rollout()
+        assert_accounted(collector)
+    assert column(batch, "next", "reward") == [[1, 2, 1, 2]] * 2
+    assert column(batch, "next", "truncated") == [[False, True, False, False]] * 2
+
+
+def test_final_observations_of_the_wrong_shape():
+    class Wrong(ThirdParty):
+        def step(self, actions: Any) -> Any:
+            *values, info = super().step(actions)
+            if info:
+                info["final_obs"] = np.zeros((2, 5), np.float32)
+            return *values, info
+
+    collector = Collector(lambda: Wrong(AutoresetMode.SAME_STEP), None, frames_per_batch=12)
+    with collector:
+        with pytest.raises(BadEnvOutput, match=r"ThirdParty|Wrong.*final_obs observation is an array of shape \(5,\)"):
+            collector.rollout()
+        assert_accounted(collector)
+
+
+def test_spec_ids_name_the_environment():
+    with Collector(gymnasium.make_vec("CartPole-v1", 2), None, frames_per_batch=4) as collector:
+        assert repr(collector) == "Collector(CartPole-v1 x 2, frames_per_batch=4, 0 frames)"
+
+
+def test_closing_closes_the_vector_environment():
+    factory, made = recorded(counting())
+    collect(lambda: SyncVectorEnv([factory] * 2), frames_per_batch=4)
+    assert [env.closed for env in made][-2:] == [1, 1]
+    assert isinstance(made[0], CountingEnv)
