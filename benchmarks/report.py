@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runner import Series
+from benchmarks.runner import Clock, Series
 from benchmarks.systems import SYSTEMS
 from benchmarks.targets import TARGETS
 from benchmarks.workloads import WORKLOADS
@@ -30,12 +30,13 @@ def median_iqr(values: Sequence[float]) -> tuple[float, float]:
     return statistics.median(values), high - low
 
 
-def ratio(faster: Series, slower: Series) -> tuple[float, float] | None:
+def ratio(faster: Series, slower: Series, clock: Clock | None = None) -> tuple[float, float] | None:
     """Median and IQR of the ratios within each round; None if either has no slices.
 
     Both slices of a round ran within seconds of each other, so what slows the machine down cancels.
     """
-    pairs = list(zip(faster.fps, slower.fps, strict=False))
+    clock = clock or faster.clock
+    pairs = list(zip(faster.rates(clock), slower.rates(clock), strict=False))
     return median_iqr([a / b for a, b in pairs]) if pairs else None
 
 
@@ -64,8 +65,8 @@ def table(results: Results, workload: str) -> str:
 
 
 def target_table(results: Results) -> str:
-    """Every target for which both systems were measured, and whether it is met."""
-    rows = [["target", "at least", "measured", "IQR", ""]]
+    """Every target for which both systems were measured, and whether it is met by the run's clock."""
+    rows = [["target", "at least", "measured", "IQR", "by CPU time", ""]]
     for target in TARGETS:
         series = results.get(target.workload, {})
         if target.faster not in series or target.slower not in series:
@@ -77,7 +78,8 @@ def target_table(results: Results) -> str:
             rows.append([name, f"{target.at_least:.2f}", why[:60]])
         else:
             met = "met" if got[0] >= target.at_least else "MISSED"
-            rows.append([name, f"{target.at_least:.2f}", f"{got[0]:.2f}", f"{got[1]:.2f}", met])
+            cpu = ratio(series[target.faster], series[target.slower], "cpu") or got
+            rows.append([name, f"{target.at_least:.2f}", f"{got[0]:.2f}", f"{got[1]:.2f}", f"{cpu[0]:.2f}", met])
     return _aligned(rows) if len(rows) > 1 else ""
 
 
@@ -142,7 +144,10 @@ def _target_summary(results: Results, target: Any) -> dict[str, Any]:
     got = None
     if target.faster in series and target.slower in series:
         got = ratio(series[target.faster], series[target.slower])
-    measured = None if got is None else {"median": round(got[0], 3), "iqr": round(got[1], 3)}
+    measured = None
+    if got is not None:
+        cpu = ratio(series[target.faster], series[target.slower], "cpu") or got
+        measured = {"median": round(got[0], 3), "iqr": round(got[1], 3), "by_cpu_time": round(cpu[0], 3)}
     return {**vars(target), "measured": measured, "met": None if got is None else got[0] >= target.at_least}
 
 

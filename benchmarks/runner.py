@@ -47,7 +47,10 @@ class Series:
     @property
     def fps(self) -> list[float]:
         """Frames per second of each slice, by ``clock``."""
-        return [s.frames / getattr(s, self.clock) for s in self.slices]
+        return self.rates(self.clock)
+
+    def rates(self, clock: Clock) -> list[float]:
+        return [s.frames / getattr(s, clock) for s in self.slices]
 
 
 def environment() -> dict[str, str]:

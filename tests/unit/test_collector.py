@@ -1,0 +1,441 @@
+"""What the user holds: iterating, weights, devices, the end."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+import muster
+from muster import Collector, CollectorStats
+from muster.errors import BadOption, BadWeights, CollectorBusy, CollectorClosed
+from muster.testing import CountingEnv
+from tests.tools import assert_accounted, assert_same, column, counting, recorded
+
+
+def collector(total_frames: int = -1, policy: Any = None, env: Any = CountingEnv, **options: Any) -> Collector:
+    return Collector(env, policy, **{"frames_per_batch": 4, "total_frames": total_frames, **options})
+
+
+# --- iterating -------------------------------------------------------------------------------------
+
+
+def test_iteration_is_exact():
+    with collector(12) as c:
+        batches = list(c)
+        assert [column(b, "next", "reward") for b in batches] == [[1, 2, 3, 1], [2, 3, 1, 2], [3, 1, 2, 3]]
+        assert len(c) == 3
+        assert list(c) == []
+        assert c.stats().frames == 12
+        assert c.stats().batches == 3
+
+
+def test_after_a_break_another_loop_goes_on():
+    with collector(12) as c:
+        for batch in c:
+            assert column(batch, "next", "reward") == [1, 2, 3, 1]
+            break
+        assert [column(b, "next", "reward") for b in c] == [[2, 3, 1, 2], [3, 1, 2, 3]]
+
+
+def test_an_endless_collector():
+    with collector() as c:
+        assert [column(b, "next", "reward")[0] for b, _ in zip(c, range(5))] == [1, 2, 3, 1, 2]
+        with pytest.raises(TypeError, match="endless"):
+            len(c)
+
+
+def test_two_live_iterators_are_refused():
+    with collector(20) as c:
+        first = iter(c)
+        next(first)
+        with pytest.raises(CollectorBusy, match="del it"):
+            iter(c)
+        assert column(next(first), "next", "reward") == [2, 3, 1, 2]
+        del first
+        gc.collect()
+        assert column(next(iter(c)), "next", "reward") == [3, 1, 2, 3]
+
+
+def test_an_exhausted_iterator_is_not_in_the_way():
+    with collector(4) as c:
+        first = iter(c)
+        assert len(list(first)) == 1
+        assert list(iter(c)) == []
+
+
+def test_rollout_does_not_count_towards_total_frames():
+    with collector(8) as c:
+        c.rollout()
+        assert len(list(c)) == 2
+        c.rollout()
+        assert c.stats().frames == 16
+
+
+def test_rollout_in_the_middle_of_a_loop():
+    with collector(8) as c:
+        rewards = []
+        for batch in c:
+            rewards += column(batch, "next", "reward") + column(c.rollout(), "next", "reward")
+        assert rewards == [1, 2, 3] * 5 + [1]
+
+
+# --- the end ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        iter,
+        Collector.iterator,
+        Collector.rollout,
+        Collector.reset,
+        lambda c: c.set_seed(1),
+        lambda c: c.update_policy_weights_(),
+        Collector.__enter__,
+    ],
+)
+def test_after_shutdown_the_collector_is_closed(use):
+    c = collector()
+    c.shutdown()
+    with pytest.raises(CollectorClosed, match="make a new one"):
+        use(c)
+
+
+def test_a_loop_stops_when_the_collector_is_shut_down():
+    c = collector()
+    batches = iter(c)
+    next(batches)
+    c.shutdown()
+    with pytest.raises(CollectorClosed):
+        next(batches)
+
+
+def test_shutdown_closes_environments_once_and_stats_stay():
+    factory, made = recorded(counting())
+    c = collector(env=factory, num_envs=2, seed=0)
+    c.rollout()
+    before = c.stats()
+    c.shutdown()
+    c.shutdown()
+    assert [env.closed for env in made] == [1, 1]
+    assert c.stats() == before
+    assert c.episodes == c.episodes
+    assert repr(c) == "Collector(CountingEnv x 2, frames_per_batch=4, closed)"
+
+
+def test_the_context_manager_closes_also_after_an_error():
+    factory, made = recorded(counting())
+    with pytest.raises(ZeroDivisionError), collector(env=factory):
+        _ = 1 / 0
+    assert made[0].closed == 1
+
+
+def test_environments_may_be_left_open():
+    env = CountingEnv()
+    collector(env=env).shutdown(close_env=False)
+    assert env.closed == 0
+
+
+class Stuck(CountingEnv):
+    def close(self) -> None:
+        super().close()
+        raise OSError("window is gone")
+
+
+def test_errors_of_close_can_be_hidden():
+    with pytest.raises(OSError, match="window"):
+        collector(env=Stuck).shutdown()
+    collector(env=Stuck).shutdown(raise_on_error=False)
+    with pytest.raises(ZeroDivisionError), collector(env=Stuck):
+        _ = 1 / 0
+
+
+@pytest.mark.xfail(reason="bugs.md 6: the first close() that raises leaves the other environments open")
+def test_every_environment_is_closed_even_if_one_cannot_be():
+    factory, made = recorded(Stuck)
+    c = Collector([factory, factory], None, num_envs=2, frames_per_batch=4)
+    with pytest.raises(OSError, match="window"):
+        c.shutdown()
+    assert [env.closed for env in made] == [1] * 4
+
+
+def test_frames_in_flight_are_discarded_at_shutdown():
+    calls = []
+
+    def policy(obs: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ValueError("no")
+        return torch.tensor(0)
+
+    c = collector(policy=policy)
+    with pytest.raises(muster.errors.PolicyError):
+        c.rollout()
+    assert c.stats().in_flight == 2
+    c.shutdown()
+    assert c.stats().in_flight == 0
+    assert c.stats().discarded == {"shutdown": 2}
+    assert_accounted(c)
+
+
+# --- looking at it ---------------------------------------------------------------------------------
+
+
+def test_stats_before_and_after():
+    with collector(num_envs=2) as c:
+        fresh = c.stats()
+        assert (fresh.frames, fresh.executed, fresh.batches, fresh.episodes) == (0, 0, 0, 0)
+        assert (fresh.in_flight, fresh.discarded, fresh.frames_per_s) == (0, {}, 0.0)
+        for _ in range(3):
+            c.rollout()
+        stats = c.stats()
+    assert isinstance(stats, CollectorStats)
+    assert (stats.frames, stats.executed, stats.batches, stats.episodes) == (12, 12, 3, 4)
+    assert stats.frames_per_s > 0
+    assert min(stats.env_s, stats.policy_s, stats.copy_s, stats.rest_s) >= 0
+    assert stats.policy_path == "random"
+    with pytest.raises(AttributeError):
+        stats.frames = 3  # type: ignore[misc]
+
+
+def test_repr():
+    with collector(num_envs=2, env=counting()) as c:
+        c.rollout()
+        assert repr(c) == "Collector(CountingEnv x 2, frames_per_batch=4, 4 frames)"
+
+
+# --- seeds -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("static", "seeds", "last"), [(False, [7, 8, 9, 10], 10), (True, [7] * 4, 7)])
+def test_set_seed_seeds_every_environment_and_returns_the_last(static, seeds, last):
+    factory, made = recorded(counting())
+    with Collector([factory, factory], None, num_envs=2, frames_per_batch=16) as c:
+        assert c.set_seed(7, static_seed=static) == last
+        c.rollout()
+        c.rollout()
+    assert [[s for s in env.seeds if s is not None] for env in made] == [[s] for s in seeds]
+
+
+def test_set_seed_in_the_middle_repeats_the_data():
+    with Collector(counting(3, noise=True), None, num_envs=2, frames_per_batch=8, seed=3) as c:
+        first = c.rollout()
+        c.rollout()
+        c.set_seed(3)
+        assert_same(first, c.rollout(), ignore=[("collector", "traj_ids")])
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, "1", None, True])
+def test_bad_seeds(seed):
+    with collector() as c, pytest.raises(BadOption, match="set_seed"):
+        c.set_seed(seed)
+
+
+# --- weights ---------------------------------------------------------------------------------------
+
+
+class Threshold(nn.Module):
+    """Acts 1 where its weight is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([-1.0, -1.0]))
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return (self.weight.sum() > 0).long().expand(obs.shape[:-1])
+
+
+def positive() -> Threshold:
+    net = Threshold()
+    net.weight.data.fill_(1.0)
+    return net
+
+
+FORMS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    "module": lambda: ((positive(),), {}),
+    "state_dict": lambda: ((positive().state_dict(),), {}),
+    "tensordict": lambda: ((TensorDict.from_module(positive()),), {}),
+    "tensordict_data": lambda: ((TensorDict.from_module(positive()).data,), {}),
+    "weights=": lambda: ((), {"weights": positive().state_dict()}),
+    "policy=": lambda: ((), {"policy": positive()}),
+    "positional_and_model": lambda: ((positive(),), {"model_id": "policy"}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_are_taken_in_every_form(form):
+    policy = Threshold()
+    with collector(policy=policy) as c:
+        assert column(c.rollout(), "action") == [0] * 4
+        args, keywords = FORMS[form]()
+        c.update_policy_weights_(*args, **keywords)
+        assert column(c.rollout(), "action") == [1] * 4
+        assert c.policy_version == c.stats().policy_version == 1
+    assert policy.weight.tolist() == [1.0, 1.0]
+
+
+def test_published_weights_are_copies():
+    source = positive()
+    with collector(policy=Threshold()) as c:
+        c.update_policy_weights_(source)
+        source.weight.data.fill_(-5.0)
+        assert column(c.rollout(), "action") == [1] * 4
+
+
+def test_weights_changed_in_place_only_count():
+    policy = Threshold()
+    with collector(policy=policy) as c:
+        c.rollout()
+        policy.weight.data.fill_(1.0)
+        c.update_policy_weights_()
+        c.update_policy_weights_(policy)
+        assert column(c.rollout(), "action") == [1] * 4
+        assert c.policy_version == 2
+
+
+@pytest.mark.parametrize("part", ["network", "copy", "state_dict"])
+def test_the_network_inside_a_head_is_enough(part):
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2))
+    for layer in (net[0], net[2]):
+        nn.init.zeros_(layer.weight)
+    net[2].bias.data = torch.tensor([50.0, -50.0])
+    with collector(policy=muster.policies.categorical(net)) as c:
+        assert column(c.rollout(), "action") == [0] * 4
+        changed = net if part == "network" else copy.deepcopy(net)
+        changed[2].bias.data = torch.tensor([-50.0, 50.0])
+        c.update_policy_weights_(changed.state_dict() if part == "state_dict" else changed)
+        assert column(c.rollout(), "action") == [1] * 4
+
+
+BAD = {
+    "missing": ({}, "missing"),
+    "unknown": ({"weight": torch.ones(2), "bias": torch.ones(2)}, r"unknown \['bias'\]"),
+    "shape": ({"weight": torch.ones(3)}, r"weight has shape \(3,\).*expected \(2,\)"),
+    "dtype": ({"weight": torch.ones(2, dtype=torch.float64)}, "dtype torch.float64.*torch.float32"),
+    "nan": ({"weight": torch.tensor([1.0, torch.nan])}, "weight is not finite"),
+    "inf": ({"weight": torch.tensor([1.0, torch.inf])}, "weight is not finite"),
+    "type": ([1, 2], "cannot take weights from list"),
+    "values": ({"weight": 3.0}, "cannot take weights from dict"),
+    "other_module": (nn.Linear(2, 2), r"missing \['weight'\]|unknown \['bias'\]"),
+    "no_weights": (nn.Tanh(), "missing"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_weights_change_nothing(name):
+    weights, message = BAD[name]
+    policy = Threshold()
+    with collector(policy=policy) as c:
+        with pytest.raises(BadWeights, match=message):
+            c.update_policy_weights_(weights)
+        assert c.policy_version == 0
+        assert policy.weight.tolist() == [-1.0, -1.0]
+        assert column(c.rollout(), "action") == [0] * 4
+
+
+def test_one_bad_tensor_of_many_changes_none():
+    net = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
+    before = copy.deepcopy(net.state_dict())
+    new = {name: torch.full_like(tensor, 7.0) for name, tensor in before.items()}
+    new["1.bias"][1] = torch.nan
+    with collector(policy=muster.policies.categorical(net)) as c, pytest.raises(BadWeights, match="1.bias"):
+        c.update_policy_weights_(new)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+
+
+def test_a_diverged_policy_is_not_counted():
+    policy = Threshold()
+    with collector(policy=policy) as c:
+        policy.weight.data[0] = torch.nan
+        with pytest.raises(BadWeights, match="diverged"):
+            c.update_policy_weights_(policy)
+        assert c.policy_version == 0
+
+
+def test_weights_that_fit_two_parts_are_refused():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.actor, self.critic = nn.Linear(2, 1), nn.Linear(2, 1)
+
+        def forward(self, obs: torch.Tensor) -> torch.Tensor:
+            return (self.actor(obs)[..., 0] > 0).long()
+
+    policy = Two()
+    before = copy.deepcopy(policy.state_dict())
+    with collector(policy=policy) as c:
+        with pytest.raises(BadWeights, match="actor.*critic"):
+            c.update_policy_weights_(nn.Linear(2, 1))
+        assert all(torch.equal(t, before[n]) for n, t in policy.state_dict().items())
+        c.update_policy_weights_(copy.deepcopy(policy))
+        c.update_policy_weights_(policy.actor)
+        assert c.policy_version == 2
+
+
+def test_a_function_has_no_weights_to_publish():
+    net = Threshold()
+    with collector(policy=lambda obs: net(obs)) as c:
+        with pytest.raises(BadWeights, match="not a module"):
+            c.update_policy_weights_(positive())
+        c.update_policy_weights_()
+        c.update_policy_weights_(net)
+        assert c.policy_version == 2
+
+
+def test_weights_are_given_once():
+    with collector(policy=Threshold()) as c:
+        with pytest.raises(BadOption, match="once"):
+            c.update_policy_weights_(positive(), weights=positive().state_dict())
+        with pytest.raises(BadOption, match="model_id='critic'"):
+            c.update_policy_weights_(positive(), model_id="critic")
+        assert c.policy_version == 0
+
+
+# --- devices ---------------------------------------------------------------------------------------
+
+
+def test_without_a_device_the_batch_states_none():
+    with collector() as c:
+        assert c.rollout().device is None
+
+
+@pytest.mark.parametrize("option", ["storing_device", "device"])
+def test_the_storing_device_is_stated(option):
+    with collector(**{option: "cpu"}) as c:
+        batch = c.rollout()
+    assert batch.device == torch.device("cpu")
+    assert column(batch, "next", "reward") == [1, 2, 3, 1]
+
+
+def test_another_storing_device_gets_every_column():
+    with collector(storing_device="meta", num_envs=2, max_frames_per_traj=2) as moved, collector(
+        num_envs=2, max_frames_per_traj=2
+    ) as here:
+        batch, expected = moved.rollout(), here.rollout()
+        assert moved.stats().slots["lent"] == 0, "what was moved needs no slot"
+    assert batch.device == torch.device("meta")
+    for key in expected.keys(True, True):
+        assert batch[key].device.type == "meta"
+        assert batch[key].shape == expected[key].shape
+        assert batch[key].dtype == expected[key].dtype
+
+
+def test_a_policy_that_is_there_already_is_not_copied():
+    policy = Threshold()
+    with collector(policy=policy, policy_device="cpu") as c:
+        policy.weight.data.fill_(1.0)
+        assert column(c.rollout(), "action") == [1] * 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
+@pytest.mark.parametrize("option", ["device", "storing_device", "policy_device", "env_device"])
+def test_cuda_without_cuda_is_refused(option):
+    with pytest.raises(BadOption, match=f"{option}='cuda:0': this machine.*has no CUDA"):
+        collector(**{option: "cuda:0"})

@@ -1,0 +1,195 @@
+"""Every option: what is impossible, and what the message says about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+
+import muster
+from muster import Collector, CollectorOptions
+from muster.collectors.options import CollectorKeywords
+from muster.errors import BadOption, UnknownOption
+from muster.testing import CountingEnv
+from tests.tools import recorded
+
+
+def options(**given: Any) -> CollectorOptions:
+    return CollectorOptions.parse({"frames_per_batch": 8, **given})
+
+
+INTEGERS = {
+    "frames_per_batch": [0, -5, 1.5, "8", None, True],
+    "total_frames": [0, -2, 8.0, "8", None, True],
+    "num_envs": [0, -1, 2.0, "2", True],
+    "num_threads": [0, -1, 1.0, "1", True],
+    "slot_memory_limit": [0, -1, 1e9, "1G", True],
+    "max_frames_per_traj": [2.0, "2", True],
+    "init_random_frames": [2.0, "2", False],
+    "seed": [-1, 1.0, "1", True],
+}
+BOOLEANS = {name: [0, 1, None, "yes"] for name in ("reset_at_each_iter", "set_truncated", "return_same_td", "executor")}
+CHOICES = {
+    "layout": ["[B, T]", None, 0],
+    "validate": ["on", True, None],
+    "exploration_type": ["greedy", None, 3],
+    **dict.fromkeys(("device", "storing_device", "policy_device", "env_device"), ["gpu", "cpu:x", 1.5]),
+}
+IMPOSSIBLE = [(name, value) for table in (INTEGERS, BOOLEANS, CHOICES) for name in table for value in table[name]]
+
+
+@pytest.mark.parametrize(("name", "value"), IMPOSSIBLE, ids=str)
+def test_impossible_values_are_refused_by_name(name, value):
+    with pytest.raises(BadOption, match=rf"\b{name}=") as caught:
+        options(**{name: value})
+    assert str(value) in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_impossible_values_are_refused_before_an_environment_is_made():
+    factory, made = recorded(CountingEnv)
+    with pytest.raises(BadOption):
+        Collector(factory, None, frames_per_batch=8, validate="never")
+    assert made == []
+
+
+def test_defaults():
+    chosen = options()
+    assert (chosen.total_frames, chosen.num_envs, chosen.seed) == (-1, None, None)
+    assert (chosen.layout, chosen.validate, chosen.exploration_type) == ("batch_major", "fast", "random")
+    assert chosen.slot_memory_limit is not None
+    assert chosen.slot_memory_limit > 1 << 20
+    assert set(chosen.devices.values()) == {None}
+
+
+@pytest.mark.parametrize("name", ["max_frames_per_traj", "init_random_frames"])
+@pytest.mark.parametrize("value", [None, 0, -1])
+def test_no_limit_and_no_warm_up_have_one_spelling_inside(name, value):
+    assert getattr(options(**{name: value}), name) is None
+
+
+def test_device_fills_in_for_the_three():
+    chosen = options(device="cpu", policy_device="meta").devices
+    assert {name: device.type for name, device in chosen.items()} == {
+        "storing_device": "cpu",
+        "policy_device": "meta",
+        "env_device": "cpu",
+    }
+
+
+class ExplorationType:
+    name = "DETERMINISTIC"
+
+
+@pytest.mark.parametrize("value", ["deterministic", "DETERMINISTIC", ExplorationType()])
+def test_exploration_types_by_name_and_as_torchrls_enum(value):
+    assert options(exploration_type=value).exploration_type == "deterministic"
+
+
+# --- exact numbers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("frames", "num_envs", "near"), [(10, 4, "8 and 12"), (3, 4, "4"), (2049, 8, "2048 and 2056")])
+def test_frames_per_batch_is_exact_or_refused(frames, num_envs, near):
+    with pytest.raises(BadOption, match=f"frames_per_batch={frames} .*{num_envs} env.*nearest possible are {near}"):
+        Collector(CountingEnv, None, frames_per_batch=frames, num_envs=num_envs)
+
+
+def test_frames_per_batch_counts_the_environments_of_all_groups():
+    with pytest.raises(BadOption, match="6 environments"):
+        Collector([CountingEnv] * 3, None, frames_per_batch=8, num_envs=2)
+
+
+@pytest.mark.parametrize(("total", "near"), [(20, "16 and 24"), (7, "8")])
+def test_total_frames_is_exact_or_refused(total, near):
+    with pytest.raises(BadOption, match=f"total_frames={total} is not a multiple.*nearest possible are {near}"):
+        options(total_frames=total)
+
+
+# --- names -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("frame_per_batch", "frames_per_batch"),
+        ("total_frame", "total_frames"),
+        ("max_frames_per_trajectory", "max_frames_per_traj"),
+        ("store_device", "storing_device"),
+        ("num_env", "num_envs"),
+    ],
+)
+def test_unknown_options_name_the_nearest(wrong, right):
+    with pytest.raises(UnknownOption, match=f"'{wrong}'; did you mean '{right}'") as caught:
+        Collector(CountingEnv, None, frames_per_batch=8, **{wrong: 1})
+    assert isinstance(caught.value, TypeError)
+
+
+def test_an_option_like_no_other_gets_the_whole_list():
+    with pytest.raises(UnknownOption, match="known options are frames_per_batch, total_frames"):
+        options(zzz=1)
+
+
+def test_what_is_resolved_inside_is_no_option():
+    with pytest.raises(UnknownOption, match="'devices'"):
+        options(devices={})
+
+
+def test_frames_per_batch_is_required():
+    with pytest.raises(UnknownOption, match="frames_per_batch is required"):
+        Collector(CountingEnv, None)
+
+
+def test_keywords_and_options_have_the_same_fields_and_types():
+    fields = [f.name for f in dataclasses.fields(CollectorOptions) if f.init]
+    assert list(CollectorKeywords.__annotations__) == fields
+    hints = get_type_hints(CollectorOptions)
+    assert {name: hints[name] for name in fields} == get_type_hints(CollectorKeywords)
+
+
+def test_every_option_is_documented():
+    documented = inspect.getdoc(CollectorOptions)
+    assert documented is not None
+    for name in CollectorKeywords.__annotations__:
+        assert f"{name}: " in documented or f"{name}, " in documented, name
+
+
+def test_options_cannot_be_changed_afterwards():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options().seed = 3  # type: ignore[misc]
+
+
+# --- options that change how, not what --------------------------------------------------------------
+
+
+def test_threads_of_the_user_are_back_between_batches():
+    seen = []
+
+    def policy(obs: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        return torch.tensor(0)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for number in (1, 3, None):
+            with Collector(CountingEnv, policy, frames_per_batch=2, num_threads=number) as collector:
+                collector.rollout()
+                assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1, 1, 3, 3, 2, 2]
+
+
+@pytest.mark.parametrize(("kind", "same"), [("random", False), ("mode", True), ("mean", True), ("deterministic", True)])
+def test_exploration_type_decides_whether_heads_draw(kind, same):
+    net = torch.nn.Linear(2, 2)
+    torch.nn.init.zeros_(net.weight)
+    net.bias.data = torch.tensor([0.0, 0.1])
+    policy = muster.policies.categorical(net)
+    with Collector(CountingEnv, policy, frames_per_batch=64, exploration_type=kind, seed=0) as collector:
+        actions = set(collector.rollout()["action"].tolist())
+    assert actions == ({1} if same else {0, 1})
