@@ -53,6 +53,9 @@ def main() -> None:
         results = runner.measure(
             systems, workloads, slices=slices, seconds=seconds, pythons=options.python, clock=options.clock
         )
+        extra["versions_by_interpreter"] = runner.peer_versions(
+            {*runner.find_pythons(systems, options.python).values()}
+        )
         for workload in workloads:
             print("\n" + report.table(results, workload))
         print("\n" + report.target_table(results))

@@ -77,6 +77,21 @@ def find_pythons(systems: Iterable[str], extra: Sequence[str]) -> dict[str, str 
     }
 
 
+def peer_versions(pythons: Iterable[str | None]) -> dict[str, dict[str, str]]:
+    """What is installed in each interpreter, of the packages that matter here."""
+    script = (
+        "import importlib.metadata as m, json, sys; "
+        "found = {d.metadata['Name']: d.version for d in m.distributions()}; "
+        "print(json.dumps({n: found[n] for n in sys.argv[1:] if n in found}))"
+    )
+    names = ("torch", "numpy", "gymnasium", "tensordict", "torchrl", "pandas", "tianshou", "ray", "pufferlib")
+    names += ("stable_baselines3", "stable-baselines3")
+    return {
+        python: json.loads(subprocess.run([python, "-c", script, *names], capture_output=True, timeout=60).stdout)
+        for python in sorted({python for python in pythons if python})
+    }
+
+
 class WorkerProcess:
     """Handle of one ``benchmarks.worker``."""
 

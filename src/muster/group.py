@@ -81,7 +81,9 @@ class Group:
         self._pending: list[int] = list(range(self.B))  # environments to reset before the next step
         self._seeds: dict[int, int] = {}
         self._deadline = np.full(self.B, NEVER, np.int64)  # row at which max_frames_per_traj is reached
-        self._state_keys: list[Key] = []  # carried columns that are not observations
+        self._limit = options.max_frames_per_traj
+        self._next: list[tuple[Array, Array]] = []  # of the lane: next/observation and observation, per leaf
+        self._states: list[tuple[Array, bool]] = []  # of the lane: other carried columns, and their value at a reset
         self._copied = 0  # rows of next/observation that are complete
 
     def reset(self, which: Sequence[int] | None = None, seeds: Sequence[int] | None = None) -> None:
@@ -140,11 +142,11 @@ class Group:
             for column in lane.layout.columns:
                 if column.carry:
                     lane.arrays[column.key][:1] = self._carried(column)
-            self._state_keys = [
-                c.key for c in lane.layout.columns if c.carry and c.key not in self.env.observation_specs
-            ]
-            limit = self.options.max_frames_per_traj
-            self._deadline = limit - 1 - self.clock.steps if limit else self._deadline
+            self._next = [(lane.arrays[next_of(key)], lane.arrays[key][1:]) for key in self._obs_keys]
+            carried = [c.key for c in lane.layout.columns if c.carry and c.key not in self.env.observation_specs]
+            self._states = [(lane.arrays[key], key == IS_INIT) for key in carried]
+            if self._limit:
+                self._deadline = self._limit - 1 - self.clock.steps
         elif self._pending:
             self._cut(lane, begin - 1)
 
@@ -159,29 +161,26 @@ class Group:
     def after_step(self, lane: Lane, t: int, finished: Sequence[int] | None) -> int:
         """Whatever is due after row ``t`` besides the next step; returns the row at which to call again."""
         lane.done_steps = t + 1
-        limit = self.options.max_frames_per_traj
-        if limit and (late := np.flatnonzero(self._deadline <= t).tolist()):
+        if self._limit and (late := np.flatnonzero(self._deadline <= t).tolist()):
             cut = late if finished is None else [i for i in late if i not in finished]
             lane.arrays[TRUNCATED][t, cut] = True
             finished = sorted({*cut, *(finished or ())})
         if finished is not None:
-            self._copy_next(lane, t + 1)  # before the reset overwrites the true last observations
-            self._reset_rows(lane, t + 1, finished)
-            if limit:
-                self._deadline[finished] = t + limit
+            self._copy_next(t + 1)  # before the reset overwrites the true last observations
+            self._reset_rows(lane, t + 1, finished, None)
         elif t + 1 - self._copied >= self._copy_every:
-            self._copy_next(lane, t + 1)
+            self._copy_next(t + 1)
         return self.next_call()
 
     def next_call(self) -> int:
         """The next row after which ``after_step`` is due even if no episode ends."""
-        limit = int(self._deadline.min()) if self.options.max_frames_per_traj else NEVER
-        return min(limit, self._copied + self._copy_every - 1)
+        copy_at = self._copied + self._copy_every - 1
+        return min(copy_at, int(self._deadline.min())) if self._limit else copy_at
 
     def leave(self, lane: Lane) -> None:
         """Complete all columns of a lane whose T rows have been stepped."""
         T, arrays = lane.T, lane.arrays
-        self._copy_next(lane, T)
+        self._copy_next(T)
         self._check_values(lane)
         terminated, truncated, done = arrays[TERMINATED], arrays[TRUNCATED], arrays[DONE]
         np.logical_or(terminated, truncated, out=done)
@@ -217,7 +216,7 @@ class Group:
         for key, row in self.carry.items():
             if key not in self.env.observation_specs:
                 row[0, self._pending] = key == IS_INIT
-        self._reset_env(self.carry, 0, self._pending)
+        self.env.reset(self.carry, 0, self._pending, self._seeds_of(self._pending))
         self._primed = None
         self._pending, self._seeds = [], {}
 
@@ -225,36 +224,32 @@ class Group:
         """Resets that are due in the middle of a lane: end the episodes at row ``t``, begin new ones after it."""
         done = lane.arrays[TERMINATED][t] | lane.arrays[TRUNCATED][t]
         lane.arrays[TRUNCATED][t, [i for i in self._pending if not done[i]]] = True
-        self._copy_next(lane, t + 1)
-        self._reset_rows(lane, t + 1, self._pending)
-        if limit := self.options.max_frames_per_traj:
-            self._deadline[self._pending] = t + limit
+        self._copy_next(t + 1)
+        self._reset_rows(lane, t + 1, self._pending, self._seeds_of(self._pending))
         self._pending, self._seeds = [], {}
 
-    def _reset_rows(self, lane: Lane, row: int, which: Sequence[int]) -> None:
-        self._reset_env(lane.arrays, row, which)
-        for key in self._state_keys:
-            lane.arrays[key][row, which] = key == IS_INIT
-
-    def _reset_env(self, arrays: dict[Key, Array], row: int, which: Sequence[int]) -> None:
-        seeds = [self._seeds[i] for i in which] if self._seeds and self._seeds.keys() >= set(which) else None
+    def _reset_rows(self, lane: Lane, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         started = time.perf_counter_ns()
-        self.env.reset(arrays, row, which, seeds)
+        self.env.reset(lane.arrays, row, which, seeds)
         self.timing.env += time.perf_counter_ns() - started
+        for array, value in self._states:
+            array[row, which] = value
+        if self._limit:
+            self._deadline[which] = row - 1 + self._limit
+
+    def _seeds_of(self, which: Sequence[int]) -> list[int] | None:
+        return [self._seeds[i] for i in which] if self._seeds.keys() >= set(which) else None
 
     def _carried(self, column: Column) -> Array:
         if column.key not in self.carry:  # a recurrent state before its first use
             self.carry[column.key] = np.full((1, self.B, *column.shape), column.key == IS_INIT, column.dtype)
         return self.carry[column.key]
 
-    def _copy_next(self, lane: Lane, end: int) -> None:
+    def _copy_next(self, end: int) -> None:
         begin, self._copied = self._copied, end
-        if begin >= end:  # done when the episode ended
-            return
-        started = time.perf_counter_ns()
-        for key in self._obs_keys:
-            lane.arrays[next_of(key)][begin:end] = lane.arrays[key][begin + 1 : end + 1]
-        self.timing.copy += time.perf_counter_ns() - started
+        if begin < end:
+            for after, before in self._next:
+                after[begin:end] = before[begin:end]
 
     def _check_values(self, lane: Lane) -> None:
         """What is cheaper to check once per rollout than once per step."""

@@ -6,6 +6,7 @@ group's own streams for the time of a rollout; afterwards the user's are back, u
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ class GroupRng:
         own, torch_own, legacy, torch_global, python = root.spawn(5)
         self.numpy = np.random.Generator(np.random.SFC64(own))
         self.torch = torch.Generator(device or "cpu").manual_seed(_word(torch_own))
-        self._legacy: _NumpyStream = np.random.MT19937(legacy), {}
+        self._legacy = _NumpyStream(np.random.MT19937(legacy))
         self._python = random.Random(_word(python)).getstate()
         self._torch = torch.Generator().manual_seed(_word(torch_global)).get_state()
         self._cuda = device if device is not None and device.type == "cuda" else None
@@ -49,7 +50,9 @@ class GroupRng:
     @contextmanager
     def as_global(self) -> Iterator[None]:
         """Put the group's streams in the place of the global ones."""
-        numpy_user = _swap_numpy(self._legacy)
+        numpy_user = _user_stream()
+        numpy_user.remember()
+        self._legacy.install()
         python_user, torch_user = random.getstate(), torch.get_rng_state()
         cuda_user = torch.cuda.get_rng_state(self._cuda) if self._cuda else None
         random.setstate(self._python)
@@ -60,7 +63,8 @@ class GroupRng:
             yield
         finally:
             self._python, self._torch = random.getstate(), torch.get_rng_state()
-            self._legacy = _swap_numpy(numpy_user)
+            self._legacy.remember()
+            numpy_user.install()
             random.setstate(python_user)
             torch.set_rng_state(torch_user)
             if self._cuda is not None and cuda_user is not None:
@@ -68,20 +72,44 @@ class GroupRng:
                 torch.cuda.set_rng_state(cuda_user, self._cuda)
 
 
-_NumpyStream = tuple[Any, dict[str, Any]]  # a bit generator, and the second normal number it has in hand
+class _NumpyStream:
+    """What is behind ``np.random``: a bit generator, and the second normal number that ``randn`` keeps in hand.
 
-
-def _swap_numpy(new: _NumpyStream) -> _NumpyStream:
-    """Put another stream behind ``np.random``; returns the one that was there.
-
-    ``np.random.randn`` makes two normal numbers at a time and keeps one; a change of bit generator alone would lose it.
+    A change of bit generator loses the latter, and reading it costs 40 us and more, so it is read only when the
+    generator has moved since: a number in hand comes from a move (or from ``set_state`` to the very same place,
+    which is not seen).
     """
-    state: dict[str, Any] = np.random.get_state(legacy=False)
-    old = np.random.mtrand.get_bit_generator(), {k: state[k] for k in ("has_gauss", "gauss")}
-    np.random.mtrand.set_bit_generator(new[0])
-    if new[1].get("has_gauss"):
-        np.random.set_state({**np.random.get_state(legacy=False), **new[1]})
-    return old
+
+    def __init__(self, bit_generator: Any) -> None:
+        self.bit_generator = bit_generator
+        self.in_hand: dict[str, Any] = {}
+        self._seen = b""
+
+    def install(self) -> None:
+        np.random.mtrand.set_bit_generator(self.bit_generator)
+        if self.in_hand:
+            np.random.set_state({**np.random.get_state(legacy=False), **self.in_hand})
+
+    def remember(self) -> None:
+        """Note what is in hand, while this stream is installed."""
+        if type(self.bit_generator) is np.random.MT19937:
+            now = ctypes.string_at(self.bit_generator.ctypes.state_address, 625 * 4)  # 624 words and a position
+            if now == self._seen and not self.in_hand:
+                return
+            self._seen = now
+        state: dict[str, Any] = np.random.get_state(legacy=False)
+        self.in_hand = {key: state[key] for key in ("has_gauss", "gauss")} if state["has_gauss"] else {}
+
+
+_user_numpy = _NumpyStream(None)  # the stream that was there when a rollout began
+
+
+def _user_stream() -> _NumpyStream:
+    global _user_numpy
+    installed = np.random.mtrand.get_bit_generator()
+    if _user_numpy.bit_generator is not installed:
+        _user_numpy = _NumpyStream(installed)
+    return _user_numpy
 
 
 @contextmanager

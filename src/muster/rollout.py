@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from muster.errors import BadEnvOutput, EnvError, MusterError
+from muster.errors import BadEnvOutput, EnvError, MusterError, UnsupportedEnv
 from muster.group import Group, call_policy, policy_error
 from muster.memory.slots import Lane
 from muster.protocols import Act, Policy, Step
@@ -38,10 +38,9 @@ def rollout(group: Group, policy: Policy, lane: Lane) -> None:
             _run(group, policy, _already_acted, step, lane, begin, begin + 1)
         _run(group, policy, act, step, lane, lane.acts_from, lane.T)
     completing = time.perf_counter_ns()
-    copied = group.timing.copy
     group.leave(lane)
     ended = time.perf_counter_ns()
-    group.timing.copy = copied + ended - completing
+    group.timing.copy += ended - completing
     group.timing.total += ended - started
 
 
@@ -66,9 +65,9 @@ def _run(group: Group, policy: Policy, act: Act, step: Step, lane: Lane, begin: 
             if finished is not None or t == call_at:
                 call_at = group.after_step(lane, t, finished)
         lane.done_steps = end
-    except (EnvError, BadEnvOutput) as error:
+    except (EnvError, BadEnvOutput, UnsupportedEnv) as error:
         reset_failed = lane.done_steps > t
-        reason = "env_error" if isinstance(error, EnvError) else "bad_env_output"
+        reason = "bad_env_output" if isinstance(error, BadEnvOutput) else "env_error"
         group.fail(lane, t, reason, 0 if reset_failed else group.env.executed_in_row)
         raise
     except MusterError:

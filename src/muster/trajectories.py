@@ -109,33 +109,38 @@ class TrajectoryClock:
 
     def advance(self, reward: Array, terminated: Array, truncated: Array, done: Array) -> Episodes:
         """Move to the end of the rows (``[T, B]`` each); returns the episodes that ended, in order."""
-        T = len(reward)
-        env, t = np.nonzero(done.T)  # by environment, then time
-        if not len(env):
+        T, B = reward.shape
+        place = np.flatnonzero(done)  # in order of time
+        if not len(place):
             self.steps += T
             self.returns += reward.sum(axis=0, dtype=np.float64)
             return Episodes(*(np.empty(0, d) for d in (np.int64, np.int64, float, np.int64, bool, bool)))
         total = np.cumsum(reward, axis=0, dtype=np.float64)
+        by_env = np.argsort(place % B, kind="stable")  # from here on by environment, then time
+        t, env = np.divmod(place[by_env], B)
         at_end = total[t, env]
-        new_env = np.ones(len(env), bool)
-        np.not_equal(env[1:], env[:-1], out=new_env[1:])
-        before = np.where(new_env, -self.returns[env], np.roll(at_end, 1))
-        began = np.where(new_env, -1 - self.steps[env], np.roll(t, 1))
-        place = np.arange(len(env))
-        nth = place - np.maximum.accumulate(np.where(new_env, place, 0))  # episode of its environment, in here
-        order = np.argsort(t, kind="stable")
+        first = np.ones(len(env), bool)
+        np.not_equal(env[1:], env[:-1], out=first[1:])
+        before, began, nth = np.empty_like(at_end), np.empty_like(t), np.arange(len(env))
+        before[1:], began[1:] = at_end[:-1], t[:-1]
+        firsts = np.flatnonzero(first)
+        before[firsts], began[firsts] = -self.returns[env[firsts]], -1 - self.steps[env[firsts]]
+        count = np.diff(firsts, append=len(env))
+        nth -= np.repeat(firsts, count)  # of its environment, in these rows
+        in_time = np.empty_like(by_env)
+        in_time[by_env] = np.arange(len(env))
         episodes = Episodes(
-            (self.env_ids[env] + self.total_envs * (self.episode[env] + nth))[order],
-            self.env_ids[env][order],
-            (at_end - before)[order],
-            (t - began)[order],
-            terminated[t, env][order],
-            truncated[t, env][order],
+            (self.env_ids[env] + self.total_envs * (self.episode[env] + nth))[in_time],
+            self.env_ids[env][in_time],
+            (at_end - before)[in_time],
+            (t - began)[in_time],
+            terminated.reshape(-1)[place],
+            truncated.reshape(-1)[place],
         )
-        last = np.roll(new_env, -1)
-        self.episode += np.bincount(env, minlength=len(self.episode))
+        ended, lasts = env[firsts], firsts + count - 1
+        self.episode[ended] += count
         self.steps += T
-        self.steps[env[last]] = T - 1 - t[last]
+        self.steps[ended] = T - 1 - t[lasts]
         self.returns += total[-1]
-        self.returns[env[last]] = total[-1, env[last]] - at_end[last]
+        self.returns[ended] = total[-1, ended] - at_end[lasts]
         return episodes

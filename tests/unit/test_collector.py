@@ -350,6 +350,15 @@ def test_one_bad_tensor_of_many_changes_none():
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
 
 
+@pytest.mark.parametrize("nothing", [{}, nn.Tanh()], ids=str)
+def test_no_weights_are_not_taken_for_those_of_an_activation(nothing):
+    policy = muster.policies.categorical(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    with collector(policy=policy) as c:
+        with pytest.raises(BadWeights, match="missing"):
+            c.update_policy_weights_(nothing)
+        assert c.policy_version == 0
+
+
 def test_a_diverged_policy_is_not_counted():
     policy = Threshold()
     with collector(policy=policy) as c:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import gymnasium
@@ -51,12 +52,15 @@ class StackedEnvs:
         self.observations: SpaceCodec = observation_codec(first.observation_space)
         self.actions: SpaceCodec = action_codec(first.action_space)
         self.observation_specs, self.action_specs = self.observations.specs, self.actions.specs
+        (key, spec), *_ = self.observation_specs.items()
+        self._plain = self.observations.single and spec.is_tensor, key, spec.shape, spec.dtype
         self.executed_in_row = 0  # environments stepped in a row that an error cut short
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         return self.actions.sample(rng, shape)
 
     def reset(self, arrays: Arrays, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        plain, key, shape, dtype = self._plain
         for n, i in enumerate(which):
             try:
                 got = self.envs[i].reset(seed=None if seeds is None else seeds[n])
@@ -66,7 +70,11 @@ class StackedEnvs:
                 raise BadEnvOutput(
                     f"{self.name}[{i}].reset returned {type(got).__name__}, expected (observation, info). {FIX}"
                 )
-            self._write(arrays, (row, i), got[0], "reset")
+            obs = got[0]
+            if plain and type(obs) is np.ndarray and obs.shape == shape and obs.dtype == dtype:
+                arrays[key][row, i] = obs
+            else:
+                self._write(arrays, (row, i), obs, "reset")
 
     def start(self, lane: Lane) -> Step:
         step = lane.cache.get(self)
@@ -78,8 +86,9 @@ class StackedEnvs:
         return self.envs
 
     def close(self) -> None:
-        for env in self.envs:
-            env.close()
+        with ExitStack() as stack:  # closes them all, also where one of them raises
+            for env in reversed(self.envs):
+                stack.callback(env.close)
 
     def _make_step(self, lane: Lane) -> Step:
         """The function that runs one row, with all it needs in local variables."""

@@ -52,6 +52,7 @@ class FunctionPolicy:
         self.name = type(fn).__name__ if isinstance(fn, torch.nn.Module) else getattr(fn, "__name__", repr(fn))
         self.takes_state = _takes_state(fn)
         self._obs_specs, self._action_specs = obs_specs, action_specs
+        self._taken = RESERVED | {key[0] for key in obs_specs} | (set(STATE) if self.takes_state else set())
         self._lead = (num_envs,) if batched else ()
         self._device = device if device is not None and device.type != "cpu" else None
         self._columns: list[Column] = []
@@ -63,8 +64,8 @@ class FunctionPolicy:
         unchanged()
         outputs = Outputs(
             {key: self._action(key, action[key]) for key in self._action_specs},
-            {key: torch.as_tensor(value) for key, value in extras.items()},
-            {key: torch.as_tensor(value) for key, value in state.items()},
+            {key: self._tensor(key, value) for key, value in extras.items()},
+            {key: self._tensor(key, value) for key, value in state.items()},
         )
         self._columns = [column_of(key, value, self._lead, self.name) for key, value in outputs.extras.items()]
         self._columns += [
@@ -118,9 +119,10 @@ class FunctionPolicy:
         def act(t: int) -> None:
             out = fn(rows[t])
             if out.__class__ is not torch.Tensor or out.shape != shape or out.dtype is not dtype:
-                if isinstance(out, tuple):
-                    self._refuse_keys(set(), self._split(out)[1].keys())
-                out = check(key, out)
+                action, extras, _ = self._split(out)
+                if extras:
+                    self._refuse_keys(set(), extras.keys())
+                out = check(key, action[key])
             action_rows[t].copy_(out)
 
         return act
@@ -152,7 +154,7 @@ class FunctionPolicy:
             )
         extras: Leaves = {}
         for name, value in (parts[1] if len(parts) == 2 else {}).items():
-            if not isinstance(name, str) or name in RESERVED or (name,) in self._obs_specs:
+            if not isinstance(name, str) or name in self._taken:
                 raise BadPolicyOutput(f"policy {self.name} returned an extra called {name!r}, which the batch uses")
             extras[(name,)] = value
         return self._action_leaves(parts[0]), extras, state
@@ -179,23 +181,37 @@ class FunctionPolicy:
             BadPolicyOutput: another shape, or a kind of number the space does not take.
         """
         spec = self._action_specs[key]
-        try:
-            tensor = value.detach() if torch.is_tensor(value) else torch.from_numpy(np.asarray(value))
-        except TypeError:
-            raise BadPolicyOutput(f"policy {self.name} returned {dotted(key)} as {_kind(value)}") from None
+        tensor = self._tensor(key, value)
         problem = action_problem(tensor, spec, self._lead)
         if problem:
             raise BadPolicyOutput(f"policy {self.name} returned {dotted(key)} {problem}")
         return tensor
 
     def _store(self, key: Key, row: torch.Tensor, value: Any) -> None:
-        tensor = value if torch.is_tensor(value) else torch.as_tensor(value)
-        if tensor.shape != row.shape:
+        tensor = self._tensor(key, value)
+        if tensor.shape != row.shape or (tensor.is_floating_point() and not row.is_floating_point()):
             raise BadPolicyOutput(
-                f"policy {self.name} returned {dotted(key)} with shape {tuple(tensor.shape)}, "
-                f"before it was {tuple(row.shape)}"
+                f"policy {self.name} returned {dotted(key)} with shape {tuple(tensor.shape)} and dtype {tensor.dtype}, "
+                f"at its first call it was {tuple(row.shape)} and {row.dtype}"
             )
         row.copy_(tensor)
+
+    def _tensor(self, key: Key, value: Any) -> torch.Tensor:
+        """``value`` without gradients; what is no tensor becomes one of its own.
+
+        Raises:
+            BadPolicyOutput: ``value`` is no number and no regular array of numbers.
+        """
+        if torch.is_tensor(value):
+            return value.detach()
+        try:
+            tensor = torch.from_numpy(np.array(value))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise BadPolicyOutput(
+                f"policy {self.name} returned {dotted(key)} as {_kind(value)}, expected a tensor, array or number"
+            ) from error
+        plain = not isinstance(value, (np.ndarray, np.generic)) and tensor.dtype is torch.float64
+        return tensor.to(torch.get_default_dtype()) if plain else tensor
 
     def _refuse_keys(self, expected: Any, got: Any) -> None:
         raise BadPolicyOutput(

@@ -61,21 +61,27 @@ class LocalWeights:
         return True
 
     def _fitting_target(self, new: Weights) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs (new, old) by name, for the outermost part of the policy that has these names."""
+        """Pairs (new, old) by name, for the part of the policy that has these names and shapes."""
         if not isinstance(self.policy, torch.nn.Module):
             raise BadWeights(
                 f"the policy {self.policy!r} is not a module, so Muster cannot reach its weights. Change them where "
                 f"the policy finds them, and call update_policy_weights_() without arguments to count a version."
             )
-        candidates = [dict(m.state_dict(keep_vars=True)) for m in self.policy.modules()]
-        old = next((c for c in candidates if c.keys() == new.keys()), None)
-        if old is None:
-            expected = candidates[0]
-            missing, extra = sorted(expected.keys() - new.keys()), sorted(new.keys() - expected.keys())
+        parts = {name: dict(m.state_dict(keep_vars=True)) for name, m in self.policy.named_modules()}
+        named = {name: part for name, part in parts.items() if part.keys() == new.keys() and (part or not name)}
+        if not named:
+            missing, extra = sorted(parts[""].keys() - new.keys()), sorted(new.keys() - parts[""].keys())
             raise BadWeights(
                 f"weights do not fit the policy: missing {missing or 'nothing'}, unknown {extra or 'nothing'}; "
-                f"expected {sorted(expected)}. Nothing was changed."
+                f"expected {sorted(parts[''])}. Nothing was changed."
             )
+        fitting = {name: part for name, part in named.items() if all(new[n].shape == part[n].shape for n in new)}
+        if len(fitting) > 1:
+            raise BadWeights(
+                f"weights named {sorted(new)} fit several parts of the policy: {', '.join(fitting)}. Give those of "
+                f"the whole policy. Nothing was changed."
+            )
+        old = next(iter((fitting or named).values()))
         for name, tensor in new.items():
             if tensor.shape != old[name].shape or tensor.dtype != old[name].dtype:
                 raise BadWeights(

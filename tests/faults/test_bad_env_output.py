@@ -1,0 +1,443 @@
+"""Environments that go wrong: the right error, and not a frame lost or made up."""
+
+from __future__ import annotations
+
+import re
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import SyncVectorEnv
+
+from muster import Collector
+from muster.errors import BadEnvOutput, EnvError, MusterError
+from muster.testing import CountingEnv, FaultyEnv, SpaceEnv
+from tests.tools import assert_accounted, column, counting
+
+T = 6  # rows per batch
+OBS = np.zeros(2, np.float32)
+
+
+class Unpicklable(Exception):
+    def __init__(self) -> None:
+        super().__init__("holds a function")
+        self.reason = lambda: None
+
+
+class TwoArguments(Exception):
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__(f"{why} ({code})")
+
+
+class Broken(Exception):
+    """Cannot even say what it is."""
+
+    def __str__(self) -> str:
+        return "broken"
+
+
+ERRORS: dict[str, Callable[[], Exception]] = {
+    "plain": lambda: ValueError("boom"),
+    "os": lambda: OSError(5, "boom"),
+    "unpicklable": Unpicklable,
+    "two_arguments": lambda: TwoArguments(3, "why"),
+    "stop_iteration": lambda: StopIteration(7),
+    "own": lambda: Broken(),
+    "of_muster": lambda: MusterError("an environment that uses Muster inside"),
+}
+
+OUTPUTS: dict[str, tuple[dict[str, Any], str]] = {
+    "obs_shape": ({"obs": np.zeros(3, np.float32)}, r"observation is an array of shape \(3,\) and dtype float32.*\(2,\)"),
+    "obs_dims": ({"obs": np.zeros((1, 2), np.float32)}, r"observation is an array of shape \(1, 2\)"),
+    "obs_scalar": ({"obs": np.float32(1)}, "observation is float32"),
+    "obs_dtype": ({"obs": np.zeros(2)}, r"observation is an array of dtype float64.*dtype float32"),
+    "obs_int": ({"obs": np.zeros(2, np.int32)}, "observation is an array of dtype int32"),
+    "obs_list": ({"obs": [0.0, 0.0]}, "observation is list"),
+    "obs_none": ({"obs": None}, "observation is NoneType None"),
+    "obs_string": ({"obs": "ab"}, "observation is str 'ab'"),
+    "obs_dict": ({"obs": {"observation": OBS}}, "observation is dict"),
+    "obs_tuple": ({"obs": (OBS, {})}, "observation is tuple"),
+    "reward_none": ({"reward": None}, "reward is NoneType None, expected a number"),
+    "reward_string": ({"reward": "1.0"}, "reward is str '1.0'"),
+    "reward_array": ({"reward": np.zeros(2)}, r"reward is an array of shape \(2,\)"),
+    "reward_one": ({"reward": np.ones(1)}, r"reward is an array of shape \(1,\)"),
+    "reward_complex": ({"reward": 1j}, "reward is complex"),
+    "reward_list": ({"reward": [1.0]}, "reward is list"),
+    "terminated_word": ({"terminated": "no"}, "terminated is str 'no', expected a bool"),
+    "terminated_none": ({"terminated": None}, "terminated is NoneType"),
+    "terminated_nan": ({"terminated": float("nan")}, "terminated is float nan"),
+    "terminated_two": ({"terminated": 2}, "terminated is int 2"),
+    "terminated_array": ({"terminated": np.array([True, False])}, r"terminated is an array of shape \(2,\)"),
+    "truncated_word": ({"truncated": "False"}, "truncated is str 'False'"),
+    "truncated_dict": ({"truncated": {}}, "truncated is dict"),
+    "four": ({"all": (OBS, 1.0, False, {})}, r"returned tuple of 4, expected \(observation, reward, terminated"),
+    "six": ({"all": (OBS, 1.0, False, False, {}, 0)}, "returned tuple of 6"),
+    "nothing": ({"all": None}, "returned NoneType"),
+    "array": ({"all": OBS}, "returned ndarray"),
+    "number": ({"all": 3}, "returned int"),
+}
+
+
+def faulty(kind: str, which: int | None, **fault: Any) -> tuple[Any, dict[str, Any], str]:
+    """Environments of which one goes wrong: what to collect from, with which options, and the name to expect."""
+    if kind == "single":
+        return FaultyEnv(**fault), {"frames_per_batch": T}, "FaultyEnv[0]"
+    count = iter(range(3))
+    make = lambda: FaultyEnv(**fault) if next(count) == which else FaultyEnv(at=-1)  # noqa: E731
+    return make, {"num_envs": 3, "frames_per_batch": 3 * T}, f"FaultyEnv[{which}]"
+
+
+PLACES = [("single", None), ("stacked", 0), ("stacked", 2)]
+STEPS = [0, 1, 2, 3, T - 1, T, 2 * T - 1]  # first, inside and last of an episode; last and first of a batch
+
+
+def check_goes_on(collector: Collector, at: int, executed_in_row: int, reason: str) -> None:
+    """After a fault at step ``at``: the rows before it are delivered, cut as truncated, and new episodes follow."""
+    row, B = at % T, collector.options.num_envs or 1
+    stats = collector.stats()
+    assert stats.in_flight == row * B
+    assert sum(stats.discarded.values()) == stats.discarded[reason] == executed_in_row
+    assert_accounted(collector)
+    batch = collector.rollout()
+    batch = batch if batch.ndim == 2 else batch.unsqueeze(0)
+    before = [(at - row + t) % 3 + 1 for t in range(row)]
+    assert column(batch, "next", "reward") == [before + [t % 3 + 1 for t in range(T - row)]] * B
+    assert column(batch, "observation") == [[[3, r - 1] for r in column(batch, "next", "reward")[b]] for b in range(B)]
+    assert column(batch, "next", "observation") == [[[3, r] for r in column(batch, "next", "reward")[b]] for b in range(B)]
+    reward, done = batch["next", "reward"][..., 0], batch["next", "done"][..., 0]
+    ended = reward == 3
+    assert torch.equal(batch["next", "terminated"][..., 0], ended)
+    cut = torch.zeros_like(ended)
+    if row:
+        cut[:, row - 1] = ~ended[:, row - 1]
+    assert torch.equal(batch["next", "truncated"][..., 0], cut)
+    assert torch.equal(done, ended | cut)
+    ids = batch["collector", "traj_ids"]
+    assert torch.equal(ids[:, 1:] != ids[:, :-1], done[:, :-1])
+    assert len(collector.episodes) == done.sum()
+    assert collector.stats().in_flight == 0
+    assert_accounted(collector)
+    following = collector.rollout()
+    following = following if following.ndim == 2 else following.unsqueeze(0)
+    later = following["collector", "traj_ids"]
+    assert torch.equal(later[:, 0] != ids[:, -1], done[:, -1])
+    assert (later[:, -1] > ids[:, -1]).all()
+
+
+def run_into(collector: Collector, at: int, error: type[MusterError]) -> MusterError:
+    for _ in range(at // T):
+        collector.rollout()
+    with pytest.raises(error) as caught:
+        collector.rollout()
+    return caught.value
+
+
+@pytest.mark.parametrize("at", STEPS)
+@pytest.mark.parametrize(("kind", "which"), PLACES)
+def test_errors_in_step_at_every_place(kind, which, at):
+    env, options, name = faulty(kind, which, at=at, error=ERRORS["plain"])
+    with Collector(env, None, **options) as collector:
+        error = run_into(collector, at, EnvError)
+        assert f"{name}.step (row {at % T} of the batch) raised ValueError: boom" in str(error)
+        assert isinstance(error.__cause__, ValueError)
+        check_goes_on(collector, at, which or 0, "env_error")
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_of_every_kind(name):
+    env, options, who = faulty("stacked", 2, at=4, error=ERRORS[name])
+    with Collector(env, None, **options) as collector:
+        error = run_into(collector, 4, EnvError)
+        assert who in str(error)
+        assert type(error.__cause__) is type(ERRORS[name]())
+        assert type(error.__cause__).__name__ in str(error)
+        check_goes_on(collector, 4, 2, "env_error")
+
+
+@pytest.mark.parametrize("at", STEPS)
+@pytest.mark.parametrize(("kind", "which"), PLACES)
+def test_bad_output_at_every_place(kind, which, at):
+    env, options, name = faulty(kind, which, at=at, output={"obs": np.zeros(3, np.float32)})
+    with Collector(env, None, **options) as collector:
+        error = run_into(collector, at, BadEnvOutput)
+        assert f"{name}.step (row {at % T} of the batch): observation is an array of shape (3,)" in str(error)
+        check_goes_on(collector, at, (which or 0) + 1, "bad_env_output")
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.parametrize(("kind", "which"), [("single", None), ("stacked", 2)])
+def test_bad_output_of_every_kind(name, kind, which):
+    output, message = OUTPUTS[name]
+    env, options, who = faulty(kind, which, at=4, output=output)
+    with Collector(env, None, **options) as collector:
+        error = run_into(collector, 4, BadEnvOutput)
+        assert_matches(message, error)
+        assert f"{who}.step (row 4 of the batch)" in str(error)
+        assert "Fix the environment" in str(error)
+        check_goes_on(collector, 4, (which or 0) + 1, "bad_env_output")
+
+
+def assert_matches(pattern: str, error: BaseException) -> None:
+
+
+    assert re.search(pattern, str(error)), f"{pattern!r} is not in {error}"
+
+
+class Plain(CountingEnv):
+    """The same environment on the general path: float actions."""
+
+    def __init__(self, output: Any = None, at: int = -1) -> None:
+        super().__init__()
+        self.inner = FaultyEnv(at, output=output)
+        self.action_space = spaces.Box(-1, 1, (1,))
+
+    def reset(self, **options: Any) -> Any:
+        return self.inner.reset(**options)
+
+    def step(self, action: Any) -> Any:
+        return self.inner.step(0)
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_bad_output_of_every_kind_on_the_general_path(name):
+    output, message = OUTPUTS[name]
+    with Collector(lambda: Plain(output, 4), None, frames_per_batch=T) as collector:
+        error = run_into(collector, 4, BadEnvOutput)
+        assert_matches(message, error)
+        assert "Plain[0].step (row 4 of the batch)" in str(error)
+        check_goes_on(collector, 4, 1, "bad_env_output")
+
+
+# --- values ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, np.float32("nan"), np.asarray(np.inf)], ids=str)
+@pytest.mark.parametrize("at", [0, 4, T - 1])
+def test_rewards_that_are_not_finite(value, at):
+    env, options, name = faulty("stacked", 2, at=at, output={"reward": value})
+    with Collector(env, None, **options) as collector:
+        error = run_into(collector, at, BadEnvOutput)
+        assert_matches(rf"FaultyEnv\[2\].*row {at}.*reward is -?(nan|inf)", error)
+        check_goes_on(collector, at, 3 * (T - at), "bad_env_output")
+
+
+def test_validate_off_lets_values_through():
+    env, options, _ = faulty("single", None, at=1, output={"reward": np.nan})
+    with Collector(env, None, validate="off", **options) as collector:
+        assert collector.rollout()["next", "reward"][:, 0].isnan().tolist() == [False, True] + [False] * 4
+
+
+@pytest.mark.parametrize("mode", ["off", "fast", "full"])
+def test_observations_outside_their_space_are_found_by_full_validation_only(mode):
+    space = spaces.Box(-1.0, 1.0, (2,))
+
+    class Outside(SpaceEnv):
+        def _observe(self) -> Any:
+            return np.array([0.0, 5.0 if self.t == 2 else 0.5], np.float32)
+
+    collector = Collector(
+        lambda: Outside(space, spaces.Discrete(2)), None, num_envs=2, frames_per_batch=2 * T, validate=mode
+    )
+    with collector:
+        if mode != "full":
+            assert collector.rollout()["next", "observation"].max() == 5
+            return
+        with pytest.raises(BadEnvOutput, match=r"Outside\[0\] \(row 1 of the batch\): observation 5.0 is above the.*1.0"):
+            collector.rollout()
+        assert_accounted(collector)
+
+
+def test_full_validation_finds_nan_in_observations():
+    env, options, _ = faulty("stacked", 1, at=3, output={"obs": np.array([0, np.nan], np.float32)})
+    with Collector(env, None, validate="full", **options) as collector:
+        with pytest.raises(BadEnvOutput, match=r"FaultyEnv\[1\] \(row 3 of the batch\): observation nan is not finite"):
+            collector.rollout()
+        check_goes_on(collector, 3, 3 * (T - 3), "bad_env_output")
+
+
+@pytest.mark.parametrize("mode", ["off", "fast", "full"])
+def test_shapes_and_flags_are_checked_in_every_mode(mode):
+    for output in ({"obs": np.zeros(2)}, {"terminated": "no"}, {"reward": None}):
+        env, options, _ = faulty("single", None, at=1, output=output)
+        with Collector(env, None, validate=mode, **options) as collector, pytest.raises(BadEnvOutput):
+            collector.rollout()
+
+
+# --- nested observations ---------------------------------------------------------------------------
+
+NESTED = spaces.Dict({"a": spaces.Box(-1, 1, (2,)), "b": spaces.Tuple((spaces.Discrete(3), spaces.Box(-1, 1, (2,))))})
+GOOD = {"a": OBS, "b": (1, OBS)}
+
+
+@pytest.mark.parametrize(
+    ("obs", "message"),
+    [
+        ({"a": OBS}, r"observation: expected the keys \['a', 'b'\], missing \['b'\], unknown \[\]"),
+        ({**GOOD, "c": 1}, r"missing \[\], unknown \['c'\]"),
+        ({**GOOD, 3: 1}, r"unknown \['3'\]"),
+        ({"a": OBS, "b": (1,)}, "b: expected a tuple of 2, got tuple of 1"),
+        ({"a": OBS, "b": OBS}, "b: expected a tuple of 2, got ndarray"),
+        ({"a": OBS, "b": (1, np.zeros(3, np.float32))}, r"b.1 is an array of shape \(3,\).*its space says shape \(2,\)"),
+        ({"a": OBS, "b": (1.5, OBS)}, "b.0 is float 1.5"),
+        ({"a": OBS.tolist(), "b": (1, OBS)}, "a is list"),
+        (OBS, "observation: expected a dict with the keys .* got ndarray"),
+        (None, "observation: expected a dict .* got NoneType"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("on_reset", [False, True])
+def test_nested_observations_name_the_leaf(obs, message, on_reset):
+    class Nested(SpaceEnv):
+        calls = 0
+
+        def _observe(self) -> Any:
+            Nested.calls += 1
+            return obs if Nested.calls == (1 if on_reset else 3) else GOOD
+
+    with Collector(lambda: Nested(NESTED, spaces.Discrete(2)), None, frames_per_batch=T) as collector:
+        with pytest.raises(BadEnvOutput, match=message) as caught:
+            collector.rollout()
+        assert f"Nested[0].{'reset' if on_reset else 'step (row 1'}" in str(caught.value)
+        assert collector.rollout()["b", "0"].tolist() == [1] * T
+        assert_accounted(collector)
+
+
+# --- resets and constructors -----------------------------------------------------------------------
+
+
+RESETS: dict[str, tuple[dict[str, Any], type[MusterError], str]] = {
+    "error": ({"error": ERRORS["two_arguments"]}, EnvError, r"reset raised TwoArguments: why \(3\)"),
+    "obs": ({"output": {"obs": np.zeros(3, np.float32)}}, BadEnvOutput, r"reset: observation is an array of shape \(3,\)"),
+    "info": ({"output": {"info": None}}, BadEnvOutput, r"reset returned tuple, expected \(observation, info\)"),
+    "no_info": ({"output": {"all": OBS}}, BadEnvOutput, "reset returned ndarray"),
+    "none": ({"output": {"all": None}}, BadEnvOutput, "reset returned NoneType"),
+}
+
+
+@pytest.mark.parametrize("name", RESETS)
+@pytest.mark.parametrize(("kind", "which"), PLACES)
+@pytest.mark.parametrize("number", [0, 1, 2, 4])
+def test_faults_in_reset(name, kind, which, number):
+    """Reset 0 comes before the first row, resets 1 and 3 inside a batch, resets 2 and 4 after its last row."""
+    fault, kind_of_error, message = RESETS[name]
+    env, options, who = faulty(kind, which, at=number, on_reset=True, **fault)
+    with Collector(env, None, **options) as collector:
+        rewards: list[Any] = []
+        failed = 0
+        while len(rewards) < 4:
+            try:
+                batch = collector.rollout()
+            except MusterError as error:
+                assert isinstance(error, kind_of_error)
+                assert_matches(message, error)
+                assert f"{who}.reset" in str(error)
+                failed += 1
+                assert_accounted(collector)
+            else:
+                batch = batch if batch.ndim == 2 else batch.unsqueeze(0)
+                rewards.append(batch)
+                assert_accounted(collector)
+        assert failed == 1
+        joined = torch.cat([batch.clone() for batch in rewards], -1)
+        B = joined.shape[0]
+        assert column(joined, "next", "reward") == [[t % 3 + 1 for t in range(4 * T)]] * B
+        assert column(joined, "next", "terminated") == [[t % 3 == 2 for t in range(4 * T)]] * B
+        assert not joined["next", "truncated"].any()
+        ids = joined["collector", "traj_ids"]
+        assert torch.equal(ids[:, 1:] != ids[:, :-1], joined["next", "done"][:, :-1, 0])
+        assert collector.stats().episodes == 8 * B
+        assert collector.stats().discarded == {} or sum(collector.stats().discarded.values()) == 0
+
+
+def test_errors_in_a_constructor_are_the_cause():
+    def make() -> Any:
+        raise TwoArguments(3, "no display")
+
+    with pytest.raises(EnvError, match=r"making env 0 from make raised TwoArguments: no display \(3\)") as caught:
+        Collector(make, None, frames_per_batch=T)
+    assert isinstance(caught.value.__cause__, TwoArguments)
+
+
+def test_an_environment_that_never_works_fails_every_time_and_counts_nothing():
+    class Never(CountingEnv):
+        def step(self, action: int) -> Any:
+            raise ValueError("never")
+
+    with Collector(Never, None, frames_per_batch=T) as collector:
+        for _ in range(3):
+            with pytest.raises(EnvError, match="never"):
+                collector.rollout()
+        stats = collector.stats()
+        assert (stats.executed, stats.frames, stats.in_flight, stats.episodes) == (0, 0, 0, 0)
+
+
+def test_several_faults_in_one_batch():
+    class Often(CountingEnv):
+        def step(self, action: int) -> Any:
+            if self.executed in (2, 3, 5):
+                self.executed += 1
+                raise ValueError("again")
+            return super().step(action)
+
+    with Collector(lambda: Often(9), None, frames_per_batch=T, max_frames_per_traj=2) as collector:
+        for _ in range(3):
+            with pytest.raises(EnvError):
+                collector.rollout()
+        batch = collector.rollout()
+        assert column(batch, "next", "reward") == [1, 2, 1, 1, 2, 1]
+        assert column(batch, "next", "step_count") == [1, 2, 1, 1, 2, 1]
+        assert column(batch, "next", "truncated") == [False, True, True, False, True, False]
+        assert column(batch, "collector", "traj_ids") == [0, 0, 1, 2, 2, 3]
+        assert_accounted(collector)
+
+
+# --- interrupts and iteration ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+@pytest.mark.parametrize(("kind", "which"), PLACES)
+def test_interrupts_pass_through_and_nothing_is_lost(kind, which, error):
+    env, options, _ = faulty(kind, which, at=4, error=error)
+    with Collector(env, None, **options) as collector:
+        with pytest.raises(error) as caught:
+            collector.rollout()
+        assert type(caught.value) is error
+        check_goes_on(collector, 4, which or 0, "interrupted")
+
+
+def test_the_next_loop_goes_on_after_an_error():
+    make = lambda: FaultyEnv(4, error=ERRORS["plain"])  # noqa: E731
+    with Collector(make, None, frames_per_batch=3, total_frames=9) as collector:
+        batches = []
+        with pytest.raises(EnvError):
+            batches.extend(collector)
+        while collector.stats().frames < 9:
+            batches.extend(collector)
+        assert [column(batch, "next", "reward") for batch in batches][-2:] == [[1, 1, 2], [3, 1, 2]]
+        assert collector.stats().frames == 9
+
+
+def test_a_fault_in_one_group_keeps_what_the_others_did():
+    makers = [counting(), lambda: FaultyEnv(4, error=ERRORS["plain"]), counting()]
+    with Collector(makers, None, frames_per_batch=3 * T) as collector:
+        with pytest.raises(EnvError):
+            collector.rollout()
+        assert collector.stats().in_flight == T + 4
+        assert_accounted(collector)
+        batch = collector.rollout()
+        assert column(batch, "next", "reward") == [[1, 2, 3, 1, 2, 3], [1, 2, 3, 1, 1, 2], [1, 2, 3, 1, 2, 3]]
+        assert collector.stats().executed == 3 * T
+        assert_accounted(collector)
+
+
+def test_a_fault_in_a_vector_environment_does_not_poison_the_next_batch():
+    make = lambda: SyncVectorEnv([counting(), lambda: FaultyEnv(4, error=ERRORS["plain"])])  # noqa: E731
+    with Collector(make, None, frames_per_batch=2 * T) as collector:
+        with pytest.raises(EnvError):
+            collector.rollout()
+        assert column(collector.rollout(), "next", "reward") == [[1, 2, 3, 1, 1, 2]] * 2
+        assert_accounted(collector)

@@ -1,0 +1,243 @@
+"""Random streams belong to the collector's groups; the user's are never touched."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import muster
+from muster import Collector
+from muster.errors import MusterError
+from muster.rng import GroupRng
+from muster.testing import CountingEnv, FaultyEnv
+from tests.tools import assert_same, collect, counting
+
+
+class GlobalEnv(CountingEnv):
+    """Draws its third observation from one of the global generators."""
+
+    def __init__(self, draw: Callable[[], float], length: int = 4) -> None:
+        super().__init__(length, noise=True)
+        self._draw = draw
+
+    def _observe(self) -> Any:
+        return np.array([self.length, self.t, self._draw()], np.float32)
+
+
+GLOBALS: dict[str, Callable[[], float]] = {
+    "numpy": np.random.random,
+    "numpy_normal": np.random.randn,
+    "python": random.random,
+    "python_normal": lambda: random.gauss(0, 1),
+    "torch": lambda: float(torch.rand(())),
+}
+
+
+def sampled(obs: torch.Tensor) -> Any:
+    distribution = torch.distributions.Categorical(logits=torch.zeros(*obs.shape[:-1], 2))
+    action = distribution.sample()
+    return action, {"noise": torch.randn(obs.shape[:-1]), "python": torch.full(obs.shape[:-1], random.random())}
+
+
+def head() -> Any:
+    net = torch.nn.Linear(3, 2)
+    for parameter in net.parameters():
+        torch.nn.init.zeros_(parameter)
+    return muster.policies.categorical(net)
+
+
+POLICIES = {"random": lambda: None, "function": lambda: sampled, "head": head}
+
+
+def user_draws() -> list[Any]:
+    return [
+        torch.rand(2).tolist(),
+        torch.randn(1).tolist(),
+        np.random.random(2).tolist(),
+        np.random.randn(),
+        random.random(),
+        random.gauss(0, 1),
+    ]
+
+
+def user_seeds() -> None:
+    torch.manual_seed(7)
+    np.random.seed(7)
+    random.seed(7)
+
+
+# --- the user's generators -------------------------------------------------------------------------
+
+
+def use_nothing() -> None:
+    pass
+
+
+def use_construction() -> None:
+    Collector(counting(noise=True), head(), frames_per_batch=4, num_envs=2, seed=0).shutdown()
+
+
+def use_collecting(policy: Any = None, seed: int | None = None) -> None:
+    collect(lambda: GlobalEnv(np.random.random), policy, frames_per_batch=10, num_envs=2, seed=seed, batches=2)
+
+
+def use_atari_like_ids() -> None:
+    collect("CartPole-v1", frames_per_batch=10, num_envs=2)
+
+
+def use_error_in_env() -> None:
+    with Collector(lambda: FaultyEnv(3, error=ValueError), sampled, frames_per_batch=10) as collector:
+        with pytest.raises(MusterError):
+            collector.rollout()
+
+
+def use_error_in_policy() -> None:
+    def policy(obs: torch.Tensor) -> Any:
+        torch.rand(3)
+        raise ValueError
+
+    with Collector(counting(), policy, frames_per_batch=10) as collector:
+        for _ in range(2):
+            with pytest.raises(MusterError):
+                collector.rollout()
+
+
+USES = {
+    "construction": use_construction,
+    "random": use_collecting,
+    "function": lambda: use_collecting(sampled),
+    "head_seeded": lambda: use_collecting(head(), 3),
+    "env_id": use_atari_like_ids,
+    "error_in_env": use_error_in_env,
+    "error_in_policy": use_error_in_policy,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("already", [0, 1])
+def test_the_users_generators_are_untouched(use, already):
+    """``already``: an odd number of normal draws leaves a second number waiting in NumPy's and Python's generators."""
+    drawn = []
+    for action in (use_nothing, USES[use]):
+        user_seeds()
+        for _ in range(already):
+            np.random.randn(), random.gauss(0, 1)
+        if use in ("construction", "head_seeded") and action is use_nothing:
+            head()  # making a network draws from torch's generator
+        action()
+        drawn.append(user_draws())
+    assert drawn[0] == drawn[1]
+
+
+def test_the_users_seed_does_not_matter():
+    batches = []
+    for user_seed in (1, 2):
+        torch.manual_seed(user_seed)
+        np.random.seed(user_seed)
+        random.seed(user_seed)
+        batches.append(collect(lambda: GlobalEnv(np.random.random), sampled, frames_per_batch=20, seed=0))
+    assert_same(*batches)
+
+
+def test_using_generators_between_batches_does_not_matter():
+    batches = []
+    for interfere in (False, True):
+        with Collector(lambda: GlobalEnv(random.random), sampled, frames_per_batch=10, seed=0) as collector:
+            parts = []
+            for _ in range(3):
+                parts.append(collector.rollout().clone())
+                if interfere:
+                    user_seeds()
+                    user_draws()
+            batches.append(torch.cat(parts))
+    assert_same(*batches)
+
+
+# --- seeds -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("source", GLOBALS)
+def test_the_same_seed_gives_the_same_data_and_another_seed_gives_others(policy, source):
+    def data(seed: int) -> Any:
+        return collect(
+            lambda: GlobalEnv(GLOBALS[source]), POLICIES[policy](), num_envs=2, frames_per_batch=40, seed=seed, batches=2
+        )
+
+    first = data(3)
+    assert_same(first, data(3))
+    other = data(4)
+    assert not torch.equal(first["action"], other["action"])
+    assert not torch.equal(first["observation"][..., 2], other["observation"][..., 2])
+
+
+def test_without_a_seed_every_collection_is_another():
+    first, second = (collect(counting(), frames_per_batch=64) for _ in range(2))
+    assert not torch.equal(first["action"], second["action"])
+
+
+@pytest.mark.parametrize("source", GLOBALS)
+def test_global_draws_do_not_depend_on_where_batches_begin(source):
+    def data(T: int) -> Any:
+        return collect(lambda: GlobalEnv(GLOBALS[source]), sampled, frames_per_batch=T, batches=42 // T, seed=0)
+
+    assert_same(data(42), data(3))
+    assert_same(data(42), data(1))
+
+
+def test_groups_draw_from_streams_of_their_own():
+    batch = collect([lambda: GlobalEnv(np.random.random)] * 3, sampled, frames_per_batch=60, seed=0)
+    for column in (batch["action"], batch["observation"][..., 2], batch["noise"]):
+        rows = [tuple(row.tolist()) for row in column]
+        assert len(set(rows)) == 3
+
+
+def test_environments_of_one_group_differ_by_their_seeds():
+    batch = collect(counting(noise=True), num_envs=3, frames_per_batch=30, seed=0)
+    again = collect(counting(noise=True), num_envs=2, frames_per_batch=20, seed=1)
+    noise = batch["observation"][..., 2]
+    assert len({tuple(row.tolist()) for row in noise}) == 3
+    assert torch.equal(noise[1:], again["observation"][..., 2]), "env i is seeded with seed + i"
+
+
+# --- GroupRng --------------------------------------------------------------------------------------
+
+
+def test_streams_are_independent_of_each_other_and_of_their_order():
+    forward, backward = GroupRng(0), GroupRng(0)
+    a = [forward.stream(n).random() for n in range(4)]
+    b = [backward.stream(n).random() for n in reversed(range(4))][::-1]
+    assert a == b
+    assert len(set(a)) == 4
+    assert forward.stream(0).random() == backward.stream(0).random()
+
+
+def test_groups_and_seeds_give_different_generators():
+    draws = {
+        (seed, group): (rng.numpy.random(), float(torch.rand((), generator=rng.torch)), rng.stream(0).random())
+        for seed in (0, 1)
+        for group in (0, 1)
+        for rng in [GroupRng(seed, group)]
+    }
+    flat = [value for values in draws.values() for value in values]
+    assert len(set(flat)) == len(flat)
+
+
+def test_the_groups_generators_are_the_global_ones_only_inside():
+    user_seeds()
+    expected = user_draws()
+    rng = GroupRng(0)
+    user_seeds()
+    with rng.as_global():
+        first = user_draws()
+    assert user_draws() == expected
+    with rng.as_global():
+        assert user_draws() != first, "the group's streams go on"
+    with pytest.raises(KeyError), GroupRng(0).as_global():
+        assert user_draws() == first
+        raise KeyError
