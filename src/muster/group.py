@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ class RolloutOptions:
     set_truncated: bool = False
     validate: Validate = "fast"
     num_threads: int | None = 1
+    inference_mode: bool = True
 
 
 @dataclass
@@ -101,6 +103,12 @@ class Group:
             self._reset_carry()
             obs = {k: self._as_policy_sees(self.carry[k][0]) for k in self._obs_keys}
             self._primed = policy, call_policy(policy, lambda: policy.first(obs, self.rng))
+
+    def no_grad(self) -> AbstractContextManager[Any]:
+        """What rollouts run in. The first call (``prime``) only has no gradients: a module may make things then that
+        it keeps, such as lazy parameters, and what is made in inference mode cannot be trained.
+        """
+        return torch.inference_mode() if self.options.inference_mode else torch.no_grad()
 
     def columns(self, policy: Policy) -> tuple[Column, ...]:
         """What a lane for this group and policy stores; call ``prime`` before."""
@@ -204,6 +212,7 @@ class Group:
         self.discarded[reason] += executed
         self.executed += executed
         self.env.executed_in_row = 0
+        self._unmark(lane)
         self.reset()
 
     # --- parts ------------------------------------------------------------------------------------
@@ -262,28 +271,37 @@ class Group:
             self._reject(lane, t, f"{self.env.name}[{b}].step (row {t} of the batch): reward is {reward[t, b]}")
         for key, spec in self.env.action_specs.items():
             if mode == "full" or spec.dtype.kind in "iu":
-                if found := values_problem(lane.arrays[key], spec):
-                    self._reject(lane, found[0][0], f"{dotted(key)} for env {found[0][1]}: {found[1]}", policy=True)
+                if problem := values_problem(lane.arrays[key], spec):
+                    (t, b, *_), what = problem
+                    self._reject(lane, t, f"{dotted(key)} for env {b} (row {t} of the batch): {what}", policy=True)
             elif spec.dtype.kind == "f" and not np.isfinite(lane.arrays[key]).all():
                 t, b = (int(i) for i in np.argwhere(~np.isfinite(lane.arrays[key]))[0][:2])
                 self._reject(lane, t, f"{dotted(key)} for env {b} (row {t}) is not finite", policy=True)
         for key, spec in self.env.observation_specs.items() if mode == "full" else ():
-            for array in (lane.arrays[key][:-1], lane.arrays[next_of(key)]):
-                if found := values_problem(array, spec):
-                    t, b = found[0][:2]
-                    self._reject(lane, t, f"{self.env.name}[{b}] (row {t} of the batch): {dotted(key)} {found[1]}")
+            # A bad observation shows after the step that gave it, and again before the next one.
+            found = [values_problem(array, spec) for array in (lane.arrays[next_of(key)], lane.arrays[key][:-1])]
+            if any(found):
+                (t, b, *_), what = min((f for f in found if f), key=lambda f: f[0][0])
+                self._reject(lane, t, f"{self.env.name}[{b}] (row {t} of the batch): {dotted(key)} {what}")
 
     def _reject(self, lane: Lane, t: int, message: str, *, policy: bool = False) -> None:
         """Take back row ``t`` and all after it: their values are wrong."""
         reason = "bad_policy_output" if policy else "bad_env_output"
         self.discarded[reason] += (lane.T - t) * self.B
         lane.done_steps = t
-        self._copied = min(self._copied, t)
-        lane.arrays[TERMINATED][t:] = False
-        lane.arrays[TRUNCATED][t:] = False
+        self._unmark(lane)
         self.reset()
         error = BadPolicyOutput if policy else BadEnvOutput
         raise error(f"{message}. The {t} rows before it are kept; the environments begin anew.")
+
+    def _unmark(self, lane: Lane) -> None:
+        """Take back what was written about rows that are not complete."""
+        begin = lane.done_steps
+        self._copied = min(self._copied, begin)
+        for flag in (TERMINATED, TRUNCATED):
+            lane.arrays[flag][begin:] = False
+        if NEXT_OBS_VALID in lane.arrays:
+            lane.arrays[NEXT_OBS_VALID][begin:] = True
 
     def _as_policy_sees(self, row: Array) -> torch.Tensor:
         """A carried row as the policy gets rows of a lane: ``[B, *shape]``, or ``[*shape]`` unbatched."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-import torch
-
 from muster.errors import BadEnvOutput, EnvError, MusterError, UnsupportedEnv
 from muster.group import Group, call_policy, policy_error
 from muster.memory.slots import Lane
@@ -27,7 +25,7 @@ def rollout(group: Group, policy: Policy, lane: Lane) -> None:
         PolicyError, BadPolicyOutput: nothing was stepped; the next call repeats the policy's call.
     """
     started = time.perf_counter_ns()
-    with group.rng.as_global(), torch.no_grad(), torch_threads(group.options.num_threads):
+    with group.rng.as_global(), group.no_grad(), torch_threads(group.options.num_threads):
         group.enter(lane)
         begin = lane.done_steps
         acted = begin == 0 and group.take_primed(lane)

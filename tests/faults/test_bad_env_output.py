@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +50,10 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 }
 
 OUTPUTS: dict[str, tuple[dict[str, Any], str]] = {
-    "obs_shape": ({"obs": np.zeros(3, np.float32)}, r"observation is an array of shape \(3,\) and dtype float32.*\(2,\)"),
+    "obs_shape": (
+        {"obs": np.zeros(3, np.float32)},
+        r"observation is an array of shape \(3,\) and dtype float32.*\(2,\)",
+    ),
     "obs_dims": ({"obs": np.zeros((1, 2), np.float32)}, r"observation is an array of shape \(1, 2\)"),
     "obs_scalar": ({"obs": np.float32(1)}, "observation is float32"),
     "obs_dtype": ({"obs": np.zeros(2)}, r"observation is an array of dtype float64.*dtype float32"),
@@ -93,6 +95,7 @@ def faulty(kind: str, which: int | None, **fault: Any) -> tuple[Any, dict[str, A
 
 PLACES = [("single", None), ("stacked", 0), ("stacked", 2)]
 STEPS = [0, 1, 2, 3, T - 1, T, 2 * T - 1]  # first, inside and last of an episode; last and first of a batch
+EVERYWHERE = [(kind, which, at) for kind, which in PLACES for at in STEPS]
 
 
 def check_goes_on(collector: Collector, at: int, executed_in_row: int, reason: str) -> None:
@@ -107,7 +110,9 @@ def check_goes_on(collector: Collector, at: int, executed_in_row: int, reason: s
     before = [(at - row + t) % 3 + 1 for t in range(row)]
     assert column(batch, "next", "reward") == [before + [t % 3 + 1 for t in range(T - row)]] * B
     assert column(batch, "observation") == [[[3, r - 1] for r in column(batch, "next", "reward")[b]] for b in range(B)]
-    assert column(batch, "next", "observation") == [[[3, r] for r in column(batch, "next", "reward")[b]] for b in range(B)]
+    assert column(batch, "next", "observation") == [
+        [[3, r] for r in column(batch, "next", "reward")[b]] for b in range(B)
+    ]
     reward, done = batch["next", "reward"][..., 0], batch["next", "done"][..., 0]
     ended = reward == 3
     assert torch.equal(batch["next", "terminated"][..., 0], ended)
@@ -136,8 +141,7 @@ def run_into(collector: Collector, at: int, error: type[MusterError]) -> MusterE
     return caught.value
 
 
-@pytest.mark.parametrize("at", STEPS)
-@pytest.mark.parametrize(("kind", "which"), PLACES)
+@pytest.mark.parametrize(("kind", "which", "at"), EVERYWHERE)
 def test_errors_in_step_at_every_place(kind, which, at):
     env, options, name = faulty(kind, which, at=at, error=ERRORS["plain"])
     with Collector(env, None, **options) as collector:
@@ -158,8 +162,7 @@ def test_errors_of_every_kind(name):
         check_goes_on(collector, 4, 2, "env_error")
 
 
-@pytest.mark.parametrize("at", STEPS)
-@pytest.mark.parametrize(("kind", "which"), PLACES)
+@pytest.mark.parametrize(("kind", "which", "at"), EVERYWHERE)
 def test_bad_output_at_every_place(kind, which, at):
     env, options, name = faulty(kind, which, at=at, output={"obs": np.zeros(3, np.float32)})
     with Collector(env, None, **options) as collector:
@@ -182,7 +185,6 @@ def test_bad_output_of_every_kind(name, kind, which):
 
 
 def assert_matches(pattern: str, error: BaseException) -> None:
-
 
     assert re.search(pattern, str(error)), f"{pattern!r} is not in {error}"
 
@@ -218,7 +220,7 @@ def test_bad_output_of_every_kind_on_the_general_path(name):
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, np.float32("nan"), np.asarray(np.inf)], ids=str)
 @pytest.mark.parametrize("at", [0, 4, T - 1])
 def test_rewards_that_are_not_finite(value, at):
-    env, options, name = faulty("stacked", 2, at=at, output={"reward": value})
+    env, options, _ = faulty("stacked", 2, at=at, output={"reward": value})
     with Collector(env, None, **options) as collector:
         error = run_into(collector, at, BadEnvOutput)
         assert_matches(rf"FaultyEnv\[2\].*row {at}.*reward is -?(nan|inf)", error)
@@ -246,7 +248,9 @@ def test_observations_outside_their_space_are_found_by_full_validation_only(mode
         if mode != "full":
             assert collector.rollout()["next", "observation"].max() == 5
             return
-        with pytest.raises(BadEnvOutput, match=r"Outside\[0\] \(row 1 of the batch\): observation 5.0 is above the.*1.0"):
+        with pytest.raises(
+            BadEnvOutput, match=r"Outside\[0\] \(row 1 of the batch\): observation 5.0 is above the.*1.0"
+        ):
             collector.rollout()
         assert_accounted(collector)
 
@@ -281,7 +285,10 @@ GOOD = {"a": OBS, "b": (1, OBS)}
         ({**GOOD, 3: 1}, r"unknown \['3'\]"),
         ({"a": OBS, "b": (1,)}, "b: expected a tuple of 2, got tuple of 1"),
         ({"a": OBS, "b": OBS}, "b: expected a tuple of 2, got ndarray"),
-        ({"a": OBS, "b": (1, np.zeros(3, np.float32))}, r"b.1 is an array of shape \(3,\).*its space says shape \(2,\)"),
+        (
+            {"a": OBS, "b": (1, np.zeros(3, np.float32))},
+            r"b.1 is an array of shape \(3,\).*its space says shape \(2,\)",
+        ),
         ({"a": OBS, "b": (1.5, OBS)}, "b.0 is float 1.5"),
         ({"a": OBS.tolist(), "b": (1, OBS)}, "a is list"),
         (OBS, "observation: expected a dict with the keys .* got ndarray"),
@@ -311,7 +318,11 @@ def test_nested_observations_name_the_leaf(obs, message, on_reset):
 
 RESETS: dict[str, tuple[dict[str, Any], type[MusterError], str]] = {
     "error": ({"error": ERRORS["two_arguments"]}, EnvError, r"reset raised TwoArguments: why \(3\)"),
-    "obs": ({"output": {"obs": np.zeros(3, np.float32)}}, BadEnvOutput, r"reset: observation is an array of shape \(3,\)"),
+    "obs": (
+        {"output": {"obs": np.zeros(3, np.float32)}},
+        BadEnvOutput,
+        r"reset: observation is an array of shape \(3,\)",
+    ),
     "info": ({"output": {"info": None}}, BadEnvOutput, r"reset returned tuple, expected \(observation, info\)"),
     "no_info": ({"output": {"all": OBS}}, BadEnvOutput, "reset returned ndarray"),
     "none": ({"output": {"all": None}}, BadEnvOutput, "reset returned NoneType"),
@@ -327,21 +338,21 @@ def test_faults_in_reset(name, kind, which, number):
     env, options, who = faulty(kind, which, at=number, on_reset=True, **fault)
     with Collector(env, None, **options) as collector:
         rewards: list[Any] = []
-        failed = 0
+        failures: list[MusterError] = []
         while len(rewards) < 4:
             try:
                 batch = collector.rollout()
             except MusterError as error:
-                assert isinstance(error, kind_of_error)
-                assert_matches(message, error)
-                assert f"{who}.reset" in str(error)
-                failed += 1
+                failures.append(error)
                 assert_accounted(collector)
             else:
                 batch = batch if batch.ndim == 2 else batch.unsqueeze(0)
                 rewards.append(batch)
                 assert_accounted(collector)
-        assert failed == 1
+        (failure,) = failures
+        assert isinstance(failure, kind_of_error)
+        assert_matches(message, failure)
+        assert f"{who}.reset" in str(failure)
         joined = torch.cat([batch.clone() for batch in rewards], -1)
         B = joined.shape[0]
         assert column(joined, "next", "reward") == [[t % 3 + 1 for t in range(4 * T)]] * B

@@ -36,7 +36,7 @@ CHOICES = {
     "layout": ["[B, T]", None, 0],
     "validate": ["on", True, None],
     "exploration_type": ["greedy", None, 3],
-    **dict.fromkeys(("device", "storing_device", "policy_device", "env_device"), ["gpu", "cpu:x", 1.5]),
+    **{f"{kind}device": ["gpu", "cpu:x", 1.5] for kind in ("", "storing_", "policy_", "env_")},
 }
 IMPOSSIBLE = [(name, value) for table in (INTEGERS, BOOLEANS, CHOICES) for name in table for value in table[name]]
 

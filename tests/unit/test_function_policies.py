@@ -123,7 +123,12 @@ def test_float64_actions_are_stored_as_the_space_says():
 def test_extras_become_columns_of_any_shape_and_dtype():
     def policy(obs: torch.Tensor) -> Any:
         t = obs[:, 1]
-        return zeros(obs), {"value": t, "logits": torch.stack([t, -t], -1).double(), "flag": t > 1, "n": t.numpy().astype(int)}
+        return zeros(obs), {
+            "value": t,
+            "logits": torch.stack([t, -t], -1).double(),
+            "flag": t > 1,
+            "n": t.numpy().astype(int),
+        }
 
     batch = collect(counting(), policy, num_envs=2, frames_per_batch=8, batches=2)
     t = batch["observation"][..., 1]
@@ -144,16 +149,14 @@ def test_extras_are_those_of_the_step_and_not_a_shared_tensor():
 
 @pytest.mark.parametrize("name", ["action", "next", "done", "collector", "observation", 3])
 def test_extras_cannot_take_the_names_of_the_batch(name):
-    with Collector(CountingEnv, lambda obs: (0, {name: torch.tensor(1.0)}), frames_per_batch=3) as collector:
-        with pytest.raises(BadPolicyOutput, match="which the batch uses"):
-            collector.rollout()
+    with pytest.raises(BadPolicyOutput, match="which the batch uses"):
+        collect(CountingEnv, lambda obs: (0, {name: torch.tensor(1.0)}), frames_per_batch=3)
 
 
 def test_extras_cannot_take_the_name_of_a_nested_observation():
     env = SpaceEnv(spaces.Tuple((spaces.Discrete(2), spaces.Discrete(2))), spaces.Discrete(2))
-    with Collector(env, lambda obs: (0, {"observation": torch.tensor(1.0)}), frames_per_batch=3) as collector:
-        with pytest.raises(BadPolicyOutput, match="'observation', which the batch uses"):
-            collector.rollout()
+    with pytest.raises(BadPolicyOutput, match="'observation', which the batch uses"):
+        collect(env, lambda obs: (0, {"observation": torch.tensor(1.0)}), frames_per_batch=3)
 
 
 # --- recurrent state -------------------------------------------------------------------------------
@@ -185,8 +188,8 @@ def test_state_is_carried_and_zeroed_where_an_episode_ended(form, T):
         batch = joined(c, 10 // T)
     expected = [[t % 2 for t in range(10)], [t % 3 for t in range(10)], list(range(10))]
     assert column(batch, "given") == expected
-    key = {"tensor": (), "tuple": ("0",), "list": ("0",), "dict": ("h",)}[form]
-    assert batch["recurrent_state", *key][..., 0].tolist() == expected
+    part = {"tensor": (), "tuple": ("0",), "list": ("0",), "dict": ("h",)}[form]
+    assert batch[("recurrent_state", *part)][..., 0].tolist() == expected
 
 
 def test_every_part_of_a_state_is_a_column():
@@ -250,9 +253,8 @@ def test_a_recurrent_policy_must_return_its_state():
     def policy(obs: Any, state: Any) -> Any:
         return torch.tensor(0)
 
-    with Collector(CountingEnv, policy, frames_per_batch=3) as collector:
-        with pytest.raises(BadPolicyOutput, match=r"takes a state, so it must return \(action, state\)"):
-            collector.rollout()
+    with pytest.raises(BadPolicyOutput, match=r"takes a state, so it must return \(action, state\)"):
+        collect(CountingEnv, policy, frames_per_batch=3)
 
 
 @pytest.mark.parametrize("later", [torch.zeros(3), (torch.zeros(1), torch.zeros(1)), None], ids=str)
@@ -272,15 +274,13 @@ def test_changing_the_observation_in_place_is_refused():
         obs -= 1
         return torch.tensor(0)
 
-    with Collector(CountingEnv, policy, frames_per_batch=3) as collector:
-        with pytest.raises(BadPolicyOutput, match="changed its input observation in place"):
-            collector.rollout()
+    with pytest.raises(BadPolicyOutput, match="changed its input observation in place"):
+        collect(CountingEnv, policy, frames_per_batch=3)
 
 
 def test_in_place_layers_are_refused_and_harmless_ones_are_not():
     inplace = nn.Sequential(nn.Threshold(0.5, -1.0, inplace=True), nn.Linear(2, 1))
-    with Collector(CountingEnv, lambda obs: inplace(obs)[0].long() * 0, frames_per_batch=3) as collector:
-        with pytest.raises(BadPolicyOutput, match="in place"):
-            collector.rollout()
+    with pytest.raises(BadPolicyOutput, match="in place"):
+        collect(CountingEnv, lambda obs: inplace(obs)[0].long() * 0, frames_per_batch=3)
     later = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
     assert len(collect(counting(), lambda obs: later(obs)[0].long() * 0, frames_per_batch=3)) == 3

@@ -91,9 +91,8 @@ def use_atari_like_ids() -> None:
 
 
 def use_error_in_env() -> None:
-    with Collector(lambda: FaultyEnv(3, error=ValueError), sampled, frames_per_batch=10) as collector:
-        with pytest.raises(MusterError):
-            collector.rollout()
+    with pytest.raises(MusterError):
+        collect(lambda: FaultyEnv(3, error=ValueError), sampled, frames_per_batch=10)
 
 
 def use_error_in_policy() -> None:
@@ -166,7 +165,12 @@ def test_using_generators_between_batches_does_not_matter():
 def test_the_same_seed_gives_the_same_data_and_another_seed_gives_others(policy, source):
     def data(seed: int) -> Any:
         return collect(
-            lambda: GlobalEnv(GLOBALS[source]), POLICIES[policy](), num_envs=2, frames_per_batch=40, seed=seed, batches=2
+            lambda: GlobalEnv(GLOBALS[source]),
+            POLICIES[policy](),
+            num_envs=2,
+            frames_per_batch=40,
+            seed=seed,
+            batches=2,
         )
 
     first = data(3)

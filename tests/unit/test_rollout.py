@@ -133,7 +133,8 @@ def test_limits_hold_for_each_environment_by_itself():
 
 @pytest.mark.parametrize("limit", [None, 0, -1])
 def test_no_limit_adds_no_step_count(limit):
-    assert "step_count" not in collect(counting(), frames_per_batch=4, max_frames_per_traj=limit).keys()
+    keys = set(collect(counting(), frames_per_batch=4, max_frames_per_traj=limit).keys(True))
+    assert not {"step_count", ("next", "step_count")} & keys
 
 
 def test_set_truncated_marks_the_batch_and_lets_the_episode_go_on():
@@ -285,8 +286,8 @@ def test_init_random_frames_are_rounded_up_to_whole_batches(wanted, random_batch
 def test_the_policy_takes_over_in_the_middle_of_an_episode():
     with Collector(ChainEnv, choose, num_envs=2, frames_per_batch=14, init_random_frames=14, seed=0) as collector:
         first, second = collector.rollout(), collector.rollout()
-        assert "action_log_prob" not in first.keys()
-        assert "action_log_prob" in second.keys()
+        assert "action_log_prob" not in set(first.keys())
+        assert "action_log_prob" in set(second.keys())
         going_on = ~first["next", "done"][:, -1, 0]
         assert torch.equal(first["next", "observation"][:, -1][going_on], second["observation"][:, 0][going_on])
         ids = [batch["collector", "traj_ids"] for batch in (first, second)]
@@ -323,6 +324,7 @@ def test_no_gradients_are_recorded():
 @pytest.mark.parametrize("width", [1, 40_000])
 def test_next_observations_are_copied_in_pieces_of_any_size(width):
     """Small observations are copied at the end of the rollout, large ones while they are in the cache."""
+
     class Wide(CountingEnv):
         def __init__(self) -> None:
             super().__init__(5)

@@ -121,11 +121,14 @@ def test_one_object_from_two_factories_is_refused():
 
 def test_unequal_spaces_are_refused_by_name():
     noisy = iter([False, False, True])
-    with pytest.raises(UnsupportedEnv, match=r"observation_space of env 2 is Box.*\(3,\).* and that of env 0 is .*\(2,"):
+    with pytest.raises(
+        UnsupportedEnv, match=r"observation_space of env 2 is Box.*\(3,\).* and that of env 0 is .*\(2,"
+    ):
         Collector(lambda: CountingEnv(noise=next(noisy)), None, frames_per_batch=6, num_envs=3)
-    with pytest.raises(BadOption, match="groups of create_env_fn differ"), Collector(
-        [counting(), counting(noise=True)], None, frames_per_batch=6
-    ) as collector:
+    with (
+        pytest.raises(BadOption, match="groups of create_env_fn differ"),
+        Collector([counting(), counting(noise=True)], None, frames_per_batch=6) as collector,
+    ):
         collector.rollout()
 
 

@@ -117,12 +117,13 @@ def test_environments_are_seeded_by_number():
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_resetting_some_seeds_and_resets_only_those(mode):
     options = {"frames_per_batch": 8, "seed": 0}
-    with Collector(lambda: SyncVectorEnv([counting(9, noise=True)] * 2, autoreset_mode=mode), None, **options) as a:
-        with Collector(counting(9, noise=True), None, num_envs=2, **options) as b:
-            for collector in (a, b):
-                collector.rollout()
-                collector.reset(1)
-            got, expected = a.rollout(), b.rollout()
+    make = counting(9, noise=True)
+    vector = Collector(lambda: SyncVectorEnv([make] * 2, autoreset_mode=mode), None, **options)
+    with vector, Collector(make, None, num_envs=2, **options) as stacked:
+        for collector in (vector, stacked):
+            collector.rollout()
+            collector.reset(1)
+        got, expected = vector.rollout(), stacked.rollout()
     assert_same(got, expected)
     assert column(got, "next", "reward") == [[5, 6, 7, 8], [1, 2, 3, 4]]
 
@@ -288,7 +289,9 @@ def test_a_third_partys_vector_environment(mode, reuse, nan):
 
 
 def test_a_mode_that_is_not_declared_is_not_guessed():
-    with pytest.raises(UnsupportedEnv, match=r"ThirdParty does not say how it resets: set metadata\['autoreset_mode'\]"):
+    with pytest.raises(
+        UnsupportedEnv, match=r"ThirdParty does not say how it resets: set metadata\['autoreset_mode'\]"
+    ):
         Collector(lambda: ThirdParty(None), None, frames_per_batch=4)
 
 
@@ -306,6 +309,14 @@ def test_an_environment_that_resets_others_too_never_gives_a_wrong_batch():
             with pytest.raises(UnsupportedEnv, match="reset others too"):
                 c.rollout()
         assert_accounted(c)
+
+
+def test_gymnasiums_vectorised_cartpole_ignores_the_mask_and_is_refused_with_a_way_out():
+    with pytest.raises(UnsupportedEnv, match="vectorization_mode='sync'"):
+        collect(lambda: gymnasium.make_vec("CartPole-v1", 3), None, frames_per_batch=300, seed=0)
+    stacked = lambda: gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync")  # noqa: E731
+    options = {"frames_per_batch": 300, "seed": 0}
+    assert_same(collect(stacked, **options), collect("CartPole-v1", num_envs=3, **options))
 
 
 def test_unknown_last_observations_are_flagged_and_not_guessed():

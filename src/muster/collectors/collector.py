@@ -8,6 +8,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -70,13 +71,10 @@ class Collector:
         self._iterator: weakref.ref[Generator[TensorDict, None, None]] | None = None
         placed, self._policy_device = place(policy, self.options.devices["policy_device"])
         self._weights = LocalWeights(placed, policy if placed is not policy else None)
-        self._groups = self._make_groups(create_env_fn)
-        try:
+        with ExitStack() as made:  # closes what was made, if anything below fails
+            self._groups = self._make_groups(create_env_fn, made)
             self._set_up(placed, stacked=isinstance(create_env_fn, (list, tuple)))
-        except BaseException:
-            for group in self._groups:
-                group.close()
-            raise
+            made.pop_all()
 
     # --- collecting -------------------------------------------------------------------------------
 
@@ -250,24 +248,20 @@ class Collector:
 
     # --- parts ------------------------------------------------------------------------------------
 
-    def _make_groups(self, create_env_fn: Any) -> list[Group]:
+    def _make_groups(self, create_env_fn: Any, made: ExitStack) -> list[Group]:
         options = self.options
         makers = list(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else [create_env_fn]
         if not makers:
             raise BadOption("create_env_fn is an empty list: expected at least one environment")
         built = []
-        try:
-            for maker in makers:
-                built.append(build_env(maker, options.num_envs))
-            objects = [id(env) for b in built for env in b.env.objects()]
-            if len(set(objects)) < len(objects):
-                raise BadOption("create_env_fn has the same environment object twice; give functions that make one")
-            self._num_envs = sum(b.env.num_envs for b in built)
-            self._T = options.rows_per_batch(self._num_envs)
-        except BaseException:
-            for b in built:
-                b.env.close()
-            raise
+        for maker in makers:
+            built.append(build_env(maker, options.num_envs))
+            made.callback(built[-1].env.close)
+        objects = [id(env) for b in built for env in b.env.objects()]
+        if len(set(objects)) < len(objects):
+            raise BadOption("create_env_fn has the same environment object twice; give functions that make one")
+        self._num_envs = sum(b.env.num_envs for b in built)
+        self._T = options.rows_per_batch(self._num_envs)
         rollout = RolloutOptions(**{f.name: getattr(options, f.name) for f in dataclasses.fields(RolloutOptions)})
         groups, first = [], 0
         for number, b in enumerate(built):

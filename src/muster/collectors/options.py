@@ -39,6 +39,7 @@ class CollectorKeywords(TypedDict, total=False):
     validate: Validate
     executor: bool
     num_threads: int | None
+    inference_mode: bool
     slot_memory_limit: int | None
 
 
@@ -72,6 +73,8 @@ class CollectorOptions:
         executor: run common networks without module dispatch where that gives equal outputs.
         num_threads: torch's threads while collecting; your own setting is back between batches. One is fastest
             for small networks. None: your setting.
+        inference_mode: call the policy in ``torch.inference_mode`` (from its second call on), which is faster than
+            ``no_grad``. False if it keeps tensors of its own for a later backward pass.
         slot_memory_limit: bytes of batches that may be referenced at once. None: half the machine's memory.
     """
 
@@ -93,6 +96,7 @@ class CollectorOptions:
     validate: Validate = "fast"
     executor: bool = True
     num_threads: int | None = 1
+    inference_mode: bool = True
     slot_memory_limit: int | None = None
     devices: dict[str, torch.device | None] = field(init=False, repr=False)
 
@@ -136,7 +140,7 @@ class CollectorOptions:
                 object.__setattr__(self, name, value if value > 0 else None)
         if self.seed is not None:
             _check_int("seed", self.seed, at_least=0)
-        for name in ("reset_at_each_iter", "set_truncated", "return_same_td", "executor"):
+        for name in ("reset_at_each_iter", "set_truncated", "return_same_td", "executor", "inference_mode"):
             if not isinstance(getattr(self, name), bool):
                 raise BadOption(f"{name}={getattr(self, name)!r}: expected True or False")
         _check_choice("layout", self.layout, ("batch_major", "time_major"))

@@ -65,7 +65,7 @@ def _first(bad: Array, array: Array, why: str) -> tuple[tuple[int, ...], str]:
 
 
 def _bound(bound: Array) -> str:
-    return str(bound) if bound.size == 1 else f"{bound.min()} to {bound.max()}"
+    return str(bound.min()) if (bound == bound.flat[0]).all() else f"{bound.min()} to {bound.max()}"
 
 
 def _describe(value: Any) -> str:

@@ -105,10 +105,10 @@ class StackedEnvs:
         def step(t: int) -> Sequence[int] | None:
             finished: list[int] | None = None
             k = t * B  # of the transition; its next observation is B further
-            got: Any = None
+            got: Any = ...  # nothing yet
             try:
                 for env_step, action in zip(steps, actions(t)):  # noqa: B905 (strict costs 0.3 us per step)
-                    got = None
+                    got = ...
                     got = env_step(action)
                     obs, reward, terminated, truncated, _ = got
                     put(k + B, obs)
@@ -137,10 +137,10 @@ class StackedEnvs:
             finished: list[int] | None = None
             k = t * B
             at = (k + B) * width
-            got: Any = None
+            got: Any = ...  # nothing yet
             try:
                 for env_step in steps:
-                    got = None
+                    got = ...
                     got = env_step(actions[k])
                     obs, reward, terminated, truncated, _ = got
                     observations[at : at + width] = obs
@@ -218,11 +218,11 @@ class StackedEnvs:
 
     def _explain(self, error: BaseException, got: Any, t: int, b: int) -> NoReturn:
         """Turn what went wrong in env ``b`` at row ``t`` into the error that says so."""
-        self.executed_in_row = b + (got is not None)
+        self.executed_in_row = b + (got is not ...)
         if not isinstance(error, Exception):  # Ctrl-C
             raise error
         who = f"{self.name}[{b}].step (row {t} of the batch)"
-        if got is None and not isinstance(error, BadEnvOutput):
+        if got is ... and not isinstance(error, BadEnvOutput):
             raise EnvError(f"{who} raised {type(error).__name__}: {error}") from error
         if not isinstance(got, tuple) or len(got) != 5:
             size = f" of {len(got)}" if isinstance(got, tuple) else ""

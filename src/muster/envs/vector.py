@@ -45,6 +45,7 @@ class VectorEnvBatch:
         self.actions: SpaceCodec = action_codec(env.single_action_space)
         self.observation_specs, self.action_specs = self.observations.specs, self.actions.specs
         self.executed_in_row = 0
+        self._masks = self._known or self.mode is AutoresetMode.SAME_STEP or self.num_envs == 1  # as far as one knows
         self._fresh: dict[int, list[Any]] = {}  # SAME_STEP: first observations of episodes not begun yet
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
@@ -121,8 +122,18 @@ class VectorEnvBatch:
         for row in rows:  # unknown is unknown: nothing that could be taken for an observation
             row[i] = np.nan if row.dtype.kind == "f" else 0
 
+    def _try_mask(self, seeds: Sequence[int] | None) -> None:
+        """Reset the first environment of a class that Muster does not know, to see before the first batch."""
+        before = self._leaves(self._pair(self._call("reset", seed=self._seeds(seeds))), f"{self.name}.reset")
+        before = [leaf.copy() for leaf in before]
+        after = self._leaves(self._masked_reset([0], None), f"{self.name}.reset")
+        self._check_mask_respected(before, after, [0])
+        self._masks = True
+
     def _masked_reset(self, which: list[int], seeds: Sequence[int] | None) -> Any:
         if len(which) == self.num_envs:
+            if not self._masks:
+                self._try_mask(seeds)
             return self._pair(self._call("reset", seed=self._seeds(seeds)))
         mask = np.zeros(self.num_envs, bool)
         mask[which] = True
@@ -142,8 +153,9 @@ class VectorEnvBatch:
             if old.dtype != object and not np.array_equal(old[others], new[others], equal_nan=True):
                 raise UnsupportedEnv(
                     f"{self.name} ({self.mode.name}) was asked to reset some of its environments with "
-                    f"options={{'reset_mask': mask}} and reset others too. Muster needs masked resets: build it with "
-                    f"AutoresetMode.SAME_STEP and info['final_obs'], or let reset() respect reset_mask."
+                    f"options={{'reset_mask': mask}} and reset others too. Muster needs masked resets: let reset() "
+                    f"respect reset_mask, or build it with AutoresetMode.SAME_STEP and info['final_obs'], or stack "
+                    f"single environments (gymnasium.make_vec(..., vectorization_mode='sync'))."
                 )
 
     def _seeds(self, seeds: Sequence[int] | None) -> Any:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from muster.errors import BadPolicyOutput
-from muster.keys import RESERVED, STATE, Key, dotted
+from muster.keys import ACTION, OBSERVATION, RESERVED, STATE, Key, dotted
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec, Column, Specs
 from muster.policies.checks import action_problem, column_of, frozen_check
@@ -83,17 +83,14 @@ class FunctionPolicy:
         return act
 
     def _make_act(self, lane: Lane) -> Act:
-        obs_keys = list(self._obs_specs)
-        if len(obs_keys) == 1 and len(self._action_specs) == 1 and not self._columns and self._device is None:
-            spec = self._obs_specs[obs_keys[0]]
-            if spec.is_tensor and len(obs_keys[0]) == 1 and obs_keys[0] == ("observation",):
-                return self._make_plain_act(lane, obs_keys[0])
+        if list(self._obs_specs) == [OBSERVATION] and list(self._action_specs) == [ACTION]:
+            flat = not self.takes_state and self._device is None
+            if flat and self._obs_specs[OBSERVATION].is_tensor and self._action_specs[ACTION].is_tensor:
+                return self._make_plain_act(lane)
         rows = {k: _rows(lane, k, s) for k, s in self._obs_specs.items()}
         action_rows = {k: lane.rows(k) for k in self._action_specs}
-        extras = [c for c in self._columns if not c.carry]
-        states = [c for c in self._columns if c.carry]
-        extra_rows = [(c.key, lane.rows(c.key)) for c in extras]
-        state_rows = [(c.key, lane.rows(c.key)) for c in states]
+        extra_rows = [(c.key, lane.rows(c.key)) for c in self._columns if not c.carry]
+        state_rows = [(c.key, lane.rows(c.key)) for c in self._columns if c.carry]
         keys = {c.key for c in self._columns}
 
         def act(t: int) -> None:
@@ -110,20 +107,33 @@ class FunctionPolicy:
 
         return act
 
-    def _make_plain_act(self, lane: Lane, obs_key: Key) -> Act:
-        """One tensor in, one action out: the least there is to do."""
-        fn, (key,), rows = self.fn, self._action_specs, lane.rows(obs_key)
-        action_rows, check = lane.rows(key), self._action
+    def _make_plain_act(self, lane: Lane) -> Act:
+        """One tensor in; one action out, and perhaps extras: the least there is to do."""
+        fn, rows, check, store = self.fn, lane.rows(OBSERVATION), self._action, self._store
+        action_rows = lane.rows(ACTION)
+        extra_rows = [
+            (c.key[0], lane.rows(c.key), lane.rows(c.key)[0].shape, lane.tensors[c.key].dtype) for c in self._columns
+        ]
+        keys, several = {c.key for c in self._columns}, bool(self._columns)
         shape, dtype = action_rows[0].shape, action_rows[0].dtype
 
         def act(t: int) -> None:
-            out = fn(rows[t])
-            if out.__class__ is not torch.Tensor or out.shape != shape or out.dtype is not dtype:
-                action, extras, _ = self._split(out)
-                if extras:
-                    self._refuse_keys(set(), extras.keys())
-                out = check(key, action[key])
-            action_rows[t].copy_(out)
+            action = fn(rows[t])
+            if several or isinstance(action, tuple):
+                if not isinstance(action, tuple) or len(action) != 2:
+                    self._refuse_keys(keys, self._split(action)[1].keys())
+                action, extras = action
+                if len(extras) != len(extra_rows):
+                    self._refuse_keys(keys, self._split((action, extras))[1].keys())
+                for name, row, extra_shape, extra_dtype in extra_rows:
+                    value = extras[name] if name in extras else self._refuse_keys(keys, {(k,) for k in extras})
+                    if value.__class__ is torch.Tensor and value.shape == extra_shape and value.dtype is extra_dtype:
+                        row[t].copy_(value)
+                    else:
+                        store((name,), row[t], value)
+            if action.__class__ is not torch.Tensor or action.shape != shape or action.dtype is not dtype:
+                action = check(ACTION, action)
+            action_rows[t].copy_(action)
 
         return act
 
@@ -191,8 +201,8 @@ class FunctionPolicy:
         tensor = self._tensor(key, value)
         if tensor.shape != row.shape or (tensor.is_floating_point() and not row.is_floating_point()):
             raise BadPolicyOutput(
-                f"policy {self.name} returned {dotted(key)} with shape {tuple(tensor.shape)} and dtype {tensor.dtype}, "
-                f"at its first call it was {tuple(row.shape)} and {row.dtype}"
+                f"policy {self.name} returned {dotted(key)} with shape {tuple(tensor.shape)} and dtype "
+                f"{tensor.dtype}, at its first call it was {tuple(row.shape)} and {row.dtype}"
             )
         row.copy_(tensor)
 
@@ -213,7 +223,7 @@ class FunctionPolicy:
         plain = not isinstance(value, (np.ndarray, np.generic)) and tensor.dtype is torch.float64
         return tensor.to(torch.get_default_dtype()) if plain else tensor
 
-    def _refuse_keys(self, expected: Any, got: Any) -> None:
+    def _refuse_keys(self, expected: Any, got: Any) -> NoReturn:
         raise BadPolicyOutput(
             f"policy {self.name} returned the extras {sorted(map(dotted, got))}, at its first call they were "
             f"{sorted(map(dotted, expected))}; return the same ones at every call"

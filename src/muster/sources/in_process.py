@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from muster.errors import BadOption
@@ -75,9 +76,9 @@ class InProcess:
     def close(self, *, close_env: bool = True) -> None:
         """Give up an incomplete slot and close the environments."""
         self._abandon("shutdown")
-        if close_env:
-            for group in self.groups:
-                group.close()
+        with ExitStack() as closing:  # all of them, whatever one of them raises
+            for group in self.groups if close_env else ():
+                closing.callback(group.close)
 
     def _change_policy(self, policy: Policy) -> None:
         self._abandon("policy_changed")

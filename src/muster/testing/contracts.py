@@ -9,8 +9,10 @@ Each test states its rule in its name and message. They collect with random acti
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from muster.collectors import Collector
@@ -18,12 +20,19 @@ from muster.collectors import Collector
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+Key = tuple[str, ...]
+
 
 class EnvContract:
-    """Inherit, and say how to make the environment; anything ``Collector`` takes will do."""
+    """Inherit, and say how to make the environment; anything ``Collector`` takes will do.
 
-    steps = 24  # per environment and batch; a multiple of 4
-    num_envs: int | None = 2  # None for environments that are a batch already
+    Attributes:
+        num_envs: environments stepped together; None for what is a batch already.
+        steps: per environment and batch; a multiple of 4. Long enough for some episodes to end.
+    """
+
+    num_envs: int | None = 2
+    steps = 24
 
     def make_env(self) -> Any:
         """One new environment (or vector environment)."""
@@ -31,9 +40,84 @@ class EnvContract:
 
     def collect(self, batches: int = 2, *, seed: int = 0, **options: Any) -> TensorDict:
         """``batches`` batches joined in time, ``[B, batches * steps]``."""
-        options = {"num_envs": self.num_envs, "frames_per_batch": self._frames(), "validate": "full", **options}
-        with Collector(self.make_env, None, seed=seed, **options) as collector:
-            return torch.cat([collector.rollout().clone() for _ in range(batches)], -1)
+        with self._collector(seed=seed, **options) as collector:
+            parts = [collector.rollout().clone() for _ in range(batches)]
+        return torch.cat(parts, parts[0].names.index("time"))
+
+    def test_next_observation_is_the_observation_of_the_next_row_unless_the_episode_ended(self) -> None:
+        batch = self.collect()
+        going_on = ~batch["next", "done"][..., :-1, 0]
+        for key in _observation_keys(batch):
+            after, before = _without(batch, ("next", *key), last=True), _without(batch, key, last=False)
+            assert _equal(_where(after, going_on), _where(before, going_on)), (
+                f"{key}: next[t] must be obs[t + 1] inside an episode"
+            )
+
+    def test_done_is_terminated_or_truncated_and_never_set_before_a_step(self) -> None:
+        batch = self.collect()
+        after = batch["next"]
+        assert torch.equal(after["done"], after["terminated"] | after["truncated"]), "done = terminated | truncated"
+        for flag in ("done", "terminated", "truncated"):
+            assert not batch[flag].any(), f"{flag} at the root: the environment was not reset before the step"
+
+    def test_trajectory_ids_change_exactly_where_an_episode_ended(self) -> None:
+        batch = self.collect()
+        ids, done = batch["collector", "traj_ids"], batch["next", "done"][..., 0]
+        assert torch.equal(ids[..., 1:] != ids[..., :-1], done[..., :-1]), "one id per episode"
+        pieces = int(done[..., :-1].sum()) + done[..., 0].numel()
+        assert len(ids.unique()) == pieces, "no id is used twice"
+
+    def test_rewards_are_finite_numbers(self) -> None:
+        assert torch.isfinite(self.collect()["next", "reward"]).all(), "rewards must be finite"
+
+    def test_the_same_seed_gives_the_same_data(self) -> None:
+        self._assert_equal(self.collect(seed=3), self.collect(seed=3), "differs between two collections with one seed")
+
+    def test_the_size_of_batches_does_not_change_the_data(self) -> None:
+        whole = self.collect(batches=1, frames_per_batch=self._frames())
+        parts = self.collect(batches=4, frames_per_batch=self._frames() // 4)
+        self._assert_equal(parts, whole, "depends on frames_per_batch")
+
+    def test_the_layout_does_not_change_the_data(self) -> None:
+        time_major = self.collect(layout="time_major")
+        order = [*range(1, time_major.ndim), 0]
+        self._assert_equal(time_major.permute(order), self.collect(), "depends on the layout")
+
+    def test_time_limits_truncate_and_count(self) -> None:
+        batch = self.collect(max_frames_per_traj=5)
+        after = batch["next"]
+        assert after["step_count"].max() <= 5, "no episode is longer than max_frames_per_traj"
+        at_limit = after["step_count"] == 5
+        assert (after["truncated"] | after["terminated"])[at_limit].all(), "an episode ends at its limit"
+        begins = batch["step_count"][..., 1:, 0][after["done"][..., :-1, 0]]
+        assert not begins.any(), "the first row of an episode has step_count 0"
+
+    def test_batches_stay_unchanged_while_collecting_goes_on(self) -> None:
+        with self._collector() as collector:
+            kept = collector.rollout()
+            copy = kept.clone()
+            for _ in range(3):
+                collector.rollout()
+            self._assert_equal(kept, copy, "of a kept batch changed")
+
+    def test_every_step_is_accounted_for(self) -> None:
+        with self._collector() as collector:
+            collector.rollout()
+            collector.reset()
+            collector.rollout()
+            stats = collector.stats()
+            assert stats.executed == stats.frames == 2 * self._frames(), "executed = delivered, without errors"
+            assert (stats.discarded, stats.in_flight) == ({}, 0), "nothing is discarded, nothing waits"
+
+    def test_collecting_leaves_the_global_random_generators_alone(self) -> None:
+        with self._collector() as collector:
+            before = _global_state()
+            collector.rollout()
+            assert _global_state() == before, "a global generator of torch, NumPy or Python has moved"
+
+    def _collector(self, **options: Any) -> Collector:
+        given = {"num_envs": self.num_envs, "frames_per_batch": self._frames(), "validate": "full", "seed": 0}
+        return Collector(self.make_env, None, **{**given, **options})
 
     def _frames(self) -> int:
         if self.num_envs is not None:
@@ -42,67 +126,51 @@ class EnvContract:
         env.close()
         return self.steps * int(getattr(env, "num_envs", 1))
 
-    def test_next_observation_is_the_observation_of_the_next_row_unless_the_episode_ended(self) -> None:
-        batch = self.collect()
-        going_on = ~batch["next", "done"][..., :-1, 0]
-        time = batch.ndim - 1
-        for key in _observation_keys(batch):
-            after, before = batch.get(("next", *key)), batch.get(key)
-            last = before.shape[time] - 1
-            after, before = after.narrow(time, 0, last)[going_on], before.narrow(time, 1, last)[going_on]
-            assert _equal(after, before), f"{key}: next[t] must be obs[t + 1] inside an episode"
-
-    def test_done_is_terminated_or_truncated_and_never_set_before_a_step(self) -> None:
-        batch = self.collect()
-        after = batch["next"]
-        assert torch.equal(after["done"], after["terminated"] | after["truncated"])
-        for flag in ("done", "terminated", "truncated"):
-            assert not batch[flag].any(), f"{flag} at the root: the environment was reset before the step"
-
-    def test_trajectory_ids_change_exactly_where_an_episode_ended(self) -> None:
-        batch = self.collect()
-        ids, done = batch["collector", "traj_ids"], batch["next", "done"][..., 0]
-        assert torch.equal(ids[..., 1:] != ids[..., :-1], done[..., :-1])
-
-    def test_rewards_are_finite_numbers(self) -> None:
-        assert torch.isfinite(self.collect()["next", "reward"]).all()
-
-    def test_the_same_seed_gives_the_same_data(self) -> None:
-        first, second = self.collect(seed=3), self.collect(seed=3)
-        for key in first.keys(True, True):
-            assert _equal(first[key], second[key]), f"{key} differs between two collections with one seed"
-
-    def test_the_size_of_batches_does_not_change_the_data(self) -> None:
-        whole = self.collect(batches=1, frames_per_batch=self._frames())
-        parts = self.collect(batches=4, frames_per_batch=self._frames() // 4)
-        for key in whole.keys(True, True):
-            assert _equal(parts[key], whole[key]), f"{key} depends on frames_per_batch"
-
-    def test_time_limits_truncate_and_count(self) -> None:
-        batch = self.collect(max_frames_per_traj=5)
-        assert batch["next", "step_count"].max() <= 5
-        late = batch["next", "step_count"] == 5
-        assert (batch["next", "truncated"] | batch["next", "terminated"])[late].all()
-
-    def test_batches_stay_unchanged_while_collecting_goes_on(self) -> None:
-        with Collector(self.make_env, None, frames_per_batch=self._frames(), num_envs=self.num_envs) as collector:
-            kept = collector.rollout()
-            copy = kept.clone()
-            for _ in range(3):
-                collector.rollout()
-            for key in kept.keys(True, True):
-                assert _equal(kept[key], copy[key]), f"{key} of a kept batch changed"
+    def _assert_equal(self, a: TensorDict, b: TensorDict, problem: str) -> None:
+        keys = set(a.keys(True, True))
+        assert keys == set(b.keys(True, True)), "the columns are the same"
+        for key in keys:
+            assert _equal(a.get(key), b.get(key)), f"{key} {problem}"
 
 
-def _observation_keys(batch: TensorDict) -> list[tuple[str, ...]]:
-    own = {"action", "done", "terminated", "truncated", "step_count", "collector", "next"}
-    keys = [key if isinstance(key, tuple) else (key,) for key in batch.keys(True, True)]
-    return [key for key in keys if key[0] not in own and torch.is_tensor(batch.get(key))]
+def _observation_keys(batch: TensorDict) -> list[Key]:
+    keys = [key if isinstance(key, tuple) else (key,) for key in batch["next"].keys(True, True)]
+    return [key for key in keys if key[0] not in ("reward", "done", "terminated", "truncated", "step_count")]
+
+
+def _without(batch: TensorDict, key: Key, *, last: bool) -> Any:
+    """A column without its last (or first) row in time, as a tensor or as an array of objects."""
+    column, time = batch.get(key), batch.ndim - 1
+    if not torch.is_tensor(column):
+        cells = np.empty(tuple(batch.batch_size), object)
+        flat = column.tolist()
+        for index in np.ndindex(cells.shape):
+            cells[index] = _at(flat, index)
+        return cells[..., :-1] if last else cells[..., 1:]
+    return column.narrow(time, 0 if last else 1, column.shape[time] - 1)
+
+
+def _at(nested: Any, index: tuple[int, ...]) -> Any:
+    return nested if not index else _at(nested[index[0]], index[1:])
+
+
+def _where(column: Any, mask: torch.Tensor) -> Any:
+    return column[mask] if torch.is_tensor(column) else column[mask.numpy()]
 
 
 def _equal(a: Any, b: Any) -> bool:
+    """Equal tensors (NaN equals NaN), or equal objects with arrays anywhere in them."""
     if torch.is_tensor(a):
-        return bool(
-            torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) if a.is_floating_point() else torch.equal(a, b)
-        )
-    return bool(a.tolist() == b.tolist() if hasattr(a, "tolist") else a == b)
+        return a.shape == b.shape and bool(torch.isclose(a, b, 0.0, 0.0, equal_nan=True).all())
+    if hasattr(a, "tolist"):
+        a, b = a.tolist(), b.tolist()
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return bool(a == b)
+
+
+def _global_state() -> tuple[Any, ...]:
+    numpy_state = np.random.get_state(legacy=False)
+    return torch.get_rng_state().tolist(), repr(numpy_state), random.getstate()

@@ -14,7 +14,7 @@ Info = dict[str, Any]
 Array = NDArray[Any]
 
 
-class CountingEnv(gymnasium.Env[Any, int]):
+class CountingEnv(gymnasium.Env[Any, Any]):
     """Observation ``[length, t]`` (float32), reward ``t + 1``; so that every pairing is decided by equality.
 
     Args:
@@ -64,7 +64,7 @@ class CountingEnv(gymnasium.Env[Any, int]):
         return self._buffer
 
 
-class ChainEnv(gymnasium.Env[Any, int]):
+class ChainEnv(gymnasium.Env[Any, Any]):
     """Observation ``[episode, t, state]`` (int64), in which every state follows from the last one and the action.
 
     A row, action or environment in the wrong place breaks the chain: ``follow`` of a row's observation and
