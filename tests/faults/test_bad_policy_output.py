@@ -64,6 +64,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], type[MusterError], str]] = {
         BadPolicyOutput,
         r"a tuple of 3, expected an action, or \(action,",
     ),
+    "extras_number": (lambda: (torch.zeros(2).long(), 3), BadPolicyOutput, "a tuple of 2, expected an action"),
     "extras_list": (lambda: (torch.zeros(2).long(), [1]), BadPolicyOutput, "a tuple of 2, expected an action"),
     "new_extras": (
         lambda: (torch.zeros(2).long(), {"v": torch.zeros(2)}),

@@ -91,6 +91,7 @@ MANY = {
     "int32": np.array([1, 0, 1], np.int32),
     "reversed": np.array([1, 0, 1])[::-1],
     "strided": torch.tensor([1, 9, 0, 9, 1, 9])[::2],
+    "alone_in_a_tuple": (torch.tensor([1, 0, 1]),),
     "no_extras": (torch.tensor([1, 0, 1]), {}),
 }
 

@@ -46,21 +46,23 @@ class VectorEnvBatch:
         self.observation_specs, self.action_specs = self.observations.specs, self.actions.specs
         self.executed_in_row = 0
         self._masks = self._known or self.mode is AutoresetMode.SAME_STEP or self.num_envs == 1  # as far as one knows
-        self._fresh: dict[int, list[Any]] = {}  # SAME_STEP: first observations of episodes not begun yet
+        # SAME_STEP: environments whose new episodes have not begun for us, and rows with their first observations.
+        self._fresh: tuple[list[int], list[Array]] = [], []
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         return self.actions.sample(rng, shape)
 
     def reset(self, arrays: Mapping[Key, Array], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         targets = [arrays[key][row] for key in self.observation_specs]
-        waiting = [i for i in which if i in self._fresh] if seeds is None else []
-        for i in waiting:
-            for target, leaf in zip(targets, self._fresh.pop(i), strict=True):
-                target[i] = leaf
-        rest = [i for i in which if i not in waiting]
+        fresh, first = self._fresh
+        self._fresh = [], []
+        waiting = sorted(set(which).intersection(fresh)) if seeds is None else []
+        if waiting:
+            for target, leaf in zip(targets, first, strict=True):
+                target[waiting] = leaf[waiting]
+        rest = [i for i in which if i not in waiting] if len(waiting) < len(which) else []
         if not rest:
             return
-        self._fresh = {i: leaves for i, leaves in self._fresh.items() if i not in rest}
         leaves = self._leaves(self._masked_reset(rest, seeds), f"{self.name}.reset")
         if not self._known and len(rest) < self.num_envs:
             self._check_mask_respected(targets, leaves, rest)
@@ -92,8 +94,10 @@ class VectorEnvBatch:
                 return None
             finished: list[int] = np.flatnonzero(done).tolist()
             if self.mode is AutoresetMode.SAME_STEP:
+                self._fresh = finished, leaves
+                rows = [array[t + 1] for array in obs_arrays]
                 for i in finished:
-                    self._take_final(i, info, [array[t + 1] for array in obs_arrays], known, t)
+                    self._take_final(i, info, rows, known, t)
             return finished
 
         return step
@@ -105,11 +109,10 @@ class VectorEnvBatch:
         self.env.close()
 
     def _take_final(self, i: int, info: Any, rows: list[Array], known: Array | None, t: int) -> None:
-        """SAME_STEP: put the true last observation into row ``t + 1`` and keep the new episode's first."""
-        self._fresh[i] = [row[i].copy() for row in rows]
+        """SAME_STEP: put the true last observation into row ``t + 1``."""
         final = info.get("final_obs") if isinstance(info, dict) else None
         if final is not None and final[i] is not None:
-            leaves = self.observations.flatten(final[i])
+            leaves = [final[i]] if self.observations.single else self.observations.flatten(final[i])
             for (key, spec), row, leaf in zip(self.observation_specs.items(), rows, leaves, strict=True):
                 problem = leaf_problem(leaf, spec) if spec.is_tensor else None
                 if problem:

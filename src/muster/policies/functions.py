@@ -120,11 +120,12 @@ class FunctionPolicy:
         def act(t: int) -> None:
             action = fn(rows[t])
             if several or isinstance(action, tuple):
-                if not isinstance(action, tuple) or len(action) != 2:
-                    self._refuse_keys(keys, self._split(action)[1].keys())
-                action, extras = action
-                if len(extras) != len(extra_rows):
-                    self._refuse_keys(keys, self._split((action, extras))[1].keys())
+                extras = action[1] if isinstance(action, tuple) and len(action) == 2 else None
+                if not isinstance(extras, dict) or len(extras) != len(extra_rows):
+                    extras = {key[0]: value for key, value in self._split(action)[1].items()}
+                    if extras.keys() != {key[0] for key in keys}:
+                        self._refuse_keys(keys, {(name,) for name in extras})
+                action = action[0]
                 for name, row, extra_shape, extra_dtype in extra_rows:
                     value = extras[name] if name in extras else self._refuse_keys(keys, {(k,) for k in extras})
                     if value.__class__ is torch.Tensor and value.shape == extra_shape and value.dtype is extra_dtype:
