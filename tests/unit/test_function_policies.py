@@ -11,7 +11,7 @@ from gymnasium import spaces
 from torch import nn
 
 from muster import Collector
-from muster.errors import BadPolicyOutput
+from muster.errors import BadOption, BadPolicyOutput
 from muster.testing import CountingEnv, SpaceEnv
 from tests.tools import collect, column, counting, joined, recorded
 
@@ -220,6 +220,22 @@ def test_state_is_zeroed_by_limits_and_resets_too():
         *[0, 1, 2],
         *[0, 1, 2],
     ]
+
+
+def test_a_state_changed_in_place_is_still_stored_as_each_step_began():
+    def policy(obs: torch.Tensor, state: torch.Tensor | None) -> Any:
+        state = torch.zeros(1) if state is None else state
+        state += 1
+        return 0, state
+
+    batch = collect(counting(3), policy, frames_per_batch=5)
+    assert batch["recurrent_state"].flatten().tolist() == [0, 1, 2, 0, 1]
+
+
+def test_an_observation_that_has_the_states_name_is_refused():
+    space = spaces.Dict({"recurrent_state": spaces.Box(0, 1, (1,))})
+    with pytest.raises(BadOption, match="'recurrent_state'"):
+        collect(lambda: SpaceEnv(space, spaces.Discrete(2)), counting_state("tensor"), frames_per_batch=3)
 
 
 def test_a_real_recurrent_network():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import operator
 import os
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+import numpy as np
 import torch
 
 from muster.errors import BadOption, UnknownOption
@@ -119,8 +121,11 @@ class CollectorOptions:
         return cls(**keywords)
 
     def __post_init__(self) -> None:
-        _check_int("frames_per_batch", self.frames_per_batch, at_least=1)
-        _check_int("total_frames", self.total_frames, at_least=-1)
+        for name, at_least in _INTEGERS.items():
+            object.__setattr__(self, name, _integer(name, getattr(self, name), at_least))
+        for name in ("max_frames_per_traj", "init_random_frames"):
+            if (getattr(self, name) or 0) <= 0:
+                object.__setattr__(self, name, None)
         if self.total_frames == 0:
             raise BadOption("total_frames=0: expected a positive number of steps, or -1 for an endless collector")
         if self.total_frames > 0 and self.total_frames % self.frames_per_batch:
@@ -130,16 +135,6 @@ class CollectorOptions:
                 f"total_frames={self.total_frames} is not a multiple of frames_per_batch={self.frames_per_batch}; "
                 f"the nearest possible are {' and '.join(map(str, near))}"
             )
-        for name in ("num_envs", "num_threads", "slot_memory_limit"):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), at_least=1)
-        for name in ("max_frames_per_traj", "init_random_frames"):
-            value = getattr(self, name)
-            if value is not None:
-                _check_int(name, value)
-                object.__setattr__(self, name, value if value > 0 else None)
-        if self.seed is not None:
-            _check_int("seed", self.seed, at_least=0)
         for name in ("reset_at_each_iter", "set_truncated", "return_same_td", "executor", "inference_mode"):
             if not isinstance(getattr(self, name), bool):
                 raise BadOption(f"{name}={getattr(self, name)!r}: expected True or False")
@@ -174,10 +169,27 @@ class CollectorOptions:
         return {name: _device(name, getattr(self, name)) or general for name in names}
 
 
-def _check_int(name: str, value: Any, at_least: int | None = None) -> None:
-    bound = "" if at_least is None else f" of at least {at_least}"
-    if isinstance(value, bool) or not isinstance(value, int) or (at_least is not None and value < at_least):
+_REQUIRED = ("frames_per_batch", "total_frames")
+_INTEGERS = {  # and the least value that makes sense
+    "frames_per_batch": 1,
+    "total_frames": -1,
+    "num_envs": 1,
+    "num_threads": 1,
+    "slot_memory_limit": 1,
+    "seed": 0,
+    "max_frames_per_traj": None,
+    "init_random_frames": None,
+}
+
+
+def _integer(name: str, value: Any, at_least: int | None) -> int | None:
+    if value is None and name not in _REQUIRED:
+        return None
+    number = None if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__") else operator.index(value)
+    if number is None or (at_least is not None and number < at_least):
+        bound = "" if at_least is None else f" of at least {at_least}"
         raise BadOption(f"{name}={value!r}: expected an integer{bound}")
+    return number
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from muster.errors import BadPolicyOutput
+from muster.errors import BadOption, BadPolicyOutput
 from muster.keys import ACTION, OBSERVATION, RESERVED, STATE, Key, dotted
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec, Column, Specs
@@ -52,6 +52,8 @@ class FunctionPolicy:
         self.name = type(fn).__name__ if isinstance(fn, torch.nn.Module) else getattr(fn, "__name__", repr(fn))
         self.takes_state = _takes_state(fn)
         self._obs_specs, self._action_specs = obs_specs, action_specs
+        if self.takes_state and STATE[0] in {key[0] for key in obs_specs}:
+            raise BadOption(f"the observation has the key {STATE[0]!r}, where a batch keeps the state of a policy")
         self._taken = RESERVED | {key[0] for key in obs_specs} | (set(STATE) if self.takes_state else set())
         self._lead = (num_envs,) if batched else ()
         self._device = device if device is not None and device.type != "cpu" else None
@@ -94,7 +96,7 @@ class FunctionPolicy:
         keys = {c.key for c in self._columns}
 
         def act(t: int) -> None:
-            state = {key: row[t] for key, row in state_rows} if state_rows else None
+            state = {key: row[t].clone() for key, row in state_rows} if state_rows else None  # may be changed in place
             action, extra, new_state = self._call({k: row[t] for k, row in rows.items()}, state)
             for key, row in action_rows.items():
                 row[t].copy_(self._action(key, action[key]))
