@@ -46,7 +46,7 @@ UNBOUNDED = [
     spaces.Box(-np.inf, np.inf, (2,), np.int64),
     spaces.Box(1.0, np.inf, (2,), np.float32),
     spaces.Box(-np.inf, -1.0, (2,), np.float64),
-    spaces.Box(np.array([-np.inf, 0.0, -np.inf, 0.0]), np.array([np.inf, np.inf, 0.0, 1.0]), dtype=np.float32),
+    spaces.Box(np.array([-np.inf, 0, -np.inf, 0], "f"), np.array([np.inf, np.inf, 0, 1], "f")),
 ]
 COMPOSITE = [
     spaces.Dict(
