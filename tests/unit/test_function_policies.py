@@ -301,3 +301,45 @@ def test_in_place_layers_are_refused_and_harmless_ones_are_not():
         collect(CountingEnv, lambda obs: inplace(obs)[0].long() * 0, frames_per_batch=3)
     later = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
     assert len(collect(counting(), lambda obs: later(obs)[0].long() * 0, frames_per_batch=3)) == 3
+
+
+# --- networks whose output is the action -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [8, 600], ids=["numpy executor", "torch executor"])
+@pytest.mark.parametrize("num_envs", [None, 2])
+def test_a_network_of_known_layers_runs_in_the_executor_with_equal_actions(width, num_envs, request):
+    net = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+    options = {"num_envs": num_envs, "frames_per_batch": 8, "seed": 0}
+    with (
+        Collector("Pendulum-v1", net, **options) as fast,
+        Collector("Pendulum-v1", net, executor=False, **options) as slow,
+    ):
+        for _ in range(3):
+            a, b = fast.rollout(), slow.rollout()
+            torch.testing.assert_close(a["action"], b["action"], rtol=1e-4, atol=1e-5)
+            with torch.no_grad():
+                net[0].weight.mul_(1.1)  # in place, as an optimizer does
+        assert fast.stats().policy_path in request.node.name
+        assert slow.stats().policy_path == "module"
+        net[0] = nn.Linear(3, width)  # another layer: planned again
+        torch.testing.assert_close(fast.rollout()["action"], slow.rollout()["action"], rtol=1e-4, atol=1e-5)
+
+
+def test_inference_mode_can_be_switched_off_and_lazy_parameters_stay_trainable():
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.Linear(4, 1))
+    with Collector("Pendulum-v1", lazy, frames_per_batch=4) as collector:
+        collector.rollout()
+    lazy(torch.zeros(1, 3)).sum().backward()
+    assert lazy[0].weight.grad is not None
+
+    seen = []
+
+    def policy(obs):
+        seen.append(torch.is_inference_mode_enabled())
+        return torch.zeros(1)
+
+    for mode in (True, False):
+        with Collector("Pendulum-v1", policy, frames_per_batch=3, inference_mode=mode) as collector:
+            collector.rollout()
+    assert seen == [False, True, True, False, False, False]

@@ -65,14 +65,13 @@ def adapt(
         "num_envs": env.num_envs,
         "batched": batched,
         "device": device,
+        "executor": executor,
     }
     if takes_tensordict(policy):
         from muster.policies.tensordict import TensorDictPolicy
 
         keys = list(env.action_specs)
-        return TensorDictPolicy(
-            policy, action_keys=keys, exploration_type=exploration_type, executor=executor, **common
-        )
+        return TensorDictPolicy(policy, action_keys=keys, exploration_type=exploration_type, **common)
     return FunctionPolicy(policy, **common)
 
 

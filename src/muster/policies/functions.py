@@ -19,6 +19,7 @@ from muster.keys import ACTION, OBSERVATION, RESERVED, STATE, Key, dotted
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec, Column, Specs
 from muster.policies.checks import action_problem, column_of, frozen_check
+from muster.policies.executor import Program, plan
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
 
@@ -34,9 +35,8 @@ class FunctionPolicy:
             observation is a dict, and returns tensors, arrays or plain numbers.
         obs_specs, action_specs: of one environment.
         device: where ``fn`` computes; None leaves everything on the CPU.
+        executor: allow the executor where ``fn`` is a network whose output is the action.
     """
-
-    path = "module"
 
     def __init__(
         self,
@@ -47,10 +47,11 @@ class FunctionPolicy:
         num_envs: int,
         batched: bool,
         device: torch.device | None = None,
+        executor: bool = True,
     ) -> None:
         self.fn = fn
         self.name = type(fn).__name__ if isinstance(fn, torch.nn.Module) else getattr(fn, "__name__", repr(fn))
-        self.takes_state = _takes_state(fn)
+        self.takes_state, self.path = _takes_state(fn), "module"
         self._obs_specs, self._action_specs = obs_specs, action_specs
         if self.takes_state and STATE[0] in {key[0] for key in obs_specs}:
             raise BadOption(f"the observation has the key {STATE[0]!r}, where a batch keeps the state of a policy")
@@ -58,6 +59,11 @@ class FunctionPolicy:
         self._lead = (num_envs,) if batched else ()
         self._device = device if device is not None and device.type != "cpu" else None
         self._columns: list[Column] = []
+        one = list(obs_specs) == [OBSERVATION] and list(action_specs) == [ACTION]
+        tensors = all(spec.is_tensor for spec in (*obs_specs.values(), *action_specs.values()))
+        self._plain = one and tensors and not self.takes_state and self._device is None
+        self._executor = executor
+        self._program: Program | None = None
         self._state_shape: Any = None  # the state's nesting, with keys where tensors are
 
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
@@ -73,22 +79,33 @@ class FunctionPolicy:
         self._columns += [
             column_of(key, value, self._lead, self.name, carry=True) for key, value in outputs.state.items()
         ]
+        if self._plain:
+            self._plan(obs[OBSERVATION])
         return outputs
 
     def columns(self) -> Sequence[Column]:
         return self._columns
 
     def start(self, lane: Lane, rng: GroupRng) -> Act:
-        act = lane.cache.get(self)
-        if act is None:
-            act = lane.cache[self] = self._make_act(lane)
-        return act
+        if self._program is not None and not self._program.current():
+            self._plan(lane.rows(OBSERVATION)[lane.acts_from])
+        program, act = lane.cache.get(self, (None, None))
+        if act is None or program is not self._program:
+            act = self._make_act(lane)
+            lane.cache[self] = self._program, act
+        return act  # type: ignore[no-any-return]
+
+    def _plan(self, obs: torch.Tensor) -> None:
+        """Use the executor where the function is a network that it knows."""
+        module = self.fn if self._executor and self._plain and isinstance(self.fn, torch.nn.Module) else None
+        self._program = None if module is None else plan(module, obs)
+        self.path = "module" if self._program is None else f"{self._program.kind} executor"
 
     def _make_act(self, lane: Lane) -> Act:
-        if list(self._obs_specs) == [OBSERVATION] and list(self._action_specs) == [ACTION]:
-            flat = not self.takes_state and self._device is None
-            if flat and self._obs_specs[OBSERVATION].is_tensor and self._action_specs[ACTION].is_tensor:
-                return self._make_plain_act(lane)
+        if self._program is not None and self._program.kind == "numpy":
+            return _make_numpy_act(self._program, lane)
+        if self._plain:
+            return self._make_plain_act(lane)
         rows = {k: _rows(lane, k, s) for k, s in self._obs_specs.items()}
         action_rows = {k: lane.rows(k) for k in self._action_specs}
         extra_rows = [(c.key, lane.rows(c.key)) for c in self._columns if not c.carry]
@@ -111,7 +128,7 @@ class FunctionPolicy:
 
     def _make_plain_act(self, lane: Lane) -> Act:
         """One tensor in; one action out, and perhaps extras: the least there is to do."""
-        fn, rows, check, store = self.fn, lane.rows(OBSERVATION), self._action, self._store
+        fn, rows, check, store = self._program or self.fn, lane.rows(OBSERVATION), self._action, self._store
         action_rows = lane.rows(ACTION)
         extra_rows = [
             (c.key[0], lane.rows(c.key), lane.rows(c.key)[0].shape, lane.tensors[c.key].dtype) for c in self._columns
@@ -231,6 +248,15 @@ class FunctionPolicy:
             f"policy {self.name} returned the extras {sorted(map(dotted, got))}, at its first call they were "
             f"{sorted(map(dotted, expected))}; return the same ones at every call"
         )
+
+
+def _make_numpy_act(program: Program, lane: Lane) -> Act:
+    rows, actions, copyto = lane.np_rows(OBSERVATION), lane.np_rows(ACTION), np.copyto
+
+    def act(t: int) -> None:
+        copyto(actions[t], program(rows[t]))
+
+    return act
 
 
 def _takes_state(fn: Callable[..., Any]) -> bool:
