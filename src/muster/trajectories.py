@@ -125,7 +125,7 @@ class TrajectoryClock:
         before[1:], began[1:] = at_end[:-1], t[:-1]
         firsts = np.flatnonzero(first)
         before[firsts], began[firsts] = -self.returns[env[firsts]], -1 - self.steps[env[firsts]]
-        count = np.diff(firsts, append=len(env))
+        count = np.append(firsts[1:], len(env)) - firsts
         nth -= np.repeat(firsts, count)  # of its environment, in these rows
         in_time = np.empty_like(by_env)
         in_time[by_env] = np.arange(len(env))

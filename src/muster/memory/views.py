@@ -59,19 +59,26 @@ class BatchView:
 
     def tensordict(self, memory: torch.Tensor, slot: Slot) -> TensorDict:
         """The batch over ``memory`` (flat bytes, from ``SlotRing.lend`` or a copy of them)."""
-        from tensordict import TensorDict
-
         storage = memory.untyped_storage()
         first = memory.storage_offset()
         root: Nested = {}
         for leaf in self._leaves:
+            # Not as_strided: its results would share one version counter, and a change of one leaf would
+            # look to autograd like a change of all.
             tensor = torch.empty(0, dtype=leaf.dtype, device=memory.device)
             shift = first // leaf.dtype.itemsize
             tensor.set_(storage, shift + leaf.offset, leaf.size, leaf.stride)
             _set(root, leaf.key, tensor)
         for column in self._objects:
             _set(root, column.key, self._non_tensor(column, slot))
-        return TensorDict(root, batch_size=self.batch_size, names=self.names, device=self.device)
+        return self._wrap(root)
+
+    def _wrap(self, root: Nested) -> TensorDict:
+        """Without TensorDict's checks: the shapes were made here, and a batch of few steps would be mostly checking."""
+        from tensordict import TensorDict
+
+        entries = {key: self._wrap(value) if type(value) is dict else value for key, value in root.items()}
+        return TensorDict._new_unsafe(entries, batch_size=self.batch_size, names=self.names, device=self.device)
 
     def refresh_objects(self, batch: TensorDict, slot: Slot) -> None:
         """Replace the non-tensor entries of ``batch`` by what ``slot`` holds now."""
