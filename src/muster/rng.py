@@ -20,16 +20,14 @@ class GroupRng:
     """All randomness of one group, derived from ``(seed, group)``.
 
     Attributes:
-        numpy: for Muster's own draws on the CPU (heads, random actions).
-        torch: the same for draws made in torch.
+        numpy: for Muster's own draws (the heads' noise).
     """
 
     def __init__(self, seed: int | None, group: int = 0, device: torch.device | None = None) -> None:
         root = np.random.SeedSequence(seed, spawn_key=(group,))
         self._root, self._streams = root, dict[int, np.random.Generator]()
-        own, torch_own, legacy, torch_global, python = root.spawn(5)
+        own, legacy, torch_global, python = root.spawn(4)
         self.numpy = np.random.Generator(np.random.SFC64(own))
-        self.torch = torch.Generator(device or "cpu").manual_seed(_word(torch_own))
         self._legacy = _NumpyStream(np.random.MT19937(legacy))
         self._python = random.Random(_word(python)).getstate()
         self._torch = torch.Generator().manual_seed(_word(torch_global)).get_state()
@@ -43,7 +41,7 @@ class GroupRng:
         draws the same numbers however the steps are cut into batches.
         """
         if number not in self._streams:
-            seeds = np.random.SeedSequence(self._root.entropy, spawn_key=(*self._root.spawn_key, 5 + number))
+            seeds = np.random.SeedSequence(self._root.entropy, spawn_key=(*self._root.spawn_key, 4 + number))
             self._streams[number] = np.random.Generator(np.random.SFC64(seeds))
         return self._streams[number]
 
