@@ -87,7 +87,10 @@ def peer_versions(pythons: Iterable[str | None]) -> dict[str, dict[str, str]]:
     names = ("torch", "numpy", "gymnasium", "tensordict", "torchrl", "pandas", "tianshou", "ray", "pufferlib")
     names += ("stable_baselines3", "stable-baselines3")
     return {
-        python: json.loads(subprocess.run([python, "-c", script, *names], capture_output=True, timeout=60).stdout)
+        # by the environment's folder: where it lies on this machine is nobody's business
+        Path(python).parent.parent.name: json.loads(
+            subprocess.run([python, "-c", script, *names], capture_output=True, timeout=60).stdout
+        )
         for python in sorted({python for python in pythons if python})
     }
 
