@@ -70,3 +70,22 @@ def test_batches_equal_torchrls(torchrl, lengths, limit):
     assert mine.dtype == theirs.dtype
     assert torch.equal(mine[..., 1:] != mine[..., :-1], theirs[..., 1:] != theirs[..., :-1])
     assert len(mine.unique()) == len(theirs.unique()), "the same number of trajectories"
+
+
+def test_a_batch_goes_into_torchrls_losses_and_buffers_like_any_tensordict():
+    from tensordict.nn import TensorDictModule
+    from torchrl.data import LazyTensorStorage, ReplayBuffer
+    from torchrl.objectives.value import GAE
+
+    value = TensorDictModule(torch.nn.Linear(4, 1), in_keys=["observation"], out_keys=["state_value"])
+    with Collector("CartPole-v1", None, num_envs=4, frames_per_batch=64, seed=0) as collector:
+        batch = collector.rollout()
+    GAE(gamma=0.99, lmbda=0.95, value_network=value)(batch)
+    assert batch["advantage"].shape == (4, 16, 1)
+    flat = batch.reshape(-1)
+    assert flat.batch_size == (64,)
+    assert torch.equal(flat["next", "reward"], batch["next", "reward"].reshape(-1, 1))
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=8)
+    buffer.extend(flat)
+    assert len(buffer) == 64
+    assert buffer.sample()["next", "observation"].shape == (8, 4)
