@@ -29,7 +29,7 @@ class LimitHeads(BareWithPolicy):
         ((self.obs_key, obs_spec),) = stacked.observation_specs.items()
         ((self.action_key, action_spec),) = stacked.action_specs.items()
         self.rng = GroupRng(0)
-        self.head: Any = adapt(head_for(self.envs[0]), stacked, batched=batched)
+        self.head: Any = adapt(head_for(self.envs[0]), stacked, batch_shape=(workload.B,) if batched else ())
         first = torch.from_numpy(self.obs if batched else self.obs[0])
         self.head.first({self.obs_key: first}, self.rng)
         columns = (
@@ -37,7 +37,7 @@ class LimitHeads(BareWithPolicy):
             Column(self.action_key, action_spec.shape, action_spec.dtype),
             Column(keys.LOG_PROB, (), np.dtype(np.float32)),
         )
-        layout = Layout(workload.T, workload.B, columns, batched=batched)
+        layout = Layout(workload.T, workload.B, columns, batch_shape=None if batched else ())
         self.lane = Lane(layout, np.zeros(layout.nbytes, np.uint8))
         self.rows = list(self.lane.arrays[self.obs_key])
         self.rows[0][...] = self.obs

@@ -4,42 +4,43 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from muster.envs.checks import values_problem
-from muster.errors import BadEnvOutput, BadPolicyOutput, MusterError, PolicyError
-from muster.keys import FLAGS, NEXT_OBS_VALID, REWARD, STEP_COUNT, TRAJ_IDS, Key, dotted, next_of
-from muster.memory.slots import Lane
-from muster.memory.specs import Array, Column
+from muster.acting import call_policy, store_outputs
+from muster.columns import RolloutOptions, lane_columns
+from muster.errors import BadEnvOutput, BadPolicyOutput
+from muster.keys import (
+    FLAGS,
+    IS_INIT,
+    NEXT_OBS_VALID,
+    POLICY_VERSION,
+    RESUMED,
+    STEP_COUNT,
+    TRAJ_IDS,
+    VALID,
+    Key,
+    next_of,
+)
+from muster.marks import blank, cut_after_end, repeat_end
+from muster.memory.slots import Lane, torch_dtype
+from muster.memory.specs import Array, ArraySpec, Column
 from muster.protocols import EnvBatch, Outputs, Policy
 from muster.rng import GroupRng, torch_threads
 from muster.trajectories import Episodes, TrajectoryClock
+from muster.values import first_bad_value
 
-Validate = Literal["off", "fast", "full"]
 Result = TypeVar("Result")
 
 TERMINATED, TRUNCATED, DONE = next_of(("terminated",)), next_of(("truncated",)), next_of(("done",))
-IS_INIT: Key = ("is_init",)
 NEVER = 1 << 62
+STOP = -1  # instead of a row: the rollout ends here
 CACHE_BYTES = 1 << 18  # next/observation is copied in pieces of this size, while they are still in the cache
-
-
-@dataclass(frozen=True)
-class RolloutOptions:
-    """What a rollout does besides stepping; see ``CollectorOptions`` for the words."""
-
-    max_frames_per_traj: int | None = None
-    reset_at_each_iter: bool = False
-    set_truncated: bool = False
-    validate: Validate = "fast"
-    num_threads: int | None = 1
-    inference_mode: bool = True
 
 
 @dataclass
@@ -52,40 +53,75 @@ class Timing:
     total: float = 0.0
 
 
+@dataclass
+class Final:
+    """Observations after row ``t`` of the environments ``envs``, where the next row does not show them."""
+
+    t: int
+    envs: Sequence[int]
+    leaves: dict[Key, Array]
+
+
 class Group:
     """An env batch with its random streams, its time, and the rows it will act on next.
 
     Args:
         env: owned by the group.
-        batched: whether B is a dimension for policy and user.
+        batch_shape: B as policy and user see it.
         env_ids: global numbers of its environments.
         total_envs: over all groups.
         rng: the group's own.
+
+    Attributes:
+        version: of the policy, for ``collector/policy_version``.
+        closes_batch: the next rollout is the last one of a batch.
+        frame_limit: number of this batch's steps over all groups that are valid; None is all.
+        delivered, rows: valid steps, and rows, of the last rollout.
+        finals: with ``compact_obs``, what the last rollout's rows do not show.
+        spans: a ``Timeline`` while one is running.
+        in_background: rollouts run beside the user's thread, not in its place.
     """
 
     def __init__(
-        self, env: EnvBatch, *, batched: bool, env_ids: Array, total_envs: int, rng: GroupRng, options: RolloutOptions
+        self,
+        env: EnvBatch,
+        *,
+        batch_shape: tuple[int, ...],
+        env_ids: Array,
+        total_envs: int,
+        rng: GroupRng,
+        options: RolloutOptions,
     ) -> None:
-        self.env, self.batched, self.rng, self.options = env, batched, rng, options
+        self.env, self.batch_shape, self.rng, self.options = env, batch_shape, rng, options
         self.B = env.num_envs
         self.clock = TrajectoryClock(env_ids, total_envs)
         self.timing = Timing()
+        self.spans: Any = None
+        self.in_background = False
         self.executed = 0  # environment steps, whatever became of them
         self.discarded: Counter[str] = Counter()  # environment steps that no batch will show, by reason
         self.episodes: Episodes  # ended in the last rollout
-        self.carry: dict[Key, Array] = {  # one row per carried column, [1, B, *shape]
-            key: np.zeros((1, self.B, *spec.shape), spec.dtype) for key, spec in env.observation_specs.items()
-        }
+        self.finals: list[Final] = []
+        self.delivered = self.rows = 0
+        self.version: int | str = 0
+        self.closes_batch = True
+        self.frame_limit: int | None = None
+        self.carry = {key: self._zeros(spec) for key, spec in env.observation_specs.items()}  # [1, B, *shape] each
+        self.resumed: list[int] | None = None  # environments whose next row begins anew after a load; None: no load
         self._obs_keys = list(env.observation_specs)
         row_bytes = sum(row.nbytes for row in self.carry.values())
-        self._copy_every = max(1, CACHE_BYTES // max(row_bytes, 1))  # rows of next/observation at a time
-        self._primed: tuple[Policy, Outputs] | None = None
+        shown = not (env.writes_next or options.compact_obs)
+        self._copy_every = max(1, CACHE_BYTES // max(row_bytes, 1)) if shown else NEVER  # rows of next/observation
+        self._primed: tuple[Policy, Outputs, int | str] | None = None
+        self._rng_before_prime: Any = None
         self._pending: list[int] = list(range(self.B))  # environments to reset before the next step
         self._seeds: dict[int, int] = {}
         self._deadline = np.full(self.B, NEVER, np.int64)  # row at which max_frames_per_traj is reached
-        self._limit = options.max_frames_per_traj
-        self._next: list[tuple[Array, Array]] = []  # of the lane: next/observation and observation, per leaf
-        self._states: list[tuple[Array, bool]] = []  # of the lane: other carried columns, and their value at a reset
+        self._limit = None if env.writes_next else options.max_frames_per_traj
+        env.max_steps = options.max_frames_per_traj
+        self._ended: set[int] = set()  # without reset_when_done: environments that have ended in this rollout
+        self._next: list[tuple[Any, Any]] = []  # of the lane: next/observation and observation, per leaf
+        self._states: list[tuple[Any, bool]] = []  # of the lane: other carried columns, and their value at a reset
         self._copied = 0  # rows of next/observation that are complete
 
     def reset(self, which: Sequence[int] | None = None, seeds: Sequence[int] | None = None) -> None:
@@ -99,32 +135,32 @@ class Group:
         """Make the policy's first real call, which shows its columns; ``rollout`` goes on from it."""
         if self._primed is not None and self._primed[0] is policy:
             return
-        with self.rng.as_global(), torch.no_grad(), torch_threads(self.options.num_threads):
+        with self.surroundings(first=True):
             self._reset_carry()
+        self._rng_before_prime = self.rng.state_dict()
+        with self.surroundings(first=True):
             obs = {k: self._as_policy_sees(self.carry[k][0]) for k in self._obs_keys}
-            self._primed = policy, call_policy(policy, lambda: policy.first(obs, self.rng))
+            self._primed = policy, call_policy(policy, lambda: policy.first(obs, self.rng)), self.version
 
-    def no_grad(self) -> AbstractContextManager[Any]:
-        """What rollouts run in. The first call (``prime``) only has no gradients: a module may make things then that
-        it keeps, such as lazy parameters, and what is made in inference mode cannot be trained.
+    @contextmanager
+    def surroundings(self, *, first: bool = False) -> Iterator[None]:
+        """What environments and policies run in: the group's generators as global ones, torch's threads, no gradients.
+
+        The ``first`` call is not in inference mode: a module may make things then that it keeps, such as lazy
+        parameters, and what is made in inference mode cannot be trained. Beside the user's own thread the generators
+        and thread numbers of the process are left alone.
         """
-        return torch.inference_mode() if self.options.inference_mode else torch.no_grad()
+        grad = torch.inference_mode() if self.options.inference_mode and not first else torch.no_grad()
+        if self.in_background:
+            with grad:
+                yield
+            return
+        with self.rng.as_global(), grad, torch_threads(self.options.num_threads):
+            yield
 
     def columns(self, policy: Policy) -> tuple[Column, ...]:
         """What a lane for this group and policy stores; call ``prime`` before."""
-        flag, step = np.dtype(bool), np.dtype(np.int64)
-        columns = []
-        for key, spec in self.env.observation_specs.items():
-            columns.append(Column(key, spec.shape, spec.dtype, carry=True))
-            columns.append(Column(next_of(key), spec.shape, spec.dtype))
-        columns += [Column(key, spec.shape, spec.dtype) for key, spec in self.env.action_specs.items()]
-        columns += [Column(key, (), flag, trailing=True) for f in FLAGS for key in (f, next_of(f))]
-        columns += [Column(REWARD, (), np.dtype(np.float32), trailing=True), Column(TRAJ_IDS, (), step)]
-        if self.options.max_frames_per_traj:
-            columns += [Column(key, (), step, trailing=True) for key in (STEP_COUNT, next_of(STEP_COUNT))]
-        if not self.env.final_obs_certain:
-            columns.append(Column(NEXT_OBS_VALID, (), flag))
-        return (*columns, *policy.columns())
+        return lane_columns(self.env, policy.columns(), self.options, resumed=self.resumed is not None)
 
     def close(self) -> None:
         self.env.close()
@@ -140,34 +176,24 @@ class Group:
         """Make row ``lane.done_steps`` the one to act on."""
         begin = lane.done_steps
         if begin == 0:
-            self._reset_carry()
-            self._copied = 0
-            for flag in FLAGS:
-                lane.arrays[flag][...] = False
-                lane.arrays[next_of(flag)][...] = False
-            if NEXT_OBS_VALID in lane.arrays:
-                lane.arrays[NEXT_OBS_VALID][...] = True
-            for column in lane.layout.columns:
-                if column.carry:
-                    lane.arrays[column.key][:1] = self._carried(column)
-            self._next = [(lane.arrays[next_of(key)], lane.arrays[key][1:]) for key in self._obs_keys]
-            carried = [c.key for c in lane.layout.columns if c.carry and c.key not in self.env.observation_specs]
-            self._states = [(lane.arrays[key], key == IS_INIT) for key in carried]
-            if self._limit:
-                self._deadline = self._limit - 1 - self.clock.steps
+            self._enter_first(lane)
         elif self._pending:
             self._cut(lane, begin - 1)
+        if POLICY_VERSION in lane.arrays:
+            lane.arrays[POLICY_VERSION][begin:] = self.version
 
     def take_primed(self, lane: Lane) -> bool:
         """Write what ``prime`` left for row 0, if anything."""
         if self._primed is None:
             return False
-        _store_outputs(self._primed[1], lane)
+        store_outputs(self._primed[1], lane)
+        if POLICY_VERSION in lane.arrays:
+            lane.arrays[POLICY_VERSION][0] = self._primed[2]
         self._primed = None
         return True
 
     def after_step(self, lane: Lane, t: int, finished: Sequence[int] | None) -> int:
-        """Whatever is due after row ``t`` besides the next step; returns the row at which to call again."""
+        """Whatever is due after row ``t`` besides the next step; returns the row at which to call again, or STOP."""
         lane.done_steps = t + 1
         if self._limit and (late := np.flatnonzero(self._deadline <= t).tolist()):
             cut = late if finished is None else [i for i in late if i not in finished]
@@ -175,35 +201,52 @@ class Group:
             finished = sorted({*cut, *(finished or ())})
         if finished is not None:
             self._copy_next(t + 1)  # before the reset overwrites the true last observations
+            if self.options.compact_obs:
+                self._keep_final(lane, t, finished)
+            self._ended.update(finished)
+            if not self.options.reset_when_done and len(self._ended) == self.B:
+                lane.stopped = True
+                return STOP
             self._reset_rows(lane, t + 1, finished, None)
         elif t + 1 - self._copied >= self._copy_every:
             self._copy_next(t + 1)
-        return self.next_call()
+        if self.options.interruptor is not None and self.options.interruptor.collection_stopped():
+            lane.stopped = True
+            return STOP
+        return self.next_call(t + 1)
 
-    def next_call(self) -> int:
-        """The next row after which ``after_step`` is due even if no episode ends."""
+    def next_call(self, t: int) -> int:
+        """The next row, from ``t`` on, after which ``after_step`` is due even if no episode ends."""
+        if self.options.interruptor is not None:
+            return t
         copy_at = self._copied + self._copy_every - 1
         return min(copy_at, int(self._deadline.min())) if self._limit else copy_at
 
     def leave(self, lane: Lane) -> None:
-        """Complete all columns of a lane whose T rows have been stepped."""
-        T, arrays = lane.T, lane.arrays
-        self._copy_next(T)
+        """Complete all columns of a lane whose rows have been stepped."""
+        n, arrays, reward_key = lane.done_steps, lane.arrays, self.env.reward_key
+        self._copy_next(n)
+        lane.pull((reward_key, TERMINATED, TRUNCATED))
         self._check_values(lane)
-        terminated, truncated, done = arrays[TERMINATED], arrays[TRUNCATED], arrays[DONE]
+        reward, terminated, truncated, done = (arrays[k][:n] for k in (reward_key, TERMINATED, TRUNCATED, DONE))
         np.logical_or(terminated, truncated, out=done)
-        self.clock.fill_ids(arrays[TRAJ_IDS], done)
+        late = None if self.options.reset_when_done else cut_after_end(lane, done, reward_key)
+        self.clock.fill_ids(arrays[TRAJ_IDS][:n], done)
         if STEP_COUNT in arrays:
-            self.clock.fill_step_counts(arrays[STEP_COUNT], done)
+            self.clock.fill_step_counts(arrays[STEP_COUNT][:n], done)
             np.add(arrays[STEP_COUNT], 1, out=arrays[next_of(STEP_COUNT)])
-        self.episodes = self.clock.advance(arrays[REWARD], terminated, truncated, done)
-        if self.options.set_truncated:  # a mark for the learner; the episode goes on
+        self.episodes = self.clock.advance(reward, terminated, truncated, done)
+        if self.options.set_truncated and self.closes_batch and n:  # a mark for the learner; the episode goes on
             truncated[-1] |= ~done[-1]
             done[-1] = True
         for column in lane.layout.columns:
             if column.carry:
-                self._carried(column)[0] = arrays[column.key][T]
-        if self.options.reset_at_each_iter:
+                self._carried(column)[0] = lane.data[column.key][n]
+        if self.options.compact_obs and n:
+            self._keep_final(lane, n - 1, [i for i in range(self.B) if not done[-1, i]])
+        self._mark(lane, n, late)
+        lane.push(column.key for column in lane.layout.tensor_columns if column.host and column.key != reward_key)
+        if self.options.reset_at_each_iter and self.closes_batch:
             self.reset()
 
     def fail(self, lane: Lane, t: int, reason: str, executed: int) -> None:
@@ -216,6 +259,55 @@ class Group:
         self.reset()
 
     # --- parts ------------------------------------------------------------------------------------
+
+    def _enter_first(self, lane: Lane) -> None:
+        self._reset_carry()
+        self._copied, self.finals, self._ended = 0, [], set()
+        data = lane.data
+        for flag in FLAGS:
+            data[flag][...] = False
+            data[next_of(flag)][...] = False
+        for mark in (NEXT_OBS_VALID, VALID):
+            if mark in data:
+                data[mark][...] = True
+        if RESUMED in lane.arrays:
+            lane.arrays[RESUMED][...] = False
+            lane.arrays[RESUMED][0, self.resumed or []] = True
+            self.resumed = []
+        for column in lane.layout.columns:
+            if column.carry:
+                data[column.key][:1] = self._carried(column)
+        shown = [] if self._copy_every == NEVER else self._obs_keys
+        self._next = [(data[next_of(key)], data[key][1:]) for key in shown]
+        carried = [c.key for c in lane.layout.columns if c.carry and c.key not in self.env.observation_specs]
+        self._states = [(data[key], key == IS_INIT) for key in carried]
+        if self._limit:
+            self._deadline = self._limit - 1 - self.clock.steps
+
+    def _mark(self, lane: Lane, n: int, late: Array | None) -> None:
+        """Blank what is no transition, and count what is."""
+        valid = np.ones((n, self.B), bool)
+        if late is not None and n:
+            over = np.flatnonzero(lane.arrays[DONE][:n].any(axis=0)).tolist()
+            repeat_end(lane, late)
+            valid &= ~late
+            self.clock.steps[over], self.clock.returns[over] = 0, 0.0
+            self.discarded["after_done"] += int(late.sum())
+            self.reset(over)
+        if n < lane.T:
+            blank(lane, slice(n, lane.T), np.ones((lane.T - n, self.B), bool))
+        if self.frame_limit is not None:
+            place = np.arange(n)[:, None] * self.clock.total_envs + self.clock.env_ids
+            surplus = valid & (place >= self.frame_limit)
+            self.discarded["surplus"] += int(surplus.sum())
+            valid &= ~surplus
+        self.rows, self.delivered = n, int(valid.sum())
+        if VALID in lane.arrays:
+            lane.arrays[VALID][:n] = valid
+
+    def _keep_final(self, lane: Lane, t: int, envs: Sequence[int]) -> None:
+        index = list(envs)
+        self.finals.append(Final(t, index, {key: lane.arrays[key][t + 1, index].copy() for key in self._obs_keys}))
 
     def _reset_carry(self) -> None:
         """Do the resets that are due before a lane's first row."""
@@ -231,15 +323,15 @@ class Group:
 
     def _cut(self, lane: Lane, t: int) -> None:
         """Resets that are due in the middle of a lane: end the episodes at row ``t``, begin new ones after it."""
-        done = lane.arrays[TERMINATED][t] | lane.arrays[TRUNCATED][t]
-        lane.arrays[TRUNCATED][t, [i for i in self._pending if not done[i]]] = True
+        done = lane.data[TERMINATED][t] | lane.data[TRUNCATED][t]
+        lane.data[TRUNCATED][t, [i for i in self._pending if not done[i]]] = True
         self._copy_next(t + 1)
         self._reset_rows(lane, t + 1, self._pending, self._seeds_of(self._pending))
         self._pending, self._seeds = [], {}
 
     def _reset_rows(self, lane: Lane, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         started = time.perf_counter_ns()
-        self.env.reset(lane.arrays, row, which, seeds)
+        self.env.reset(lane.data, row, which, seeds)
         self.timing.env += time.perf_counter_ns() - started
         for array, value in self._states:
             array[row, which] = value
@@ -249,9 +341,10 @@ class Group:
     def _seeds_of(self, which: Sequence[int]) -> list[int] | None:
         return [self._seeds[i] for i in which] if self._seeds.keys() >= set(which) else None
 
-    def _carried(self, column: Column) -> Array:
+    def _carried(self, column: Column) -> Any:
         if column.key not in self.carry:  # a recurrent state before its first use
-            self.carry[column.key] = np.full((1, self.B, *column.shape), column.key == IS_INIT, column.dtype)
+            self.carry[column.key] = self._zeros(ArraySpec(column.shape, column.dtype))
+            self.carry[column.key][...] = column.key == IS_INIT
         return self.carry[column.key]
 
     def _copy_next(self, end: int) -> None:
@@ -262,79 +355,38 @@ class Group:
 
     def _check_values(self, lane: Lane) -> None:
         """What is cheaper to check once per rollout than once per step."""
-        mode = self.options.validate
-        if mode == "off":
+        found = first_bad_value(lane, self.env, self.options.validate)
+        if found is None:
             return
-        reward = lane.arrays[REWARD]
-        if not np.isfinite(reward).all():
-            t, b = (int(i) for i in np.argwhere(~np.isfinite(reward))[0])
-            self._reject(lane, t, f"{self.env.name}[{b}].step (row {t} of the batch): reward is {reward[t, b]}")
-        for key, spec in self.env.action_specs.items():
-            if mode == "full" or spec.dtype.kind in "iu":
-                if problem := values_problem(lane.arrays[key], spec):
-                    (t, b, *_), what = problem
-                    self._reject(lane, t, f"{dotted(key)} for env {b} (row {t} of the batch): {what}", policy=True)
-            elif spec.dtype.kind == "f" and not np.isfinite(lane.arrays[key]).all():
-                t, b = (int(i) for i in np.argwhere(~np.isfinite(lane.arrays[key]))[0][:2])
-                self._reject(lane, t, f"{dotted(key)} for env {b} (row {t}) is not finite", policy=True)
-        for key, spec in self.env.observation_specs.items() if mode == "full" else ():
-            # A bad observation shows after the step that gave it, and again before the next one.
-            found = [values_problem(array, spec) for array in (lane.arrays[next_of(key)], lane.arrays[key][:-1])]
-            if any(found):
-                (t, b, *_), what = min((f for f in found if f), key=lambda f: f[0][0])
-                self._reject(lane, t, f"{self.env.name}[{b}] (row {t} of the batch): {dotted(key)} {what}")
-
-    def _reject(self, lane: Lane, t: int, message: str, *, policy: bool = False) -> None:
-        """Take back row ``t`` and all after it: their values are wrong."""
-        reason = "bad_policy_output" if policy else "bad_env_output"
-        self.discarded[reason] += (lane.T - t) * self.B
-        lane.done_steps = t
+        # Take back the row and all after it: their values are wrong.
+        t, message, by_policy = found
+        self.discarded["bad_policy_output" if by_policy else "bad_env_output"] += (lane.done_steps - t) * self.B
+        lane.done_steps, lane.stopped = t, False
         self._unmark(lane)
         self.reset()
-        error = BadPolicyOutput if policy else BadEnvOutput
+        error = BadPolicyOutput if by_policy else BadEnvOutput
         raise error(f"{message}. The {t} rows before it are kept; the environments begin anew.")
 
     def _unmark(self, lane: Lane) -> None:
         """Take back what was written about rows that are not complete."""
         begin = lane.done_steps
         self._copied = min(self._copied, begin)
+        self.finals = [final for final in self.finals if final.t < begin]
         for flag in (TERMINATED, TRUNCATED):
-            lane.arrays[flag][begin:] = False
-        if NEXT_OBS_VALID in lane.arrays:
-            lane.arrays[NEXT_OBS_VALID][begin:] = True
+            lane.data[flag][begin:] = False
+        if NEXT_OBS_VALID in lane.data:
+            lane.data[NEXT_OBS_VALID][begin:] = True
 
-    def _as_policy_sees(self, row: Array) -> torch.Tensor:
-        """A carried row as the policy gets rows of a lane: ``[B, *shape]``, or ``[*shape]`` unbatched."""
-        if row.dtype == object:
+    def _zeros(self, spec: ArraySpec) -> Any:
+        """One row for all environments, on the host or the device."""
+        shape = (1, self.B, *spec.shape)
+        if self.env.device is None or not spec.is_tensor:
+            return np.zeros(shape, spec.dtype)
+        return torch.zeros(shape, dtype=torch_dtype(spec.dtype), device=self.env.device)
+
+    def _as_policy_sees(self, row: Any) -> torch.Tensor:
+        """A carried row as the policy gets rows of a lane: ``[*batch_shape, *shape]``."""
+        if isinstance(row, np.ndarray) and row.dtype == object:
             return row  # type: ignore[return-value]
-        tensor = torch.from_numpy(row)
-        return tensor if self.batched else tensor[0]
-
-
-def call_policy(policy: Policy, call: Callable[[], Result]) -> Result:
-    """What ``call`` returns; what it raises as a ``PolicyError``."""
-    try:
-        return call()
-    except MusterError:
-        raise
-    except Exception as error:
-        raise policy_error(policy, error) from error
-
-
-def policy_error(policy: Policy, error: Exception, t: int = 0) -> PolicyError:
-    """The error that says which policy raised what, at which row."""
-    return PolicyError(
-        f"policy {policy.name} raised {type(error).__name__} at row {t} of the batch: {error}. No environment was "
-        f"stepped since; the next call tries again from there."
-    )
-
-
-def _store_outputs(outputs: Outputs, lane: Lane) -> None:
-    for key, value in (*outputs.action.items(), *outputs.extras.items()):
-        row = lane.tensors[key][0]
-        row.copy_(value.reshape(row.shape))
-    for key, array in outputs.objects.items():
-        lane.arrays[key][0] = array
-    for key, value in outputs.state.items():
-        row = lane.tensors[key][1]
-        row.copy_(value.reshape(row.shape))
+        tensor = torch.as_tensor(row)
+        return tensor.reshape((*self.batch_shape, *tensor.shape[1:]))

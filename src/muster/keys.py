@@ -15,6 +15,11 @@ STATE: Key = ("recurrent_state",)
 STEP_COUNT: Key = ("step_count",)
 TRAJ_IDS: Key = ("collector", "traj_ids")
 NEXT_OBS_VALID: Key = ("collector", "next_obs_valid")
+VALID: Key = ("collector", "valid")
+POLICY_VERSION: Key = ("collector", "policy_version")
+RESUMED: Key = ("collector", "resumed")
+TEAM_REWARD: Key = ("collector", "team_reward")  # hidden: what episode records add up where there is no one reward
+IS_INIT: Key = ("is_init",)
 
 FLAGS = (DONE, TERMINATED, TRUNCATED)
 RESERVED = frozenset({"action", "next", "collector", "done", "terminated", "truncated", "step_count"})

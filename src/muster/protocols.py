@@ -15,12 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from muster.keys import FLAGS, REWARD, Key
 
 if TYPE_CHECKING:
     import torch
 
-    from muster.keys import Key
     from muster.memory.slots import Lane
     from muster.memory.specs import Array, Column, Specs
     from muster.rng import GroupRng
@@ -40,19 +43,53 @@ class Outputs:
 
 
 class EnvBatch(Protocol):
-    """B environments stepped together. ``muster.testing.EnvContract`` is the executable contract."""
+    """B environments stepped together. ``muster.testing.EnvContract`` is the executable contract.
+
+    Derive from it for the defaults below.
+
+    Attributes:
+        num_envs: B.
+        batch_shape: B as policy and user see it. None: ``(B,)``, or ``()`` for one environment asked for without
+            ``num_envs``.
+        name: for messages.
+        observation_specs: what the policy sees, and what is carried over from step to step besides (nested done
+            flags, the state of a stateless environment).
+        action_specs: what it chooses.
+        step_specs: what else a step gives, stored below ``next``: rewards per agent, for instance.
+        flags: those of done, terminated and truncated that the user sees; Muster keeps all three.
+        reward_key: where ``step`` writes the reward that episode records add up, ``[B]``. ``TEAM_REWARD`` is hidden
+            from the user, for environments whose own rewards are ``step_specs``.
+        reward_dtype: of that column.
+        executed_in_row: environments stepped in a row that an error cut short; else 0.
+        final_obs_certain: False: next/observation may be unknown where an episode ends.
+        device: where rows lie; None is the host. On a device ``reset`` and ``step`` get and write tensors
+            (``lane.data``), and ``step`` must not wait for the device: it returns None, has reset what ended by
+            itself, and has written terminated, truncated and ``next`` observations of the row (``writes_next``).
+        writes_next: the environment writes ``next`` observations itself.
+        max_steps: given before the first reset to environments that write ``next``: truncate there.
+        reset_options: passed on at the next reset, once; whatever the environment's own reset takes by keyword.
+    """
 
     num_envs: int
-    name: str  # for messages
+    batch_shape: tuple[int, ...] | None = None
+    name: str
     observation_specs: Specs
     action_specs: Specs
-    executed_in_row: int  # environments stepped in a row that an error cut short; else 0
-    final_obs_certain: bool  # False: next/observation may be unknown where an episode ends
+    step_specs: Specs = {}  # noqa: RUF012 (a default, never changed)
+    flags: tuple[Key, ...] = FLAGS
+    reward_key: Key = REWARD
+    reward_dtype: np.dtype[Any] = np.dtype(np.float32)
+    executed_in_row: int = 0
+    final_obs_certain: bool = True
+    device: torch.device | None = None
+    writes_next: bool = False
+    max_steps: int | None = None
+    reset_options: dict[str, Any] | None = None
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
-        """Random actions, ``[*shape, *leaf shape]`` per leaf."""
+        """Random actions, ``[*shape, *leaf shape]`` per leaf; on a device tensors."""
 
-    def reset(self, arrays: Mapping[Key, Array], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         """Start new episodes in the environments ``which`` and write their first observations.
 
         Args:
@@ -73,7 +110,15 @@ class EnvBatch(Protocol):
         """
 
     def objects(self) -> Sequence[object]:
-        """The environment objects behind it, to see that no two groups share one."""
+        """The environment objects behind it: to see that no two groups share one, and for exact resume."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """What the adapter itself carries from step to step besides the environments, as plain data."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over a ``snapshot``."""
+        return
 
     def close(self) -> None: ...
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 
+from muster.acting import call_policy, policy_error
 from muster.errors import BadEnvOutput, EnvError, MusterError, UnsupportedEnv
-from muster.group import Group, call_policy, policy_error
+from muster.group import STOP, Group
 from muster.memory.slots import Lane
 from muster.protocols import Act, Policy, Step
-from muster.rng import torch_threads
 
 TIMED_EVERY = 16  # a power of two; steps between two that are timed, so that timing costs next to nothing
 
 
 def rollout(group: Group, policy: Policy, lane: Lane) -> None:
-    """Fill ``lane`` with T steps of ``group``, from row ``lane.done_steps`` on.
+    """Fill ``lane`` with T steps of ``group``, from row ``lane.done_steps`` on; fewer if something stops it.
 
     On entry the group holds what to act on first; on exit what to act on next, so rollouts of 3 and 4
     steps give the same data as one of 7. After an error ``lane.done_steps`` rows are complete and the next
@@ -25,7 +25,7 @@ def rollout(group: Group, policy: Policy, lane: Lane) -> None:
         PolicyError, BadPolicyOutput: nothing was stepped; the next call repeats the policy's call.
     """
     started = time.perf_counter_ns()
-    with group.rng.as_global(), group.no_grad(), torch_threads(group.options.num_threads):
+    with group.surroundings():
         group.enter(lane)
         begin = lane.done_steps
         acted = begin == 0 and group.take_primed(lane)
@@ -34,17 +34,23 @@ def rollout(group: Group, policy: Policy, lane: Lane) -> None:
         step = group.env.start(lane)
         if acted:
             _run(group, policy, _already_acted, step, lane, begin, begin + 1)
-        _run(group, policy, act, step, lane, lane.acts_from, lane.T)
+        if not lane.stopped:
+            _run(group, policy, act, step, lane, lane.acts_from, lane.T)
     completing = time.perf_counter_ns()
     group.leave(lane)
     ended = time.perf_counter_ns()
     group.timing.copy += ended - completing
     group.timing.total += ended - started
+    if group.spans is not None:
+        track = int(group.clock.env_ids[0])
+        group.spans.add("rollout", started, ended, track)
+        group.spans.add("copy", completing, ended, track)
 
 
 def _run(group: Group, policy: Policy, act: Act, step: Step, lane: Lane, begin: int, end: int) -> None:
     clock = time.perf_counter_ns
-    call_at = group.next_call()
+    call_at = group.next_call(begin)
+    spans, track = group.spans, int(group.clock.env_ids[0])
     in_env = in_policy = timed = 0
     t = begin
     try:
@@ -60,8 +66,13 @@ def _run(group: Group, policy: Policy, act: Act, step: Step, lane: Lane, begin: 
                 in_env += clock() - between
                 in_policy += between - before
                 timed += 1
+                if spans is not None:
+                    spans.add("policy", before, between, track)
+                    spans.add("env", between, clock(), track)
             if finished is not None or t == call_at:
                 call_at = group.after_step(lane, t, finished)
+                if call_at == STOP:
+                    return
         lane.done_steps = end
     except (EnvError, BadEnvOutput, UnsupportedEnv) as error:
         reset_failed = lane.done_steps > t

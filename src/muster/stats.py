@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from muster.trajectories import Episodes
 
@@ -19,7 +20,8 @@ class CollectorStats:
         frames: delivered in batches.
         executed: stepped, whatever became of them.
         discarded: stepped and not delivered, by reason.
-        in_flight: stepped and kept for the next batch (after an error in the middle of one).
+        in_flight: stepped and kept for later: the rows of a batch that an error cut short, and with
+            ``trajs_per_batch`` episodes that are not complete or wait for others.
         batches, episodes: delivered; episodes count with the batch in which they ended.
         return_mean, length_mean: over the last 100 episodes; None before the first.
         frames_per_s: delivered frames per second of collecting (the user's own time does not count).
@@ -43,7 +45,7 @@ class CollectorStats:
     copy_s: float
     rest_s: float
     policy_path: str
-    policy_version: int
+    policy_version: int | str
     slots: Mapping[str, int]
 
 
@@ -67,3 +69,11 @@ class EpisodeWindow:
     @property
     def length_mean(self) -> float | None:
         return sum(self._lengths) / len(self._lengths) if self._lengths else None
+
+    def state_dict(self) -> dict[str, object]:
+        return {"count": self.count, "returns": list(self._returns), "lengths": list(self._lengths)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.count = state["count"]
+        self._returns = deque(state["returns"], maxlen=WINDOW)
+        self._lengths = deque(state["lengths"], maxlen=WINDOW)

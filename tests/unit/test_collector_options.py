@@ -92,15 +92,25 @@ def test_exploration_types_by_name_and_as_torchrls_enum(value):
 # --- exact numbers ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("frames", "num_envs", "near"), [(10, 4, "8 and 12"), (3, 4, "4"), (2049, 8, "2048 and 2056")])
-def test_frames_per_batch_is_exact_or_refused(frames, num_envs, near):
-    with pytest.raises(BadOption, match=f"frames_per_batch={frames} .*{num_envs} env.*nearest possible are {near}"):
-        Collector(CountingEnv, None, frames_per_batch=frames, num_envs=num_envs)
+@pytest.mark.parametrize(("frames", "num_envs", "rows"), [(10, 4, 3), (3, 4, 1), (2049, 8, 257)])
+def test_frames_per_batch_that_cannot_be_shared_is_exact_by_a_mask_and_says_so(frames, num_envs, rows):
+    with pytest.warns(UserWarning, match=f"{frames} cannot be shared equally by {num_envs} environments.*{rows} time"):
+        collector = Collector(CountingEnv, None, frames_per_batch=frames, num_envs=num_envs)
+    with collector:
+        batch = collector.rollout()
+        valid = batch["collector", "valid"]
+        assert valid.shape == (num_envs, rows)
+        assert valid.sum() == collector.stats().frames == frames
+        assert valid.T.flatten()[:frames].all(), "in order of time, then of environments"
+        assert collector.stats().discarded == {"surplus": num_envs * rows - frames}
 
 
 def test_frames_per_batch_counts_the_environments_of_all_groups():
-    with pytest.raises(BadOption, match="6 environments"):
-        Collector([CountingEnv] * 3, None, frames_per_batch=8, num_envs=2)
+    with pytest.warns(UserWarning, match="by 6 environments"):
+        collector = Collector([CountingEnv] * 3, None, frames_per_batch=8, num_envs=2)
+    with collector:
+        valid = collector.rollout()["collector", "valid"]
+        assert valid.tolist() == [[[True, True]] * 2] + [[[True, False]] * 2] * 2
 
 
 @pytest.mark.parametrize(("total", "near"), [(20, "16 and 24"), (7, "8")])

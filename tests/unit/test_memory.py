@@ -81,7 +81,7 @@ def test_lane_tensors_and_rows_are_the_same_memory():
 
 
 def test_unbatched_rows_have_no_environment_dimension_and_numpy_rows_are_never_scalars():
-    lane = Slot(layout(B=1, batched=False)).lanes[0]
+    lane = Slot(layout(B=1, batch_shape=())).lanes[0]
     assert lane.rows(("observation",))[0].shape == (3,)
     assert lane.rows(("next", "done"))[0].shape == ()
     assert lane.np_rows(("observation",))[0].shape == (3,)
@@ -196,7 +196,7 @@ def test_pinned_memory_without_cuda_is_refused():
     ],
 )
 def test_a_batch_is_a_view_in_every_arrangement(lanes, B, batched, stacked, order, shape, names):
-    arranged = layout(lanes=lanes, B=B, batched=batched, columns=(*COLUMNS, WORDS))
+    arranged = layout(lanes=lanes, B=B, batch_shape=None if batched else (), columns=(*COLUMNS, WORDS))
     slots = SlotRing(arranged, limit_bytes=1 << 20)
     slot = slots.take()
     for w, lane in enumerate(slot.lanes):

@@ -102,7 +102,7 @@ def test_num_envs_cannot_multiply_a_vector_environment():
     def make() -> Any:
         return SyncVectorEnv([counting()] * 2)
 
-    with pytest.raises(BadOption, match="makes a VectorEnv, which is a batch already"):
+    with pytest.raises(BadOption, match="SyncVectorEnv is a batch of environments already"):
         Collector(make, None, num_envs=2, frames_per_batch=4)
     assert collect(make(), num_envs=2, frames_per_batch=4).batch_size == (2, 2)
 

@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import inspect
 import math
 import weakref
-from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from typing_extensions import Self, Unpack
 
+from muster.collectors import resume
+from muster.collectors.background import Background
+from muster.collectors.delivery import final_observations
+from muster.collectors.engine import Engine
 from muster.collectors.options import CollectorKeywords, CollectorOptions
-from muster.envs.build import build_env
-from muster.errors import BadOption, CollectorBusy, CollectorClosed
-from muster.group import Group, RolloutOptions
-from muster.memory.slots import Slot
-from muster.memory.views import BatchView
-from muster.policies.adapt import adapt, place
-from muster.protocols import Policy
-from muster.rng import GroupRng
-from muster.sources.in_process import Filled, InProcess
-from muster.stats import CollectorStats, EpisodeWindow
+from muster.collectors.remote import RemoteAccess
+from muster.collectors.setup import make_groups
+from muster.collectors.weight_methods import WeightMethods
+from muster.errors import BadOption, CollectorBusy, CollectorClosed, CollectorTimeout
+from muster.policies.adapt import place
+from muster.profiling import ProfileConfig, RolloutProfiler
+from muster.stats import CollectorStats
 from muster.trajectories import EpisodeRecord
 from muster.weights.local import LocalWeights
+from muster.weights.receive import Receivers
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
 
-class Collector:
+class Collector(WeightMethods, RemoteAccess):
     """Collects batches of exactly ``frames_per_batch`` environment steps, in this process.
 
     ::
@@ -53,9 +53,8 @@ class Collector:
     After an error in an environment or policy the next iteration goes on with the rows collected so far.
 
     Args:
-        create_env_fn: an env id, a function that makes an environment, an environment (``gymnasium.Env`` or
-            ``gymnasium.vector.VectorEnv``), or a list of these: one group each, with a policy call and random
-            streams of its own.
+        create_env_fn: an env id, a function that makes an environment, an environment (docs/environments.md lists
+            what is taken), or a list of these: one group each, with a policy call and random streams of its own.
         policy: None for uniform random actions; a head such as ``muster.policies.categorical(net)``; a
             TensorDict module; any module or function ``obs -> action`` or ``obs -> (action, extras)``.
         **options: see ``CollectorOptions``; ``frames_per_batch`` is required.
@@ -67,22 +66,37 @@ class Collector:
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Unpack[CollectorKeywords]) -> None:
         self.options = CollectorOptions.parse(dict(options))
+        if policy is not None and self.options.policy_factory is not None:
+            raise BadOption("policy_factory cannot be used with policy: give one of them")
         self._closed = False
-        self._iterator: weakref.ref[Generator[TensorDict, None, None]] | None = None
-        placed, self._policy_device = place(policy, self.options.devices["policy_device"])
-        self._weights = LocalWeights(placed, policy if placed is not policy else None)
+        self._background: Background | None = None
+        self._iterator: weakref.ref[Generator[Any, None, None]] | None = None
+        self._own: Iterator[Any] | None = None
+        self.profile_config: ProfileConfig | None = None
+        made_policy = policy if self.options.policy_factory is None else self.options.policy_factory()
+        self.policy, device = place(made_policy, self.options.devices["policy_device"])
+        tracked = self.options.track_policy_version
+        self._weights = LocalWeights(
+            self.policy,
+            made_policy if self.policy is not made_policy else None,
+            None if isinstance(tracked, bool) else tracked,
+        )
         with ExitStack() as made:  # closes what was made, if anything below fails
-            self._groups = self._make_groups(create_env_fn, made)
-            self._set_up(placed, stacked=isinstance(create_env_fn, (list, tuple)))
+            groups = make_groups(create_env_fn, self.options, device, made)
+            stacked = isinstance(create_env_fn, (list, tuple))
+            self._engine = Engine(self.options, groups, self.policy, device, self._weights, stacked=stacked)
+            self._set_up()
             made.pop_all()
 
     # --- collecting -------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[TensorDict]:
+    def __iter__(self) -> Iterator[Any]:
         return self.iterator()
 
-    def iterator(self) -> Iterator[TensorDict]:
+    def iterator(self) -> Iterator[Any]:
         """Batches until ``total_frames``; after a ``break``, another iterator goes on where this one stopped.
+
+        Yields None for what a replay buffer took.
 
         Raises:
             CollectorClosed: after ``shutdown``.
@@ -90,19 +104,28 @@ class Collector:
         """
         self._check_open()
         live = self._iterator() if self._iterator is not None else None
-        if live is not None and inspect.getgeneratorstate(live) != inspect.GEN_CLOSED:
+        if self.is_running() or (live is not None and inspect.getgeneratorstate(live) != inspect.GEN_CLOSED):
             raise CollectorBusy(
                 "this collector is being iterated already. Use one `for` loop at a time; drop the first iterator "
-                "(`del it`) to begin another."
+                "(`del it`) to begin another, or end the background thread with `async_shutdown()`."
             )
         batches = self._batches()
         self._iterator = weakref.ref(batches)
         return batches
 
-    def rollout(self) -> TensorDict:
-        """One more batch, now; it does not count towards ``total_frames``."""
+    def next(self) -> Any:
+        """The next batch of an iterator that the collector keeps; None when there is none left."""
         self._check_open()
-        return self._collect()
+        if self._own is None:
+            self._own = self.iterator()
+        return next(self._own, None)
+
+    def rollout(self) -> TensorDict:
+        """One more batch, now and as it is (no postproc, no buffer); it does not count towards ``total_frames``."""
+        self._check_open()
+        with self._exclusively():
+            batch, hidden = self._engine.collect(self.options.frames_per_batch)
+            return batch.exclude(*hidden) if hidden else batch
 
     def __len__(self) -> int:
         """Batches over the collector's life.
@@ -114,21 +137,18 @@ class Collector:
             raise TypeError("an endless collector (total_frames=-1) has no length")
         return math.ceil(self.options.total_frames / self.options.frames_per_batch)
 
-    def reset(self, index: Sequence[int] | int | None = None) -> None:
+    def reset(self, index: Sequence[int] | int | None = None, **kwargs: Any) -> None:
         """Begin new episodes with the next batch, in all environments or those of ``index`` (global numbers).
 
         The running ones are cut without a flag; their last batch ends as a batch does.
+
+        Args:
+            index: environments; None is all.
+            **kwargs: given to the environments' own reset, once (Gymnasium: ``options={...}``).
         """
         self._check_open()
-        chosen = range(self._num_envs) if index is None else np.atleast_1d(np.asarray(index)).tolist()
-        for i in chosen:
-            if not 0 <= i < self._num_envs:
-                raise BadOption(f"reset(index={index}): environments are numbered 0 to {self._num_envs - 1}")
-        for group in self._groups:
-            first = int(group.clock.env_ids[0])
-            inside = [i - first for i in chosen if first <= i < first + group.B]
-            if inside:
-                group.reset(inside)
+        with self._exclusively():
+            self._engine.reset(index, kwargs)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed all environments and Muster's own draws, and begin new episodes with the next batch.
@@ -141,82 +161,132 @@ class Collector:
             the seed of the last environment.
         """
         self._check_open()
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise BadOption(f"set_seed({seed!r}): expected an integer of at least 0")
-        for number, group in enumerate(self._groups):
-            group.rng = GroupRng(seed, number, self._policy_device)
-            group.reset(seeds=[seed if static_seed else seed + int(i) for i in group.clock.env_ids])
-        return seed if static_seed else seed + self._num_envs - 1
+        with self._exclusively():
+            return self._engine.set_seed(seed, static=static_seed)
 
-    # --- weights ----------------------------------------------------------------------------------
+    # --- in the background ------------------------------------------------------------------------
 
-    def update_policy_weights_(
-        self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None, model_id: str = "policy"
-    ) -> None:
-        """Let the next batch be collected with new weights.
+    def start(self) -> None:
+        """Collect in a thread of its own, into the replay buffer, until ``total_frames`` or ``async_shutdown``.
 
-        Args:
-            policy_or_weights: the policy, its network, a copy of either, a TensorDict or dict of tensors; None
-                where the optimizer works on the collector's own policy (which then only counts a version).
-            weights, policy: the same by keyword; give one of the three.
-            model_id: only ``"policy"`` here.
+        The thread acts with a copy of the policy, so training does not change weights in the middle of a batch:
+        ``update_policy_weights_()`` takes them over for the next one. What environments and policies draw from the
+        process's global generators they share with you then.
 
         Raises:
-            BadWeights: what was given does not fit or is not finite; nothing was changed.
-            BadOption: more than one of the three, or another model.
+            BadOption: without a replay buffer.
         """
-        given = [source for source in (policy_or_weights, weights, policy) if source is not None]
-        if len(given) > 1:
-            raise BadOption("give the weights once: as the argument, weights= or policy=")
-        if model_id != "policy":
-            raise BadOption(f"model_id={model_id!r}: this collector has one model, 'policy'")
         self._check_open()
-        self._weights.publish(given[0] if given else None)
+        if self.options.replay_buffer is None:
+            raise BadOption("start() collects into a replay buffer, and none was given: pass replay_buffer=")
+        if self.is_running():
+            return
+        if isinstance(self.policy, torch.nn.Module) and self._weights.original is None:
+            self._act_with_a_copy()
+        batches = self.iterator()
+        for group in self._groups:
+            group.in_background = True
+        self._background = Background(lambda: next(batches, self) is not self, f"muster-{id(self):x}")
 
-    @property
-    def policy_version(self) -> int:
-        """Number of weight updates so far."""
-        return self._weights.version
+    def is_running(self) -> bool:
+        """The background thread is at work."""
+        return self._background is not None and self._background.is_running()
+
+    def pause(self) -> AbstractContextManager[None]:
+        """A context in which the background thread does not collect; entered when its current batch is complete."""
+        self._check_open()
+        return self._exclusively()
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """End the background thread after its current batch, and shut down; raises what the thread raised.
+
+        Raises:
+            CollectorTimeout: it did not end within ``timeout`` seconds; nothing was closed.
+        """
+        self._stop_background(timeout)
+        self.shutdown(close_env=close_env)
 
     # --- looking at it ----------------------------------------------------------------------------
 
     @property
     def episodes(self) -> Sequence[EpisodeRecord]:
         """The episodes that ended in the last batch."""
-        return self._episodes
+        return self._engine.episodes
 
     def stats(self) -> CollectorStats:
         """A snapshot; cheap, also after ``shutdown``."""
-        env, policy, copy, total = (
-            sum(getattr(group.timing, part) for group in self._groups) / 1e9
-            for part in ("env", "policy", "copy", "total")
-        )
-        discarded: Counter[str] = Counter()
-        for group in self._groups:
-            discarded.update(group.discarded)
-        return CollectorStats(
-            frames=self._frames,
-            executed=sum(group.executed for group in self._groups),
-            discarded=dict(discarded),
-            in_flight=self._source.in_flight,
-            batches=self._batches_done,
-            episodes=self._window.count,
-            return_mean=self._window.return_mean,
-            length_mean=self._window.length_mean,
-            frames_per_s=self._frames / total if total else 0.0,
-            env_s=env,
-            policy_s=policy,
-            copy_s=copy,
-            rest_s=max(0.0, total - env - policy - copy),
-            policy_path=self._acting.path,
-            policy_version=self._weights.version,
-            slots=self._source.slots(),
-        )
+        return self._engine.stats()
 
     def __repr__(self) -> str:
         names = ", ".join(sorted({group.env.name for group in self._groups}))
-        state = "closed" if self._closed else f"{self._frames:,} frames"
-        return f"Collector({names} x {self._num_envs}, frames_per_batch={self.options.frames_per_batch}, {state})"
+        state = "closed" if self._closed else f"{self._engine.frames:,} frames"
+        per_batch = self.options.frames_per_batch
+        return f"Collector({names} x {self._engine.num_envs}, frames_per_batch={per_batch}, {state})"
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def final_observations(self) -> TensorDict:
+        """With ``compact_obs``: the observations after the last batch that none of its rows shows, ``[n]``.
+
+        ``env`` and ``row`` say where: after the last step of every episode that ended, and after the last row.
+        """
+        return final_observations(self._groups)
+
+    def fake_tensordict(self) -> TensorDict:
+        """Zeros of the shape of a batch; nothing is collected, but the policy is called once to see its outputs."""
+        self._check_open()
+        with self._exclusively():
+            return self._engine.blank()
+
+    def enable_profile(self, **config: Any) -> None:
+        """Profile the next rollouts with ``torch.profiler``; see ``muster.profiling.ProfileConfig`` for the keywords.
+
+        ``collector.timeline`` is Muster's own picture of where the time goes, which costs next to nothing.
+        """
+        self._check_open()
+        self.disable_profile()
+        self.profile_config = ProfileConfig(**config)
+        index = self.options.worker_idx or 0
+        if self.profile_config.includes(index):
+            self._engine.profiler = RolloutProfiler(self.profile_config, index)
+            self._engine.profiler.start()
+
+    def disable_profile(self) -> None:
+        """End profiling; what was recorded is written."""
+        if self._engine.profiler is not None:
+            self._engine.profiler.stop()
+        self._engine.profiler = self.profile_config = None
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on exactly from here, as plain data; ``muster.save_state`` writes it to a file.
+
+        ``policy_state_dict`` and ``env_state_dict`` (one entry per environment object) besides Muster's own. What of
+        it can be restored, ``load_state_dict`` says.
+        """
+        self._check_open()
+        with self._exclusively():
+            return resume.state_of(self)
+
+    def load_state_dict(self, state_dict: Any, *, trust: bool = False) -> resume.ResumeReport:
+        """Go on from where ``state_dict()`` was called, also in another process.
+
+        Args:
+            state_dict: that, or a path that ``muster.save_state`` or ``autosave`` wrote. The collector has to be made
+                in the same way.
+            trust: unpickle environments. Only for states that you have written: a pickle can run any code.
+
+        Returns:
+            what was restored. Environments that were not begin new episodes, whose first row has
+            ``("collector", "resumed")`` set.
+
+        Raises:
+            BadCheckpoint: the state is of another kind of collector, or damaged. Nothing was changed.
+        """
+        self._check_open()
+        with self._exclusively():
+            return resume.load(self, state_dict, trust=trust)
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -224,18 +294,25 @@ class Collector:
         """Close the environments. Batches stay valid; ``stats()`` still works. May be called again.
 
         Args:
-            timeout: without effect in this process.
+            timeout: seconds for the current batch of the background thread; None waits for its end.
             close_env: False leaves the environments open.
-            raise_on_error: False hides an error of an environment's ``close``.
+            raise_on_error: False hides errors of the environments' ``close`` and of the background thread.
+
+        Raises:
+            CollectorTimeout: the background thread did not end in time; nothing was closed.
         """
         if self._closed:
             return
-        self._closed = True
         try:
-            self._source.close(close_env=close_env)
-        except Exception:
+            self._stop_background(timeout)
+        except CollectorTimeout:
+            raise
+        except BaseException:
+            self._end(close_env=close_env, raise_on_error=False)
             if raise_on_error:
                 raise
+        else:
+            self._end(close_env=close_env, raise_on_error=raise_on_error)
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -248,107 +325,64 @@ class Collector:
 
     # --- parts ------------------------------------------------------------------------------------
 
-    def _make_groups(self, create_env_fn: Any, made: ExitStack) -> list[Group]:
+    def _set_up(self) -> None:
         options = self.options
-        makers = list(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else [create_env_fn]
-        if not makers:
-            raise BadOption("create_env_fn is an empty list: expected at least one environment")
-        built = []
-        for maker in makers:
-            built.append(build_env(maker, options.num_envs))
-            made.callback(built[-1].env.close)
-        objects = [id(env) for b in built for env in b.env.objects()]
-        if len(set(objects)) < len(objects):
-            raise BadOption("create_env_fn has the same environment object twice; give functions that make one")
-        self._num_envs = sum(b.env.num_envs for b in built)
-        self._T = options.rows_per_batch(self._num_envs)
-        rollout = RolloutOptions(**{f.name: getattr(options, f.name) for f in dataclasses.fields(RolloutOptions)})
-        groups, first = [], 0
-        for number, b in enumerate(built):
-            ids = np.arange(first, first + b.env.num_envs)
-            rng = GroupRng(options.seed, number, self._policy_device)
-            groups.append(
-                Group(b.env, batched=b.batched, env_ids=ids, total_envs=self._num_envs, rng=rng, options=rollout)
-            )
-            first += b.env.num_envs
-        return groups
-
-    def _set_up(self, policy: Any, *, stacked: bool) -> None:
-        options, first = self.options, self._groups[0]
-        adapted: Callable[[Any], Policy] = lambda p: adapt(  # noqa: E731
-            p,
-            first.env,
-            batched=first.batched,
-            device=self._policy_device,
-            exploration_type=options.exploration_type,
-            executor=options.executor,
-        )
-        self._policy = adapted(policy)
-        self._random = adapted(None)
-        self._acting = self._random if options.init_random_frames else self._policy
-        self._storing = options.devices["storing_device"]
-        moved = self._storing is not None and self._storing.type != "cpu"
-        self._source = InProcess(
-            self._groups,
-            T=self._T,
-            limit_bytes=cast(int, options.slot_memory_limit),
-            memory="pinned" if moved and torch.cuda.is_available() else "heap",
-        )
-        self._stacked = stacked
-        self._view: BatchView | None = None
-        self._same: tuple[Slot, torch.Tensor, TensorDict] | None = None
-        self._window = EpisodeWindow()
-        self._episodes: Sequence[EpisodeRecord] = ()
-        self._frames = self._counted = self._batches_done = 0
+        self._groups, self.timeline = self._engine.groups, self._engine.timeline
+        self._receivers = Receivers(self._weights, self.get_model, options.worker_idx)
+        if options.weight_recv_schemes:
+            self._receivers.register(options.weight_recv_schemes)
+        self._updater = options.weight_updater
+        if self._updater is not None and not hasattr(self._updater, "push_weights"):
+            self._updater = self._updater()
+        if hasattr(self._updater, "register_collector"):
+            self._updater.register_collector(self)
+        self._autosave = resume.Autosave(options.autosave, options.autosave_every)
         if options.seed is not None:
             self.set_seed(options.seed)
 
-    def _batches(self) -> Generator[TensorDict, None, None]:
+    def _batches(self) -> Generator[Any, None, None]:
         total = self.options.total_frames
-        while total < 0 or self._counted < total:
+        while total < 0 or self._engine.counted < total:
             self._check_open()
-            batch = self._collect()
-            self._counted += self.options.frames_per_batch
-            yield batch
-            del batch  # the user's alone while the next one is collected
+            self._autosave.now_and_then(self)  # the user is done with the batch before
+            items = self._engine.put_batch()
+            while items:
+                yield items.pop(0)  # the user's alone while the next one is collected
 
-    def _collect(self) -> TensorDict:
-        wanted = self.options.init_random_frames or 0
-        self._acting = self._random if self._frames < wanted else self._policy
-        filled = self._source.collect(self._acting, self._same[0] if self._same else None)
-        batch = self._deliver(filled)
-        self._frames += self.options.frames_per_batch
-        self._batches_done += 1
-        self._episodes = filled.episodes
-        self._window.add(filled.episodes)
-        return batch
+    def _act_with_a_copy(self) -> None:
+        """Give the background thread weights that nobody trains."""
+        own = copy.deepcopy(self.policy)
+        self._weights.original, self._weights.policy = self.policy, own
+        self._engine.act_with(own)
 
-    def _deliver(self, filled: Filled) -> TensorDict:
-        layout = filled.slot.layout
-        if self._view is None or self._view.layout is not filled.ring.layout:
-            self._view = BatchView(
-                filled.ring.layout, stacked=self._stacked, order=self.options.layout, device=self._storing
-            )
-            self._same = None if self._same and self._same[0].layout is not layout else self._same
-        if self._same:
-            return self._refresh(filled)
-        memory = filled.ring.lend(filled.slot)
-        if self._storing is not None and self._storing.type != "cpu":
-            memory = memory.to(self._storing)  # one transfer for all columns; the slot is free afterwards
-        batch = self._view.tensordict(memory, filled.slot)
-        if self.options.return_same_td:
-            self._same = (filled.slot, memory, batch)
-        return batch
+    def _exclusively(self) -> AbstractContextManager[None]:
+        return self._background.paused() if self._background is not None else nullcontext()
 
-    def _refresh(self, filled: Filled) -> TensorDict:
-        """``return_same_td``: the slot was filled again in place; only copies of it need to be renewed."""
-        assert self._same is not None and self._view is not None
-        slot, memory, batch = self._same
-        if memory.device.type != "cpu":
-            memory.copy_(torch.from_numpy(slot.block))
-        self._view.refresh_objects(batch, slot)
-        return batch
+    def _stop_background(self, timeout: float | None) -> None:
+        if self._background is None:
+            return
+        self._background.stop(timeout)
+        for group in self._groups:
+            group.in_background = False
+        self._raise_from_background()
+
+    def _raise_from_background(self) -> None:
+        """What the background thread raised reaches the user at the next call, once."""
+        if self._background is not None and not self._background.here() and self._background.error is not None:
+            error, self._background.error = self._background.error, None
+            raise error
+
+    def _end(self, *, close_env: bool, raise_on_error: bool) -> None:
+        self._closed = True
+        self.disable_profile()
+        self._receivers.close()
+        try:
+            self._engine.source.close(close_env=close_env)
+        except Exception:
+            if raise_on_error:
+                raise
 
     def _check_open(self) -> None:
+        self._raise_from_background()
         if self._closed:
             raise CollectorClosed("this collector was shut down; make a new one")

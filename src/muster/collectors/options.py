@@ -6,17 +6,21 @@ import dataclasses
 import difflib
 import operator
 import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import torch
 
+from muster.collectors.contradictions import check_contradictions
+from muster.columns import Validate
 from muster.errors import BadOption, UnknownOption
-from muster.group import Validate
 from muster.memory.views import Order
 
 Device = torch.device | str | int | None
+TrajFormat = Literal["cat", "pad"]
+TrajRule = Literal["fair", "per_env", "first_done"]
 EXPLORATION = ("random", "mode", "mean", "median", "deterministic")
 
 
@@ -29,7 +33,34 @@ class CollectorKeywords(TypedDict, total=False):
     max_frames_per_traj: int | None
     init_random_frames: int | None
     reset_at_each_iter: bool
+    reset_when_done: bool
     set_truncated: bool
+    interruptor: Any
+    create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+    policy_factory: Callable[[], Any] | None
+    trust_policy: bool | None
+    compile_policy: bool | dict[str, Any] | None
+    cudagraph_policy: bool | dict[str, Any] | None
+    postproc: Callable[[Any], Any] | None
+    split_trajs: bool | None
+    trajs_per_batch: int | None
+    traj_format: TrajFormat | None
+    traj_rule: TrajRule | None
+    compact_obs: bool
+    use_buffers: bool | None
+    replay_buffer: Any
+    extend_buffer: bool
+    local_init_rb: bool | None
+    pre_collect_hook: Callable[[], Any] | None
+    post_collect_hook: Callable[[Any], Any] | None
+    track_policy_version: Any
+    weight_updater: Any
+    weight_sync_schemes: Any
+    weight_recv_schemes: Mapping[str, Any] | None
+    worker_idx: int | None
+    no_cuda_sync: bool
+    autosave: str | os.PathLike[str] | None
+    autosave_every: float
     device: Device
     storing_device: Device
     policy_device: Device
@@ -50,8 +81,8 @@ class CollectorOptions:
     """Checked options of a collector.
 
     Attributes:
-        frames_per_batch: environment steps in each batch, over all environments; must be a multiple of
-            their number.
+        frames_per_batch: environment steps in each batch, over all environments. Where their number does not divide
+            it, batches have more cells and ``collector/valid`` marks exactly so many.
         total_frames: steps over the collector's life; a multiple of ``frames_per_batch``. -1: endless.
         num_envs: environments to make from an id or factory and to step together. None: one, and batches
             without a dimension for it.
@@ -60,7 +91,39 @@ class CollectorOptions:
         init_random_frames: uniform random actions for so many frames, rounded up to whole batches. None,
             0 or negative: none.
         reset_at_each_iter: reset all environments before every batch.
+        reset_when_done: False ends an environment's part of a batch with its episode: what follows is blank, with
+            the flags repeated, id -1 and ``collector/valid`` False; the next batch begins with new episodes.
         set_truncated: mark the last step of every batch as truncated (unless the episode ended there).
+        interruptor: an object whose ``collection_stopped()`` is asked after every step; True ends the batch there. The
+            rest of it is blank, with id -1 and ``collector/valid`` False; without ``use_buffers`` it is left out.
+        create_env_kwargs: keywords for the env id or function; a list has one dict per entry of ``create_env_fn``.
+        policy_factory: makes the policy, instead of ``policy``.
+        trust_policy: True: ``policy`` takes a TensorDict; False: it does not; None: by its signature.
+        compile_policy: ``torch.compile`` the policy; a dict has its keywords.
+        cudagraph_policy: wrap the policy in tensordict's ``CudaGraphModule``; a dict has its keywords.
+        postproc: called with every batch; what it returns is yielded (the batch itself if that is None).
+        split_trajs: one trajectory per row, ``[n, T_max]``, zero-padded, with ``collector/mask``; pad ids are -1.
+        trajs_per_batch: yield so many complete episodes at a time, joined over batches, instead of the batches.
+        traj_format: of these: "cat" one after another, ``[sum of lengths]``, or "pad" ``[n, T_max]`` with
+            ``collector/mask``. Default "cat".
+        traj_rule: which episodes come first: "fair" in the order of their beginnings, so that the long ones are not
+            late; "per_env" the same number from each environment; "first_done" in the order of their ends, biased
+            towards short ones. Default "fair".
+        compact_obs: leave out ``next`` observations; ``Collector.final_observations`` has those that no row shows.
+        use_buffers: False also allows observations whose shape changes, in lazily stacked batches. None: as needed.
+        replay_buffer: anything with ``extend`` or ``add``; batches go there, and iteration yields None.
+        extend_buffer: False adds every time step by itself as soon as it is made.
+        local_init_rb: accepted for TorchRL's sake; in this process a buffer is always initialised here.
+        pre_collect_hook, post_collect_hook: called before and after (with the batch) every collection.
+        track_policy_version: add ``collector/policy_version``, the version that chose the action. An object with
+            ``version`` and ``increment_version()`` (TorchRL's ``PolicyVersion``) does the counting.
+        weight_updater: an object with ``push_weights`` (TorchRL's ``WeightUpdaterBase``), or a function that makes it.
+        weight_sync_schemes: only for collectors with sub-collectors.
+        weight_recv_schemes: by model id; where a parent's weights come from, see ``register_scheme_receiver``.
+        worker_idx: number of this collector among its parent's.
+        no_cuda_sync: accepted for TorchRL's sake; Muster waits for a GPU only where it copies to the host.
+        autosave: folder for ``state_dict``, written between batches; ``load_state_dict(path)`` goes on from there.
+        autosave_every: seconds between two of these.
         device: fills in for the three devices below.
         storing_device: of the batches; None leaves them where they are (the CPU).
         policy_device: of the policy; another one than its own makes a copy of it. None: where it is.
@@ -86,7 +149,34 @@ class CollectorOptions:
     max_frames_per_traj: int | None = None
     init_random_frames: int | None = None
     reset_at_each_iter: bool = False
+    reset_when_done: bool = True
     set_truncated: bool = False
+    interruptor: Any = None
+    create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
+    policy_factory: Callable[[], Any] | None = None
+    trust_policy: bool | None = None
+    compile_policy: bool | dict[str, Any] | None = None
+    cudagraph_policy: bool | dict[str, Any] | None = None
+    postproc: Callable[[Any], Any] | None = None
+    split_trajs: bool | None = None
+    trajs_per_batch: int | None = None
+    traj_format: TrajFormat | None = None
+    traj_rule: TrajRule | None = None
+    compact_obs: bool = False
+    use_buffers: bool | None = None
+    replay_buffer: Any = None
+    extend_buffer: bool = True
+    local_init_rb: bool | None = None
+    pre_collect_hook: Callable[[], Any] | None = None
+    post_collect_hook: Callable[[Any], Any] | None = None
+    track_policy_version: Any = False
+    weight_updater: Any = None
+    weight_sync_schemes: Any = None
+    weight_recv_schemes: Mapping[str, Any] | None = None
+    worker_idx: int | None = None
+    no_cuda_sync: bool = False
+    autosave: str | os.PathLike[str] | None = None
+    autosave_every: float = 60.0
     device: Device = None
     storing_device: Device = None
     policy_device: Device = None
@@ -135,10 +225,18 @@ class CollectorOptions:
                 f"total_frames={self.total_frames} is not a multiple of frames_per_batch={self.frames_per_batch}; "
                 f"the nearest possible are {' and '.join(map(str, near))}"
             )
-        for name in ("reset_at_each_iter", "set_truncated", "return_same_td", "executor", "inference_mode"):
-            if not isinstance(getattr(self, name), bool):
-                raise BadOption(f"{name}={getattr(self, name)!r}: expected True or False")
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name, None)
+            boolean = isinstance(value, bool) or (value is None and f.type == "bool | None")
+            if f.type in ("bool", "bool | None") and not boolean:
+                raise BadOption(f"{f.name}={value!r}: expected True or False")
+            if value is not None and str(f.type).startswith("Callable") and not callable(value):
+                raise BadOption(f"{f.name}={value!r}: expected a function")
+        check_contradictions(self)
         _check_choice("layout", self.layout, ("batch_major", "time_major"))
+        if self.trajs_per_batch:
+            _check_choice("traj_format", self.traj_format or "cat", ("cat", "pad"))
+            _check_choice("traj_rule", self.traj_rule or "fair", ("fair", "per_env", "first_done"))
         _check_choice("validate", self.validate, ("off", "fast", "full"))
         exploration = getattr(self.exploration_type, "name", self.exploration_type)
         exploration = exploration.lower() if isinstance(exploration, str) else exploration
@@ -149,19 +247,8 @@ class CollectorOptions:
             object.__setattr__(self, "slot_memory_limit", _half_of_memory())
 
     def rows_per_batch(self, num_envs: int) -> int:
-        """Time steps per batch for so many environments.
-
-        Raises:
-            BadOption: ``frames_per_batch`` would not be exact.
-        """
-        if self.frames_per_batch % num_envs:
-            low = self.frames_per_batch // num_envs * num_envs
-            near = [n for n in (low, low + num_envs) if n]
-            raise BadOption(
-                f"frames_per_batch={self.frames_per_batch} cannot be shared equally by {num_envs} environments; "
-                f"the nearest possible are {' and '.join(map(str, near))}"
-            )
-        return self.frames_per_batch // num_envs
+        """Time steps per batch for so many environments, rounded up."""
+        return -(-self.frames_per_batch // num_envs)
 
     def _resolve_devices(self) -> dict[str, torch.device | None]:
         general = _device("device", self.device)
@@ -177,6 +264,8 @@ _INTEGERS = {  # and the least value that makes sense
     "num_threads": 1,
     "slot_memory_limit": 1,
     "seed": 0,
+    "trajs_per_batch": 1,
+    "worker_idx": 0,
     "max_frames_per_traj": None,
     "init_random_frames": None,
 }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import gymnasium
+import torch
 from gymnasium.vector import VectorEnv
 
 from muster.envs.stacked import StackedEnvs
@@ -14,67 +17,129 @@ from muster.envs.vector import VectorEnvBatch
 from muster.errors import BadOption, EnvError, UnsupportedEnv
 from muster.protocols import EnvBatch
 
-ACCEPTED = "an env id, a gymnasium.Env, a gymnasium.vector.VectorEnv, or a function that returns one of these"
+ACCEPTED = (
+    "an env id, an environment (gymnasium.Env or VectorEnv, TorchRL EnvBase, PettingZoo ParallelEnv, "
+    "dm_env.Environment, SB3 VecEnv, EnvPool, a batch of torch or JAX environments; see docs/environments.md), "
+    "or a function that returns one"
+)
+
+Adapt = Callable[[list[Any], "torch.device | None"], EnvBatch]
 
 
 @dataclass(frozen=True)
 class BuiltEnv:
-    """An env batch, and whether its environments are a dimension of the user's batch."""
+    """An env batch, and B as the user and the policy see it."""
 
     env: EnvBatch
-    batched: bool
+    batch_shape: tuple[int, ...]
 
 
-def build_env(source: Any, num_envs: int | None) -> BuiltEnv:
+def build_env(
+    source: Any,
+    num_envs: int | None,
+    kwargs: Mapping[str, Any] | None = None,
+    device: torch.device | None = None,
+) -> BuiltEnv:
     """Make the env batch of one group.
 
     Args:
         source: see ``ACCEPTED``.
         num_envs: that many environments from an id or a factory; None is one, without a batch dimension.
+        kwargs: given to the id or factory.
+        device: for environments that can choose theirs.
 
     Raises:
         UnsupportedEnv: nothing an adapter takes.
-        BadOption: ``num_envs`` for something that cannot be multiplied.
+        BadOption: ``num_envs`` or ``kwargs`` for an environment that exists already.
         EnvError: the factory raised; the original is the cause.
     """
     if isinstance(source, str):
-        return _stack(lambda: gymnasium.make(source), num_envs, name=source)
-    if isinstance(source, (gymnasium.Env, VectorEnv)):
+        return _make(lambda: gymnasium.make(source, **(kwargs or {})), num_envs, source, device)
+    if _adapter(source) is not None:
         if num_envs is not None and num_envs != getattr(source, "num_envs", 1):
             raise BadOption(
                 f"num_envs={num_envs} was given with one environment object, which cannot be multiplied: "
                 f"pass an env id or a function that makes one."
             )
-        return _wrap([source], batched=num_envs is not None)
+        if kwargs:
+            raise BadOption(
+                f"create_env_kwargs {sorted(kwargs)} were given with an environment object, which exists already: "
+                f"pass a function that makes one."
+            )
+        return _wrap([source], num_envs, type(source).__name__, device)
     if not callable(source):
         raise UnsupportedEnv(f"create_env_fn is {type(source).__name__} {source!r}, expected {ACCEPTED}")
-    return _stack(source, num_envs, name=getattr(source, "__name__", repr(source)))
+    factory = (lambda: source(**kwargs)) if kwargs else source
+    return _make(factory, num_envs, getattr(source, "__name__", repr(source)), device)
 
 
-def _stack(factory: Callable[[], Any], num_envs: int | None, *, name: str) -> BuiltEnv:
-    envs = []
+def _make(factory: Callable[[], Any], num_envs: int | None, name: str, device: torch.device | None) -> BuiltEnv:
+    envs: list[Any] = []
     try:
         for i in range(num_envs or 1):
             try:
                 envs.append(factory())
             except Exception as error:
                 raise EnvError(f"making env {i} from {name} raised {type(error).__name__}: {error}") from error
-        return _wrap(envs, batched=num_envs is not None, name=name)
+        return _wrap(envs, num_envs, name, device)
     except BaseException:
         for env in envs:
             getattr(env, "close", lambda: None)()
         raise
 
 
-def _wrap(envs: list[Any], *, batched: bool, name: str = "") -> BuiltEnv:
-    if isinstance(envs[0], VectorEnv):
+def _wrap(envs: list[Any], num_envs: int | None, name: str, device: torch.device | None) -> BuiltEnv:
+    adapters = [_adapter(env) for env in envs]
+    adapt = adapters[0]
+    for env, found in zip(envs, adapters, strict=True):
+        if found is None or found is not adapt:
+            raise UnsupportedEnv(f"{name} returned {type(env).__name__}, expected {ACCEPTED}")
+    assert adapt is not None
+    env = adapt(envs, device)
+    shape = env.batch_shape
+    if shape is None:
+        shape = () if num_envs is None else (env.num_envs,)
+    return BuiltEnv(env, shape)
+
+
+def _one(kind: Callable[[Any], EnvBatch]) -> Adapt:
+    """An adapter of what is a batch already."""
+
+    def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
         if len(envs) > 1:
             raise BadOption(
-                f"num_envs={len(envs)} was given, but {name} makes a VectorEnv, which is a batch already: "
+                f"num_envs={len(envs)} was given, but {type(envs[0]).__name__} is a batch of environments already: "
                 f"leave num_envs out, or pass a list of factories for several groups."
             )
-        return BuiltEnv(VectorEnvBatch(envs[0]), batched=True)
-    for env in envs:
-        if not isinstance(env, gymnasium.Env):
-            raise UnsupportedEnv(f"{name} returned {type(env).__name__}, expected {ACCEPTED}")
-    return BuiltEnv(StackedEnvs(envs), batched=batched)
+        return kind(envs[0])
+
+    return adapt
+
+
+def _stacked(envs: list[Any], device: torch.device | None) -> EnvBatch:
+    return StackedEnvs(envs)
+
+
+_vector = _one(VectorEnvBatch)
+
+
+def _adapter(env: Any) -> Adapt | None:
+    """The adapter for an environment object; None if no adapter takes it."""
+    for package, module in _THIRD_PARTY.items():
+        # First, since some of these are gymnasium environments by name only. An object of a package that was never
+        # imported cannot exist.
+        if (package is None or package in sys.modules) and (home := import_module(module)).takes(env):
+            adapt: Adapt = home.adapt
+            return adapt
+    if isinstance(env, VectorEnv):
+        return _vector
+    return _stacked if isinstance(env, gymnasium.Env) else None
+
+
+# Modules with takes(obj) -> bool and adapt(envs, device) -> EnvBatch, by the package that such objects come from.
+_THIRD_PARTY: dict[str | None, str] = {
+    "torchrl": "muster.envs.torchrl",
+    "pettingzoo": "muster.envs.pettingzoo",
+    "jax": "muster.envs.jax",
+    None: "muster.envs.torch_batch",
+}

@@ -15,7 +15,7 @@ from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv
 from muster.keys import REWARD, Key, dotted, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
-from muster.protocols import Step
+from muster.protocols import EnvBatch, Step
 from muster.rng import GroupRng
 
 Arrays = Mapping[Key, Array]
@@ -23,7 +23,7 @@ FlagRecorder = Callable[[int, int, Any, Any, "list[int] | None"], "list[int] | N
 TERMINATED, TRUNCATED = next_of(("terminated",)), next_of(("truncated",))
 
 
-class StackedEnvs:
+class StackedEnvs(EnvBatch):
     """B ``gymnasium.Env`` stepped one after another; implements ``EnvBatch``.
 
     Args:
@@ -32,8 +32,6 @@ class StackedEnvs:
     Raises:
         UnsupportedEnv: unequal spaces, or one environment given twice.
     """
-
-    final_obs_certain = True
 
     def __init__(self, envs: Sequence[gymnasium.Env[Any, Any]]) -> None:
         self.envs = list(envs)
@@ -61,9 +59,10 @@ class StackedEnvs:
 
     def reset(self, arrays: Arrays, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         plain, key, shape, dtype = self._plain
+        options, self.reset_options = self.reset_options or {}, None
         for n, i in enumerate(which):
             try:
-                got = self.envs[i].reset(seed=None if seeds is None else seeds[n])
+                got = self.envs[i].reset(seed=None if seeds is None else seeds[n], **options)
             except Exception as error:
                 raise EnvError(f"{self.name}[{i}].reset raised {type(error).__name__}: {error}") from error
             if not isinstance(got, tuple) or len(got) != 2 or not isinstance(got[1], dict):

@@ -16,17 +16,17 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 
 from muster.envs.checks import FIX, leaf_problem
 from muster.envs.spaces import SpaceCodec, action_codec, observation_codec
-from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv
+from muster.errors import BadEnvOutput, BadOption, EnvError, UnsupportedEnv
 from muster.keys import NEXT_OBS_VALID, REWARD, Key, dotted, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec
-from muster.protocols import Step
+from muster.protocols import EnvBatch, Step
 from muster.rng import GroupRng
 
 TERMINATED, TRUNCATED = next_of(("terminated",)), next_of(("truncated",))
 
 
-class VectorEnvBatch:
+class VectorEnvBatch(EnvBatch):
     """A ``VectorEnv`` behind ``EnvBatch``; owns (and closes) it.
 
     Raises:
@@ -36,10 +36,12 @@ class VectorEnvBatch:
     def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
         self.env = env
         self.num_envs = env.num_envs
+        self.batch_shape = (env.num_envs,)
         spec = getattr(env, "spec", None)
         self.name = spec.id if spec is not None else type(env.unwrapped).__name__
         self.mode = self._mode(env)
-        self._known = isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)) or _is_ale(env.unwrapped)
+        exact = isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)) or _is_ale(env.unwrapped)
+        self._known = exact or bool(getattr(env.unwrapped, "muster_exact", False))
         self.final_obs_certain = self.mode is not AutoresetMode.SAME_STEP or self._known
         self.observations: SpaceCodec = observation_codec(env.single_observation_space)
         self.actions: SpaceCodec = action_codec(env.single_action_space)
@@ -56,7 +58,8 @@ class VectorEnvBatch:
         targets = [arrays[key][row] for key in self.observation_specs]
         fresh, first = self._fresh
         self._fresh = [], []
-        waiting = sorted(set(which).intersection(fresh)) if seeds is None else []
+        anew = seeds is not None or self.reset_options
+        waiting = [] if anew else sorted(set(which).intersection(fresh))
         if waiting:
             for target, leaf in zip(targets, first, strict=True):
                 target[waiting] = leaf[waiting]
@@ -105,6 +108,13 @@ class VectorEnvBatch:
     def objects(self) -> Sequence[object]:
         return [self.env]
 
+    def snapshot(self) -> dict[str, Any]:
+        finished, leaves = self._fresh
+        return {"finished": list(finished), "first": [leaf.copy() for leaf in leaves], "masks": self._masks}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._fresh, self._masks = (state["finished"], state["first"]), state["masks"]
+
     def close(self) -> None:
         self.env.close()
 
@@ -134,10 +144,13 @@ class VectorEnvBatch:
         self._masks = True
 
     def _masked_reset(self, which: list[int], seeds: Sequence[int] | None) -> Any:
+        given, self.reset_options = dict(self.reset_options or {}), None
+        if given.keys() - {"options"}:
+            raise BadOption(f"{self.name}.reset takes options=, not {sorted(given.keys() - {'options'})}")
         if len(which) == self.num_envs:
             if not self._masks:
                 self._try_mask(seeds)
-            return self._pair(self._call("reset", seed=self._seeds(seeds)))
+            return self._pair(self._call("reset", seed=self._seeds(seeds), **given))
         mask = np.zeros(self.num_envs, bool)
         mask[which] = True
         if seeds is not None:
@@ -147,7 +160,8 @@ class VectorEnvBatch:
             seed_arg: Any = np.asarray(list(seeds)) if _is_ale(self.env.unwrapped) else full
         else:
             seed_arg = None
-        return self._pair(self._call("reset", seed=seed_arg, options={"reset_mask": mask}))
+        options = {**(given.get("options") or {}), "reset_mask": mask}
+        return self._pair(self._call("reset", seed=seed_arg, options=options))
 
     def _check_mask_respected(self, before: list[Array], after: list[Array], which: list[int]) -> None:
         others = np.ones(self.num_envs, bool)

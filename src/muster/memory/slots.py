@@ -17,7 +17,7 @@ import itertools
 import math
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -29,7 +29,7 @@ from muster.errors import SlotsExhausted
 from muster.keys import Key
 from muster.memory.specs import OBJECT, Array, Column
 
-Memory = Literal["heap", "pinned"]
+Memory = Literal["heap", "pinned"] | torch.device
 
 ALIGNMENT = 64  # bytes: one cache line, and a multiple of every item size
 MAX_ROW_VIEWS = 1 << 14  # beyond this many, row views are made when used instead of kept
@@ -53,14 +53,19 @@ class Layout:
         B: environments per group.
         columns: what is stored; keys are unique.
         lanes: groups per slot.
-        batched: whether the environments of a group are a dimension for policy and user (B = 1 may be either).
+        batch_shape: B as policy and user see it: ``(B,)``, ``()`` for one environment, ``(2, 3)`` for six.
     """
 
     T: int
     B: int
     columns: tuple[Column, ...]
     lanes: int = 1
-    batched: bool = True
+    batch_shape: tuple[int, ...] | None = None
+
+    @cached_property
+    def lead(self) -> tuple[int, ...]:
+        """``batch_shape``, ``(B,)`` by default."""
+        return (self.B,) if self.batch_shape is None else self.batch_shape
 
     def rows(self, column: Column) -> int:
         return self.T + 1 if column.carry else self.T
@@ -96,52 +101,77 @@ class Lane:
     """The memory of one rollout: time-major arrays, and views of their rows made once.
 
     Attributes:
-        arrays: ``[T, B, *shape]`` per column (``[T + 1, ...]`` where carried); object columns too.
-        tensors: the same memory as torch tensors; tensor columns only.
+        tensors: ``[T, B, *shape]`` per column (``[T + 1, ...]`` where carried); tensor columns only.
+        arrays: the same memory as NumPy arrays, and the object columns. On a device only ``host`` columns have an
+            array, which ``pull`` and ``push`` copy.
+        data: arrays where all of the lane has them, else tensors (and arrays of objects).
         done_steps: rows that hold complete transitions; where a rollout continues after an error.
+        stopped: the rollout ended before row T.
         acts_from: row of the policy's first ``act`` in this rollout.
         cache: what policies and environments keep per lane, by themselves as key.
     """
 
-    def __init__(self, layout: Layout, block: Array) -> None:
+    def __init__(self, layout: Layout, block: Array | torch.Tensor) -> None:
         self.layout = layout
         self.T, self.B = layout.T, layout.B
         self.arrays: dict[Key, Array] = {}
         self.tensors: dict[Key, torch.Tensor] = {}
         self.cache: dict[Any, Any] = {}
+        self.mirrored = torch.is_tensor(block)
         self.done_steps = self.acts_from = 0
+        self.stopped = False
         for column in layout.tensor_columns:
             shape = (layout.rows(column), self.B, *column.shape)
             start = layout.offsets[column.key]
-            size = math.prod(shape) * column.dtype.itemsize
-            array = block[start : start + size].view(column.dtype).reshape(shape)
-            self.arrays[column.key] = array
-            self.tensors[column.key] = torch.from_numpy(array)
+            part = block[start : start + math.prod(shape) * column.dtype.itemsize]
+            if isinstance(part, torch.Tensor):
+                self.tensors[column.key] = part.view(torch_dtype(column.dtype)).reshape(shape)
+                if column.host:
+                    self.arrays[column.key] = np.zeros(shape, column.dtype)
+            else:
+                self.arrays[column.key] = part.view(column.dtype).reshape(shape)
+                self.tensors[column.key] = torch.from_numpy(self.arrays[column.key])
         for column in layout.object_columns:
             self.arrays[column.key] = np.empty((layout.rows(column), self.B), OBJECT)
+        self.data: dict[Key, Any] = {**self.arrays, **self.tensors} if self.mirrored else self.arrays
 
     def rows(self, key: Key) -> Sequence[torch.Tensor] | torch.Tensor:
-        """Torch views of the rows, as policies see them: ``[B, *shape]``, or ``[*shape]`` if unbatched."""
-        tensor = self.tensors[key] if self.layout.batched else self.tensors[key][:, 0]
+        """Torch views of the rows, as policies see them: ``[*batch_shape, *shape]``."""
+        tensor = self.tensors[key]
+        if len(self.layout.lead) != 1:
+            tensor = tensor.reshape(len(tensor), *self.layout.lead, *tensor.shape[2:])
         return tensor.unbind(0) if len(tensor) <= MAX_ROW_VIEWS else tensor
 
     def np_rows(self, key: Key) -> Sequence[Array] | Array:
-        """NumPy views of the rows, as policies see them: ``[B, *shape]``, or ``[*shape]`` if unbatched.
+        """NumPy views of the rows, as policies see them: ``[*batch_shape, *shape]``.
 
         A row is never a scalar: an unbatched row of scalars is ``[1]``.
         """
         array = self.arrays[key]
-        if not self.layout.batched and array.ndim > 2:
-            array = array[:, 0]
+        if len(self.layout.lead) != 1 and (self.layout.lead or array.ndim > 2):
+            array = array.reshape(len(array), *self.layout.lead, *array.shape[2:])
         return list(array) if len(array) <= MAX_ROW_VIEWS else array
+
+    def pull(self, keys: Iterable[Key]) -> None:
+        """Copy columns from the device to their arrays; waits for the device."""
+        for key in keys if self.mirrored else ():
+            torch.from_numpy(self.arrays[key]).copy_(self.tensors[key])
+
+    def push(self, keys: Iterable[Key]) -> None:
+        """Copy columns from their arrays to the device."""
+        for key in keys if self.mirrored else ():
+            self.tensors[key].copy_(torch.from_numpy(self.arrays[key]))
 
 
 class Slot:
     """One block of memory with a lane per group."""
 
     def __init__(self, layout: Layout, memory: Memory = "heap") -> None:
-        if memory == "pinned":
-            self.block: Array = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+        self.block: Any  # bytes: a NumPy array, on a device a tensor
+        if isinstance(memory, torch.device):
+            self.block = torch.zeros(layout.nbytes, dtype=torch.uint8, device=memory)
+        elif memory == "pinned":
+            self.block = torch.zeros(layout.nbytes, dtype=torch.uint8, pin_memory=True).numpy()
         else:
             self.block = _aligned(layout.nbytes)
         self.state = SlotState.FREE
@@ -156,7 +186,7 @@ class SlotRing:
     Args:
         layout: of every slot.
         limit_bytes: the ring refuses to grow beyond this.
-        memory: ``"heap"``, or ``"pinned"`` for transfers to a GPU.
+        memory: ``"heap"``, ``"pinned"`` for transfers to a GPU, or the device that slots lie on.
     """
 
     def __init__(self, layout: Layout, *, limit_bytes: int, memory: Memory = "heap") -> None:
@@ -188,11 +218,19 @@ class SlotRing:
         slot = self._free.popleft() if self._free else self._grow()
         slot.state = SlotState.FILLING
         for lane in slot.lanes:
-            lane.done_steps = 0
+            lane.done_steps, lane.stopped = 0, False
         return slot
 
     def lend(self, slot: Slot) -> torch.Tensor:
-        """The slot's memory as flat bytes, for the user; it comes back when no tensor shares it any more."""
+        """The slot's memory as flat bytes, for the user; it comes back when no tensor shares it any more.
+
+        Of a slot on a device it is a copy there, and the slot is free at once: its rows keep their addresses, as CUDA
+        graphs need them, and nothing there tells when the last tensor dies.
+        """
+        if torch.is_tensor(slot.block):
+            memory = slot.block.clone()
+            self.give_back(slot)
+            return memory
         owner = slot.block.view()  # a new array object: its death is the death of the last tensor over it
         slot.state = SlotState.LENT
         weakref.finalize(owner, self.give_back, slot).atexit = False
@@ -218,3 +256,8 @@ def _aligned(nbytes: int) -> Array:
     raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes]
+
+
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    """The torch dtype with the same memory."""
+    return torch.from_numpy(np.empty(0, dtype)).dtype

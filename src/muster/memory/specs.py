@@ -20,13 +20,15 @@ class ArraySpec:
     """One leaf of an observation or action, for one environment.
 
     ``dtype`` is ``object`` for what has no fixed shape (text, sequences, graphs); such leaves
-    are kept as Python objects. ``low`` and ``high`` are inclusive bounds, ``None`` if unbounded.
+    are kept as Python objects. ``ragged`` says that these are tensors or TensorDicts, of shapes that
+    differ. ``low`` and ``high`` are inclusive bounds, ``None`` if unbounded.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     low: Array | None = None
     high: Array | None = None
+    ragged: bool = False
 
     @property
     def is_tensor(self) -> bool:
@@ -46,6 +48,9 @@ class Column:
     A carried column (observations, recurrent states) has one row more than there are steps:
     row ``t`` is what the policy saw before step ``t``, row ``T`` what it will see next.
     ``trailing`` adds TorchRL's trailing dimension in the user's view (flags and rewards).
+    ``hidden`` columns are not in that view; ``host`` columns are Muster's bookkeeping, which also has an array
+    in the host's memory where the slot lies on another device. ``ragged`` is as in ``ArraySpec``. ``by_policy``:
+    a recurrent state that the environment declares too; it writes only what the state is after a reset.
     """
 
     key: Key
@@ -53,6 +58,10 @@ class Column:
     dtype: np.dtype[Any]
     carry: bool = False
     trailing: bool = False
+    hidden: bool = False
+    host: bool = False
+    ragged: bool = False
+    by_policy: bool = False
 
     @property
     def is_tensor(self) -> bool:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from muster.keys import Key
-from muster.memory.slots import Layout, Slot
-from muster.memory.specs import Column
+from muster.memory.slots import Layout, Slot, torch_dtype
+from muster.memory.specs import Array, Column
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -37,6 +37,7 @@ class BatchView:
         stacked: the batch has a leading dimension for the groups.
         order: ``"batch_major"`` is ``[W, B, T]``, ``"time_major"`` is ``[T, W, B]``.
         device: the batch's stated device (``batch.device``), or None.
+        hidden: show hidden columns too.
     """
 
     def __init__(
@@ -46,16 +47,19 @@ class BatchView:
         stacked: bool,
         order: Order = "batch_major",
         device: torch.device | None = None,
+        hidden: bool = False,
     ) -> None:
         self.layout = layout
         self.device = device
-        dims = [layout.lanes] * stacked + [layout.B] * layout.batched
+        dims = [layout.lanes] * stacked + list(layout.lead)
         time_first = order == "time_major"
         self.batch_size = torch.Size([layout.T, *dims] if time_first else [*dims, layout.T])
-        self.names = ["time", *[None] * len(dims)] if time_first else [*[None] * len(dims), "time"]
-        self._stacked, self._batched, self._time_first = stacked, layout.batched, time_first
-        self._leaves = [self._leaf(layout, c) for c in layout.tensor_columns]
-        self._objects = layout.object_columns
+        self.time_dim = 0 if time_first else len(dims)
+        self.names: list[str | None] = [None] * len(dims)
+        self.names.insert(self.time_dim, "time")
+        self._stacked, self._time_first = stacked, time_first
+        self._leaves = [self._leaf(layout, c) for c in layout.tensor_columns if hidden or not c.hidden]
+        self._objects = [c for c in layout.object_columns if hidden or not c.hidden]
 
     def tensordict(self, memory: torch.Tensor, slot: Slot) -> TensorDict:
         """The batch over ``memory`` (flat bytes, from ``SlotRing.lend`` or a copy of them)."""
@@ -70,8 +74,13 @@ class BatchView:
             tensor.set_(storage, shift + leaf.offset, leaf.size, leaf.stride)
             _set(root, leaf.key, tensor)
         for column in self._objects:
-            _set(root, column.key, self._non_tensor(column, slot))
-        return self._wrap(root)
+            if not column.ragged:
+                _set(root, column.key, self._non_tensor(column, slot))
+        batch = self._wrap(root)
+        for column in self._objects:
+            if column.ragged:
+                batch = _add_ragged(batch, column.key, self._cells(column, slot), self.time_dim)
+        return batch
 
     def _wrap(self, root: Nested) -> TensorDict:
         """Without TensorDict's checks: the shapes were made here, and a batch of few steps would be mostly checking."""
@@ -95,13 +104,12 @@ class BatchView:
         lead: list[tuple[int, int]] = []
         if self._stacked:
             lead.append((layout.lanes, layout.lane_bytes // item))
-        if self._batched:
-            lead.append((layout.B, row))
+        lead += [(n, row * math.prod(layout.lead[i + 1 :])) for i, n in enumerate(layout.lead)]
         time = (layout.T, layout.B * row)
         lead = [time, *lead] if self._time_first else [*lead, time]
         return _Leaf(
             column.key,
-            torch.from_numpy(np.empty(0, column.dtype)).dtype,
+            torch_dtype(column.dtype),
             layout.offsets[column.key] // item,
             tuple(n for n, _ in lead) + tuple(size),
             tuple(s for _, s in lead) + tuple(stride),
@@ -111,20 +119,48 @@ class BatchView:
         """Python objects as a stack of ``NonTensorData``; a shallow copy, since lists cannot be lent."""
         from tensordict import NonTensorStack
 
-        stack = np.stack([lane.arrays[column.key][: self.batch_time] for lane in slot.lanes])  # [W, T, B]
-        if not self._batched:
-            stack = stack[:, :, 0]
-        stack = np.moveaxis(stack, 1, 0 if self._time_first else -1)
-        if not self._stacked:
-            stack = stack[0] if not self._time_first else stack[:, 0]
-        return NonTensorStack.from_list(stack.tolist())
+        return NonTensorStack.from_list(self._cells(column, slot).tolist())
 
-    @property
-    def batch_time(self) -> int:
-        return self.batch_size[0 if self._time_first else -1]
+    def _cells(self, column: Column, slot: Slot) -> Array:
+        """The objects of a column in the shape of the batch."""
+        T, dims = self.layout.T, self.layout.lead
+        stack = np.stack([lane.arrays[column.key][:T].reshape(T, *dims) for lane in slot.lanes], axis=1)  # [T, W, ...]
+        if not self._stacked:
+            stack = stack[:, 0]
+        return stack if self._time_first else np.moveaxis(stack, 0, -1)
 
 
 def _set(root: Nested, key: Key, value: Any) -> None:
     for part in key[:-1]:
         root = root.setdefault(part, {})
     root[key[-1]] = value
+
+
+def _add_ragged(batch: Any, key: Key, cells: Array, time: int) -> Any:
+    """The batch with a column whose cells differ in shape: lazily stacked, as TorchRL does.
+
+    Cells that are TensorDicts become a nested lazy stack; tensors make the whole batch one, since a dense TensorDict
+    holds nothing but dense tensors.
+    """
+    from tensordict import LazyStackedTensorDict, TensorDictBase
+
+    if not cells.ndim:
+        return batch.clone(False).set(key, cells.item())
+    if isinstance(cells.flat[0], TensorDictBase):
+        return batch.set(key, _lazily(cells, time))
+    parts = zip(batch.unbind(time), _parts(cells, time), strict=True)
+    return LazyStackedTensorDict.lazy_stack([_add_ragged(part, key, cell, 0) for part, cell in parts], time)
+
+
+def _lazily(cells: Array, time: int) -> Any:
+    from tensordict import LazyStackedTensorDict
+
+    if not cells.ndim:
+        return cells.item()
+    return LazyStackedTensorDict.lazy_stack([_lazily(cell, 0) for cell in _parts(cells, time)], time)
+
+
+def _parts(cells: Array, dim: int) -> list[Array]:
+    """``unbind`` for arrays of objects, which NumPy would look into."""
+    moved = np.moveaxis(cells, dim, 0)
+    return [moved[i : i + 1].reshape(moved.shape[1:]) for i in range(len(moved))]

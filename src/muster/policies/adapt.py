@@ -23,26 +23,28 @@ def adapt(
     policy: Any,
     env: EnvBatch,
     *,
-    batched: bool,
+    batch_shape: tuple[int, ...],
     device: torch.device | None = None,
     exploration_type: str = "random",
     executor: bool = True,
+    takes_td: bool | None = None,
 ) -> Policy:
     """Pick the adapter for ``policy``.
 
     Args:
         policy: see ``ACCEPTED``; None draws actions uniformly.
         env: gives the specs of observations and actions.
-        batched: whether policies see a batch dimension.
+        batch_shape: see ``Layout``.
         device: where the policy computes; its module is there already (see ``place``).
         exploration_type: ``"random"``, ``"mode"``, ``"mean"``, ``"median"`` or ``"deterministic"``.
         executor: allow the fast executor where it is equal to the module.
+        takes_td: the policy takes a TensorDict; None: see ``takes_tensordict``.
 
     Raises:
         BadOption: nothing that can be called, or a head that does not fit the spaces.
     """
     if policy is None:
-        return RandomPolicy(env.sample, env.num_envs, batched=batched)
+        return RandomPolicy(env.sample, batch_shape)
     if isinstance(policy, Head):
         if len(env.action_specs) != 1:
             raise BadOption(f"{type(policy).__name__} chooses one action, but the action space has several parts")
@@ -52,7 +54,7 @@ def adapt(
             obs_keys=list(env.observation_specs),
             action_key=action_key,
             action_spec=action_spec,
-            batched=batched,
+            batch_dims=len(batch_shape),
             device=device,
             deterministic=exploration_type != "random",
             executor=executor,
@@ -62,12 +64,11 @@ def adapt(
     common: dict[str, Any] = {
         "obs_specs": env.observation_specs,
         "action_specs": env.action_specs,
-        "num_envs": env.num_envs,
-        "batched": batched,
+        "batch_shape": batch_shape,
         "device": device,
         "executor": executor,
     }
-    if takes_tensordict(policy):
+    if takes_tensordict(policy) if takes_td is None else takes_td:
         from muster.policies.tensordict import TensorDictPolicy
 
         keys = list(env.action_specs)

@@ -34,6 +34,7 @@ class FunctionPolicy:
         fn: the callable; gets a tensor ``[B, *shape]`` (``[*shape]`` unbatched), or a dict of them where the
             observation is a dict, and returns tensors, arrays or plain numbers.
         obs_specs, action_specs: of one environment.
+        batch_shape: see ``Layout``.
         device: where ``fn`` computes; None leaves everything on the CPU.
         executor: allow the executor where ``fn`` is a network whose output is the action.
     """
@@ -44,8 +45,7 @@ class FunctionPolicy:
         *,
         obs_specs: Specs,
         action_specs: Specs,
-        num_envs: int,
-        batched: bool,
+        batch_shape: tuple[int, ...],
         device: torch.device | None = None,
         executor: bool = True,
     ) -> None:
@@ -56,7 +56,7 @@ class FunctionPolicy:
         if self.takes_state and STATE[0] in {key[0] for key in obs_specs}:
             raise BadOption(f"the observation has the key {STATE[0]!r}, where a batch keeps the state of a policy")
         self._taken = RESERVED | {key[0] for key in obs_specs} | (set(STATE) if self.takes_state else set())
-        self._lead = (num_envs,) if batched else ()
+        self._lead = batch_shape
         self._device = device if device is not None and device.type != "cpu" else None
         self._columns: list[Column] = []
         one = list(obs_specs) == [OBSERVATION] and list(action_specs) == [ACTION]

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -84,7 +85,7 @@ class HeadPolicy:
         obs_keys: one gives the network a tensor, several a nested dict of them.
         action_key: where actions go.
         action_spec: of one environment.
-        batched: whether the network sees the batch dimension.
+        batch_dims: number of leading dimensions that the network sees, as in ``Layout.batch_shape``.
         device: where the network computes; actions are sampled on the CPU, which the environments need them on.
         deterministic: take the mode.
         executor: allow the executor where it gives what the module gives.
@@ -100,7 +101,7 @@ class HeadPolicy:
         obs_keys: Sequence[Key],
         action_key: Key,
         action_spec: ArraySpec,
-        batched: bool,
+        batch_dims: int,
         device: torch.device | None,
         deterministic: bool = False,
         executor: bool = True,
@@ -108,7 +109,7 @@ class HeadPolicy:
         self.head, self.name, self.path = head, head.name, "module"
         self._width = head.bind(action_spec)
         self._obs_keys, self._action_key, self._spec = tuple(obs_keys), action_key, action_spec
-        self._batched, self._deterministic = batched, deterministic
+        self._batch_dims, self._batched, self._deterministic = batch_dims, batch_dims > 0, deterministic
         self._device = None if device is None or device.type == "cpu" else device
         self._executor = executor and len(obs_keys) == 1
         self._program: Program | None = None
@@ -121,14 +122,14 @@ class HeadPolicy:
         x = self._input(leaves)
         out = self.head.net(x)
         unchanged()
-        B = len(leaves[0]) if self._batched else 1
-        self._check(out, B)
+        lead = tuple(leaves[0].shape[: self._batch_dims])
+        B = math.prod(lead)
+        self._check(out, lead)
         self._plan(x)
         rows = Rows(self.head.name, np.zeros((1, B, *self._spec.shape), self._spec.dtype), None)
         self._emitter(rows, 0, rng)(0, _host(out).reshape(B, -1))
         action, log_prob = rows.action[0], rows.log_prob_array[0]
-        if not self._batched:
-            action, log_prob = action[0, ...], log_prob[0, ...]
+        action, log_prob = (a.reshape((*lead, *a.shape[1:])) for a in (action, log_prob))
         extras = {LOG_PROB: torch.as_tensor(log_prob)} if self.head.has_log_prob else {}
         return Outputs({self._action_key: torch.as_tensor(action)}, extras)
 
@@ -182,12 +183,11 @@ class HeadPolicy:
             inner[key[-1]] = leaf
         return nested
 
-    def _check(self, out: Any, B: int) -> None:
-        lead = (B,) if self._batched else ()
+    def _check(self, out: Any, lead: tuple[int, ...]) -> None:
         if not isinstance(out, torch.Tensor) or not out.is_floating_point():
             got = f"{out.dtype} tensor" if isinstance(out, torch.Tensor) else type(out).__name__
             raise BadPolicyOutput(f"{self.head.name}: the network returned a {got}, expected one tensor of floats.")
-        if tuple(out.shape[: len(lead)]) != lead or out.numel() != B * self._width:
+        if tuple(out.shape[: len(lead)]) != lead or out.numel() != math.prod(lead) * self._width:
             raise BadPolicyOutput(
                 f"{self.head.name}: the network returned shape {tuple(out.shape)}, expected {(*lead, self._width)}: "
                 f"{self.head.needs(self._spec)}. Change the last layer to return {self._width} values."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch
 
 from muster.keys import Key
@@ -21,19 +20,18 @@ class RandomPolicy:
 
     Args:
         sample: ``sample(rng, shape)`` returns ``[*shape, *leaf shape]`` per action leaf.
-        num_envs: B.
-        batched: see ``Layout.batched``.
+        batch_shape: see ``Layout``.
     """
 
     name = path = "random"
 
-    def __init__(self, sample: Sample, num_envs: int, *, batched: bool) -> None:
+    def __init__(self, sample: Sample, batch_shape: tuple[int, ...]) -> None:
         self._sample = sample
-        self._shape = (num_envs,) if batched else ()
+        self._shape = batch_shape
 
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
         drawn = self._sample(rng, self._shape)
-        tensors = {key: torch.from_numpy(np.asarray(a)) for key, a in drawn.items() if a.dtype != OBJECT}
+        tensors = {key: torch.as_tensor(a) for key, a in drawn.items() if a.dtype != OBJECT}
         return Outputs(tensors, objects={key: a for key, a in drawn.items() if a.dtype == OBJECT})
 
     def columns(self) -> Sequence[Column]:
@@ -43,7 +41,7 @@ class RandomPolicy:
         """Fills the action rows that are still to be acted on; ``act`` then has nothing left to do."""
         begin = lane.acts_from
         for key, drawn in self._sample(rng, (lane.T - begin, lane.B)).items():
-            lane.arrays[key][begin:] = drawn
+            lane.data[key][begin:] = drawn
         return _nothing
 
 

@@ -16,7 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType, set_interaction_type
 
 from muster.errors import BadOption, BadPolicyOutput
-from muster.keys import RESERVED, Key, dotted, next_of
+from muster.keys import IS_INIT, RESERVED, Key, dotted, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Column, Specs
 from muster.policies.checks import action_problem, column_of, frozen_check
@@ -24,7 +24,6 @@ from muster.policies.tensordict_program import TensorDictProgram, Values, as_key
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
 
-IS_INIT: Key = ("is_init",)
 Rows = Sequence[torch.Tensor]
 
 
@@ -35,12 +34,11 @@ class TensorDictPolicy:
     Modules draw from torch's global generator, which is the group's own during a rollout.
 
     Args:
-        module: called with one TensorDict, ``batch_size`` ``[num_envs]`` (``[]`` unbatched), the same object at
+        module: called with one TensorDict, ``batch_size`` ``batch_shape``, the same object at
             every step of a rollout with the previous outputs taken out.
         obs_specs: of one environment.
         action_keys: what the module must return.
-        batched: whether there is a batch dimension.
-        num_envs: its size.
+        batch_shape: see ``Layout``.
         device: where the module computes; None is the CPU.
         exploration_type: TorchRL's, ``"random"``, ``"deterministic"``, ``"mode"``, ``"mean"`` or ``"median"``.
         executor: allow the executor (CPU only) where all outputs are bit-equal to the module's.
@@ -57,8 +55,7 @@ class TensorDictPolicy:
         *,
         obs_specs: Specs,
         action_keys: Sequence[Key],
-        batched: bool,
-        num_envs: int,
+        batch_shape: tuple[int, ...],
         device: torch.device | None,
         exploration_type: str = "random",
         executor: bool = True,
@@ -70,7 +67,7 @@ class TensorDictPolicy:
         )
         self._obs_keys = [key for key, spec in obs_specs.items() if spec.is_tensor]
         self._action_keys, self._action_specs = list(action_keys), action_specs or {}
-        self._lead = (num_envs,) if batched else ()
+        self._lead = batch_shape
         self._device = None if device is None or device.type == "cpu" else device
         try:
             self._interaction = InteractionType(exploration_type)

@@ -16,11 +16,19 @@ from muster.trajectories import Episodes, join_episodes
 
 @dataclass(frozen=True)
 class Filled:
-    """A slot whose lanes are complete, the ring it belongs to, and the episodes that ended in it."""
+    """A slot whose lanes are complete, the ring it belongs to, and what is in it.
+
+    Attributes:
+        frames: valid steps.
+        rows: time steps that hold any.
+        episodes: those that ended in it.
+    """
 
     slot: Slot
     ring: SlotRing
     episodes: Episodes
+    frames: int
+    rows: int
 
 
 class InProcess:
@@ -52,8 +60,7 @@ class InProcess:
         Raises:
             MusterError: what ``rollout`` raises. The next call goes on where this one stopped.
         """
-        if policy is not self._policy:
-            self._change_policy(policy)
+        self._prepare(policy)
         assert self._ring is not None
         if self._filling is None:
             self._filling = self._ring.take() if into is None or into.layout != self._ring.layout else _again(into)
@@ -62,7 +69,14 @@ class InProcess:
             rollout(group, policy, lane)
             self._complete += 1
         self._filling, self._complete = None, 0
-        return Filled(slot, self._ring, join_episodes([group.episodes for group in self.groups]))
+        groups = self.groups
+        return Filled(
+            slot,
+            self._ring,
+            join_episodes([group.episodes for group in groups]),
+            frames=sum(group.delivered for group in groups),
+            rows=max(group.rows for group in groups),
+        )
 
     @property
     def in_flight(self) -> int:
@@ -75,25 +89,41 @@ class InProcess:
 
     def close(self, *, close_env: bool = True) -> None:
         """Give up an incomplete slot and close the environments."""
-        self._abandon("shutdown")
+        self.abandon("shutdown")
         with ExitStack() as closing:  # all of them, whatever one of them raises
             for group in self.groups if close_env else ():
                 closing.callback(group.close)
 
-    def _change_policy(self, policy: Policy) -> None:
-        self._abandon("policy_changed")
+    def layout(self, policy: Policy) -> Layout:
+        """Of the slots for ``policy``, which is called once for it; ``collect`` goes on from that call."""
+        self._prepare(policy)
+        assert self._ring is not None
+        return self._ring.layout
+
+    def _prepare(self, policy: Policy) -> None:
+        resumes = any(group.resumed for group in self.groups)
+        if policy is self._policy and not resumes:
+            return
+        if policy is not self._policy:
+            self.abandon("policy_changed")
         for group in self.groups:
             group.prime(policy)
-        layouts = [Layout(self.T, g.B, g.columns(policy), len(self.groups), batched=g.batched) for g in self.groups]
+        count = len(self.groups)
+        layouts = [
+            Layout(self.T, group.B, group.columns(policy), count, batch_shape=group.batch_shape)
+            for group in self.groups
+        ]
         if any(_shape(layout) != _shape(layouts[0]) for layout in layouts):
             raise BadOption(
                 "the groups of create_env_fn differ in number of environments, spaces or policy outputs, so they "
                 "cannot share a batch: " + "; ".join(f"{g.env.name}: {g.B} environments" for g in self.groups)
             )
-        self._ring = SlotRing(layouts[0], limit_bytes=self._limit_bytes, memory=self._memory)
+        if self._ring is None or self._ring.layout != layouts[0]:
+            self._ring = SlotRing(layouts[0], limit_bytes=self._limit_bytes, memory=self._memory)
         self._policy = policy
 
-    def _abandon(self, reason: str) -> None:
+    def abandon(self, reason: str) -> None:
+        """Give up a slot that is not complete; its environments begin anew."""
         if self._filling is None:
             return
         for group, lane in zip(self.groups, self._filling.lanes, strict=True):
@@ -104,9 +134,9 @@ class InProcess:
 
 def _again(slot: Slot) -> Slot:
     for lane in slot.lanes:
-        lane.done_steps = 0
+        lane.done_steps, lane.stopped = 0, False
     return slot
 
 
 def _shape(layout: Layout) -> object:
-    return layout.B, layout.batched, [(c.key, c.shape, c.dtype, c.carry) for c in layout.columns]
+    return layout.B, layout.lead, [(c.key, c.shape, c.dtype, c.carry) for c in layout.columns]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,29 +14,39 @@ import torch
 from muster.errors import BadWeights
 
 Weights = dict[str, torch.Tensor]
+Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]  # new and old
 
 
 class LocalWeights:
-    """The weights of a policy that lives here.
+    """The weights of a policy that lives here; safe to publish from any thread.
 
     Args:
-        policy: what acts; its weights are replaced in place.
-        original: what the user gave, where ``policy`` is a copy of it on another device.
+        policy: what acts; its weights are replaced in place, between rollouts.
+        original: what the user gave, where ``policy`` is a copy of it.
 
     Attributes:
-        version: number of publishes.
+        version: number of publishes, or what ``counter`` says.
+        counter: an object with ``version`` and ``increment_version()`` that counts instead.
     """
 
-    def __init__(self, policy: Any, original: Any = None) -> None:
-        self.policy, self.original = policy, original
-        self.version = 0
+    def __init__(self, policy: Any, original: Any = None, counter: Any = None) -> None:
+        self.policy, self.original, self.counter = policy, original, counter
+        self._count = 0
+        self._lock = threading.Lock()
+        self._in_rollout = False
+        self._waiting: Pairs = {}  # published while a rollout was going on
 
-    def publish(self, source: Any = None) -> int:
+    @property
+    def version(self) -> int | str:
+        return self._count if self.counter is None else self.counter.version
+
+    def publish(self, source: Any = None, *, model: Any = None) -> int | str:
         """Take over the weights of ``source``; all or nothing.
 
         Args:
             source: a module (the policy, the network inside it, or a copy of either), a TensorDict, a dict of
                 tensors by ``state_dict`` name, or None for the module the collector was made with.
+            model: the part of the policy that they are for.
 
         Returns:
             the new version.
@@ -42,14 +54,53 @@ class LocalWeights:
         Raises:
             BadWeights: keys, shapes or dtypes that do not fit, or values that are not finite.
         """
-        if source is None:
-            source = self.original
-        if source is not None and not self._is_inside(source):
-            target = self._fitting_target(named_weights(source))
-            for tensor in target.values():
-                tensor[1].copy_(tensor[0])
-        self.version += 1
+        return self.publish_all([(source, model)])
+
+    def publish_all(self, sources: Sequence[tuple[Any, Any]]) -> int | str:
+        """``publish`` for several (source, model), as one version; all of them or none."""
+        pairs: Pairs = {}
+        for number, (source, model) in enumerate(sources):
+            source = self.original if source is None else source
+            if source is not None and not self._is_inside(source):
+                target = self.policy if model is None else model
+                fitting = _fitting_pairs(named_weights(source), target).items()
+                pairs.update({f"{number}.{name}": pair for name, pair in fitting})
+        with self._lock:
+            if self._in_rollout:
+                self._waiting.update({name: (new.clone(), old) for name, (new, old) in pairs.items()})
+            else:
+                _copy(pairs)
+        return self.increment()
+
+    def increment(self) -> int | str:
+        """Count a version."""
+        with self._lock:
+            if self.counter is not None:
+                self.counter.increment_version()
+            else:
+                self._count += 1
         return self.version
+
+    @contextmanager
+    def acting(self) -> Iterator[int | str]:
+        """For the time of a rollout: the newest weights are in place, and stay as they are. Gives their version."""
+        with self._lock:
+            _copy(self._waiting)
+            self._waiting = {}
+            self._in_rollout = True
+            version = self.version
+        try:
+            yield version
+        finally:
+            with self._lock:
+                self._in_rollout = False
+
+    def restore(self, version: int | str) -> None:
+        """Set the version, after a load."""
+        if self.counter is not None:
+            self.counter.version = version
+        elif isinstance(version, int):
+            self._count = version
 
     def _is_inside(self, source: Any) -> bool:
         """``source`` is (a part of) the policy itself: what the optimizer changed is in place already."""
@@ -59,37 +110,6 @@ class LocalWeights:
             return False
         _check_finite(named_weights(source))
         return True
-
-    def _fitting_target(self, new: Weights) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs (new, old) by name, for the part of the policy that has these names and shapes."""
-        if not isinstance(self.policy, torch.nn.Module):
-            raise BadWeights(
-                f"the policy {self.policy!r} is not a module, so Muster cannot reach its weights. Change them where "
-                f"the policy finds them, and call update_policy_weights_() without arguments to count a version."
-            )
-        parts = {name: dict(m.state_dict(keep_vars=True)) for name, m in self.policy.named_modules()}
-        named = {name: part for name, part in parts.items() if part.keys() == new.keys() and (part or not name)}
-        if not named:
-            missing, extra = sorted(parts[""].keys() - new.keys()), sorted(new.keys() - parts[""].keys())
-            raise BadWeights(
-                f"weights do not fit the policy: missing {missing or 'nothing'}, unknown {extra or 'nothing'}; "
-                f"expected {sorted(parts[''])}. Nothing was changed."
-            )
-        fitting = {name: part for name, part in named.items() if all(new[n].shape == part[n].shape for n in new)}
-        if len(fitting) > 1:
-            raise BadWeights(
-                f"weights named {sorted(new)} fit several parts of the policy: {', '.join(fitting)}. Give those of "
-                f"the whole policy. Nothing was changed."
-            )
-        old = next(iter((fitting or named).values()))
-        for name, tensor in new.items():
-            if tensor.shape != old[name].shape or tensor.dtype != old[name].dtype:
-                raise BadWeights(
-                    f"weight {name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, expected "
-                    f"{tuple(old[name].shape)} and {old[name].dtype}. Nothing was changed."
-                )
-        _check_finite(new)
-        return {name: (tensor, old[name].detach()) for name, tensor in new.items()}
 
 
 def named_weights(source: Any) -> Weights:
@@ -130,3 +150,41 @@ def _captured(function: Callable[..., Any]) -> list[Any]:
         return [*held, *vars(function).values()] if hasattr(function, "__dict__") else held
     known = inspect.getclosurevars(plain)
     return [*held, *known.nonlocals.values(), *known.globals.values()]
+
+
+def _fitting_pairs(new: Weights, policy: Any) -> Pairs:
+    """Pairs (new, old) by name, for the part of the policy that has these names and shapes."""
+    if not isinstance(policy, torch.nn.Module):
+        raise BadWeights(
+            f"the policy {policy!r} is not a module, so Muster cannot reach its weights. Change them where "
+            f"the policy finds them, and call update_policy_weights_() without arguments to count a version."
+        )
+    parts = {name: dict(m.state_dict(keep_vars=True)) for name, m in policy.named_modules()}
+    named = {name: part for name, part in parts.items() if part.keys() == new.keys() and (part or not name)}
+    if not named:
+        missing, extra = sorted(parts[""].keys() - new.keys()), sorted(new.keys() - parts[""].keys())
+        raise BadWeights(
+            f"weights do not fit the policy: missing {missing or 'nothing'}, unknown {extra or 'nothing'}; "
+            f"expected {sorted(parts[''])}. Nothing was changed."
+        )
+    fitting = {name: part for name, part in named.items() if all(new[n].shape == part[n].shape for n in new)}
+    if len(fitting) > 1:
+        raise BadWeights(
+            f"weights named {sorted(new)} fit several parts of the policy: {', '.join(fitting)}. Give those of "
+            f"the whole policy. Nothing was changed."
+        )
+    old = next(iter((fitting or named).values()))
+    for name, tensor in new.items():
+        if tensor.shape != old[name].shape or tensor.dtype != old[name].dtype:
+            raise BadWeights(
+                f"weight {name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, expected "
+                f"{tuple(old[name].shape)} and {old[name].dtype}. Nothing was changed."
+            )
+    _check_finite(new)
+    return {name: (tensor, old[name].detach()) for name, tensor in new.items()}
+
+
+def _copy(pairs: Pairs) -> None:
+    with torch.no_grad():
+        for new, old in pairs.values():
+            old.copy_(new)

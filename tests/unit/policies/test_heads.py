@@ -65,13 +65,13 @@ def case(request) -> tuple[Head, ArraySpec]:
 
 def make(head, spec, *, batched=True, **options) -> HeadPolicy:
     options = {"obs_keys": [OBS], "action_key": ACTION, "device": None, **options}
-    return HeadPolicy(head, action_spec=spec, batched=batched, **options)
+    return HeadPolicy(head, action_spec=spec, batch_dims=int(batched), **options)
 
 
 def lane_for(policy, spec, obs, *, batched=True) -> Lane:
     """A lane with observations ``[T + 1, B, 4]``."""
     columns = (Column(OBS, obs.shape[2:], obs.dtype, carry=True), Column(ACTION, spec.shape, spec.dtype))
-    lane = Slot(Layout(len(obs) - 1, obs.shape[1], (*columns, *policy.columns()), batched=batched)).lanes[0]
+    lane = Slot(Layout(len(obs) - 1, obs.shape[1], (*columns, *policy.columns()), batch_shape=None if batched else ())).lanes[0]
     lane.arrays[OBS][...] = obs
     return lane
 

@@ -97,12 +97,12 @@ def case(request):
 
 def make(module, *, batched=True, num_envs=B, **options) -> TensorDictPolicy:
     options = {"obs_specs": OBS_SPECS, "action_keys": [ACTION], "device": None, **options}
-    return TensorDictPolicy(module, batched=batched, num_envs=num_envs, **options)
+    return TensorDictPolicy(module, batch_shape=(num_envs,) if batched else (), **options)
 
 
 def lane_for(policy, spec, obs, *, batched=True) -> Lane:
     columns = (Column(OBS, (4,), np.dtype(np.float32), carry=True), Column(ACTION, spec.shape, spec.dtype))
-    lane = Slot(Layout(len(obs) - 1, obs.shape[1], (*columns, *policy.columns()), batched=batched)).lanes[0]
+    lane = Slot(Layout(len(obs) - 1, obs.shape[1], (*columns, *policy.columns()), batch_shape=None if batched else ())).lanes[0]
     lane.arrays[OBS][...] = obs
     return lane
 

@@ -1,0 +1,42 @@
+"""Calling a policy: its errors as the user should see them, and its first outputs into a lane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from muster.errors import MusterError, PolicyError
+from muster.memory.slots import Lane
+from muster.protocols import Outputs, Policy
+
+Result = TypeVar("Result")
+
+
+def call_policy(policy: Policy, call: Callable[[], Result]) -> Result:
+    """What ``call`` returns; what it raises as a ``PolicyError``."""
+    try:
+        return call()
+    except MusterError:
+        raise
+    except Exception as error:
+        raise policy_error(policy, error) from error
+
+
+def policy_error(policy: Policy, error: Exception, t: int = 0) -> PolicyError:
+    """The error that says which policy raised what, at which row."""
+    return PolicyError(
+        f"policy {policy.name} raised {type(error).__name__} at row {t} of the batch: {error}. No environment was "
+        f"stepped since; the next call tries again from there."
+    )
+
+
+def store_outputs(outputs: Outputs, lane: Lane) -> None:
+    """Write the outputs of a first call into row 0."""
+    for key, value in (*outputs.action.items(), *outputs.extras.items()):
+        row = lane.tensors[key][0]
+        row.copy_(value.reshape(row.shape))
+    for key, array in outputs.objects.items():
+        lane.arrays[key][0] = array
+    for key, value in outputs.state.items():
+        row = lane.tensors[key][1]
+        row.copy_(value.reshape(row.shape))

@@ -1,0 +1,31 @@
+"""Reaching into a collector by a path such as ``"policy.module[0].weight"``, without ``eval``."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from muster.errors import BadOption
+
+
+def resolve(root: Any, path: str) -> Any:
+    """What ``path`` names, from ``root`` on: attributes, and subscripts with a literal.
+
+    Raises:
+        BadOption: the path is something else, or names nothing.
+    """
+    try:
+        tree = ast.parse(f"root.{path}" if not path.startswith("[") else f"root{path}", mode="eval").body
+        return _walk(root, tree)
+    except (SyntaxError, AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise BadOption(f"the path {path!r} leads nowhere from {type(root).__name__}: {error}") from error
+
+
+def _walk(root: Any, node: ast.expr) -> Any:
+    if isinstance(node, ast.Name):
+        return root
+    if isinstance(node, ast.Attribute):
+        return getattr(_walk(root, node.value), node.attr)
+    if isinstance(node, ast.Subscript):
+        return _walk(root, node.value)[ast.literal_eval(node.slice)]
+    raise TypeError("only attributes and subscripts with a literal are followed")

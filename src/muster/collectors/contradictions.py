@@ -1,0 +1,79 @@
+"""Options that exclude each other: a table of what, with what, and the way out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from muster.errors import BadOption
+
+if TYPE_CHECKING:
+    from muster.collectors.options import CollectorOptions
+
+
+def check_contradictions(o: CollectorOptions) -> None:
+    """Raise ``BadOption`` for the first contradiction."""
+    buffer = o.replay_buffer is not None
+    per_step = not o.extend_buffer
+    for wrong, message in (
+        (per_step and not buffer, "extend_buffer=False needs a replay_buffer"),
+        (
+            per_step and any((o.postproc, o.split_trajs, o.trajs_per_batch, o.set_truncated, o.compact_obs)),
+            "postproc, split_trajs, trajs_per_batch, set_truncated and compact_obs need whole batches: use "
+            "extend_buffer=True",
+        ),
+        (
+            per_step and (not o.reset_when_done or o.interruptor is not None),
+            "extend_buffer=False adds single steps, "
+            "so a batch cannot end early: leave out reset_when_done=False and interruptor, or use extend_buffer=True",
+        ),
+        (o.return_same_td and buffer, "return_same_td yields batches, which replay_buffer takes: give one of them"),
+        (
+            o.return_same_td and any((o.split_trajs, o.trajs_per_batch)),
+            "split_trajs and trajs_per_batch make a new TensorDict every time: leave return_same_td out",
+        ),
+        (
+            o.split_trajs and o.trajs_per_batch,
+            "split_trajs and trajs_per_batch: give one; traj_format='pad' pads too",
+        ),
+        (
+            not o.trajs_per_batch and (o.traj_format or o.traj_rule),
+            "traj_format and traj_rule are about trajs_per_batch, which is not given",
+        ),
+        (
+            o.set_truncated and o.trajs_per_batch,
+            "set_truncated marks ends that are none, and trajs_per_batch waits for real ones: give one of them",
+        ),
+        (
+            o.weight_sync_schemes is not None,
+            "weight_sync_schemes send weights to sub-collectors, and a Collector has none; weight_recv_schemes "
+            "receive them from a parent",
+        ),
+        (
+            o.interruptor is not None and not callable(getattr(o.interruptor, "collection_stopped", None)),
+            f"interruptor={o.interruptor!r}: expected an object with a method collection_stopped()",
+        ),
+        (
+            buffer and not any(callable(getattr(o.replay_buffer, name, None)) for name in ("extend", "add")),
+            f"replay_buffer={o.replay_buffer!r}: expected an object with a method extend or add",
+        ),
+        (
+            o.cudagraph_policy not in (None, False) and not torch.cuda.is_available(),
+            "cudagraph_policy needs a CUDA device, and this machine or this build of torch has none",
+        ),
+        (
+            o.compile_policy not in (None, False)
+            and o.cudagraph_policy not in (None, False)
+            and isinstance(o.compile_policy, dict)
+            and o.compile_policy.get("mode") == "reduce-overhead",
+            "compile_policy with mode='reduce-overhead' makes CUDA graphs itself: leave cudagraph_policy out",
+        ),
+        (not o.autosave_every > 0, f"autosave_every={o.autosave_every!r}: expected seconds, more than 0"),
+        (
+            not isinstance(o.track_policy_version, bool) and not hasattr(o.track_policy_version, "increment_version"),
+            f"track_policy_version={o.track_policy_version!r}: expected True, False or a PolicyVersion",
+        ),
+    ):
+        if wrong:
+            raise BadOption(message)

@@ -1,0 +1,74 @@
+"""What becomes of a batch before it is yielded: whole episodes, splitting, postproc, replay buffer, in this order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from muster.collectors.options import CollectorOptions
+from muster.keys import Key
+from muster.sinks.episodes import WholeEpisodes
+from muster.sinks.replay_buffer import ReplaySink
+from muster.sinks.split import split_trajectories
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+
+class Outlet:
+    """Turns a collected batch into what iteration yields.
+
+    Args:
+        num_envs: over all groups.
+        pad_id: trajectory id of padding.
+
+    Attributes:
+        episodes: the assembler of ``trajs_per_batch``.
+        sink: of the replay buffer.
+        needs_flags: it looks at ``("next", "done")``, which an environment may not show.
+    """
+
+    def __init__(self, options: CollectorOptions, num_envs: int, *, pad_id: int = -1) -> None:
+        self._options, self._pad_id = options, pad_id
+        self.episodes = (
+            WholeEpisodes(
+                options.trajs_per_batch,
+                num_envs=num_envs,
+                layout=options.traj_format or "cat",
+                rule=options.traj_rule or "fair",
+            )
+            if options.trajs_per_batch
+            else None
+        )
+        self.sink: ReplaySink | None = None
+        if options.replay_buffer is not None:
+            self.sink = ReplaySink(options.replay_buffer, extend=options.extend_buffer)
+        self.needs_flags = bool(options.trajs_per_batch or options.split_trajs)
+
+    @property
+    def frames_held(self) -> int:
+        """Frames of episodes that wait to be complete."""
+        return self.episodes.frames_held if self.episodes else 0
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Frames that no group of episodes will show, by reason."""
+        return self.episodes.dropped if self.episodes else {}
+
+    def put(self, batch: TensorDict, hidden: Sequence[Key]) -> list[Any]:
+        """What is to be yielded now; None in the place of what a buffer took. ``hidden`` keys are taken out."""
+        made: list[TensorDict] = [batch]
+        if self.episodes is not None:
+            made = [group.batch for group in self.episodes.push(batch)]
+        elif self._options.split_trajs:
+            made = [split_trajectories(batch, pad_id=self._pad_id)]
+        return [self._finish(item.exclude(*hidden) if hidden else item) for item in made]
+
+    def _finish(self, item: Any) -> Any:
+        if self._options.postproc is not None:
+            processed = self._options.postproc(item)
+            item = item if processed is None else processed
+        if self.sink is None:
+            return item
+        self.sink.write(item)
+        return None

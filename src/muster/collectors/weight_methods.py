@@ -1,0 +1,135 @@
+"""The weight side of a collector: publishing, receiving, versions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from muster.errors import BadOption
+
+if TYPE_CHECKING:
+    from muster.collectors.options import CollectorOptions
+    from muster.weights.local import LocalWeights
+    from muster.weights.receive import Receivers
+
+
+class WeightMethods:
+    """Mixed into every collector."""
+
+    options: CollectorOptions
+    _weights: LocalWeights
+    _receivers: Receivers
+    _updater: Any
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        weights: Any = None,
+        policy: Any = None,
+        worker_ids: Any = None,
+        model_id: str | None = None,
+        weights_dict: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Let the next batch be collected with new weights; may be called from any thread.
+
+        Args:
+            policy_or_weights: the policy, its network, a copy of either, a TensorDict or dict of tensors; None
+                where the optimizer works on the collector's own policy (which then only counts a version).
+            weights, policy: the same by keyword; give one of the three.
+            worker_ids: passed on to the ``weight_updater``.
+            model_id: the model they are for, see ``get_model``; by default "policy".
+            weights_dict: weights by model id, taken over together as one version.
+
+        Raises:
+            BadWeights: what was given does not fit or is not finite; nothing was changed.
+            BadOption: contradicting arguments, an unknown model.
+            TypeError: ``worker_ids`` without a ``weight_updater``.
+        """
+        given = _the_one(policy_or_weights, weights, policy)
+        self._check_open()
+        if weights_dict is not None:
+            if given is not None or model_id is not None:
+                raise BadOption("weights_dict has the weights of all models: give nothing else with it")
+            sources = [(source, self._part(name)) for name, source in weights_dict.items()]
+            self._weights.publish_all(sources)
+        elif self._updater is not None:
+            self._updater.push_weights(given, worker_ids)
+            self._weights.increment()
+        elif worker_ids is not None:
+            raise TypeError(
+                "worker_ids were given, but this collector has no workers and no weight_updater: leave them out"
+            )
+        else:
+            self._weights.publish(given, model=None if model_id is None else self._part(model_id))
+
+    def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
+        """Take the weights that the registered schemes have received; without schemes, those that are given.
+
+        Args:
+            policy_or_weights, weights, policy: see ``update_policy_weights_``; None mirrors the policy that the
+                collector was made with.
+
+        Raises:
+            BadOption: weights were given although schemes are registered, or twice.
+            BadWeights: they do not fit.
+        """
+        given = _the_one(policy_or_weights, weights, policy)
+        self._check_open()
+        if not self._receivers.schemes:
+            self._weights.publish(given)
+        elif given is not None:
+            raise BadOption("this collector receives its weights through schemes: call receive_weights() without any")
+        else:
+            self._receivers.receive()
+
+    def register_scheme_receiver(
+        self, weight_recv_schemes: Mapping[str, Any], *, synchronize_weights: bool = True
+    ) -> None:
+        """Receive weights from a parent collector.
+
+        Args:
+            weight_recv_schemes: by model id; TorchRL's ``WeightSyncScheme`` or what has its receiving methods. They
+                may receive in a thread of their own: what they bring is in place from the next batch on.
+            synchronize_weights: wait for the parent's first weights now.
+        """
+        self._check_open()
+        self._receivers.register(weight_recv_schemes, synchronize=synchronize_weights)
+
+    def init_updater(self, *args: Any, **kwargs: Any) -> None:
+        """Call the ``weight_updater``'s ``init``; without one, nothing happens."""
+        if self._updater is not None:
+            self._updater.init(*args, **kwargs)
+
+    @property
+    def policy_version(self) -> int | str:
+        """Number of weight updates so far, or what ``track_policy_version``'s object says."""
+        return self._weights.version
+
+    def get_policy_version(self) -> int | str | None:
+        """``policy_version``; None without ``track_policy_version``."""
+        return self._weights.version if self.options.track_policy_version else None
+
+    def increment_version(self) -> None:
+        """Count a version, for weights that were changed in another way."""
+        self._weights.increment()
+
+    def _part(self, model_id: str) -> torch.nn.Module | None:
+        model = None if model_id == "policy" else self.get_model(model_id)
+        if model is not None and not isinstance(model, torch.nn.Module):
+            raise BadOption(f"model_id={model_id!r} is {type(model).__name__}, which has no weights")
+        return model
+
+    if TYPE_CHECKING:
+
+        def get_model(self, model_id: str) -> Any: ...
+        def _check_open(self) -> None: ...
+
+
+def _the_one(*sources: Any) -> Any:
+    given = [source for source in sources if source is not None]
+    if len(given) > 1:
+        raise BadOption("give the weights once: as the argument, weights= or policy=")
+    return given[0] if given else None

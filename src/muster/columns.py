@@ -1,0 +1,89 @@
+"""Which columns a rollout stores: those of the environment, of the policy, and Muster's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from muster.keys import (
+    FLAGS,
+    NEXT_OBS_VALID,
+    POLICY_VERSION,
+    RESUMED,
+    STEP_COUNT,
+    TEAM_REWARD,
+    TRAJ_IDS,
+    TRUNCATED,
+    VALID,
+    next_of,
+)
+from muster.memory.specs import OBJECT, Column
+from muster.protocols import EnvBatch
+
+Validate = Literal["off", "fast", "full"]
+
+FLAG, INTEGER = np.dtype(bool), np.dtype(np.int64)
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """What a rollout does besides stepping; see ``CollectorOptions`` for the words.
+
+    Attributes:
+        marks_valid: store ``collector/valid``.
+    """
+
+    max_frames_per_traj: int | None = None
+    reset_at_each_iter: bool = False
+    reset_when_done: bool = True
+    set_truncated: bool = False
+    compact_obs: bool = False
+    track_policy_version: Any = False
+    interruptor: Any = None
+    validate: Validate = "fast"
+    num_threads: int | None = 1
+    inference_mode: bool = True
+    marks_valid: bool = False
+
+
+def lane_columns(
+    env: EnvBatch, policy: Sequence[Column], options: RolloutOptions, *, resumed: bool = False
+) -> tuple[Column, ...]:
+    """The columns of a lane.
+
+    Args:
+        policy: of the policy's extras and recurrent state.
+        resumed: also ``collector/resumed``.
+    """
+    by_policy = {column.key for column in policy}
+    columns = []
+    for key, spec in env.observation_specs.items():
+        column = Column(key, spec.shape, spec.dtype, ragged=spec.ragged)
+        columns.append(replace(column, carry=True, by_policy=key in by_policy))
+        if not options.compact_obs:
+            columns.append(replace(column, key=next_of(key)))
+    columns += [Column(key, s.shape, s.dtype, ragged=s.ragged) for key, s in env.action_specs.items()]
+    columns += [Column(next_of(key), s.shape, s.dtype, ragged=s.ragged) for key, s in env.step_specs.items()]
+    visible = {*env.flags, *((TRUNCATED,) if options.max_frames_per_traj else ())}
+    for flag in FLAGS:
+        columns += [
+            Column(key, (), FLAG, trailing=True, host=True, hidden=flag not in visible) for key in (flag, next_of(flag))
+        ]
+    hidden = env.reward_key == TEAM_REWARD
+    columns.append(Column(env.reward_key, (), env.reward_dtype, trailing=True, host=True, hidden=hidden))
+    columns.append(Column(TRAJ_IDS, (), INTEGER, host=True))
+    if options.max_frames_per_traj:
+        columns += [Column(key, (), INTEGER, trailing=True, host=True) for key in (STEP_COUNT, next_of(STEP_COUNT))]
+    if not env.final_obs_certain:
+        columns.append(Column(NEXT_OBS_VALID, (), FLAG))
+    if options.marks_valid:
+        columns.append(Column(VALID, (), FLAG, host=True))
+    if options.track_policy_version:
+        text = isinstance(getattr(options.track_policy_version, "version", None), str)
+        columns.append(Column(POLICY_VERSION, (), OBJECT if text else INTEGER, host=True))
+    if resumed:
+        columns.append(Column(RESUMED, (), FLAG, host=True))
+    return (*columns, *(column for column in policy if column.key not in env.observation_specs))

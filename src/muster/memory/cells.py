@@ -1,0 +1,95 @@
+"""Cells: what a column of objects holds for one environment at one time, and TensorDicts made of them.
+
+A cell is a Python object; in a ragged column a tensor whose shape varies or, where parts that are stacked differ in
+shape (agents with observations of their own), a TensorDict with that stack and nothing but the column's last key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from tensordict.utils import is_non_tensor
+
+from muster.keys import Key
+from muster.memory.specs import OBJECT, Array
+
+
+def take(td: Any, key: Key, lead: tuple[int, ...]) -> Array | None:
+    """The cells of one leaf, ``[*lead]``; owned by nobody else. None if no environment has it."""
+    out = np.empty(lead, OBJECT)
+    for index in np.ndindex(lead):
+        out[index] = _cell(td[index] if lead else td, key)
+    return None if all(cell is None for cell in out.flat) else out
+
+
+def assemble(
+    leaves: Mapping[Key, Any], lead: tuple[int, ...], device: torch.device | None = None, into: Any = None
+) -> Any:
+    """A TensorDict ``[*lead]`` of tensors ``[*lead, *shape]`` and arrays of cells ``[*lead]``.
+
+    It is lazily stacked where cells are tensors, since their shapes may differ.
+
+    Args:
+        leaves: by key; nested keys make nested TensorDicts.
+        lead: its batch size.
+        device: its device.
+        into: a TensorDict to add to instead; not for cells that are tensors.
+    """
+    cells = {key: value for key, value in leaves.items() if not torch.is_tensor(value)}
+    if lead and any(torch.is_tensor(cell) for value in cells.values() for cell in value.flat):
+        parts = [{key: _part(value, i) for key, value in leaves.items()} for i in range(lead[0])]
+        return LazyStackedTensorDict.lazy_stack([assemble(part, lead[1:], device) for part in parts])
+    td = TensorDict({}, batch_size=lead, device=device) if into is None else into
+    for key, value in cells.items():  # first: stacks are whole nodes, which others are set into
+        if isinstance(value.flat[0], TensorDictBase):
+            add_stack(td, key, joined(value))
+        elif value.flat[0] is not None or value.size > 1:
+            td.set(key, value.item() if torch.is_tensor(value.flat[0]) else _objects(value))
+    for key, value in leaves.items():
+        if torch.is_tensor(value):
+            td.set(key, value)
+    return td
+
+
+def add_stack(td: Any, key: Key, stack: Any) -> None:
+    """Put ``stack``, whose one leaf is the last part of ``key``, where ``key`` says."""
+    node = td.get(key[:-1], None)
+    if node is None:
+        td.set(key[:-1], stack)
+    elif isinstance(node, LazyStackedTensorDict):
+        node.update(stack)
+    else:  # dense so far
+        for name, value in node.items():
+            stack.set(name, value)
+        td.set(key[:-1], stack)
+
+
+def joined(cells: Array) -> Any:
+    """Stacks as one with the dimensions of ``cells`` in front."""
+    if not cells.ndim:
+        return cells.item().copy()
+    return torch.stack([joined(_part(cells, i)) for i in range(len(cells))], 0)
+
+
+def _objects(cells: Array) -> Any:
+    return NonTensorStack.from_list(cells.tolist()) if cells.ndim else NonTensorData(cells.item(), batch_size=())
+
+
+def _part(value: Any, i: int) -> Any:
+    return value[i] if torch.is_tensor(value) else value[i : i + 1].reshape(value.shape[1:])
+
+
+def _cell(td: Any, key: Key) -> Any:
+    node = td.get(key[:-1], None) if len(key) > 1 else td
+    if node is None:
+        return None
+    if isinstance(node, LazyStackedTensorDict):
+        return node.select(key[-1], strict=False).clone()
+    value = node.get(key[-1], None)
+    if is_non_tensor(value):
+        return value.tolist() if isinstance(value, NonTensorStack) else value.data
+    return value.clone() if torch.is_tensor(value) else value

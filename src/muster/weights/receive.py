@@ -1,0 +1,93 @@
+"""Weights that a parent sends: TorchRL's ``WeightSyncScheme`` on the receiving side, and its older updaters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from muster.errors import BadOption, BadWeights
+from muster.weights.local import LocalWeights
+
+
+class Receivers:
+    """The receiving ends of a collector's weight sync schemes.
+
+    A scheme writes into a copy of the model, whenever it likes and in whatever thread; what it announces is published
+    like any other weights, so that they change between rollouts only.
+
+    Args:
+        weights: of the policy.
+        find: the model for an id.
+        worker_idx: given to schemes that ask.
+    """
+
+    def __init__(self, weights: LocalWeights, find: Callable[[str], Any], worker_idx: int | None) -> None:
+        self._weights, self._find, self._worker_idx = weights, find, worker_idx
+        self.schemes: dict[str, Any] = {}
+        self._contexts: dict[str, _Context] = {}
+
+    def register(self, schemes: Mapping[str, Any], *, synchronize: bool = True) -> None:
+        """Begin to receive; a scheme that was registered for the same model before is shut down.
+
+        Args:
+            schemes: by model id; anything with ``init_on_receiver``, ``connect`` and ``receive``.
+            synchronize: wait for the sender's first weights now.
+        """
+        for model_id, scheme in schemes.items():
+            wanting = [name for name in ("init_on_receiver", "connect", "receive") if not hasattr(scheme, name)]
+            if wanting:
+                raise BadOption(f"the weight sync scheme for {model_id!r} is {scheme!r}, which has no {wanting[0]}()")
+            before = self.schemes.get(model_id)
+            if before is not None and before is not scheme:
+                before.shutdown()
+            context = self._contexts[model_id] = _Context(self, model_id, self._find(model_id))
+            if not getattr(scheme, "initialized_on_receiver", False):
+                scheme.init_on_receiver(model_id=model_id, context=context, worker_idx=self._worker_idx)
+            else:
+                scheme.context = context
+            self.schemes[model_id] = scheme
+            if synchronize and not getattr(scheme, "synchronized_on_receiver", False):
+                scheme.connect(worker_idx=self._worker_idx)
+                self.take(model_id, context.model)
+
+    def receive(self) -> None:
+        """Take what has been sent by now."""
+        for scheme in self.schemes.values():
+            scheme.receive()
+
+    def take(self, model_id: str, weights: Any) -> None:
+        """Publish what a scheme has received."""
+        if isinstance(weights, torch.nn.Module) or weights is not None:
+            model = self._find(model_id)
+            self._weights.publish(weights, model=model if isinstance(model, torch.nn.Module) else None)
+
+    def close(self) -> None:
+        for scheme in self.schemes.values():
+            getattr(scheme, "shutdown", lambda: None)()
+        self.schemes = {}
+
+
+class _Context:
+    """What a scheme sees of the collector."""
+
+    def __init__(self, receivers: Receivers, model_id: str, model: Any) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise BadWeights(f"model {model_id!r} is {type(model).__name__}, which has no weights to receive")
+        self._receivers, self._model_id = receivers, model_id
+        self.model = copy.deepcopy(model)
+        self.policy = self.model
+        self.worker_idx = receivers._worker_idx
+
+    def get_model(self, model_id: str) -> Any:
+        return self.model
+
+    def update_policy_weights_(self, policy_or_weights: Any = None, *, model_id: str | None = None, **_: Any) -> None:
+        self._receivers.take(model_id or self._model_id, self.model if policy_or_weights is None else policy_or_weights)
+
+
+def push_through(updater: Any, weights: Any, worker_ids: Any) -> None:
+    """Hand weights to TorchRL's older ``WeightUpdaterBase``, which puts them where it thinks right."""
+    updater.push_weights(weights, worker_ids)
