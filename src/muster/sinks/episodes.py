@@ -1,0 +1,314 @@
+"""Groups of whole episodes, joined over batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+
+from muster.errors import BadOption
+from muster.keys import POLICY_VERSION, Key, dotted
+from muster.memory.specs import Array
+from muster.sinks.plain import from_plain, to_plain
+from muster.sinks.rows import ENDED, NEVER, Pieces, find_pieces, padded, take, time_last
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+Layout = Literal["cat", "pad"]
+Rule = Literal["fair", "per_env", "first_done"]
+
+DELIVERED, CUT, MIXED = -1, -2, -3  # in the place of an episode's number: why a row is not kept
+REASONS = {CUT: "cut", MIXED: "mixed_policy"}
+
+
+class EpisodeGroup(NamedTuple):
+    """What is delivered at a time.
+
+    Attributes:
+        batch: ``[frames]`` with names ``["time"]``, or ``[n, longest]`` with ``("collector", "mask")``.
+        frames: of the episodes in it, padding not counted.
+    """
+
+    batch: TensorDict
+    frames: int
+
+
+@dataclass
+class _Open:
+    """The episode that an environment is in; ``number`` is negative if it was dropped."""
+
+    env: int
+    traj_id: int
+    number: int
+    version: int
+
+
+@dataclass
+class _Chunk:
+    """Rows of one batch, and the number of the episode that each belongs to."""
+
+    rows: TensorDict
+    owner: Array
+
+
+class WholeEpisodes:
+    """Turns successive batches of one collector into groups of exactly ``n`` complete episodes.
+
+    ::
+
+        episodes = WholeEpisodes(32, num_envs=8)
+        for batch in collector:
+            for group, frames in episodes.push(batch):
+                learn(group)  # [frames], every episode from its first step to its end
+
+    Groups are copies; no batch is kept alive. ``pushed = delivered + sum(dropped.values()) + frames_held``, in frames.
+    An episode that never ends is held for ever, and with the fair rule all that began after it: such environments
+    need ``max_frames_per_traj``.
+
+    Args:
+        n: episodes per group.
+        num_envs: environments in a batch (the product of its dimensions other than time; 1 without any).
+        layout: ``"cat"`` one after the other; ``"pad"`` one per line, zeros on the right, trajectory id -1 there.
+        rule: which episodes come next. ``"fair"``: in the order in which they began (then by environment), however
+            long they take: every episode is delivered, and what ends early waits for what began before it.
+            ``"per_env"``: the next ``n / num_envs`` of every environment, environment by environment; what the quick
+            ones have in excess waits. ``"first_done"``: in the order in which they end (TorchRL's). The first
+            groups then have too many short episodes, and so has a run that stops after a number of groups.
+        on_policy_only: drop episodes in which more than one policy version acted. That is more often true of
+            long ones, so what is left is biased to short ones.
+        done_key: the column that says that an episode ended. ``set_truncated`` marks ends that are none.
+
+    Attributes:
+        dropped: frames that no group will show, by reason: "cut" (the episode went on without an end, or
+            ``flush``), "mixed_policy".
+
+    Raises:
+        BadOption: an impossible value.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        *,
+        num_envs: int,
+        layout: Layout = "cat",
+        rule: Rule = "fair",
+        on_policy_only: bool = False,
+        done_key: Key = ENDED,
+    ) -> None:
+        for name, number in (("n", n), ("num_envs", num_envs)):
+            if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < 1:
+                raise BadOption(f"WholeEpisodes({name}={number!r}): expected an integer of at least 1")
+        for name, value, known in (("layout", layout, get_args(Layout)), ("rule", rule, get_args(Rule))):
+            if value not in known:
+                raise BadOption(f"WholeEpisodes({name}={value!r}): expected one of {', '.join(map(repr, known))}")
+        if rule == "per_env" and n % num_envs:
+            raise BadOption(f'WholeEpisodes({n}, rule="per_env"): {n} is not a multiple of num_envs={num_envs}')
+        self.n, self.num_envs, self.layout, self.rule = int(n), int(num_envs), layout, rule
+        self.on_policy_only, self.done_key = on_policy_only, done_key
+        self.dropped: Counter[str] = Counter()
+        self._time = 0  # rows pushed so far, per environment
+        self._open: dict[int, _Open] = {}  # by environment
+        self._length: dict[int, int] = {}  # frames of each episode held, by number = first row's time * num_envs + env
+        self._ended: dict[int, int] = {}  # of those, the last row's time; added by environment, then time
+        self._chunks: list[_Chunk] = []
+
+    @property
+    def frames_held(self) -> int:
+        """Frames kept for groups to come: of open episodes, and of ended ones that wait for others."""
+        return sum(self._length.values())
+
+    def push(self, batch: TensorDict) -> list[EpisodeGroup]:
+        """Take the next batch (``[*lead, T]``, the same environments in the same order); it is copied.
+
+        Returns:
+            the groups that are complete now, often none.
+
+        Raises:
+            BadOption: the batch has other environments than before, or lacks a column that is needed.
+        """
+        batch = time_last(batch)
+        self._check(batch)
+        pieces = find_pieces(batch, self.done_key)
+        T = batch.shape[-1]
+        if len(pieces.rows):
+            env, t = np.divmod(pieces.rows[pieces.first], T)
+            low, high = self._versions(batch, pieces)
+            columns = (env, self._time + t, pieces.length, pieces.traj_id, pieces.ended, low, high)
+            numbers = [self._follow(*piece) for piece in zip(*(c.tolist() for c in columns), strict=True)]
+            owner = np.repeat(np.array(numbers), pieces.length)
+            kept = np.isin(owner, list(self._length))  # also not what was kept at first and dropped later on
+            if kept.any():
+                self._chunks.append(_Chunk(take(batch, pieces.rows[kept]), owner[kept]))
+        self._time += T
+        groups = []
+        while chosen := self._next_group():
+            groups.append(self._deliver(chosen))
+        self._release()
+        return groups
+
+    def skip(self, batch: TensorDict) -> None:
+        """Take note of a batch that goes elsewhere: episodes with a part in it will not be whole, and are dropped."""
+        self.flush()
+        batch = time_last(batch)
+        pieces = find_pieces(batch, self.done_key)
+        envs = pieces.rows[pieces.first] // batch.shape[-1]
+        for env, traj_id, ended in zip(envs.tolist(), pieces.traj_id.tolist(), pieces.ended.tolist(), strict=True):
+            self._open.pop(env, None)
+            if not ended:
+                self._open[env] = _Open(env, traj_id, CUT, 0)
+
+    def flush(self, envs: Iterable[int] | None = None) -> int:
+        """Drop the open episodes of ``envs`` (default all), which will not go on: call it with ``Collector.reset``.
+
+        Returns:
+            frames dropped. Complete episodes stay.
+        """
+        before = self.frames_held
+        for env in range(self.num_envs) if envs is None else envs:
+            if not 0 <= env < self.num_envs:
+                raise BadOption(f"flush({envs}): environments are numbered 0 to {self.num_envs - 1}")
+            if env in self._open:
+                self._drop(self._open[env], CUT)
+        self._release()
+        return before - self.frames_held
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is held, as numbers, tensors and lists; it shares no memory with groups."""
+        chunks = [chunk.rows for chunk in self._chunks]
+        return {
+            "num_envs": self.num_envs,
+            "time": self._time,
+            "dropped": dict(self.dropped),
+            "open": torch.tensor([astuple(o) for o in self._open.values()], dtype=torch.int64).reshape(-1, 4),
+            "episodes": torch.tensor(
+                [(s, length, self._ended.get(s, -1)) for s, length in self._length.items()], dtype=torch.int64
+            ).reshape(-1, 3),
+            "owner": torch.from_numpy(np.concatenate([np.empty(0, np.int64), *(c.owner for c in self._chunks)])),
+            "rows": to_plain(_join(chunks)) if chunks else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was called; ``n``, ``layout`` and ``rule`` may have changed.
+
+        Raises:
+            BadOption: it was another number of environments; nothing is changed.
+        """
+        if state["num_envs"] != self.num_envs:
+            raise BadOption(f"the state is of {state['num_envs']} environments, but num_envs={self.num_envs}")
+        self._time, self.dropped = state["time"], Counter(state["dropped"])
+        self._open = {env: _Open(env, *rest) for env, *rest in state["open"].tolist()}
+        self._length = {number: length for number, length, _ in state["episodes"].tolist()}
+        self._ended = {number: end for number, _, end in state["episodes"].tolist() if end >= 0}
+        owner = state["owner"].numpy().copy()
+        self._chunks = [_Chunk(from_plain(state["rows"]), owner)] if len(owner) else []
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def _check(self, batch: TensorDict) -> None:
+        envs = batch.numel() // max(batch.shape[-1], 1) if batch.ndim else 0
+        if envs != self.num_envs:
+            raise BadOption(
+                f"a batch of shape {list(batch.shape)} has {envs} environments and then time; expected {self.num_envs} "
+                f"environments, as in num_envs"
+            )
+        for key, why in (
+            (self.done_key, "where episodes end; name the column that does: done_key="),
+            (POLICY_VERSION, "which policy acted, for on_policy_only=True: track_policy_version=True"),
+        ):
+            if (key != POLICY_VERSION or self.on_policy_only) and batch.get(key, None) is None:
+                raise BadOption(f"the batch has no {dotted(key)}, which says {why}")
+
+    def _versions(self, batch: TensorDict, pieces: Pieces) -> tuple[Array, Array]:
+        """Lowest and highest policy version in each piece; both 0 where it does not matter."""
+        if not self.on_policy_only:
+            return np.zeros_like(pieces.first), np.zeros_like(pieces.first)
+        versions = batch[POLICY_VERSION].reshape(-1).cpu().numpy()[pieces.rows]
+        return np.minimum.reduceat(versions, pieces.first), np.maximum.reduceat(versions, pieces.first)
+
+    def _follow(self, env: int, time: int, length: int, traj_id: int, ended: bool, low: int, high: int) -> int:
+        """Add a piece to the episode it belongs to; returns that episode's number."""
+        episode = self._open.get(env)
+        if episode is None or episode.traj_id != traj_id:
+            if episode is not None:
+                self._drop(episode, CUT)
+            episode = self._open[env] = _Open(env, traj_id, time * self.num_envs + env, low)
+            self._length[episode.number] = 0
+        if low != episode.version or high != episode.version:
+            self._drop(episode, MIXED)
+        if episode.number < 0:
+            self.dropped[REASONS[episode.number]] += length
+        else:
+            self._length[episode.number] += length
+        if ended:
+            del self._open[env]
+            if episode.number >= 0:
+                self._ended[episode.number] = time + length - 1
+        return episode.number
+
+    def _drop(self, episode: _Open, reason: int) -> None:
+        """Let go of an open episode's rows, and of those to come until its end."""
+        if episode.number >= 0:
+            self.dropped[REASONS[reason]] += self._length.pop(episode.number)
+            for chunk in self._chunks:
+                chunk.owner[chunk.owner == episode.number] = reason
+            episode.number = reason
+
+    def _next_group(self) -> list[int]:
+        """The episodes of the next group in their order; empty if some are missing."""
+        if self.rule == "per_env":
+            by_env: list[list[int]] = [[] for _ in range(self.num_envs)]
+            for number in self._ended:
+                by_env[number % self.num_envs].append(number)
+            share = self.n // self.num_envs
+            order = [number for numbers in by_env for number in numbers[:share]]
+        elif self.rule == "fair":
+            waiting = [episode.number for episode in self._open.values() if episode.number >= 0]
+            oldest = min(waiting, default=None)
+            order = sorted(number for number in self._ended if oldest is None or number < oldest)
+        else:
+            order = sorted(self._ended, key=self._ended.__getitem__)
+        return order[: self.n] if len(order) >= self.n else []
+
+    def _deliver(self, chosen: list[int]) -> EpisodeGroup:
+        numbers = np.array(chosen)
+        length = np.array([self._length.pop(number) for number in chosen])
+        for number in chosen:
+            del self._ended[number]
+        parts, owners = [], []
+        for chunk in self._chunks:
+            here = np.flatnonzero(np.isin(chunk.owner, numbers))
+            if len(here):
+                parts.append(take(chunk.rows, here))
+                owners.append(chunk.owner[here])
+                chunk.owner[here] = DELIVERED
+        rows = _join(parts)
+        ascending = np.argsort(numbers)
+        place = ascending[np.searchsorted(numbers[ascending], np.concatenate(owners))]
+        order = np.argsort(place, kind="stable")  # within an episode rows are in order of time already
+        if self.layout == "pad":
+            group = padded(rows, order, length, NEVER)
+        else:
+            group = take(rows, order) if (place[1:] < place[:-1]).any() else rows
+            group.names = ["time"]
+        return EpisodeGroup(group, int(length.sum()))
+
+    def _release(self) -> None:
+        """Give back the memory of rows that are no longer needed; a chunk is copied when half of it is."""
+        chunks, self._chunks = self._chunks, []
+        for chunk in chunks:
+            live = np.flatnonzero(chunk.owner >= 0)
+            if len(live) * 2 >= len(chunk.owner):
+                self._chunks.append(chunk)
+            elif len(live):
+                self._chunks.append(_Chunk(take(chunk.rows, live), chunk.owner[live]))
+
+
+def _join(parts: list[TensorDict]) -> TensorDict:
+    joined: Any = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return joined

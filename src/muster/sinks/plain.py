@@ -1,0 +1,54 @@
+"""A ``TensorDict`` as dicts, tensors and lists, which can be written without pickle."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from muster.errors import BadOption
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+
+def to_plain(node: TensorDict) -> dict[str, Any]:
+    """The same tensors, not copied, with what it takes to build the ``TensorDict`` again.
+
+    Raises:
+        BadOption: an entry whose shape changes from row to row.
+    """
+    from tensordict import LazyStackedTensorDict, is_non_tensor, is_tensor_collection
+
+    if isinstance(node, LazyStackedTensorDict):
+        raise BadOption("rows of changing shapes cannot be saved as tensors; collect them as objects, or save without")
+    entries: dict[str, Any] = {}
+    for name, value in node.items():
+        if is_non_tensor(value):
+            entries[name] = {"ndim": value.ndim, "objects": _objects(value)}
+        else:
+            entries[name] = to_plain(value) if is_tensor_collection(value) else value
+    return {"shape": list(node.batch_size), "entries": entries}
+
+
+def from_plain(plain: dict[str, Any]) -> TensorDict:
+    """What ``to_plain`` was given; it shares the tensors."""
+    from tensordict import TensorDict
+
+    entries: dict[str, Any] = {}
+    for name, value in plain["entries"].items():
+        if torch.is_tensor(value):
+            entries[name] = value
+        else:
+            entries[name] = from_plain(value) if "entries" in value else _stack(value["objects"], value["ndim"])
+    return TensorDict(entries, plain["shape"])
+
+
+def _objects(value: Any) -> Any:
+    return [_objects(part) for part in value.unbind(0)] if value.ndim else value.data
+
+
+def _stack(objects: Any, ndim: int) -> Any:
+    from tensordict import NonTensorData, NonTensorStack
+
+    return NonTensorStack(*(_stack(part, ndim - 1) for part in objects)) if ndim else NonTensorData(objects)

@@ -1,0 +1,138 @@
+"""Rows of a batch as a flat list, environment by environment, each in order of time; and what pieces they form."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from muster.errors import BadOption
+from muster.keys import DONE, TRAJ_IDS, VALID, Key, dotted, next_of
+from muster.memory.specs import Array
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+ENDED: Key = next_of(DONE)
+MASK: Key = ("collector", "mask")
+NEVER = -1  # trajectory id of rows that were never written
+
+
+class Pieces(NamedTuple):
+    """The pieces of trajectories in a batch, by environment, then time. A row's number is ``env * T + t``.
+
+    Attributes:
+        rows: numbers of all rows that belong to a piece, piece after piece.
+        first: ``[n]``, where in ``rows`` each piece begins.
+        length, traj_id: ``[n]`` int64.
+        ended: ``[n]`` bool: the piece's last row is done.
+    """
+
+    rows: Array
+    first: Array
+    length: Array
+    traj_id: Array
+    ended: Array
+
+
+def time_last(batch: TensorDict) -> TensorDict:
+    """``batch`` with its time dimension (by name; without a name the last one) moved to the end; a view."""
+    dims = sorted(range(batch.ndim), key=lambda d: batch.names[d] == "time")
+    return batch if dims == list(range(batch.ndim)) else batch.permute(*dims)
+
+
+def written(batch: TensorDict) -> Array:
+    """``[envs, T]`` bool: rows that are transitions; the others were left over by an interrupted rollout."""
+    T = batch.shape[-1]
+    result = np.ones((math.prod(batch.shape[:-1]), T), bool)
+    for key in (TRAJ_IDS, VALID):
+        column = batch.get(key, None)
+        if column is not None:
+            values = _host(column).reshape(-1, T)
+            result &= values if key == VALID else values != NEVER
+    return result
+
+
+def find_pieces(batch: TensorDict, done_key: Key = ENDED) -> Pieces:
+    """Cut ``[*lead, T]`` at every change of trajectory id, after every end, and where rows were not written.
+
+    Raises:
+        BadOption: there are no trajectory ids.
+    """
+    ids = batch.get(TRAJ_IDS, None)
+    if ids is None:
+        raise BadOption(f"the batch has no {dotted(TRAJ_IDS)}, which say what belongs together: track_traj_ids=True")
+    T = batch.shape[-1]
+    ids = _host(ids).reshape(-1, T)
+    usable = written(batch)
+    ended = np.zeros(ids.shape, bool)
+    if (done := batch.get(done_key, None)) is not None:
+        ended |= _host(done).reshape(*ids.shape, -1).any(-1)
+    begins, ends = usable.copy(), usable.copy()
+    goes_on = usable[:, 1:] & usable[:, :-1] & (ids[:, 1:] == ids[:, :-1]) & ~ended[:, :-1]
+    begins[:, 1:] &= ~goes_on
+    ends[:, :-1] &= ~goes_on
+    begin, end = np.flatnonzero(begins), np.flatnonzero(ends)
+    length = end - begin + 1
+    return Pieces(
+        np.flatnonzero(usable), np.cumsum(length) - length, length, ids.reshape(-1)[begin], ended.reshape(-1)[end]
+    )
+
+
+def take(batch: TensorDict, rows: Array) -> TensorDict:
+    """A copy of the rows of these numbers (an int64 array that is not empty), in the array's shape."""
+    index = tuple(torch.from_numpy(i).to(batch.device) for i in np.unravel_index(rows, batch.shape))
+    return _own(batch[index])
+
+
+def padded(batch: TensorDict, rows: Array, length: Array, pad_id: int) -> TensorDict:
+    """Rows as ``[len(length), max(length)]``: the next ``length[i]`` of them in line ``i``, then zeros.
+
+    Objects are padded with None, trajectory ids with ``pad_id``; ``("collector", "mask")`` is False there.
+    """
+    mask = np.arange(length.max()) < length[:, None]
+    spread = np.zeros(mask.shape, np.int64)
+    spread[mask] = rows
+    result = take(batch, spread)
+    where = torch.from_numpy(mask).to(result[TRAJ_IDS].device)
+    if not mask.all():
+        _blank(result, (~where).nonzero(as_tuple=True))
+        result[TRAJ_IDS][~where] = pad_id
+    result.set(MASK, where)
+    result.names = [None, "time"]
+    return result
+
+
+def _host(tensor: torch.Tensor) -> Array:
+    return tensor.cpu().numpy()
+
+
+def _own(node: TensorDict) -> TensorDict:
+    """Copy what an index does not, the entries of lazy stacks; give every row its own object."""
+    from tensordict import LazyStackedTensorDict, NonTensorData, is_tensor_collection
+
+    if isinstance(node, LazyStackedTensorDict):
+        return node.clone()
+    if isinstance(node, NonTensorData):
+        return node.maybe_to_stack()
+    for key, value in node.items():
+        if is_tensor_collection(value) and (owned := _own(value)) is not value:
+            node.set(key, owned)
+    return node
+
+
+def _blank(node: TensorDict, where: tuple[torch.Tensor, ...]) -> None:
+    """Zeros in every leaf at ``where``, None for objects."""
+    from tensordict import LazyStackedTensorDict, NonTensorData, is_non_tensor, is_tensor_collection
+
+    if is_non_tensor(node):
+        node[where] = NonTensorData(None, batch_size=[len(where[0])])
+    elif isinstance(node, LazyStackedTensorDict):
+        node[where] = torch.zeros_like(node[where])
+    elif is_tensor_collection(node):
+        for value in node.values():
+            _blank(value, where)
+    else:
+        node[where] = 0

@@ -1,0 +1,385 @@
+"""Groups of whole episodes against a loop that keeps lists, for every rule; bias, memory, resume."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict
+
+from muster import Collector
+from muster.errors import BadOption
+from muster.sinks.episodes import WholeEpisodes
+from muster.sinks.split import split_trajectories
+from muster.testing import ChainEnv
+from tests.tools import assert_chain, assert_same, counting
+
+INVALID = -1
+
+
+@dataclass
+class Episode:
+    env: int
+    traj_id: int
+    began: int
+    ended: int | None = None
+    rows: list[int] = field(default_factory=list)
+    versions: set[int] = field(default_factory=set)
+    dropped: str | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.ended is not None and self.dropped is None
+
+
+class Stream:
+    """Batches as a collector would give them, and the episodes in them, written down one row at a time."""
+
+    def __init__(self, lengths: list[list[int]], lead: tuple[int, ...]) -> None:
+        self.lengths, self.lead, self.envs = lengths, lead, len(lengths)
+        self.episodes: list[Episode] = []
+        self.running: list[Episode | None] = [None] * self.envs
+        self.version = self.time = self.number = 0
+        self.made = [0] * self.envs
+
+    def reset(self, which: list[int]) -> None:
+        for i in which:
+            if (episode := self.running[i]) is not None:
+                episode.dropped = episode.dropped or "cut"
+                self.running[i] = None
+
+    def batch(self, T: int, holes: set[int] = frozenset(), versions: list[int] | None = None) -> TensorDict:
+        """``T`` rows; those of ``holes`` (``env * T + t``) are of an interrupted rollout."""
+        columns: dict[str, Any] = {key: np.zeros((self.envs, T), int) for key in ("row", "id", "done", "version")}
+        for i in range(self.envs):
+            for t in range(T):
+                version = self.version if versions is None else versions[t]
+                columns["version"][i, t] = version
+                if i * T + t in holes:
+                    columns["id"][i, t] = INVALID
+                    continue
+                columns["id"][i, t], columns["row"][i, t], columns["done"][i, t] = self._step(i, self.time + t, version)
+        self.time += T
+        shape = (*self.lead, T)
+        tensor = {key: torch.from_numpy(value).reshape(shape) for key, value in columns.items()}
+        entries = {
+            "row": tensor["row"],
+            "next": {"done": tensor["done"].bool().unsqueeze(-1)},
+            "collector": {"traj_ids": tensor["id"], "policy_version": tensor["version"]},
+        }
+        return TensorDict(entries, shape, names=[*[None] * len(self.lead), "time"])
+
+    def _step(self, env: int, time: int, version: int) -> tuple[int, int, bool]:
+        episode = self.running[env]
+        if episode is None:
+            episode = self.running[env] = Episode(env, env + self.envs * self.made[env], time)
+            self.made[env] += 1
+            self.episodes.append(episode)
+        self.number += 1
+        episode.rows.append(self.number)
+        episode.versions.add(version)
+        lengths = self.lengths[env]
+        done = len(episode.rows) == lengths[(self.made[env] - 1) % len(lengths)]
+        if done:
+            episode.ended, self.running[env] = time, None
+        return episode.traj_id, self.number, done
+
+    def due(self, rule: str, n: int) -> list[list[Episode]]:
+        """All groups that can be delivered by now, from the definitions of the rules."""
+        alive = [e for e in self.episodes if e.dropped is None]
+        if rule == "per_env":
+            of_env = [[e for e in alive if e.env == i and e.is_complete] for i in range(self.envs)]
+            share = n // self.envs
+            groups = min(len(episodes) // share for episodes in of_env)
+            return [[e for env in of_env for e in env[g * share : (g + 1) * share]] for g in range(groups)]
+        if rule == "fair":
+            order = sorted(alive, key=lambda e: (e.began, e.env))
+            complete = [e.is_complete for e in order]
+            order = order[: complete.index(False)] if False in complete else order
+        else:
+            order = sorted((e for e in alive if e.is_complete), key=lambda e: (e.ended, e.env))
+        return [order[i : i + n] for i in range(0, len(order) - n + 1, n)]
+
+
+def rows_of(group: TensorDict) -> list[list[int]]:
+    """Row numbers of a group, episode by episode; checks what must hold for its layout."""
+    if group.ndim == 1:
+        assert group.names == ["time"]
+        assert ("collector", "mask") not in group
+        ends = group["next", "done"].squeeze(-1).nonzero().flatten() + 1
+        assert ends[-1] == len(group)
+        return [part.tolist() for part in group["row"].tensor_split(ends[:-1])]
+    assert group.names == [None, "time"]
+    mask = group["collector", "mask"]
+    assert mask.any(0).all(), "no longer than the longest episode"
+    assert (group["collector", "traj_ids"][~mask] == -1).all()
+    assert not group["row"][~mask].any()
+    length = mask.sum(1)
+    assert group["next", "done"][torch.arange(len(group)), length - 1].all()
+    assert group["next", "done"].sum() == len(group)
+    return [row[:n].tolist() for row, n in zip(group["row"], length.tolist(), strict=True)]
+
+
+@st.composite
+def histories(draw):
+    """Episode lengths, and what happens: batches of some length with holes, and resets between them."""
+    lead = draw(st.sampled_from([(), (1,), (3,), (2, 2)]))
+    envs = int(np.prod(lead))
+    lengths = [draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)) for _ in range(envs)]
+    events = []
+    for _ in range(draw(st.integers(1, 8))):
+        T = draw(st.integers(1, 6))
+        holes = draw(st.sets(st.integers(0, envs * T - 1), max_size=2)) if draw(st.booleans()) else set()
+        reset = draw(st.sets(st.integers(0, envs - 1))) if draw(st.integers(0, 3)) == 0 else set()
+        versions = sorted(draw(st.lists(st.integers(0, 2), min_size=T, max_size=T)))
+        events.append((T, holes, sorted(reset), versions, draw(st.booleans())))
+    return lead, lengths, events
+
+
+@given(
+    histories(), st.sampled_from(["fair", "per_env", "first_done"]), st.sampled_from(["cat", "pad"]), st.integers(1, 3)
+)
+def test_groups_equal_lists_kept_by_hand(history, rule, layout, share):
+    lead, lengths, events = history
+    stream = Stream(lengths, lead)
+    n = share * stream.envs if rule == "per_env" else share
+    make = lambda: WholeEpisodes(n, num_envs=stream.envs, layout=layout, rule=rule)  # noqa: E731
+    episodes, delivered, frames = make(), [], 0
+    for T, holes, reset, _, resume in events:
+        stream.reset(reset)
+        before = episodes.frames_held
+        assert episodes.flush(reset) == before - episodes.frames_held
+        batch = stream.batch(T, holes)
+        groups = episodes.push(batch)
+        for group in groups:
+            delivered.append(rows_of(group.batch))
+            assert group.frames == sum(map(len, delivered[-1]))
+            frames += group.frames
+        batch.zero_()  # what is held is a copy
+        assert delivered == [[e.rows for e in group] for group in stream.due(rule, n)]
+        expected = Counter(e.dropped for e in stream.episodes for _ in e.rows if e.dropped)
+        assert episodes.dropped == expected
+        assert stream.number == frames + episodes.dropped.total() + episodes.frames_held
+        if resume:
+            state = episodes.state_dict()
+            assert (state["owner"] >= 0).sum() == episodes.frames_held
+            episodes = make()
+            episodes.load_state_dict(state)
+
+
+@given(histories(), st.integers(1, 3))
+def test_on_policy_only_drops_episodes_of_several_policies(history, n):
+    lead, lengths, events = history
+    stream = Stream(lengths, lead)
+    episodes, delivered = WholeEpisodes(n, num_envs=stream.envs, on_policy_only=True), []
+    for T, holes, _, versions, resume in events:
+        delivered += [rows_of(group.batch) for group in episodes.push(stream.batch(T, holes, versions))]
+        for e in stream.episodes:
+            e.dropped = "mixed_policy" if len(e.versions) > 1 else None
+        if resume:
+            state = episodes.state_dict()
+            assert (state["owner"] >= 0).sum() == episodes.frames_held
+            episodes = WholeEpisodes(n, num_envs=stream.envs, on_policy_only=True)
+            episodes.load_state_dict(state)
+    assert delivered == [[e.rows for e in group] for group in stream.due("fair", n)]
+    mixed = sum(len(e.rows) for e in stream.episodes if e.dropped)
+    assert episodes.dropped == Counter(mixed_policy=mixed)
+    assert stream.number == mixed + episodes.frames_held + sum(len(rows) for group in delivered for rows in group)
+
+
+# --- bias ------------------------------------------------------------------------------------------
+
+
+def mean_lengths(rule: str, groups: int) -> list[float]:
+    """Mean length of the episodes in each group; environment i has episodes of length i + 1, ten of them."""
+    stream, means = Stream([[i + 1] for i in range(10)], (10,)), []
+    episodes = WholeEpisodes(10, num_envs=10, rule=rule)
+    while len(means) < groups:
+        means += [group.frames / 10 for group in episodes.push(stream.batch(3))]
+    return means[:groups]
+
+
+def test_the_first_to_end_are_short_and_the_first_to_begin_are_not():
+    assert mean_lengths("fair", 1) == [5.5]  # the ten environments' first episodes: 1, 2, ... 10
+    assert mean_lengths("first_done", 1) == [2.1]  # within five steps: 1 1 1 1 1, 2 2, 3, 4, 5
+    assert mean_lengths("per_env", 3) == [5.5] * 3
+
+
+@pytest.mark.parametrize("rule", ["fair", "per_env"])
+def test_every_episode_that_began_is_delivered_in_its_turn(rule):
+    stream = Stream([[1, 9], [9, 1]], (2,))
+    episodes = WholeEpisodes(4, num_envs=2, rule=rule)
+    groups = [group for _ in range(8) for group in episodes.push(stream.batch(5))]
+    assert [group.frames for group in groups] == [20] * 4  # two long and two short ones each
+
+
+# --- with a collector ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"num_envs": 3}, {"num_envs": 3, "layout": "time_major"}])
+@pytest.mark.parametrize("layout", ["cat", "pad"])
+def test_episodes_of_a_collector_are_whole(options, layout):
+    num_envs, count = options.get("num_envs", 1), 0
+    episodes = WholeEpisodes(5, num_envs=num_envs, layout=layout)
+    frames = 7 * num_envs
+    with Collector(ChainEnv, None, frames_per_batch=frames, total_frames=40 * frames, seed=0, **options) as c:
+        for batch in c:
+            for group, in_group in episodes.push(batch):
+                count += in_group
+                lines = split_trajectories(group) if layout == "cat" else group
+                lines = [line[line["collector", "mask"]] for line in lines]
+                assert len(lines) == 5
+                for line in lines:
+                    assert_chain(line)
+                    assert line["observation"][:, 1].tolist() == list(range(len(line)))
+                    assert line["next", "done"].sum() == 1
+        assert count + episodes.frames_held == c.stats().frames
+        assert not episodes.dropped
+
+
+def test_groups_do_not_keep_batches_alive():
+    episodes, groups = WholeEpisodes(2, num_envs=2), []
+    with Collector(counting(5), None, num_envs=2, frames_per_batch=8) as collector:
+        for _ in range(20):
+            groups += episodes.push(collector.rollout())
+        assert collector.stats().slots["lent"] == 0
+        assert len(groups) == 16
+        assert episodes.frames_held == 0
+
+
+def test_what_was_cut_by_reset_is_dropped_and_counted():
+    episodes = WholeEpisodes(1, num_envs=2)
+    with Collector(counting(5), None, num_envs=2, frames_per_batch=6) as collector:
+        assert not episodes.push(collector.rollout())
+        collector.reset(1)
+        assert episodes.flush([1]) == 3
+        (group,) = episodes.push(collector.rollout())
+        assert group.batch["collector", "traj_ids"].tolist() == [0] * 5
+        collector.reset()  # without flush, the change of ids says it
+        assert [g.batch["collector", "traj_ids"].tolist() for g in episodes.push(collector.rollout())] == []
+    assert episodes.dropped == {"cut": 3 + 1 + 3}
+    assert episodes.frames_held == 6
+
+
+# --- details ---------------------------------------------------------------------------------------
+
+
+def test_what_goes_on_after_a_flush_is_dropped_to_its_end():
+    stream = Stream([[4]], ())
+    episodes = WholeEpisodes(1, num_envs=1)
+    episodes.push(stream.batch(3))
+    assert episodes.flush() == 3
+    assert episodes.flush() == 0
+    assert [rows_of(g.batch) for g in episodes.push(stream.batch(5))] == [[[5, 6, 7, 8]]]
+    assert episodes.dropped == {"cut": 4}
+
+
+def test_an_episode_that_never_ends_does_not_keep_the_others_in_memory():
+    stream = Stream([[10**6], *[[2]] * 9], (10,))
+    episodes = WholeEpisodes(9, num_envs=10, rule="first_done")
+    for _ in range(20):
+        assert len(episodes.push(stream.batch(6))) == 3
+    assert episodes.frames_held == 120
+    assert len(episodes.state_dict()["owner"]) <= 2 * 120
+
+
+def test_groups_do_not_share_memory():
+    stream = Stream([[1]], ())
+    groups = WholeEpisodes(1, num_envs=1).push(stream.batch(3))
+    groups[0].batch.zero_()
+    assert [rows_of(group.batch) for group in groups[1:]] == [[[2]], [[3]]]
+
+
+def test_objects_and_nested_entries_survive_joining_and_saving():
+    def batch(first: int) -> TensorDict:
+        words = NonTensorStack.from_list([[f"{first + t}"] * 2 for t in range(3)])
+        entries = {
+            "row": torch.arange(first, first + 3),
+            "words": words,
+            "agents": TensorDict({"x": torch.ones(3, 2, 4)}, [3, 2]),
+            "next": {"done": torch.tensor([0, 0, first == 3]).bool()},
+            "collector": {"traj_ids": torch.zeros(3, dtype=torch.int64)},
+        }
+        return TensorDict(entries, [3])
+
+    episodes = WholeEpisodes(1, num_envs=1, layout="pad")
+    episodes.push(batch(0))
+    state, episodes = episodes.state_dict(), WholeEpisodes(1, num_envs=1)
+    episodes.load_state_dict(state)
+    (group,) = episodes.push(batch(3))
+    assert group.batch["row"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert group.batch["words"] == [[str(i)] * 2 for i in range(6)]
+    assert group.batch["agents"].batch_size == (6, 2)
+
+
+def test_saving_and_loading_gives_plain_data_and_equal_groups():
+    stream = Stream([[3], [5]], (2,))
+    episodes, again = (WholeEpisodes(2, num_envs=2) for _ in range(2))
+    episodes.push(stream.batch(4))
+    again.load_state_dict(episodes.state_dict())
+
+    def leaves(value: Any) -> list[Any]:
+        return [leaf for v in value.values() for leaf in leaves(v)] if isinstance(value, dict) else [value]
+
+    assert {type(leaf) for leaf in leaves(again.state_dict())} == {int, torch.Tensor, list}
+    state, batch = episodes.state_dict(), stream.batch(6)
+    expected = episodes.push(batch)
+    for _ in range(2):  # the state is not used up
+        again.load_state_dict(state)
+        for mine, theirs in zip(again.push(batch), expected, strict=True):
+            assert_same(mine.batch, theirs.batch)
+            assert mine.frames == theirs.frames
+        assert again.frames_held == episodes.frames_held
+
+
+# --- refused ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"n": 0, "num_envs": 1}, r"n=0\): expected an integer of at least 1"),
+        ({"n": 2.0, "num_envs": 1}, "n=2.0"),
+        ({"n": True, "num_envs": 1}, "n=True"),
+        ({"n": 1, "num_envs": 0}, "num_envs=0"),
+        ({"n": 1, "num_envs": 1, "rule": "fast"}, "rule='fast'.*'fair', 'per_env', 'first_done'"),
+        ({"n": 1, "num_envs": 1, "layout": "list"}, "layout='list'.*'cat', 'pad'"),
+        ({"n": 3, "num_envs": 2, "rule": "per_env"}, "3 is not a multiple of num_envs=2"),
+    ],
+)
+def test_impossible_values_are_refused(arguments, message):
+    with pytest.raises(BadOption, match=message):
+        WholeEpisodes(**arguments)
+
+
+def test_batches_that_do_not_fit_are_refused():
+    batch = Stream([[3], [3]], (2,)).batch(4)
+    with pytest.raises(BadOption, match=r"\[2, 4\] has 2 environments.*expected 3"):
+        WholeEpisodes(1, num_envs=3).push(batch)
+    with pytest.raises(BadOption, match="no agents.done.*done_key="):
+        WholeEpisodes(1, num_envs=2, done_key=("agents", "done")).push(batch)
+    with pytest.raises(BadOption, match="collector.policy_version.*track_policy_version=True"):
+        WholeEpisodes(1, num_envs=2, on_policy_only=True).push(batch.exclude(("collector", "policy_version")))
+    with pytest.raises(BadOption, match="numbered 0 to 1"):
+        WholeEpisodes(1, num_envs=2).flush([2])
+
+
+def test_the_state_of_other_environments_is_refused():
+    with pytest.raises(BadOption, match="2 environments, but num_envs=3"):
+        WholeEpisodes(1, num_envs=3).load_state_dict(WholeEpisodes(1, num_envs=2).state_dict())
+
+
+def test_rows_of_changing_shapes_are_joined_but_not_saved():
+    ragged = LazyStackedTensorDict(*(TensorDict({"x": torch.ones(n)}) for n in (1, 2, 3, 4)), stack_dim=0)
+    batch = Stream([[3]], ()).batch(4).set("ragged", ragged)
+    episodes = WholeEpisodes(1, num_envs=1)
+    (group,) = episodes.push(batch)
+    assert [row["ragged", "x"].numel() for row in group.batch] == [1, 2, 3]
+    with pytest.raises(BadOption, match="changing shapes"):
+        episodes.state_dict()
