@@ -55,12 +55,20 @@ class CollectorBusy(MusterError, RuntimeError):
     """A second iterator was asked for while the first is still in use."""
 
 
+class CollectorTimeout(MusterError, TimeoutError):
+    """Something did not end within the time it was given."""
+
+
 class SlotsExhausted(MusterError, MemoryError):
     """Too many batches are still referenced for another one to fit in the memory limit."""
 
 
 class BadRecording(MusterError, ValueError):
     """A recording directory is missing, damaged, or of another format."""
+
+
+class BadCheckpoint(MusterError, ValueError):
+    """A checkpoint is missing, damaged, of something else, or of another format; or a state that none can hold."""
 
 
 class ImportRefused(MusterError, PermissionError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,9 +41,46 @@ class GroupRng:
         draws the same numbers however the steps are cut into batches.
         """
         if number not in self._streams:
-            seeds = np.random.SeedSequence(self._root.entropy, spawn_key=(*self._root.spawn_key, 4 + number))
-            self._streams[number] = np.random.Generator(np.random.SFC64(seeds))
+            self._streams[number] = np.random.Generator(self._stream_at_its_beginning(number))
         return self._streams[number]
+
+    def _stream_at_its_beginning(self, number: int) -> np.random.SFC64:
+        seeds = np.random.SeedSequence(self._root.entropy, spawn_key=(*self._root.spawn_key, 4 + number))
+        return np.random.SFC64(seeds)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All streams as plain data, those that ``stream`` will make later included. Not within ``as_global``."""
+        version, words, gauss = self._python
+        return {
+            "entropy": self._root.entropy,
+            "spawn_key": list(self._root.spawn_key),
+            "numpy": self.numpy.bit_generator.state,
+            "streams": {number: stream.bit_generator.state for number, stream in self._streams.items()},
+            "legacy": self._legacy.bit_generator.state,
+            "legacy_in_hand": dict(self._legacy.in_hand),
+            "python": [version, list(words), gauss],
+            "torch": self._torch,
+            "cuda": self._cuda_state,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict()`` with the very same numbers; generators that were handed out go on, too.
+
+        CUDA's stream stays as it is if only one of the two sides has a GPU.
+        """
+        self._root = np.random.SeedSequence(state["entropy"], spawn_key=tuple(state["spawn_key"]))
+        self.numpy.bit_generator.state = state["numpy"]
+        for number in {*self._streams, *state["streams"]}:
+            begun = state["streams"].get(number)
+            self.stream(number).bit_generator.state = begun or self._stream_at_its_beginning(number).state
+        self._legacy = _NumpyStream(np.random.MT19937(0))
+        self._legacy.bit_generator.state = state["legacy"]
+        self._legacy.in_hand = dict(state["legacy_in_hand"])
+        version, words, gauss = state["python"]
+        self._python = (version, tuple(words), gauss)
+        self._torch = state["torch"]
+        if self._cuda is not None and state["cuda"] is not None:
+            self._cuda_state = state["cuda"]
 
     @contextmanager
     def as_global(self) -> Iterator[None]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
+from muster.errors import BadCheckpoint
 from muster.memory.specs import Array
 
 
@@ -86,6 +87,21 @@ class TrajectoryClock:
         self.episode = np.zeros(len(env_ids), np.int64)
         self.steps = np.zeros(len(env_ids), np.int64)
         self.returns = np.zeros(len(env_ids), np.float64)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of all that changes, and what it belongs to."""
+        arrays = {"env_ids": self.env_ids, "episode": self.episode, "steps": self.steps, "returns": self.returns}
+        return {name: array.copy() for name, array in arrays.items()} | {"total_envs": self.total_envs}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict()``. Raises ``BadCheckpoint`` if it is of other environments."""
+        if state["total_envs"] != self.total_envs or not np.array_equal(state["env_ids"], self.env_ids):
+            raise BadCheckpoint(
+                f"The trajectories are those of environments {state['env_ids'].tolist()} of {state['total_envs']}, and "
+                f"these are {self.env_ids.tolist()} of {self.total_envs}. Load into the same number of environments."
+            )
+        for name in ("episode", "steps", "returns"):
+            getattr(self, name)[...] = state[name]
 
     def abandon(self, which: Sequence[int]) -> None:
         """Begin new trajectories in ``which``; those not begun yet keep their id."""

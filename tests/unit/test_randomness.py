@@ -12,6 +12,7 @@ import torch
 
 import muster
 from muster import Collector
+from muster.checkpoint import load, save
 from muster.errors import MusterError
 from muster.rng import GroupRng
 from muster.testing import CountingEnv, FaultyEnv
@@ -245,3 +246,51 @@ def test_the_groups_generators_are_the_global_ones_only_inside():
     with pytest.raises(KeyError), GroupRng(0).as_global():
         assert user_draws() == first
         raise KeyError
+
+
+def all_draws(rng: GroupRng) -> list[Any]:
+    with rng.as_global():
+        drawn = user_draws()
+    return [
+        *drawn,
+        rng.numpy.random(),
+        rng.numpy.integers(9, dtype=np.int32),
+        *(rng.stream(n).random() for n in range(3)),
+    ]
+
+
+@pytest.mark.parametrize("draws", range(4))
+@pytest.mark.parametrize("device", [None, *(["cuda"] if torch.cuda.is_available() else [])])
+def test_a_saved_group_goes_on_with_the_very_same_numbers(draws, device, tmp_path):
+    """One draw leaves a second normal number, and half of a 64-bit one, waiting in several generators."""
+    cuda = device and torch.device(device)
+    rng, other = GroupRng(3, 1, cuda), GroupRng(None, 0, cuda)
+    handed_out, unused = other.stream(0), other.stream(7)
+    other.stream(1).random()
+    for _ in range(draws):
+        with rng.as_global():
+            np.random.randn(), random.gauss(0, 1), torch.randn(1, device=device)
+        rng.numpy.integers(9, dtype=np.int32)
+        rng.stream(0).random()
+    save(tmp_path / "rng", rng.state_dict())
+    all_draws(other)
+    other.load_state_dict(load(tmp_path / "rng"))
+    assert [all_draws(other) for _ in range(3)] == [all_draws(rng) for _ in range(3)]
+    assert other.stream(0) is handed_out
+    assert unused.random() == rng.stream(7).random(), "streams that the saved group had not begun begin"
+    assert other.stream(9).random() == rng.stream(9).random()
+    if device:
+        with other.as_global():
+            drawn = torch.rand(3, device=device)
+        with rng.as_global():
+            assert torch.equal(drawn, torch.rand(3, device=device))
+
+
+def test_a_groups_state_is_a_copy():
+    rng = GroupRng(0)
+    state = rng.state_dict()
+    first = all_draws(rng)
+    rng.load_state_dict(state)
+    assert all_draws(rng) == first
+    rng.load_state_dict(state)
+    assert all_draws(rng) == first

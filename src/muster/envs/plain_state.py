@@ -1,0 +1,202 @@
+"""Attributes of environments as plain data, put back without unpickling anything.
+
+Plain are numbers, text, bytes, arrays, NumPy generators, and tuples, lists, dicts and deques of these. An object that
+is met twice is one object again afterwards. Spaces, types and enum members are facts of the construction: the live
+object keeps its own, after a comparison; a space gets its random state.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from gymnasium.spaces import Space
+
+BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "SFC64", "Philox")
+SCALARS = (type(None), bool, int, float, str, bytes)
+
+
+class NotPlain(Exception):
+    """The value is not plain; only a pickle can hold it."""
+
+
+class Mismatch(Exception):
+    """The live object is not built as the saved one was. The message is a sentence's end: "X is ..., and was ..."."""
+
+
+class Encoder:
+    """Turns values into lists, dicts, scalars and arrays that share no memory with them.
+
+    Args:
+        layers: environments by ``id``, which are referred to by number.
+    """
+
+    def __init__(self, layers: Mapping[int, int]) -> None:
+        self._layers = layers
+        self._seen: dict[int, int] = {}
+        self._alive: list[Any] = []  # an id is one object's as long as that object lives
+        self._owners: dict[int, Any] = {}  # of the memory of arrays
+
+    def encode(self, value: Any, *, attribute: bool = True) -> Any:
+        """``value`` as what ``Decoder.decode`` takes. Raises ``NotPlain``.
+
+        Args:
+            attribute: it is an attribute of a layer, so that there will be a live counterpart to compare it with.
+        """
+        kind = type(value)
+        if kind in SCALARS:
+            return value
+        if id(value) in self._layers:
+            return ["layer", self._layers[id(value)]]
+        if id(value) in self._seen:
+            return ["same", self._seen[id(value)]]
+        if kind is tuple:
+            return ["tuple", [self._item(item) for item in value]]
+        if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+            return ["scalar", np.array(value)]
+        if attribute and isinstance(value, Space):
+            return ["space", _facts(value), [self._item(space.__dict__.get("_np_random")) for space in _tree(value)]]
+        if attribute and isinstance(value, (type, Enum, np.dtype)):
+            return ["fact", _facts(value)]
+        self._seen[id(value)] = len(self._alive)
+        self._alive.append(value)
+        if kind is list:
+            return ["list", [self._item(item) for item in value]]
+        if kind is dict:
+            return ["dict", [[self._item(k), self._item(v)] for k, v in value.items()]]
+        if kind is deque:
+            return ["deque", value.maxlen, [self._item(item) for item in value]]
+        if kind is np.ndarray:
+            return ["array", self._copy(value)]
+        if kind is np.random.Generator:
+            return ["generator", *_generator_state(value)]
+        raise NotPlain
+
+    def _item(self, value: Any) -> Any:
+        return self.encode(value, attribute=False)
+
+    def _copy(self, array: Any) -> Any:
+        """A copy of an array of numbers whose memory nothing else shares that has been met."""
+        owner = array
+        while type(owner) is np.ndarray and owner.base is not None:
+            owner = owner.base
+        plain = array.dtype.kind in "biufc" and array.dtype.isnative and array.flags.c_contiguous
+        if not plain or type(owner).__name__ not in ("ndarray", "PyCapsule", "memoryview") or id(owner) in self._owners:
+            raise NotPlain
+        self._owners[id(owner)] = owner
+        return array.copy()
+
+
+class Decoder:
+    """Turns what one ``Encoder`` returned, in the same order, into values again.
+
+    Args:
+        layers: the live environments, by the numbers that the encoder used.
+    """
+
+    def __init__(self, layers: list[Any]) -> None:
+        self._layers, self._made = layers, list[Any]()
+
+    def decode(self, encoded: Any, live: Any = None) -> Any:
+        """The value of ``encoded``; ``live`` is what stands in its place now. Raises ``Mismatch``."""
+        if not isinstance(encoded, list):
+            return encoded
+        kind, *rest = encoded
+        found: Any = getattr(self, f"_{kind}")(*rest, *([live] if kind in ("space", "fact") else []))
+        return found
+
+    def _layer(self, number: int) -> Any:
+        return self._layers[number]
+
+    def _same(self, number: int) -> Any:
+        return self._made[number]
+
+    def _tuple(self, items: list[Any]) -> tuple[Any, ...]:
+        return tuple(self.decode(item) for item in items)
+
+    def _scalar(self, array: Any) -> Any:
+        return array[()]
+
+    def _list(self, items: list[Any]) -> list[Any]:
+        self._made.append(made := list[Any]())
+        made.extend(self.decode(item) for item in items)
+        return made
+
+    def _dict(self, items: list[Any]) -> dict[Any, Any]:
+        self._made.append(made := dict[Any, Any]())
+        made.update((self.decode(k), self.decode(v)) for k, v in items)
+        return made
+
+    def _deque(self, maxlen: int | None, items: list[Any]) -> deque[Any]:
+        self._made.append(made := deque[Any](maxlen=maxlen))
+        made.extend(self.decode(item) for item in items)
+        return made
+
+    def _array(self, array: Any) -> Any:
+        self._made.append(array.copy())
+        return self._made[-1]
+
+    def _generator(self, name: str, state: dict[str, Any], seeds: dict[str, Any] | None) -> np.random.Generator:
+        if name not in BIT_GENERATORS:
+            raise Mismatch(f"{name!r} is no bit generator of NumPy's")
+        bits = getattr(np.random, name)(np.random.SeedSequence(**seeds) if seeds else 0)
+        bits.state = state
+        self._made.append(np.random.Generator(bits))
+        found: np.random.Generator = self._made[-1]
+        return found
+
+    def _space(self, facts: str, generators: list[Any], live: Any) -> Any:
+        self._fact(facts, live)
+        for space, encoded in zip(_tree(live), generators, strict=True):
+            space._np_random = self.decode(encoded)
+        return live
+
+    def _fact(self, facts: str, live: Any) -> Any:
+        if _facts(live) != facts:
+            raise Mismatch(f"is {_facts(live)}, and was {facts}")
+        return live
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two encoded values are equal in every bit."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray):
+        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return bool(a == b or (a != a and b != b))
+
+
+def _generator_state(generator: np.random.Generator) -> tuple[str, Any, Any]:
+    bits = generator.bit_generator
+    seeds = getattr(bits, "seed_seq", None)  # what ``spawn`` goes on from
+    if type(bits).__name__ not in BIT_GENERATORS or type(seeds) is not np.random.SeedSequence:
+        raise NotPlain
+    return type(bits).__name__, bits.state, seeds.state
+
+
+def _tree(space: Space[Any]) -> Iterator[Any]:
+    """The space and all spaces in it, which have random states of their own."""
+    yield space
+    for value in vars(space).values():
+        children = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else [value]
+        for child in children:
+            if isinstance(child, Space):
+                yield from _tree(child)
+
+
+def _facts(value: Any) -> str:
+    if not isinstance(value, Space):
+        return f"{type(value).__qualname__} {value!r}"
+    crc = 0  # ``repr`` shows the extreme bounds only
+    for space in _tree(value):
+        for _, array in sorted((k, v) for k, v in vars(space).items() if isinstance(v, np.ndarray)):
+            crc = zlib.crc32(array.tobytes(), crc)
+    return f"{value!r} (crc32 {crc:08x})"

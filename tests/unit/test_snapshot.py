@@ -1,0 +1,651 @@
+"""A restored environment goes on as if it had never stopped, or says what it could not restore."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import wrappers
+from gymnasium.utils import EzPickle
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+
+from muster.checkpoint import load, save
+from muster.envs.snapshot import restore, take
+from muster.testing import ChainEnv, CountingEnv
+
+CLASSIC = ["CartPole-v1", "Pendulum-v1", "Acrobot-v1", "MountainCar-v0", "MountainCarContinuous-v0"]
+MUJOCO = ["HalfCheetah-v5", "Hopper-v5", "Ant-v5", "Humanoid-v5"] if importlib.util.find_spec("mujoco") else []
+ROOT = Path(__file__).parents[2]
+drawn = [0]  # how often ``counted`` was called
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # MuJoCo writes a log file where it is
+
+
+def make(name: str) -> gymnasium.Env[Any, Any]:
+    return gymnasium.make(name, max_episode_steps=60)
+
+
+def begun(factory: Any, steps: int = 10, seed: int = 0) -> Any:
+    """An environment in the middle of an episode."""
+    env = factory() if callable(factory) else make(factory)
+    env.reset(seed=seed)
+    env.action_space.seed(seed)
+    go_on(env, steps)
+    return env
+
+
+def go_on(env: Any, steps: int = 150) -> list[Any]:
+    """All bits of what the next steps with sampled actions give, over the ends of episodes."""
+    rows = []
+    for _ in range(steps):
+        obs, reward, terminated, truncated, info = env.step(env.action_space.sample())
+        rows.append((bits(obs), bits(reward), bits(terminated), bits(truncated), str(info.get("episode", {}).get("r"))))
+        if np.ndim(terminated) == 0 and (terminated or truncated):
+            rows.append((bits(env.reset()[0]),))
+    return rows
+
+
+def bits(value: Any) -> Any:
+    return np.asarray(value).tobytes()
+
+
+def assert_goes_on(factory: Any, *, steps: int = 150, trust: bool = True) -> Any:
+    """Saves an environment and goes on; fresh and used ones must go on likewise. Returns the last one."""
+    env = begun(factory)
+    snapshot = take(env)
+    assert snapshot["way"] != "none", snapshot
+    expected = go_on(env, steps)
+    assert len(set(expected)) > 1, "the steps should differ"
+    other = factory() if callable(factory) else make(factory)
+    for used in (other, begun(factory, 7, seed=1), env):
+        layers = used, used.unwrapped, used.step
+        assert restore(used, snapshot, trust) is None
+        assert go_on(used, steps) == expected
+        assert (used, used.unwrapped, used.step) == layers
+    return other
+
+
+# --- environments as they are ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CLASSIC)
+def test_classic_control_goes_on_without_trust(name):
+    for steps in (0, 1, 59, 60, 95):
+        env = begun(name, steps)
+        snapshot, expected = take(env), go_on(env)
+        fresh = make(name)
+        assert restore(fresh, snapshot, False) is None
+        assert go_on(fresh) == expected
+
+
+@pytest.mark.parametrize("name", MUJOCO)
+def test_mujoco_goes_on(name):
+    assert_goes_on(name, steps=300)
+
+
+@pytest.mark.skipif(not MUJOCO, reason="MuJoCo is not installed")
+def test_mujoco_goes_on_for_thousands_of_steps():
+    env = begun("Hopper-v5", 33)
+    snapshot, expected, fresh = take(env), go_on(env, 3000), make("Hopper-v5")
+    assert restore(fresh, snapshot, True) is None
+    assert go_on(fresh, 3000) == expected
+
+
+def test_environments_go_on_in_a_new_process(tmp_path):
+    names, file = [*CLASSIC, *MUJOCO], tmp_path / "state"
+    envs = {name: begun(name, 15 + n) for n, name in enumerate(names)}
+    save(file, {name: take(env) for name, env in envs.items()})
+    expected = [row for env in envs.values() for row in go_on(env, 200)]
+    code = f"import tests.unit.test_snapshot as t; t.go_on_from({str(file)!r})"
+    path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, check=True)
+    assert load(f"{file}.rows") == expected
+
+
+def go_on_from(file: str) -> None:
+    rows: list[Any] = []
+    for name, snapshot in load(file).items():
+        env = make(name)
+        assert restore(env, snapshot, snapshot["way"] == "pickle") is None
+        rows += go_on(env, 200)
+    save(f"{file}.rows", rows)
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", *MUJOCO[:1]])
+def test_taking_changes_nothing(name):
+    plain, watched = begun(name), begun(name)
+    rows = []
+    for _ in range(100):
+        take(watched)
+        rows += go_on(watched, 1)
+    assert rows == go_on(plain, 100)
+
+
+@pytest.mark.skipif(not MUJOCO, reason="MuJoCo is not installed")
+def test_equal_mujoco_models_are_stored_once(tmp_path):
+    snapshots = [take(begun("Hopper-v5", seed=n)) for n in range(4)]
+    model = len(snapshots[0]["shared"][0])
+    save(tmp_path / "state", snapshots)
+    assert model < (tmp_path / "state").stat().st_size < model + 4 * 200_000
+    assert load(tmp_path / "state") == snapshots
+
+
+@pytest.mark.skipif(not MUJOCO, reason="MuJoCo is not installed")
+def test_a_changed_mujoco_model_and_its_data_come_back_as_one():
+    env = begun("Hopper-v5")
+    env.unwrapped.model.body_mass[1] *= 2
+    snapshot, expected, fresh = take(env), go_on(env), make("Hopper-v5")
+    assert restore(fresh, snapshot, True) is None
+    inner = fresh.unwrapped
+    assert inner.data.model is inner.model is inner.mujoco_renderer.model
+    assert inner.mujoco_renderer.data is inner.data
+    assert go_on(fresh) == expected
+
+
+@pytest.mark.skipif(not MUJOCO, reason="MuJoCo is not installed")
+def test_a_view_into_mujocos_data_is_a_reason():
+    env = begun("Hopper-v5")
+    for view in (env.unwrapped.data.qpos, env.unwrapped.model.opt.gravity):
+        env.unwrapped.kept = [view]
+        assert "HopperEnv.kept[0] (numpy.ndarray)" in take(env)["reason"]
+
+
+@pytest.mark.skipif(not MUJOCO, reason="MuJoCo is not installed")
+def test_mujoco_data_anywhere_in_the_graph_come_back_with_their_model():
+    env = begun("Hopper-v5")
+    inner = begun("Hopper-v5").unwrapped
+    env.unwrapped.other = {"model": inner.model, "data": [inner.data]}
+    fresh = make("Hopper-v5")
+    assert restore(fresh, take(env), True) is None
+    other = fresh.unwrapped.other
+    assert other["data"][0].model is other["model"] is not fresh.unwrapped.model
+    assert (other["data"][0].qpos == inner.data.qpos).all()
+    env.unwrapped.other = {"view": inner.data.qpos, "data": inner.data}
+    assert "HopperEnv.other['view'] (numpy.ndarray)" in take(env)["reason"]
+
+
+@pytest.mark.skipif(not MUJOCO, reason="MuJoCo is not installed")
+def test_two_mujoco_data_of_one_model_are_a_reason():
+    env = begun("Hopper-v5")
+    inner = env.unwrapped
+    inner.plan = type(inner.data)(inner.model)
+    assert "two MjData share one MjModel" in take(env)["reason"]
+
+
+@pytest.mark.skipif(not MUJOCO, reason="MuJoCo is not installed")
+def test_viewers_are_left_out():
+    env = begun("Hopper-v5")
+    env.unwrapped.mujoco_renderer._viewers["rgb_array"] = threading.Lock()  # as little to be pickled as a window
+    fresh = make("Hopper-v5")
+    assert restore(fresh, take(env), True) is None
+    assert fresh.unwrapped.mujoco_renderer._viewers == {}
+
+
+def test_windows_are_left_out():
+    env = gymnasium.make("CartPole-v1", render_mode="rgb_array")
+    env.reset(seed=0)
+    frame = env.render()
+    fresh = gymnasium.make("CartPole-v1", render_mode="rgb_array")
+    assert restore(fresh, take(env), False) is None
+    assert (fresh.render() == frame).all()
+    env.step(0)
+    assert restore(env, take(fresh), False) is None
+    assert (env.render() == frame).all()
+
+
+def stacked_frames() -> Any:
+    return wrappers.FrameStackObservation(wrappers.RecordEpisodeStatistics(make("CartPole-v1")), 4)
+
+
+def normalized() -> Any:
+    return wrappers.TransformReward(wrappers.NormalizeObservation(make("Pendulum-v1")), lambda reward: reward * 2)
+
+
+def synchronous() -> Any:
+    return SyncVectorEnv([partial(make, "CartPole-v1")] * 2)
+
+
+def vector() -> Any:
+    return gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="vector_entry_point")
+
+
+@pytest.mark.parametrize("factory", [stacked_frames, normalized, synchronous, vector, ChainEnv, lambda: CountingEnv(9)])
+def test_wrappers_vectors_and_own_environments_go_on(factory):
+    assert_goes_on(factory)
+
+
+def test_processes_are_a_reason():
+    env = AsyncVectorEnv([partial(make, "CartPole-v1")], shared_memory=False, context="fork")
+    try:
+        snapshot = take(env)
+        assert "AsyncVectorEnv.parent_pipes[0]" in snapshot["reason"]
+        assert restore(env, snapshot, True) == snapshot["reason"]
+    finally:
+        env.close()
+
+
+def test_ale_goes_on_from_its_own_state_but_that_is_not_complete():
+    ale = pytest.importorskip("ale_py")
+    gymnasium.register_envs(ale)
+    factory = partial(gymnasium.make, "ALE/Pong-v5", frameskip=(2, 5), obs_type="ram")
+    env = begun(factory, 50)
+    snapshot, expected, fresh = take(env), go_on(env), factory()
+    assert snapshot["way"] == "plain"
+    assert "ALE's clone_state leaves out" in (restore(fresh, snapshot, False) or "")
+    assert go_on(fresh) == expected
+
+
+@pytest.mark.parametrize("transformed", [False, True])
+def test_torchrl_environments_go_on(transformed):
+    envs = pytest.importorskip("torchrl.envs")
+
+    def factory() -> Any:
+        env = envs.GymEnv("Pendulum-v1")
+        return envs.TransformedEnv(env, envs.Compose(envs.StepCounter(20), envs.RewardSum())) if transformed else env
+
+    def go(env: Any, data: Any, actions: list[Any]) -> list[Any]:
+        rows = []
+        for action in actions:
+            data = env.step(data.set("action", action))
+            rows.append({key: bits(value) for key, value in data["next"].items(True, True) if key != "pixels"})
+            data = env.step_mdp(data)
+            data = env.reset() if data["done"].any() else data
+        return rows
+
+    env = factory()
+    env.set_seed(0)
+    data, actions = env.reset(), [env.action_spec.rand() for _ in range(50)]
+    go(env, data.clone(), actions[:7])
+    snapshot, expected, fresh = take(env), go(env, data.clone(), actions), factory()
+    assert restore(fresh, snapshot, True) is None
+    assert go(fresh, data.clone(), actions) == expected
+
+
+# --- what pickling loses ---------------------------------------------------------------------------
+
+
+class Helper:
+    def __init__(self) -> None:
+        self.n = 0
+
+
+class ConstructedAnew(CountingEnv, EzPickle):
+    """Pickles its constructor arguments; ``helper`` makes it need a pickle."""
+
+    def __init__(self) -> None:
+        CountingEnv.__init__(self, 5, noise=True)
+        EzPickle.__init__(self)
+        self.helper = Helper()
+
+    def step(self, action: int) -> Any:
+        self.helper.n += 1
+        obs, _, *rest = super().step(action)
+        return obs, float(self.helper.n), *rest
+
+
+class MadeByFactory(ConstructedAnew):
+    def __reduce__(self) -> Any:
+        return make_by_factory, ()
+
+
+def make_by_factory() -> MadeByFactory:
+    return MadeByFactory()
+
+
+class Inner(ConstructedAnew):
+    def __init__(self, kind: type[ConstructedAnew] = ConstructedAnew) -> None:
+        super().__init__()
+        self.planner = {"env": kind()}  # not a layer, so that it is pickled itself
+        self.planner["env"].reset(seed=1)
+
+    def step(self, action: int) -> Any:
+        return self.planner["env"].step(action)[:1] + super().step(action)[1:]
+
+
+class Forgetful(Helper):
+    def __getstate__(self) -> dict[str, Any]:
+        return {"n": 0}
+
+
+class Remade(Helper):
+    def __reduce__(self) -> Any:
+        return Remade, ()
+
+
+def with_helper(kind: type[Helper]) -> Any:
+    env = ConstructedAnew()
+    env.helper = kind()
+    return env
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        ConstructedAnew,
+        Inner,
+        partial(Inner, MadeByFactory),
+        partial(with_helper, Forgetful),
+        partial(with_helper, Remade),
+    ],
+)
+def test_state_that_pickling_would_lose_is_kept(factory):
+    assert_goes_on(factory)
+
+
+class Holding(CountingEnv):
+    def __init__(self, **held: Any) -> None:
+        super().__init__(4)
+        vars(self).update(held, helper=Helper())
+
+
+def restored(**held: Any) -> Holding:
+    env = Holding()
+    assert restore(env, take(Holding(**held)), True) is None
+    return env
+
+
+def test_arrays_that_share_memory_still_do():
+    whole = np.arange(12.0).reshape(3, 4)
+    fortran = np.asfortranarray(whole)
+    env = restored(row=whole[1, ::-1], whole=whole, fortran=fortran, column=fortran[1:, 2])
+    env.whole[1] = 7
+    env.fortran[:] = 8
+    assert env.row.tolist() == [7, 7, 7, 7]
+    assert env.column.tolist() == [8, 8]
+    assert env.fortran.flags.f_contiguous
+
+
+def test_plain_arrays_that_share_memory_still_do():
+    env, fresh = CountingEnv(), CountingEnv()
+    env.whole = np.zeros(4)
+    env.tail, env.alone = env.whole[2:], np.ones(3)[1:]
+    snapshot = take(env)
+    assert restore(fresh, snapshot, True) is None
+    fresh.whole += 1
+    assert fresh.tail.tolist() == [1, 1]
+    del env.whole
+    assert take(env)["way"] == "plain", "a view that is there alone is as good as an array"
+
+
+def test_snapshots_share_no_memory_with_environments():
+    env = CountingEnv()
+    env.total, env.many = np.zeros(2), [1]
+    snapshot = take(env)
+    for _ in range(2):
+        env.total += 1
+        env.many.append(2)
+        assert restore(env, snapshot, False) is None
+        assert (env.total.tolist(), env.many) == ([0, 0], [1])
+
+
+def test_what_the_saved_environment_did_not_have_is_gone():
+    env = CountingEnv()
+    env.later = 1
+    assert restore(env, take(CountingEnv()), False) is None
+    assert not hasattr(env, "later")
+
+
+def test_tensors_that_share_memory_still_do():
+    whole = torch.arange(12.0).reshape(3, 4)
+    env = restored(row=whole[1], whole=whole, transposed=whole.T)
+    env.whole += 1
+    assert env.row.tolist() == [5, 6, 7, 8]
+    assert env.transposed[0].tolist() == [1, 5, 9]
+
+
+def test_one_object_in_two_places_is_one_object_again():
+    many, array = [1, 2], np.zeros(2)
+    pickled = restored(a=many, b={"c": many}, d=array, e=[array])
+    plain, saved = CountingEnv(), CountingEnv()
+    vars(saved).update(a=many, b={"c": many}, d=array, e=[array], me=saved)
+    assert take(saved)["way"] == "plain"
+    assert restore(plain, take(saved), False) is None
+    assert plain.me is plain
+    for env in (pickled, plain):
+        assert env.a is env.b["c"]
+        assert env.d is env.e[0]
+
+
+def counted() -> int:
+    drawn[0] += 1
+    return drawn[0]
+
+
+def test_functions_come_back_on_their_modules_own_globals():
+    count = [10]
+
+    def draw() -> int:
+        count[0] += 1
+        return count[0] + counted()
+
+    draw()
+    before = drawn
+    env = restored(draw=draw, direct=lambda: drawn, named=counted)
+    drawn[0] = 100
+    assert env.draw() == 12 + 101
+    assert env.direct() is drawn is before
+    assert env.named is counted
+    assert count == [11]
+
+
+def test_weak_references_to_what_comes_back_come_back():
+    env = Holding()
+    env.part = Helper()
+    env.weak = [weakref.ref(env), weakref.ref(env.part)]
+    fresh = Holding()
+    assert restore(fresh, take(env), True) is None
+    assert [reference() for reference in fresh.weak] == [fresh, fresh.part]
+
+
+def numbers() -> Any:
+    yield 1
+
+
+def shared_buffer() -> Any:
+    return np.frombuffer(bytearray(8), np.uint8)
+
+
+def local_class() -> Any:
+    class Local:
+        pass
+
+    return Local()
+
+
+OUTSIDE = Helper()
+
+
+@pytest.mark.parametrize(
+    ("held", "why"),
+    [
+        (threading.Lock, "(_thread.lock) cannot be saved: TypeError: cannot pickle"),
+        (socket.socket, "(socket.socket)"),
+        (numbers, "(builtins.generator)"),
+        (lambda: open(__file__), "it is an open file"),  # noqa: SIM115
+        (shared_buffer, "it is a view into the memory of a bytearray"),
+        (lambda: torch.zeros(2).numpy(), "a view into the memory of a Tensor"),
+        (lambda: (ctypes.c_double * 2)(), "it belongs to this process"),
+        (lambda: weakref.ref(OUTSIDE), "a weak reference to a Helper held elsewhere"),
+        (local_class, "class local_class.<locals>.Local is made in a function"),
+        (lambda: eval("lambda: 0", {}), "belongs to no module"),
+    ],
+)
+def test_what_cannot_be_saved_is_named_by_its_path(held, why):
+    env = wrappers.TimeLimit(Holding(parts=[0, {"deep": (thing := held())}]), 5)
+    snapshot = take(env)
+    assert set(snapshot) == {"way", "reason"}
+    assert "Holding.parts[1]['deep']" in snapshot["reason"]
+    assert why in snapshot["reason"]
+    assert restore(wrappers.TimeLimit(Holding(), 5), snapshot, True) == snapshot["reason"]
+    getattr(thing, "close", lambda: None)()
+
+
+class Slotted:
+    __slots__ = ("n",)
+
+    def reset(self) -> None: ...
+    def step(self) -> None: ...
+
+
+class HalfSlotted(Slotted):
+    pass
+
+
+@pytest.mark.parametrize("cls", [Slotted, HalfSlotted])
+def test_state_outside_the_dict_is_a_reason(cls):
+    assert f"{cls.__name__} keeps state outside its __dict__" in take(cls())["reason"]
+
+
+# --- the environment's own methods -----------------------------------------------------------------
+
+
+class Handle:
+    """State that Python cannot see."""
+
+    def __init__(self) -> None:
+        self.lock, self.n = threading.Lock(), 0
+
+
+class OwnState(CountingEnv):
+    def __init__(self) -> None:
+        super().__init__(5, noise=True)
+        self.handle = Handle()
+
+    def step(self, action: int) -> Any:
+        self.handle.n += 1
+        obs, _, *rest = super().step(action)
+        return obs, float(self.handle.n), *rest
+
+    def get_state(self) -> Any:
+        return {"n": np.array(self.handle.n), "t": self.t, "rest": (self.executed, self.tally, self.seeds)}
+
+    def set_state(self, state: Any) -> None:
+        self.handle.n, self.t = int(state["n"]), state["t"]
+        self.executed, self.tally, self.seeds = state["rest"]
+
+
+class OwnObject(OwnState):
+    """Its state is an object of its own."""
+
+    def get_state(self) -> Any:
+        state = Helper()
+        state.n = super().get_state()
+        return state
+
+    def set_state(self, state: Any) -> None:
+        super().set_state(state.n)
+
+
+class Incomplete(OwnState):
+    def set_state(self, state: Any) -> None:
+        self.handle.n = state["n"]
+
+
+class Failing(OwnState):
+    def get_state(self) -> Any:
+        raise OSError("the simulator is gone")
+
+
+class Unrelated(ConstructedAnew):
+    """Methods of these names that do something else."""
+
+    def get_state(self, which: int) -> Any: ...
+    def set_state(self, qpos: Any, qvel: Any) -> None: ...
+
+
+def limited(cls: type) -> Any:
+    return wrappers.TimeLimit(cls(), 7)
+
+
+def test_own_methods_are_used_together_with_the_wrappers_and_the_generators():
+    assert_goes_on(partial(limited, OwnState), trust=False)
+    assert_goes_on(partial(limited, OwnObject))
+
+
+def test_own_methods_that_leave_something_out_are_a_reason():
+    reason = restore(Incomplete(), take(begun(Incomplete, 3)), True)
+    assert "The own methods of tests.unit.test_snapshot.Incomplete for its state leave its attribute 't'" in str(reason)
+
+
+def test_own_methods_that_fail_are_a_reason():
+    assert "Failing raised OSError: the simulator is gone" in take(Failing())["reason"]
+
+
+def test_methods_that_only_have_the_name_are_not_used():
+    assert_goes_on(Unrelated)
+
+
+# --- what is refused -------------------------------------------------------------------------------
+
+
+class Dangerous(Helper):
+    def __reduce__(self) -> Any:
+        return drawn.append, ("ran",)
+
+
+def test_a_pickle_is_not_opened_without_trust():
+    snapshot = take(Holding(bad=Dangerous()))
+    assert snapshot["way"] == "pickle"
+    env = Holding()
+    before = dict(vars(env))
+    assert "trust=True" in str(restore(env, snapshot, False))
+    assert vars(env) == before
+    assert "ran" not in drawn
+
+
+def test_an_environment_of_another_make_is_refused_untouched():
+    fresh = CountingEnv()
+    reason = restore(fresh, take(limited(CountingEnv)), True)
+    assert "TimeLimit > muster.testing.envs.CountingEnv, and is now muster.testing.envs.CountingEnv" in str(reason)
+    assert fresh.seeds == []
+
+
+def test_other_spaces_are_refused():
+    saved = CountingEnv()
+    saved.action_space = gymnasium.spaces.Discrete(3)
+    reason = restore(CountingEnv(), take(saved), True)
+    assert "CountingEnv.action_space is Discrete(2)" in str(reason)
+    wide, narrow = (gymnasium.spaces.Box(np.linspace(0, 1, 3000, dtype=np.float32), np.float32(2)) for _ in range(2))
+    narrow.low[1500] = 0.75
+    other = CountingEnv()
+    saved.action_space, other.action_space = wide, narrow
+    assert restore(other, take(saved), True) is not None, "bounds differ that no text shows"
+
+
+def test_a_pickle_of_another_python_is_refused():
+    snapshot = take(Holding()) | {"python": "2.7"}
+    assert "pickled by Python 2.7" in str(restore(Holding(), snapshot, True))
+
+
+def test_a_class_that_is_gone_is_a_reason():
+    snapshot = take(Holding())
+    snapshot["data"] = snapshot["data"].replace(b"Helper", b"Hipper")
+    assert "AttributeError" in str(restore(Holding(), snapshot, True))
+
+
+def test_generators_come_back_with_what_they_spawn():
+    for bits_of in (np.random.PCG64, np.random.MT19937, np.random.SFC64, np.random.Philox):
+        env, fresh = CountingEnv(), CountingEnv()
+        env.rng = np.random.Generator(bits_of(5))
+        env.rng.spawn(2), env.rng.integers(3, dtype=np.int32)
+        assert restore(fresh, take(env), False) is None
+        assert fresh.rng.spawn(1)[0].random() == env.rng.spawn(1)[0].random()
+        assert [fresh.rng.integers(9, dtype=np.int32) for _ in range(5)] == [
+            env.rng.integers(9, dtype=np.int32) for _ in range(5)
+        ]
