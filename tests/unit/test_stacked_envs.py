@@ -13,6 +13,7 @@ from gymnasium import spaces
 
 from muster import Collector
 from muster.errors import BadOption, EnvError, UnsupportedEnv, UnsupportedSpace
+from muster.policies import tanh_gaussian
 from muster.testing import ChainEnv, CountingEnv, SpaceEnv
 from tests.tools import assert_chain, assert_same, collect, column, counting, recorded
 
@@ -154,7 +155,10 @@ def test_a_failing_group_closes_the_groups_before_it():
 
 @pytest.mark.parametrize(
     ("options", "error"),
-    [({"frames_per_batch": 5}, BadOption), ({"frames_per_batch": 4, "policy": 3}, BadOption)],
+    [
+        ({"frames_per_batch": 4, "policy": 3}, BadOption),
+        ({"frames_per_batch": 4, "policy": tanh_gaussian(torch.nn.Identity())}, BadOption),
+    ],
     ids=str,
 )
 def test_a_refused_collector_closes_its_environments(options, error):

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from muster.errors import BadEnvOutput
+from muster.errors import BadEnvOutput, BadOption
 from muster.memory.specs import OBJECT, Array, ArraySpec
 
 FIX = "Fix the environment, or correct its space with a gymnasium wrapper."
+
+
+def the_only(envs: Sequence[Any]) -> Any:
+    """The one environment object, where it is a batch already.
+
+    Raises:
+        BadOption: there are several.
+    """
+    if len(envs) > 1:
+        raise BadOption(
+            f"num_envs={len(envs)} was given, but {type(envs[0]).__name__} is a batch of environments already: say how "
+            f"many where it is made, or pass a list of factories for several groups."
+        )
+    return envs[0]
 
 
 def leaf_problem(value: Any, spec: ArraySpec) -> str | None:

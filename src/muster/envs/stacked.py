@@ -63,6 +63,8 @@ class StackedEnvs(EnvBatch):
         for n, i in enumerate(which):
             try:
                 got = self.envs[i].reset(seed=None if seeds is None else seeds[n], **options)
+            except (BadEnvOutput, UnsupportedEnv):
+                raise
             except Exception as error:
                 raise EnvError(f"{self.name}[{i}].reset raised {type(error).__name__}: {error}") from error
             if not isinstance(got, tuple) or len(got) != 2 or not isinstance(got[1], dict):
@@ -221,7 +223,9 @@ class StackedEnvs(EnvBatch):
         if not isinstance(error, Exception):  # Ctrl-C
             raise error
         who = f"{self.name}[{b}].step (row {t} of the batch)"
-        if got is ... and not isinstance(error, BadEnvOutput):
+        if got is ... and isinstance(error, (BadEnvOutput, UnsupportedEnv)):  # from an adapter that looks at values itself
+            raise error
+        if got is ...:
             raise EnvError(f"{who} raised {type(error).__name__}: {error}") from error
         if not isinstance(got, tuple) or len(got) != 5:
             size = f" of {len(got)}" if isinstance(got, tuple) else ""

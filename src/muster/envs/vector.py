@@ -215,6 +215,8 @@ class VectorEnvBatch(EnvBatch):
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         try:
             return getattr(self.env, method)(*args, **kwargs)
+        except (BadEnvOutput, UnsupportedEnv):  # from an adapter that looks at values itself
+            raise
         except Exception as error:
             raise EnvError(f"{self.name}.{method} raised {type(error).__name__}: {error}") from error
 

@@ -1,0 +1,174 @@
+"""``dm_env.Environment`` as a ``gymnasium.Env``: time steps become transitions, specs become spaces.
+
+Nothing here imports ``dm_env``: specs are known by their attributes.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from muster.envs.spaces import observation_codec
+from muster.envs.stacked import StackedEnvs
+from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv, UnsupportedSpace
+from muster.memory.specs import Array
+from muster.protocols import EnvBatch
+
+FIRST, LAST = 0, 2  # dm_env.StepType
+
+
+def is_dm_env(obj: Any) -> bool:
+    """Is it a ``dm_env.Environment``? There is none before ``dm_env`` is imported, so this does not import it."""
+    module = sys.modules.get("dm_env")
+    return module is not None and isinstance(obj, module.Environment)
+
+
+takes = is_dm_env
+
+
+def adapt(envs: list[Any], device: Any) -> EnvBatch:
+    """The env batch of B ``dm_env`` environments, stepped one after another; ``device`` has no effect.
+
+    Raises:
+        UnsupportedEnv: one environment given twice; otherwise as ``DmEnv``.
+    """
+    if len(set(map(id, envs))) < len(envs):
+        raise UnsupportedEnv(f"the factory returned the same {type(envs[0]).__name__} twice; return a new env per call")
+    return StackedEnvs([DmEnv(env) for env in envs])
+
+
+class DmEnv(gymnasium.Env[Any, Any]):
+    """One ``dm_env.Environment`` (of dm_control, bsuite, your own)::
+
+        env = DmEnv(suite.load("cartpole", "swingup"))
+        env.observation_space  # Dict('position': Box(-inf, inf, (3,), float64), 'velocity': ...)
+
+    A ``LAST`` step with discount 0 is ``terminated``, with a discount above 0 ``truncated``. A batch has no
+    place for other discounts: they are in ``info["discount"]`` only. Spaces keep the dtypes of the specs, float64
+    included, but for ``DiscreteArray`` (Discrete, int64) and bool (MultiBinary, int8); actions go back in the spec's
+    own dtype, and as the lists and tuples it is made of.
+
+    dm_env does not know seeds. ``reset(seed=s)`` calls ``env.seed(s)`` where there is such a method, else it reseeds in
+    place the NumPy generators it finds as ``env.random_state`` (dm_control's composer), ``env.task.random`` (its suite)
+    and ``env._rng`` (bsuite). Where it finds nothing it says so once in a warning, and the environment goes on
+    unseeded: its randomness, if any, is then what the function that makes it gave it.
+
+    Args:
+        env: owned (and closed) by this object.
+
+    Raises:
+        UnsupportedEnv: rewards or discounts that are not one number per step.
+        UnsupportedSpace: a spec without a fixed-size dtype, such as ``StringArray``.
+    """
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+        self._name = type(env).__name__
+        for kind in ("reward", "discount"):
+            spec = getattr(env, f"{kind}_spec")()
+            if getattr(spec, "shape", None) != ():
+                raise UnsupportedEnv(
+                    f"{self._name}.{kind}_spec() is {spec}, expected one number per step (shape ()). Wrap it in a "
+                    f"dm_env.Environment that adds them up, or that is the environment of one agent."
+                )
+        self._action_spec = env.action_spec()
+        self.action_space = _space(self._action_spec, f"{self._name}.action_spec()")
+        self.observation_space = _space(env.observation_spec(), f"{self._name}.observation_spec()")
+        self._codec = observation_codec(self.observation_space)
+        self._warned = False
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if options:
+            raise BadOption(f"{self._name}.reset() takes no options, but {sorted(options)} were given. Leave them out.")
+        super().reset(seed=seed)
+        if seed is not None and not _reseed(self.env, seed) and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self._name} has no random generator that Muster finds, so seed {seed} had no effect. If it is "
+                f"random, seed it where it is made, or give it a method seed(seed).",
+                stacklevel=2,
+            )
+        got = self.env.reset()
+        if got.step_type != FIRST:
+            raise BadEnvOutput(f"{self._name}.reset() returned step_type {got.step_type!r}, expected FIRST")
+        return self._observe(got.observation), {}
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        got = self.env.step(_as_spec(self._action_spec, action))
+        if got.step_type == FIRST:
+            raise BadEnvOutput(
+                f"{self._name}.step() began a new episode (step_type FIRST) although the last one had not ended: "
+                f"it must return LAST first"
+            )
+        last, discount = bool(got.step_type == LAST), got.discount
+        if last and (discount is None or np.ndim(discount) != 0):
+            raise BadEnvOutput(f"{self._name}.step() returned LAST with discount {discount!r}, expected a number")
+        terminated = bool(last and discount == 0)
+        return self._observe(got.observation), got.reward, terminated, last and not terminated, {"discount": discount}
+
+    def close(self) -> None:
+        self.env.close()
+
+    def _observe(self, value: Any) -> Any:
+        """The observation in the dtypes of its space, where that loses nothing."""
+        leaves = self._codec.flatten(value)
+        return self._codec.build([_cast(v, s.dtype) for v, s in zip(leaves, self._codec.specs.values(), strict=True)])
+
+
+def _space(spec: Any, where: str) -> spaces.Space[Any]:
+    """The space of a (nested) spec."""
+    if isinstance(spec, Mapping):
+        return spaces.Dict({key: _space(part, f"{where}[{key!r}]") for key, part in spec.items()})
+    if isinstance(spec, (list, tuple)):
+        return spaces.Tuple([_space(part, f"{where}[{i}]") for i, part in enumerate(spec)])
+    dtype = getattr(spec, "dtype", None)
+    if dtype is None or dtype.kind not in "biuf":
+        raise UnsupportedSpace(f"{where} is {spec!r}, expected arrays of numbers or bools; wrap the environment")
+    if hasattr(spec, "num_values"):
+        return spaces.Discrete(int(spec.num_values))
+    if dtype.kind == "b":
+        return spaces.MultiBinary(spec.shape)
+    low, high = (-np.inf, np.inf) if dtype.kind == "f" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    low, high = getattr(spec, "minimum", low), getattr(spec, "maximum", high)
+    return spaces.Box(np.full(spec.shape, low, dtype), np.full(spec.shape, high, dtype), dtype=dtype.type)
+
+
+def _as_spec(spec: Any, action: Any) -> Any:
+    """The action in the containers and dtypes of its spec."""
+    if isinstance(spec, Mapping):
+        return {key: _as_spec(part, action[key]) for key, part in spec.items()}
+    if isinstance(spec, (list, tuple)):
+        parts = [_as_spec(part, value) for part, value in zip(spec, action, strict=True)]
+        return type(spec)(*parts) if hasattr(spec, "_fields") else type(spec)(parts)
+    return np.asarray(action, spec.dtype)[()]  # a scalar where the shape is (): it can be hashed, and index
+
+
+def _cast(value: Any, dtype: np.dtype[Any]) -> Array:
+    """``value`` as an array, of ``dtype`` if nothing is lost; else the adapter behind says what is wrong with it."""
+    array = np.asarray(value)
+    scalar = not isinstance(value, np.ndarray) and array.ndim == 0  # Python's numbers have no dtype to insist on
+    return array.astype(dtype) if np.can_cast(array.dtype, dtype, "same_kind" if scalar else "safe") else array
+
+
+def _reseed(env: Any, seed: int) -> bool:
+    """Seed what can be seeded; was there anything?"""
+    if callable(own := getattr(env, "seed", None)):
+        own(seed)
+        return True
+    found = False
+    task = getattr(env, "task", None)
+    for rng in (getattr(env, "random_state", None), getattr(task, "random", None), getattr(env, "_rng", None)):
+        if isinstance(rng, np.random.RandomState):
+            rng.seed(seed % 2**32)
+            found = True
+        elif isinstance(rng, np.random.Generator):
+            fresh = type(rng.bit_generator)(seed)
+            rng.bit_generator.state = fresh.state
+            found = True
+    return found

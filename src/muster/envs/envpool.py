@@ -1,0 +1,167 @@
+"""EnvPool as a ``gymnasium.vector.VectorEnv`` that leaves resets to the caller.
+
+Nothing here imports ``envpool``: its objects are known by the class that all of them have.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from muster.envs.checks import the_only
+from muster.envs.spaces import observation_codec
+from muster.envs.vector import VectorEnvBatch
+from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv
+from muster.memory.specs import Array
+from muster.protocols import EnvBatch
+
+
+def is_envpool(obj: Any) -> bool:
+    """Is it an EnvPool, of any type? Ask this first: EnvPools are Gymnasium or dm_env environments by class too."""
+    return any(f"{cls.__module__}.{cls.__name__}" == "envpool.python.envpool.EnvPoolMixin" for cls in type(obj).__mro__)
+
+
+takes = is_envpool
+
+
+def adapt(envs: list[Any], device: Any) -> EnvBatch:
+    """The env batch of one EnvPool; ``device`` has no effect.
+
+    Raises:
+        BadOption: more than one: it is a batch already. Otherwise as ``EnvPoolVectorEnv``.
+    """
+    return VectorEnvBatch(EnvPoolVectorEnv(the_only(envs)))
+
+
+class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
+    """A synchronous EnvPool behind Gymnasium's interface, in DISABLED mode::
+
+        env = EnvPoolVectorEnv(envpool.make_gymnasium("Pong-v5", num_envs=64, seed=0))
+
+    EnvPool resets an environment in the step after its episode ended, which is no transition. A reset by mask right
+    after the end, which is what Muster does, begins the same new episode without that step. Rows are in the order of
+    the environments, observations in the dtypes of their spaces (EnvPool gives int32 for Discrete, bool for
+    MultiBinary); bounds that are C++'s smallest positive and largest number mean that there are none. What a call
+    returned does not change in later ones.
+
+    **Seeds** are fixed when a pool is made: environment i has ``seed + i``. ``reset(seed=s)`` cannot change that, and
+    warns once, unless ``s`` is the seed of this pool and nothing has run yet. So say it twice:
+    ``Collector(lambda: envpool.make_gymnasium(..., seed=3), policy, seed=3, ...)``.
+
+    An episode that ends with step ``max_episode_steps`` is truncated; EnvPool does not tell whether it would have ended
+    anyway. With Atari's ``episodic_life``, a reset in the middle of a life goes on with the same game.
+
+    Args:
+        pool: owned (and closed) by this object.
+
+    Raises:
+        UnsupportedEnv: not of type "gymnasium", ``batch_size < num_envs`` (asynchronous), or several players.
+    """
+
+    muster_exact = True
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+        config = pool.config
+        self.num_envs = int(config["num_envs"])
+        who, size = type(pool).__name__, int(config["batch_size"] or self.num_envs)
+        if not isinstance(pool, gymnasium.Env):
+            raise UnsupportedEnv(f"{who} is not of type 'gymnasium': make it with envpool.make_gymnasium(...)")
+        if size != self.num_envs:
+            raise UnsupportedEnv(
+                f"{who} is asynchronous: it steps batch_size={size} of num_envs={self.num_envs} at a time, and rows "
+                f"of a batch would not follow each other. Leave batch_size out, or pass a list of functions that "
+                f"make pools of {size}."
+            )
+        if config.get("max_num_players", 1) > 1:
+            raise UnsupportedEnv(
+                f"{who} has up to {config['max_num_players']} players, whose rows come and go; Muster takes pools of "
+                f"one player. Multi-agent environments can be given as PettingZoo ParallelEnv."
+            )
+        self.metadata = {**(pool.metadata or {}), "autoreset_mode": AutoresetMode.DISABLED}
+        self.single_observation_space = _unbounded(pool.observation_space)
+        self.single_action_space = _unbounded(pool.action_space)
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self._codec = observation_codec(self.single_observation_space)
+        self._all = np.arange(self.num_envs)
+        self._newest: list[Array] = []  # observations, [B, *shape] per leaf; none before the first reset
+        self._seeds = list(config.get("env_seed") or ()) or [config["seed"] + i for i in range(self.num_envs)]
+        self._warned = False
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin new episodes, in the environments of ``options["reset_mask"]`` (``[B]`` bool) or in all.
+
+        Returns:
+            the newest observation of every environment, and EnvPool's info, in which only those that began have rows.
+        """
+        given = dict(options or {})
+        mask = given.pop("reset_mask", None)
+        if given:
+            raise BadOption(f"EnvPool's reset knows the option reset_mask only, not {sorted(given)}; leave them out")
+        if seed is not None:
+            self._check_seed(seed)
+        whole = mask is None or not self._newest
+        rows = self._all if whole else np.flatnonzero(mask)
+        obs, info = self.pool.reset(rows.astype(np.int32))
+        (leaves,) = self._in_order(rows, info, self._flatten(obs))
+        if not whole:
+            begun, leaves = leaves, [leaf.copy() for leaf in self._newest]  # the old ones were handed out
+            for leaf, part in zip(leaves, begun, strict=True):
+                leaf[rows] = part
+        self._newest = leaves
+        return self._codec.build(leaves), info
+
+    def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
+        obs, *columns, info = self.pool.step(actions)
+        self._newest, columns = self._in_order(self._all, info, self._flatten(obs), columns)
+        return self._codec.build(self._newest), columns[0], columns[1], columns[2], info
+
+    def close_extras(self, **kwargs: Any) -> None:
+        self.pool.close()
+
+    def _flatten(self, obs: Any) -> list[Array]:
+        """The leaves of an observation, in the dtypes of their spaces where that loses nothing."""
+        pairs = zip(self._codec.flatten(obs), self._codec.specs.values(), strict=True)
+        return [v.astype(s.dtype, copy=False) if np.can_cast(v.dtype, s.dtype) else v for v, s in pairs]
+
+    def _in_order(self, rows: Array, info: Any, *groups: list[Array]) -> list[list[Array]]:
+        """Arrays whose rows belong to ``info["env_id"]``, with the rows in the order of ``rows``."""
+        ids = np.asarray(info["env_id"])
+        if np.array_equal(ids, rows):
+            return list(groups)
+        order = np.argsort(ids)
+        if not np.array_equal(ids[order], rows):
+            raise BadEnvOutput(f"{type(self.pool).__name__} returned the environments {ids}, expected {rows}")
+        return [[array[order] for array in group] for group in groups]
+
+    def _check_seed(self, seed: Any) -> None:
+        """Warn of a seed that the pool does not have."""
+        seeds = [seed + i for i in range(self.num_envs)] if np.ndim(seed) == 0 else list(seed)
+        if self._warned or (seeds == self._seeds and not self._newest):
+            return
+        self._warned = True
+        warnings.warn(
+            f"EnvPool cannot be seeded after it was made: this one was made with the seeds {self._seeds[:3]}..., "
+            f"and goes on with them although {seeds[:3]}... were asked for. Pass the seed to envpool.make_gymnasium "
+            f"too, and make a new pool to begin anew.",
+            stacklevel=2,
+        )
+
+
+def _unbounded(space: Any) -> Any:
+    """The space without the bounds by which EnvPool means none: ``numeric_limits<float>::min()``, which is above 0."""
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({key: _unbounded(part) for key, part in space.spaces.items()})
+    if not isinstance(space, spaces.Box) or space.dtype.kind != "f":
+        return space
+    limits = np.finfo(space.dtype)
+    free = (space.low == limits.tiny) & (space.high == limits.max)
+    low, high = np.where(free, -np.inf, space.low), np.where(free, np.inf, space.high)
+    return spaces.Box(low.astype(space.dtype), high.astype(space.dtype), dtype=space.dtype.type)

@@ -1,0 +1,214 @@
+"""Stable-Baselines3's ``VecEnv`` as a ``gymnasium.vector.VectorEnv``.
+
+Nothing here imports ``stable_baselines3``: its classes are known by their names.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space, iterate
+
+from muster.envs.checks import the_only
+from muster.envs.spaces import observation_codec
+from muster.envs.vector import VectorEnvBatch
+from muster.errors import BadOption, UnsupportedEnv
+from muster.memory.specs import Array
+from muster.protocols import EnvBatch
+
+PACKAGE = "stable_baselines3.common.vec_env."
+
+
+def is_sb3_vec_env(obj: Any) -> bool:
+    """Is it a ``VecEnv`` of ``stable_baselines3``, wrapped or not?"""
+    return _derives(obj, "base_vec_env.VecEnv")
+
+
+takes = is_sb3_vec_env
+
+
+def adapt(envs: list[Any], device: Any) -> EnvBatch:
+    """The env batch of one ``VecEnv``; ``device`` has no effect.
+
+    Raises:
+        BadOption: more than one: it is a batch already. Otherwise as ``Sb3VectorEnv``.
+    """
+    return VectorEnvBatch(Sb3VectorEnv(the_only(envs)))
+
+
+class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
+    """A ``VecEnv`` behind Gymnasium's interface, in SAME_STEP mode::
+
+        env = Sb3VectorEnv(VecNormalize(DummyVecEnv([make] * 8)))
+        obs, reward, terminated, truncated, info = env.step(actions)  # info["final_obs"][i] where i is done
+
+    SB3 has one flag and a mark: ``done`` is ``truncated`` where ``TimeLimit.truncated`` is set, else ``terminated``;
+    what ended both ways at once is ``terminated``. Last observations are SB3's ``terminal_observation``, normalized
+    and stacked as its wrappers do it. Arrays are what SB3 returned, not copies.
+
+    Args:
+        env: owned (and closed) by this object.
+
+    Attributes:
+        muster_exact: only classes of SB3 itself are involved, whose last observations can be relied on.
+    """
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+        self.num_envs = env.num_envs
+        self.metadata = {**env.metadata, "autoreset_mode": AutoresetMode.SAME_STEP}
+        self.single_observation_space = _observation_space(env)
+        self.single_action_space = env.action_space
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        strange = (layer for layer in _layers(env) if _name(type(layer)) not in RESET_ROWS)
+        self._strange = next(strange, None)
+        self.muster_exact = self._strange is None
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin new episodes.
+
+        Args:
+            seed: an int is the seed of environment 0, environment i gets ``seed + i``; or one per environment
+                (None: its generator goes on).
+            options: ``reset_mask``, ``[B]`` bool, resets those environments only, and only their rows of what is
+                returned have a meaning. The others go to ``VecEnv.set_options``.
+
+        Raises:
+            UnsupportedEnv: a mask or a list of seeds, and a class is involved that is not SB3's own.
+        """
+        given = dict(options or {})
+        mask = given.pop("reset_mask", None)
+        if mask is None and not isinstance(seed, (list, tuple, np.ndarray)):
+            if seed is not None:
+                self.env.seed(int(seed))
+            if given:
+                self.env.set_options(given)
+            return self.env.reset(), {}
+        seeds = [None if seed is None else seed + i for i in range(self.num_envs)] if np.ndim(seed) == 0 else list(seed)
+        if len(seeds) != self.num_envs:
+            raise BadOption(f"reset() got {len(seeds)} seeds for {self.num_envs} environments; give one for each")
+        rows = np.flatnonzero(np.ones(self.num_envs, bool) if mask is None else mask)
+        return self._reset_rows(rows, seeds, {"options": given} if given else {}), {}
+
+    def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
+        if isinstance(self.single_action_space, (spaces.Dict, spaces.Tuple)):
+            actions = list(iterate(self.action_space, actions))
+        obs, reward, done, infos = self.env.step(actions)
+        done = np.asarray(done, bool)
+        cut = done & [bool(info.get("TimeLimit.truncated", False)) for info in infos]
+        if not done.any():
+            return obs, reward, done, cut, {}
+        final = np.empty(self.num_envs, object)
+        for i in np.flatnonzero(done):
+            final[i] = infos[i].get("terminal_observation")
+        return obs, reward, done & ~cut, cut, {"final_obs": final, "_final_obs": done}
+
+    def close_extras(self, **kwargs: Any) -> None:
+        self.env.close()
+
+    def _reset_rows(self, rows: Array, seeds: list[Any], extra: dict[str, Any]) -> Any:
+        """Reset these environments, which SB3 has no word for: one by one, and what each wrapper knows of them."""
+        if self._strange is not None:
+            raise UnsupportedEnv(
+                f"{type(self.env).__name__}: environments {rows.tolist()} are to be reset alone (max_frames_per_traj, "
+                f"reset(index)), but a VecEnv resets all at once, and Muster does not know what "
+                f"{type(self._strange).__name__} keeps between steps. Let the environments end their episodes "
+                f"themselves (gymnasium.wrappers.TimeLimit), or wrap the single environments instead of the VecEnv."
+            )
+        *wrappers, base = _layers(self.env)
+        first = [base.env_method("reset", indices=[i], seed=seeds[i], **extra)[0][0] for i in rows.tolist()]
+        codec = observation_codec(base.observation_space)
+        obs = codec.build([np.stack(leaf) for leaf in zip(*map(codec.flatten, first), strict=True)])
+        for wrapper in reversed(wrappers):
+            obs = RESET_ROWS[_name(type(wrapper))](wrapper, obs, rows)
+        codec = observation_codec(self.single_observation_space)
+        leaves = []
+        for leaf in codec.flatten(obs):
+            leaves.append(np.zeros((self.num_envs, *leaf.shape[1:]), leaf.dtype))
+            leaves[-1][rows] = leaf
+        return codec.build(leaves)
+
+
+def _name(cls: type) -> str:
+    """``module.Class`` within SB3's package; empty elsewhere."""
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    return name[len(PACKAGE) :] if name.startswith(PACKAGE) else ""
+
+
+def _derives(obj: Any, name: str) -> bool:
+    return any(_name(cls) == name for cls in type(obj).__mro__)
+
+
+def _layers(env: Any) -> list[Any]:
+    """The wrappers, outermost first, and the environment they wrap."""
+    return [env, *_layers(env.venv)] if _derives(env, "base_vec_env.VecEnvWrapper") else [env]
+
+
+def _observation_space(env: Any) -> Any:
+    """What observations really are: ``VecNormalize`` goes on declaring the dtype and bounds of what it normalizes."""
+    for layer in _layers(env):
+        if _name(type(layer)) == "vec_normalize.VecNormalize" and layer.norm_obs:
+            space, clip = layer.observation_space, float(layer.clip_obs)
+            if not isinstance(space, spaces.Dict):
+                return spaces.Box(-clip, clip, space.shape, np.float32)
+            boxes = {key: spaces.Box(-clip, clip, space[key].shape, np.float32) for key in layer.norm_obs_keys}
+            return spaces.Dict({**space.spaces, **boxes})
+        if RESET_ROWS.get(_name(type(layer))) not in (_keep, _recount):
+            break
+    return env.observation_space
+
+
+# What a wrapper does with the first observations ``obs`` (leaves [len(rows), *shape]) of environments ``rows``.
+
+
+def _keep(wrapper: Any, obs: Any, rows: Array) -> Any:
+    return obs
+
+
+def _recount(wrapper: Any, obs: Any, rows: Array) -> Any:
+    wrapper.episode_returns[rows] = 0
+    wrapper.episode_lengths[rows] = 0
+    return obs
+
+
+def _normalize(wrapper: Any, obs: Any, rows: Array) -> Any:
+    wrapper.returns[rows] = 0
+    if wrapper.training and wrapper.norm_obs:  # first observations count, as in its own reset
+        many = isinstance(wrapper.obs_rms, dict)
+        for key, statistics in wrapper.obs_rms.items() if many else [(None, wrapper.obs_rms)]:
+            statistics.update(obs[key] if many else obs)
+    return wrapper.normalize_obs(obs)
+
+
+def _stack(wrapper: Any, obs: Any, rows: Array) -> Any:
+    return _restack(wrapper.stacked_obs, obs, rows)
+
+
+def _restack(stack: Any, obs: Any, rows: Array) -> Any:
+    if isinstance(obs, dict):
+        return {key: _restack(stack.sub_stacked_observations[key], obs[key], rows) for key in obs}
+    some = copy.copy(stack)
+    some.stacked_obs = stack.stacked_obs[rows]
+    first = some.reset(obs)
+    stack.stacked_obs = stack.stacked_obs.copy()  # the old one was handed out
+    stack.stacked_obs[rows] = first
+    return first
+
+
+RESET_ROWS: dict[str, Callable[[Any, Any, Array], Any]] = {
+    "dummy_vec_env.DummyVecEnv": _keep,
+    "subproc_vec_env.SubprocVecEnv": _keep,
+    "vec_check_nan.VecCheckNan": _keep,
+    "vec_video_recorder.VecVideoRecorder": _keep,
+    "vec_monitor.VecMonitor": _recount,
+    "vec_normalize.VecNormalize": _normalize,
+    "vec_frame_stack.VecFrameStack": _stack,
+    "vec_transpose.VecTransposeImage": lambda wrapper, obs, rows: wrapper.transpose_observations(obs),
+    "vec_extract_dict_obs.VecExtractDictObs": lambda wrapper, obs, rows: obs[wrapper.key],
+}

@@ -1,0 +1,116 @@
+"""A fake of EnvPool's "gymnasium" type, as of version 1.2.5: Python environments behind its interface.
+
+``tests/unit/test_envpool.py`` runs the contract on the real package too where it is installed. Compared with it by
+hand: the classes it derives from; NEXT_STEP autoreset, and that ``reset(env_id)`` (rows of those only, in that order)
+takes the place of a pending one; ``info["env_id"]`` and ``info["elapsed_step"]``; float32 rewards; int32 for Discrete
+and bool for MultiBinary; seeds from the config alone; that no returned array changes later. Left out: threads,
+asynchronous stepping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+
+class EnvPoolMixin:
+    __module__ = "envpool.python.envpool"
+
+
+class DMEnvPool(EnvPoolMixin):
+    """As ``envpool.make_dm`` makes it."""
+
+    def __init__(self) -> None:
+        self.config = {"num_envs": 1, "batch_size": 1}
+
+
+class GymnasiumEnvPool(EnvPoolMixin, VectorEnv[Any, Any, Any], gymnasium.Env[Any, Any]):
+    """As ``envpool.make_gymnasium`` makes it.
+
+    Args:
+        make: one environment.
+        batch_size, max_num_players: only shown in ``config``.
+        shuffled: rows come in an order of their own, which ``info["env_id"]`` tells.
+        foreign: ``info["env_id"]`` names environments that were not asked for.
+
+    Attributes:
+        resets: the environments each ``reset`` was called with.
+    """
+
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012 (as it is there)
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        num_envs: int = 3,
+        *,
+        seed: int = 42,
+        env_seed: Any = (),
+        batch_size: int = 0,
+        max_num_players: int = 1,
+        shuffled: bool = False,
+        foreign: bool = False,
+    ) -> None:
+        self.envs = [make() for _ in range(num_envs)]
+        self.observation_space, self.action_space = self.envs[0].observation_space, self.envs[0].action_space
+        self.config = {
+            "num_envs": num_envs,
+            "batch_size": batch_size or num_envs,
+            "seed": seed,
+            "env_seed": list(env_seed),
+            "max_num_players": max_num_players,
+        }
+        self._unused = list(env_seed) or [seed + i for i in range(num_envs)]
+        self._over, self._elapsed = [True] * num_envs, np.zeros(num_envs, np.int32)
+        self._order = np.random.default_rng(0) if shuffled else None
+        self.foreign = foreign
+        self.resets: list[list[int]] = []
+        self.closes = 0
+
+    def reset(self, env_id: Any = None, *, seed: Any = None, options: Any = None) -> Any:
+        rows = list(range(len(self.envs))) if env_id is None else env_id.tolist()
+        self.resets.append(rows)
+        obs, *_, info = self._answer({i: (self._begin(i), 0.0, False, False) for i in rows})
+        return obs, info
+
+    def step(self, actions: Any) -> Any:
+        got = {}
+        for i, env in enumerate(self.envs):
+            if self._over[i]:
+                got[i] = (self._begin(i), 0.0, False, False)
+                continue
+            obs, reward, terminated, truncated, _ = env.step(actions[i])
+            self._elapsed[i] += 1
+            self._over[i] = terminated or truncated
+            got[i] = (obs, reward, terminated, truncated)
+        return self._answer(got)
+
+    def close(self) -> None:
+        self.closes += 1
+
+    def _begin(self, i: int) -> Any:
+        seed, self._unused[i] = self._unused[i], None
+        self._over[i], self._elapsed[i] = False, 0
+        return self.envs[i].reset(seed=seed)[0]
+
+    def _answer(self, got: dict[int, Any]) -> Any:
+        rows = list(got)
+        if self._order is not None:
+            self._order.shuffle(rows)
+        obs, reward, terminated, truncated = zip(*(got[i] for i in rows), strict=True)
+        ids = np.array(rows, np.int32)
+        info = {"env_id": ids + self.foreign, "elapsed_step": self._elapsed[ids]}
+        columns = np.array(reward, np.float32), np.array(terminated), np.array(truncated)
+        return _batch(self.observation_space, obs), *columns, info
+
+
+def _batch(space: Any, values: Any) -> Any:
+    if isinstance(space, spaces.Dict):
+        return {key: _batch(part, [value[key] for value in values]) for key, part in space.spaces.items()}
+    dtype = {spaces.Discrete: np.dtype(np.int32), spaces.MultiBinary: np.dtype(bool)}.get(type(space), space.dtype)
+    return np.array(values).astype(dtype)

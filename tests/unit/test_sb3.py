@@ -1,0 +1,369 @@
+"""SB3's vector environments give the transitions of their single environments; on a fake, and on the real package."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from muster import Collector
+from muster.envs.sb3 import Sb3VectorEnv, adapt, is_sb3_vec_env
+from muster.errors import BadOption, MusterError, UnsupportedEnv
+from muster.testing import CountingEnv, EnvContract, SpaceEnv
+from tests.fakes import sb3 as fake
+from tests.fakes.chains import DictChain, OneWayChain, StackedChain, TupleChain
+from tests.tools import assert_accounted, assert_same, collect, column, counting, recorded
+
+VALID = (("collector", "next_obs_valid"),)
+CUT = {"max_frames_per_traj": 3}
+
+
+def real() -> Any:
+    return pytest.importorskip("stable_baselines3.common.vec_env")
+
+
+@pytest.fixture(params=["fake", "real"])
+def sb3(request: Any) -> Any:
+    return fake if request.param == "fake" else real()
+
+
+def vector(sb3: Any, make: Any = OneWayChain, num_envs: int = 3, wrap: Any = None) -> Any:
+    """A factory of ``DummyVecEnv`` in ``wrap``, behind the adapter."""
+    return lambda: Sb3VectorEnv((wrap or (lambda env: env))(sb3.DummyVecEnv([make] * num_envs)))
+
+
+def strange(sb3: Any) -> Any:
+    """A wrapper that is not SB3's own."""
+
+    class Strange(sb3.VecEnvWrapper):
+        def reset(self) -> Any:
+            return self.venv.reset()
+
+        def step_wait(self) -> Any:
+            return self.venv.step_wait()
+
+    return Strange
+
+
+class TestFake(EnvContract):
+    num_envs = None
+
+    def make_env(self) -> Any:
+        return vector(fake)()
+
+
+class TestReal(EnvContract):
+    num_envs = None
+
+    def make_env(self) -> Any:
+        return vector(real())()
+
+
+class TestRealCartPoleInWrappers(EnvContract):
+    num_envs = None
+    steps = 60
+
+    def make_env(self) -> Any:
+        sb3 = real()
+        env = sb3.DummyVecEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
+        return Sb3VectorEnv(sb3.VecNormalize(sb3.VecFrameStack(sb3.VecMonitor(env), 2)))
+
+
+# --- transitions -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
+@pytest.mark.parametrize("env", [OneWayChain, DictChain, TupleChain], ids=["box", "dict", "tuple"])
+def test_the_transitions_are_those_of_the_single_environments(sb3, env, cut):
+    options = {"frames_per_batch": 90, "seed": 0, "batches": 2, **cut}
+    alone = collect(env, num_envs=3, **options)
+    assert_same(collect(vector(sb3, env), **options), alone)
+    assert alone["next", "terminated"].any()
+    assert alone["next", "truncated"].any()
+
+
+@pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
+def test_real_subprocesses(cut):
+    options = {"frames_per_batch": 60, "seed": 0, **cut}
+    make = lambda: Sb3VectorEnv(real().SubprocVecEnv([DictChain] * 2, start_method="fork"))  # noqa: E731
+    assert_same(collect(make, **options), collect(DictChain, num_envs=2, **options))
+
+
+@pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
+def test_stacked_frames_begin_empty_wherever_an_episode_begins(sb3, cut):
+    options = {"frames_per_batch": 90, "seed": 0, "batches": 2, **cut}
+    wrap = partial(sb3.VecFrameStack, n_stack=3)
+    assert_same(collect(vector(sb3, wrap=wrap), **options), collect(StackedChain, num_envs=3, **options))
+
+
+@pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
+def test_wrappers_in_wrappers(sb3, cut):
+    options = {"frames_per_batch": 90, "seed": 0, "batches": 2, **cut}
+
+    def wrap(env: Any) -> Any:
+        return sb3.VecMonitor(sb3.VecFrameStack(sb3.VecExtractDictObs(sb3.VecMonitor(env), "chain"), 3))
+
+    assert_same(collect(vector(sb3, DictChain, wrap=wrap), **options), collect(StackedChain, num_envs=3, **options))
+
+
+@pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
+def test_real_stacks_of_dicts_and_transposed_images(cut):
+    class Images(OneWayChain):
+        """The chain in an image, and the transposed one."""
+
+        transposed = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.observation_space = spaces.Box(0, 255, (1, 3, 40) if self.transposed else (3, 40, 1), np.uint8)
+
+        def _image(self, obs: Any) -> Any:
+            image = np.zeros((3, 40, 1), np.uint8)
+            image[:, 7, 0] = obs % 251
+            return image.transpose(2, 0, 1) if self.transposed else image
+
+        def reset(self, **options: Any) -> Any:
+            obs, info = super().reset(**options)
+            return self._image(obs), info
+
+        def step(self, action: Any) -> Any:
+            after, *rest = super().step(action)
+            return self._image(after), *rest
+
+    class Transposed(Images):
+        transposed = True
+
+    options = {"frames_per_batch": 60, "seed": 0, **cut}
+    sb3 = real()
+    got = collect(vector(sb3, Images, 2, sb3.VecTransposeImage), **options)
+    assert_same(got, collect(Transposed, num_envs=2, **options))
+    stacked = collect(vector(sb3, DictChain, 2, partial(sb3.VecFrameStack, n_stack=3)), **options)
+    assert torch.equal(stacked["chain"], collect(StackedChain, num_envs=2, **options)["observation"])
+
+
+def test_composite_actions_reach_the_environments(sb3):
+    space = spaces.Dict({"a": spaces.Discrete(10), "b": spaces.Tuple((spaces.Box(-1, 1, (2,)), spaces.MultiBinary(2)))})
+    factory, made = recorded(lambda: SpaceEnv(spaces.Discrete(2), space))
+    batch = collect(vector(sb3, factory, 2), frames_per_batch=6, validate="full")
+    for b, env in enumerate(made[-2:]):
+        for t, action in enumerate(env.actions):
+            assert space.contains(action)
+            assert batch["action", "a"][b, t] == action["a"]
+            assert batch["action", "b", "0"][b, t].tolist() == action["b"][0].tolist()
+
+
+# --- resets of some --------------------------------------------------------------------------------
+
+
+def test_resetting_some_seeds_and_resets_only_those(sb3):
+    make = counting(9, noise=True)
+    options = {"frames_per_batch": 8, "seed": 0}
+    with Collector(vector(sb3, make, 2), None, **options) as one, Collector(make, None, num_envs=2, **options) as other:
+        for collector in (one, other):
+            collector.rollout()
+            collector.reset(1)
+        got, expected = one.rollout(), other.rollout()
+        assert_accounted(one)
+    assert_same(got, expected)
+    assert column(got, "next", "reward") == [[5, 6, 7, 8], [1, 2, 3, 4]]
+
+
+def test_environments_are_seeded_by_number_once(sb3):
+    factory, made = recorded(counting())
+    collect(vector(sb3, factory), frames_per_batch=18, seed=10)
+    assert [env.seeds for env in made] == [[10, None, None], [11, None, None], [12, None, None]]
+
+
+def test_seeds_in_a_list_and_with_a_mask(sb3):
+    factory, made = recorded(counting())
+    env = vector(sb3, factory)()
+    env.reset(seed=[5, 5, None])
+    env.reset(seed=[None, 7, 8], options={"reset_mask": np.array([False, True, False])})
+    env.reset(seed=20, options={"reset_mask": np.array([True, False, True])})
+    env.reset()
+    assert [e.seeds for e in made] == [[5, 20, None], [5, 7, None], [None, 22, None]]
+    with pytest.raises(BadOption, match=r"got 2 seeds for 3 environments"):
+        env.reset(seed=[1, 2])
+
+
+def test_options_reach_the_environments_once(sb3):
+    class Told(CountingEnv):
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            self.told = [*getattr(self, "told", []), options]
+            return super().reset(seed=seed)
+
+    factory, made = recorded(Told)
+    env = vector(sb3, factory, 2)()
+    env.reset(options={"x": 1})
+    env.reset()
+    env.reset(options={"x": 2, "reset_mask": np.array([False, True])})
+    assert [env.told for env in made] == [[{"x": 1}, None], [{"x": 1}, None, {"x": 2}]]
+
+
+def test_a_masked_reset_fills_the_rows_of_the_mask(sb3):
+    env = vector(sb3, counting(9))()
+    env.reset()
+    stepped = env.step(np.zeros(3, np.int64))[0]
+    assert stepped[:, 1].tolist() == [1, 1, 1]
+    obs, _ = env.reset(options={"reset_mask": np.array([True, False, True])})
+    assert obs[[0, 2]].tolist() == [[9, 0], [9, 0]]
+    assert stepped[:, 1].tolist() == [1, 1, 1], "what was returned before stays as it was"
+    assert env.step(np.zeros(3, np.int64))[0][:, 1].tolist() == [1, 2, 1]
+
+
+def test_a_masked_reset_leaves_stacks_that_were_returned_alone(sb3):
+    env = vector(sb3, counting(9), wrap=partial(sb3.VecFrameStack, n_stack=2))()
+    env.reset()
+    stepped = env.step(np.zeros(3, np.int64))[0]
+    env.reset(options={"reset_mask": np.array([True, False, True])})
+    assert stepped.tolist() == [[9, 0, 9, 1]] * 3
+    assert env.step(np.zeros(3, np.int64))[0].tolist() == [[9, 0, 9, 1], [9, 1, 9, 2], [9, 0, 9, 1]]
+
+
+def test_monitors_count_anew_after_a_masked_reset(sb3):
+    env = vector(sb3, counting(9), wrap=sb3.VecMonitor)()
+    env.reset()
+    env.step(np.zeros(3, np.int64))
+    env.step(np.zeros(3, np.int64))
+    env.reset(options={"reset_mask": np.array([True, False, False])})
+    assert env.env.episode_lengths.tolist() == [0, 2, 2]
+    assert env.env.episode_returns.tolist() == [0, 3, 3]
+
+
+def test_statistics_take_in_the_first_observations_of_a_masked_reset(sb3):
+    env = vector(sb3, counting(9, noise=True), wrap=sb3.VecNormalize)()
+    env.reset(seed=1)
+    env.step(np.zeros(3, np.int64))
+    norm = env.env
+    returns, count = norm.returns.copy(), norm.obs_rms.count
+    obs, _ = env.reset(options={"reset_mask": np.array([False, True, True])})
+    assert norm.obs_rms.count == count + 2
+    assert norm.returns.tolist() == [returns[0], 0, 0]
+    assert obs.dtype == np.float32
+    raw = np.array([9, 0], np.float32)
+    assert np.allclose(obs[1:, :2], ((raw - norm.obs_rms.mean[:2]) / np.sqrt(norm.obs_rms.var[:2] + 1e-8)), atol=1e-5)
+    norm.training, count = False, norm.obs_rms.count
+    env.reset(options={"reset_mask": np.array([False, True, True])})
+    assert norm.obs_rms.count == count
+
+
+def test_normalized_observations_have_the_dtype_and_bounds_that_they_have(sb3):
+    class Wide(CountingEnv):
+        """Observations in float64 within narrow bounds, which normalized ones leave."""
+
+        def __init__(self) -> None:
+            super().__init__(5)
+            self.observation_space = spaces.Box(0, 6, (2,), np.float64)
+
+        def _observe(self) -> Any:
+            return np.array([self.length, self.t], np.float64)
+
+    wrap = lambda env: sb3.VecMonitor(sb3.VecNormalize(env, clip_obs=3.0))  # noqa: E731
+    options = {"frames_per_batch": 60, "validate": "full"}
+    env = vector(sb3, Wide, wrap=wrap)()
+    assert env.single_observation_space == spaces.Box(-3, 3, (2,), np.float32)
+    for cut in ({}, CUT):
+        batch = collect(vector(sb3, Wide, wrap=wrap), **options, **cut)
+        assert batch["observation"].dtype == torch.float32
+        assert batch["next", "observation"].min() < 0
+        ends = batch["next", "done"][:, :-1, 0]
+        assert torch.equal(batch["next", "observation"][:, :-1][~ends], batch["observation"][:, 1:][~ends]), (
+            "the policy acts on what the batch shows"
+        )
+    plain = vector(sb3, Wide, wrap=lambda env: sb3.VecNormalize(env, norm_obs=False))()
+    assert plain.single_observation_space == spaces.Box(0, 6, (2,), np.float64)
+
+
+def test_real_normalized_dicts_change_the_keys_that_are_normalized():
+    sb3 = real()
+    wrap = partial(sb3.VecNormalize, norm_obs_keys=["t"], clip_obs=4.0)
+    space = vector(sb3, DictChain, wrap=wrap)().single_observation_space
+    assert space["t"] == spaces.Box(-4, 4, (1,))
+    assert space["chain"] == OneWayChain().observation_space
+    batch = collect(vector(sb3, DictChain, wrap=wrap), frames_per_batch=60, validate="full", **CUT)
+    assert batch["next", "t"].min() < 0
+
+
+# --- what is not SB3's own -------------------------------------------------------------------------
+
+
+def test_wrappers_of_others_are_taken_as_long_as_nothing_is_reset_alone(sb3):
+    options = {"frames_per_batch": 60, "seed": 0}
+    got = collect(vector(sb3, wrap=strange(sb3)), **options)
+    assert got["collector", "next_obs_valid"].all()
+    assert_same(got.exclude(*VALID), collect(OneWayChain, num_envs=3, **options))
+
+
+def test_wrappers_of_others_cannot_be_reset_alone(sb3):
+    env = vector(sb3, wrap=lambda env: sb3.VecMonitor(strange(sb3)(env)))()
+    with pytest.raises(UnsupportedEnv, match=r"VecMonitor: environments \[1\].*what Strange keeps.*TimeLimit"):
+        env.reset(options={"reset_mask": np.array([False, True, False])})
+    with pytest.raises(MusterError, match="Strange keeps"):
+        collect(vector(sb3, wrap=strange(sb3)), frames_per_batch=60, **CUT)
+
+
+def test_vector_environments_of_others_may_not_tell_the_last_observation(sb3):
+    class Silent(sb3.DummyVecEnv):
+        def step_wait(self) -> Any:
+            *values, infos = super().step_wait()
+            for info in infos:
+                info.pop("terminal_observation", None)
+                info.pop("TimeLimit.truncated")
+            return *values, infos
+
+    batch = collect(lambda: Sb3VectorEnv(Silent([counting(2)] * 2)), frames_per_batch=8)
+    assert column(batch, "collector", "next_obs_valid") == [[True, False, True, False]] * 2
+    assert column(batch, "next", "terminated") == [[False, True, False, True]] * 2
+
+
+def test_truncation_is_only_told_where_an_episode_ends():
+    class Marked(fake.DummyVecEnv):
+        def step_wait(self) -> Any:
+            *values, infos = super().step_wait()
+            for info in infos:
+                info["TimeLimit.truncated"] = True
+            return *values, infos
+
+    batch = collect(lambda: Sb3VectorEnv(Marked([counting(2)] * 2)), frames_per_batch=8)
+    assert column(batch, "next", "truncated") == [[False, True, False, True]] * 2
+    assert not batch["next", "terminated"].any()
+
+
+# --- the rest --------------------------------------------------------------------------------------
+
+
+def test_sb3_environments_are_recognised_wrapped_or_not(sb3):
+    env = sb3.DummyVecEnv([CountingEnv])
+    assert is_sb3_vec_env(env)
+    assert is_sb3_vec_env(strange(sb3)(env))
+    others = [CountingEnv(), sb3.DummyVecEnv, Sb3VectorEnv(env), SimpleNamespace(num_envs=2), None]
+    assert not any(map(is_sb3_vec_env, others))
+
+
+def test_only_one_makes_a_batch(sb3):
+    envs = [sb3.DummyVecEnv([CountingEnv] * 3) for _ in range(2)]
+    batch = adapt(envs[:1], None)
+    assert (batch.num_envs, batch.final_obs_certain) == (3, True)
+    with pytest.raises(BadOption, match="num_envs=2 was given, but DummyVecEnv is a batch"):
+        adapt(envs, None)
+
+
+def test_closing_closes_the_environments(sb3):
+    factory, made = recorded(counting())
+    env = vector(sb3, factory)()
+    env.close()
+    env.close()
+    assert [e.closed for e in made] == [1, 1, 1]
+
+
+def test_nothing_imports_stable_baselines3():
+    code = "import muster.envs.sb3 as m, sys; m.is_sb3_vec_env(3); assert 'stable_baselines3' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
