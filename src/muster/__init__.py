@@ -8,8 +8,9 @@ Layers, each importing only from those before it::
     rollout       the loop; trajectories
     weights/      publishing weights
     sources/      who fills slots
-    stats, recording
+    sinks/        whole episodes, splitting, replay buffers; stats, recording, timeline, profiling; checkpoint
     collectors/   what the user holds
+    dialects/     other systems' names and semantics
     cli/          the muster command
 """
 
@@ -25,9 +26,15 @@ _HOMES = {
     "CollectorOptions": "muster.collectors",
     "CollectorStats": "muster.stats",
     "EpisodeRecord": "muster.trajectories",
+    "ProfileConfig": "muster.profiling",
     "Recorder": "muster.recording",
     "Recording": "muster.recording",
+    "ResumeReport": "muster.collectors.resume",
+    "Timeline": "muster.timeline",
     "load": "muster.recording",
+    "load_state": "muster.checkpoint:load",
+    "save_state": "muster.checkpoint:save",
+    "split_trajectories": "muster.sinks.split",
 }
 _MODULES = ("errors", "policies", "testing")
 
@@ -37,19 +44,26 @@ if TYPE_CHECKING:
     from muster import errors as errors
     from muster import policies as policies
     from muster import testing as testing
+    from muster.checkpoint import load as load_state
+    from muster.checkpoint import save as save_state
     from muster.collectors import Collector as Collector
     from muster.collectors import CollectorOptions as CollectorOptions
+    from muster.collectors.resume import ResumeReport as ResumeReport
+    from muster.profiling import ProfileConfig as ProfileConfig
     from muster.recording import Recorder as Recorder
     from muster.recording import Recording as Recording
     from muster.recording import load as load
+    from muster.sinks.split import split_trajectories as split_trajectories
     from muster.stats import CollectorStats as CollectorStats
+    from muster.timeline import Timeline as Timeline
     from muster.trajectories import EpisodeRecord as EpisodeRecord
 
 
 def __getattr__(name: str) -> Any:
     """Load what is asked for: `import muster` alone loads neither torch nor gymnasium (PEP 562)."""
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        module, _, own_name = _HOMES[name].partition(":")
+        return getattr(importlib.import_module(module), own_name or name)
     if name in _MODULES:
         return importlib.import_module(f"muster.{name}")
     raise AttributeError(f"module 'muster' has no attribute {name!r}")

@@ -30,13 +30,21 @@ def policy_error(policy: Policy, error: Exception, t: int = 0) -> PolicyError:
     )
 
 
+def keep(outputs: Outputs) -> Outputs:
+    """Outputs of a first call in memory of their own: a policy may return views on its weights."""
+    action, extras, state = (
+        {key: value.clone() for key, value in part.items()} for part in (outputs.action, outputs.extras, outputs.state)
+    )
+    return Outputs(action, extras, state, outputs.objects)
+
+
 def store_outputs(outputs: Outputs, lane: Lane) -> None:
     """Write the outputs of a first call into row 0."""
     for key, value in (*outputs.action.items(), *outputs.extras.items()):
         row = lane.tensors[key][0]
         row.copy_(value.reshape(row.shape))
     for key, array in outputs.objects.items():
-        lane.arrays[key][0] = array
+        lane.arrays[key][0] = array.reshape(-1)
     for key, value in outputs.state.items():
         row = lane.tensors[key][1]
         row.copy_(value.reshape(row.shape))

@@ -128,9 +128,10 @@ class _Writer:
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
         flat = tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        data = as_bytes(flat) if flat.numel() else memoryview(b"")  # of no elements, strides are anything
         if tensor.dtype in DTYPE_NAMES:
-            return {"tensor": self._add(DTYPE_NAMES[tensor.dtype], list(tensor.shape), as_bytes(flat))}
-        number = self._add("U8", [flat.nbytes], as_bytes(flat))
+            return {"tensor": self._add(DTYPE_NAMES[tensor.dtype], list(tensor.shape), data)}
+        number = self._add("U8", [flat.nbytes], data)
         return {"tensor": number, "dtype": str(tensor.dtype).split(".")[-1], "shape": list(tensor.shape)}
 
     def _array(self, array: Any, value: Any) -> Any:

@@ -46,6 +46,7 @@ class RolloutOptions:
     validate: Validate = "fast"
     num_threads: int | None = 1
     inference_mode: bool = True
+    own_rng: bool = True
     marks_valid: bool = False
 
 
@@ -61,12 +62,14 @@ def lane_columns(
     by_policy = {column.key for column in policy}
     columns = []
     for key, spec in env.observation_specs.items():
-        column = Column(key, spec.shape, spec.dtype, ragged=spec.ragged)
+        column = Column(key, spec.shape, spec.dtype, ragged=spec.ragged, inner=spec.inner)
         columns.append(replace(column, carry=True, by_policy=key in by_policy))
         if not options.compact_obs:
             columns.append(replace(column, key=next_of(key)))
-    columns += [Column(key, s.shape, s.dtype, ragged=s.ragged) for key, s in env.action_specs.items()]
-    columns += [Column(next_of(key), s.shape, s.dtype, ragged=s.ragged) for key, s in env.step_specs.items()]
+    columns += [Column(key, s.shape, s.dtype, ragged=s.ragged, inner=s.inner) for key, s in env.action_specs.items()]
+    columns += [
+        Column(next_of(key), s.shape, s.dtype, ragged=s.ragged, inner=s.inner) for key, s in env.step_specs.items()
+    ]
     visible = {*env.flags, *((TRUNCATED,) if options.max_frames_per_traj else ())}
     for flag in FLAGS:
         columns += [

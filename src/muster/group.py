@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from muster.acting import call_policy, store_outputs
+from muster.acting import call_policy, keep, store_outputs
 from muster.columns import RolloutOptions, lane_columns
 from muster.errors import BadEnvOutput, BadPolicyOutput
 from muster.keys import (
@@ -27,7 +27,7 @@ from muster.keys import (
     Key,
     next_of,
 )
-from muster.marks import blank, cut_after_end, repeat_end
+from muster.marks import blank, cut_after_end
 from muster.memory.slots import Lane, torch_dtype
 from muster.memory.specs import Array, ArraySpec, Column
 from muster.protocols import EnvBatch, Outputs, Policy
@@ -79,7 +79,7 @@ class Group:
         delivered, rows: valid steps, and rows, of the last rollout.
         finals: with ``compact_obs``, what the last rollout's rows do not show.
         spans: a ``Timeline`` while one is running.
-        in_background: rollouts run beside the user's thread, not in its place.
+        in_background: says whether this thread runs beside the user's.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Group:
         self.clock = TrajectoryClock(env_ids, total_envs)
         self.timing = Timing()
         self.spans: Any = None
-        self.in_background = False
+        self.in_background: Callable[[], bool] = lambda: False
         self.executed = 0  # environment steps, whatever became of them
         self.discarded: Counter[str] = Counter()  # environment steps that no batch will show, by reason
         self.episodes: Episodes  # ended in the last rollout
@@ -113,7 +113,6 @@ class Group:
         shown = not (env.writes_next or options.compact_obs)
         self._copy_every = max(1, CACHE_BYTES // max(row_bytes, 1)) if shown else NEVER  # rows of next/observation
         self._primed: tuple[Policy, Outputs, int | str] | None = None
-        self._rng_before_prime: Any = None
         self._pending: list[int] = list(range(self.B))  # environments to reset before the next step
         self._seeds: dict[int, int] = {}
         self._deadline = np.full(self.B, NEVER, np.int64)  # row at which max_frames_per_traj is reached
@@ -135,12 +134,23 @@ class Group:
         """Make the policy's first real call, which shows its columns; ``rollout`` goes on from it."""
         if self._primed is not None and self._primed[0] is policy:
             return
+        self.begin()
+        with self.surroundings(first=True):
+            obs = self.observations()
+            self._primed = policy, keep(call_policy(policy, lambda: policy.first(obs, self.rng))), self.version
+
+    def begin(self) -> None:
+        """Do now the resets that would be done before the next step."""
         with self.surroundings(first=True):
             self._reset_carry()
-        self._rng_before_prime = self.rng.state_dict()
-        with self.surroundings(first=True):
-            obs = {k: self._as_policy_sees(self.carry[k][0]) for k in self._obs_keys}
-            self._primed = policy, call_policy(policy, lambda: policy.first(obs, self.rng)), self.version
+
+    def observations(self) -> dict[Key, torch.Tensor]:
+        """What the policy acts on next, ``[*batch_shape, *shape]`` per leaf."""
+        return {key: self.state(key) for key in self._obs_keys}
+
+    def state(self, key: Key) -> torch.Tensor:
+        """What a carried column has for the next row."""
+        return self._as_policy_sees(self.carry[key][0])
 
     @contextmanager
     def surroundings(self, *, first: bool = False) -> Iterator[None]:
@@ -151,11 +161,12 @@ class Group:
         and thread numbers of the process are left alone.
         """
         grad = torch.inference_mode() if self.options.inference_mode and not first else torch.no_grad()
-        if self.in_background:
+        if self.in_background():
             with grad:
                 yield
             return
-        with self.rng.as_global(), grad, torch_threads(self.options.num_threads):
+        generators = self.rng.as_global() if self.options.own_rng else nullcontext()
+        with generators, grad, torch_threads(self.options.num_threads):
             yield
 
     def columns(self, policy: Policy) -> tuple[Column, ...]:
@@ -165,10 +176,10 @@ class Group:
     def close(self) -> None:
         self.env.close()
 
-    def lose(self, lane: Lane, reason: str) -> None:
-        """Count the rows of a lane that will not be delivered."""
-        self.discarded[reason] += lane.done_steps * self.B
-        lane.done_steps = 0
+    def discard(self, reason: str, steps: int) -> None:
+        """Count steps that no batch will show."""
+        if steps:
+            self.discarded[reason] += steps
 
     # --- the beginning and the end of a rollout ---------------------------------------------------
 
@@ -203,10 +214,11 @@ class Group:
             self._copy_next(t + 1)  # before the reset overwrites the true last observations
             if self.options.compact_obs:
                 self._keep_final(lane, t, finished)
-            self._ended.update(finished)
-            if not self.options.reset_when_done and len(self._ended) == self.B:
-                lane.stopped = True
-                return STOP
+            if not self.options.reset_when_done:
+                self._ended.update(finished)
+                if len(self._ended) == self.B:
+                    lane.stopped = True
+                    return STOP
             self._reset_rows(lane, t + 1, finished, None)
         elif t + 1 - self._copied >= self._copy_every:
             self._copy_next(t + 1)
@@ -232,20 +244,25 @@ class Group:
         np.logical_or(terminated, truncated, out=done)
         late = None if self.options.reset_when_done else cut_after_end(lane, done, reward_key)
         self.clock.fill_ids(arrays[TRAJ_IDS][:n], done)
-        if STEP_COUNT in arrays:
+        if self.options.max_frames_per_traj:
             self.clock.fill_step_counts(arrays[STEP_COUNT][:n], done)
             np.add(arrays[STEP_COUNT], 1, out=arrays[next_of(STEP_COUNT)])
         self.episodes = self.clock.advance(reward, terminated, truncated, done)
+        if late is not None:  # whoever has ended begins anew with the next batch
+            over = np.flatnonzero(done.any(axis=0)).tolist()
+            self.clock.steps[over], self.clock.returns[over] = 0, 0.0
+            self.reset(over)
+        if self.options.compact_obs and n:
+            self._keep_final(lane, n - 1, np.flatnonzero(~done[-1]).tolist())
         if self.options.set_truncated and self.closes_batch and n:  # a mark for the learner; the episode goes on
             truncated[-1] |= ~done[-1]
             done[-1] = True
         for column in lane.layout.columns:
             if column.carry:
                 self._carried(column)[0] = lane.data[column.key][n]
-        if self.options.compact_obs and n:
-            self._keep_final(lane, n - 1, [i for i in range(self.B) if not done[-1, i]])
         self._mark(lane, n, late)
-        lane.push(column.key for column in lane.layout.tensor_columns if column.host and column.key != reward_key)
+        same = reward_key if late is None else None  # it came from there
+        lane.push(column.key for column in lane.layout.tensor_columns if column.host and column.key != same)
         if self.options.reset_at_each_iter and self.closes_batch:
             self.reset()
 
@@ -265,8 +282,8 @@ class Group:
         self._copied, self.finals, self._ended = 0, [], set()
         data = lane.data
         for flag in FLAGS:
-            data[flag][...] = False
-            data[next_of(flag)][...] = False
+            for key in (flag, next_of(flag)):
+                data[key][...] = lane.arrays[key][...] = False
         for mark in (NEXT_OBS_VALID, VALID):
             if mark in data:
                 data[mark][...] = True
@@ -286,27 +303,22 @@ class Group:
 
     def _mark(self, lane: Lane, n: int, late: Array | None) -> None:
         """Blank what is no transition, and count what is."""
-        valid = np.ones((n, self.B), bool)
-        if late is not None and n:
-            over = np.flatnonzero(lane.arrays[DONE][:n].any(axis=0)).tolist()
-            repeat_end(lane, late)
-            valid &= ~late
-            self.clock.steps[over], self.clock.returns[over] = 0, 0.0
-            self.discarded["after_done"] += int(late.sum())
-            self.reset(over)
-        if n < lane.T:
-            blank(lane, slice(n, lane.T), np.ones((lane.T - n, self.B), bool))
+        valid = np.ones((n, self.B), bool) if late is None else ~late
+        if late is not None:
+            self.discard("after_done", int(late.sum()))
+        if late is not None or n < lane.T:
+            blank(lane, valid, repeat_flags=late is not None)
         if self.frame_limit is not None:
             place = np.arange(n)[:, None] * self.clock.total_envs + self.clock.env_ids
             surplus = valid & (place >= self.frame_limit)
-            self.discarded["surplus"] += int(surplus.sum())
+            self.discard("surplus", int(surplus.sum()))
             valid &= ~surplus
         self.rows, self.delivered = n, int(valid.sum())
         if VALID in lane.arrays:
             lane.arrays[VALID][:n] = valid
 
     def _keep_final(self, lane: Lane, t: int, envs: Sequence[int]) -> None:
-        index = list(envs)
+        index = [i for i in envs if i not in self._ended]
         self.finals.append(Final(t, index, {key: lane.arrays[key][t + 1, index].copy() for key in self._obs_keys}))
 
     def _reset_carry(self) -> None:
@@ -324,8 +336,11 @@ class Group:
     def _cut(self, lane: Lane, t: int) -> None:
         """Resets that are due in the middle of a lane: end the episodes at row ``t``, begin new ones after it."""
         done = lane.data[TERMINATED][t] | lane.data[TRUNCATED][t]
-        lane.data[TRUNCATED][t, [i for i in self._pending if not done[i]]] = True
+        cut = [i for i in self._pending if not done[i]]
+        lane.data[TRUNCATED][t, cut] = True
         self._copy_next(t + 1)
+        if self.options.compact_obs:
+            self._keep_final(lane, t, cut)
         self._reset_rows(lane, t + 1, self._pending, self._seeds_of(self._pending))
         self._pending, self._seeds = [], {}
 
@@ -372,6 +387,9 @@ class Group:
         begin = lane.done_steps
         self._copied = min(self._copied, begin)
         self.finals = [final for final in self.finals if final.t < begin]
+        if self._ended:
+            ended = lane.arrays[TERMINATED][:begin] | lane.arrays[TRUNCATED][:begin]
+            self._ended = set(np.flatnonzero(ended.any(axis=0)).tolist())
         for flag in (TERMINATED, TRUNCATED):
             lane.data[flag][begin:] = False
         if NEXT_OBS_VALID in lane.data:
@@ -382,7 +400,8 @@ class Group:
         shape = (1, self.B, *spec.shape)
         if self.env.device is None or not spec.is_tensor:
             return np.zeros(shape, spec.dtype)
-        return torch.zeros(shape, dtype=torch_dtype(spec.dtype), device=self.env.device)
+        with torch.inference_mode(False):  # rollouts run in it, but carried rows are written after them, too
+            return torch.zeros(shape, dtype=torch_dtype(spec.dtype), device=self.env.device)
 
     def _as_policy_sees(self, row: Any) -> torch.Tensor:
         """A carried row as the policy gets rows of a lane: ``[*batch_shape, *shape]``."""

@@ -29,20 +29,20 @@ def cut_after_end(lane: Lane, done: Array, reward_key: Key) -> Array:
     return late
 
 
-def repeat_end(lane: Lane, late: Array) -> None:
-    """Blank the cells ``late`` (``[n, B]``), but for the flags, which go on as the episode ended."""
-    rows = slice(0, len(late))
-    blank(lane, rows, late)
-    for flag in FLAGS:
-        last = np.logical_or.accumulate(lane.arrays[next_of(flag)][rows], axis=0)
-        for key in (flag, next_of(flag)):
-            lane.arrays[key][rows][late] = last[late]
+def blank(lane: Lane, valid: Array, *, repeat_flags: bool) -> None:
+    """Zeros (None for objects) in all cells but the ``valid`` ones (``[n, B]``, the first rows); no id, not valid.
 
-
-def blank(lane: Lane, rows: slice, cells: Array) -> None:
-    """Zeros (None for objects) in the ``cells`` (``[rows, B]``) of all columns; no id, not valid."""
+    Args:
+        repeat_flags: where an episode has ended, its flags go on to the end of the lane.
+    """
+    cells = np.ones((lane.T, lane.B), bool)
+    cells[: len(valid)] = ~valid
     on_device = torch.from_numpy(cells)
     for column in lane.layout.columns:
-        part = (lane.arrays if column.host else lane.data)[column.key][rows]
+        data = (lane.arrays if column.host else lane.data)[column.key][: lane.T]
         value = {TRAJ_IDS: -1, VALID: False}.get(column.key, 0 if column.is_tensor else None)
-        part[cells if isinstance(part, np.ndarray) else on_device.to(part.device)] = value
+        data[cells if isinstance(data, np.ndarray) else on_device.to(data.device)] = value
+    for flag in FLAGS if repeat_flags else ():
+        ended = np.logical_or.accumulate(lane.arrays[next_of(flag)], axis=0)
+        for key in (flag, next_of(flag)):
+            lane.arrays[key][cells] = ended[cells]

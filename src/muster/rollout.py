@@ -83,7 +83,9 @@ def _run(group: Group, policy: Policy, act: Act, step: Step, lane: Lane, begin: 
         lane.done_steps = max(lane.done_steps, t)
         raise
     except Exception as error:
-        lane.done_steps = max(lane.done_steps, t)
+        if lane.done_steps > t:  # the row is complete: it was the interruptor
+            raise
+        lane.done_steps = t
         raise policy_error(policy, error, t) from error
     except BaseException:  # Ctrl-C: who knows where
         group.fail(lane, t, "interrupted", group.env.executed_in_row)

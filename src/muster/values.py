@@ -7,7 +7,7 @@ import torch
 
 from muster.columns import Validate
 from muster.envs.checks import values_problem
-from muster.keys import Key, dotted, next_of
+from muster.keys import NEXT_OBS_VALID, Key, dotted, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
 from muster.protocols import EnvBatch
@@ -41,7 +41,12 @@ def first_bad_value(lane: Lane, env: EnvBatch, mode: Validate) -> tuple[int, str
             return t, f"{dotted(key)} for env {b} (row {t}) is not finite", True
     for key, spec in env.observation_specs.items() if mode == "full" else ():
         # A bad observation shows after the step that gave it, and again before the next one.
-        shown = [_host(lane, key)[:n]] + ([_host(lane, next_of(key))[:n]] if next_of(key) in lane.data else [])
+        shown = [_host(lane, key)[:n]]
+        if next_of(key) in lane.data:
+            shown.append(_host(lane, next_of(key))[:n])
+        if len(shown) == 2 and NEXT_OBS_VALID in lane.data:  # NaN or 0 where it is unknown
+            known = _host(lane, NEXT_OBS_VALID)[:n].reshape(n, -1, *[1] * len(spec.shape))
+            shown[1] = np.where(known, shown[1], shown[0])
         found = [values_problem(array, spec) for array in shown]
         if any(found):
             (t, b, *_), what = min((f for f in found if f), key=lambda f: f[0][0])

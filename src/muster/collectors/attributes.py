@@ -25,6 +25,8 @@ def _walk(root: Any, node: ast.expr) -> Any:
     if isinstance(node, ast.Name):
         return root
     if isinstance(node, ast.Attribute):
+        if node.attr.startswith("__"):
+            raise TypeError(f"{node.attr} belongs to Python, and leads to everything")
         return getattr(_walk(root, node.value), node.attr)
     if isinstance(node, ast.Subscript):
         return _walk(root, node.value)[ast.literal_eval(node.slice)]

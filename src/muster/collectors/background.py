@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from muster.errors import CollectorTimeout
+from muster.group import Group
 
 PATIENCE = 600.0  # seconds for one batch, before whoever waits for its end is told
 
@@ -17,18 +18,21 @@ class Background:
     Args:
         step: one batch.
         name: of the thread.
+        groups: that it runs.
 
     Attributes:
         error: what ``step`` raised, until somebody takes it.
     """
 
-    def __init__(self, step: Callable[[], bool], name: str) -> None:
-        self._step, self._stopping = step, threading.Event()
-        self._gate = threading.Lock()  # held during a batch
-        self._waiting = 0  # who wants the gate; a thread that only released and took it again would starve them
-        self._free = threading.Condition()
+    def __init__(self, step: Callable[[], bool], name: str, groups: Sequence[Group] = ()) -> None:
+        self._step, self._stopping = step, False
+        self._changed = threading.Condition()
+        self._busy = False  # in the middle of a batch
+        self._pauses = 0  # how many want it to be in none
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        for group in groups:
+            group.in_background = self.here
         self._thread.start()
 
     def is_running(self) -> bool:
@@ -40,26 +44,25 @@ class Background:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """No batch is being collected inside; waits for the current one to end."""
+        """No batch is being collected inside; waits for the current one to end. May be nested."""
         if self.here():
             yield
             return
-        with self._free:
-            self._waiting += 1
+        with self._changed:
+            self._pauses += 1
         try:
-            if not self._gate.acquire(timeout=PATIENCE):
+            with self._changed:
+                idle = self._changed.wait_for(lambda: not self._busy, PATIENCE)
+            if not idle:
                 raise CollectorTimeout(
                     f"the thread {self._thread.name} has been in the middle of one batch for {PATIENCE:.0f} s: an "
                     f"environment or policy may hang"
                 )
-            try:
-                yield
-            finally:
-                self._gate.release()
+            yield
         finally:
-            with self._free:
-                self._waiting -= 1
-                self._free.notify_all()
+            with self._changed:
+                self._pauses -= 1
+                self._changed.notify_all()
 
     def stop(self, timeout: float | None) -> None:
         """End after the current batch.
@@ -67,9 +70,9 @@ class Background:
         Raises:
             CollectorTimeout: it did not end in time; it will at the end of its batch.
         """
-        self._stopping.set()
-        with self._free:
-            self._free.notify_all()
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise CollectorTimeout(
@@ -78,12 +81,23 @@ class Background:
             )
 
     def _run(self) -> None:
+        more = True
         try:
-            while not self._stopping.is_set():
-                with self._free:
-                    self._free.wait_for(lambda: not self._waiting or self._stopping.is_set())
-                with self._gate:
-                    if self._stopping.is_set() or not self._step():
-                        return
+            while more and self._may_begin():
+                more = self._step()
+                self._rest()
         except BaseException as error:  # noqa: BLE001 (handed to the user's thread)
             self.error = error
+        finally:
+            self._rest()
+
+    def _may_begin(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pauses or self._stopping)
+            self._busy = not self._stopping
+            return self._busy
+
+    def _rest(self) -> None:
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()

@@ -71,7 +71,6 @@ class Collector(WeightMethods, RemoteAccess):
         self._closed = False
         self._background: Background | None = None
         self._iterator: weakref.ref[Generator[Any, None, None]] | None = None
-        self._own: Iterator[Any] | None = None
         self.profile_config: ProfileConfig | None = None
         made_policy = policy if self.options.policy_factory is None else self.options.policy_factory()
         self.policy, device = place(made_policy, self.options.devices["policy_device"])
@@ -114,18 +113,14 @@ class Collector(WeightMethods, RemoteAccess):
         return batches
 
     def next(self) -> Any:
-        """The next batch of an iterator that the collector keeps; None when there is none left."""
-        self._check_open()
-        if self._own is None:
-            self._own = self.iterator()
-        return next(self._own, None)
+        """The next batch; None when there is none left."""
+        return next(self.iterator(), None)
 
     def rollout(self) -> TensorDict:
         """One more batch, now and as it is (no postproc, no buffer); it does not count towards ``total_frames``."""
         self._check_open()
         with self._exclusively():
-            batch, hidden = self._engine.collect(self.options.frames_per_batch)
-            return batch.exclude(*hidden) if hidden else batch
+            return self._engine.rollout()
 
     def __len__(self) -> int:
         """Batches over the collector's life.
@@ -184,9 +179,8 @@ class Collector(WeightMethods, RemoteAccess):
         if isinstance(self.policy, torch.nn.Module) and self._weights.original is None:
             self._act_with_a_copy()
         batches = self.iterator()
-        for group in self._groups:
-            group.in_background = True
-        self._background = Background(lambda: next(batches, self) is not self, f"muster-{id(self):x}")
+        name = f"muster-{id(self):x}"
+        self._background = Background(lambda: next(batches, self) is not self, name, self._groups)
 
     def is_running(self) -> bool:
         """The background thread is at work."""
@@ -341,18 +335,19 @@ class Collector(WeightMethods, RemoteAccess):
             self.set_seed(options.seed)
 
     def _batches(self) -> Generator[Any, None, None]:
-        total = self.options.total_frames
-        while total < 0 or self._engine.counted < total:
+        engine, total = self._engine, self.options.total_frames
+        while engine.outlet.ready or total < 0 or engine.counted < total:
             self._check_open()
-            self._autosave.now_and_then(self)  # the user is done with the batch before
-            items = self._engine.put_batch()
-            while items:
-                yield items.pop(0)  # the user's alone while the next one is collected
+            if engine.outlet.ready:
+                yield engine.outlet.take()  # the user's alone while the next one is collected
+            else:
+                self._autosave.now_and_then(self)  # the user is done with the batch before
+                engine.put_batch()
 
     def _act_with_a_copy(self) -> None:
         """Give the background thread weights that nobody trains."""
         own = copy.deepcopy(self.policy)
-        self._weights.original, self._weights.policy = self.policy, own
+        self._weights.original, self._weights.policy, self.policy = self.policy, own, own
         self._engine.act_with(own)
 
     def _exclusively(self) -> AbstractContextManager[None]:
@@ -362,8 +357,6 @@ class Collector(WeightMethods, RemoteAccess):
         if self._background is None:
             return
         self._background.stop(timeout)
-        for group in self._groups:
-            group.in_background = False
         self._raise_from_background()
 
     def _raise_from_background(self) -> None:

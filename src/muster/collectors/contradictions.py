@@ -16,12 +16,16 @@ def check_contradictions(o: CollectorOptions) -> None:
     """Raise ``BadOption`` for the first contradiction."""
     buffer = o.replay_buffer is not None
     per_step = not o.extend_buffer
+    extends, adds = (callable(getattr(o.replay_buffer, name, None)) for name in ("extend", "add"))
     for wrong, message in (
         (per_step and not buffer, "extend_buffer=False needs a replay_buffer"),
         (
-            per_step and any((o.postproc, o.split_trajs, o.trajs_per_batch, o.set_truncated, o.compact_obs)),
-            "postproc, split_trajs, trajs_per_batch, set_truncated and compact_obs need whole batches: use "
-            "extend_buffer=True",
+            per_step
+            and any(
+                (o.postproc, o.split_trajs, o.trajs_per_batch, o.set_truncated, o.compact_obs, o.post_collect_hook)
+            ),
+            "postproc, split_trajs, trajs_per_batch, set_truncated, compact_obs and post_collect_hook need whole "
+            "batches: use extend_buffer=True",
         ),
         (
             per_step and (not o.reset_when_done or o.interruptor is not None),
@@ -34,12 +38,20 @@ def check_contradictions(o: CollectorOptions) -> None:
             "split_trajs and trajs_per_batch make a new TensorDict every time: leave return_same_td out",
         ),
         (
+            o.return_same_td and o.use_buffers is False,
+            "return_same_td yields the same buffer every time, which use_buffers=False rules out: give one of them",
+        ),
+        (
             o.split_trajs and o.trajs_per_batch,
             "split_trajs and trajs_per_batch: give one; traj_format='pad' pads too",
         ),
         (
             not o.trajs_per_batch and (o.traj_format or o.traj_rule),
             "traj_format and traj_rule are about trajs_per_batch, which is not given",
+        ),
+        (
+            o.on_policy_only and not (o.trajs_per_batch and o.track_policy_version),
+            "on_policy_only looks at the versions of whole episodes: it needs trajs_per_batch and track_policy_version",
         ),
         (
             o.set_truncated and o.trajs_per_batch,
@@ -55,8 +67,12 @@ def check_contradictions(o: CollectorOptions) -> None:
             f"interruptor={o.interruptor!r}: expected an object with a method collection_stopped()",
         ),
         (
-            buffer and not any(callable(getattr(o.replay_buffer, name, None)) for name in ("extend", "add")),
+            buffer and (isinstance(o.replay_buffer, type) or not (extends or adds)),
             f"replay_buffer={o.replay_buffer!r}: expected an object with a method extend or add",
+        ),
+        (
+            buffer and per_step and not adds,
+            f"extend_buffer=False needs replay_buffer.add, which {type(o.replay_buffer).__name__} has not",
         ),
         (
             o.cudagraph_policy not in (None, False) and not torch.cuda.is_available(),

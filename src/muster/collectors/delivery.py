@@ -57,11 +57,11 @@ class Delivery:
             self._same = (filled.slot, memory, batch)
         return batch
 
-    def blank(self, layout: Layout) -> TensorDict:
-        """A batch of zeros, in memory of its own."""
+    def blank(self, layout: Layout, device: torch.device | None) -> TensorDict:
+        """A batch of zeros, in memory of its own; on the ``device`` if there is no storing device."""
         slot = Slot(layout)
-        batch = self._view_of(layout).tensordict(torch.from_numpy(slot.block), slot)
-        return batch if self._storing is None else batch.to(self._storing)
+        memory = torch.from_numpy(slot.block).to(self._storing or device or "cpu")
+        return self._view_of(layout).tensordict(memory, slot)
 
     def hidden_keys(self, layout: Layout) -> list[Key]:
         return [column.key for column in layout.columns if column.hidden] if self._hidden else []

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -76,26 +77,40 @@ class Engine:
         self.episodes: Sequence[EpisodeRecord] = ()
         self.frames = self.counted = self.batches = 0
         self._ended_at = 0
+        self._in_batch = False
 
     def act_with(self, policy: Any) -> None:
         """Let another policy act from the next batch on."""
         self.policy = build_policy(policy, self.options, self.groups[0], self.device)
 
-    def put_batch(self) -> list[Any]:
-        """One batch through hooks and outlet: what iteration is to yield for it."""
+    def put_batch(self) -> None:
+        """One batch through hooks into the outlet."""
         limit = self.options.frames_per_batch
         if self.options.total_frames > 0:
             limit = min(limit, self.options.total_frames - self.counted)
         if self.options.pre_collect_hook is not None:
             self.options.pre_collect_hook()
         if not self.options.extend_buffer:
-            return self._put_steps(limit)
+            self._put_steps(limit)
+            return
         before = self.frames
         batch, hidden = self.collect(limit)
         self.counted += self.frames - before
         if self.options.post_collect_hook is not None:
             self.options.post_collect_hook(batch)
-        return self.outlet.put(batch, hidden)
+        self.outlet.put(batch, hidden)
+
+    def rollout(self) -> TensorDict:
+        """See ``Collector.rollout``."""
+        limit = self.options.frames_per_batch
+        if not self.options.extend_buffer:
+            steps = list(self._steps(limit))
+            joined: TensorDict = torch.cat(steps, steps[0].names.index("time"))
+            return joined
+        batch, hidden = self.collect(limit)
+        if self.outlet.episodes is not None:
+            self.outlet.episodes.skip(batch)
+        return batch.exclude(*hidden) if hidden else batch
 
     def collect(self, limit: int, *, closes: bool = True) -> tuple[TensorDict, list[Any]]:
         """One rollout of every group.
@@ -110,7 +125,9 @@ class Engine:
         began, spans = time.perf_counter_ns(), self.timeline if self.timeline.running else None
         if spans is not None and self._ended_at:
             spans.add("wait", self._ended_at, began, OWN_TRACK)
-        self.acting = self.random if self.frames < (self.options.init_random_frames or 0) else self.policy
+        if not self._in_batch:
+            self.acting = self.random if self.frames < (self.options.init_random_frames or 0) else self.policy
+        self._in_batch = not closes
         with self.weights.acting() as version:
             for group in self.groups:
                 group.version, group.spans, group.closes_batch = version, spans, closes
@@ -133,13 +150,17 @@ class Engine:
         with self.weights.acting() as version:
             for group in self.groups:
                 group.version = version
-            return self.delivery.blank(self.source.layout(self.policy))
+            layout = dataclasses.replace(self.source.layout(self.policy), T=self.rows)
+            return self.delivery.blank(layout, self.groups[0].env.device)
 
     def reset(self, index: Sequence[int] | int | None, kwargs: dict[str, Any]) -> None:
         """See ``Collector.reset``."""
-        chosen = range(self.num_envs) if index is None else np.atleast_1d(np.asarray(index)).tolist()
+        given = np.arange(self.num_envs) if index is None else np.atleast_1d(np.asarray(index))
+        if given.dtype == bool and given.shape == (self.num_envs,):
+            given = np.flatnonzero(given)
+        chosen = given.tolist()
         for i in chosen:
-            if not 0 <= i < self.num_envs:
+            if type(i) is not int or not 0 <= i < self.num_envs:
                 raise BadOption(f"reset(index={index}): environments are numbered 0 to {self.num_envs - 1}")
         for group in self.groups:
             first = int(group.clock.env_ids[0])
@@ -191,16 +212,33 @@ class Engine:
             slots=self.source.slots(),
         )
 
-    def _put_steps(self, limit: int) -> list[Any]:
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, and who acts, as plain data."""
+        acting = {id(self.random): "random", id(self.policy): "policy"}.get(id(self.source.policy))
+        counted = {"frames": self.frames, "counted": self.counted, "batches": self.batches}
+        return {**counted, "window": self.window.state_dict(), "acting": acting}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict()``. Policy and environments may be used once for it: load their state afterwards."""
+        self.source.abandon("loaded")
+        self.source.adopt({"random": self.random, "policy": self.policy}.get(state["acting"]))
+        self.frames, self.counted, self.batches = state["frames"], state["counted"], state["batches"]
+        self.window.load_state_dict(state["window"])
+        self.episodes, self._in_batch = (), False
+
+    def _put_steps(self, limit: int) -> None:
         """``extend_buffer=False``: every time step is a rollout of its own, and in the buffer before the next one."""
         assert self.outlet.sink is not None
-        for row in range(self.rows):
-            left = min(limit - row * self.num_envs, self.num_envs)
-            before = self.frames
-            batch, _ = self.collect(left, closes=row == self.rows - 1)
-            self.counted += self.frames - before
-            self.outlet.sink.write_frame(batch.squeeze(batch.names.index("time")))
-        return [None]
+        before = self.frames
+        for step in self._steps(limit):
+            self.counted, before = self.counted + self.frames - before, self.frames
+            self.outlet.sink.write_frame(step.squeeze(step.names.index("time")))
+        self.outlet.ready.append(None)
+
+    def _steps(self, limit: int) -> Iterator[TensorDict]:
+        for begin in range(0, limit, self.num_envs):
+            end = begin + self.num_envs
+            yield self.collect(min(limit - begin, self.num_envs), closes=end >= limit)[0]
 
     def _memory(self) -> Any:
         """Where slots lie."""

@@ -46,6 +46,7 @@ class CollectorKeywords(TypedDict, total=False):
     trajs_per_batch: int | None
     traj_format: TrajFormat | None
     traj_rule: TrajRule | None
+    on_policy_only: bool
     compact_obs: bool
     use_buffers: bool | None
     replay_buffer: Any
@@ -73,6 +74,7 @@ class CollectorKeywords(TypedDict, total=False):
     executor: bool
     num_threads: int | None
     inference_mode: bool
+    own_rng: bool
     slot_memory_limit: int | None
 
 
@@ -109,6 +111,8 @@ class CollectorOptions:
         traj_rule: which episodes come first: "fair" in the order of their beginnings, so that the long ones are not
             late; "per_env" the same number from each environment; "first_done" in the order of their ends, biased
             towards short ones. Default "fair".
+        on_policy_only: of these, drop (and count) episodes in which several policy versions acted. What is left is
+            biased towards short ones.
         compact_obs: leave out ``next`` observations; ``Collector.final_observations`` has those that no row shows.
         use_buffers: False also allows observations whose shape changes, in lazily stacked batches. None: as needed.
         replay_buffer: anything with ``extend`` or ``add``; batches go there, and iteration yields None.
@@ -140,6 +144,8 @@ class CollectorOptions:
             for small networks. None: your setting.
         inference_mode: call the policy in ``torch.inference_mode`` (from its second call on), which is faster than
             ``no_grad``. False if it keeps tensors of its own for a later backward pass.
+        own_rng: environments and policies draw from generators of the group's own. False: from the process's, as you
+            seed them, so that results depend on whatever else draws from these.
         slot_memory_limit: bytes of batches that may be referenced at once. None: half the machine's memory.
     """
 
@@ -162,6 +168,7 @@ class CollectorOptions:
     trajs_per_batch: int | None = None
     traj_format: TrajFormat | None = None
     traj_rule: TrajRule | None = None
+    on_policy_only: bool = False
     compact_obs: bool = False
     use_buffers: bool | None = None
     replay_buffer: Any = None
@@ -189,6 +196,7 @@ class CollectorOptions:
     executor: bool = True
     num_threads: int | None = 1
     inference_mode: bool = True
+    own_rng: bool = True
     slot_memory_limit: int | None = None
     devices: dict[str, torch.device | None] = field(init=False, repr=False)
 

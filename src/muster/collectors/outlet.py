@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from muster.collectors.options import CollectorOptions
 from muster.keys import Key
 from muster.sinks.episodes import WholeEpisodes
+from muster.sinks.plain import from_plain, to_plain
 from muster.sinks.replay_buffer import ReplaySink
 from muster.sinks.split import split_trajectories
 
@@ -25,6 +26,7 @@ class Outlet:
     Attributes:
         episodes: the assembler of ``trajs_per_batch``.
         sink: of the replay buffer.
+        ready: what is to be yielded before anything else is collected; None stands for what is in a buffer already.
         needs_flags: it looks at ``("next", "done")``, which an environment may not show.
     """
 
@@ -36,6 +38,7 @@ class Outlet:
                 num_envs=num_envs,
                 layout=options.traj_format or "cat",
                 rule=options.traj_rule or "fair",
+                on_policy_only=options.on_policy_only,
             )
             if options.trajs_per_batch
             else None
@@ -43,6 +46,7 @@ class Outlet:
         self.sink: ReplaySink | None = None
         if options.replay_buffer is not None:
             self.sink = ReplaySink(options.replay_buffer, extend=options.extend_buffer)
+        self.ready: list[TensorDict | None] = []
         self.needs_flags = bool(options.trajs_per_batch or options.split_trajs)
 
     @property
@@ -55,16 +59,20 @@ class Outlet:
         """Frames that no group of episodes will show, by reason."""
         return self.episodes.dropped if self.episodes else {}
 
-    def put(self, batch: TensorDict, hidden: Sequence[Key]) -> list[Any]:
-        """What is to be yielded now; None in the place of what a buffer took. ``hidden`` keys are taken out."""
+    def put(self, batch: TensorDict, hidden: Sequence[Key]) -> None:
+        """Take a batch; what comes of it is ``ready``. ``hidden`` keys are taken out."""
         made: list[TensorDict] = [batch]
         if self.episodes is not None:
             made = [group.batch for group in self.episodes.push(batch)]
         elif self._options.split_trajs:
             made = [split_trajectories(batch, pad_id=self._pad_id)]
-        return [self._finish(item.exclude(*hidden) if hidden else item) for item in made]
+        self.ready += [item.exclude(*hidden) if hidden else item for item in made]
 
-    def _finish(self, item: Any) -> Any:
+    def take(self) -> Any:
+        """The next of what is ready, as it is to be yielded; None in the place of what a buffer took."""
+        item: Any = self.ready.pop(0)
+        if item is None:
+            return None
         if self._options.postproc is not None:
             processed = self._options.postproc(item)
             item = item if processed is None else processed
@@ -72,3 +80,18 @@ class Outlet:
             return item
         self.sink.write(item)
         return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been collected and not yielded, as plain data that shares no memory with it."""
+        ready = [to_plain(item.clone()) for item in self.ready if item is not None]
+        return {"episodes": None if self.episodes is None else self.episodes.state_dict(), "ready": ready}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict()``."""
+        if self.episodes is not None:
+            self.episodes.load_state_dict(state["episodes"])
+        self.ready = []
+        for plain in state["ready"]:
+            item = from_plain(plain)
+            item.names = [*[None] * (item.ndim - 1), "time"]
+            self.ready.append(item)

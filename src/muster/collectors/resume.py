@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from collections import Counter
@@ -11,18 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from muster import checkpoint
 from muster.envs import snapshot
 from muster.errors import BadCheckpoint, BadWeights
 from muster.group import Group
 from muster.keys import dotted
+from muster.protocols import Outputs, Policy
 
 if TYPE_CHECKING:
     from muster.collectors.collector import Collector
 
 FORMAT = 1
 STATE_FILE = "collector.safetensors"
+CUT_SHORT = "The state was saved after an error, in the middle of a batch."
 
 
 @dataclass(frozen=True)
@@ -54,20 +58,16 @@ def state_of(collector: Collector) -> dict[str, Any]:
     """The state of a collector between two batches."""
     policy, engine = collector.policy, collector._engine
     acting = collector._weights.policy
-    outlet = engine.outlet.episodes
     return {
         "format": FORMAT,
-        "policy_state_dict": dict(acting.state_dict()) if isinstance(acting, torch.nn.Module) else None,
+        "policy_state_dict": copy.deepcopy(dict(acting.state_dict())) if isinstance(acting, torch.nn.Module) else None,
         "policy_is_module": isinstance(policy, torch.nn.Module) or policy is None,
         "env_state_dict": [[snapshot.take(env) for env in group.env.objects()] for group in engine.groups],
         "groups": [_group_state(group) for group in engine.groups],
-        "frames": engine.frames,
-        "counted": engine.counted,
-        "batches": engine.batches,
+        "engine": engine.state_dict(),
         "in_flight": engine.source.in_flight,
         "policy_version": collector._weights.version,
-        "window": engine.window.state_dict(),
-        "whole_episodes": None if outlet is None else outlet.state_dict(),
+        "outlet": engine.outlet.state_dict(),
         "options": _fingerprint(collector),
     }
 
@@ -80,24 +80,24 @@ def load(collector: Collector, state: Any, *, trust: bool) -> ResumeReport:
     _check(collector, state)
     engine = collector._engine
     notes = []
-    acting = collector._weights.policy
+    engine.load_state_dict(state["engine"])
     if state["policy_state_dict"] is not None:
-        _load_policy(acting, state["policy_state_dict"])
+        collector._weights.policy.load_state_dict(state["policy_state_dict"])
     elif not state["policy_is_module"]:
         notes.append("the policy is no module: whatever it keeps is not restored")
-    engine.source.abandon("loaded")
     restored: list[int] = []
     failed: dict[int, str] = {}
     for group, saved, envs in zip(engine.groups, state["groups"], state["env_state_dict"], strict=True):
-        reasons = [snapshot.restore(env, taken, trust) for env, taken in zip(group.env.objects(), envs, strict=True)]
-        failed.update(_load_group(group, saved, reasons))
+        cut = CUT_SHORT if state["in_flight"] else None
+        objects = zip(group.env.objects(), envs, strict=True)
+        reasons = [cut or snapshot.restore(env, taken, trust) for env, taken in objects]
+        failed.update(_load_group(group, saved, reasons, engine.source.policy))
         restored += [int(i) for i in group.clock.env_ids if int(i) not in failed]
-    engine.frames, engine.counted = state["frames"], state["counted"]
-    engine.batches = state["batches"]
+    for group in engine.groups if failed else ():
+        group.resumed = group.resumed or []  # all of them have the column then
     collector._weights.restore(state["policy_version"])
-    engine.window.load_state_dict(state["window"])
-    if engine.outlet.episodes is not None and state["whole_episodes"] is not None:
-        engine.outlet.episodes.load_state_dict(state["whole_episodes"])
+    engine.outlet.load_state_dict(state["outlet"])
+    if engine.outlet.episodes is not None:
         engine.outlet.episodes.flush(failed)
     if state["in_flight"]:
         notes.append(f"{state['in_flight']} steps of a batch that an error had cut short are not restored")
@@ -123,10 +123,10 @@ class Autosave:
 
 
 def _group_state(group: Group) -> dict[str, Any]:
-    primed = group._primed is not None
     return {
         "clock": group.clock.state_dict(),
-        "rng": group._rng_before_prime if primed else group.rng.state_dict(),
+        "rng": group.rng.state_dict(),
+        "call": None if group._primed is None else _call_state(*group._primed[1:]),
         "carry": {key: _plain(row) for key, row in group.carry.items()},
         "pending": list(group._pending),
         "seeds": dict(group._seeds),
@@ -136,14 +136,20 @@ def _group_state(group: Group) -> dict[str, Any]:
     }
 
 
-def _load_group(group: Group, state: dict[str, Any], reasons: list[str | None]) -> dict[int, str]:
+def _load_group(
+    group: Group, state: dict[str, Any], reasons: list[str | None], policy: Policy | None
+) -> dict[int, str]:
     """Returns the environments that begin anew, by global number, and why."""
     group.clock.load_state_dict(state["clock"])
     group.rng.load_state_dict(state["rng"])
-    for key, row in state["carry"].items():
-        here = group.carry.get(key)
-        group.carry[key] = row.to(here.device) if torch.is_tensor(here) else np.array(row)
-    group._primed = None
+    rows = {
+        key: row.to(group.env.device) if torch.is_tensor(row) else row.copy() for key, row in state["carry"].items()
+    }
+    group.carry.clear()  # also of what the policy here has carried
+    group.carry.update(rows)
+    call = state["call"]
+    group._primed = None if call is None or policy is None else (policy, _call(call, group.B), call["version"])
+    group.resumed = None if group.resumed is None else []
     group._pending, group._seeds = list(state["pending"]), dict(state["seeds"])
     group.executed, group.discarded = state["executed"], Counter(state["discarded"])
     if not any(reasons):
@@ -152,11 +158,26 @@ def _load_group(group: Group, state: dict[str, Any], reasons: list[str | None]) 
     # One object per environment, or one for all of them: then none of them is restored.
     per_env = len(reasons) == group.B
     lost = [i for i, why in enumerate(reasons) if why] if per_env else list(range(group.B))
-    if not lost or per_env is False:
-        lost = list(range(group.B))
     group.reset(lost)
     group.resumed = lost
     return {int(group.clock.env_ids[i]): str(reasons[i] if per_env else next(filter(None, reasons))) for i in lost}
+
+
+def _call_state(outputs: Outputs, version: int | str) -> dict[str, Any]:
+    """A policy's call that has been made for the next row."""
+    objects = {key: array.tolist() for key, array in outputs.objects.items()}
+    tensors = {"action": outputs.action, "extras": outputs.extras, "state": outputs.state}
+    return {name: {k: v.cpu() for k, v in part.items()} for name, part in tensors.items()} | {
+        "objects": objects,
+        "version": version,
+    }
+
+
+def _call(state: dict[str, Any], B: int) -> Outputs:
+    objects = {key: np.empty(B, object) for key in state["objects"]}
+    for key, array in objects.items():
+        array[:] = state["objects"][key]
+    return Outputs(state["action"], state["extras"], state["state"], objects)
 
 
 def _plain(row: Any) -> Any:
@@ -168,8 +189,12 @@ def _fingerprint(collector: Collector) -> dict[str, Any]:
     engine = collector._engine
     return {
         "environments": [group.B for group in engine.groups],
+        "trajs_per_batch": engine.outlet.episodes is not None,
         "observations": [
             {dotted(key): str(spec) for key, spec in group.env.observation_specs.items()} for group in engine.groups
+        ],
+        "actions": [
+            {dotted(key): str(spec) for key, spec in group.env.action_specs.items()} for group in engine.groups
         ],
     }
 
@@ -187,12 +212,26 @@ def _check(collector: Collector, state: Any) -> None:
                 f"the state was saved by a collector with {name} {state['options'][name]}, this one has {value}. "
                 f"Make the collector in the same way. Nothing was changed."
             )
+    _check_policy(collector._weights.policy, state["policy_state_dict"])
 
 
-def _load_policy(policy: Any, weights: dict[str, Any]) -> None:
-    if not isinstance(policy, torch.nn.Module):
-        raise BadCheckpoint("the state has the weights of a module, but this collector's policy is none")
-    try:
-        policy.load_state_dict(weights)
-    except RuntimeError as error:
-        raise BadWeights(f"the weights in the state do not fit the policy: {error}") from error
+def _check_policy(policy: Any, weights: dict[str, Any] | None) -> None:
+    """Raise before anything is changed: ``load_state_dict`` copies what fits before it complains of the rest."""
+    if (weights is not None) != isinstance(policy, torch.nn.Module):
+        has = ("no weights", "the weights of a policy")
+        raise BadCheckpoint(
+            f"the state has {has[weights is not None]}, and this collector's policy is {type(policy).__name__}. "
+            f"Nothing was changed."
+        )
+    if weights is None:
+        return
+    own = policy.state_dict(keep_vars=True)
+    if own.keys() != weights.keys():
+        missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+        raise BadWeights(f"the state's weights do not fit: missing {missing}, unknown {unknown}. Nothing was changed.")
+    for name, here in own.items():
+        if torch.is_tensor(here) and not is_lazy(here) and here.shape != weights[name].shape:
+            raise BadWeights(
+                f"weight {name} has shape {tuple(weights[name].shape)} in the state, and {tuple(here.shape)} in the "
+                f"policy. Nothing was changed."
+            )

@@ -35,11 +35,16 @@ def make_groups(
         built.append(build_env(maker, options.num_envs, kwargs, options.devices["env_device"]))
         made.callback(built[-1].env.close)
         _check_env(built[-1].env, options)
-    objects = [id(env) for b in built for env in b.env.objects()]
+    objects = [id(_innermost(env)) for b in built for env in b.env.objects()]
     if len(set(objects)) < len(objects):
         raise BadOption("create_env_fn has the same environment object twice; give functions that make one")
     total = sum(b.env.num_envs for b in built)
     surplus = options.frames_per_batch % total
+    if surplus and options.trajs_per_batch:
+        raise BadOption(
+            f"frames_per_batch={options.frames_per_batch} cannot be shared equally by {total} environments, and the "
+            f"episodes of trajs_per_batch would have holes where batches end. Use a multiple of {total}."
+        )
     if surplus and options.extend_buffer:
         rows = options.rows_per_batch(total)
         warnings.warn(
@@ -113,6 +118,14 @@ def _check_env(env: EnvBatch, options: CollectorOptions) -> None:
         )
     if options.compact_obs and env.writes_next:
         raise BadOption(f"compact_obs: {env.name} resets on the device, where last observations cannot be set aside")
+
+
+def _innermost(env: Any) -> Any:
+    """The environment inside all wrappers."""
+    for name in ("env", "pool"):
+        if (inner := vars(env).get(name) if hasattr(env, "__dict__") else None) is not None:
+            return _innermost(inner)
+    return env
 
 
 def _keywords(kwargs: Any, count: int) -> Sequence[Mapping[str, Any] | None]:

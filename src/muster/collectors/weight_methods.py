@@ -50,18 +50,19 @@ class WeightMethods:
         """
         given = _the_one(policy_or_weights, weights, policy)
         self._check_open()
-        if weights_dict is not None:
-            if given is not None or model_id is not None:
-                raise BadOption("weights_dict has the weights of all models: give nothing else with it")
-            sources = [(source, self._part(name)) for name, source in weights_dict.items()]
-            self._weights.publish_all(sources)
-        elif self._updater is not None:
-            self._updater.push_weights(given, worker_ids)
-            self._weights.increment()
-        elif worker_ids is not None:
+        if worker_ids is not None and self._updater is None:
             raise TypeError(
                 "worker_ids were given, but this collector has no workers and no weight_updater: leave them out"
             )
+        if weights_dict is not None and (given is not None or model_id is not None):
+            raise BadOption("weights_dict has the weights of all models: give nothing else with it")
+        if self._updater is not None:
+            if weights_dict is not None or model_id not in (None, "policy"):
+                raise BadOption("the weight_updater knows one policy: leave model_id and weights_dict out")
+            self._updater.push_weights(given, worker_ids)
+            self._weights.increment()
+        elif weights_dict is not None:
+            self._weights.publish_all([(source, self._part(name)) for name, source in weights_dict.items()])
         else:
             self._weights.publish(given, model=None if model_id is None else self._part(model_id))
 
@@ -102,6 +103,11 @@ class WeightMethods:
         """Call the ``weight_updater``'s ``init``; without one, nothing happens."""
         if self._updater is not None:
             self._updater.init(*args, **kwargs)
+
+    @property
+    def _receiver_schemes(self) -> dict[str, Any]:
+        """For ``cascade_execute``, by the name that TorchRL's senders know."""
+        return self._receivers.schemes
 
     @property
     def policy_version(self) -> int | str:

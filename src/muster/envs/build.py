@@ -12,6 +12,7 @@ import gymnasium
 import torch
 from gymnasium.vector import VectorEnv
 
+from muster.envs.checks import the_only
 from muster.envs.stacked import StackedEnvs
 from muster.envs.vector import VectorEnvBatch
 from muster.errors import BadOption, EnvError, UnsupportedEnv
@@ -102,25 +103,12 @@ def _wrap(envs: list[Any], num_envs: int | None, name: str, device: torch.device
     return BuiltEnv(env, shape)
 
 
-def _one(kind: Callable[[Any], EnvBatch]) -> Adapt:
-    """An adapter of what is a batch already."""
-
-    def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
-        if len(envs) > 1:
-            raise BadOption(
-                f"num_envs={len(envs)} was given, but {type(envs[0]).__name__} is a batch of environments already: "
-                f"leave num_envs out, or pass a list of factories for several groups."
-            )
-        return kind(envs[0])
-
-    return adapt
-
-
 def _stacked(envs: list[Any], device: torch.device | None) -> EnvBatch:
     return StackedEnvs(envs)
 
 
-_vector = _one(VectorEnvBatch)
+def _vector(envs: list[Any], device: torch.device | None) -> EnvBatch:
+    return VectorEnvBatch(the_only(envs))
 
 
 def _adapter(env: Any) -> Adapt | None:
@@ -138,6 +126,9 @@ def _adapter(env: Any) -> Adapt | None:
 
 # Modules with takes(obj) -> bool and adapt(envs, device) -> EnvBatch, by the package that such objects come from.
 _THIRD_PARTY: dict[str | None, str] = {
+    "envpool": "muster.envs.envpool",  # before what its pools claim to be as well
+    "stable_baselines3": "muster.envs.sb3",
+    "dm_env": "muster.envs.dm_env",
     "torchrl": "muster.envs.torchrl",
     "pettingzoo": "muster.envs.pettingzoo",
     "jax": "muster.envs.jax",

@@ -223,7 +223,9 @@ class StackedEnvs(EnvBatch):
         if not isinstance(error, Exception):  # Ctrl-C
             raise error
         who = f"{self.name}[{b}].step (row {t} of the batch)"
-        if got is ... and isinstance(error, (BadEnvOutput, UnsupportedEnv)):  # from an adapter that looks at values itself
+        if got is ... and isinstance(
+            error, (BadEnvOutput, UnsupportedEnv)
+        ):  # from an adapter that looks at values itself
             raise error
         if got is ...:
             raise EnvError(f"{who} raised {type(error).__name__}: {error}") from error

@@ -27,7 +27,10 @@ def take(td: Any, key: Key, lead: tuple[int, ...]) -> Array | None:
 
 
 def assemble(
-    leaves: Mapping[Key, Any], lead: tuple[int, ...], device: torch.device | None = None, into: Any = None
+    leaves: Mapping[Key, Any],
+    lead: tuple[int, ...],
+    device: torch.device | None = None,
+    inner: Mapping[Key, tuple[int, ...]] | None = None,
 ) -> Any:
     """A TensorDict ``[*lead]`` of tensors ``[*lead, *shape]`` and arrays of cells ``[*lead]``.
 
@@ -37,17 +40,21 @@ def assemble(
         leaves: by key; nested keys make nested TensorDicts.
         lead: its batch size.
         device: its device.
-        into: a TensorDict to add to instead; not for cells that are tensors.
+        inner: further dimensions of nested TensorDicts.
     """
     cells = {key: value for key, value in leaves.items() if not torch.is_tensor(value)}
     if lead and any(torch.is_tensor(cell) for value in cells.values() for cell in value.flat):
         parts = [{key: _part(value, i) for key, value in leaves.items()} for i in range(lead[0])]
-        return LazyStackedTensorDict.lazy_stack([assemble(part, lead[1:], device) for part in parts])
-    td = TensorDict({}, batch_size=lead, device=device) if into is None else into
+        return LazyStackedTensorDict.lazy_stack([assemble(part, lead[1:], device, inner) for part in parts])
+    td = TensorDict({}, batch_size=lead, device=device)
     for key, value in cells.items():  # first: stacks are whole nodes, which others are set into
         if isinstance(value.flat[0], TensorDictBase):
             add_stack(td, key, joined(value))
-        elif value.flat[0] is not None or value.size > 1:
+    for path, shape in (inner or {}).items():
+        if td.get(path, None) is None:
+            td.set(path, TensorDict({}, batch_size=(*lead, *shape), device=device))
+    for key, value in cells.items():
+        if not isinstance(value.flat[0], TensorDictBase):
             td.set(key, value.item() if torch.is_tensor(value.flat[0]) else _objects(value))
     for key, value in leaves.items():
         if torch.is_tensor(value):
@@ -66,6 +73,15 @@ def add_stack(td: Any, key: Key, stack: Any) -> None:
         for name, value in node.items():
             stack.set(name, value)
         td.set(key[:-1], stack)
+
+
+def is_uneven(td: Any, key: Key) -> bool:
+    """Does a leaf of ``td`` differ in shape from one part to another, so that it cannot be had as one tensor?"""
+    try:
+        td.get(key)
+    except (RuntimeError, KeyError):
+        return True
+    return False
 
 
 def joined(cells: Array) -> Any:

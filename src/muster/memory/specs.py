@@ -21,7 +21,8 @@ class ArraySpec:
 
     ``dtype`` is ``object`` for what has no fixed shape (text, sequences, graphs); such leaves
     are kept as Python objects. ``ragged`` says that these are tensors or TensorDicts, of shapes that
-    differ. ``low`` and ``high`` are inclusive bounds, ``None`` if unbounded.
+    differ. ``low`` and ``high`` are inclusive bounds, ``None`` if unbounded. ``inner``: so many leading dimensions of
+    the shape belong to the nested TensorDict that the leaf is in, besides the batch's (agents, for instance).
     """
 
     shape: tuple[int, ...]
@@ -29,6 +30,7 @@ class ArraySpec:
     low: Array | None = None
     high: Array | None = None
     ragged: bool = False
+    inner: int = 0
 
     @property
     def is_tensor(self) -> bool:
@@ -49,8 +51,8 @@ class Column:
     row ``t`` is what the policy saw before step ``t``, row ``T`` what it will see next.
     ``trailing`` adds TorchRL's trailing dimension in the user's view (flags and rewards).
     ``hidden`` columns are not in that view; ``host`` columns are Muster's bookkeeping, which also has an array
-    in the host's memory where the slot lies on another device. ``ragged`` is as in ``ArraySpec``. ``by_policy``:
-    a recurrent state that the environment declares too; it writes only what the state is after a reset.
+    in the host's memory where the slot lies on another device. ``ragged`` and ``inner`` are as in ``ArraySpec``.
+    ``by_policy``: a recurrent state that the environment declares too; it writes only what the state is after a reset.
     """
 
     key: Key
@@ -62,6 +64,7 @@ class Column:
     host: bool = False
     ragged: bool = False
     by_policy: bool = False
+    inner: int = 0
 
     @property
     def is_tensor(self) -> bool:

@@ -60,6 +60,7 @@ class BatchView:
         self._stacked, self._time_first = stacked, time_first
         self._leaves = [self._leaf(layout, c) for c in layout.tensor_columns if hidden or not c.hidden]
         self._objects = [c for c in layout.object_columns if hidden or not c.hidden]
+        self._inner = {c.key[:-1]: c.shape[: c.inner] for c in layout.tensor_columns if c.inner}
 
     def tensordict(self, memory: torch.Tensor, slot: Slot) -> TensorDict:
         """The batch over ``memory`` (flat bytes, from ``SlotRing.lend`` or a copy of them)."""
@@ -79,15 +80,18 @@ class BatchView:
         batch = self._wrap(root)
         for column in self._objects:
             if column.ragged:
-                batch = _add_ragged(batch, column.key, self._cells(column, slot), self.time_dim)
+                batch = _add_ragged(batch, column.key, _filled(self._cells(column, slot)), self.time_dim)
+        batch.names = self.names  # which stacking parts has lost
         return batch
 
-    def _wrap(self, root: Nested) -> TensorDict:
+    def _wrap(self, root: Nested, path: Key = ()) -> TensorDict:
         """Without TensorDict's checks: the shapes were made here, and a batch of few steps would be mostly checking."""
         from tensordict import TensorDict
 
-        entries = {key: self._wrap(value) if type(value) is dict else value for key, value in root.items()}
-        return TensorDict._new_unsafe(entries, batch_size=self.batch_size, names=self.names, device=self.device)
+        entries = {k: self._wrap(value, (*path, k)) if type(value) is dict else value for k, value in root.items()}
+        inner = self._inner.get(path, ())
+        size, names = torch.Size((*self.batch_size, *inner)), self.names + [None] * len(inner)
+        return TensorDict._new_unsafe(entries, batch_size=size, names=names, device=self.device)
 
     def refresh_objects(self, batch: TensorDict, slot: Slot) -> None:
         """Replace the non-tensor entries of ``batch`` by what ``slot`` holds now."""
@@ -139,25 +143,29 @@ def _set(root: Nested, key: Key, value: Any) -> None:
 def _add_ragged(batch: Any, key: Key, cells: Array, time: int) -> Any:
     """The batch with a column whose cells differ in shape: lazily stacked, as TorchRL does.
 
-    Cells that are TensorDicts become a nested lazy stack; tensors make the whole batch one, since a dense TensorDict
-    holds nothing but dense tensors.
+    Cells that are TensorDicts (see ``cells``) become a nested lazy stack; tensors make the whole batch one, since a
+    dense TensorDict holds nothing but dense tensors.
     """
     from tensordict import LazyStackedTensorDict, TensorDictBase
 
     if not cells.ndim:
         return batch.clone(False).set(key, cells.item())
     if isinstance(cells.flat[0], TensorDictBase):
-        return batch.set(key, _lazily(cells, time))
+        from muster.memory.cells import add_stack, joined
+
+        add_stack(batch, key, joined(cells))
+        return batch
     parts = zip(batch.unbind(time), _parts(cells, time), strict=True)
     return LazyStackedTensorDict.lazy_stack([_add_ragged(part, key, cell, 0) for part, cell in parts], time)
 
 
-def _lazily(cells: Array, time: int) -> Any:
-    from tensordict import LazyStackedTensorDict
-
-    if not cells.ndim:
-        return cells.item()
-    return LazyStackedTensorDict.lazy_stack([_lazily(cell, 0) for cell in _parts(cells, time)], time)
+def _filled(cells: Array) -> Array:
+    """Zeros of some shape where there was no step."""
+    some = next((cell for cell in cells.flat if cell is not None), None)
+    for index in np.ndindex(cells.shape):
+        if cells[index] is None and some is not None:
+            cells[index] = torch.zeros_like(some)
+    return cells
 
 
 def _parts(cells: Array, dim: int) -> list[Array]:

@@ -58,6 +58,7 @@ def adapt(
             device=device,
             deterministic=exploration_type != "random",
             executor=executor,
+            rows_device=env.device,
         )
     if isinstance(policy, type) or not callable(policy):
         raise BadOption(f"policy is {policy!r}, expected {ACCEPTED}")
@@ -73,7 +74,7 @@ def adapt(
 
         keys = list(env.action_specs)
         return TensorDictPolicy(policy, action_keys=keys, exploration_type=exploration_type, **common)
-    return FunctionPolicy(policy, **common)
+    return FunctionPolicy(policy, rows_device=env.device, **common)
 
 
 def place(policy: Any, device: torch.device | None) -> tuple[Any, torch.device | None]:

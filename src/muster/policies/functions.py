@@ -19,6 +19,7 @@ from muster.keys import ACTION, OBSERVATION, RESERVED, STATE, Key, dotted
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec, Column, Specs
 from muster.policies.checks import action_problem, column_of, frozen_check
+from muster.policies.device_sampling import elsewhere
 from muster.policies.executor import Program, plan
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
@@ -35,8 +36,9 @@ class FunctionPolicy:
             observation is a dict, and returns tensors, arrays or plain numbers.
         obs_specs, action_specs: of one environment.
         batch_shape: see ``Layout``.
-        device: where ``fn`` computes; None leaves everything on the CPU.
+        device: where ``fn`` computes; None leaves everything where it is.
         executor: allow the executor where ``fn`` is a network whose output is the action.
+        rows_device: where the environments' rows lie; None is the host.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class FunctionPolicy:
         batch_shape: tuple[int, ...],
         device: torch.device | None = None,
         executor: bool = True,
+        rows_device: torch.device | None = None,
     ) -> None:
         self.fn = fn
         self.name = type(fn).__name__ if isinstance(fn, torch.nn.Module) else getattr(fn, "__name__", repr(fn))
@@ -57,7 +60,7 @@ class FunctionPolicy:
             raise BadOption(f"the observation has the key {STATE[0]!r}, where a batch keeps the state of a policy")
         self._taken = RESERVED | {key[0] for key in obs_specs} | (set(STATE) if self.takes_state else set())
         self._lead = batch_shape
-        self._device = device if device is not None and device.type != "cpu" else None
+        self._device, self._on_device = elsewhere(device, rows_device), rows_device is not None
         self._columns: list[Column] = []
         one = list(obs_specs) == [OBSERVATION] and list(action_specs) == [ACTION]
         tensors = all(spec.is_tensor for spec in (*obs_specs.values(), *action_specs.values()))
@@ -98,7 +101,7 @@ class FunctionPolicy:
     def _plan(self, obs: torch.Tensor) -> None:
         """Use the executor where the function is a network that it knows."""
         module = self.fn if self._executor and self._plain and isinstance(self.fn, torch.nn.Module) else None
-        self._program = None if module is None else plan(module, obs)
+        self._program = None if module is None else plan(module, obs, numpy_ok=not self._on_device)
         self.path = "module" if self._program is None else f"{self._program.kind} executor"
 
     def _make_act(self, lane: Lane) -> Act:
@@ -205,7 +208,7 @@ class FunctionPolicy:
         return leaves
 
     def _action(self, key: Key, value: Any) -> torch.Tensor:
-        """The action as a CPU tensor of the right shape.
+        """The action as a tensor of the right shape.
 
         Raises:
             BadPolicyOutput: another shape, or a kind of number the space does not take.

@@ -19,9 +19,10 @@ from torch import nn
 
 from muster.errors import BadPolicyOutput
 from muster.keys import LOG_PROB, Key
-from muster.memory.slots import Lane
+from muster.memory.slots import Lane, torch_dtype
 from muster.memory.specs import Array, ArraySpec, Column
 from muster.policies.checks import frozen_check
+from muster.policies.device_sampling import draw, elsewhere
 from muster.policies.executor import Program, plan
 from muster.policies.head_modules import LOG_STD_BOUNDS, Categorical, Deterministic, Gaussian, Head, TanhGaussian
 from muster.policies.sampling import Emit, Rows
@@ -77,8 +78,8 @@ def deterministic(net: nn.Module) -> Deterministic:
 class HeadPolicy:
     """Implements ``Policy`` for a head.
 
-    Noise comes from ``rng.numpy``, once per rollout and the same for every ``path``. What ``act`` costs for a
-    4-64-64-2 network is in docs/decisions/0002-executor-choice.md.
+    Noise comes from ``rng.numpy``, once per rollout and the same for every ``path``; on a device see
+    ``device_sampling``. What ``act`` costs for a 4-64-64-2 network is in docs/decisions/0002-executor-choice.md.
 
     Args:
         head: bound to the action space here.
@@ -86,9 +87,10 @@ class HeadPolicy:
         action_key: where actions go.
         action_spec: of one environment.
         batch_dims: number of leading dimensions that the network sees, as in ``Layout.batch_shape``.
-        device: where the network computes; actions are sampled on the CPU, which the environments need them on.
+        device: where the network computes.
         deterministic: take the mode.
         executor: allow the executor where it gives what the module gives.
+        rows_device: where the environments' rows lie, and actions are sampled; None is the host.
 
     Raises:
         BadOption: the head does not fit the action space.
@@ -105,12 +107,13 @@ class HeadPolicy:
         device: torch.device | None,
         deterministic: bool = False,
         executor: bool = True,
+        rows_device: torch.device | None = None,
     ) -> None:
         self.head, self.name, self.path = head, head.name, "module"
         self._width = head.bind(action_spec)
         self._obs_keys, self._action_key, self._spec = tuple(obs_keys), action_key, action_spec
         self._batch_dims, self._batched, self._deterministic = batch_dims, batch_dims > 0, deterministic
-        self._device = None if device is None or device.type == "cpu" else device
+        self._device, self._on_device = elsewhere(device, rows_device), rows_device is not None
         self._executor = executor and len(obs_keys) == 1
         self._program: Program | None = None
         self._float32 = False  # the program's output is what the samplers take
@@ -126,6 +129,8 @@ class HeadPolicy:
         B = math.prod(lead)
         self._check(out, lead)
         self._plan(x)
+        if self._on_device:
+            return self._drawn(out, leaves[0])
         rows = Rows(self.head.name, np.zeros((1, B, *self._spec.shape), self._spec.dtype), None)
         self._emitter(rows, 0, rng)(0, _host(out).reshape(B, -1))
         action, log_prob = rows.action[0], rows.log_prob_array[0]
@@ -137,6 +142,8 @@ class HeadPolicy:
         return [Column(LOG_PROB, (), np.dtype(np.float32))] if self.head.has_log_prob else []
 
     def start(self, lane: Lane, rng: GroupRng) -> Act:
+        if lane.mirrored:
+            return self._start_on_device(lane)
         if self not in lane.cache:
             lane.cache[self] = self._views(lane)
         tensors, arrays, rows = lane.cache[self]
@@ -156,11 +163,36 @@ class HeadPolicy:
 
         return act
 
+    def _start_on_device(self, lane: Lane) -> Act:
+        tensors = [lane.rows(key) for key in self._obs_keys]
+        if self._program is not None and not self._program.current():
+            self._plan(self._input([leaf[lane.acts_from] for leaf in tensors]))
+        actions, log_probs = lane.tensors[self._action_key], lane.tensors.get(LOG_PROB)
+        compute: Callable[[Any], Any] = self._program or self.head.net
+        head, deterministic, B = self.head, self._deterministic, lane.B
+
+        def act(t: int) -> None:
+            out = compute(self._input([leaf[t] for leaf in tensors]))
+            action, log_prob = draw(head, out.reshape(B, -1), deterministic=deterministic)
+            actions[t].copy_(action.reshape(actions[t].shape))
+            if log_probs is not None and log_prob is not None:
+                log_probs[t].copy_(log_prob)
+
+        return act
+
+    def _drawn(self, out: torch.Tensor, like: torch.Tensor) -> Outputs:
+        lead = tuple(like.shape[: self._batch_dims])
+        action, log_prob = draw(self.head, out.reshape(math.prod(lead), -1), deterministic=self._deterministic)
+        action = action.reshape((*lead, *self._spec.shape)).to(torch_dtype(self._spec.dtype))
+        extras = {} if log_prob is None else {LOG_PROB: log_prob.reshape(lead)}
+        return Outputs({self._action_key: action}, extras)
+
     def _emitter(self, rows: Rows, first: int, rng: GroupRng) -> Emit:
         return self.head.emitter(rows, first, None if self._deterministic else rng.numpy)
 
     def _plan(self, x: Any) -> None:
-        self._program = program = plan(self.head.net, x, numpy_ok=self._device is None) if self._executor else None
+        numpy_ok = self._device is None and not self._on_device
+        self._program = program = plan(self.head.net, x, numpy_ok=numpy_ok) if self._executor else None
         self._float32 = program is not None and program.kind == "torch" and program(x).dtype == torch.float32
         self.path = "module" if self._program is None else f"{self._program.kind} executor"
 

@@ -1,8 +1,9 @@
 """Policies that read and write a TensorDict: tensordict's modules, TorchRL's actors, and plain functions.
 
 Recurrent state follows TorchRL's convention: an input ``k`` for which ``("next", k)`` is returned is read
-from row ``t``, written to row ``t + 1``, and zero where an episode begins; at the policy's very first call
-it is left out. A module that wants ``is_init`` gets it.
+from row ``t`` and written to row ``t + 1``. Where an episode begins it is what the environment says if it declares
+``k`` (TorchRL's ``TensorDictPrimer``), else zero, and left out at the policy's very first call. A module that wants
+``is_init`` gets it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from tensordict.nn import InteractionType, set_interaction_type
 
 from muster.errors import BadOption, BadPolicyOutput
 from muster.keys import IS_INIT, RESERVED, Key, dotted, next_of
+from muster.memory.cells import assemble, is_uneven, take
 from muster.memory.slots import Lane
-from muster.memory.specs import Column, Specs
+from muster.memory.specs import OBJECT, Array, Column, Specs
 from muster.policies.checks import action_problem, column_of, frozen_check
 from muster.policies.tensordict_program import TensorDictProgram, Values, as_key, fuse
 from muster.protocols import Act, Outputs
@@ -65,7 +67,9 @@ class TensorDictPolicy:
         self.name = (
             type(module).__name__ if isinstance(module, torch.nn.Module) else getattr(module, "__name__", "policy")
         )
-        self._obs_keys = [key for key, spec in obs_specs.items() if spec.is_tensor]
+        self._obs_keys = list(obs_specs)
+        self._object_keys = [key for key, spec in obs_specs.items() if not spec.is_tensor]
+        self._inner = {key[:-1]: spec.shape[: spec.inner] for key, spec in obs_specs.items() if spec.inner}
         self._action_keys, self._action_specs = list(action_keys), action_specs or {}
         self._lead = batch_shape
         self._device = None if device is None or device.type == "cpu" else device
@@ -76,15 +80,19 @@ class TensorDictPolicy:
                 f"exploration_type={exploration_type!r}, expected one of {[str(t.value) for t in InteractionType]}"
             ) from None
         self._state_keys, self._wants_init = self._read_keys()
-        self._executor = executor and self._device is None and not self._state_keys and not self._wants_init
+        stateless = not self._state_keys and not self._wants_init and not self._object_keys
+        self._executor = executor and self._device is None and stateless
         self._program: TensorDictProgram | None = None
         self._columns: list[Column] = []
         self._kinds: dict[Key, tuple[torch.Size, torch.dtype]] = {}  # of what is stored, as first returned
+        self._object_outputs: list[Key] = []
 
     @torch.no_grad()
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
-        unchanged = frozen_check({key: obs[key] for key in self._obs_keys}, self.name)
-        inputs = {key: self._move(obs[key]) for key in self._obs_keys}
+        unchanged = frozen_check(obs, self.name)
+        objects = {key: np.reshape(obs[key], self._lead) for key in self._object_keys}
+        inputs: dict[Key, Any] = {key: self._move(obs[key]) for key in self._obs_keys if key not in objects}
+        inputs |= objects
         if self._wants_init:
             inputs[IS_INIT] = torch.ones(*self._lead, 1, dtype=torch.bool, device=self._device)
         carrier = self._carrier(inputs)
@@ -94,11 +102,17 @@ class TensorDictPolicy:
         outputs = self._outputs(out, inputs)
         self._columns = [column_of(key, value, self._lead, self.name) for key, value in outputs.extras.items()]
         self._columns += [column_of(k, v, self._lead, self.name, carry=True) for k, v in outputs.state.items()]
+        self._object_outputs = list(outputs.objects)
+        self._columns += [
+            Column(key, (), OBJECT, ragged=_is_ragged(cells))
+            for key, cells in outputs.objects.items()
+            if key not in self._action_keys
+        ]
         if self._wants_init:
             self._columns.append(Column(IS_INIT, (), np.dtype(bool), carry=True, trailing=True))
         every = {**outputs.action, **outputs.extras, **{next_of(k): v for k, v in outputs.state.items()}}
         self._kinds = {key: (value.shape, value.dtype) for key, value in every.items()}
-        if self._executor:
+        if self._executor and not self._object_outputs:
             self._fuse(inputs, every, before)
         return outputs
 
@@ -111,6 +125,8 @@ class TensorDictPolicy:
         inputs, outputs = lane.cache[self]
         if self._program is not None and not self._program.current():
             self._replan({key: rows[lane.done_steps] for key, rows in inputs.items()})
+        if self._object_keys or self._object_outputs:
+            return self._act_objects(inputs, outputs, {key: lane.arrays[key] for key in self._object_outputs})
         return self._act_module(inputs, outputs) if self._program is None else self._act_program(inputs, outputs)
 
     # --- one step ---------------------------------------------------------------------------------
@@ -151,7 +167,26 @@ class TensorDictPolicy:
 
         return act
 
-    def _call(self, carrier: TensorDict) -> Any:
+    def _act_objects(self, inputs: dict[Key, Rows], outputs: list[tuple[Key, Rows]], objects: dict[Key, Array]) -> Act:
+        def act(t: int) -> None:
+            leaves = {key: rows[t] for key, rows in inputs.items()}
+            out = self._call(self._carrier({k: self._move(v) if torch.is_tensor(v) else v for k, v in leaves.items()}))
+            for key, rows in outputs:
+                value = out.get(key, None)
+                if value is None or (value.shape, value.dtype) != self._kinds[key]:
+                    self._refuse_change(key, value, self._kinds[key])
+                rows[t].copy_(value)
+            for key, array in objects.items():
+                cells = take(out, key, self._lead)
+                if cells is None:
+                    raise BadPolicyOutput(
+                        f"policy {self.name} returned {dotted(key)} at its first call, now it did not"
+                    )
+                array[t] = cells.reshape(-1)
+
+        return act
+
+    def _call(self, carrier: Any) -> Any:
         with set_interaction_type(self._interaction):
             out = self.module(carrier)
         return carrier if out is None else out
@@ -162,29 +197,35 @@ class TensorDictPolicy:
         """Its recurrent state, and whether it reads ``is_init``."""
         reads = [as_key(key) for key in getattr(self.module, "in_keys", None) or self._obs_keys]
         writes = {as_key(key) for key in getattr(self.module, "out_keys", None) or ()}
-        other = [key for key in dict.fromkeys(reads) if key not in self._obs_keys and key != IS_INIT]
-        state = [key for key in other if next_of(key) in writes]
-        missing = [dotted(key) for key in other if key not in state and not any(p.startswith("_") for p in key)]
+        state = [key for key in dict.fromkeys(reads) if next_of(key) in writes]
+        known = {*self._obs_keys, *state, IS_INIT}
+        missing = [dotted(key) for key in reads if key not in known and not any(p.startswith("_") for p in key)]
         if missing:
             raise BadPolicyOutput(
                 f"policy {self.name} reads {missing}, which nobody provides: the observation keys are "
                 f"{[dotted(key) for key in self._obs_keys]}. Change in_keys, or return ('next', key) as well if "
                 f"it is a recurrent state."
             )
-        return state, IS_INIT in reads
+        return state, IS_INIT in reads and IS_INIT not in self._obs_keys
 
     def _outputs(self, out: Any, inputs: Values) -> Outputs:
         if not isinstance(out, TensorDictBase):
             raise BadPolicyOutput(f"policy {self.name} returned {type(out).__name__}, expected a TensorDict")
-        leaves = {as_key(k): v for k, v in out.items(include_nested=True, leaves_only=True)}
+        keys = [as_key(key) for key in out.keys(True, True, is_leaf=is_leaf_nontensor)]
+        leaves = {key: self._value(out, key) for key in keys if key not in inputs}
         outputs = Outputs({}, {}, {})
         for key in self._action_keys:
             if key not in leaves:
-                got = sorted(map(dotted, leaves.keys() - inputs.keys()))
+                got = sorted(map(dotted, leaves))
                 raise BadPolicyOutput(
                     f"policy {self.name} did not return {dotted(key)}, only {got}. Name the action so in out_keys."
                 )
-            outputs.action[key] = self._action(key, leaves.pop(key))
+            value = leaves.pop(key)
+            spec = self._action_specs.get(key)
+            if spec is None or spec.is_tensor:
+                outputs.action[key] = self._action(key, value)
+            else:
+                outputs.objects[key] = self._cells(out, key)
         for key in self._state_keys:
             if next_of(key) not in leaves:
                 raise BadPolicyOutput(f"policy {self.name} did not return its recurrent state {dotted(next_of(key))}")
@@ -196,10 +237,25 @@ class TensorDictPolicy:
                 raise BadPolicyOutput(f"policy {self.name} returned {dotted(key)}, a name that the batch uses itself")
             if isinstance(value, torch.Tensor):
                 outputs.extras[key] = value
+            else:
+                outputs.objects[key] = self._cells(out, key)
         return outputs
 
-    def _action(self, key: Key, action: torch.Tensor) -> torch.Tensor:
+    def _value(self, out: Any, key: Key) -> Any:
+        """A tensor, or whatever else it is; None for what differs in shape from one environment or part to another."""
+        return None if is_uneven(out, key) else out.get(key)
+
+    def _cells(self, out: Any, key: Key) -> Array:
+        cells = take(out, key, self._lead)
+        assert cells is not None
+        return cells.reshape(-1)
+
+    def _action(self, key: Key, action: Any) -> torch.Tensor:
         spec = self._action_specs.get(key)
+        if not torch.is_tensor(action):
+            raise BadPolicyOutput(
+                f"policy {self.name} returned {dotted(key)} as {type(action).__name__}, expected {spec}"
+            )
         problem = None if spec is None else action_problem(action, spec, self._lead)
         if problem:
             raise BadPolicyOutput(f"policy {self.name} returned {dotted(key)} {problem}")
@@ -214,7 +270,9 @@ class TensorDictPolicy:
 
     def _views(self, lane: Lane) -> tuple[dict[Key, Rows], list[tuple[Key, Rows]]]:
         """Rows read by key, and rows written by the key of the module's output."""
-        inputs: dict[Key, Any] = {key: lane.rows(key) for key in (*self._obs_keys, *self._state_keys)}
+        read = dict.fromkeys((*self._obs_keys, *self._state_keys))
+        inputs: dict[Key, Any] = {key: lane.rows(key) for key in read if key not in self._object_keys}
+        inputs |= {key: [row.reshape(self._lead) for row in lane.arrays[key]] for key in self._object_keys}
         if self._wants_init:
             inputs[IS_INIT] = [row.unsqueeze(-1) for row in lane.rows(IS_INIT)]
         carried = {next_of(key): key for key in self._state_keys}
@@ -256,14 +314,22 @@ class TensorDictPolicy:
             self._program, self.path = program, "torch executor"
         torch.set_rng_state(after)
 
-    def _carrier(self, inputs: Values) -> TensorDict:
+    def _carrier(self, inputs: Mapping[Key, Any]) -> Any:
+        if self._object_keys:
+            return assemble(inputs, self._lead, self._device, self._inner)
         carrier = TensorDict({}, batch_size=self._lead, device=self._device)
+        for path, shape in self._inner.items():
+            carrier.set(path, TensorDict({}, batch_size=(*self._lead, *shape), device=self._device))
         for key, value in inputs.items():
             carrier.set(key, value)
         return carrier
 
     def _move(self, value: torch.Tensor) -> torch.Tensor:
         return value if self._device is None else value.to(self._device, non_blocking=True)
+
+
+def _is_ragged(cells: Array) -> bool:
+    return isinstance(cells.flat[0], (torch.Tensor, TensorDictBase))
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -94,6 +94,9 @@ def _flatten(module: Any, out: list[Any], watched: list[tuple[nn.Module, tuple[A
     if not isinstance(module, torch.nn.Module) or not plain(module):
         return False
     part: Any = module
+    known = (*SEQUENTIAL, TensorDictModule.forward)
+    if type(module).forward not in known and not _is_distribution(module):
+        return False
     watched.append((module, _parts(module)))
     if type(module).forward in SEQUENTIAL:
         children = list(part.module._modules.values())
@@ -102,8 +105,6 @@ def _flatten(module: Any, out: list[Any], watched: list[tuple[nn.Module, tuple[A
         usual = part.method is None and part._kwargs is None and not part._get_kwargs
         if not usual or part.method_kwargs or len(part.in_keys) != 1:
             return False
-    elif not _is_distribution(module):
-        return False
     out.append(module)
     return True
 

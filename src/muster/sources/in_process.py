@@ -81,7 +81,7 @@ class InProcess:
     @property
     def in_flight(self) -> int:
         """Steps in a slot that is not complete."""
-        return 0 if self._filling is None else sum(lane.done_steps * lane.B for lane in self._filling.lanes)
+        return sum(self._in_flight())
 
     def slots(self) -> dict[str, int]:
         """Number of slots by state."""
@@ -100,14 +100,25 @@ class InProcess:
         assert self._ring is not None
         return self._ring.layout
 
+    @property
+    def policy(self) -> Policy | None:
+        """That acted last, or has been called for its layout since."""
+        return self._policy
+
+    def adopt(self, policy: Policy | None) -> None:
+        """Be as after a batch with ``policy`` (which may be called for its layout), or as before any."""
+        if policy is not None:
+            self._prepare(policy)
+        self._policy = policy
+
     def _prepare(self, policy: Policy) -> None:
         resumes = any(group.resumed for group in self.groups)
         if policy is self._policy and not resumes:
             return
         if policy is not self._policy:
             self.abandon("policy_changed")
-        for group in self.groups:
-            group.prime(policy)
+            for group in self.groups:
+                group.prime(policy)
         count = len(self.groups)
         layouts = [
             Layout(self.T, group.B, group.columns(policy), count, batch_shape=group.batch_shape)
@@ -122,12 +133,19 @@ class InProcess:
             self._ring = SlotRing(layouts[0], limit_bytes=self._limit_bytes, memory=self._memory)
         self._policy = policy
 
+    def _in_flight(self) -> list[int]:
+        """By group; what of a complete lane is no transition is discarded already."""
+        if self._filling is None:
+            return []
+        lanes = enumerate(zip(self.groups, self._filling.lanes, strict=True))
+        return [group.delivered if i < self._complete else lane.done_steps * lane.B for i, (group, lane) in lanes]
+
     def abandon(self, reason: str) -> None:
         """Give up a slot that is not complete; its environments begin anew."""
         if self._filling is None:
             return
-        for group, lane in zip(self.groups, self._filling.lanes, strict=True):
-            group.lose(lane, reason)
+        for group, steps in zip(self.groups, self._in_flight(), strict=True):
+            group.discard(reason, steps)
             group.reset()  # what it would go on from is lost with the lane
         self._filling, self._complete = None, 0
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+import torch
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 Info = dict[str, Any]
@@ -182,3 +184,72 @@ class FaultyEnv(CountingEnv):
         if "all" in self.output:
             return self.output["all"]
         return tuple(self.output.get(name, value) for name, value in zip(names, values, strict=True))
+
+
+class TorchCartPole:
+    """CartPole-v1, B times at once, on tensors: as simulators on a GPU are. Never waits for the device.
+
+    Args:
+        num_envs: B.
+        device: of all tensors.
+        autoreset: SAME_STEP (``info["final_obs"]`` has the last observations) or DISABLED (``reset`` by mask).
+        final_obs: False leaves them out, as some simulators do.
+        max_steps: episodes are truncated there.
+
+    Attributes:
+        state: ``[B, 4]`` float32: position, velocity, angle, angular velocity.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        device: torch.device | str = "cpu",
+        *,
+        autoreset: AutoresetMode = AutoresetMode.SAME_STEP,
+        final_obs: bool = True,
+        max_steps: int = 500,
+    ) -> None:
+        self.num_envs, self.device = num_envs, torch.device(device)
+        self.final_obs, self.max_steps = final_obs, max_steps
+        self.metadata = {"autoreset_mode": autoreset}
+        high = np.array([4.8, np.inf, 24 * np.pi / 180, np.inf], np.float32)
+        self.single_observation_space = spaces.Box(-high, high)
+        self.single_action_space = spaces.Discrete(2)
+        self.muster_exact = final_obs  # masks are respected, and every last observation is handed over
+        self._generator = torch.Generator(self.device)
+        self._generator.seed()
+        self.state = torch.zeros(num_envs, 4, device=self.device)
+        self._steps = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
+
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[torch.Tensor, Info]:
+        """Begin new episodes, in all environments or where ``options["reset_mask"]`` (bool ``[B]``)."""
+        if seed is not None:
+            self._generator.manual_seed(seed)
+        everywhere = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
+        self._begin((options or {}).get("reset_mask", everywhere))
+        return self.state.clone(), {}
+
+    def step(self, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Info]:
+        _, x_dot, theta, theta_dot = self.state.unbind(1)
+        sin, cos = theta.sin(), theta.cos()
+        push = (action * 20.0 - 10.0 + 0.05 * theta_dot**2 * sin) / 1.1
+        theta_acc = (9.8 * sin - cos * push) / (0.5 * (4 / 3 - 0.1 * cos**2 / 1.1))
+        x_acc = push - 0.05 * theta_acc * cos / 1.1
+        rates = torch.stack([x_dot, x_acc, theta_dot, theta_acc], 1)
+        self.state = self.state + 0.02 * rates
+        self._steps += 1
+        terminated = (self.state[:, 0].abs() > 2.4) | (self.state[:, 2].abs() > 12 * 2 * np.pi / 360)
+        truncated = self._steps >= self.max_steps
+        info: Info = {}
+        if self.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP:
+            info = {"final_obs": self.state.clone()} if self.final_obs else {}
+            self._begin(terminated | truncated)
+        return self.state.clone(), torch.ones(self.num_envs, device=self.device), terminated, truncated, info
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    def _begin(self, where: torch.Tensor) -> None:
+        fresh = torch.rand(self.num_envs, 4, generator=self._generator, device=self.device) * 0.1 - 0.05
+        self.state = torch.where(where[:, None], fresh, self.state)
+        self._steps.masked_fill_(where, 0)

@@ -15,6 +15,7 @@ from muster.errors import BadWeights
 
 Weights = dict[str, torch.Tensor]
 Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]  # new and old
+Waiting = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by the old ones' place in memory
 
 
 class LocalWeights:
@@ -34,7 +35,7 @@ class LocalWeights:
         self._count = 0
         self._lock = threading.Lock()
         self._in_rollout = False
-        self._waiting: Pairs = {}  # published while a rollout was going on
+        self._waiting: Waiting = {}  # published while a rollout was going on
 
     @property
     def version(self) -> int | str:
@@ -58,35 +59,30 @@ class LocalWeights:
 
     def publish_all(self, sources: Sequence[tuple[Any, Any]]) -> int | str:
         """``publish`` for several (source, model), as one version; all of them or none."""
-        pairs: Pairs = {}
-        for number, (source, model) in enumerate(sources):
+        pairs: Waiting = {}
+        for source, model in sources:
             source = self.original if source is None else source
             if source is not None and not self._is_inside(source):
-                target = self.policy if model is None else model
-                fitting = _fitting_pairs(named_weights(source), target).items()
-                pairs.update({f"{number}.{name}": pair for name, pair in fitting})
+                fitting = _fitting_pairs(named_weights(source), self.policy if model is None else model)
+                pairs.update({old.data_ptr(): (new, old) for new, old in fitting.values()})
         with self._lock:
             if self._in_rollout:
-                self._waiting.update({name: (new.clone(), old) for name, (new, old) in pairs.items()})
-            else:
-                _copy(pairs)
-        return self.increment()
+                pairs = {place: (new.clone(), old) for place, (new, old) in pairs.items()}
+            self._waiting.update(pairs)  # what was published before may wait still
+            if not self._in_rollout:
+                self._copy_waiting()
+            return self._increment()
 
     def increment(self) -> int | str:
         """Count a version."""
         with self._lock:
-            if self.counter is not None:
-                self.counter.increment_version()
-            else:
-                self._count += 1
-        return self.version
+            return self._increment()
 
     @contextmanager
     def acting(self) -> Iterator[int | str]:
         """For the time of a rollout: the newest weights are in place, and stay as they are. Gives their version."""
         with self._lock:
-            _copy(self._waiting)
-            self._waiting = {}
+            self._copy_waiting()
             self._in_rollout = True
             version = self.version
         try:
@@ -101,6 +97,19 @@ class LocalWeights:
             self.counter.version = version
         elif isinstance(version, int):
             self._count = version
+
+    def _copy_waiting(self) -> None:
+        with torch.no_grad():
+            for new, old in self._waiting.values():
+                old.copy_(new)
+        self._waiting = {}
+
+    def _increment(self) -> int | str:
+        if self.counter is not None:
+            self.counter.increment_version()
+        else:
+            self._count += 1
+        return self.version
 
     def _is_inside(self, source: Any) -> bool:
         """``source`` is (a part of) the policy itself: what the optimizer changed is in place already."""
@@ -182,9 +191,3 @@ def _fitting_pairs(new: Weights, policy: Any) -> Pairs:
             )
     _check_finite(new)
     return {name: (tensor, old[name].detach()) for name, tensor in new.items()}
-
-
-def _copy(pairs: Pairs) -> None:
-    with torch.no_grad():
-        for new, old in pairs.values():
-            old.copy_(new)

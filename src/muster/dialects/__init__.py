@@ -1,0 +1,1 @@
+"""Other systems' names and exact semantics over Muster's collecting; one module for each system."""

@@ -1,0 +1,14 @@
+"""TorchRL 0.14's collectors, collecting with Muster: change the import, keep the program.
+
+::
+
+    from muster.dialects.torchrl import Collector  # was: from torchrl.collectors import Collector
+
+What is equal and what differs: docs/torchrl.md.
+"""
+
+from __future__ import annotations
+
+from muster.dialects.torchrl.collector import Collector
+
+__all__ = ["Collector"]

@@ -1,0 +1,102 @@
+"""From a batch of Muster's to TorchRL's: what is where, what is marked, what is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from muster.keys import IS_INIT, POLICY_VERSION, STEP_COUNT, TRAJ_IDS, TRUNCATED, Key, next_of
+from muster.policies.tensordict_program import as_key
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+
+def tidy(batch: TensorDictBase, *, track_traj_ids: bool, limit: int | None, dropped: Sequence[Any]) -> TensorDictBase:
+    """TorchRL's columns.
+
+    Args:
+        track_traj_ids: keep the ids; nothing else of Muster's own stays.
+        limit: ``max_frames_per_traj``, which TorchRL marks also where the episode ended by itself.
+        dropped: keys to leave out.
+    """
+    version = batch.get(POLICY_VERSION, None)
+    ids = batch.get(TRAJ_IDS)
+    batch = batch.exclude("collector", *dropped)
+    if track_traj_ids:
+        batch.set(TRAJ_IDS, ids)
+    if version is not None:
+        batch.set("policy_version", version)
+        batch.set(("next", "policy_version"), version.clone())
+    if limit and next_of(STEP_COUNT) in batch.keys(True):
+        batch.get(next_of(TRUNCATED)).logical_or_(batch.get(next_of(STEP_COUNT)) >= limit)
+    return batch
+
+
+def add_next_states(batch: TensorDictBase, last: Mapping[Key, torch.Tensor | None]) -> None:
+    """States that only the policy knows, also below ``next``: those of the following row, zero where episodes begin.
+
+    Args:
+        last: those after the last row; None for zeros.
+    """
+    dim = batch.ndim - 1
+    for key, after in last.items():
+        if (state := batch.get(key, None)) is not None:
+            following = state.roll(-1, dim)
+            following.select(dim, -1).copy_(torch.zeros(()) if after is None else after)
+            batch.set(next_of(key), following)
+
+
+def restore_classes(batch: TensorDictBase, kinds: Mapping[Key, Any]) -> None:
+    """Tensorclasses again where the environment declares them."""
+    for key, kind in kinds.items():
+        for path in (key, next_of(key)):
+            if (node := batch.get(path, None)) is not None:
+                batch.set(path, kind.from_tensordict(node))
+
+
+def mark_end(batch: TensorDictBase, truncated: Sequence[Any]) -> TensorDictBase:
+    """``set_truncated``: the last time step is truncated, and so done; the episode goes on."""
+    for key in truncated:
+        flag = batch.get(("next", *as_key(key)))
+        flag[(slice(None),) * (batch.ndim - 1) + (-1,)] = True
+        batch.get(("next", *as_key(key)[:-1], "done")).logical_or_(flag)
+    return batch
+
+
+def without_private(batch: TensorDictBase) -> TensorDictBase:
+    """Without keys that begin with an underscore, or have such a part."""
+    private = [key for key in batch.keys(True) if any(part.startswith("_") for part in as_key(key))]
+    return batch.exclude(*private, inplace=True) if private else batch
+
+
+def compact_keys(env: Any) -> list[Any]:
+    """What ``compact_obs`` leaves out: the next observations and states."""
+    keys = [*getattr(env, "_observation_keys_step_mdp", ()), *getattr(env, "_state_keys_step_mdp", ())]
+    return [("next", *as_key(key)) for key in keys] + [next_of(STEP_COUNT), ("next", "policy_version")]
+
+
+def truncated_keys(env: Any, *, limited: bool) -> list[Any]:
+    """The flags that ``set_truncated`` sets.
+
+    Raises:
+        RuntimeError: there are none.
+    """
+    keys = [key for key in getattr(env, "done_keys", ["truncated"]) if as_key(key)[-1] == "truncated"]
+    keys = keys or (["truncated"] if limited else [])
+    if not keys:
+        raise RuntimeError(
+            "set_truncated was set to True but no truncated key could be found in the environment. Make sure the "
+            "truncated keys are properly set using `env.add_truncated_keys()` before passing the env to the collector."
+        )
+    return keys
+
+
+def zeros_of(columns: Sequence[Any], lead: tuple[int, ...]) -> dict[Any, torch.Tensor]:
+    """Zeros for the outputs of a policy besides its actions, ``[*lead, *shape]``."""
+    from muster.memory.slots import torch_dtype
+
+    plain = [c for c in columns if c.is_tensor and c.key != IS_INIT]
+    return {c.key: torch.zeros((*lead, *c.shape), dtype=torch_dtype(c.dtype)) for c in plain}

@@ -1,0 +1,85 @@
+"""Trajectory ids as TorchRL gives them: from one counter, to whichever trajectory begins next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from muster.keys import TRAJ_IDS, next_of
+from muster.memory.specs import Array
+from muster.policies.tensordict_program import as_key
+
+
+class TrajectoryPool:
+    """The counter."""
+
+    def __init__(self) -> None:
+        self.next_id = 0
+
+    def get_traj_and_increment(self, n: int = 1, device: Any = None) -> torch.Tensor:
+        """The next ``n`` ids."""
+        self.next_id += n
+        return torch.arange(self.next_id - n, self.next_id, device=device)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"traj_id": torch.tensor(self.next_id, dtype=torch.int)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.next_id = int(state["traj_id"])
+
+
+class Numbering:
+    """Numbers trajectories in order of their beginnings: by time, then by environment.
+
+    A trajectory ends where any done flag is set, those of single agents included, whether or not TorchRL resets there.
+
+    Args:
+        num_envs: B.
+        done_keys: of the environment.
+        pool: where ids come from; TorchRL's own will do.
+
+    Attributes:
+        current: ``[B]``, the id of the trajectory that each environment is in.
+    """
+
+    def __init__(self, num_envs: int, done_keys: Sequence[Any], pool: Any) -> None:
+        self.pool = pool
+        self._flags = [next_of(as_key(key)) for key in done_keys]
+        self.current = np.full(num_envs, -1, np.int64)
+        self.renumber(range(num_envs))
+
+    def renumber(self, which: Sequence[int]) -> Array:
+        """Give the environments ``which`` new ids; returns the old ones."""
+        index = np.asarray(which, np.int64)
+        before = self.current[index]
+        if len(index):
+            self.current[index] = np.asarray(self.pool.get_traj_and_increment(len(index)))
+        return before
+
+    def write(self, batch: Any) -> None:
+        """Replace the ids of a batch ``[*lead, T]``; steps that were not made keep -1."""
+        before = batch.get(TRAJ_IDS)
+        made = before.reshape(len(self.current), -1).cpu().numpy() >= 0
+        ids = np.where(made, self.current[:, None], -1)
+        for t, env in np.argwhere((self._ends(batch) & made).T):  # in order of time
+            self.renumber([env])
+            ids[env, t + 1 :] = np.where(made[env, t + 1 :], self.current[env], -1)
+        batch.set(TRAJ_IDS, torch.from_numpy(ids).reshape(before.shape).to(before.device))
+
+    def _ends(self, batch: Any) -> Array:
+        ends = np.zeros((len(self.current), batch.shape[-1]), bool)
+        for flag in self._flags:
+            value = batch.get(flag, None)
+            if value is not None:
+                ends |= value.reshape(*ends.shape, -1).any(-1).cpu().numpy()
+        return ends
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"current": self.current.copy(), "pool": dict(self.pool.state_dict())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.current[...] = state["current"]
+        self.pool.load_state_dict(state["pool"])

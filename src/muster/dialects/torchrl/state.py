@@ -1,0 +1,98 @@
+"""The state of TorchRL's ``Collector``: TorchRL's own, and Muster's for exact resume."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs.batched_envs import BatchedEnvBase
+from torchrl.modules import RandomPolicy
+
+from muster.collectors import resume
+
+
+class TorchRLState:
+    """Mixed into TorchRL's collectors."""
+
+    env: Any
+    policy: Any
+    n_env: int
+    track_traj_ids: bool
+    policy_version_tracker: Any
+    policy_version: Any
+    _check_open: Any
+    _numbering: Any
+    _traj_pool: Any
+    _registered: Any  # the environment that knows this collector
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """TorchRL's state: policy, transforms, counters. ``muster_state_dict`` has all that exact resume needs."""
+        state: OrderedDict[str, Any] = OrderedDict()
+        if isinstance(self.policy, torch.nn.Module):
+            state["policy_state_dict"] = self.policy.state_dict()
+        if isinstance(self.env, TransformedEnv):
+            state["env_state_dict"] = self.env.transform.state_dict()
+        else:
+            state["env_state_dict"] = self.env.state_dict() if isinstance(self.env, BatchedEnvBase) else OrderedDict()
+        state |= {"frames": self._frames, "iter": self._iter}
+        if self.track_traj_ids:
+            state["traj_pool"] = self._traj_pool.state_dict()
+        if self.policy_version_tracker is not None:
+            state["policy_version"] = self.policy_version
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
+        """Take over a ``state_dict``; the environment goes on where it is, under new trajectory ids."""
+        strict = kwargs.get("strict", True)
+        if (strict or "env_state_dict" in state_dict) and isinstance(self.env, EnvBase):
+            self.env.load_state_dict(state_dict["env_state_dict"], **kwargs)
+        if strict or "policy_state_dict" in state_dict:
+            if not isinstance(self.policy, torch.nn.Module):
+                raise ValueError("Underlying policy does not have state_dict to load policy_state_dict into.")
+            self.policy.load_state_dict(state_dict["policy_state_dict"], **kwargs)
+        self._frames, self._iter = state_dict["frames"], state_dict["iter"]
+        if self.track_traj_ids:
+            if state_dict.get("traj_pool") is not None:
+                self._traj_pool.load_state_dict(state_dict["traj_pool"])
+            self._numbering.renumber(range(self.n_env))
+        if state_dict.get("policy_version") is not None and self.policy_version_tracker is not None:
+            self.policy_version_tracker.version = state_dict["policy_version"]
+
+    def muster_state_dict(self) -> dict[str, Any]:
+        """Everything: environments, their random numbers, open episodes; see ``muster.Collector.state_dict``.
+
+        Torch's generator, which environments and policies draw from, is yours to save.
+        """
+        self._check_open()
+        with self._unregistered():
+            state = resume.state_of(cast(Any, self))
+        state["policy_is_module"] |= isinstance(self.policy, RandomPolicy)  # nothing is lost with it
+        own = {"frames": self._frames, "iter": self._iter, "trajectories": self._numbering.state_dict()}
+        return {**state, "torchrl": own}
+
+    def load_muster_state_dict(self, state: Mapping[str, Any], *, trust: bool = False) -> resume.ResumeReport:
+        """Go on exactly from a ``muster_state_dict``; see ``muster.Collector.load_state_dict``."""
+        self._check_open()
+        with self._unregistered():
+            report = resume.load(cast(Any, self), state, trust=trust)
+        own = state["torchrl"]
+        self._frames, self._iter = own["frames"], own["iter"]
+        self._numbering.load_state_dict(own["trajectories"])
+        self._numbering.renumber(list(report.not_restored))
+        return report
+
+    @contextlib.contextmanager
+    def _unregistered(self) -> Iterator[None]:
+        """Environments forget this collector meanwhile: it is no part of their state."""
+        known = isinstance(self._registered, EnvBase)
+        if known:
+            self._registered._collector = None
+        try:
+            yield
+        finally:
+            if known:
+                self._registered.register_collector(self)

@@ -1,0 +1,111 @@
+"""The weight side of TorchRL's ``Collector``."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torchrl.collectors import WeightUpdaterBase
+from torchrl.envs.llm.transforms import PolicyVersion
+
+from muster.weights.local import LocalWeights
+from muster.weights.receive import Receivers
+
+
+class TorchRLWeights:
+    """Mixed into TorchRL's collectors: weights that are published as Muster does, under TorchRL's names."""
+
+    policy: Any
+    _wrapped_policy: Any
+    worker_idx: Any
+    get_model: Any
+
+    def update_policy_weights_(self, policy_or_weights: Any = None, *, worker_ids: Any = None, **kwargs: Any) -> None:
+        """Let the next batch be collected with new weights: a TensorDict, module, state dict, or the policy's own.
+
+        Args:
+            policy_or_weights: None takes those of the policy that the collector was made with.
+            worker_ids: for weight updaters and schemes.
+            **kwargs: ``weights``, ``policy``, ``model_id``, ``weights_dict``, as in TorchRL.
+        """
+        if "policy_weights" in kwargs:
+            warnings.warn("`policy_weights` is deprecated. Use `policy_or_weights` instead.", DeprecationWarning, 2)
+            policy_or_weights = kwargs.pop("policy_weights")
+        super().update_policy_weights_(policy_or_weights, worker_ids=worker_ids, **kwargs)  # type: ignore[misc]
+        if self._weight_sync_schemes or self.weight_updater is not None:
+            self._weights.increment()
+
+    def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
+        """Take what the registered schemes have received; without schemes, the weights that are given."""
+        given = [source for source in (policy_or_weights, weights, policy) if source is not None]
+        if len(given) > 1:
+            raise ValueError("Cannot specify the weights more than once")
+        if self._receiver_schemes is None:
+            if given:
+                self._weights.publish(given[0])
+        elif given:
+            raise ValueError(
+                "Cannot specify 'policy_or_weights' when using 'receiver_schemes'. Schemes should know how to get the "
+                "weights."
+            )
+        else:
+            self._receivers.receive()
+
+    def register_scheme_receiver(self, weight_recv_schemes: Any, *, synchronize_weights: bool = True) -> None:
+        """Receive weights from a parent collector; they are in place from the next batch on."""
+        self._receivers.register(weight_recv_schemes, synchronize=synchronize_weights)
+
+    @property
+    def policy_version(self) -> int | str | None:
+        """Number (or name) of the weights; None without ``track_policy_version``."""
+        return None if self.policy_version_tracker is None else self.policy_version_tracker.version
+
+    def get_policy_version(self) -> int | str | None:
+        """``policy_version``."""
+        return self.policy_version
+
+    def increment_version(self) -> None:
+        """Count a version."""
+        if self.policy_version_tracker is not None:
+            self._weights.increment()
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    @property
+    def _receiver_schemes(self) -> dict[str, Any] | None:
+        return self._receivers.schemes or None
+
+    def _set_up_weights(self, tracker: Any, original: Any) -> None:
+        """Args: ``track_policy_version``; the policy before it was moved."""
+        if tracker is True:
+            tracker = PolicyVersion()
+        self.policy_version_tracker = tracker if hasattr(tracker, "increment_version") else None
+        acting = self._wrapped_policy if isinstance(self._wrapped_policy, torch.nn.Module) else self.policy
+        moved = None if original is self.policy else original
+        self._weights = LocalWeights(acting, moved, self.policy_version_tracker)
+        self._receivers = Receivers(self._weights, self.get_model, self.worker_idx)
+
+    def _set_up_schemes(self, updater: Any, sending: Any, receiving: Any) -> None:
+        self._weight_sync_schemes, self.weight_updater = sending, None
+        if sending is not None:
+            for model_id, scheme in sending.items():
+                if not scheme.initialized_on_sender:
+                    scheme.init_on_sender(model_id=model_id, context=self)
+                if not scheme.synchronized_on_sender:
+                    scheme.connect()
+        elif updater is not None:
+            if not isinstance(updater, WeightUpdaterBase) and not callable(updater):
+                raise TypeError(f"weight_updater must be a subclass of WeightUpdaterBase. Got {type(updater)} instead.")
+            self.weight_updater = updater
+        if receiving is not None:
+            self.register_scheme_receiver(receiving)
+
+    def _maybe_fallback_update(self, policy_or_weights: Any = None, *, model_id: str | None = None) -> None:
+        if model_id not in (None, "policy"):
+            raise KeyError(f"Collector has no local weight target for model_id={model_id!r}.")
+        if not isinstance(self._weights.policy, torch.nn.Module):
+            raise RuntimeError(
+                "Collector cannot update policy weights without explicit weights or an original policy module."
+            )
+        self._weights.publish(policy_or_weights)

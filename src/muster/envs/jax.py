@@ -1,0 +1,269 @@
+"""JAX environments: many at once, compiled as one function, on JAX's device, with rows handed over by dlpack.
+
+::
+
+    env = muster.envs.jax.JaxEnvs(gymnax_or_brax_env, num_envs=1024)
+    with Collector(env, policy, frames_per_batch=65_536) as collector: ...
+
+``Collector(lambda: gymnax_or_brax_env, num_envs=1024, ...)`` does the same. To Muster a ``JaxEnvs`` is a batch of
+environments on tensors, see ``muster.envs.torch_batch``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from torch.utils.dlpack import from_dlpack
+
+from muster.envs.checks import the_only
+from muster.envs.torch_batch import TorchEnvs
+from muster.errors import UnsupportedEnv, UnsupportedSpace
+from muster.protocols import EnvBatch
+
+Reset = Callable[[Any], tuple[Any, Any]]  # key -> obs, state
+Advance = Callable[[Any, Any, Any], tuple[Any, ...]]  # key, state, action -> obs, state, reward, terminated, truncated
+NO_LIMIT = 2**31 - 1
+
+
+def takes(obj: Any) -> bool:
+    """A ``JaxEnvs``, or one environment in the style of gymnax, brax or MuJoCo Playground."""
+    return isinstance(obj, JaxEnvs) or _is_gymnax(obj) or _is_brax(obj)
+
+
+def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
+    """The env batch: of one ``JaxEnvs``, or of as many environments as were made (they are functions, and alike).
+
+    Args:
+        envs: environments.
+        device: of the rows; None is JAX's.
+    """
+    if not isinstance(envs[0], JaxEnvs):
+        batch = TorchEnvs(JaxEnvs(envs[0], len(envs)), device)
+        batch.batch_shape = None
+        return batch
+    return TorchEnvs(the_only(envs), device)
+
+
+class JaxEnvs:
+    """B copies of a JAX environment that step together, on tensors; finished ones are reset in the same step.
+
+    Environment i has a key of its own: what happens in it does not depend on B. gymnax: ``step_env`` and
+    ``reset_env``; what ends at ``params.max_steps_in_episode`` only is truncated. brax and Playground:
+    ``info["truncation"]`` says what is truncated. The environment must not reset itself.
+
+    Args:
+        env: the environment, not vectorised.
+        num_envs: B.
+        params: of a gymnax environment; None: its ``default_params``.
+        device: a ``jax.Device``; None is JAX's default.
+
+    Attributes:
+        state: the environments' own, B in front.
+
+    Raises:
+        UnsupportedEnv: neither API, or an environment that resets itself.
+        UnsupportedSpace: actions that are neither Discrete nor Box, observations that are no arrays.
+    """
+
+    muster_exact = True  # masks are respected, and every last observation is handed over
+
+    def __init__(self, env: Any, num_envs: int, params: Any = None, device: Any = None) -> None:
+        self.num_envs = num_envs
+        self.spec = SimpleNamespace(id=type(env).__name__)
+        self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+        if _is_gymnax(env):
+            one_reset, one_step, self.single_action_space = _gymnax(env, params)
+        elif _is_brax(env):
+            one_reset, one_step, self.single_action_space = _brax(env)
+        else:
+            raise UnsupportedEnv(
+                f"{type(env).__name__} is no JAX environment as Muster knows them: expected gymnax's reset_env, "
+                f"step_env, default_params and action_space, or brax's reset, step, observation_size and action_size"
+            )
+        self._home = jax.devices()[0] if device is None else device
+        on_cpu = self._home.platform == "cpu"
+        self.device = torch.device("cpu") if on_cpu else torch.device("cuda", self._home.local_hardware_id or 0)
+        with jax.default_device(self._home):
+            obs, state = jax.eval_shape(one_reset, jax.random.PRNGKey(0))
+        if any(str(key).endswith(RESETTING) for key in getattr(state, "info", ())):
+            raise UnsupportedEnv(
+                f"{self.spec.id} resets itself, which hides the last observations: pass it without AutoResetWrapper "
+                f"(brax.envs.create(..., auto_reset=False))"
+            )
+        self.single_observation_space = _space_of(obs)
+        self._begin, self._begin_some, self._advance = _compiled(one_reset, one_step)
+        self._keys: Any = None
+        self._obs: Any = None
+        self.state: Any = None
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin new episodes.
+
+        Args:
+            seed: s gives environment i the key of ``s + i``; a list has one for each. None goes on.
+            options: ``reset_mask`` (bool ``[B]``) says where; default everywhere.
+        """
+        mask = (options or {}).get("reset_mask")
+        with jax.default_device(self._home):
+            if seed is not None or self._keys is None:
+                self._keys = self._keys_from(seed)
+            if mask is None or self.state is None:
+                self._obs, self.state, self._keys = self._begin(self._keys)
+            else:
+                now = self._obs, self.state, self._keys
+                self._obs, self.state, self._keys = self._begin_some(now, _to_jax(mask))
+        return _to_torch(self._obs), {}
+
+    def step(self, action: Any) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """One step of all environments; ``info["final_obs"]`` has the observations before resets."""
+        with jax.default_device(self._home):
+            (self._obs, self.state, self._keys), last = self._advance(self.state, self._keys, _to_jax(action))
+        final, *columns = (_to_torch(part) for part in last)
+        reward, terminated, truncated = columns
+        return _to_torch(self._obs), reward, terminated, truncated, {"final_obs": final}
+
+    def get_state(self) -> dict[str, Any]:
+        """For exact resume: all arrays, as NumPy arrays of their own."""
+        return {"leaves": [np.array(leaf) for leaf in jax.tree.leaves((self._obs, self.state, self._keys))]}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take over what ``get_state`` gave."""
+        self._obs = self.state = self._keys = None
+        if state["leaves"]:
+            keys = jax.ShapeDtypeStruct((self.num_envs, 2), jnp.uint32)
+            structure = jax.tree.structure(jax.eval_shape(self._begin, keys))
+            leaves = [jax.device_put(leaf, self._home) for leaf in state["leaves"]]
+            self._obs, self.state, self._keys = jax.tree.unflatten(structure, leaves)
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    def _keys_from(self, seed: Any) -> Any:
+        if seed is None:
+            seed = int(np.random.SeedSequence().generate_state(1)[0])
+        seeds = np.arange(seed, seed + self.num_envs) if isinstance(seed, int) else np.asarray(seed)
+        return jax.vmap(jax.random.PRNGKey)(jnp.asarray(seeds % 2**32, jnp.uint32))
+
+
+def _compiled(reset: Reset, step: Advance) -> tuple[Any, Any, Any]:
+    """All environments at once: ``begin(keys)``, ``begin_some(now, mask)`` and ``advance(state, keys, action)``."""
+
+    def begin(key: Any) -> Any:
+        key, for_reset = jax.random.split(key)
+        return *reset(for_reset), key
+
+    def begin_some(now: Any, where: Any) -> Any:
+        return _select(where, begin(now[2]), now)
+
+    def advance(state: Any, key: Any, action: Any) -> Any:
+        key, for_step, for_reset = jax.random.split(key, 3)
+        obs, state, reward, terminated, truncated = step(for_step, state, action)
+        fresh = *reset(for_reset), key
+        now = _select(terminated | truncated, fresh, (obs, state, key))
+        return now, (obs, jnp.asarray(reward, jnp.float32), terminated, truncated)
+
+    return tuple(jax.jit(jax.vmap(function)) for function in (begin, begin_some, advance))
+
+
+def _select(where: Any, new: Any, old: Any) -> Any:
+    """``new`` where it is true, in the types of ``old``, which a reset may not have (Python numbers, for instance)."""
+    return jax.tree.map(lambda a, b: jnp.where(where, a, b).astype(jnp.asarray(b).dtype), new, old)
+
+
+# --- the two APIs ---------------------------------------------------------------------------------
+
+RESETTING = ("first_obs", "first_pipeline_state", "first_data", "first_state")
+
+
+def _has(obj: Any, *names: str) -> bool:
+    return not isinstance(obj, type) and all(hasattr(obj, name) for name in names)
+
+
+def _is_gymnax(obj: Any) -> bool:
+    return _has(obj, "step_env", "reset_env", "default_params", "action_space")
+
+
+def _is_brax(obj: Any) -> bool:
+    return _has(obj, "reset", "step", "observation_size", "action_size")
+
+
+def _gymnax(env: Any, params: Any) -> tuple[Reset, Advance, spaces.Space[Any]]:
+    params = env.default_params if params is None else params
+    new = hasattr(env, "is_truncated")  # gymnax 1.0: done no longer includes the limit
+    limited = hasattr(params, "max_steps_in_episode") and hasattr(env, "is_terminal")
+    unlimited = dataclasses.replace(params, max_steps_in_episode=NO_LIMIT) if limited else params
+
+    def reset(key: Any) -> tuple[Any, Any]:
+        obs, state = env.reset_env(key, params)
+        return obs, state
+
+    def step(key: Any, state: Any, action: Any) -> tuple[Any, ...]:
+        obs, state, reward, done, _ = env.step_env(key, state, action, params)
+        done = jnp.asarray(done, bool)
+        if new:
+            return obs, state, reward, done, jnp.asarray(env.is_truncated(state, params), bool)
+        by_itself = jnp.asarray(env.is_terminal(state, unlimited), bool) if limited else True
+        return obs, state, reward, done & by_itself, done & jnp.logical_not(by_itself)
+
+    return reset, step, _action_space(env.action_space(params))
+
+
+def _brax(env: Any) -> tuple[Reset, Advance, spaces.Space[Any]]:
+    def reset(key: Any) -> tuple[Any, Any]:
+        state = env.reset(key)
+        return state.obs, state
+
+    def step(key: Any, state: Any, action: Any) -> tuple[Any, ...]:
+        state = env.step(state, action)
+        done = jnp.asarray(state.done, bool)
+        truncated = done & jnp.asarray(state.info.get("truncation", False), bool)
+        return state.obs, state, state.reward, done & ~truncated, truncated
+
+    return reset, step, spaces.Box(-1.0, 1.0, (int(env.action_size),))
+
+
+def _action_space(space: Any) -> spaces.Space[Any]:
+    if hasattr(space, "n"):
+        return spaces.Discrete(int(space.n))
+    if not (hasattr(space, "low") and hasattr(space, "high")):
+        raise UnsupportedSpace(f"{space} is neither Discrete nor Box")
+    low, high = (np.broadcast_to(np.asarray(bound, np.float32), space.shape) for bound in (space.low, space.high))
+    return spaces.Box(low, high)
+
+
+def _space_of(obs: Any) -> spaces.Space[Any]:
+    """The space of what has these shapes and dtypes; gymnax's own have bounds that environments leave."""
+    if isinstance(obs, Mapping):
+        return spaces.Dict({str(key): _space_of(part) for key, part in obs.items()})
+    dtype = getattr(obs, "dtype", None)
+    if dtype is None or np.dtype(dtype).kind not in "biuf":
+        raise UnsupportedSpace(f"observations are {type(obs).__name__} {dtype or ''}, expected arrays or dicts of them")
+    dtype = np.dtype(dtype)
+    if dtype.kind == "f":
+        return spaces.Box(-np.inf, np.inf, obs.shape, dtype.type)
+    low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    return spaces.Box(low, high, obs.shape, dtype.type)
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+
+def _to_torch(tree: Any) -> Any:
+    """Tensors over JAX's memory, which nobody may change."""
+    if isinstance(tree, Mapping):
+        return {key: _to_torch(part) for key, part in tree.items()}
+    return from_dlpack(tree)
+
+
+def _to_jax(tensor: torch.Tensor) -> Any:
+    """An array over the tensor's memory; integers as JAX's default has them."""
+    return jnp.from_dlpack(tensor.to(torch.int32) if tensor.dtype == torch.int64 else tensor)

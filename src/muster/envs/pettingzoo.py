@@ -1,0 +1,375 @@
+"""``pettingzoo.ParallelEnv`` as an env batch: agents in groups, with a mask for those that are not there.
+
+Keys are TorchRL's (``PettingZooWrapper(use_mask=True, done_on_any=False)``). Agents ``name_0``, ``name_1``, ... of
+equal spaces are the group ``name``, any other agent is one by itself. For a group of k agents::
+
+    (group, "observation")                        [k, *shape]; below it the keys of a Dict space
+    (group, "action")                             [k, *shape]
+    ("next", group, "reward")                     [k, 1] float32
+    (group, "done" | "terminated" | "truncated")  [k, 1]: how the agent left; True while it is away
+    (group, "mask")                               [k]: the agent acts
+    (group, "action_mask")                        [k, n], from Dict observations or infos; True while it is away
+    "state"                                       the global state, of environments with a ``state_space``
+
+An agent's last observation is in the row after its last step. After that, and before it comes, it has zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector.utils import batch_space
+from pettingzoo import AECEnv, ParallelEnv
+from pettingzoo.utils.conversions import aec_to_parallel
+
+from muster.envs.checks import FIX, as_flag, leaf_problem, reward_problem
+from muster.envs.spaces import SpaceCodec
+from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv, UnsupportedSpace
+from muster.keys import FLAGS, RESERVED, TEAM_REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
+from muster.memory.slots import Lane
+from muster.memory.specs import Array, ArraySpec, Specs
+from muster.protocols import EnvBatch, Step
+from muster.rng import GroupRng
+
+BOOL, FLOAT = np.dtype(bool), np.dtype(np.float32)
+AWAY = (True, False)  # terminated and truncated of an agent that has not come yet
+
+
+def takes(obj: Any) -> bool:
+    """A PettingZoo environment of either kind."""
+    return isinstance(obj, (ParallelEnv, AECEnv))
+
+
+def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
+    """The env batch of B environments that are alike; ``device`` has no effect.
+
+    Raises:
+        UnsupportedEnv: an AEC environment whose agents cannot act at the same time.
+    """
+    return ParallelEnvs([_parallel(env) for env in envs])
+
+
+@dataclass
+class Team:
+    """One group of agents."""
+
+    name: str
+    agents: list[str]
+    observation: SpaceCodec  # of one agent, without its action mask
+    action: SpaceCodec
+    choices: int | None = None  # entries of an action mask
+    start: int = 0  # what the first choice is called
+    mask_in_obs: bool = False
+    keys: dict[str, Key] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.keys = {name: (self.name, name) for name in ("reward", "mask", "action_mask", *(key[0] for key in FLAGS))}
+
+
+class ParallelEnvs(EnvBatch):
+    """B parallel environments behind ``EnvBatch``; owns (and closes) them.
+
+    An episode ends when no agent is left; by termination if all of them ended by it. Episode records add up the
+    rewards of all agents. Random actions respect action masks.
+
+    Args:
+        envs: of the same agents and spaces. The first is reset once here, to see its infos.
+
+    Raises:
+        UnsupportedEnv: no ``possible_agents``, a group that is called like a key of the batch, unequal environments.
+        UnsupportedSpace: a space whose values are no arrays.
+    """
+
+    reward_key = TEAM_REWARD
+
+    def __init__(self, envs: Sequence[Any]) -> None:
+        self.envs, self.num_envs = list(envs), len(envs)
+        env = self.envs[0]
+        self.name = str(
+            (getattr(env, "metadata", None) or {}).get("name", type(getattr(env, "unwrapped", env)).__name__)
+        )
+        if not getattr(env, "possible_agents", None):
+            raise UnsupportedEnv(f"{self.name} has no possible_agents: Muster must know all agents that may ever come")
+        if len({id(other) for other in self.envs}) < len(self.envs):
+            raise UnsupportedEnv(f"{self.name}: the factory returned the same object twice; return a new env per call")
+        for b, other in enumerate(self.envs[1:], 1):
+            if _spaces(other) != _spaces(env):
+                raise UnsupportedEnv(f"{self.name}: environment {b} has other agents or spaces than environment 0")
+        _, infos = self._pair(self._call(0, "reset"), 0)
+        self.teams = [self._team(env, name, agents, infos) for name, agents in _group(env).items()]
+        self._actions = SpaceCodec(
+            spaces.Dict(
+                {
+                    team.name: spaces.Dict({"action": batch_space(team.action.space, len(team.agents))})
+                    for team in self.teams
+                }
+            ),
+            (),
+        )
+        self.action_specs: Specs = self._actions.specs
+        state = getattr(env, "state_space", None)
+        self._state = SpaceCodec(state, ("state",)) if isinstance(state, spaces.Space) else None
+        self.observation_specs = self._observation_specs()
+        self.step_specs = {team.keys["reward"]: ArraySpec((len(team.agents), 1), FLOAT) for team in self.teams}
+        for key, spec in (*self.observation_specs.items(), *self.action_specs.items()):
+            if not spec.is_tensor:
+                raise UnsupportedSpace(f"{self.name}: {dotted(key)} has a space whose values are no arrays")
+        self._acting: list[list[str]] = [[] for _ in envs]
+        self._left: list[dict[str, tuple[bool, bool]]] = [{} for _ in envs]  # terminated, truncated
+        # What agents may do now, [B, k, n] per team with action masks; and who draws random actions of those.
+        self._legal = {
+            team.name: np.ones((self.num_envs, len(team.agents), team.choices), bool)
+            for team in self.teams
+            if team.choices
+        }
+        self._drawing: GroupRng | None = None
+
+    # --- what Muster calls ------------------------------------------------------------------------
+
+    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
+        """Uniform actions. Legal ones depend on the state: ``step`` draws those, except for the row that is next."""
+        drawn = self._actions.sample(rng, shape)
+        if self._legal and len(shape) > 1:
+            self._drawing = rng  # until the rollout that begins now ends
+        elif self._legal:
+            for key, values in self._draw_legal(rng).items():
+                drawn[key][...] = values.reshape(drawn[key].shape)
+        return drawn
+
+    def reset(self, arrays: Mapping[Key, Array], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        options, self.reset_options = self.reset_options or {}, None
+        for n, b in enumerate(which):
+            got = self._call(b, "reset", seed=None if seeds is None else int(seeds[n]), **options)
+            obs, infos = self._pair(got, b)
+            self._acting[b], self._left[b] = list(self.envs[b].agents), {}
+            self._write(arrays, row, b, obs, infos, "reset")
+
+    def start(self, lane: Lane) -> Step:
+        arrays, drawing = lane.arrays, self._drawing
+        self._drawing = None
+        terminated, truncated = arrays[next_of(TERMINATED)], arrays[next_of(TRUNCATED)]
+        total = arrays[TEAM_REWARD]
+        rewards = [arrays[next_of(team.keys["reward"])] for team in self.teams]
+
+        def step(t: int) -> Sequence[int] | None:
+            if drawing is not None:
+                for key, values in self._draw_legal(drawing).items():
+                    arrays[key][t] = values
+            finished = []
+            for b in range(self.num_envs):
+                self.executed_in_row = b
+                got = self._call(b, "step", self._action(arrays, t, b))
+                self.executed_in_row = b + 1
+                obs, reward, ended, cut, infos = self._checked(got, b)
+                total[t, b] = self._put_rewards(rewards, t, b, reward)
+                still = [a for a in self.envs[b].agents if not (ended.get(a) or cut.get(a))]
+                self._left[b] |= {a: (ended[a], cut[a]) for a in self._acting[b] if a not in still}
+                self._acting[b] = still
+                self._write(arrays, t + 1, b, obs, infos, "step")
+                if not still:
+                    by_end = all(left[0] for left in self._left[b].values())
+                    terminated[t, b], truncated[t, b] = by_end, not by_end
+                    finished.append(b)
+            self.executed_in_row = 0
+            return finished or None
+
+        return step
+
+    def objects(self) -> Sequence[object]:
+        return self.envs
+
+    def snapshot(self) -> dict[str, Any]:
+        legal = {name: array.copy() for name, array in self._legal.items()}
+        return {"acting": [list(names) for names in self._acting], "left": [*map(dict, self._left)], "legal": legal}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._acting, self._left = [list(names) for names in state["acting"]], [*map(dict, state["left"])]
+        self._legal = {name: array.copy() for name, array in state["legal"].items()}
+
+    def close(self) -> None:
+        with ExitStack() as closing:  # all of them, whatever one of them raises
+            for env in reversed(self.envs):
+                closing.callback(env.close)
+
+    # --- rows -------------------------------------------------------------------------------------
+
+    def _action(self, arrays: Mapping[Key, Array], t: int, b: int) -> dict[str, Any]:
+        """What each agent that is there does; copies, which the environment may keep."""
+        actions, acting = {}, set(self._acting[b])
+        for team in self.teams:
+            leaves = [arrays[key][t, b] for key in team.action.specs]
+            for i, agent in enumerate(team.agents):
+                if agent in acting:
+                    actions[agent] = team.action.build([leaf[i].copy() for leaf in leaves])
+        return actions
+
+    def _put_rewards(self, arrays: list[Array], t: int, b: int, reward: Mapping[str, Any]) -> float:
+        """Write everyone's rewards; returns their sum."""
+        total = 0.0
+        for team, array in zip(self.teams, arrays, strict=True):
+            for i, agent in enumerate(team.agents):
+                value = reward.get(agent, 0.0)
+                if problem := reward_problem(value):
+                    raise BadEnvOutput(f"{self.name}[{b}].step: {agent}: {problem}. {FIX}")
+                array[t, b, i, 0] = value
+                total += float(value)
+        return total
+
+    def _write(self, arrays: Mapping[Key, Array], row: int, b: int, obs: Any, infos: Any, method: str) -> None:
+        """Write row ``row`` of environment ``b`` from what its agents see, who acts next, and who has left how."""
+        acting = set(self._acting[b])
+        for team in self.teams:
+            targets = [arrays[key][row, b] for key in team.observation.specs]
+            ended, cut, done, mask = (arrays[team.keys[k]][row, b] for k in ("terminated", "truncated", "done", "mask"))
+            for i, agent in enumerate(team.agents):
+                here = agent in acting
+                mask[i] = here
+                ended[i], cut[i] = (False, False) if here else self._left[b].get(agent, AWAY)
+                done[i] = not here
+                seen = obs.get(agent)
+                if seen is None and here:
+                    raise BadEnvOutput(f"{self.name}[{b}].{method} returned no observation of {agent}. {FIX}")
+                self._put(targets, i, team, seen, f"{self.name}[{b}].{method}: {agent}")
+                if team.choices:
+                    legal = _action_mask(team, seen, infos.get(agent)) if here else None
+                    self._legal[team.name][b, i] = True if legal is None else legal
+                    arrays[team.keys["action_mask"]][row, b, i] = self._legal[team.name][b, i]
+        if self._state is not None:
+            leaves = self._state.flatten(self._call(b, "state"))
+            for (key, spec), leaf in zip(self._state.specs.items(), leaves, strict=True):
+                if problem := leaf_problem(leaf, spec):
+                    raise BadEnvOutput(f"{self.name}[{b}].state: {dotted(key)} is {problem}, expected {spec}. {FIX}")
+                arrays[key][row, b] = leaf
+
+    def _put(self, targets: list[Array], i: int, team: Team, seen: Any, who: str) -> None:
+        """Write what agent ``i`` of the team sees; zeros for None."""
+        if seen is None:
+            for target in targets:
+                target[i] = 0
+            return
+        if team.mask_in_obs and isinstance(seen, Mapping):
+            seen = {key: value for key, value in seen.items() if key != "action_mask"}
+        for (key, spec), target, leaf in zip(
+            team.observation.specs.items(), targets, team.observation.flatten(seen), strict=True
+        ):
+            if problem := leaf_problem(leaf, spec):
+                raise BadEnvOutput(f"{who}: {dotted(key)} is {problem}, but its space says {spec}. {FIX}")
+            target[i] = leaf
+
+    def _draw_legal(self, rng: GroupRng) -> dict[Key, Array]:
+        """Uniform legal actions now, ``[B, k]`` per team that has action masks; any action where none is legal."""
+        drawn: dict[Key, Array] = {}
+        for number, team in enumerate(self.teams):
+            if team.choices:
+                legal = self._legal[team.name]
+                legal = legal | ~legal.any(-1, keepdims=True)
+                nth = np.floor(rng.stream(len(self.action_specs) + number).random(legal.shape[:-1]) * legal.sum(-1))
+                drawn[(team.name, "action")] = (legal.cumsum(-1) > nth[..., None]).argmax(-1) + team.start
+        return drawn
+
+    # --- the environment's side -------------------------------------------------------------------
+
+    def _checked(self, got: Any, b: int) -> tuple[Any, Any, dict[str, bool], dict[str, bool], Any]:
+        """What a step returned, with flags and observations of everyone who acted."""
+        if not isinstance(got, tuple) or len(got) != 5 or not all(isinstance(part, Mapping) for part in got):
+            raise BadEnvOutput(f"{self.name}[{b}].step returned {type(got).__name__}, expected five dicts. {FIX}")
+        obs, reward, ended, cut, infos = got
+        who = f"{self.name}[{b}].step"
+        for name, part in (("reward", reward), ("termination", ended), ("truncation", cut)):
+            if missing := [agent for agent in self._acting[b] if agent not in part]:
+                raise BadEnvOutput(f"{who} returned no {name} of {missing}, which acted. {FIX}")
+        ended = {agent: as_flag(flag, f"termination of {agent}", who) for agent, flag in ended.items()}
+        cut = {agent: as_flag(flag, f"truncation of {agent}", who) for agent, flag in cut.items()}
+        here = self.envs[b].agents
+        for agent in self._acting[b]:
+            if agent not in here and not (ended[agent] or cut[agent]):
+                raise BadEnvOutput(f"{who}: {agent} is gone, but neither terminated nor truncated. {FIX}")
+            if agent not in obs and not ended[agent]:
+                raise BadEnvOutput(f"{who} returned no observation of {agent}, which goes on or was truncated. {FIX}")
+        return obs, reward, ended, cut, infos
+
+    def _pair(self, got: Any, b: int) -> tuple[Any, Any]:
+        if not isinstance(got, tuple) or len(got) != 2 or not all(isinstance(part, Mapping) for part in got):
+            raise BadEnvOutput(f"{self.name}[{b}].reset returned {type(got).__name__}, expected two dicts. {FIX}")
+        return got
+
+    def _call(self, b: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return getattr(self.envs[b], method)(*args, **kwargs)
+        except Exception as error:
+            raise EnvError(f"{self.name}[{b}].{method} raised {type(error).__name__}: {error}") from error
+
+    # --- what there is ----------------------------------------------------------------------------
+
+    def _team(self, env: Any, name: str, agents: list[str], infos: Mapping[str, Any]) -> Team:
+        if name in RESERVED | {"state"}:
+            raise UnsupportedEnv(f"{self.name} has agents called {name!r}, which a batch needs for itself; rename them")
+        space, in_obs = env.observation_space(agents[0]), False
+        if isinstance(space, spaces.Dict) and "action_mask" in space.spaces:
+            space = spaces.Dict({key: part for key, part in space.spaces.items() if key != "action_mask"})
+            in_obs = True
+        action_space = env.action_space(agents[0])
+        team = Team(name, agents, SpaceCodec(space, (name, "observation")), SpaceCodec(action_space, (name, "action")))
+        has_mask = in_obs or any("action_mask" in (infos.get(agent) or {}) for agent in agents)
+        if has_mask and isinstance(action_space, spaces.Discrete):
+            team.choices, team.start, team.mask_in_obs = int(action_space.n), int(action_space.start), in_obs
+        elif has_mask:
+            raise UnsupportedSpace(f"{self.name}: {name} has an action_mask, but its actions are {action_space}")
+        return team
+
+    def _observation_specs(self) -> Specs:
+        specs: Specs = dict(self._state.specs) if self._state else {}
+        for team in self.teams:
+            k = len(team.agents)
+            batched = SpaceCodec(batch_space(team.observation.space, k), (team.name, "observation"))
+            specs |= batched.specs
+            specs |= {team.keys[flag[0]]: ArraySpec((k, 1), BOOL) for flag in FLAGS}
+            specs[team.keys["mask"]] = ArraySpec((k,), BOOL)
+            if team.choices:
+                specs[team.keys["action_mask"]] = ArraySpec((k, team.choices), BOOL)
+        return specs
+
+
+def _action_mask(team: Team, seen: Any, info: Any) -> Any:
+    """What an agent may do, ``[n]``; None if nobody says it."""
+    source = seen if team.mask_in_obs else (info or {})
+    mask = source.get("action_mask")
+    if mask is not None and np.shape(mask) != (team.choices,):
+        raise BadEnvOutput(f"{team.name}: an action_mask has shape {np.shape(mask)}, expected ({team.choices},). {FIX}")
+    return None if mask is None else np.asarray(mask, bool)
+
+
+def _group(env: Any) -> dict[str, list[str]]:
+    """Agents by group: those called ``name_<number>`` together if their spaces are equal, others alone."""
+    agents, groups = [str(agent) for agent in env.possible_agents], dict[str, list[str]]()
+    for agent in agents:
+        name, _, number = agent.rpartition("_")
+        together = name and number.isdigit() and name not in agents
+        if together and name in groups:
+            first = groups[name][0]
+            together = all(space(agent) == space(first) for space in (env.observation_space, env.action_space))
+        groups.setdefault(name if together else agent, []).append(agent)
+    return groups
+
+
+def _spaces(env: Any) -> list[Any]:
+    return [(agent, env.observation_space(agent), env.action_space(agent)) for agent in env.possible_agents]
+
+
+def _parallel(env: Any) -> Any:
+    if isinstance(env, ParallelEnv):
+        return env
+    try:
+        return aec_to_parallel(env)
+    except AssertionError as error:
+        raise UnsupportedEnv(
+            f"{type(getattr(env, 'unwrapped', env)).__name__} is an AEC environment whose agents take turns, and does "
+            f"not say that they can act at the same time (metadata['is_parallelizable']): {error}. Muster takes "
+            f"parallel environments; for turns use TorchRL's PettingZooWrapper(env, use_mask=True)."
+        ) from None

@@ -1,0 +1,400 @@
+"""B environments that step together on tensors, as Isaac Lab, ManiSkill and other simulators on a GPU do.
+
+What is taken: ``num_envs``, ``device``, Gymnasium spaces (``single_observation_space``, or batched ones),
+``reset(seed=...) -> (obs, info)`` and ``step(action) -> (obs, reward, terminated, truncated, info)`` on tensors.
+Ends of episodes are known to the device only: nothing here waits for it, so everything is done in all
+environments, and chosen by mask.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+
+from muster.envs.checks import FIX, the_only
+from muster.envs.spaces import SpaceCodec, action_codec, observation_codec
+from muster.envs.torch_spaces import drawing, single_space
+from muster.errors import BadEnvOutput, BadOption, EnvError, UnsupportedEnv, UnsupportedSpace
+from muster.keys import IS_INIT, NEXT_OBS_VALID, REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
+from muster.memory.slots import Lane, torch_dtype
+from muster.protocols import EnvBatch, Step
+from muster.rng import GroupRng
+
+Leaves = list[torch.Tensor]
+FINAL = ("final_obs", "final_observation")  # where the true last observations are, newest convention first
+MANI_SKILL, ISAAC_LAB = "mani_skill", ("isaaclab", "omni.isaac.lab")
+DO_ONE = (
+    "let reset() take mask= (bool [num_envs]) or options={'reset_mask': mask} with metadata['autoreset_mode'] set, "
+    "or pass the innermost environment if a wrapper hides this"
+)
+
+
+def takes(obj: Any) -> bool:
+    """A batch of environments on tensors; of a class that is a ``gymnasium.Env`` or ``VectorEnv`` too, perhaps."""
+    if any(cls.__module__.partition(".")[0] == "torchrl" for cls in type(obj).__mro__):
+        return False  # passes on whatever the wrapped environment has
+    if isinstance(obj, type):
+        return False
+    base = getattr(obj, "unwrapped", obj)
+    device = getattr(obj, "device", getattr(base, "device", None))
+    number = getattr(obj, "num_envs", getattr(base, "num_envs", None))
+    space = getattr(base, "single_action_space", getattr(obj, "action_space", None))
+    return isinstance(device, (torch.device, str)) and isinstance(number, int) and isinstance(space, spaces.Space)
+
+
+def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
+    """The env batch, with rows on ``device``; None is the environments' own."""
+    return TorchEnvs(the_only(envs), device)
+
+
+class TorchEnvs(EnvBatch):
+    """A batch of environments on tensors behind ``EnvBatch``; owns (and closes) it.
+
+    Resets: ``SAME_STEP`` environments have reset themselves and hand the true last observations over as
+    ``info["final_obs"]`` or ``info["final_observation"]``, for all environments at once; where they do not,
+    ``collector/next_obs_valid`` is False. ``DISABLED`` ones are reset by mask at every step.
+
+    Args:
+        env: see the module. Isaac Lab's ``cfg.compute_final_obs`` is switched on.
+        device: where the rows lie; None is ``env.device``.
+
+    Raises:
+        UnsupportedEnv: it does not say how it resets, or needs a masked reset and has none.
+        UnsupportedSpace: a space whose values are no tensors.
+    """
+
+    writes_next = True
+
+    def __init__(self, env: Any, device: torch.device | None = None) -> None:
+        self.env = env
+        base = getattr(env, "unwrapped", env)
+        self._on = torch.device(getattr(env, "device", getattr(base, "device", "cpu")))
+        rows = self._on if device is None else device
+        self.device = None if rows.type == "cpu" else rows
+        self.num_envs = int(getattr(env, "num_envs", getattr(base, "num_envs", 0)))
+        self.batch_shape: tuple[int, ...] | None = (self.num_envs,)
+        self.name = getattr(getattr(env, "spec", None), "id", None) or type(base).__name__
+        self.observations: SpaceCodec = observation_codec(single_space(env, "observation_space", self.num_envs))
+        self.actions: SpaceCodec = action_codec(single_space(env, "action_space", self.num_envs))
+        self.observation_specs, self.action_specs = self.observations.specs, self.actions.specs
+        for key, spec in (*self.observation_specs.items(), *self.action_specs.items()):
+            if not spec.is_tensor:
+                raise UnsupportedSpace(f"{self.name}: {dotted(key)} has a space whose values are no tensors")
+        specs = self.observation_specs.items()
+        self._expected = [(key, (self.num_envs, *spec.shape), torch_dtype(spec.dtype)) for key, spec in specs]
+        self._self_resetting = self._mode() is AutoresetMode.SAME_STEP
+        self._how = _partial_reset(env)
+        exact = bool(getattr(base, "muster_exact", False))
+        # Only this convention can be ignored by an environment without an error.
+        self._mask_untried = self._how is not None and self._how.option == "reset_mask" and not exact
+        cfg = getattr(base, "cfg", None)
+        gives_final = exact or _is_from(env, MANI_SKILL)
+        if _is_from(env, *ISAAC_LAB) and cfg is not None and hasattr(cfg, "compute_final_obs"):
+            cfg.compute_final_obs = gives_final = True
+        self.final_obs_certain = gives_final or not self._self_resetting
+        self._limit: int | None = None
+        self._count = torch.zeros(self.num_envs, dtype=torch.int64, device=self._on)  # steps of running episodes
+        rows_on = self.device or torch.device("cpu")
+        self._generator = torch.Generator(rows_on)
+        self._draws = [drawing(spec, self.num_envs, rows_on) for spec in self.action_specs.values()]
+        if not self._self_resetting:
+            self._need_mask("it does not reset by itself (AutoresetMode.DISABLED)")
+
+    @property
+    def max_steps(self) -> int | None:
+        """Truncate episodes there.
+
+        Raises:
+            BadOption: there is no reset by mask.
+        """
+        return self._limit
+
+    @max_steps.setter
+    def max_steps(self, limit: int | None) -> None:
+        if limit is not None:
+            try:
+                self._need_mask("max_frames_per_traj ends episodes from outside")
+            except UnsupportedEnv as error:
+                raise BadOption(
+                    f"{error}; or leave max_frames_per_traj out and set the environment's own limit"
+                ) from None
+        self._limit = limit
+
+    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Any]:
+        """As ``SpaceCodec.sample``, drawn where the rows lie; row by row, each from a seed of its own, so that the
+        numbers do not depend on how the steps are cut into batches.
+        """
+        rows = []
+        for _ in range(math.prod(shape[:-1])):
+            self._generator.manual_seed(int(rng.stream(0).integers(2**63)))
+            rows.append([draw(self._generator) for draw in self._draws])
+        leaves = (torch.stack(leaf).reshape(*shape, *leaf[0].shape[1:]) for leaf in zip(*rows, strict=True))
+        return {k: v if self.device else v.numpy() for k, v in zip(self.action_specs, leaves, strict=True)}
+
+    def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        given, self.reset_options = dict(self.reset_options or {}), None
+        if seeds is not None:  # Gymnasium's convention for batches: an int s means s, s + 1, ...
+            in_order = list(seeds) == list(range(seeds[0], seeds[0] + len(seeds)))
+            given["seed"] = seeds[0] if in_order else list(seeds)
+        index = list(which)
+        with _no_grad():
+            targets = [torch.as_tensor(arrays[key])[row] for key in self.observation_specs]
+            if len(index) == self.num_envs:
+                leaves = self._reset(given)
+                if self._mask_untried and (self._limit is not None or not self._self_resetting):
+                    leaves = self._try_mask(given)
+                for target, leaf in zip(targets, leaves, strict=True):
+                    target.copy_(leaf)
+            else:
+                mask = torch.zeros(self.num_envs, dtype=torch.bool)
+                mask[index] = True
+                mask = mask.to(self._on)
+                leaves = self._reset_some(mask, given, index)
+                if self._mask_untried:
+                    self._check_mask_respected(targets, leaves, mask)
+                for target, leaf in zip(targets, leaves, strict=True):
+                    target.copy_(_where(mask, leaf, target.to(self._on)))
+            self._count[index] = 0
+
+    def start(self, lane: Lane) -> Step:
+        step = lane.cache.get(self)
+        if step is None:
+            step = lane.cache[self] = self._make_step(lane)
+        return step
+
+    def objects(self) -> Sequence[object]:
+        return [self.env]
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"steps": self._count.clone(), "mask_untried": self._mask_untried}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._mask_untried = state["mask_untried"]
+        self._count.copy_(state["steps"])
+
+    def close(self) -> None:
+        getattr(self.env, "close", lambda: None)()
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def _make_step(self, lane: Lane) -> Step:
+        keys = list(self.observation_specs)
+        if next_of(keys[0]) not in lane.tensors:
+            raise BadOption(
+                f"{self.name}: compact_obs=True keeps last observations aside when an episode ends, which only the "
+                f"device knows. Leave it out."
+            )
+        rows_of: Callable[[Key], Sequence[torch.Tensor]] = lambda key: lane.tensors[key].unbind(0)  # noqa: E731
+        observations, after = ([rows_of(key) for key in group] for group in (keys, map(next_of, keys)))
+        actions = [rows_of(key) for key in self.action_specs]
+        rewards, terminated, truncated = map(rows_of, (REWARD, next_of(TERMINATED), next_of(TRUNCATED)))
+        valid = rows_of(NEXT_OBS_VALID) if NEXT_OBS_VALID in lane.tensors else None
+        carried = [c.key for c in lane.layout.columns if c.carry and c.key not in self.observation_specs]
+        states = [(rows_of(key), key == IS_INIT) for key in carried]
+        on = self._on
+
+        def step(t: int) -> None:
+            with _no_grad():
+                obs, reward, ended, cut, info = self._step([rows[t].to(on, copy=True) for rows in actions], t)
+                done = ended | cut
+                last, unknown = self._last(obs, done, info) if self._self_resetting else (obs, None)
+                for rows, leaf in zip(after, last, strict=True):
+                    rows[t].copy_(leaf)
+                for rows, leaf in zip(observations, obs, strict=True):
+                    rows[t + 1].copy_(leaf)
+                if valid is not None and unknown is not None:
+                    valid[t].copy_(~unknown)
+                waiting = None if self._self_resetting else done
+                if self._limit is not None:
+                    self._count += 1
+                    late = (self._count >= self._limit) & ~done
+                    cut, done = cut | late, done | late
+                    waiting = late if self._self_resetting else done
+                    self._count.masked_fill_(done, 0)
+                rewards[t].copy_(reward)
+                terminated[t].copy_(ended)
+                truncated[t].copy_(cut)
+                if waiting is not None:
+                    for rows, leaf in zip(observations, self._reset_some(waiting, {}), strict=True):
+                        rows[t + 1].copy_(_where(waiting, leaf, rows[t + 1].to(on)))
+                for rows, is_init in states:  # of the policy, where an episode begins
+                    if is_init:
+                        rows[t + 1].copy_(done)
+                    else:
+                        rows[t + 1].masked_fill_(_like(done.to(rows[t].device), rows[t]), 0)
+            self.executed_in_row = 0
+
+        return step
+
+    def _step(self, action: Leaves, t: int) -> tuple[Leaves, torch.Tensor, torch.Tensor, torch.Tensor, Any]:
+        got = self._call("step", self.actions.build(action))
+        self.executed_in_row = self.num_envs
+        if not isinstance(got, tuple) or len(got) != 5:
+            raise BadEnvOutput(f"{self.name}.step returned {type(got).__name__}, expected five values. {FIX}")
+        leaves = self._leaves(got[0], f"{self.name}.step (row {t} of the batch)")
+        columns = zip(got[1:4], ("reward", "terminated", "truncated"), strict=True)
+        reward, terminated, truncated = (self._column(value, name) for value, name in columns)
+        return leaves, reward, terminated, truncated, got[4]
+
+    def _last(self, obs: Leaves, done: torch.Tensor, info: Any) -> tuple[Leaves, torch.Tensor]:
+        """The true last observations where ``done``, else ``obs``; NaN or 0 where unknown, and where that is."""
+        name = next((name for name in FINAL if isinstance(info, Mapping) and info.get(name) is not None), None)
+        if name is None:
+            last, unknown = obs, done
+        else:
+            final = self._leaves(info[name], f"{self.name}: info[{name!r}]")
+            last = [_where(done, end, leaf) for end, leaf in zip(final, obs, strict=True)]
+            given = info.get(f"_{name}")
+            if not torch.is_tensor(given):
+                return last, torch.zeros_like(done)
+            unknown = done & ~self._column(given, f"info['_{name}']")
+        blank = [float("nan") if leaf.is_floating_point() else 0 for leaf in last]
+        return [leaf.masked_fill(_like(unknown, leaf), x) for leaf, x in zip(last, blank, strict=True)], unknown
+
+    def _leaves(self, obs: Any, who: str) -> Leaves:
+        """The observation as checked tensors ``[B, *shape]``; checks look at shapes and dtypes only."""
+        try:
+            leaves = self.observations.flatten(obs)
+        except BadEnvOutput as error:
+            raise BadEnvOutput(f"{who}: {error}. {FIX}") from None
+        for (key, expected, dtype), leaf in zip(self._expected, leaves, strict=True):
+            if not torch.is_tensor(leaf) or tuple(leaf.shape) != expected or leaf.dtype != dtype:
+                raise BadEnvOutput(
+                    f"{who}: {dotted(key)} is {_describe(leaf)}, expected a tensor of shape {expected} and dtype "
+                    f"{dtype}, as its space says. {FIX}"
+                )
+        return leaves
+
+    def _column(self, value: Any, name: str) -> torch.Tensor:
+        """``[B]``: a reward as it is, a flag as bool."""
+        flag = name != "reward"
+        if not torch.is_tensor(value) or value.numel() != self.num_envs or (flag and value.is_floating_point()):
+            raise BadEnvOutput(
+                f"{self.name}.step: {name} is {_describe(value)}, expected a tensor of {self.num_envs} "
+                f"{'bools' if flag else 'numbers'}. {FIX}"
+            )
+        column = value.reshape(self.num_envs)
+        return column.bool() if flag else column
+
+    # --- resets -----------------------------------------------------------------------------------
+
+    def _reset(self, given: Mapping[str, Any]) -> Leaves:
+        got = self._call("reset", **given)
+        if not isinstance(got, tuple) or len(got) != 2:
+            raise BadEnvOutput(f"{self.name}.reset returned {type(got).__name__}, expected (observations, info). {FIX}")
+        return self._leaves(got[0], f"{self.name}.reset")
+
+    def _reset_some(self, mask: torch.Tensor, given: dict[str, Any], which: Sequence[int] = ()) -> Leaves:
+        """Reset where ``mask``; ``which`` says the same to environments that want indices."""
+        how = self._how
+        if how is None:
+            raise UnsupportedEnv(
+                f"{self.name} cannot reset environments {list(which)} alone: reset all of them (collector.reset()), "
+                f"or {DO_ONE}."
+            )
+        value: Any = torch.as_tensor(which, device=self._on) if how.indices else mask
+        given[how.keyword] = {**given.get(how.keyword, {}), how.option: value} if how.option else value
+        return self._reset(given)
+
+    def _need_mask(self, why: str) -> None:
+        if self._how is None or self._how.indices:
+            raise UnsupportedEnv(
+                f"{self.name}: {why}, so it must be reset by mask, without waiting for the device: {DO_ONE}"
+            )
+
+    def _try_mask(self, given: dict[str, Any]) -> Leaves:
+        """Reset the first environment after a step, to see that the others stay as they are; then begin as asked."""
+        self._mask_untried = False
+        self._generator.manual_seed(0)
+        before, *_ = self._step([draw(self._generator).to(self._on) for draw in self._draws], 0)
+        before = [leaf.clone() for leaf in before]
+        mask = torch.arange(self.num_envs, device=self._on) == 0
+        self._check_mask_respected(before, self._reset_some(mask, {}), mask)
+        self.executed_in_row = 0
+        return self._reset(given)
+
+    def _check_mask_respected(self, before: Leaves, after: Leaves, mask: torch.Tensor) -> None:
+        for old, new in zip(before, after, strict=True):
+            same = (old.to(self._on) == new) | (new != new)
+            if not (same | _like(mask, new)).all():
+                raise UnsupportedEnv(
+                    f"{self.name} was asked to reset some of its environments with options={{'reset_mask': mask}} and "
+                    f"reset others too; {DO_ONE}."
+                )
+
+    def _mode(self) -> AutoresetMode:
+        env = self.env
+        declared = (getattr(env, "metadata", None) or {}).get("autoreset_mode", getattr(env, "autoreset_mode", None))
+        if declared is None and _is_from(env, *ISAAC_LAB):
+            declared = AutoresetMode.SAME_STEP
+        if declared is None and _is_from(env, MANI_SKILL) and getattr(env, "auto_reset", False):
+            declared = AutoresetMode.SAME_STEP
+        if declared is None or AutoresetMode(declared) is AutoresetMode.NEXT_STEP:
+            raise UnsupportedEnv(
+                f"{self.name} {'resets at the next step' if declared else 'does not say how it resets'}: Muster takes "
+                f"batches on tensors with metadata['autoreset_mode'] SAME_STEP (it returns the first observations of "
+                f"new episodes, and the last ones as info['final_obs']) or DISABLED (reset() takes a mask). "
+                f"ManiSkill: pass ManiSkillVectorEnv(env, auto_reset=True)."
+            )
+        return AutoresetMode(declared)
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return getattr(self.env, method)(*args, **kwargs)
+        except Exception as error:
+            raise EnvError(f"{self.name}.{method} raised {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Partial:
+    """How ``reset`` is told which environments are meant: by keyword, perhaps in a dict under ``option``."""
+
+    keyword: str
+    option: str | None = None
+    indices: bool = False  # instead of a mask; the host must know them
+
+
+def _partial_reset(env: Any) -> _Partial | None:
+    parameters = inspect.signature(env.reset).parameters
+    if name := next((name for name in ("mask", "reset_mask") if name in parameters), None):
+        return _Partial(name)
+    if "env_ids" in parameters:
+        return _Partial("env_ids", indices=True)
+    if _is_from(env, MANI_SKILL):
+        return _Partial("options", "env_idx", indices=True)
+    return _Partial("options", "reset_mask") if "options" in parameters and not _is_from(env, *ISAAC_LAB) else None
+
+
+def _is_from(obj: Any, *packages: str) -> bool:
+    classes = (*type(obj).__mro__, *type(getattr(obj, "unwrapped", obj)).__mro__)
+    return any(f"{cls.__module__}.".startswith(f"{name}.") for cls in classes for name in packages)
+
+
+@contextmanager
+def _no_grad() -> Iterator[None]:
+    """Not inference mode, in which rollouts run: environments keep the tensors they make, and change them later."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _like(mask: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """A mask ``[B]`` that broadcasts over ``leaf``."""
+    return mask.reshape(-1, *[1] * (leaf.ndim - 1))
+
+
+def _where(mask: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.where(_like(mask, a), a, b)
+
+
+def _describe(value: Any) -> str:
+    if torch.is_tensor(value):
+        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+    return type(value).__name__

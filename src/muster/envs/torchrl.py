@@ -1,0 +1,211 @@
+"""TorchRL environments as an env batch: what TorchRL's own collector would store, written into a slot's rows.
+
+A step calls ``env._step``, which is what authors and transforms of TorchRL environments write, and does by itself
+what ``EnvBase.step`` does around it. Resets are TorchRL's own: ``step_mdp`` and ``maybe_reset`` after the end of an
+episode, ``reset`` otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from torchrl.envs import Compose, EnvBase, GymEnv, Transform, TransformedEnv
+
+from muster.envs.torchrl_gym import PlainGym, fast_step, is_plain_gym, plain_parts
+from muster.envs.torchrl_one import OneEnv
+from muster.envs.torchrl_specs import declared, drawers, masked
+from muster.errors import BadOption, UnsupportedEnv
+from muster.keys import Key
+from muster.memory.cells import take
+from muster.memory.slots import Lane
+from muster.memory.specs import Array
+from muster.protocols import EnvBatch, Step
+from muster.rng import GroupRng
+
+
+def takes(obj: Any) -> bool:
+    """Is ``obj`` an environment for ``adapt``?"""
+    return isinstance(obj, EnvBase)
+
+
+def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
+    """An env batch of one environment of any batch size, or of several without one; it owns and closes them.
+
+    Args:
+        device: where the environments compute; None leaves them where they are. Rows are on the host anyway.
+    """
+    return TorchRLEnvs([env if device is None else env.to(device) for env in envs])
+
+
+class TorchRLEnvs(EnvBatch):
+    """One ``EnvBase`` of any batch size, or several without a batch size, stepped one after another.
+
+    Seeds: an environment without a batch size gets ``set_seed(seed)`` and is reset; so does each one in a
+    ``SerialEnv`` or ``ParallelEnv``. Any other batch of environments draws from one generator, which gets the first
+    seed. Resets with ``reset_options`` pass them to ``env.reset`` by keyword.
+
+    A row's episode ends where TorchRL resets: where ``done`` at the root is set, or else any of the flags nearest to
+    the root. Flags below are carried like observations.
+
+    Raises:
+        UnsupportedEnv: unequal specs, an environment given twice, or one that changes the observations between steps.
+        BadOption: several environments that are batches already.
+    """
+
+    def __init__(self, envs: Sequence[EnvBase]) -> None:
+        self.envs = list(envs)
+        first = self.envs[0]
+        self.name = _name_of(first)
+        self._check(first)
+        self.specs = specs = declared(first)
+        for i, env in enumerate(self.envs[1:], 1):
+            if not declared(env).same_as(specs):
+                raise UnsupportedEnv(
+                    f"{self.name}: environments of one group need equal specs; those of env {i} differ"
+                )
+        self._ones = self._make_ones()
+        self.num_envs = sum(one.count for one in self._ones)
+        self.batch_shape = specs.lead or None
+        self.observation_specs, self.action_specs, self.step_specs = specs.observations, specs.actions, specs.steps
+        self.flags, self.reward_key, self.reward_dtype = specs.flags, specs.reward_key, specs.reward_dtype
+        self.final_obs_certain = not first.__dict__.get("_torchrl_native_autoreset", False)
+        self._draw = drawers(first.full_action_spec, len(specs.lead))
+        self._chooses = False  # the environments choose the actions of the next rollout themselves
+
+    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
+        """Random actions as ``env.rand_action`` draws them.
+
+        Where that depends on the state (a mask, a ``rand_action`` of the environment's own), actions of more than the
+        next step are zeros, which the next rollout's steps replace.
+        """
+        if self._stateful():
+            return self._sample_stateful(shape)
+        if self._draw is not None:
+            return {key: draw(rng.stream(i), shape) for i, (key, draw) in enumerate(self._draw.items())}
+        rows = int(np.prod(shape, dtype=int)) // self.num_envs
+        out = self._no_actions((rows, self.num_envs))
+        with torch.random.fork_rng(devices=[]):
+            for t in range(rows):
+                for one in self._ones:
+                    torch.default_generator.manual_seed(int(rng.stream(0).integers(1 << 62)))
+                    self._put(out, t, one, one.env.full_action_spec.rand())
+        return {key: array.reshape((*shape, *array.shape[2:])) for key, array in out.items()}
+
+    def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        options, self.reset_options = self.reset_options, None
+        for one in self._ones:
+            mine = [n for n, i in enumerate(which) if one.columns.start <= i < one.columns.stop]
+            if mine:
+                own = None if seeds is None else [seeds[n] for n in mine]
+                one.reset(arrays, row, [which[n] for n in mine], own, options)
+
+    def start(self, lane: Lane) -> Step:
+        chooses, self._chooses = self._chooses, False
+        for one in self._ones:
+            one.choosing = chooses
+        step = lane.cache.get(self)
+        if step is None:
+            step = lane.cache[self] = self._make_step(lane)
+        return step
+
+    def objects(self) -> Sequence[object]:
+        return self.envs
+
+    def close(self) -> None:
+        with ExitStack() as stack:  # closes them all, also where one of them raises
+            for env in reversed(self.envs):
+                if not env.is_closed:
+                    stack.callback(env.close)
+
+    def _make_ones(self) -> list[OneEnv]:
+        parts = plain_parts(self.envs[0]) or self.envs
+        names = [f"{self.name}[{i}]" for i in range(len(parts))] if len(parts) > 1 else [self.name]
+        specs = declared(parts[0])
+        if all(is_plain_gym(env, specs) for env in parts):
+            return [PlainGym(env, specs, name, i) for i, (env, name) in enumerate(zip(parts, names, strict=True))]
+        return [
+            OneEnv(env, specs, name, i, fast_step(env)) for i, (env, name) in enumerate(zip(parts, names, strict=True))
+        ]
+
+    def _make_step(self, lane: Lane) -> Step:
+        ones, advances = self._ones, [one.start(lane) for one in self._ones]
+
+        def step(t: int) -> Sequence[int] | None:
+            finished: list[int] | None = None
+            n = 0
+            try:
+                for n, advance in enumerate(advances):  # noqa: B007
+                    ended = advance(t)
+                    if ended is not None:
+                        finished = ended if finished is None else finished + ended
+            except BaseException:
+                self.executed_in_row = sum(one.count for one in ones[:n]) + ones[n].executed * ones[n].count
+                raise
+            return finished
+
+        return step
+
+    def _stateful(self) -> bool:
+        env = self.envs[0]
+        own = (type(part).rand_action for part in _chain(env))
+        return masked(env.full_action_spec) or any(
+            f not in (EnvBase.rand_action, TransformedEnv.rand_action) for f in own
+        )
+
+    def _sample_stateful(self, shape: tuple[int, ...]) -> dict[Key, Array]:
+        out = self._no_actions((int(np.prod(shape, dtype=int)) // self.num_envs, self.num_envs))
+        if all(len(array) == 1 for array in out.values()):
+            for one in self._ones:
+                self._put(out, 0, one, one.rand_action())
+        else:
+            self._chooses = True
+        return {key: array.reshape((*shape, *array.shape[2:])) for key, array in out.items()}
+
+    def _no_actions(self, lead: tuple[int, ...]) -> dict[Key, Array]:
+        return {key: np.zeros((*lead, *spec.shape), spec.dtype) for key, spec in self.action_specs.items()}
+
+    def _put(self, out: dict[Key, Array], t: int, one: OneEnv, td: Any) -> None:
+        """Write the actions in ``td`` into row ``t``."""
+        for key, spec in self.action_specs.items():
+            row = out[key][t, one.columns]
+            if spec.is_tensor:
+                row[...] = td.get(key).cpu().numpy().reshape(row.shape)
+            else:
+                cells = take(td, key, one.specs.lead)
+                row[...] = None if cells is None else cells.reshape(-1)
+
+    def _check(self, first: EnvBase) -> None:
+        if len({id(env) for env in self.envs}) < len(self.envs):
+            raise UnsupportedEnv(f"{self.name}: the factory returned the same object twice; return a new env per call")
+        if len(self.envs) > 1 and first.batch_size:
+            raise BadOption(
+                f"num_envs={len(self.envs)} was given, but {self.name} is a batch of environments already: "
+                f"leave num_envs out, or pass a list of factories for several groups."
+            )
+        for env in _chain(first):
+            parts = env.transform.modules() if isinstance(env, TransformedEnv) else [env]
+            for part in parts:
+                hook = getattr(type(part), "_post_step_mdp_hooks", None)
+                usual = (None, Transform._post_step_mdp_hooks, Compose._post_step_mdp_hooks)
+                if hook not in usual:
+                    raise UnsupportedEnv(
+                        f"{self.name}: {type(part).__name__} changes observations between one step and the next "
+                        f"(_post_step_mdp_hooks), which a batch cannot show. Leave it out, and compress what is stored."
+                    )
+
+
+def _chain(env: Any) -> Iterator[Any]:
+    """The environment, and what is inside of transforms."""
+    yield env
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+        yield env
+
+
+def _name_of(env: EnvBase) -> str:
+    *_, base = _chain(env)
+    return str(getattr(base, "env_name", None) if isinstance(base, GymEnv) else type(base).__name__)

@@ -1,0 +1,171 @@
+"""A plain ``GymEnv`` without TorchRL's step around it: the same data from the inner environment, at its own speed.
+
+Plain is ``GymEnv`` or ``GymWrapper`` itself, neither derived from nor patched, around one environment with vectors or
+images for observations and one discrete or continuous action. Such environments in a ``SerialEnv`` are stepped one by
+one, and one below a ``TransformedEnv`` is stepped directly too. Everything else goes through ``env._step``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from tensordict import TensorDict
+from torchrl.data import Bounded, Categorical, OneHot, Unbounded
+from torchrl.envs import EnvBase, GymEnv, GymWrapper, SerialEnv, TransformedEnv
+
+from muster.envs.checks import FIX, as_flag
+from muster.envs.torchrl_one import Advance, OneEnv
+from muster.envs.torchrl_specs import Declared, declared
+from muster.errors import BadEnvOutput
+from muster.keys import FLAGS, REWARD, Key, next_of
+from muster.memory.slots import Lane
+
+PATCHABLE = {
+    *("_step", "_reset", "step", "reset", "read_obs", "read_reward", "read_action", "read_done", "rand_action"),
+    *("_output_transform", "_reset_output_transform", "_set_seed", "set_seed"),
+}
+TERMINATED, TRUNCATED = next_of(("terminated",)), next_of(("truncated",))
+
+
+def is_plain_gym(env: EnvBase, specs: Declared) -> bool:
+    """Does ``PlainGym`` give what ``env`` gives?"""
+    own = (value for name, value in env.__dict__.items() if name in PATCHABLE)
+    patched = any(not str(getattr(value, "__module__", "")).startswith("torchrl.") for value in own)
+    if type(env) not in (GymEnv, GymWrapper) or patched:
+        return False
+    inner: Any = env._env
+    usual = not (env._is_batched or env.info_dict_reader or env.from_pixels) and env.wrapper_frame_skip == 1
+    if not usual or not isinstance(inner, gymnasium.Env) or (env.device is not None and env.device.type != "cpu"):
+        return False
+    if len(specs.observations) != 1 or specs.flags != FLAGS or specs.reward_key != REWARD:
+        return False
+    (observation,), space = specs.observations.values(), inner.observation_space
+    same = isinstance(space, spaces.Box) and (space.shape, space.dtype) == (observation.shape, observation.dtype)
+    return same and bool(observation.shape) and len(specs.actions) == 1 and _action_reader(env) is not None
+
+
+def plain_parts(env: EnvBase) -> list[Any] | None:
+    """The environments in a ``SerialEnv``, if they are plain."""
+    if type(env) is not SerialEnv or "_step" in env.__dict__:
+        return None
+    if env.is_closed:
+        env.start()
+    parts = env._envs
+    return list(parts) if all(is_plain_gym(part, declared(part)) for part in parts) else None
+
+
+def fast_step(env: EnvBase) -> Callable[[Any], Any] | None:
+    """``env._step`` of a ``TransformedEnv`` around a plain environment, without the latter's own; None for others."""
+    if type(env) is not TransformedEnv or "_step" in env.__dict__ or env.base_env.device != env.device:
+        return None
+    base: Any = env.base_env
+    specs = declared(base)
+    if not is_plain_gym(base, specs):
+        return None
+    ((key, spec),), (action_key,) = specs.observations.items(), specs.actions
+    step, read, shape, dtype, transform = base._env.step, _action_reader(base), spec.shape, spec.dtype, env.transform
+    assert read is not None
+
+    def inner(td: Any) -> Any:
+        obs, reward, terminated, truncated, _ = step(read(td.get(action_key).numpy()))
+        plain = type(obs) is np.ndarray and obs.shape == shape and obs.dtype == dtype
+        out = {key[0]: torch.from_numpy(obs.copy())} if plain else base.read_obs(obs)
+        out["reward"] = torch.tensor([float(reward)]) if isinstance(reward, float) else base.read_reward(reward)
+        ended, cut = as_flag(terminated, "terminated", "env"), as_flag(truncated, "truncated", "env")
+        flags = torch.tensor([[ended or cut], [ended], [cut]])
+        out["done"], out["terminated"], out["truncated"] = flags.unbind(0)
+        return TensorDict._new_unsafe(out, batch_size=torch.Size([]), device=base.device)
+
+    def whole(td: Any) -> Any:
+        given = td.get("next", None)
+        td = transform.inv(td)
+        after = inner(td)
+        if given is not None:
+            after.update(given.exclude(*after.keys(True, True)))
+        return transform._step(td, after)
+
+    return whole
+
+
+class PlainGym(OneEnv):
+    """Steps and resets the environment inside of a ``GymEnv``."""
+
+    def start(self, lane: Lane) -> Advance:
+        """See ``OneEnv.start``."""
+        env, i, name = self.env, self.columns.start, self.name
+        ((key, spec),), (action_key,) = self.specs.observations.items(), self.specs.actions
+        step, read, shape, dtype = env._env.step, _action_reader(env), spec.shape, spec.dtype
+        observations, actions, rewards = (lane.arrays[k][:, i] for k in (key, action_key, REWARD))
+        terminated_rows, truncated_rows = lane.arrays[TERMINATED], lane.arrays[TRUNCATED]
+        assert read is not None
+
+        def advance(t: int) -> list[int] | None:
+            self.executed = False
+            try:
+                got = step(read(actions[t]))
+            except Exception as error:
+                raise self.failed(f"step (row {t} of the batch)", error) from error
+            self.executed = True
+            try:
+                obs, reward, terminated, truncated, _ = got
+            except (TypeError, ValueError) as error:
+                raise BadEnvOutput(
+                    f"{name}.step (row {t} of the batch) returned {type(got).__name__}, "
+                    f"expected (observation, reward, terminated, truncated, info). {FIX}"
+                ) from error
+            if type(obs) is np.ndarray and obs.shape == shape and obs.dtype == dtype:
+                observations[t + 1] = obs
+            else:
+                observations[t + 1] = self._read(obs, key, f"step (row {t} of the batch)")
+            rewards[t] = reward if isinstance(reward, float) else env.read_reward(reward).item()
+            if terminated is False and truncated is False:
+                return None
+            ended, cut = as_flag(terminated, "terminated", name), as_flag(truncated, "truncated", name)
+            terminated_rows[t, i], truncated_rows[t, i] = ended, cut
+            return [i] if ended or cut else None
+
+        return advance
+
+    def reset(
+        self,
+        arrays: Mapping[Key, Any],
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
+        options: dict[str, Any] | None,
+    ) -> None:
+        """See ``OneEnv.reset``."""
+        (key,) = self.specs.observations
+        with self._explained("reset"):
+            if seeds is not None:
+                self.env.set_seed(seeds[0])
+            obs, _ = self.env._env.reset(**(options or {}))
+        arrays[key][row, self.columns.start] = self._read(obs, key, "reset")
+
+    def _read(self, obs: Any, key: Key, method: str) -> Any:
+        """The observation as TorchRL would read it."""
+        spec = self.specs.observations[key]
+        try:
+            value = self.env.read_obs(obs)[key[0]].numpy()
+        except Exception as error:
+            raise BadEnvOutput(f"{self.name}.{method} returned {obs!r}, its spec says {spec}. {FIX}") from error
+        if value.shape != spec.shape or value.dtype != spec.dtype:
+            raise BadEnvOutput(f"{self.name}.{method} returned {obs!r}, its spec says {spec}. {FIX}")
+        return value
+
+
+def _action_reader(env: Any) -> Callable[[Any], Any] | None:
+    """From an action's row to what the inner environment takes, as ``env.read_action`` does; None if unknown."""
+    spec, space = env.full_action_spec[env.action_keys[0]], env._env.action_space
+    if isinstance(space, spaces.Discrete) and space.start == 0:
+        if type(spec) is OneHot and len(spec.shape) == 1:
+            return lambda row: int(row.argmax())
+        if type(spec) is Categorical and not spec.shape:
+            return int
+    continuous = isinstance(space, spaces.Box) and isinstance(spec, (Bounded, Unbounded)) and bool(spec.shape)
+    return np.copy if continuous and spec.dtype.is_floating_point else None

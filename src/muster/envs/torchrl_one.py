@@ -1,0 +1,379 @@
+"""One TorchRL environment on its rows of a lane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from torchrl.envs import EnvBase
+
+from muster.envs.torchrl_seeds import seed
+from muster.envs.torchrl_specs import Declared, Node
+from muster.errors import BadEnvOutput, EnvError
+from muster.keys import FLAGS, NEXT_OBS_VALID, RESERVED, REWARD, Key, dotted, next_of
+from muster.memory.cells import assemble, take
+from muster.memory.slots import MAX_ROW_VIEWS, Lane
+from muster.memory.specs import Specs
+
+Advance = Callable[[int], "list[int] | None"]
+DONE, TERMINATED, TRUNCATED = FLAGS
+FIX = "Fix the environment, or correct its specs (torchrl.envs.check_env_specs finds what differs)."
+
+
+class OneEnv:
+    """Steps and resets one ``EnvBase``, and writes what it returns.
+
+    Args:
+        env: of any batch size.
+        specs: what it declares.
+        name: for messages.
+        offset: its first column among the B of the group.
+        step: instead of ``env._step``.
+
+    Attributes:
+        executed: the step that was called last came back.
+        choosing: the environment chooses actions itself (``rand_action``).
+    """
+
+    def __init__(
+        self, env: EnvBase, specs: Declared, name: str, offset: int, step: Callable[[Any], Any] | None = None
+    ) -> None:
+        self.env, self.specs, self.name = env, specs, name
+        self._call: Callable[[Any], Any] = step or env._step
+        self.count = int(np.prod(specs.lead))
+        self.columns = slice(offset, offset + self.count)
+        self.executed = False
+        self.choosing = False
+        self._device = env.device
+        self._corrected: Specs = {**specs.done, **specs.rewards}  # EnvBase.step reshapes these
+        self._own_step = type(env).step is not EnvBase.step or "step" in env.__dict__
+        self._native = bool(env.__dict__.get("_torchrl_native_autoreset", False))
+        self._stepped: tuple[Any, Any] | None = (
+            None  # the last step's TensorDict and what it gave; None: reset or failed since
+        )
+        self._current: Any = None  # what the last reset gave (or the environment's own, with the last step)
+        self._fresh: list[int] = []  # columns that the environment has reset by itself
+
+    def start(self, lane: Lane) -> Advance:
+        """``advance(t)`` steps row t and returns the columns whose episodes ended, or None."""
+        specs = self.specs
+        make = self._input(lane)
+        carried = {column.key for column in lane.layout.columns if column.by_policy}
+        plain: list[tuple[Any, Any, int, bool]] = []
+        objects: list[tuple[Key, Any, int]] = []
+        for key, spec in specs.observations.items():
+            if spec.is_tensor:
+                plain.append((_name(key), self._rows(lane.tensors[key]), 1, key in carried))
+            else:
+                objects.append((key, self._rows(lane.arrays[key]), 1))
+        for key, spec in specs.steps.items():
+            if spec.is_tensor:
+                plain.append((_name(key), self._rows(lane.tensors[next_of(key)]), 0, False))
+            else:
+                objects.append((key, self._rows(lane.arrays[next_of(key)]), 0))
+        team = lane.arrays[specs.reward_key][:, self.columns]
+        if specs.reward_key == REWARD:
+            plain.append(("reward", [row.unsqueeze(-1) for row in self._rows(lane.tensors[REWARD])], 0, False))
+        flags = [_name(key) for key in dict.fromkeys((*specs.ends, *specs.flags))]
+
+        def advance(t: int) -> list[int] | None:
+            self.executed, self._stepped = False, None
+            td, after = self._step(make, lane, t)
+            self.executed = True
+            for name, rows, later, by_policy in plain:
+                value = after.get(name, None)
+                row = rows[t + later]
+                if value is None or value.shape != row.shape or value.dtype != row.dtype:
+                    if value is None and by_policy:
+                        continue
+                    value = self._fitted(name, td, after, row, f"step (row {t} of the batch)")
+                row.copy_(value)
+            for key, rows, later in objects:
+                self._write_cells(key, rows[t + later], after, td, f"step (row {t} of the batch)")
+            if specs.reward_key != REWARD:
+                self._write_team_reward(team[t], after, t)
+            finished = None
+            for name in flags:
+                flag = after.get(name, None)
+                if flag is None or flag.any():
+                    finished = self._end(lane, t, after)
+                    break
+            self._stepped = td, after
+            return finished
+
+        return advance
+
+    def reset(
+        self,
+        arrays: Mapping[Key, Any],
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
+        options: dict[str, Any] | None,
+    ) -> None:
+        """Begin new episodes in the columns ``which`` (of the group) and write their first observations."""
+        rows = np.asarray(which) - self.columns.start
+        with self._explained("reset"):
+            if seeds is not None:
+                seed(self.env, list(seeds), whole=len(rows) == self.count)
+            td = self._reset(rows, options or {}, anew=seeds is not None)
+        self._current, self._stepped = td, None
+        for key, spec in self.specs.observations.items():
+            target = arrays[key][row][self.columns]
+            if not spec.is_tensor:
+                cells = take(td, key, self.specs.lead)
+                if cells is None:
+                    raise BadEnvOutput(f"{self.name}.reset: {dotted(key)} is missing. {FIX}")
+                for i in rows:
+                    target[i] = cells.reshape(-1)[i]
+                continue
+            shape = (*self.specs.lead, *spec.shape)
+            like = torch.empty(shape, dtype=torch.from_numpy(np.empty(0, spec.dtype)).dtype, device="meta")
+            value = td.get(_name(key), None)
+            if value is None or value.shape != like.shape or value.dtype != like.dtype:
+                value = self._fitted(_name(key), None, td, like, "reset")
+            target[rows] = value.detach().cpu().numpy().reshape(self.count, *spec.shape)[rows]
+
+    def now(self) -> Any:
+        """What the environment would be given next, but for the action."""
+        if self._stepped is None or self._native:
+            return self._current
+        td, after = self._stepped
+        self._complete(after)
+        return self.env._step_mdp(td.copy().set("next", after))
+
+    def rand_action(self) -> Any:
+        """A TensorDict with actions the environment draws for the state it is in."""
+        with self._explained("rand_action"):
+            return self.env.rand_action(self.now().copy())
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def _step(self, make: Callable[[int], Any], lane: Lane, t: int) -> tuple[Any, Any]:
+        """The TensorDict given to the environment, and what it gave."""
+        env = self.env
+        with self._explained(f"step (row {t} of the batch)"):
+            td = make(t)
+            if self.choosing:
+                td = env.rand_action(td)
+                self.write_actions(td, lane, t)
+            if self._native:
+                td, self._current = env.step_and_maybe_reset(td)
+                after = td.get("next")
+            elif self._own_step:
+                td = env.step(td)
+                after = td.get("next")
+            else:
+                after = self._call(td)
+        return td, after
+
+    def write_actions(self, td: Any, lane: Lane, t: int) -> None:
+        """Put the actions in ``td`` into row t."""
+        for key, spec in self.specs.actions.items():
+            if spec.is_tensor:
+                self._rows(lane.tensors[key])[t].copy_(td.get(_name(key)))
+            else:
+                self._rows(lane.arrays[key])[t][...] = take(td, key, self.specs.lead)
+
+    def _complete(self, after: Any) -> None:
+        """Add done flags that the environment left out, and give all of them their shape, as ``EnvBase.step`` does."""
+        try:
+            self.env._complete_done(self.env.full_done_spec, after)
+        except Exception as error:
+            raise BadEnvOutput(f"{self.name}.step: {error} {FIX}") from error
+
+    def _end(self, lane: Lane, t: int, after: Any) -> list[int] | None:
+        """Write the flags of a row in which some are set."""
+        specs = self.specs
+        self._complete(after)
+        done = self._any(after, specs.ends)
+        own = [self._any(after, [key]) if key in specs.flags else None for key in (TERMINATED, TRUNCATED)]
+        ended, cut = own
+        if ended is None:
+            ended = self._any(after, [key for key in specs.ends if key[-1] != "truncated"]) & done
+        if cut is None:
+            cut = done & ~ended
+        if ((ended | cut) != done).any():
+            raise BadEnvOutput(
+                f"{self.name}.step (row {t} of the batch): done is {done.tolist()}, but terminated is "
+                f"{ended.tolist()} and truncated is {cut.tolist()}; done must be terminated | truncated. {FIX}"
+            )
+        lane.arrays[next_of(TERMINATED)][t, self.columns] = ended
+        lane.arrays[next_of(TRUNCATED)][t, self.columns] = cut
+        if not done.any():
+            return None
+        finished: list[int] = (np.flatnonzero(done) + self.columns.start).tolist()
+        if self._native:  # the next episode's observation came instead of the last one
+            lane.arrays[NEXT_OBS_VALID][t, finished], self._fresh = False, finished
+        return finished
+
+    def _any(self, td: Any, keys: Sequence[Key]) -> Any:
+        """Where one of the flags is set, ``[count]``."""
+        found = np.zeros(self.count, bool)
+        for key in keys:
+            flag = td.get(_name(key), None)
+            if flag is None:
+                raise self._misfit(key, None, "step")
+            found |= flag.cpu().numpy().reshape(self.count, -1).any(1)
+        return found
+
+    def _write_team_reward(self, row: Any, after: Any, t: int) -> None:
+        """``[count]``: the sum of all rewards."""
+        for i, key in enumerate(self.specs.rewards):
+            value = after.get(_name(key), None) if self._corrected[key].is_tensor else take(after, key, self.specs.lead)
+            if torch.is_tensor(value) and value.numel() % self.count == 0:
+                total = value.detach().cpu().numpy().reshape(self.count, -1).sum(1)
+            elif isinstance(value, np.ndarray):
+                total = np.array([_total(cell) for cell in value.reshape(-1)])
+            else:
+                raise self._misfit(key, value, f"step (row {t} of the batch)")
+            row[:] = total if i == 0 else row + total
+
+    def _write_cells(self, key: Key, row: Any, after: Any, td: Any, method: str) -> None:
+        cells = take(after, key, self.specs.lead)
+        if cells is None and key in self.specs.state_only:
+            cells = take(td, key, self.specs.lead)
+        if cells is None:
+            raise BadEnvOutput(f"{self.name}.{method}: {dotted(key)} is missing. {FIX}")
+        row[...] = cells
+
+    def _fitted(self, name: Any, td: Any, after: Any, row: torch.Tensor, method: str) -> torch.Tensor:
+        """What an environment returned that does not fit at once, if ``EnvBase.step`` would make it fit.
+
+        It completes done flags, and gives them and rewards their shape; state that is not returned stays.
+        """
+        key = (name,) if isinstance(name, str) else name
+        if key in self.specs.done:
+            self._complete(after)
+        value = after.get(name, None)
+        if value is None and td is not None and key in self.specs.state_only:
+            value = td.get(name)
+        fits = torch.is_tensor(value) and value.dtype == row.dtype
+        if fits and value.shape != row.shape and value.numel() == row.numel() and key in self._corrected:
+            value = value.reshape(row.shape)
+        if not fits or value.shape != row.shape:
+            raise self._misfit(key, value, method)
+        return value  # type: ignore[no-any-return]
+
+    def _misfit(self, key: Key, value: Any, method: str) -> BadEnvOutput:
+        got = "missing" if value is None else type(value).__name__
+        if torch.is_tensor(value):
+            got = f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+        spec = self.specs.observations.get(key) or self._corrected[key]
+        batch = f" for each of {self.specs.lead}" if self.specs.lead else ""
+        return BadEnvOutput(f"{self.name}.{method}: {dotted(key)} is {got}, but its spec says {spec}{batch}. {FIX}")
+
+    # --- a reset ----------------------------------------------------------------------------------
+
+    def _reset(self, rows: Any, options: dict[str, Any], *, anew: bool) -> Any:
+        """The TensorDict after a reset of ``rows``."""
+        env, whole = self.env, len(rows) == self.count
+        td = self.now()
+        stepped, self._stepped = self._stepped is not None, None
+        fresh, self._fresh = self._fresh, []
+        rows = np.setdiff1d(rows, np.asarray(fresh, int) - self.columns.start)
+        if stepped and not anew and not len(rows):
+            return td
+        if td is None or (whole and (anew or not stepped)):
+            return env.reset(**options)
+        ended = self._any(td, self.specs.ends)
+        wanted = np.zeros(self.count, bool)
+        wanted[rows] = True
+        if whole and not ended.any():
+            return env.reset(**options)
+        td = td.copy()
+        cut = torch.from_numpy((wanted & ~ended).reshape(self.specs.lead))
+        for key in env.done_keys:  # what maybe_reset acts on
+            flag = td.get(key)
+            td.set(key, flag | cut.to(flag.device).reshape(*cut.shape, *(1,) * (flag.ndim - cut.ndim)))
+        if not options:
+            return env.maybe_reset(td)
+        return env.reset(td, select_reset_only=True, **options) if env.any_done(td) else td
+
+    @contextmanager
+    def _explained(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise self.failed(method, error) from error
+
+    def failed(self, method: str, error: Exception) -> EnvError:
+        """What to raise from an error of the environment's own."""
+        return EnvError(f"{self.name}.{method} raised {type(error).__name__}: {error}")
+
+    # --- TensorDicts of rows ----------------------------------------------------------------------
+
+    def _rows(self, column: Any) -> Any:
+        """``[R, B, *shape]`` as this environment's rows, ``[*lead, *shape]`` each."""
+        mine = column[:, self.columns]
+        mine = mine.reshape(len(mine), *self.specs.lead, *mine.shape[2:])
+        if not torch.is_tensor(mine):  # of objects: a row of one is an array too
+            return [mine[t : t + 1].reshape(self.specs.lead) for t in range(len(mine))]
+        return mine.unbind(0) if len(mine) <= MAX_ROW_VIEWS else mine
+
+    def _input(self, lane: Lane) -> Callable[[int], Any]:
+        """``make(t)``: what the environment is given at row t. Copies: it may keep or change what it gets."""
+        specs = self.specs
+        leaves: dict[Key, tuple[Any, int]] = {}
+        for column in lane.layout.columns:
+            key = column.key
+            mine = key in specs.observations or key in specs.actions
+            if not mine and (key[0] in RESERVED - {"action"} or column.host):
+                continue
+            source: Any = lane.tensors[key] if column.is_tensor else lane.arrays[key]
+            leaves[key] = self._rows(source.unsqueeze(-1) if column.trailing else source), 0
+            if column.by_policy:
+                leaves[next_of(key)] = leaves[key][0], 1
+        no = torch.zeros((*specs.lead, 1), dtype=torch.bool, device=self._device)
+        flags = dict.fromkeys(specs.flags, no)
+        if any(column.ragged for column in lane.layout.columns):
+            inner = {path: node.shape for path, node in specs.nodes.items() if node.shape}
+
+            def gather(t: int) -> Any:
+                given = {key: rows[t + later] for key, (rows, later) in leaves.items()}
+                td = assemble({**given, **flags}, specs.lead, None, inner).clone()
+                return td if self._device is None else td.to(self._device)
+
+            return gather
+        tree: dict[str, Any] = {}
+        for key, leaf in leaves.items():
+            _put(tree, key, leaf)
+        nodes = {**specs.nodes, ("next",): Node()}
+
+        def make(part: dict[str, Any], path: Key, t: int) -> Any:
+            out = {
+                name: make(value, (*path, name), t) if type(value) is dict else self._entry(value[0][t + value[1]])
+                for name, value in part.items()
+            }
+            node = nodes.get(path)
+            if not path:
+                out.update({key[0]: flag.clone() for key, flag in flags.items()})
+            size = torch.Size(specs.lead if node is None else (*specs.lead, *node.shape))
+            td = TensorDict._new_unsafe(out, batch_size=size, device=self._device)
+            return td if node is None or node.kind is None else node.kind.from_tensordict(td)
+
+        return lambda t: make(tree, (), t)
+
+    def _entry(self, value: Any) -> Any:
+        if torch.is_tensor(value):
+            return value.clone() if self._device is None else value.to(self._device, copy=True)
+        return NonTensorStack.from_list(value.tolist()) if value.ndim else NonTensorData(value.item())
+
+
+def _name(key: Key) -> Any:
+    return key[0] if len(key) == 1 else key
+
+
+def _put(tree: dict[str, Any], key: Key, value: Any) -> None:
+    for part in key[:-1]:
+        tree = tree.setdefault(part, {})
+    tree[key[-1]] = value
+
+
+def _total(cell: Any) -> float:
+    leaves = [cell] if torch.is_tensor(cell) else [part for td in cell.unbind(0) for part in td.values(True, True)]
+    return float(sum(float(leaf.sum()) for leaf in leaves))

@@ -1,0 +1,248 @@
+"""What a TorchRL environment declares, as Muster's specs of one environment; and random actions from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torchrl.data import (
+    Binary,
+    Bounded,
+    Categorical,
+    Composite,
+    MultiCategorical,
+    MultiOneHot,
+    NonTensor,
+    OneHot,
+    TensorSpec,
+    Unbounded,
+)
+from torchrl.data.tensor_specs import StackedComposite
+from torchrl.envs import EnvBase
+
+from muster.errors import UnsupportedEnv
+from muster.keys import FLAGS, REWARD, TEAM_REWARD, Key, next_of
+from muster.memory.specs import OBJECT, Array, ArraySpec, Specs
+
+Draw = Callable[[np.random.Generator, tuple[int, ...]], Array]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A nested TensorDict: its dimensions besides the batch's, and the tensorclass it is, if any."""
+
+    shape: tuple[int, ...] = ()
+    kind: Any = None
+
+
+@dataclass(frozen=True)
+class Declared:
+    """Everything that the environment's specs say.
+
+    Attributes:
+        lead: its batch size.
+        observations: leaves before and after a step: observations, state, done flags that are not at the root.
+        steps: leaves after a step only: rewards, but for a single ordinary one.
+        state_only: those observations which a step takes and need not return.
+        done, rewards: all of them.
+        ends: the done flags that end a row's episode.
+        nodes: nested TensorDicts that are not simply ``[*lead]``.
+    """
+
+    lead: tuple[int, ...]
+    observations: Specs
+    actions: Specs
+    steps: Specs
+    flags: tuple[Key, ...]
+    ends: tuple[Key, ...]
+    state_only: frozenset[Key]
+    done: Specs
+    rewards: Specs
+    reward_key: Key
+    reward_dtype: np.dtype[Any]
+    nodes: dict[Key, Node]
+
+    def same_as(self, other: Declared) -> bool:
+        """Can environments with these specs share columns?"""
+        return self._signature() == other._signature()
+
+    def _signature(self) -> tuple[Any, ...]:
+        every = [*self.observations.items(), *self.actions.items(), *self.done.items(), *self.rewards.items()]
+        bounds = [[b if b is None else b.tobytes() for b in (spec.low, spec.high)] for _, spec in every]
+        leaves = [(key, str(spec), spec.ragged) for key, spec in every], bounds
+        return self.lead, self.flags, self.ends, self.reward_key, leaves
+
+
+def declared(env: EnvBase) -> Declared:
+    """Read the specs of ``env``.
+
+    Raises:
+        UnsupportedEnv: a key that a batch needs for itself.
+    """
+    lead = tuple(env.batch_size)
+    nodes: dict[Key, Node] = {}
+
+    def specs(composite: Composite) -> Specs:
+        found = {key: _array_spec(spec, len(lead)) for key, spec in _leaves(composite, len(lead), nodes)}
+        inner = {key: len(nodes[key[:-1]].shape) if len(key) > 1 and s.is_tensor else 0 for key, s in found.items()}
+        return {key: replace(spec, inner=inner[key]) for key, spec in found.items()}
+
+    done, rewards = specs(env.full_done_spec), specs(env.full_reward_spec)
+    flags = tuple(key for key in FLAGS if key in done and done[key].shape == (1,))
+    # A reward may be a state too, and is then carried from step to step like one.
+    state, returned = specs(env.full_state_spec), specs(env.full_observation_spec)
+    observations = {**state, **returned}
+    observations |= {key: spec for key, spec in done.items() if key not in flags}
+    for key in observations:
+        if key[0] in ("next", "collector", "action") or key in FLAGS:
+            raise UnsupportedEnv(
+                f"{type(env).__name__} has an observation or state {key}, a name that a batch needs for itself. "
+                f"Rename it with torchrl.envs.RenameTransform."
+            )
+    (reward, *more) = rewards.items() if rewards else [(("reward",), ArraySpec((), OBJECT))]
+    plain = not more and next_of(reward[0]) == REWARD and reward[1].shape == (1,) and reward[1].dtype.kind == "f"
+    return Declared(
+        lead,
+        observations,
+        specs(env.full_action_spec),
+        {} if plain else {key: spec for key, spec in rewards.items() if key not in observations},
+        flags,
+        _ends(done),
+        frozenset(state.keys() - returned.keys()),
+        done,
+        rewards,
+        REWARD if plain else TEAM_REWARD,
+        reward[1].dtype if plain else np.dtype(np.float32),
+        {key: node for key, node in nodes.items() if node != Node()},
+    )
+
+
+def _ends(done: Specs) -> tuple[Key, ...]:
+    """The flags nearest to the root, which TorchRL lets prevail over those below; ``done`` at the root over all."""
+    if ("done",) in done and ("terminated",) in done:
+        return (("done",),)
+    parents = {key[:-1] for key in done}
+    return tuple(key for key in done if not any(key[:n] in parents for n in range(len(key) - 1)))
+
+
+def _leaves(
+    composite: Composite, dims: int, nodes: dict[Key, Node], path: Key = ()
+) -> Iterator[tuple[Key, TensorSpec | None]]:
+    """Leaves by key; None stands for one that only some of the parts stacked here have."""
+    if path:
+        nodes[path] = Node(tuple(composite.shape[dims:]), getattr(composite, "data_cls", None))
+    if isinstance(composite, StackedComposite):
+        names = dict.fromkeys(name for part in composite._specs for name in list(part.keys()))
+    else:
+        names = dict.fromkeys(composite.keys())
+    shared = set(composite.keys())
+    for name in names:
+        key = (*path, name)
+        spec = composite[name] if name in shared else None
+        if isinstance(spec, Composite):
+            yield from _leaves(spec, dims, nodes, key)
+        else:
+            yield key, spec
+
+
+def _array_spec(spec: TensorSpec | None, dims: int) -> ArraySpec:
+    if isinstance(spec, NonTensor):
+        return ArraySpec((), OBJECT)
+    ragged = ArraySpec((), OBJECT, ragged=True)
+    if spec is None or spec.dtype is None or any(n < 0 for n in spec.shape):
+        return ragged
+    try:
+        dtype = torch.empty(0, dtype=spec.dtype).numpy().dtype
+    except TypeError:  # bfloat16, for one, which NumPy has not
+        return ragged
+    shape = tuple(spec.shape[dims:])
+    low, high = _bounds(spec, dims)
+    if low is None or high is None:
+        return ArraySpec(shape, dtype)
+    return ArraySpec(
+        shape, dtype, np.broadcast_to(low, shape).astype(dtype), np.broadcast_to(high, shape).astype(dtype)
+    )
+
+
+def _bounds(spec: TensorSpec, dims: int) -> tuple[Any, Any]:
+    """Inclusive; the widest of all environments of a batch."""
+    if isinstance(spec, (OneHot, Binary)) or spec.dtype == torch.bool:
+        return 0, 1
+    if isinstance(spec, MultiCategorical):
+        return 0, spec.nvec.reshape(-1, spec.nvec.shape[-1]).amax(0).numpy() - 1
+    if isinstance(spec, Categorical):
+        return (0, spec.space.n - 1) if spec.space.n > 0 else (None, None)
+    if isinstance(spec, Bounded):
+        low, high = spec.space.low.cpu(), spec.space.high.cpu()
+        for _ in range(dims):
+            low, high = low.amin(0), high.amax(0)
+        return low.numpy(), high.numpy()
+    return None, None
+
+
+# --- random actions -----------------------------------------------------------------------------------
+
+
+def drawers(composite: Composite, dims: int) -> dict[Key, Draw] | None:
+    """For each action leaf a function that draws ``[*shape, *leaf shape]`` as ``spec.rand`` would be distributed.
+
+    Returns:
+        None if some leaf is not among the kinds known here, or does not draw all environments alike.
+    """
+    found = {}
+    for key, spec in _leaves(composite, dims, {}):
+        draw = None if spec is None else _drawer(spec, _array_spec(spec, dims), dims)
+        if draw is None:
+            return None
+        found[key] = draw
+    return found
+
+
+def masked(composite: Composite) -> bool:
+    """Is some action forbidden at the moment?"""
+    return any(getattr(spec, "mask", None) is not None for _, spec in _leaves(composite, 0, {}))
+
+
+def _drawer(spec: TensorSpec, row: ArraySpec, dims: int) -> Draw | None:
+    kind = type(spec)
+    if not row.is_tensor or getattr(spec, "mask", None) is not None:
+        return None
+    dtype, shape = row.dtype, row.shape
+    if kind is OneHot:
+        table = np.eye(int(spec.space.n), dtype=dtype)
+        return lambda rng, size: table[rng.integers(len(table), size=(*size, *shape[:-1]))]
+    if kind is MultiOneHot:
+        tables = [np.eye(int(space.n), dtype=dtype) for space in spec.space]
+        widths = [len(table) for table in tables]
+
+        def several(rng: np.random.Generator, size: tuple[int, ...]) -> Array:
+            chosen = rng.integers(widths, size=(*size, *shape[:-1], len(widths)))
+            return np.concatenate([table[chosen[..., i]] for i, table in enumerate(tables)], -1)
+
+        return several
+    if kind in (Categorical, Binary) and spec.space.n > 0:
+        return lambda rng, size: rng.integers(spec.space.n, size=(*size, *shape)).astype(dtype)
+    if kind is MultiCategorical and (nvec := _row(spec.nvec, dims if spec.nvec.ndim > 1 else 0)) is not None:
+        return lambda rng, size: rng.integers(nvec, size=(*size, *shape)).astype(dtype)
+    if isinstance(spec, Unbounded) and dtype.kind == "f":
+        return lambda rng, size: rng.standard_normal((*size, *shape)).astype(dtype)
+    if not isinstance(spec, Bounded):
+        return None
+    low, high = _row(spec.space.low, dims), _row(spec.space.high, dims)
+    if low is None or high is None:
+        return None
+    if dtype.kind == "f":
+        return lambda rng, size: np.clip(rng.uniform(low, high, (*size, *shape)).astype(dtype), low, high)
+    if dtype.kind == "i" or dtype.itemsize < 8:
+        least, most = low.astype(np.int64), high.astype(np.int64)
+        return lambda rng, size: rng.integers(least, most, (*size, *shape), endpoint=True).astype(dtype)
+    return None
+
+
+def _row(bound: torch.Tensor, dims: int) -> Array | None:
+    """A bound without the batch's dimensions; None where environments differ in it."""
+    rows = bound.cpu().flatten(0, dims - 1) if dims else bound.cpu().unsqueeze(0)
+    return rows[0].numpy() if bool((rows == rows[0]).all()) else None

@@ -1,0 +1,77 @@
+"""The public contract on TorchRL environments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from muster.testing import EnvContract
+
+torchrl = pytest.importorskip("torchrl")
+
+from torchrl.envs import Compose, GymEnv, InitTracker, RewardSum, SerialEnv, StepCounter, TransformedEnv  # noqa: E402
+from torchrl.testing import mocking_classes as mocks  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class TestGymEnv(EnvContract):
+    steps = 60
+
+    def make_env(self) -> Any:
+        return GymEnv("CartPole-v1")
+
+
+class TestUnbatchedGymEnv(EnvContract):
+    num_envs = None
+    steps = 60
+
+    def make_env(self) -> Any:
+        return GymEnv("Pendulum-v1")
+
+
+class TestTransformedEnv(EnvContract):
+    steps = 60
+
+    def make_env(self) -> Any:
+        return TransformedEnv(GymEnv("CartPole-v1"), Compose(RewardSum(), InitTracker()))
+
+
+class TestSerialEnv(EnvContract):
+    num_envs = None
+    steps = 60
+
+    def make_env(self) -> Any:
+        return SerialEnv(3, lambda: GymEnv("CartPole-v1"))
+
+
+class TestNested(EnvContract):
+    def make_env(self) -> Any:
+        return mocks.NestedCountingEnv(max_steps=3)
+
+
+class TestMultiKey(EnvContract):
+    def make_env(self) -> Any:
+        return mocks.MultiKeyCountingEnv(max_steps=3)
+
+
+class TestBatchedMultiKey(EnvContract):
+    num_envs = None
+
+    def make_env(self) -> Any:
+        return mocks.MultiKeyCountingEnv(max_steps=3, batch_size=(2,))
+
+
+class TestText(EnvContract):
+    steps = 8
+
+    def make_env(self) -> Any:
+        return mocks.CountingEnvWithString(max_steps=3)
+
+
+class TestAgents(EnvContract):
+    steps = 12
+
+    def make_env(self) -> Any:
+        return mocks.MultiAgentCountingEnv(n_agents=2, max_steps=3)

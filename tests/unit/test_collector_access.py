@@ -1,0 +1,576 @@
+"""Reaching into a collector, making its parts, and looking at what it does."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import gymnasium
+import pytest
+import torch
+from gymnasium import spaces
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
+
+import muster
+from muster import Collector
+from muster.errors import BadOption, CollectorBusy, EnvError, PolicyError
+from muster.testing import CountingEnv, SpaceEnv
+from tests.tools import assert_same, column, counting, recorded
+
+
+class Net(nn.Module):
+    """Argmax of a linear layer; counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2))
+        self.calls = 0
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layers(obs).argmax(-1)
+
+
+def collector(policy: Any = None, env: Any = None, **options: Any) -> Collector:
+    return Collector(env or counting(3), policy, **{"frames_per_batch": 4, **options})
+
+
+# --- attributes ------------------------------------------------------------------------------------
+
+
+def test_models_are_found_by_path():
+    policy = Net()
+    with collector(policy) as c:
+        assert c.get_model("policy") is policy
+        assert c.get_model("layers") is c.get_model("policy.layers") is policy.layers
+        assert c.get_model("layers[0]") is c.get_model("policy.layers[0]") is policy.layers[0]
+        assert c.get_model("env") is c.env
+        assert c.get_model("env.unwrapped") is c.env
+        assert isinstance(c.get_model("policy"), nn.Module)
+
+
+@pytest.mark.parametrize(
+    "path", ["value_net", "", "policy.", "layers[9]", "layers[i]", "policy.layers()", "1 + 1", "a b"]
+)
+def test_unknown_models_are_said_to_be_so(path):
+    with collector(Net()) as c, pytest.raises(BadOption, match="is not known here") as caught:
+        c.get_model(path)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_attributes_of_env_policy_and_buffer():
+    env, policy = CountingEnv(3), Net()
+    buffer = type("Rows", (list,), {"add": list.append, "capacity": 7})()
+    with collector(policy, env, replay_buffer=buffer) as c:
+        assert c.env is env
+        assert c.getattr_env("length") == 3
+        assert c.getattr_policy("layers") is policy.layers
+        assert c.getattr_rb("capacity") == 7
+        for get in (c.getattr_env, c.getattr_policy, c.getattr_rb):
+            with pytest.raises(AttributeError, match="nothing"):
+                get("nothing")
+    with collector() as c, pytest.raises(BadOption, match="no replay buffer"):
+        c.getattr_rb("capacity")
+
+
+def test_several_environments_are_a_list_in_their_order():
+    factory, made = recorded(lambda i: CountingEnv(i + 1))
+    with Collector([factory, factory], None, num_envs=2, frames_per_batch=4) as c:
+        assert c.env == made
+        assert c.getattr_env("length") == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("given", "expected"), [(0, 0), (3, 3)])
+def test_worker_idx(given, expected):
+    with collector(worker_idx=given) as c:
+        assert c.worker_idx == expected
+
+
+def test_worker_idx_that_was_not_set():
+    with collector() as c, pytest.raises(RuntimeError, match="worker_idx was not set") as caught:
+        _ = c.worker_idx
+    assert isinstance(caught.value, BadOption)
+
+
+# --- cascade_execute -------------------------------------------------------------------------------
+
+
+def test_cascade_execute_calls_what_a_path_names():
+    policy = Net()
+    before = policy.layers[0].weight.clone()
+    with collector(policy) as c:
+        c.cascade_execute("policy.layers[0].reset_parameters")
+        assert not torch.equal(before, policy.layers[0].weight)
+        assert c.cascade_execute("env.reset", seed=3)[1] == {}
+        assert c.cascade_execute("set_seed", 5) == 5
+        assert c.cascade_execute("policy.layers[-1].extra_repr") == "in_features=4, out_features=2, bias=True"
+
+
+class Armed:
+    """Notes every call of it."""
+
+    def __init__(self) -> None:
+        self.fired: list[Any] = []
+
+    def __call__(self, *args: Any) -> Armed:
+        self.fired.append(args)
+        return self
+
+    def __getitem__(self, key: Any) -> Any:
+        return self
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "policy.armed().real",
+        "policy.armed()",
+        "policy.armed[policy.armed()]",
+        "policy.armed[[x for x in range(9)]]",
+        "policy.armed if policy.armed() else policy",
+        "(lambda: policy.armed())",
+        "policy.armed; policy.armed()",
+        "policy.armed\npolicy.armed()",
+        "policy.__class__.__init__.__globals__['nn']",
+        "__class__.__init__.__globals__['copy'].deepcopy",
+        "policy.armed.__call__",
+        "__import__('os').getcwd",
+        "[1]",
+        "policy.armed + policy.armed",
+        "policy.nothing",
+        "",
+        "policy.",
+        "policy.armed[1:2](3)",
+        "f'{policy.armed()}'",
+        "policy.armed[f'{policy.armed()}']",
+        "env.reset()[0].sum",
+    ],
+)
+def test_cascade_execute_evaluates_nothing(path):
+    policy = Net()
+    policy.armed = Armed()
+    with collector(policy) as c:
+        with pytest.raises(BadOption, match="leads nowhere"):
+            c.cascade_execute(path)
+        assert policy.armed.fired == []
+
+
+def test_cascade_execute_of_what_cannot_be_called():
+    with collector(Net()) as c, pytest.raises(BadOption, match="Linear|bool|cannot be called"):
+        c.cascade_execute("policy.training")
+
+
+# --- fake_tensordict and next ----------------------------------------------------------------------
+
+BATCHES: dict[str, Any] = {
+    "plain": {},
+    "one": {"num_envs": None},
+    "groups": {"groups": 2},
+    "time_major": {"layout": "time_major"},
+    "limit": {"max_frames_per_traj": 2},
+    "masked": {"reset_when_done": False},
+    "surplus": {"frames_per_batch": 7},
+    "version": {"track_policy_version": True},
+    "compact": {"compact_obs": True},
+    "cpu": {"device": "cpu"},
+    "meta": {"storing_device": "meta"},
+    "random": {"init_random_frames": 100},
+}
+
+
+@pytest.mark.filterwarnings("ignore:frames_per_batch")
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("kind", ["function", "head"])
+def test_a_fake_batch_is_like_a_real_one(name, kind):
+    options = {"num_envs": 2, "frames_per_batch": 8, **BATCHES[name]}
+    groups = options.pop("groups", None)
+    space = spaces.Dict({"a": spaces.Box(-1, 1, (2, 3)), "b": spaces.Discrete(4)})
+    env = (lambda: SpaceEnv(space, spaces.Discrete(2))) if kind == "function" else counting(3)
+    policy: Any = muster.policies.categorical(nn.Linear(2, 2))
+    if kind == "function":
+        policy = lambda obs: (torch.zeros(obs["b"].shape, dtype=torch.int64), {"x": obs["a"] * 2})  # noqa: E731
+    with Collector([env] * groups if groups else env, policy, **options) as c:
+        fake = c.fake_tensordict()
+        executed = c.stats().executed
+        c.rollout()
+        random = name == "random"
+        while random and c.stats().frames < 100:
+            c.rollout()
+        real = c.rollout()
+    assert executed == 0
+    assert fake.shape == real.shape
+    assert fake.names == real.names
+    assert fake.device == real.device
+    assert set(fake.keys(True, True)) == set(real.keys(True, True))
+    for key in real.keys(True, True):
+        assert fake[key].shape == real[key].shape, key
+        assert fake[key].dtype == real[key].dtype, key
+        assert fake[key].device == real[key].device, key
+        if fake[key].device.type != "meta":
+            assert not fake[key].any(), key
+
+
+def test_a_fake_batch_is_not_counted_and_changes_no_data():
+    options: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 8, "seed": 1}
+    with (
+        Collector(counting(3, noise=True), muster.policies.categorical(nn.Linear(3, 2)), **options) as c,
+        Collector(counting(3, noise=True), c.policy, **options) as usual,
+    ):
+        c.fake_tensordict()
+        c.fake_tensordict()
+        for _ in range(2):
+            assert_same(c.rollout(), usual.rollout())
+        assert c.stats().frames == 16
+
+
+def test_a_fake_batch_is_the_users_own():
+    with collector() as c:
+        fake = c.fake_tensordict()
+        fake["observation"].fill_(7)
+        assert c.rollout()["observation"][0].tolist() == [3, 0]
+        assert not c.fake_tensordict()["observation"].any()
+
+
+def test_next_gives_batches_until_none_is_left():
+    with collector(total_frames=8) as c:
+        assert column(c.next(), "next", "reward") == [1, 2, 3, 1]
+        assert column(next(iter(c)), "next", "reward") == [2, 3, 1, 2], "a loop may follow"
+        assert c.next() is None
+        assert c.next() is None
+        assert list(c) == []
+
+
+def test_next_while_a_loop_goes_on_is_refused():
+    with collector() as c:
+        batches = iter(c)
+        next(batches)
+        with pytest.raises(CollectorBusy):
+            c.next()
+
+
+def test_next_goes_on_after_an_error():
+    calls = []
+
+    def policy(obs: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ValueError("once")
+        return torch.tensor(0)
+
+    with collector(policy, total_frames=8) as c:
+        with pytest.raises(PolicyError):
+            c.next()
+        assert column(c.next(), "next", "reward") == [1, 2, 3, 1]
+        assert column(c.next(), "next", "reward") == [2, 3, 1, 2]
+        assert c.next() is None
+
+
+# --- making the parts ------------------------------------------------------------------------------
+
+
+def test_keywords_for_the_function_that_makes_environments():
+    with Collector(CountingEnv, None, frames_per_batch=4, create_env_kwargs={"length": 2, "truncate": True}) as c:
+        assert column(c.rollout(), "next", "truncated") == [False, True, False, True]
+
+
+def test_keywords_for_an_env_id():
+    with Collector("Pendulum-v1", None, frames_per_batch=4, create_env_kwargs={"max_episode_steps": 2}) as c:
+        assert column(c.rollout(), "next", "truncated") == [False, True, False, True]
+
+
+def test_keywords_for_each_entry():
+    kwargs = [{"length": 2}, {"length": 5}]
+    with Collector([CountingEnv] * 2, None, frames_per_batch=4, create_env_kwargs=kwargs) as c:
+        assert c.getattr_env("length") == [2, 5]
+    with Collector([CountingEnv] * 2, None, frames_per_batch=4, create_env_kwargs={"length": 4}) as c:
+        assert c.getattr_env("length") == [4, 4]
+
+
+@pytest.mark.parametrize("kwargs", [[{}], [{}, {}, {}], 3, "length"], ids=str)
+def test_keywords_that_are_not_one_for_each(kwargs):
+    with pytest.raises(BadOption, match="create_env_kwargs.*2 dicts"):
+        Collector([CountingEnv] * 2, None, frames_per_batch=4, create_env_kwargs=kwargs)
+
+
+def test_keywords_that_the_function_does_not_know():
+    with pytest.raises(EnvError, match="nothing"):
+        Collector(CountingEnv, None, frames_per_batch=4, create_env_kwargs={"nothing": 1})
+
+
+def test_keywords_for_an_environment_that_is_made_already():
+    with pytest.raises((BadOption, TypeError), match="create_env_kwargs|keyword"):
+        Collector(CountingEnv(), None, frames_per_batch=4, create_env_kwargs={"length": 2})
+
+
+def test_no_environment_and_one_twice():
+    with pytest.raises(BadOption, match="empty list"):
+        Collector([], None, frames_per_batch=4)
+    env = CountingEnv()
+    with pytest.raises(BadOption, match="same environment object twice"):
+        Collector([env, env], None, frames_per_batch=4)
+
+
+def test_a_policy_factory_makes_the_policy():
+    made: list[Net] = []
+
+    def factory() -> Net:
+        made.append(Net())
+        return made[-1]
+
+    with collector(policy_factory=factory) as c:
+        c.rollout()
+        assert len(made) == 1
+        assert c.policy is made[0]
+        assert made[0].calls == 4
+        assert c.getattr_policy("calls") == 4
+
+
+def test_a_policy_factory_and_a_policy_exclude_each_other():
+    with pytest.raises(BadOption, match="policy_factory cannot be used with policy"):
+        collector(Net(), policy_factory=Net)
+    with pytest.raises(BadOption, match="policy_factory"):
+        collector(policy_factory=3)
+
+
+# --- trust_policy ----------------------------------------------------------------------------------
+
+
+def fill(data: Any) -> Any:
+    """Takes a TensorDict under a name that does not say so."""
+    data["action"] = torch.ones(data.shape, dtype=torch.int64)
+    return data
+
+
+def test_a_trusted_policy_takes_a_tensordict():
+    with collector(fill, num_envs=2, trust_policy=True) as c:
+        assert column(c.rollout(), "action") == [[1, 1]] * 2
+
+
+def test_a_policy_that_is_not_trusted_takes_observations():
+    def policy(td: Any) -> torch.Tensor:
+        assert torch.is_tensor(td)
+        return torch.ones(td.shape[:-1], dtype=torch.int64)
+
+    with collector(policy, trust_policy=False) as c:
+        assert column(c.rollout(), "action") == [1] * 4
+
+
+def test_a_policy_is_known_by_its_signature():
+    def by_name(td: Any) -> Any:
+        return fill(td)
+
+    def by_type(data: TensorDict) -> TensorDict:
+        return fill(data)
+
+    for policy in (by_name, by_type, TensorDictModule(lambda o: o[..., 0].long() // 3, ["observation"], ["action"])):
+        with collector(policy) as c:
+            assert column(c.rollout(), "action") == [1] * 4
+
+
+# --- compiling -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["module", "tensordict"])
+def test_a_compiled_policy_acts_as_it_is(kind):
+    torch.manual_seed(0)
+    policy: Any = Net()
+    if kind == "tensordict":
+        score = TensorDictModule(policy.layers, ["observation"], ["score"])
+        policy = TensorDictSequential(score, TensorDictModule(lambda s: s.argmax(-1), ["score"], ["action"]))
+    options: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 8}
+    with (
+        collector(policy, compile_policy={"backend": "eager"}, **options) as compiled,
+        collector(policy, **options) as usual,
+    ):
+        for _ in range(2):
+            assert_same(compiled.rollout(), usual.rollout())
+        assert compiled.policy is policy
+        compiled.update_policy_weights_(policy)
+        assert compiled.policy_version == 1
+
+
+def test_weights_reach_a_compiled_policy():
+    policy = Net()
+    with collector(policy, compile_policy={"backend": "eager"}) as c:
+        weights = {name: torch.zeros_like(tensor) for name, tensor in policy.state_dict().items()}
+        for index in (0, 1):
+            weights["layers.2.bias"] = torch.eye(2)[index]
+            c.update_policy_weights_(weights)
+            assert column(c.rollout(), "action") == [index] * 4
+
+
+@pytest.mark.parametrize("option", ["compile_policy", "cudagraph_policy"])
+def test_heads_are_not_compiled_as_a_whole(option):
+    head = muster.policies.categorical(nn.Linear(2, 2))
+    match = "compile its network" if option == "compile_policy" or torch.cuda.is_available() else "CUDA"
+    with pytest.raises(BadOption, match=match):
+        collector(head, **{option: True})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
+@pytest.mark.parametrize("value", [True, {}, {"warmup": 2}])
+def test_cuda_graphs_need_cuda(value):
+    with pytest.raises(BadOption, match="cudagraph_policy needs a CUDA device"):
+        collector(Net(), cudagraph_policy=value)
+
+
+@pytest.mark.parametrize("option", ["compile_policy", "cudagraph_policy"])
+def test_false_and_none_compile_nothing(option):
+    for value in (False, None):
+        with collector(Net(), **{option: value}) as c:
+            assert c.rollout().shape == (4,)
+
+
+@pytest.mark.parametrize("option", ["no_cuda_sync", "local_init_rb"])
+def test_options_for_torchrls_sake_change_nothing(option):
+    with collector(seed=0, **{option: True}) as c, collector(seed=0) as usual:
+        assert_same(c.rollout(), usual.rollout())
+    with pytest.raises(BadOption, match=f"{option}=3"):
+        collector(**{option: 3})
+
+
+# --- devices ---------------------------------------------------------------------------------------
+
+
+def test_device_fills_in_and_the_policy_is_copied_only_where_it_must_be():
+    policy = Net()
+    with collector(policy, device="cpu") as c:
+        assert c.policy is policy
+        assert c.rollout().device == torch.device("cpu")
+    with collector(policy, policy_device="meta") as c:
+        assert c.policy is not policy
+        assert next(policy.parameters()).device.type == "cpu"
+
+
+def test_a_batch_that_was_moved_keeps_names_and_the_slot_is_free():
+    with collector(num_envs=2, storing_device="meta", layout="time_major") as c:
+        batch = c.rollout()
+        assert batch.names == ["time", None]
+        assert batch.shape == (2, 2)
+        assert c.stats().slots["lent"] == 0
+
+
+# --- profiling and the timeline --------------------------------------------------------------------
+
+
+def names_in(path: Any) -> list[str]:
+    events = json.loads(path.read_text())["traceEvents"]
+    return [event.get("name", "") for event in events if event["ph"] == "X"]
+
+
+def test_a_profile_is_written_after_so_many_rollouts(tmp_path):
+    with collector(Net(), worker_idx=0) as c:
+        c.enable_profile(num_rollouts=2, warmup_rollouts=1, save_path=tmp_path / "trace_{worker_idx}.json")
+        assert c.profile_config is not None
+        assert c.profile_config.num_rollouts == 2
+        c.rollout()
+        assert list(tmp_path.iterdir()) == []
+        c.rollout()
+        assert [path.name for path in tmp_path.iterdir()] == ["trace_0.json"]
+        assert any("addmm" in name or "linear" in name for name in names_in(tmp_path / "trace_0.json"))
+        c.rollout()
+        c.disable_profile()
+        assert c.profile_config is None
+
+
+def test_a_profile_is_ended_by_hand_by_another_one_and_by_shutdown(tmp_path):
+    options = {"num_rollouts": 50, "warmup_rollouts": 0}
+    c = collector(Net())
+    c.enable_profile(save_path=tmp_path / "1.json", **options)
+    c.rollout()
+    c.enable_profile(save_path=tmp_path / "2.json", **options)
+    c.rollout()
+    c.shutdown()
+    c.disable_profile()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.json", "2.json"]
+
+
+def test_only_the_workers_that_were_asked_for_are_profiled(tmp_path):
+    with collector(Net(), worker_idx=1) as c:
+        c.enable_profile(workers=[0], num_rollouts=1, warmup_rollouts=0, save_path=tmp_path / "trace.json")
+        c.rollout()
+        assert list(tmp_path.iterdir()) == []
+        c.enable_profile(workers=[1], num_rollouts=1, warmup_rollouts=0, save_path=tmp_path / "trace.json")
+        c.rollout()
+        assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_profile_that_cannot_be_is_refused():
+    with collector() as c:
+        with pytest.raises(BadOption, match="num_rollouts > warmup_rollouts"):
+            c.enable_profile(num_rollouts=1, warmup_rollouts=1)
+        assert c.profile_config is None
+
+
+def test_the_timeline_shows_where_the_time_goes(tmp_path):
+    with Collector([counting(3)] * 2, Net(), frames_per_batch=64, num_envs=2) as c:
+        c.rollout()
+        assert len(c.timeline) == 0, "off by default"
+        c.timeline.start()
+        c.rollout()
+        c.rollout()
+        c.timeline.stop()
+        c.rollout()
+        c.timeline.save(tmp_path / "timeline.json")
+        stats = c.stats()
+    events = [e for e in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    count = {name: sum(e["name"] == name for e in events) for name in {e["name"] for e in events}}
+    assert {name: count[name] for name in ("collect", "wait", "rollout", "copy")} == {
+        "collect": 2,
+        "wait": 2,
+        "rollout": 4,
+        "copy": 4,
+    }
+    assert count["env"] == count["policy"] >= 4
+    assert {e["tid"] for e in events if e["name"] == "rollout"} == {0, 2}, "a track for each group"
+    collects = [e for e in events if e["name"] == "collect"]
+    for event in events:
+        if event["name"] != "wait":
+            assert any(c["ts"] - 1 <= event["ts"] <= c["ts"] + c["dur"] + 1 for c in collects)
+    assert stats.env_s > 0
+    assert stats.policy_s > 0
+
+
+# --- the seed document's own example ---------------------------------------------------------------
+
+
+def test_the_printed_example_has_the_printed_keys_shapes_and_types():
+    policy = TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
+    c = Collector(
+        create_env_fn=lambda: gymnasium.make("Pendulum-v1"),
+        policy=policy,
+        total_frames=2000,
+        max_frames_per_traj=50,
+        frames_per_batch=200,
+        init_random_frames=-1,
+        reset_at_each_iter=False,
+        device="cpu",
+        storing_device="cpu",
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data = [batch for _, batch in zip(range(3), c, strict=False)][-1]
+    c.shutdown()
+    assert data.names[-1] == "time"
+    assert data.batch_size == (200,)
+    assert data.device == torch.device("cpu")
+    shapes = {key: (tuple(data[key].shape), data[key].dtype) for key in data.keys(True, True)}
+    flag, number, count = ((200, 1), torch.bool), ((200, 1), torch.float32), ((200, 1), torch.int64)
+    assert shapes == {
+        "action": number,
+        ("collector", "traj_ids"): ((200,), torch.int64),
+        "done": flag,
+        "terminated": flag,
+        "truncated": flag,
+        "observation": ((200, 3), torch.float32),
+        "step_count": count,
+        ("next", "done"): flag,
+        ("next", "terminated"): flag,
+        ("next", "truncated"): flag,
+        ("next", "observation"): ((200, 3), torch.float32),
+        ("next", "reward"): number,
+        ("next", "step_count"): count,
+    }

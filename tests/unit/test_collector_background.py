@@ -1,0 +1,520 @@
+"""The background thread: its beginning, pauses, weights, errors and end. Steps wait for events, never for time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from muster import Collector
+from muster.collectors import background
+from muster.errors import BadOption, CollectorBusy, CollectorClosed, CollectorTimeout, EnvError, PolicyError
+from muster.testing import CountingEnv, FaultyEnv
+from tests.tools import assert_accounted, column, counting
+
+PATIENCE = 20.0  # seconds after which a test gives up
+
+
+class Gate:
+    """Lets a given number of calls pass; the rest wait."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._allowed = 0
+        self.passed = 0
+        self.waiting = 0
+
+    def __call__(self) -> None:
+        with self._changed:
+            self.waiting += 1
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self.passed < self._allowed, PATIENCE)
+            self.waiting -= 1
+            self.passed += 1
+            self._changed.notify_all()
+
+    def allow(self, calls: int) -> None:
+        """Let so many more calls pass."""
+        with self._changed:
+            self._allowed += calls
+            self._changed.notify_all()
+
+    def until(self, condition: Callable[[Gate], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: condition(self), PATIENCE)
+
+    def until_blocked(self) -> None:
+        """All that were allowed have passed, and the next one waits."""
+        self.until(lambda gate: gate.passed == gate._allowed and gate.waiting > 0)
+
+
+class GatedEnv(CountingEnv):
+    """Waits at a gate before every step."""
+
+    def __init__(self, gate: Gate, length: int = 9) -> None:
+        super().__init__(length)
+        self.gate = gate
+
+    def step(self, action: int) -> Any:
+        self.gate()
+        return super().step(action)
+
+
+class Buffer:
+    """Keeps batches, and tells when there are enough."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+        self._changed = threading.Condition()
+
+    def extend(self, batch: Any) -> None:
+        with self._changed:
+            self.batches.append(batch)
+            self._changed.notify_all()
+
+    def until(self, number: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.batches) >= number, PATIENCE)
+
+
+class Threshold(nn.Module):
+    """Acts 1 where its two weights, which are always equal when published, are positive; -1 would be torn."""
+
+    def __init__(self, value: float = -1.0) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.tensor(value)), nn.Parameter(torch.tensor(value))
+
+    def forward(self, obs: torch.Tensor) -> Any:
+        extras = {"first": self.first.expand(obs.shape[:-1]), "second": self.second.expand(obs.shape[:-1])}
+        return (self.first > 0).long().expand(obs.shape[:-1]), extras
+
+
+def ended(collector: Collector) -> None:
+    """Wait until the thread has ended by itself."""
+    thread = collector._background._thread  # type: ignore[union-attr]
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+@contextmanager
+def running(gate: Gate, env: Any, policy: Any = None, **options: Any) -> Iterator[tuple[Collector, Buffer]]:
+    """A started collector; whatever happens, its thread ends afterwards."""
+    buffer = Buffer()
+    collector = Collector(env, policy, replay_buffer=buffer, **{"frames_per_batch": 2, **options})
+    try:
+        collector.start()
+        yield collector, buffer
+    finally:
+        gate.allow(1000)
+        collector.shutdown(raise_on_error=False)
+    assert not collector.is_running()
+
+
+# --- beginning and end -----------------------------------------------------------------------------
+
+
+def test_it_collects_until_total_frames():
+    buffer = Buffer()
+    with Collector(counting(3), None, frames_per_batch=4, total_frames=12, replay_buffer=buffer) as c:
+        assert not c.is_running()
+        c.start()
+        ended(c)
+        assert not c.is_running()
+        assert [column(b, "next", "reward") for b in buffer.batches] == [[1, 2, 3, 1], [2, 3, 1, 2], [3, 1, 2, 3]]
+        assert c.stats().frames == 12
+        assert_accounted(c)
+        c.async_shutdown()
+    with pytest.raises(CollectorClosed):
+        c.start()
+
+
+def test_async_shutdown_ends_it_after_the_batch_and_closes_the_environments():
+    gate = Gate()
+    env = GatedEnv(gate)
+    with running(gate, env) as (c, buffer):
+        gate.allow(3)
+        gate.until_blocked()
+        assert c.is_running()
+        gate.allow(1)
+        buffer.until(2)
+        gate.allow(2)
+        c.async_shutdown(PATIENCE)
+        assert not c.is_running()
+        assert env.closed == 1
+        assert all(len(b) == 2 for b in buffer.batches)
+        assert c.stats().frames == 2 * len(buffer.batches)
+        assert_accounted(c)
+
+
+def test_environments_may_be_left_open():
+    env = CountingEnv()
+    c = Collector(env, None, frames_per_batch=2, total_frames=4, replay_buffer=Buffer())
+    c.start()
+    c.async_shutdown(close_env=False)
+    assert env.closed == 0
+
+
+def test_without_a_buffer_there_is_nowhere_to_put_it():
+    with Collector(counting(3), None, frames_per_batch=4) as c, pytest.raises(BadOption, match="replay_buffer"):
+        c.start()
+
+
+def test_start_again_changes_nothing_and_iterating_meanwhile_is_refused():
+    gate = Gate()
+    with running(gate, GatedEnv(gate)) as (c, _):
+        gate.until_blocked()
+        thread = c._background
+        c.start()
+        assert c._background is thread
+        with pytest.raises(CollectorBusy, match="async_shutdown"):
+            iter(c)
+        with pytest.raises(CollectorBusy):
+            c.next()
+
+
+def test_a_hanging_environment_is_a_timeout_and_nothing_is_closed():
+    gate = Gate()
+    env = GatedEnv(gate)
+    with running(gate, env) as (c, _):
+        gate.until_blocked()
+        for end in (c.async_shutdown, c.shutdown):
+            with pytest.raises(CollectorTimeout, match=r"middle of a batch after 0\.01 s"):
+                end(timeout=0.01)
+        assert env.closed == 0
+        assert c.is_running()
+        gate.allow(2)
+        c.async_shutdown(PATIENCE)
+        assert env.closed == 1
+
+
+def test_a_pause_does_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(background, "PATIENCE", 0.01)
+    gate = Gate()
+    with running(gate, GatedEnv(gate)) as (c, buffer):
+        gate.until_blocked()
+        with pytest.raises(CollectorTimeout, match="may hang"), c.pause():
+            raise AssertionError("entered")
+        gate.allow(4)
+        buffer.until(2)  # what failed to pause does not keep it from going on
+
+
+def test_leaving_the_context_ends_it():
+    with Collector(counting(3), None, frames_per_batch=4, replay_buffer=Buffer()) as c:
+        c.start()
+    assert not c.is_running()
+
+
+def test_groups_whole_episodes_and_single_steps_run_in_the_background_too():
+    class Rows(Buffer):
+        add = Buffer.extend
+
+    for options in ({"trajs_per_batch": 2}, {"extend_buffer": False}, {"split_trajs": True}):
+        buffer = Rows()
+        with Collector(
+            [counting(3)] * 2, None, frames_per_batch=8, total_frames=48, replay_buffer=buffer, **options
+        ) as c:
+            c.start()
+            ended(c)
+            assert buffer.batches
+            assert_accounted(c)
+            c.async_shutdown()
+
+
+# --- pauses ----------------------------------------------------------------------------------------
+
+
+def test_nothing_is_collected_inside_a_pause():
+    gate = Gate()
+    env = GatedEnv(gate)
+    with running(gate, env) as (c, buffer):
+        gate.until_blocked()
+        gate.allow(2)
+        with c.pause():
+            frames = c.stats().frames
+            gate.allow(50)
+            assert frames == env.executed == 2 * len(buffer.batches)
+            assert frames % 2 == 0
+            assert c.is_running()
+            executed = env.executed
+        buffer.until(frames // 2 + 2)
+        assert env.executed > executed
+
+
+def test_a_pause_may_hold_calls_that_pause_and_another_pause():
+    with Collector(counting(3), None, frames_per_batch=4, replay_buffer=Buffer()) as c:
+        c.start()
+        with c.pause(), c.pause():
+            state = c.state_dict()
+            c.set_seed(3)
+            c.reset()
+            batch = c.rollout()
+            assert column(batch, "next", "reward") == [1, 2, 3, 1]
+            c.load_state_dict(state)
+        assert c.is_running()
+
+
+def test_a_pause_may_end_in_a_shutdown():
+    with Collector(counting(3), None, frames_per_batch=4, replay_buffer=Buffer()) as c:
+        c.start()
+        with c.pause():
+            c.async_shutdown(PATIENCE)
+        assert not c.is_running()
+
+
+def test_without_a_thread_pause_is_nothing():
+    with Collector(counting(3), None, frames_per_batch=4) as c, c.pause():
+        assert column(c.rollout(), "next", "reward") == [1, 2, 3, 1]
+
+
+def test_reset_and_set_seed_wait_for_the_end_of_a_batch():
+    gate = Gate()
+    env = GatedEnv(gate)
+    with running(gate, env) as (c, buffer):
+        gate.until_blocked()
+        called = threading.Thread(target=lambda: c.set_seed(11))
+        called.start()
+        gate.allow(4)
+        called.join(PATIENCE)
+        buffer.until(2)
+        assert env.seeds[-1] == 11
+        seeded = next(i for i, b in enumerate(buffer.batches) if b["collector", "traj_ids"][0] == 1)
+        assert all(column(b, "next", "reward")[1] == column(b, "next", "reward")[0] + 1 for b in buffer.batches)
+        assert column(buffer.batches[seeded], "next", "reward") == [1, 2]
+
+
+# --- errors ----------------------------------------------------------------------------------------
+
+CALLS: list[Callable[[Collector], Any]] = [
+    Collector.rollout,
+    Collector.reset,
+    Collector.next,
+    Collector.iterator,
+    Collector.state_dict,
+    Collector.pause,
+    Collector.start,
+    Collector.update_policy_weights_,
+    Collector.fake_tensordict,
+    Collector.async_shutdown,
+    Collector.shutdown,
+    lambda c: c.set_seed(1),
+    lambda c: c.receive_weights(),
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_error_in_the_thread_reaches_the_user_at_the_next_call_once(call):
+    env = FaultyEnv(3, error=lambda: RuntimeError("boom"), length=9)
+    c = Collector(env, None, frames_per_batch=2, replay_buffer=Buffer())
+    c.start()
+    ended(c)
+    assert not c.is_running()
+    with pytest.raises(EnvError, match="boom") as caught:
+        call(c)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    c.shutdown()
+    assert env.closed == 1
+
+
+def test_after_an_error_it_can_be_started_again():
+    buffer = Buffer()
+    env = FaultyEnv(3, error=lambda: RuntimeError("boom"), length=9)
+    with Collector(env, None, frames_per_batch=2, total_frames=8, replay_buffer=buffer) as c:
+        c.start()
+        ended(c)
+        with pytest.raises(EnvError):
+            c.start()
+        c.start()
+        ended(c)
+        assert [column(b, "next", "reward") for b in buffer.batches] == [[1, 2], [3, 1], [2, 3], [4, 5]]
+        assert_accounted(c)
+
+
+def test_leaving_the_context_tells_of_the_error_unless_there_is_another():
+    def failing() -> Collector:
+        env = FaultyEnv(1, error=lambda: RuntimeError("boom"))
+        return Collector(env, None, frames_per_batch=2, replay_buffer=Buffer())
+
+    with pytest.raises(EnvError, match="boom"), failing() as c:
+        c.start()
+        ended(c)
+    with pytest.raises(ZeroDivisionError), failing() as c:
+        c.start()
+        ended(c)
+        _ = 1 / 0
+    c = failing()
+    c.start()
+    c.shutdown(raise_on_error=False)
+
+
+def test_an_error_of_the_buffer_reaches_the_user():
+    class Full(Buffer):
+        def extend(self, batch: Any) -> None:
+            raise MemoryError("full")
+
+    c = Collector(counting(3), None, frames_per_batch=2, replay_buffer=Full())
+    c.start()
+    ended(c)
+    with pytest.raises(MemoryError, match="full"):
+        c.async_shutdown()
+
+
+def test_an_error_of_the_policy_reaches_the_user():
+    def policy(obs: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no idea")
+
+    c = Collector(counting(3), policy, frames_per_batch=2, replay_buffer=Buffer())
+    c.start()
+    ended(c)
+    with pytest.raises(PolicyError, match="no idea"):
+        c.rollout()
+    c.shutdown()
+
+
+# --- weights ---------------------------------------------------------------------------------------
+
+
+def test_weights_published_in_the_middle_of_a_batch_act_from_the_next_one():
+    gate = Gate()
+    policy = Threshold()
+    options = {"frames_per_batch": 4, "track_policy_version": True}
+    with running(gate, GatedEnv(gate), policy, **options) as (c, buffer):
+        gate.allow(2)
+        gate.until_blocked()
+        with torch.no_grad():
+            policy.first.fill_(1.0)
+            policy.second.fill_(1.0)
+        c.update_policy_weights_()
+        assert c.policy_version == 1
+        gate.allow(6)
+        buffer.until(2)
+        first, second = buffer.batches[:2]
+        assert (first["action"].tolist(), second["action"].tolist()) == ([0] * 4, [1] * 4)
+        assert column(first, "collector", "policy_version") == [0] * 4
+        assert column(second, "collector", "policy_version") == [1] * 4
+
+
+def test_training_does_not_change_weights_until_they_are_published():
+    gate = Gate()
+    policy = Threshold()
+    with running(gate, GatedEnv(gate), policy) as (c, buffer):
+        gate.until_blocked()
+        with torch.no_grad():
+            policy.first.fill_(5.0)
+        gate.allow(4)
+        buffer.until(2)
+        assert buffer.batches[-1]["action"].tolist() == [0, 0]
+        gate.until_blocked()
+        c.update_policy_weights_(policy)
+        gate.allow(4)
+        buffer.until(4)
+        assert buffer.batches[-1]["action"].tolist() == [1, 1]
+
+
+def test_the_latest_of_several_publishes_in_a_batch_wins():
+    gate = Gate()
+    options = {"frames_per_batch": 2, "track_policy_version": True}
+    with running(gate, GatedEnv(gate), Threshold(), **options) as (c, buffer):
+        gate.allow(1)
+        gate.until_blocked()
+        for value in (1.0, 2.0, -3.0):
+            source = Threshold(value)
+            c.update_policy_weights_(source)
+            with torch.no_grad():
+                source.first.fill_(9.0)  # what was published is a copy
+        gate.allow(3)
+        buffer.until(2)
+        assert buffer.batches[1]["first"].tolist() == buffer.batches[1]["second"].tolist() == [-3.0, -3.0]
+        assert column(buffer.batches[1], "collector", "policy_version") == [3, 3]
+
+
+def test_weights_are_never_torn_and_versions_are_those_that_acted():
+    buffer = Buffer()
+    options = {"frames_per_batch": 8, "track_policy_version": True, "executor": False}
+    with Collector(counting(5), Threshold(0.0), num_envs=2, replay_buffer=buffer, **options) as c:
+        c.start()
+        for version in range(1, 200):
+            c.update_policy_weights_(Threshold(float(version)))
+        buffer.until(len(buffer.batches) + 2)
+        c.async_shutdown(PATIENCE)
+    for batch in buffer.batches:
+        assert torch.equal(batch["first"], batch["second"])
+        assert torch.equal(batch["first"].long(), batch["collector", "policy_version"])
+        assert len(batch["first"].unique()) == 1, "one version per batch"
+
+
+def test_a_part_of_the_policy_is_published_into_what_acts():
+    class Two(nn.Module):
+        def __init__(self, value: float = -1.0) -> None:
+            super().__init__()
+            self.actor, self.critic = Threshold(value), Threshold(value)
+
+        def forward(self, obs: torch.Tensor) -> Any:
+            return self.actor(obs)[0]
+
+    gate, policy = Gate(), Two()
+    with running(gate, GatedEnv(gate), policy) as (c, buffer):
+        gate.until_blocked()
+        c.update_policy_weights_(Threshold(1.0), model_id="actor")
+        assert policy.actor.first == -1, "the user's own module is the user's"
+        gate.allow(4)
+        buffer.until(2)
+        assert [b["action"].tolist() for b in buffer.batches[:2]] == [[0, 0], [1, 1]]
+        gate.until_blocked()
+        c.update_policy_weights_(weights_dict={"actor": Threshold(-2.0), "critic": Threshold(3.0)})
+        gate.allow(4)
+        buffer.until(4)
+        assert buffer.batches[3]["action"].tolist() == [0, 0]
+
+
+# --- the user's own thread -------------------------------------------------------------------------
+
+
+def test_the_users_gradients_and_threads_are_left_alone():
+    gate, seen = Gate(), []
+
+    def policy(obs: torch.Tensor) -> torch.Tensor:
+        seen.append((torch.is_grad_enabled(), torch.get_num_threads()))
+        return torch.tensor(0)
+
+    threads = torch.get_num_threads()
+    with running(gate, GatedEnv(gate), policy, num_threads=threads + 1) as (_, buffer):
+        gate.allow(3)
+        gate.until_blocked()
+        assert torch.is_grad_enabled()
+        assert not torch.is_inference_mode_enabled()
+        assert torch.get_num_threads() == threads
+        gate.allow(1)
+        buffer.until(2)
+    assert not any(grad for grad, _ in seen)
+
+
+def test_rollouts_in_the_users_own_thread_leave_the_users_generators_alone():
+    def policy(obs: torch.Tensor) -> torch.Tensor:
+        return torch.randint(2, obs.shape[:-1])
+
+    with Collector(counting(3), policy, frames_per_batch=4, replay_buffer=Buffer()) as c:
+        c.start()
+        with c.pause():
+            state = torch.get_rng_state()
+            c.rollout()
+            assert torch.equal(torch.get_rng_state(), state)
+    with Collector(counting(3), policy, frames_per_batch=4, total_frames=4, replay_buffer=Buffer()) as c:
+        c.start()
+        ended(c)
+        state = torch.get_rng_state()
+        c.rollout()
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_after_the_thread_has_ended_the_collector_still_collects_here():
+    buffer = Buffer()
+    with Collector(counting(3), None, frames_per_batch=4, total_frames=8, replay_buffer=buffer) as c:
+        c.start()
+        ended(c)
+        assert column(c.rollout(), "next", "reward") == [3, 1, 2, 3]
+        assert list(c) == []

@@ -1,0 +1,363 @@
+"""What becomes of a batch: hooks, postproc, replay buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from muster import Collector
+from muster.errors import BadOption, EnvError
+from muster.testing import CountingEnv, FaultyEnv
+from tests.tools import assert_accounted, assert_same, column, counting
+
+
+class Extends:
+    """Anything with ``extend``."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+
+    def extend(self, batch: Any) -> None:
+        self.batches.append(batch)
+
+
+class Adds:
+    """Anything with ``add``."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+
+    def add(self, row: Any) -> None:
+        self.rows.append(row)
+
+
+# --- postproc --------------------------------------------------------------------------------------
+
+
+def test_postproc_changes_what_is_yielded_and_not_what_rollout_gives():
+    with Collector(counting(3), None, frames_per_batch=4, total_frames=8, postproc=lambda b: b[:2]) as c:
+        assert [b.shape for b in c] == [(2,), (2,)]
+        assert c.stats().frames == 8
+        assert c.rollout().shape == (4,)
+
+
+def test_a_postproc_that_returns_nothing_has_changed_the_batch_in_place():
+    def double(batch: Any) -> None:
+        batch["next", "reward"] *= 2
+
+    with Collector(counting(3), None, frames_per_batch=4, total_frames=8, postproc=double) as c:
+        assert [column(b, "next", "reward") for b in c] == [[2, 4, 6, 2], [4, 6, 2, 4]]
+
+
+def test_an_error_of_postproc_passes_and_the_next_batch_comes():
+    calls = []
+
+    def fail_once(batch: Any) -> Any:
+        calls.append(batch)
+        if len(calls) == 1:
+            raise ZeroDivisionError("mine")
+        return batch
+
+    with Collector(counting(3), None, frames_per_batch=4, postproc=fail_once) as c:
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            next(iter(c))
+        assert column(next(iter(c)), "next", "reward") == [2, 3, 1, 2]
+
+
+def test_torchrls_multistep_is_a_postproc():
+    multi_step = pytest.importorskip("torchrl.data").MultiStep(gamma=0.5, n_steps=2)
+    with Collector(counting(4), None, num_envs=2, frames_per_batch=8, postproc=multi_step) as c:
+        batch = next(iter(c))
+    assert batch.shape == (2, 4)
+    assert column(batch, "next", "reward") == [[2.0, 3.5, 5.0, 4.0]] * 2, "r + r' / 2, over no end"
+    assert batch["next", "observation"][0, :, 1].tolist() == [2, 3, 4, 4]
+
+
+def test_torchrls_transforms_are_postprocs():
+    transforms = pytest.importorskip("torchrl.envs.transforms")
+    scale = transforms.RewardScaling(loc=1.0, scale=10.0, in_keys=[("next", "reward")])
+    with Collector(counting(3), None, frames_per_batch=4, postproc=scale) as c:
+        batch = next(iter(c))
+    assert column(batch, "next", "reward") == [11, 21, 31, 11]
+
+
+def test_postproc_sees_every_group_of_episodes():
+    seen = []
+    options = {
+        "frames_per_batch": 8,
+        "total_frames": 8,
+        "trajs_per_batch": 2,
+        "postproc": lambda b: seen.append(len(b)),
+    }
+    with Collector(counting(2), None, **options) as c:
+        assert len(list(c)) == 2
+    assert seen == [4, 4]
+
+
+# --- hooks -----------------------------------------------------------------------------------------
+
+
+def test_hooks_are_called_before_and_after_every_collection():
+    events: list[Any] = []
+    options = {
+        "pre_collect_hook": lambda: events.append("pre"),
+        "post_collect_hook": lambda b: events.append(b.shape[0]),
+    }
+    with Collector(counting(3), None, frames_per_batch=4, total_frames=8, **options) as c:
+        for _ in c:
+            events.append("user")
+    assert events == ["pre", 4, "user", "pre", 4, "user"]
+
+
+def test_the_post_hook_sees_the_batch_before_postproc_and_buffer():
+    buffer, seen = Extends(), []
+    options: Any = {
+        "postproc": lambda b: b[:1],
+        "post_collect_hook": lambda b: seen.append((len(b), len(buffer.batches))),
+    }
+    with Collector(counting(3), None, frames_per_batch=4, total_frames=8, replay_buffer=buffer, **options) as c:
+        assert list(c) == [None, None]
+    assert seen == [(4, 0), (4, 1)]
+    assert [len(b) for b in buffer.batches] == [1, 1]
+
+
+def test_hooks_with_whole_episodes_see_the_batches():
+    seen = []
+    options = {"trajs_per_batch": 1, "post_collect_hook": lambda b: seen.append(b.shape)}
+    with Collector(counting(5), None, frames_per_batch=2, total_frames=12, **options) as c:
+        assert [len(b) for b in c] == [5, 5]
+    assert seen == [(2,)] * 6
+
+
+# --- replay buffers --------------------------------------------------------------------------------
+
+
+def test_a_buffer_takes_batches_and_iteration_yields_none():
+    buffer = Extends()
+    with Collector(counting(3), None, num_envs=2, frames_per_batch=8, total_frames=16, replay_buffer=buffer) as c:
+        assert list(c) == [None, None]
+        assert c.getattr_rb("batches") is buffer.batches
+        assert c.stats().frames == 16
+    with Collector(counting(3), None, num_envs=2, frames_per_batch=8, total_frames=16) as c:
+        for taken, batch in zip(buffer.batches, c, strict=True):
+            assert_same(taken, batch, ignore=("action",))
+
+
+def test_a_buffer_that_only_adds_gets_transitions_environment_by_environment():
+    buffer = Adds()
+    with Collector(counting(3), None, num_envs=2, frames_per_batch=8, total_frames=8, replay_buffer=buffer) as c:
+        assert list(c) == [None]
+    assert [row.shape for row in buffer.rows] == [()] * 8
+    assert [row["next", "reward"].item() for row in buffer.rows] == [1, 2, 3, 1] * 2
+
+
+def test_rollout_goes_to_no_buffer():
+    buffer = Extends()
+    with Collector(counting(3), None, frames_per_batch=4, replay_buffer=buffer) as c:
+        assert column(c.rollout(), "next", "reward") == [1, 2, 3, 1]
+    assert buffer.batches == []
+
+
+def test_whole_episodes_go_into_a_buffer():
+    buffer = Extends()
+    options = {"frames_per_batch": 4, "total_frames": 12, "trajs_per_batch": 2}
+    with Collector(counting(3), None, replay_buffer=buffer, **options) as c:
+        assert list(c) == [None, None]
+    assert [column(b, "next", "reward") for b in buffer.batches] == [[1, 2, 3, 1, 2, 3]] * 2
+
+
+def test_an_error_of_the_buffer_passes_unchanged():
+    class Full(Extends):
+        def extend(self, batch: Any) -> None:
+            raise MemoryError("full")
+
+    with Collector(counting(3), None, frames_per_batch=4, replay_buffer=Full()) as c, pytest.raises(MemoryError):
+        next(iter(c))
+
+
+# --- extend_buffer=False ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_envs", [None, 2])
+def test_single_steps_are_in_the_buffer_as_soon_as_they_are_made(num_envs):
+    buffer = Adds()
+    seen: list[int] = []
+
+    def policy(obs: torch.Tensor) -> torch.Tensor:
+        seen.append(len(buffer.rows))
+        return torch.zeros(obs.shape[:-1], dtype=torch.int64)
+
+    frames = 4 * (num_envs or 1)
+    options = {"num_envs": num_envs, "frames_per_batch": frames, "total_frames": 2 * frames, "extend_buffer": False}
+    with Collector(counting(3), policy, replay_buffer=buffer, **options) as c:
+        assert list(c) == [None, None]
+        assert c.stats().frames == 2 * frames
+        assert c.stats().batches == 2
+        assert_accounted(c)
+    assert seen == list(range(8))
+    shape = () if num_envs is None else (num_envs,)
+    assert {row.shape for row in buffer.rows} == {shape}
+    joined = torch.stack([row["next", "reward"].reshape(-1)[0] for row in buffer.rows])
+    assert joined.tolist() == [1, 2, 3, 1, 2, 3, 1, 2]
+    ids = [row["collector", "traj_ids"].reshape(-1)[0].item() // (num_envs or 1) for row in buffer.rows]
+    assert ids == [0, 0, 0, 1, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("layout", ["batch_major", "time_major"])
+def test_single_steps_have_no_time_dimension_in_either_layout(layout):
+    buffer = Adds()
+    options = {"num_envs": 3, "frames_per_batch": 6, "total_frames": 6, "extend_buffer": False, "layout": layout}
+    with Collector([counting(3)] * 2, None, replay_buffer=buffer, **options) as c:
+        list(c)
+    assert [row.shape for row in buffer.rows] == [(2, 3)]
+
+
+def test_single_steps_with_a_limit_and_random_frames_count_whole_batches():
+    buffer = Adds()
+    calls = []
+
+    def policy(obs: torch.Tensor) -> torch.Tensor:
+        calls.append(len(buffer.rows))
+        return torch.tensor(0)
+
+    options = {"frames_per_batch": 4, "total_frames": 12, "extend_buffer": False, "init_random_frames": 5}
+    with Collector(counting(9), policy, replay_buffer=buffer, max_frames_per_traj=3, **options) as c:
+        list(c)
+    assert calls == [8, 9, 10, 11]
+    assert [row["step_count"].item() for row in buffer.rows] == [0, 1, 2] * 4
+    assert [row["next", "truncated"].item() for row in buffer.rows] == [False, False, True] * 4
+
+
+def test_single_steps_with_reset_at_each_iter_begin_anew_with_every_batch():
+    buffer = Adds()
+    options = {"frames_per_batch": 4, "total_frames": 8, "extend_buffer": False, "reset_at_each_iter": True}
+    with Collector(counting(9), None, replay_buffer=buffer, **options) as c:
+        list(c)
+    assert [row["next", "reward"].item() for row in buffer.rows] == [1, 2, 3, 4] * 2
+
+
+def test_after_an_error_between_single_steps_the_frames_stay_exact():
+    buffer = Adds()
+    env = FaultyEnv(2, error=RuntimeError, length=9)
+    options = {"frames_per_batch": 4, "total_frames": 8, "extend_buffer": False}
+    with Collector(env, None, replay_buffer=buffer, **options) as c:
+        with pytest.raises(EnvError):
+            list(c)
+        assert len(buffer.rows) == 2
+        list(c)
+        assert c.stats().frames == len(buffer.rows) == 8
+        assert [row["next", "reward"].item() for row in buffer.rows] == [1, 2, 1, 2, 3, 4, 5, 6]
+        assert_accounted(c)
+
+
+def test_rollout_is_a_whole_batch_also_where_a_buffer_takes_steps():
+    options: Any = {"num_envs": 2, "frames_per_batch": 8, "extend_buffer": False}
+    with Collector(counting(3), None, replay_buffer=Adds(), **options) as c:
+        assert c.fake_tensordict().shape == (2, 4)
+        batch = c.rollout()
+        assert column(batch, "next", "reward") == [[1, 2, 3, 1]] * 2
+        assert batch.names == [None, "time"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_single_steps_are_exact_in_number_too():
+    buffer = Adds()
+    options = {"num_envs": 2, "frames_per_batch": 3, "total_frames": 6, "extend_buffer": False}
+    with Collector(counting(9), None, replay_buffer=buffer, **options) as c:
+        list(c)
+        assert c.stats().frames == 6
+        assert c.stats().discarded == {"surplus": 2}
+        assert [row["collector", "valid"].tolist() for row in buffer.rows] == [[True, True], [True, False]] * 2
+        assert_accounted(c)
+
+
+# --- what is impossible ----------------------------------------------------------------------------
+
+IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
+    ({"extend_buffer": False}, "needs a replay_buffer"),
+    ({"extend_buffer": False, "replay_buffer": Adds(), "postproc": print}, "need whole batches"),
+    ({"extend_buffer": False, "replay_buffer": Adds(), "split_trajs": True}, "need whole batches"),
+    ({"extend_buffer": False, "replay_buffer": Adds(), "post_collect_hook": print}, "need whole batches"),
+    ({"extend_buffer": False, "replay_buffer": Adds(), "set_truncated": True}, "need whole batches"),
+    ({"extend_buffer": False, "replay_buffer": Adds(), "reset_when_done": False}, "cannot end early"),
+    ({"extend_buffer": False, "replay_buffer": Extends()}, "needs replay_buffer.add"),
+    ({"return_same_td": True, "replay_buffer": Extends()}, "give one of them"),
+    ({"return_same_td": True, "split_trajs": True}, "leave return_same_td out"),
+    ({"split_trajs": True, "trajs_per_batch": 2}, "give one"),
+    ({"traj_format": "pad"}, "trajs_per_batch, which is not given"),
+    ({"set_truncated": True, "trajs_per_batch": 2}, "waits for real ones"),
+    ({"replay_buffer": 3}, "extend or add"),
+    ({"replay_buffer": Extends}, "an object with a method"),
+    ({"interruptor": 3}, "collection_stopped"),
+    ({"weight_sync_schemes": {}}, "weight_recv_schemes"),
+    ({"postproc": 3}, "expected a function"),
+    ({"trajs_per_batch": 2, "traj_rule": "shortest"}, "fair"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), IMPOSSIBLE, ids=str)
+def test_what_contradicts_itself_is_refused_before_an_environment_is_made(options, message):
+    def make() -> Any:
+        raise AssertionError("made")
+
+    with pytest.raises(BadOption, match=message):
+        Collector(make, None, frames_per_batch=8, **options)
+
+
+# --- TorchRL's buffers -----------------------------------------------------------------------------
+
+
+def torchrl_buffer(storage: str = "LazyTensorStorage", **options: Any) -> Any:
+    data = pytest.importorskip("torchrl.data")
+    return data.ReplayBuffer(storage=getattr(data, storage)(100, **options), batch_size=4)
+
+
+def test_torchrls_buffer_has_every_transition():
+    buffer = torchrl_buffer(ndim=2)
+    with Collector(counting(3), None, num_envs=2, frames_per_batch=8, total_frames=16, replay_buffer=buffer) as c:
+        assert list(c) == [None, None]
+    assert len(buffer) == 16
+    assert sorted(buffer[:]["next", "reward"].flatten().tolist()) == sorted([1, 2, 3, 1, 2, 3, 1, 2] * 2)
+    assert buffer.sample().shape == (4,)
+
+
+def test_torchrls_one_dimensional_buffer_has_one_item_per_environment():
+    buffer = torchrl_buffer()
+    with Collector(counting(3), None, num_envs=2, frames_per_batch=8, total_frames=16, replay_buffer=buffer) as c:
+        list(c)
+    assert len(buffer) == 4
+    assert buffer[:].shape == (4, 4)
+
+
+@pytest.mark.parametrize("storage", ["LazyTensorStorage", "ListStorage"])
+def test_single_steps_go_into_torchrls_buffer(storage):
+    buffer = torchrl_buffer(storage)
+    options = {"frames_per_batch": 4, "total_frames": 8, "extend_buffer": False}
+    with Collector(counting(3), None, replay_buffer=buffer, **options) as c:
+        assert list(c) == [None, None]
+    assert len(buffer) == 8
+    rows = buffer[list(range(8))]
+    rows = torch.stack(list(rows)) if isinstance(rows, list) else rows
+    assert rows["next", "reward"].flatten().tolist() == [1, 2, 3, 1, 2, 3, 1, 2]
+
+
+def test_lazily_made_buffers_are_initialised_by_the_first_batch():
+    data = pytest.importorskip("torchrl.data")
+    for local in (None, True, False):
+        buffer = data.TensorDictReplayBuffer(storage=data.LazyTensorStorage(100), batch_size=4)
+        with Collector(counting(3), None, frames_per_batch=4, replay_buffer=buffer, local_init_rb=local) as c:
+            next(iter(c))
+        assert len(buffer) == 4
+        assert isinstance(buffer.sample(), TensorDict)
+
+
+def test_a_buffers_own_transform_is_applied():
+    data, transforms = pytest.importorskip("torchrl.data"), pytest.importorskip("torchrl.envs.transforms")
+    buffer = data.ReplayBuffer(storage=data.LazyTensorStorage(100), batch_size=4)
+    buffer.append_transform(transforms.RenameTransform(["observation"], ["state"]))
+    with Collector(CountingEnv, None, frames_per_batch=4, replay_buffer=buffer) as c:
+        next(iter(c))
+    assert "state" in buffer.sample()

@@ -1,0 +1,535 @@
+"""PettingZoo: groups, agents that come and go, masks, and what TorchRL makes of the same environments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from muster import Collector, policies
+from muster.envs.build import build_env
+from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv, UnsupportedSpace
+from muster.testing import EnvContract
+from tests.tools import assert_accounted, assert_same, collect, column, joined
+
+pettingzoo = pytest.importorskip("pettingzoo")
+ParallelEnv = pettingzoo.ParallelEnv
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{message}")
+    for message in ("The old environment creation API", "PettingZoo in TorchRL is tested", "The base environment")
+]
+
+
+class Shifts(ParallelEnv):
+    """Agents come and go by timetable. Observation ``[number of the agent, t]``, reward ``10 * number + t``.
+
+    Args:
+        times: per agent, the step at which it comes, the step after which it leaves, and whether that is a truncation.
+    """
+
+    def __init__(
+        self, times: dict[str, tuple[int, int, bool]] | None = None, *, masks: str = "", state: bool = False
+    ) -> None:
+        self.times = times or {"cook_0": (0, 3, False), "cook_1": (1, 2, True), "waiter": (0, 4, False)}
+        self.possible_agents = list(self.times)
+        self.agents: list[str] = []
+        self.metadata = {"name": "shifts_v0"}
+        self.masks = masks
+        if state:
+            self.state_space = spaces.Box(0, 100, (1,), np.int64)
+        self.t = 0
+        self.got: list[dict[str, Any]] = []
+        self.resets: list[Any] = []
+        self.closed = 0
+
+    def observation_space(self, agent: str) -> Any:
+        box = spaces.Box(0, 100, (2,), np.float32)
+        if self.masks != "obs":
+            return box
+        return spaces.Dict({"observation": box, "action_mask": spaces.Box(0, 1, (3,), np.int8)})
+
+    def action_space(self, agent: str) -> Any:
+        return spaces.Discrete(3)
+
+    def legal(self, agent: str) -> Any:
+        return np.array([self.t % 2 == 0, True, self.t % 2 == 1], np.int8)
+
+    def see(self, agent: str) -> Any:
+        box = np.array([self.possible_agents.index(agent), self.t], np.float32)
+        return {"observation": box, "action_mask": self.legal(agent)} if self.masks == "obs" else box
+
+    def infos(self, agents: Any) -> Any:
+        return {a: {"action_mask": self.legal(a)} if self.masks == "info" else {} for a in agents}
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        self.resets.append((seed, options))
+        self.t = 0
+        self.agents = [a for a, (comes, _, _) in self.times.items() if comes == 0]
+        return {a: self.see(a) for a in self.agents}, self.infos(self.agents)
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        assert actions.keys() == set(self.agents)
+        self.got.append(actions)
+        acted, self.t = self.agents, self.t + 1
+        leaves = {a: self.t == self.times[a][1] for a in acted}
+        self.agents = [
+            a for a, (comes, goes, _) in self.times.items() if (a in acted and not leaves[a]) or comes == self.t < goes
+        ]
+        seen = dict.fromkeys([*acted, *self.agents])
+        return (
+            {a: self.see(a) for a in seen},
+            {a: 10.0 * self.possible_agents.index(a) + self.t for a in acted},
+            {a: leaves[a] and not self.times[a][2] for a in acted},
+            {a: leaves[a] and self.times[a][2] for a in acted},
+            self.infos(seen),
+        )
+
+    def state(self) -> Any:
+        return np.array([self.t])
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def shifts(**options: Any) -> Any:
+    return lambda: Shifts(**options)
+
+
+# --- expected arrays -------------------------------------------------------------------------------
+
+
+def test_agents_come_and_go_with_zeros_and_a_mask():
+    env = Shifts()
+    batch = collect(env, None, frames_per_batch=8, validate="full")
+    assert batch.shape == (8,)
+    # Cook 1 comes after step 1 and is truncated at step 2; cook 0 is terminated at step 3, the waiter at step 4.
+    assert (
+        column(batch, "cook", "observation")
+        == [
+            [[0, 0], [0, 0]],
+            [[0, 1], [1, 1]],
+            [[0, 2], [1, 2]],  # the last one of cook 1
+            [[0, 3], [0, 0]],  # the last one of cook 0
+        ]
+        * 2
+    )
+    assert batch["cook", "mask"].tolist() == [[True, False], [True, True], [True, False], [False, False]] * 2
+    assert batch["waiter", "mask"].tolist() == [[True]] * 8
+    assert batch["waiter", "observation"].tolist() == [[[2, t]] for t in range(4)] * 2
+    after = batch["next"]
+    assert (
+        after["cook", "observation"].tolist()
+        == [
+            [[0, 1], [1, 1]],
+            [[0, 2], [1, 2]],
+            [[0, 3], [0, 0]],
+            [[0, 0], [0, 0]],
+        ]
+        * 2
+    )
+    assert after["cook", "mask"].tolist() == [[True, True], [True, False], [False, False], [False, False]] * 2
+    assert after["cook", "reward"].tolist() == [[[1], [0]], [[2], [12]], [[3], [0]], [[0], [0]]] * 2
+    assert after["waiter", "reward"].tolist() == [[[20 + t]] for t in range(1, 5)] * 2
+    assert (
+        after["cook", "terminated"].tolist()
+        == [
+            [[False], [False]],
+            [[False], [False]],
+            [[True], [False]],
+            [[True], [False]],
+        ]
+        * 2
+    )
+    assert (
+        after["cook", "truncated"].tolist()
+        == [
+            [[False], [False]],
+            [[False], [True]],
+            [[False], [True]],
+            [[False], [True]],
+        ]
+        * 2
+    )
+    assert torch.equal(after["cook", "done"], after["cook", "terminated"] | after["cook", "truncated"])
+    assert after["waiter", "done"].tolist() == [[[t == 3]] for t in range(4)] * 2
+    # Before it comes, an agent is done as well.
+    first, second = batch["cook", "done"][..., 0].unbind(1)
+    assert (first.tolist(), second.tolist()) == ([False, False, False, True] * 2, [True, False, True, True] * 2)
+    assert after["done"].tolist() == [[False], [False], [False], [True]] * 2
+    # One of the agents was truncated: so was the episode.
+    assert torch.equal(after["truncated"], after["done"])
+    assert not after["terminated"].any()
+    assert ("next", "reward") not in batch.keys(True)
+
+
+def test_each_agent_gets_its_own_action_while_it_is_there():
+    env = Shifts()
+    batch = collect(env, None, frames_per_batch=8, seed=1)
+    expected = []
+    for t in range(8):
+        there = [("cook", 0, "cook_0"), ("cook", 1, "cook_1"), ("waiter", 0, "waiter")]
+        there = [(group, i, agent) for group, i, agent in there if batch[group, "mask"][t, i]]
+        expected.append({agent: batch[group, "action"][t, i] for group, i, agent in there})
+    assert env.got == expected
+
+
+def test_an_episode_in_which_all_are_terminated_is_terminated():
+    times = {"a": (0, 2, False), "b": (1, 3, False), "late": (9, 12, True)}
+    with Collector(Shifts(times), None, frames_per_batch=6) as collector:
+        batch = collector.rollout()
+        after = batch["next"]
+        assert after["terminated"].tolist() == [[False], [False], [True]] * 2
+        assert not after["truncated"].any()
+        # Nobody ever sees the late one.
+        for part in (batch, after):
+            assert part["late", "terminated"].all()
+            assert part["late", "done"].all()
+            assert not part["late", "truncated"].any()
+        # 1 + 2 of a, 12 + 13 of b
+        assert [record.episode_return for record in collector.episodes] == [28, 28]
+        assert_accounted(collector)
+
+
+def test_an_episode_ends_with_its_last_agent_even_if_the_environment_keeps_the_names():
+    class Keeping(Shifts):
+        def step(self, actions: Any) -> Any:
+            out = super().step(actions)
+            self.kept = self.agents = self.agents or list(actions)
+            return out
+
+    after = collect(Keeping({"a": (0, 2, False)}), None, frames_per_batch=4)["next"]
+    assert after["done"].tolist() == [[False], [True]] * 2
+
+
+def test_several_environments_are_a_batch_of_their_own_episodes():
+    made: list[Shifts] = []
+
+    def make() -> Shifts:
+        made.append(Shifts({"a_0": (0, 2 + len(made), False), "a_1": (0, 1, False)}))
+        return made[-1]
+
+    batch = collect(make, None, num_envs=3, frames_per_batch=36, seed=5)
+    assert batch["a", "observation"].shape == (3, 12, 2, 2)
+    for i in range(3):
+        ends = [(t + 1) % (2 + i) == 0 for t in range(12)]
+        assert batch["next", "done"][i, :, 0].tolist() == ends
+        assert (5 + i, None) in made[i].resets
+        assert made[i].closed == 1
+
+
+@pytest.mark.parametrize("masks", ["obs", "info"])
+def test_action_masks_say_what_is_legal_and_random_actions_obey(masks):
+    batch = collect(shifts(masks=masks), None, num_envs=2, frames_per_batch=400, seed=0, validate="full")
+    mask, there = batch["cook", "action_mask"], batch["cook", "mask"]
+    assert mask.dtype == torch.bool
+    assert mask.shape == (2, 200, 2, 3)
+    t = torch.arange(200) % 4
+    legal = torch.stack([t % 2 == 0, t >= 0, t % 2 == 1], -1)[None, :, None].expand_as(mask)
+    assert torch.equal(mask, legal | ~there[..., None])  # an agent that is away could do anything
+    action = batch["cook", "action"]
+    assert mask.gather(-1, action[..., None]).all()
+    counts = torch.stack([(action[there] == i).sum() for i in range(3)]) / there.sum()
+    assert torch.allclose(counts, torch.tensor([0.25, 0.5, 0.25]), atol=0.07)
+    if masks == "obs":
+        assert batch["cook", "observation", "observation"].shape == (2, 200, 2, 2)
+
+
+def test_where_nothing_is_legal_random_actions_are_any():
+    class Stuck(Shifts):
+        def legal(self, agent: str) -> Any:
+            return np.zeros(3, np.int8)
+
+    batch = collect(lambda: Stuck(masks="info"), None, num_envs=2, frames_per_batch=200, seed=0)
+    assert not batch["waiter", "action_mask"].any()
+    assert batch["waiter", "action"].unique().tolist() == [0, 1, 2]
+
+
+def test_rewards_of_agents_that_are_gone_count():
+    class Late(Shifts):
+        def step(self, actions: Any) -> Any:
+            obs, reward, *rest = super().step(actions)
+            return obs, {**reward, **({"cook_1": 100.0} if self.t == 4 else {})}, *rest
+
+    with Collector(Late(), None, frames_per_batch=4) as collector:
+        batch = collector.rollout()
+        assert batch["next", "cook", "reward"][:, 1, 0].tolist() == [0, 12, 0, 100]
+        # 1 + 2 + 3 of cook 0, 12 + 100 of cook 1, 21 + 22 + 23 + 24 of the waiter
+        assert [record.episode_return for record in collector.episodes] == [208]
+
+
+def test_random_legal_actions_do_not_depend_on_how_steps_are_cut():
+    whole = collect(shifts(masks="obs"), None, num_envs=2, frames_per_batch=48, seed=3)
+    parts = collect(shifts(masks="obs"), None, batches=6, num_envs=2, frames_per_batch=8, seed=3)
+    assert_same(whole, parts)
+
+
+def test_a_policy_after_random_frames_chooses_by_itself():
+    with Collector(Shifts(masks="obs"), Ones(), frames_per_batch=8, init_random_frames=8, seed=0) as collector:
+        assert not (collector.rollout()["cook", "action"] == 1).all()
+        assert (collector.rollout()["cook", "action"] == 1).all()
+
+
+class Ones:
+    """A TensorDict policy: every agent does 1."""
+
+    in_keys, out_keys = [("cook", "mask"), ("waiter", "mask")], [("cook", "action"), ("waiter", "action")]
+
+    def __call__(self, tensordict: Any) -> Any:
+        for group in ("cook", "waiter"):
+            tensordict[group, "action"] = torch.ones_like(tensordict[group, "mask"], dtype=torch.long)
+        return tensordict
+
+
+def test_the_global_state_is_stored_where_there_is_one():
+    batch = collect(Shifts(state=True), None, frames_per_batch=8, validate="full")
+    assert batch["state"].tolist() == [[0], [1], [2], [3]] * 2
+    assert batch["next", "state"].tolist() == [[1], [2], [3], [4]] * 2
+    assert "state" not in collect(Shifts(), None, frames_per_batch=8)
+
+
+def test_a_limit_cuts_the_episode_of_all_agents():
+    batch = collect(Shifts(), None, frames_per_batch=6, max_frames_per_traj=2)
+    assert batch["next", "truncated"].tolist() == [[False], [True]] * 3
+    assert not batch["next", "waiter", "done"].any()
+    assert batch["waiter", "observation"][:, 0, 1].tolist() == [0, 1] * 3
+
+
+def test_a_saved_collector_goes_on_in_the_middle_of_an_episode():
+    make = shifts(masks="info", times={"a_0": (0, 5, False), "a_1": (1, 3, True)})
+    with Collector(make, None, num_envs=2, frames_per_batch=6, seed=0) as collector:
+        collector.rollout()
+        saved = collector.state_dict()
+        expected = joined(collector, 4)
+    with Collector(make, None, num_envs=2, frames_per_batch=6, seed=1) as other:
+        other.load_state_dict(saved, trust=True)
+        assert_same(expected, joined(other, 4), ignore=(("collector", "resumed"),))
+
+
+# --- groups ----------------------------------------------------------------------------------------
+
+
+class Zoo(Shifts):
+    """Agents of several kinds."""
+
+    def __init__(self, names: tuple[str, ...], wide: tuple[str, ...] = ()) -> None:
+        super().__init__(dict.fromkeys(names, (0, 3, False)))
+        self.wide = wide
+
+    def action_space(self, agent: str) -> Any:
+        return spaces.Box(-1, 1, (2,), np.float32) if agent in self.wide else spaces.Discrete(3)
+
+
+@pytest.mark.parametrize(
+    ("names", "wide", "groups"),
+    [
+        (("agent_0", "agent_1", "adversary_0"), (), {"agent": 2, "adversary": 1}),
+        (("first", "second"), (), {"first": 1, "second": 1}),
+        (("agent_0", "agent_1", "agent_2"), ("agent_1",), {"agent": 2, "agent_1": 1}),
+        (("agent", "agent_0"), (), {"agent": 1, "agent_0": 1}),
+        (("red_team_0", "red_team_1", "blue_x"), (), {"red_team": 2, "blue_x": 1}),
+    ],
+)
+def test_agents_of_one_name_and_equal_spaces_are_a_group(names, wide, groups):
+    batch = collect(Zoo(names, wide), None, frames_per_batch=6, validate="full")
+    found = {key[0]: batch[key].shape[-1] for key in batch.keys(True, True) if key[1:] == ("mask",)}
+    assert found == groups
+    for name in wide:
+        assert batch[name, "action"].shape == (6, 1, 2)
+
+
+def test_a_head_chooses_for_a_whole_group():
+    class Flat(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 3)
+
+        def forward(self, obs: Any) -> torch.Tensor:
+            return self.layer(obs["agent"]["observation"]).flatten(-2)
+
+    env = Zoo(("agent_0", "agent_1"))
+    batch = collect(env, policies.categorical(Flat()), frames_per_batch=6)
+    assert batch["agent", "action"].shape == (6, 2)
+    assert batch["action_log_prob"].shape == (6,)
+
+
+def test_names_that_a_batch_needs_are_refused():
+    with pytest.raises(UnsupportedEnv, match="'next'.*rename"):
+        Collector(Zoo(("next_0", "next_1")), None, frames_per_batch=3)
+    env = Zoo(("a_0",))
+    env.possible_agents = []
+    with pytest.raises(UnsupportedEnv, match="possible_agents"):
+        Collector(env, None, frames_per_batch=3)
+
+
+def test_the_environments_of_a_batch_are_alike_and_different_objects():
+    made = iter([Zoo(("a_0", "a_1")), Zoo(("a_0", "b_1")), Zoo(("a_0",)), Zoo(("a_0",), ("a_0",))])
+    for _ in range(2):
+        with pytest.raises(UnsupportedEnv, match="environment 1 has other agents or spaces"):
+            Collector(lambda: next(made), None, num_envs=2, frames_per_batch=4)
+    one = Zoo(("a_0",))
+    with pytest.raises(UnsupportedEnv, match="same object twice"):
+        Collector(lambda: one, None, num_envs=2, frames_per_batch=4)
+
+
+def test_spaces_without_arrays_and_masks_of_continuous_actions_are_refused():
+    class Texts(Shifts):
+        def observation_space(self, agent: str) -> Any:
+            return spaces.Text(3)
+
+    with pytest.raises(UnsupportedSpace, match="no arrays"):
+        Collector(Texts(), None, frames_per_batch=3)
+
+    class Masked(Shifts):
+        def action_space(self, agent: str) -> Any:
+            return spaces.Box(-1, 1, (2,))
+
+    with pytest.raises(UnsupportedSpace, match="action_mask"):
+        Collector(Masked(masks="info"), None, frames_per_batch=3)
+
+
+# --- what an environment must not do ---------------------------------------------------------------
+
+
+def without(place: int, agent: str) -> Any:
+    def spoil(out: list[Any]) -> None:
+        del out[place][agent]
+
+    return spoil
+
+
+def with_value(place: int, value: Any) -> Any:
+    def spoil(out: list[Any]) -> None:
+        out[place]["waiter"] = value
+
+    return spoil
+
+
+SPOILT: dict[str, tuple[Any, str]] = {
+    "reward": (without(1, "waiter"), r"no reward of \['waiter'\]"),
+    "termination": (without(2, "cook_0"), r"no termination of \['cook_0'\]"),
+    "observation": (without(0, "waiter"), "no observation of waiter"),
+    "last observation": (without(0, "cook_1"), "no observation of cook_1"),
+    "shape": (with_value(0, np.zeros(3, np.float32)), "waiter: waiter.observation is an array of shape"),
+    "number": (with_value(1, "much"), "waiter: reward is str"),
+    "flag": (with_value(2, 0.5), "termination of waiter is float"),
+    "four": (lambda out: out.pop(), "expected five dicts"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_a_bad_output_is_refused_and_the_rows_before_it_are_kept(case):
+    spoil, message = SPOILT[case]
+
+    class Bad(Shifts):
+        def step(self, actions: Any) -> Any:
+            out = list(super().step(actions))
+            if len(self.got) == 2:
+                spoil(out)
+            return tuple(out)
+
+    with Collector(Bad(), None, frames_per_batch=4) as collector:
+        with pytest.raises(BadEnvOutput, match=message):
+            collector.rollout()
+        assert collector.rollout()["waiter", "observation"][:, 0, 1].tolist() == [0, 0, 1, 2]
+        assert_accounted(collector)
+
+
+def test_an_agent_that_vanishes_is_an_error():
+    class Vanishing(Shifts):
+        def step(self, actions: Any) -> Any:
+            out = super().step(actions)
+            self.agents = [a for a in self.agents if a != "waiter"]
+            return out
+
+    collector = Collector(Vanishing(), None, frames_per_batch=4)
+    with pytest.raises(BadEnvOutput, match="waiter is gone"):
+        collector.rollout()
+
+
+def test_what_the_environment_raises_is_the_cause():
+    class Broken(Shifts):
+        def step(self, actions: Any) -> Any:
+            raise OSError("no kitchen")
+
+    collector = Collector(Broken(), None, frames_per_batch=4)
+    with pytest.raises(EnvError, match=r"shifts_v0\[0\].step") as info:
+        collector.rollout()
+    assert isinstance(info.value.__cause__, OSError)
+
+
+# --- the real thing --------------------------------------------------------------------------------
+
+
+def rps() -> Any:
+    from pettingzoo.classic import rps_v2
+
+    return rps_v2.parallel_env(max_cycles=4)
+
+
+def test_rock_paper_scissors_gives_what_torchrl_gives():
+    libs = pytest.importorskip("torchrl.envs.libs.pettingzoo")
+    theirs = libs.PettingZooWrapper(rps(), use_mask=True, done_on_any=False, categorical_actions=True)
+    theirs.set_seed(0)
+    ours = collect(rps(), None, frames_per_batch=12, seed=0)
+
+    actions = iter(ours["player", "action"])
+    expected = theirs.rollout(12, lambda td: td.set(("player", "action"), next(actions)), break_when_any_done=False)
+    for part in (expected, expected["next"]):  # one-hot there, the number itself here
+        part["player", "observation"] = part["player", "observation"].long().argmax(-1)
+    assert_same(ours, expected, ignore=(("collector", "traj_ids"),))
+
+
+class Lenient(Shifts):
+    """TorchRL gives actions to all agents."""
+
+    def step(self, actions: Any) -> Any:
+        return super().step({agent: actions[agent] for agent in self.agents})
+
+
+@pytest.mark.parametrize("masks", ["obs", "info", ""])
+def test_agents_that_go_have_the_columns_that_torchrl_gives_them(masks):
+    libs = pytest.importorskip("torchrl.envs.libs.pettingzoo")
+    times = {"cook_0": (0, 3, False), "cook_1": (0, 4, False)}
+    options = {"use_mask": True, "done_on_any": False, "categorical_actions": True, "return_state": True}
+    theirs = libs.PettingZooWrapper(Lenient(times, masks=masks, state=True), **options)
+    expected = theirs.rollout(4, break_when_any_done=False)
+    ours = collect(Shifts(times, masks=masks, state=True), None, frames_per_batch=4)
+    # They say of an agent that has left that it was truncated as well as terminated.
+    differ = [("cook", "action"), *((*at, "cook", "truncated") for at in ((), ("next",)))]
+    for key in differ:
+        assert (ours[key].shape, ours[key].dtype) == (expected[key].shape, expected[key].dtype)
+    assert_same(ours, expected, ignore=(("collector", "traj_ids"), *differ))
+
+
+def test_an_aec_environment_that_can_is_run_in_parallel():
+    from pettingzoo.utils.conversions import parallel_to_aec
+
+    batch = collect(parallel_to_aec(Shifts({"a_0": (0, 2, False), "a_1": (0, 2, False)})), None, frames_per_batch=4)
+    assert batch["next", "done"].tolist() == [[False], [True]] * 2
+
+
+def test_an_aec_environment_of_turns_is_refused():
+    from pettingzoo.classic import tictactoe_v3
+
+    with pytest.raises(UnsupportedEnv, match="take turns.*is_parallelizable"):
+        Collector(tictactoe_v3.env(), None, frames_per_batch=4)
+
+
+def test_one_environment_has_no_batch_dimension():
+    assert build_env(Shifts(), None).batch_shape == ()
+    assert build_env(Shifts, 1).batch_shape == (1,)
+
+
+class TestShifts(EnvContract):
+    def make_env(self) -> Any:
+        return Shifts(masks="obs", state=True)
+
+
+class TestRockPaperScissors(EnvContract):
+    num_envs = None
+
+    def make_env(self) -> Any:
+        return rps()

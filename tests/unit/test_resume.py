@@ -1,0 +1,614 @@
+"""Exact resume: from any point on, and in a new process, the same bits; where that cannot be, a report that says so."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+import muster
+from muster import Collector
+from muster.errors import BadCheckpoint, BadWeights, EnvError, PolicyError
+from muster.testing import ChainEnv, CountingEnv, FaultyEnv
+from tests.tools import assert_accounted, assert_same, column, counting
+
+FILE = "collector.safetensors"
+MARK = ("collector", "resumed")
+
+
+def mlp(inputs: int, outputs: int) -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs))
+
+
+class Recurrent(nn.Module):
+    """A cell with dropout: recurrent state, and draws from torch's global generator."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.cell, self.out = nn.GRUCell(inputs, 6), nn.Linear(6, 2)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, obs: torch.Tensor, state: torch.Tensor | None) -> Any:
+        self.calls += 1
+        state = self.cell(nn.functional.dropout(obs, 0.3), state)
+        draw = torch.distributions.Categorical(logits=self.out(state)).sample()
+        return draw, {"calls": self.calls.expand(obs.shape[:-1])}, state
+
+
+class Global(nn.Module):
+    """Draws from Python's and NumPy's global generators."""
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        import random
+
+        draw = random.random() + np.random.rand() + np.random.randn()
+        return torch.full(obs.shape[:-1], int(draw * 1000) % 2)
+
+
+def td_policy(inputs: int) -> Any:
+    net = mlp(inputs, 2)
+    return TensorDictModule(lambda obs: net(obs).argmax(-1), in_keys=["observation"], out_keys=["action"])
+
+
+ENVS: dict[str, Callable[[], Any]] = {
+    "CartPole": lambda: gymnasium.make("CartPole-v1", max_episode_steps=9),
+    "noise": counting(5, noise=True),
+    "chain": ChainEnv,
+}
+POLICIES: dict[str, Callable[[int], Any]] = {
+    "random": lambda inputs: None,
+    "head": lambda inputs: muster.policies.categorical(mlp(inputs, 2)),
+    "recurrent": Recurrent,
+    "global": lambda inputs: Global(),
+}
+
+
+def sync_vector() -> Any:
+    return gymnasium.make_vec("CartPole-v1", num_envs=3, vectorization_mode="sync")
+
+
+SHAPES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "single": (ENVS["CartPole"], {"frames_per_batch": 7}),
+    "stacked": (ENVS["CartPole"], {"frames_per_batch": 21, "num_envs": 3}),
+    "vector": (sync_vector, {"frames_per_batch": 21}),
+    "groups": ([ENVS["CartPole"]] * 2, {"frames_per_batch": 28, "num_envs": 2}),
+}
+
+
+def make(env: Any, policy: Any, **options: Any) -> Collector:
+    return Collector(env, policy, **{"frames_per_batch": 6, "seed": 5, **options})
+
+
+def goes_on(
+    of: Callable[[], Collector], before: int, *, path: Path | None = None, used: int = 0, trust: bool = False
+) -> None:
+    """Save after ``before`` batches and load into another collector, which has made ``used``; compare what follows."""
+    with of() as first, of() as second:
+        for _ in range(before):
+            first.rollout()
+        state = first.state_dict()
+        if path is not None:
+            muster.save_state(path, first.state_dict())
+        expected = [first.rollout().clone() for _ in range(4)]
+        for _ in range(used):
+            second.rollout()
+        report = second.load_state_dict(state if path is None else path, trust=trust)
+        assert report.exact, str(report)
+        for batch in expected:
+            assert_same(batch, second.rollout())
+        assert first.episodes == second.episodes
+        a, b = first.stats(), second.stats()
+        for name in (
+            "frames",
+            "executed",
+            "discarded",
+            "in_flight",
+            "batches",
+            "episodes",
+            "return_mean",
+            "length_mean",
+        ):
+            assert getattr(a, name) == getattr(b, name), name
+        assert_accounted(second)
+        return report
+
+
+# --- bit by bit ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_arrangement_goes_on_bit_by_bit(shape, policy, tmp_path):
+    env, options = SHAPES[shape]
+    goes_on(lambda: make(env, POLICIES[policy](4), **options), 2, path=tmp_path / FILE, trust=shape == "vector")
+
+
+@pytest.mark.parametrize("policy", ["head", "recurrent"])
+@pytest.mark.parametrize("before", [0, 1, 3])
+@pytest.mark.parametrize("used", [0, 2])
+def test_from_the_beginning_and_into_a_used_collector(policy, before, used):
+    goes_on(lambda: make(counting(5, noise=True), POLICIES[policy](3), num_envs=2), before, used=used)
+
+
+@settings(max_examples=25)
+@given(
+    env=st.sampled_from(sorted(ENVS)),
+    before=st.integers(0, 5),
+    T=st.integers(1, 6),
+    num_envs=st.sampled_from([None, 1, 3]),
+    limit=st.sampled_from([None, 4]),
+    reset_each=st.booleans(),
+    set_truncated=st.booleans(),
+    reset_when_done=st.booleans(),
+    used=st.integers(0, 2),
+)
+def test_any_save_point_under_any_option(
+    env, before, T, num_envs, limit, reset_each, set_truncated, reset_when_done, used
+):
+    options = {
+        "num_envs": num_envs,
+        "frames_per_batch": T * (num_envs or 1),
+        "max_frames_per_traj": limit,
+        "reset_at_each_iter": reset_each,
+        "set_truncated": set_truncated,
+        "reset_when_done": reset_when_done,
+        "track_policy_version": True,
+    }
+    goes_on(lambda: make(ENVS[env], None, **options), before, used=used)
+
+
+@pytest.mark.parametrize("policy", ["head", "recurrent"])
+@pytest.mark.parametrize("frames", [6, 12, 15, 100])
+@pytest.mark.parametrize("used", [0, 4])
+def test_random_frames_that_are_not_over_go_on(policy, frames, used):
+    of = lambda: make(counting(5, noise=True), POLICIES[policy](3), init_random_frames=frames)  # noqa: E731
+    goes_on(of, 2, used=used)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_first_call_that_has_been_made_is_not_made_again(policy, used):
+    def of() -> Collector:
+        return make(counting(5, noise=True), POLICIES[policy](3), num_envs=2, track_policy_version=True)
+
+    with of() as first, of() as second, of() as plain:
+        first.fake_tensordict()
+        for _ in range(used):
+            second.rollout()
+        assert second.load_state_dict(first.state_dict()).exact
+        first.increment_version()
+        second.increment_version()
+        for _ in range(3):
+            batch = first.rollout()
+            assert_same(batch, second.rollout())
+            assert_same(batch, plain.rollout(), ignore=(("collector", "policy_version"),))
+
+
+def test_pending_resets_and_seeds_are_kept():
+    def of() -> Collector:
+        return make(counting(9, noise=True), None, num_envs=3)
+
+    with of() as first, of() as second:
+        first.rollout()
+        first.reset([1])
+        first.set_seed(77)
+        second.load_state_dict(first.state_dict())
+        assert_same(first.rollout(), second.rollout())
+        first.reset([0, 2])
+        second.load_state_dict(first.state_dict())
+        batch = second.rollout()
+        assert_same(first.rollout(), batch)
+        assert column(batch, "observation")[1][0][1] == 2
+
+
+def test_iteration_goes_on_to_the_same_end():
+    def of() -> Collector:
+        return make(counting(5, noise=True), None, total_frames=30)
+
+    with of() as first, of() as second:
+        parts = iter(first)
+        next(parts), next(parts)
+        state = first.state_dict()
+        expected = [batch.clone() for batch in parts]
+        second.load_state_dict(state)
+        got = [batch.clone() for batch in second]
+        assert len(got) == len(expected) == 3
+        for a, b in zip(expected, got, strict=True):
+            assert_same(a, b)
+        second.load_state_dict(state)  # and again
+        assert len(list(second)) == 3
+
+
+def test_versions_and_weights_are_in_the_state():
+    class Argmax(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(2, 2)
+
+        def forward(self, obs: torch.Tensor) -> torch.Tensor:
+            return self.net(obs).argmax(-1)
+
+    with make(counting(5), Argmax(), track_policy_version=True) as first:
+        first.update_policy_weights_()
+        first.update_policy_weights_()
+        state = first.state_dict()
+        kept = {name: value.clone() for name, value in first.policy.state_dict().items()}
+        with torch.no_grad():
+            first.policy.net.weight.fill_(9.0)
+        with make(counting(5), Argmax(), track_policy_version=True) as second:
+            assert second.load_state_dict(state).exact
+            assert second.policy_version == 2
+            assert second.rollout()["collector", "policy_version"].tolist() == [2] * 6
+            for name, value in second.policy.state_dict().items():
+                assert torch.equal(value, kept[name]), "the state is a copy"
+
+
+def test_torchrls_version_counter_is_restored():
+    tracker = pytest.importorskip("torchrl.envs.llm.transforms").PolicyVersion
+    first_counter, second_counter = tracker(version_type="uuid"), tracker(version_type="uuid")
+    with (
+        make(counting(5), Global(), track_policy_version=first_counter) as first,
+        make(counting(5), Global(), track_policy_version=second_counter) as second,
+    ):
+        second.load_state_dict(first.state_dict())
+        assert second_counter.version == first_counter.version
+
+
+# --- whole episodes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["cat", "pad"])
+@pytest.mark.parametrize("before", range(5))
+def test_whole_episodes_that_are_held_come_later(layout, before, tmp_path):
+    def of() -> Collector:
+        options = {
+            "num_envs": 2,
+            "frames_per_batch": 14,
+            "total_frames": 84,
+            "trajs_per_batch": 1,
+            "traj_format": layout,
+        }
+        return make(counting(5, noise=True), None, **options)
+
+    with of() as first, of() as second:
+        groups = iter(first)
+        for _ in range(before):
+            next(groups)
+        muster.save_state(tmp_path / FILE, first.state_dict())
+        held = first.stats().in_flight
+        expected = [group.clone() for group in groups]
+        second.next()  # and what it has left is forgotten
+        assert second.load_state_dict(tmp_path / FILE).exact
+        assert second.stats().in_flight == held
+        got = list(second)
+        assert len(got) == len(expected) > 2
+        for a, b in zip(expected, got, strict=True):
+            assert_same(a, b)
+            assert a.names == b.names
+        assert_accounted(second)
+
+
+def test_an_episode_whose_environment_is_lost_is_dropped():
+    def of() -> Collector:
+        return make(Unpicklable, None, num_envs=2, frames_per_batch=12, total_frames=120, trajs_per_batch=2)
+
+    with of() as first, of() as second:
+        next(iter(first))
+        report = second.load_state_dict(first.state_dict())
+        assert set(report.not_restored) == {0, 1}
+        assert (second.stats().discarded, second.stats().in_flight) == ({"cut": 2}, 0)
+        for batch in second:
+            assert column(batch, "observation")[0][1] == 0
+            assert column(batch, "next", "done").count(True) == 2
+        assert_accounted(second)
+
+
+# --- errors in the middle --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["env", "policy"])
+def test_rows_that_an_error_had_cut_short_are_not_restored_and_said_so(kind):
+    calls = []
+
+    def policy(obs: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if kind == "policy" and len(calls) == 9:
+            raise ValueError("no")
+        return torch.tensor(0)
+
+    env = (lambda: FaultyEnv(8, error=RuntimeError, length=9)) if kind == "env" else counting(9)
+    with make(env, policy) as first, make(env, policy) as second:
+        first.rollout()
+        with pytest.raises((EnvError, PolicyError)):
+            first.rollout()
+        in_flight = first.stats().in_flight
+        assert in_flight == 2
+        report = second.load_state_dict(first.state_dict())
+        assert not report.exact
+        assert set(report.not_restored) == {0}
+        assert "2 steps" in str(report)
+        if kind == "env":
+            second._groups[0].env.objects()[0].steps = 100
+        batch = second.rollout()
+        assert column(batch, "next", "reward") == [1, 2, 3, 4, 5, 6]
+        assert batch[MARK].tolist() == [True] + [False] * 5
+        assert second.stats().discarded["not_saved"] == 2
+        assert_accounted(second)
+        assert column(first.rollout(), "next", "reward")[:2] == [7, 8], "saving changed nothing here"
+
+
+def test_an_unfinished_batch_of_the_loading_collector_is_given_up_and_counted():
+    env = FaultyEnv(8, error=RuntimeError, length=9)
+    with make(counting(9), None) as first, make(env, None) as second:
+        first.rollout()
+        state = first.state_dict()
+        second.rollout()
+        with pytest.raises(EnvError):
+            second.rollout()
+        with pytest.raises(BadCheckpoint):
+            second.load_state_dict({**state, "format": 99})
+        assert second.stats().in_flight == 2, "nothing was changed"
+        report = second.load_state_dict(state)
+        assert report.not_restored, "it is another class"
+        assert second.stats().in_flight == 0
+        assert_accounted(second)
+
+
+# --- what cannot be restored -----------------------------------------------------------------------
+
+
+class Unpicklable(CountingEnv):
+    """Holds something that cannot be saved."""
+
+    def __init__(self, length: int = 5) -> None:
+        super().__init__(length)
+        self.handle = (n for n in range(3))
+
+
+class Pickled(CountingEnv):
+    """Holds something that needs a pickle."""
+
+    def __init__(self, length: int = 5) -> None:
+        super().__init__(length)
+        self.helper = Helper()
+
+
+class Helper:
+    pass
+
+
+def test_environments_that_cannot_be_saved_begin_anew_and_are_marked():
+    with make(Unpicklable, None, num_envs=2) as first, make(Unpicklable, None, num_envs=2) as second:
+        first.rollout()
+        report = second.load_state_dict(first.state_dict())
+        assert not report.exact
+        assert report.restored == ()
+        assert set(report.not_restored) == {0, 1}
+        assert all("handle" in why for why in report.not_restored.values())
+        assert "2 begin new episodes" in str(report)
+        assert "environment 1: " in str(report)
+        batch = second.rollout()
+        assert batch[MARK].tolist() == [[True, False, False]] * 2
+        assert column(batch, "next", "reward") == [[1, 2, 3]] * 2
+        assert column(batch, "collector", "traj_ids") == [[2] * 3, [3] * 3], "new ids"
+        assert not second.rollout()[MARK].any()
+        assert_accounted(second)
+
+
+def test_groups_of_which_one_is_restored_still_share_a_batch():
+    with make([counting(5), Unpicklable], None) as first, make([counting(5), Unpicklable], None) as second:
+        first.rollout()
+        report = second.load_state_dict(first.state_dict())
+        assert report.restored == (0,)
+        assert set(report.not_restored) == {1}
+        batch = second.rollout()
+        assert column(batch, "next", "reward") == [[4, 5, 1], [1, 2, 3]]
+        assert batch[MARK].tolist() == [[False] * 3, [True, False, False]]
+
+
+def test_a_part_of_a_stacked_group_is_restored():
+    made = []
+
+    def factory() -> CountingEnv:
+        made.append(None)
+        return Unpicklable(9) if len(made) % 2 == 0 else CountingEnv(9)
+
+    with make(factory, None, num_envs=2) as first, make(factory, None, num_envs=2) as second:
+        first.rollout()
+        report = second.load_state_dict(first.state_dict())
+        assert (report.restored, set(report.not_restored)) == ((0,), {1})
+        batch = second.rollout()
+        assert column(batch, "next", "reward") == [[4, 5, 6], [1, 2, 3]]
+        assert column(batch, "collector", "traj_ids") == [[0] * 3, [3] * 3]
+        assert batch[MARK].tolist() == [[False] * 3, [True, False, False]]
+
+
+def test_a_pickle_needs_trust(tmp_path):
+    with make(Pickled, None) as first:
+        first.rollout()
+        muster.save_state(tmp_path / FILE, first.state_dict())
+        expected = first.rollout()
+        with make(Pickled, None) as second:
+            report = second.load_state_dict(tmp_path / FILE)
+            assert "trust=True" in report.not_restored[0]
+            assert second.rollout()[MARK][0]
+            assert second.load_state_dict(tmp_path / FILE, trust=True).exact
+            batch = second.rollout()
+            assert not batch[MARK].any()
+            assert_same(expected, batch, ignore=(MARK,))
+
+
+def test_a_function_is_noted():
+    def policy(obs: torch.Tensor) -> int:
+        return 0
+
+    with make(counting(5), policy) as first, make(counting(5), policy) as second:
+        report = second.load_state_dict(first.state_dict())
+        assert (report.exact, report.not_restored) == (False, {})
+        assert "no module" in str(report)
+
+
+# --- wrong, damaged --------------------------------------------------------------------------------
+
+
+class TwoActions(CountingEnv):
+    def __init__(self) -> None:
+        super().__init__(5)
+        self.action_space = gymnasium.spaces.MultiDiscrete([2, 2])
+
+
+OTHERS: dict[str, Callable[[], Collector]] = {
+    "number": lambda: make(counting(5), Global(), num_envs=3),
+    "groups": lambda: make([counting(5)] * 2, Global()),
+    "observations": lambda: make(counting(5, noise=True), Global(), num_envs=2),
+    "trajs_per_batch": lambda: make(counting(5), Global(), num_envs=2, trajs_per_batch=2),
+    "policy": lambda: make(counting(5), None, num_envs=2),
+    "actions": lambda: make(TwoActions, None, num_envs=2),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_state_of_another_collector_is_refused_and_nothing_changes(other):
+    policy = None if other == "actions" else Global()
+    with make(counting(5), policy, num_envs=2) as first, OTHERS[other]() as second, OTHERS[other]() as untouched:
+        for c in (first, second, untouched):
+            c.rollout()
+        with pytest.raises(BadCheckpoint, match="Nothing was changed"):
+            second.load_state_dict(first.state_dict())
+        assert second.stats().frames == 6
+        assert_same(second.rollout(), untouched.rollout())
+
+
+@pytest.mark.parametrize("other", ["shape", "names"])
+def test_weights_that_do_not_fit_change_nothing(other):
+    class Net(nn.Module):
+        def __init__(self, width: int, name: str = "b") -> None:
+            super().__init__()
+            self.a = nn.Linear(2, 2)
+            self.add_module(name, nn.Linear(2, width))
+
+        def forward(self, obs: torch.Tensor) -> torch.Tensor:
+            return self.a(obs).argmax(-1)
+
+    policy = Net(3) if other == "shape" else Net(2, "c")
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    with make(counting(5), Net(2)) as first, make(counting(5), policy) as second:
+        first.rollout()
+        with pytest.raises(BadWeights, match="Nothing was changed"):
+            second.load_state_dict(first.state_dict())
+        assert all(torch.equal(before[name], value) for name, value in policy.state_dict().items())
+        assert second.stats().frames == 0
+
+
+@pytest.mark.parametrize("state", [None, {}, 3, {"format": 0}, {"policy_state_dict": None}], ids=str)
+def test_what_is_no_state_is_refused(state):
+    with make(counting(5), None) as c, pytest.raises(BadCheckpoint, match="no state of a collector"):
+        c.load_state_dict(state)
+
+
+def test_a_missing_or_damaged_file_is_refused_and_nothing_changes(tmp_path):
+    path = tmp_path / FILE
+    with make(counting(5, noise=True), None) as c, make(counting(5, noise=True), None) as untouched:
+        with pytest.raises(BadCheckpoint, match="cannot be read"):
+            c.load_state_dict(path)
+        c.rollout()
+        untouched.rollout()
+        muster.save_state(path, c.state_dict())
+        content = path.read_bytes()
+        for damaged in (content[:-1], content[:100], b"", content[:-9] + b"x" + content[-8:]):
+            path.write_bytes(damaged)
+            with pytest.raises(BadCheckpoint):
+                c.load_state_dict(path)
+        assert_same(c.rollout(), untouched.rollout())
+
+
+def test_a_state_from_a_foreign_checkpoint_file_is_refused(tmp_path):
+    muster.save_state(tmp_path / FILE, {"weights": torch.ones(2)})
+    with make(counting(5), None) as c, pytest.raises(BadCheckpoint, match="no state of a collector"):
+        c.load_state_dict(tmp_path)
+
+
+# --- files -----------------------------------------------------------------------------------------
+
+
+def test_saving_changes_nothing(tmp_path):
+    with make(ENVS["CartPole"], Recurrent(4)) as c, make(ENVS["CartPole"], Recurrent(4)) as untouched:
+        for _ in range(3):
+            c.state_dict()
+            muster.save_state(tmp_path / FILE, c.state_dict())
+            assert_same(c.rollout(), untouched.rollout())
+
+
+def test_autosave_writes_a_state_from_which_it_goes_on(tmp_path):
+    def of(**options: Any) -> Collector:
+        return make(counting(5, noise=True), POLICIES["head"](3), total_frames=30, **options)
+
+    with of(autosave=tmp_path / "new" / "folder", autosave_every=1e-9) as first:
+        batches = [batch.clone() for batch in first]
+    with of() as second:
+        assert second.load_state_dict(tmp_path / "new" / "folder").exact
+        rest = list(second)
+        assert 1 <= len(rest) <= 2
+        for a, b in zip(batches[-len(rest) :], rest, strict=True):
+            assert_same(a, b)
+
+
+def test_autosave_not_more_often_than_asked(tmp_path):
+    with make(counting(5), None, total_frames=30, autosave=tmp_path, autosave_every=3600.0) as c:
+        list(c)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_state_of_a_thread_is_taken_between_its_batches(tmp_path):
+    class Buffer:
+        def extend(self, batch: Any) -> None:
+            pass
+
+    with make(counting(5, noise=True), Recurrent(3), replay_buffer=Buffer()) as first:
+        first.start()
+        with first.pause():
+            state = first.state_dict()
+            frames = first.stats().frames
+    with make(counting(5, noise=True), Recurrent(3), replay_buffer=Buffer()) as second:
+        assert second.load_state_dict(state).exact
+        assert second.stats().frames == frames
+
+
+PROGRAM = """
+import json, sys
+sys.path.insert(0, sys.argv[2])
+from tests.unit.test_resume import SHAPES, POLICIES, make
+env, options = SHAPES["groups"]
+with make(env, POLICIES["recurrent"](4), **options) as c:
+    report = c.load_state_dict(sys.argv[1])
+    batches = [c.rollout() for _ in range(3)]
+    print(json.dumps([report.exact, [[b[k].tolist() for k in ("observation", "action")] for b in batches]]))
+"""
+
+
+def test_a_new_process_goes_on_bit_by_bit(tmp_path):
+    env, options = SHAPES["groups"]
+    with make(env, POLICIES["recurrent"](4), **options) as c:
+        for _ in range(3):
+            c.rollout()
+        muster.save_state(tmp_path / FILE, c.state_dict())
+        expected = [[b[k].tolist() for k in ("observation", "action")] for b in (c.rollout() for _ in range(3))]
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / FILE), root]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [True, expected]
