@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from muster import errors as errors
     from muster import policies as policies
     from muster import testing as testing
-    from muster.checkpoint import load as load_state
-    from muster.checkpoint import save as save_state
+    from muster.checkpoint import load as load_state  # noqa: F401 (named by _HOMES)
+    from muster.checkpoint import save as save_state  # noqa: F401
     from muster.collectors import Collector as Collector
     from muster.collectors import CollectorOptions as CollectorOptions
     from muster.collectors.resume import ResumeReport as ResumeReport

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from muster.acting import call_policy, keep, store_outputs
-from muster.columns import RolloutOptions, lane_columns
+from muster.columns import RolloutOptions
 from muster.errors import BadEnvOutput, BadPolicyOutput
 from muster.keys import (
     FLAGS,
@@ -27,7 +27,7 @@ from muster.keys import (
     Key,
     next_of,
 )
-from muster.marks import blank, cut_after_end
+from muster.marks import Final, blank, cut_after_end
 from muster.memory.slots import Lane, torch_dtype
 from muster.memory.specs import Array, ArraySpec, Column
 from muster.protocols import EnvBatch, Outputs, Policy
@@ -51,15 +51,6 @@ class Timing:
     policy: float = 0.0
     copy: float = 0.0
     total: float = 0.0
-
-
-@dataclass
-class Final:
-    """Observations after row ``t`` of the environments ``envs``, where the next row does not show them."""
-
-    t: int
-    envs: Sequence[int]
-    leaves: dict[Key, Array]
 
 
 class Group:
@@ -168,13 +159,6 @@ class Group:
         generators = self.rng.as_global() if self.options.own_rng else nullcontext()
         with generators, grad, torch_threads(self.options.num_threads):
             yield
-
-    def columns(self, policy: Policy) -> tuple[Column, ...]:
-        """What a lane for this group and policy stores; call ``prime`` before."""
-        return lane_columns(self.env, policy.columns(), self.options, resumed=self.resumed is not None)
-
-    def close(self) -> None:
-        self.env.close()
 
     def discard(self, reason: str, steps: int) -> None:
         """Count steps that no batch will show."""
@@ -298,6 +282,9 @@ class Group:
         self._next = [(data[next_of(key)], data[key][1:]) for key in shown]
         carried = [c.key for c in lane.layout.columns if c.carry and c.key not in self.env.observation_specs]
         self._states = [(data[key], key == IS_INIT) for key in carried]
+        for array, is_init in self._states:
+            if is_init:
+                array[1:] = False  # reset rows set it; the slot may have been used before
         if self._limit:
             self._deadline = self._limit - 1 - self.clock.steps
 

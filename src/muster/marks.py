@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
 from muster.keys import FLAGS, TERMINATED, TRAJ_IDS, TRUNCATED, VALID, Key, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
+
+
+@dataclass
+class Final:
+    """Observations after row ``t`` of the environments ``envs``, where the next row does not show them."""
+
+    t: int
+    envs: Sequence[int]
+    leaves: dict[Key, Array]
 
 
 def cut_after_end(lane: Lane, done: Array, reward_key: Key) -> Array:

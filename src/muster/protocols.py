@@ -54,6 +54,7 @@ class EnvBatch(Protocol):
         name: for messages.
         observation_specs: what the policy sees, and what is carried over from step to step besides (nested done
             flags, the state of a stateless environment).
+        bookkeeping: those of them that only policies on TensorDicts see: counters, flags, state.
         action_specs: what it chooses.
         step_specs: what else a step gives, stored below ``next``: rewards per agent, for instance.
         flags: those of done, terminated and truncated that the user sees; Muster keeps all three.
@@ -74,6 +75,7 @@ class EnvBatch(Protocol):
     batch_shape: tuple[int, ...] | None = None
     name: str
     observation_specs: Specs
+    bookkeeping: frozenset[Key] = frozenset()
     action_specs: Specs
     step_specs: Specs = {}  # noqa: RUF012 (a default, never changed)
     flags: tuple[Key, ...] = FLAGS
@@ -98,6 +100,10 @@ class EnvBatch(Protocol):
             which: environment indices, ascending.
             seeds: one per entry of ``which``; None lets the environments' own generators run on.
         """
+
+    def check_partial_reset(self) -> None:
+        """Raise ``UnsupportedEnv`` where single environments cannot be reset from outside."""
+        return
 
     def start(self, lane: Lane) -> Step:
         """Prepare to write into ``lane``.

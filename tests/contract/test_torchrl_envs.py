@@ -10,7 +10,7 @@ from muster.testing import EnvContract
 
 torchrl = pytest.importorskip("torchrl")
 
-from torchrl.envs import Compose, GymEnv, InitTracker, RewardSum, SerialEnv, StepCounter, TransformedEnv  # noqa: E402
+from torchrl.envs import Compose, GymEnv, InitTracker, RewardSum, SerialEnv, TransformedEnv  # noqa: E402
 from torchrl.testing import mocking_classes as mocks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")

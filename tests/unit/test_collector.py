@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 from torch import nn
 
 import muster
@@ -448,3 +449,15 @@ def test_a_policy_that_is_there_already_is_not_copied():
 def test_cuda_without_cuda_is_refused(option):
     with pytest.raises(BadOption, match=f"{option}='cuda:0': this machine.*has no CUDA"):
         collector(**{option: "cuda:0"})
+
+
+def test_is_init_is_right_in_memory_that_was_used_before():
+    def still(obs: torch.Tensor, is_init: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(obs), dtype=torch.long)
+
+    module = TensorDictModule(still, in_keys=["observation", "is_init"], out_keys=["action"])
+    with Collector(counting(3), module, num_envs=2, frames_per_batch=8) as collector:
+        for _ in range(6):
+            batch = collector.rollout()
+            assert torch.equal(batch["is_init"][..., 0], batch["observation"][..., 1] == 0)
+            del batch  # so that the slot is used again

@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 from tensordict.nn import TensorDictModuleBase
+from torch import nn
 
 from muster import Collector
 from muster.errors import BadEnvOutput, BadOption, BadPolicyOutput, EnvError, UnsupportedEnv
+from muster.policies import categorical
 from muster.testing import CountingEnv
 from tests.tools import assert_accounted, assert_same, collect, column
 
@@ -762,3 +764,26 @@ def test_a_state_that_the_environment_does_not_return_stays():
 
     batch = collect(Stateful, ones, frames_per_batch=5)
     assert batch["goal"].flatten().tolist() == [1, 1, 1, 2, 2]
+
+
+def test_functions_and_heads_see_the_observation_and_not_what_transforms_count():
+    def make() -> Any:
+        env = GymEnv("CartPole-v1", categorical_action_encoding=True)
+        return TransformedEnv(env, Compose(StepCounter(), RewardSum()))
+
+    seen = []
+
+    def tilt(obs: torch.Tensor) -> torch.Tensor:
+        seen.append(obs.shape)
+        return (obs[2] > 0).long()
+
+    for policy in (tilt, categorical(nn.Linear(4, 2))):
+        with Collector(make, policy, frames_per_batch=6) as collector:
+            batch = collector.rollout()
+            assert {"step_count", "episode_reward"} <= set(batch.keys())
+    assert set(seen) == {(4,)}
+
+
+def test_heads_refuse_one_hot_actions_and_say_what_to_do():
+    with pytest.raises(BadOption, match="categorical_action_encoding=True"):
+        Collector(lambda: GymEnv("CartPole-v1"), categorical(nn.Linear(4, 2)), frames_per_batch=6)

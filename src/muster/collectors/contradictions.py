@@ -12,12 +12,21 @@ if TYPE_CHECKING:
     from muster.collectors.options import CollectorOptions
 
 
+Check = tuple[object, str]  # what is wrong if true, and the message
+
+
 def check_contradictions(o: CollectorOptions) -> None:
     """Raise ``BadOption`` for the first contradiction."""
+    for wrong, message in (*_of_batches(o), *_of_objects(o)):
+        if wrong:
+            raise BadOption(message)
+
+
+def _of_batches(o: CollectorOptions) -> tuple[Check, ...]:
+    """What a batch is and where it goes."""
     buffer = o.replay_buffer is not None
     per_step = not o.extend_buffer
-    extends, adds = (callable(getattr(o.replay_buffer, name, None)) for name in ("extend", "add"))
-    for wrong, message in (
+    return (
         (per_step and not buffer, "extend_buffer=False needs a replay_buffer"),
         (
             per_step
@@ -57,6 +66,14 @@ def check_contradictions(o: CollectorOptions) -> None:
             o.set_truncated and o.trajs_per_batch,
             "set_truncated marks ends that are none, and trajs_per_batch waits for real ones: give one of them",
         ),
+    )
+
+
+def _of_objects(o: CollectorOptions) -> tuple[Check, ...]:
+    """Objects that lack what they are for, and what this machine lacks."""
+    buffer = o.replay_buffer is not None
+    extends, adds = (callable(getattr(o.replay_buffer, name, None)) for name in ("extend", "add"))
+    return (
         (
             o.weight_sync_schemes is not None,
             "weight_sync_schemes send weights to sub-collectors, and a Collector has none; weight_recv_schemes "
@@ -71,7 +88,7 @@ def check_contradictions(o: CollectorOptions) -> None:
             f"replay_buffer={o.replay_buffer!r}: expected an object with a method extend or add",
         ),
         (
-            buffer and per_step and not adds,
+            buffer and not o.extend_buffer and not adds,
             f"extend_buffer=False needs replay_buffer.add, which {type(o.replay_buffer).__name__} has not",
         ),
         (
@@ -90,6 +107,4 @@ def check_contradictions(o: CollectorOptions) -> None:
             not isinstance(o.track_policy_version, bool) and not hasattr(o.track_policy_version, "increment_version"),
             f"track_policy_version={o.track_policy_version!r}: expected True, False or a PolicyVersion",
         ),
-    ):
-        if wrong:
-            raise BadOption(message)
+    )

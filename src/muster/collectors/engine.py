@@ -162,9 +162,14 @@ class Engine:
         for i in chosen:
             if type(i) is not int or not 0 <= i < self.num_envs:
                 raise BadOption(f"reset(index={index}): environments are numbered 0 to {self.num_envs - 1}")
+        parts = []
         for group in self.groups:
             first = int(group.clock.env_ids[0])
             inside = [i - first for i in chosen if first <= i < first + group.B]
+            if len(set(inside)) < group.B and inside:
+                group.env.check_partial_reset()
+            parts.append((group, inside))
+        for group, inside in parts:
             if inside:
                 group.reset(inside)
                 group.env.reset_options = kwargs or None
@@ -176,7 +181,7 @@ class Engine:
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise BadOption(f"set_seed({seed!r}): expected an integer of at least 0")
         for number, group in enumerate(self.groups):
-            group.rng = GroupRng(seed, number, self.device)
+            group.rng = GroupRng(seed, number, self.device or group.env.device)
             group.reset(seeds=[seed if static else seed + int(i) for i in group.clock.env_ids])
         if self.outlet.episodes is not None:
             self.outlet.episodes.flush()

@@ -60,7 +60,7 @@ def make_groups(
     first = 0
     for number, b in enumerate(built):
         ids = np.arange(first, first + b.env.num_envs)
-        rng = GroupRng(options.seed, number, policy_device)
+        rng = GroupRng(options.seed, number, policy_device or b.env.device)
         groups.append(Group(b.env, batch_shape=b.batch_shape, env_ids=ids, total_envs=total, rng=rng, options=rollout))
         first += b.env.num_envs
     return groups

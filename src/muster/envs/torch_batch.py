@@ -2,8 +2,7 @@
 
 What is taken: ``num_envs``, ``device``, Gymnasium spaces (``single_observation_space``, or batched ones),
 ``reset(seed=...) -> (obs, info)`` and ``step(action) -> (obs, reward, terminated, truncated, info)`` on tensors.
-Ends of episodes are known to the device only: nothing here waits for it, so everything is done in all
-environments, and chosen by mask.
+Nothing waits for the device to say where episodes ended: everything is done in all environments, and chosen by mask.
 """
 
 from __future__ import annotations
@@ -39,10 +38,8 @@ DO_ONE = (
 
 def takes(obj: Any) -> bool:
     """A batch of environments on tensors; of a class that is a ``gymnasium.Env`` or ``VectorEnv`` too, perhaps."""
-    if any(cls.__module__.partition(".")[0] == "torchrl" for cls in type(obj).__mro__):
-        return False  # passes on whatever the wrapped environment has
-    if isinstance(obj, type):
-        return False
+    if isinstance(obj, type) or any(cls.__module__.startswith("torchrl.") for cls in type(obj).__mro__):
+        return False  # a class; TorchRL's pass on whatever the wrapped environment has
     base = getattr(obj, "unwrapped", obj)
     device = getattr(obj, "device", getattr(base, "device", None))
     number = getattr(obj, "num_envs", getattr(base, "num_envs", None))
@@ -295,14 +292,15 @@ class TorchEnvs(EnvBatch):
     def _reset_some(self, mask: torch.Tensor, given: dict[str, Any], which: Sequence[int] = ()) -> Leaves:
         """Reset where ``mask``; ``which`` says the same to environments that want indices."""
         how = self._how
-        if how is None:
-            raise UnsupportedEnv(
-                f"{self.name} cannot reset environments {list(which)} alone: reset all of them (collector.reset()), "
-                f"or {DO_ONE}."
-            )
+        self.check_partial_reset()
+        assert how is not None
         value: Any = torch.as_tensor(which, device=self._on) if how.indices else mask
         given[how.keyword] = {**given.get(how.keyword, {}), how.option: value} if how.option else value
         return self._reset(given)
+
+    def check_partial_reset(self) -> None:
+        if self._how is None:
+            raise UnsupportedEnv(f"{self.name} cannot reset single environments: reset all of them, or {DO_ONE}")
 
     def _need_mask(self, why: str) -> None:
         if self._how is None or self._how.indices:

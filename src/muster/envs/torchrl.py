@@ -41,6 +41,9 @@ def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
     return TorchRLEnvs([env if device is None else env.to(device) for env in envs])
 
 
+COUNTERS = {"step_count", "is_init", "episode_reward", "traj_count"}  # what TorchRL's transforms add to observations
+
+
 class TorchRLEnvs(EnvBatch):
     """One ``EnvBase`` of any batch size, or several without a batch size, stepped one after another.
 
@@ -71,6 +74,9 @@ class TorchRLEnvs(EnvBatch):
         self.num_envs = sum(one.count for one in self._ones)
         self.batch_shape = specs.lead or None
         self.observation_specs, self.action_specs, self.step_specs = specs.observations, specs.actions, specs.steps
+        self.bookkeeping = frozenset(
+            key for key in specs.observations if key in specs.state_only or key in specs.done or key[-1] in COUNTERS
+        )
         self.flags, self.reward_key, self.reward_dtype = specs.flags, specs.reward_key, specs.reward_dtype
         self.final_obs_certain = not first.__dict__.get("_torchrl_native_autoreset", False)
         self._draw = drawers(first.full_action_spec, len(specs.lead))

@@ -162,9 +162,8 @@ def _array_spec(spec: TensorSpec | None, dims: int) -> ArraySpec:
     low, high = _bounds(spec, dims)
     if low is None or high is None:
         return ArraySpec(shape, dtype)
-    return ArraySpec(
-        shape, dtype, np.broadcast_to(low, shape).astype(dtype), np.broadcast_to(high, shape).astype(dtype)
-    )
+    low, high = (np.broadcast_to(bound, shape).astype(dtype) for bound in (low, high))
+    return ArraySpec(shape, dtype, low, high, one_hot=isinstance(spec, (OneHot, MultiOneHot)))
 
 
 def _bounds(spec: TensorSpec, dims: int) -> tuple[Any, Any]:

@@ -21,7 +21,8 @@ class ArraySpec:
 
     ``dtype`` is ``object`` for what has no fixed shape (text, sequences, graphs); such leaves
     are kept as Python objects. ``ragged`` says that these are tensors or TensorDicts, of shapes that
-    differ. ``low`` and ``high`` are inclusive bounds, ``None`` if unbounded. ``inner``: so many leading dimensions of
+    differ. ``low`` and ``high`` are inclusive bounds, ``None`` if unbounded.
+    ``one_hot``: exactly one entry is 1. ``inner``: so many leading dimensions of
     the shape belong to the nested TensorDict that the leaf is in, besides the batch's (agents, for instance).
     """
 
@@ -29,6 +30,7 @@ class ArraySpec:
     dtype: np.dtype[Any]
     low: Array | None = None
     high: Array | None = None
+    one_hot: bool = False
     ragged: bool = False
     inner: int = 0
 

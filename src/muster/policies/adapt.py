@@ -45,13 +45,15 @@ def adapt(
     """
     if policy is None:
         return RandomPolicy(env.sample, batch_shape)
+    seen = {key: spec for key, spec in env.observation_specs.items() if key not in env.bookkeeping}
+    seen = seen or env.observation_specs
     if isinstance(policy, Head):
         if len(env.action_specs) != 1:
             raise BadOption(f"{type(policy).__name__} chooses one action, but the action space has several parts")
         ((action_key, action_spec),) = env.action_specs.items()
         return HeadPolicy(
             policy,
-            obs_keys=list(env.observation_specs),
+            obs_keys=list(seen),
             action_key=action_key,
             action_spec=action_spec,
             batch_dims=len(batch_shape),
@@ -68,13 +70,14 @@ def adapt(
         "batch_shape": batch_shape,
         "device": device,
         "executor": executor,
+        "rows_device": env.device,
     }
     if takes_tensordict(policy) if takes_td is None else takes_td:
         from muster.policies.tensordict import TensorDictPolicy
 
         keys = list(env.action_specs)
         return TensorDictPolicy(policy, action_keys=keys, exploration_type=exploration_type, **common)
-    return FunctionPolicy(policy, rows_device=env.device, **common)
+    return FunctionPolicy(policy, **common | {"obs_specs": seen})
 
 
 def place(policy: Any, device: torch.device | None) -> tuple[Any, torch.device | None]:

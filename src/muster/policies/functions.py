@@ -70,6 +70,7 @@ class FunctionPolicy:
         self._state_shape: Any = None  # the state's nesting, with keys where tensors are
 
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
+        obs = {key: obs[key] for key in self._obs_specs}
         unchanged = frozen_check(obs, self.name)
         action, extras, state = self._call(obs, None)
         unchanged()

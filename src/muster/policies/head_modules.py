@@ -242,6 +242,12 @@ def _choices(head: Head, spec: ArraySpec, instead: str) -> tuple[tuple[int, ...]
     """Number of choices and first choice of each variable of an integer space."""
     if spec.dtype.kind not in "iub" or spec.low is None or spec.high is None:
         raise head._refuse(spec, "integers with bounds (Discrete, MultiDiscrete, MultiBinary)", instead)
+    if spec.one_hot:
+        raise head._refuse(
+            spec,
+            "numbered choices",
+            "an environment without one-hot actions: GymEnv(..., categorical_action_encoding=True)",
+        )
     low, high = (np.broadcast_to(np.asarray(x, np.int64), spec.shape).reshape(-1) for x in (spec.low, spec.high))
     return tuple((high - low + 1).tolist()), tuple(low.tolist())
 

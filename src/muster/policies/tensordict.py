@@ -22,6 +22,7 @@ from muster.memory.cells import assemble, is_uneven, take
 from muster.memory.slots import Lane
 from muster.memory.specs import OBJECT, Array, Column, Specs
 from muster.policies.checks import action_problem, column_of, frozen_check
+from muster.policies.device_sampling import elsewhere
 from muster.policies.tensordict_program import TensorDictProgram, Values, as_key, fuse
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
@@ -45,6 +46,7 @@ class TensorDictPolicy:
         exploration_type: TorchRL's, ``"random"``, ``"deterministic"``, ``"mode"``, ``"mean"`` or ``"median"``.
         executor: allow the executor (CPU only) where all outputs are bit-equal to the module's.
         action_specs: lets ``first`` check actions; otherwise the first ``start`` does.
+        rows_device: where the environments' rows lie; None is the host.
 
     Raises:
         BadOption: an unknown exploration type.
@@ -62,6 +64,7 @@ class TensorDictPolicy:
         exploration_type: str = "random",
         executor: bool = True,
         action_specs: Specs | None = None,
+        rows_device: torch.device | None = None,
     ) -> None:
         self.module, self.path = module, "module"
         self.name = (
@@ -72,7 +75,7 @@ class TensorDictPolicy:
         self._inner = {key[:-1]: spec.shape[: spec.inner] for key, spec in obs_specs.items() if spec.inner}
         self._action_keys, self._action_specs = list(action_keys), action_specs or {}
         self._lead = batch_shape
-        self._device = None if device is None or device.type == "cpu" else device
+        self._device, self._home = elsewhere(device, rows_device), device or rows_device
         try:
             self._interaction = InteractionType(exploration_type)
         except ValueError:
@@ -81,7 +84,7 @@ class TensorDictPolicy:
             ) from None
         self._state_keys, self._wants_init = self._read_keys()
         stateless = not self._state_keys and not self._wants_init and not self._object_keys
-        self._executor = executor and self._device is None and stateless
+        self._executor = executor and self._device is None and rows_device is None and stateless
         self._program: TensorDictProgram | None = None
         self._columns: list[Column] = []
         self._kinds: dict[Key, tuple[torch.Size, torch.dtype]] = {}  # of what is stored, as first returned
@@ -94,7 +97,7 @@ class TensorDictPolicy:
         inputs: dict[Key, Any] = {key: self._move(obs[key]) for key in self._obs_keys if key not in objects}
         inputs |= objects
         if self._wants_init:
-            inputs[IS_INIT] = torch.ones(*self._lead, 1, dtype=torch.bool, device=self._device)
+            inputs[IS_INIT] = torch.ones(*self._lead, 1, dtype=torch.bool, device=self._home)
         carrier = self._carrier(inputs)
         before = torch.get_rng_state()
         out = self._call(carrier)

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from muster.columns import lane_columns
 from muster.errors import BadOption
 from muster.group import Group
 from muster.memory.slots import Layout, Memory, Slot, SlotRing, SlotState
+from muster.memory.specs import Column
 from muster.protocols import Policy
 from muster.rollout import rollout
 from muster.trajectories import Episodes, join_episodes
@@ -92,7 +94,7 @@ class InProcess:
         self.abandon("shutdown")
         with ExitStack() as closing:  # all of them, whatever one of them raises
             for group in self.groups if close_env else ():
-                closing.callback(group.close)
+                closing.callback(group.env.close)
 
     def layout(self, policy: Policy) -> Layout:
         """Of the slots for ``policy``, which is called once for it; ``collect`` goes on from that call."""
@@ -121,7 +123,7 @@ class InProcess:
                 group.prime(policy)
         count = len(self.groups)
         layouts = [
-            Layout(self.T, group.B, group.columns(policy), count, batch_shape=group.batch_shape)
+            Layout(self.T, group.B, _columns(group, policy), count, batch_shape=group.batch_shape)
             for group in self.groups
         ]
         if any(_shape(layout) != _shape(layouts[0]) for layout in layouts):
@@ -148,6 +150,11 @@ class InProcess:
             group.discard(reason, steps)
             group.reset()  # what it would go on from is lost with the lane
         self._filling, self._complete = None, 0
+
+
+def _columns(group: Group, policy: Policy) -> tuple[Column, ...]:
+    """What a lane for this group and policy stores; the policy has been called."""
+    return lane_columns(group.env, policy.columns(), group.options, resumed=group.resumed is not None)
 
 
 def _again(slot: Slot) -> Slot:

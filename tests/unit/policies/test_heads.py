@@ -71,7 +71,8 @@ def make(head, spec, *, batched=True, **options) -> HeadPolicy:
 def lane_for(policy, spec, obs, *, batched=True) -> Lane:
     """A lane with observations ``[T + 1, B, 4]``."""
     columns = (Column(OBS, obs.shape[2:], obs.dtype, carry=True), Column(ACTION, spec.shape, spec.dtype))
-    lane = Slot(Layout(len(obs) - 1, obs.shape[1], (*columns, *policy.columns()), batch_shape=None if batched else ())).lanes[0]
+    lead = None if batched else ()
+    lane = Slot(Layout(len(obs) - 1, obs.shape[1], (*columns, *policy.columns()), batch_shape=lead)).lanes[0]
     lane.arrays[OBS][...] = obs
     return lane
 

@@ -102,7 +102,8 @@ def make(module, *, batched=True, num_envs=B, **options) -> TensorDictPolicy:
 
 def lane_for(policy, spec, obs, *, batched=True) -> Lane:
     columns = (Column(OBS, (4,), np.dtype(np.float32), carry=True), Column(ACTION, spec.shape, spec.dtype))
-    lane = Slot(Layout(len(obs) - 1, obs.shape[1], (*columns, *policy.columns()), batch_shape=None if batched else ())).lanes[0]
+    lead = None if batched else ()
+    lane = Slot(Layout(len(obs) - 1, obs.shape[1], (*columns, *policy.columns()), batch_shape=lead)).lanes[0]
     lane.arrays[OBS][...] = obs
     return lane
 
