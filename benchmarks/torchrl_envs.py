@@ -41,16 +41,20 @@ def policy(name: str, env: Any) -> Any:
     )
 
 
-def systems(name: str, envs: int, frames: int) -> dict[str, Iterator[Any]]:
+def systems(name: str, envs: int, frames: int, *, transformed: bool) -> dict[str, Iterator[Any]]:
     """Endless iterators of batches of ``frames``."""
     from torchrl.collectors import Collector as TorchRLCollector
-    from torchrl.envs import GymEnv, SerialEnv
+    from torchrl.envs import Compose, GymEnv, RewardSum, SerialEnv, StepCounter, TransformedEnv
 
     from muster import Collector
     from muster.dialects.torchrl import Collector as Dialect
 
+    def one() -> Any:
+        env = GymEnv(name)
+        return TransformedEnv(env, Compose(RewardSum(), StepCounter())) if transformed else env
+
     def torchrl_env() -> Any:
-        return GymEnv(name) if envs == 1 else SerialEnv(envs, lambda: GymEnv(name))
+        return one() if envs == 1 else SerialEnv(envs, one)
 
     actor = policy(name, "TorchRL env")
     options: dict[str, Any] = {"frames_per_batch": frames, "total_frames": -1}
@@ -80,8 +84,8 @@ def env_alone(name: str, frames: int) -> Callable[[], None]:
     return run
 
 
-def measure(name: str, envs: int, rounds: int, frames: int) -> dict[str, Any]:
-    iterators = systems(name, envs, frames)
+def measure(name: str, envs: int, rounds: int, frames: int, *, transformed: bool) -> dict[str, Any]:
+    iterators = systems(name, envs, frames, transformed=transformed)
     alone = env_alone(name, frames)
     runs: dict[str, Callable[[], Any]] = {label: (lambda it=it: next(it)) for label, it in iterators.items()}
     runs["torchrl's env.step alone"] = alone
@@ -115,9 +119,11 @@ def main() -> None:
     torch.set_num_threads(1)
     results: dict[str, Any] = {"machine": machine()}
     for name in SIZES:
-        for envs in (1, 8):
-            results[f"{name} x {envs}"] = found = measure(name, envs, options.rounds, options.frames)
-            print(f"{name} x {envs}")
+        for envs, transformed in ((1, False), (8, False), (1, True)):
+            title = f"{name} x {envs}" + transformed * ", RewardSum and StepCounter"
+            found = measure(name, envs, options.rounds, options.frames, transformed=transformed)
+            results[title] = found
+            print(title)
             for label, numbers in found.items():
                 print(
                     f"  {label:32} {numbers['us_per_frame']:8.1f} us/frame  {numbers['times_torchrl']:6.2f} x torchrl"

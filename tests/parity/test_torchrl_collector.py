@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,6 +41,7 @@ from torchrl.modules import (
 from torchrl.objectives import ClipPPOLoss, DQNLoss
 from torchrl.objectives.value import GAE
 from torchrl.testing import mocking_classes as mocks
+from torchrl.trainers import Trainer
 
 from muster.dialects.torchrl import Collector
 
@@ -520,6 +522,25 @@ def test_random_frames_are_counted_by_the_replay_buffer(extend):
 
 
 @program
+def test_what_the_buffer_has_already_counts_as_random_frames(make):
+    rb = ReplayBuffer(storage=ListStorage(200), batch_size=5)
+    list(make(cartpole(), None, frames_per_batch=30, total_frames=30, replay_buffer=rb))
+    env = cartpole()
+    list(make(env, actor(env), frames_per_batch=10, total_frames=10, replay_buffer=rb, init_random_frames=20))
+    return ["logits" in rb[i] for i in range(40)]
+
+
+@program
+def test_a_reset_of_some_drops_their_open_trajectories(make):
+    env = three_counting()
+    collector = make(env, counter(env), frames_per_batch=9, trajs_per_batch=2, traj_format="cat")
+    it = iter(collector)
+    got = [next(it), sorted(collector._traj_assembly[0])]
+    collector.reset([2])
+    return [*got, sorted(collector._traj_assembly[0]), next(it), next(it)]
+
+
+@program
 def test_postprocessing_by_a_transform(make):
     env = cartpole()
     return batches(lambda: env, actor, frames_per_batch=10, postproc=MultiStep(0.9, 3))(make)
@@ -580,6 +601,11 @@ def test_a_lazy_policy(make):
         return TensorDictModule(torch.nn.LazyLinear(1), in_keys=["observation"], out_keys=["action"])
 
     return batches(pendulum, lazy, frames_per_batch=10)(make)
+
+
+@program
+def test_a_compiled_policy(make):
+    return batches(pendulum, lambda env: linear(), frames_per_batch=10, compile_policy={"backend": "eager"})(make)
 
 
 @program
@@ -839,12 +865,19 @@ def test_profiles_are_written(make, tmp_path):
 @pytest.mark.parametrize("make", [torchrl.collectors.Collector, Collector])
 def test_collecting_in_the_background(make):
     rb = ReplayBuffer(storage=LazyTensorStorage(1000))
-    collector = make(cartpole(), None, frames_per_batch=10, total_frames=200, replay_buffer=rb)
+    last = threading.Event()
+    collector = make(
+        cartpole(),
+        None,
+        frames_per_batch=10,
+        total_frames=100,
+        replay_buffer=rb,
+        post_collect_hook=lambda batch: last.set() if rb.write_count == 90 else None,
+    )
     collector.start()
-    while collector.is_running():
-        pass
+    assert last.wait(60)
     collector.async_shutdown()
-    assert rb.write_count == 200
+    assert rb.write_count == 100
     assert not collector.is_running()
 
 
@@ -937,6 +970,24 @@ def dqn(make: Make) -> Any:
     return [losses, [p.detach().clone() for p in q.parameters()], buffer[:]]
 
 
-@pytest.mark.parametrize("algorithm", [ppo, dqn], ids=lambda f: f.__name__)
+def trainer(make: Make) -> Any:
+    """TorchRL's own training loop."""
+    env = cartpole()
+    net = TensorDictModule(torch.nn.Linear(4, 2), in_keys=["observation"], out_keys=["action_value"])
+    loss = DQNLoss(TensorDictSequential(net, QValueModule(spec=env.action_spec)), action_space=env.action_spec)
+    training = Trainer(
+        collector=make(env, loss.value_network, frames_per_batch=20, total_frames=100),
+        total_frames=100,
+        frame_skip=1,
+        loss_module=loss,
+        optimizer=torch.optim.Adam(loss.parameters(), 1e-2),
+        optim_steps_per_batch=2,
+        progress_bar=False,
+    )
+    training.train()
+    return [training.collected_frames, [p.detach().clone() for p in net.parameters()]]
+
+
+@pytest.mark.parametrize("algorithm", [ppo, dqn, trainer], ids=lambda f: f.__name__)
 def test_a_whole_program_trains_alike(algorithm):
     both(algorithm)

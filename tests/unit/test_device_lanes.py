@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from muster import policies
-from muster.columns import RolloutOptions
+from muster.columns import RolloutOptions, lane_columns
 from muster.envs.torch_batch import TorchEnvs
 from muster.group import Group
 from muster.keys import IS_INIT
@@ -58,7 +58,7 @@ class Run:
         placed, on = place(policy, batch.device)
         self.policy = adapt(placed, batch, batch_shape=(B,), device=on, exploration_type=exploration)
         self.group.prime(self.policy)
-        layout = Layout(T, B, self.group.columns(self.policy), batch_shape=(B,))
+        layout = Layout(T, B, lane_columns(self.group.env, self.policy.columns(), self.group.options), batch_shape=(B,))
         self.slot = Slot(layout, "heap" if device is None else torch.device(device))
         self.view = BatchView(layout, stacked=False)
 

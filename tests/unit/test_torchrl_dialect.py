@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import gymnasium
@@ -270,15 +271,16 @@ def test_an_error_in_the_background_comes_at_the_end():
     def choose(td: Any) -> Any:
         calls.append(1)
         if len(calls) > 7:
+            raising.set()
             raise ZeroDivisionError("in the thread")
         return td.set("action", torch.zeros(*td.shape, 1))
 
     calls: list[int] = []
+    raising = threading.Event()
     buffer = ReplayBuffer(storage=LazyTensorStorage(100))
     collector = Collector(pendulum(), choose, frames_per_batch=5, replay_buffer=buffer, trust_policy=True)
     collector.start()
-    while collector.is_running():
-        pass
+    assert raising.wait(60)
     with pytest.raises(ZeroDivisionError, match="in the thread"):
         collector.async_shutdown()
     collector.async_shutdown()
