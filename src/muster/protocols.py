@@ -126,6 +126,10 @@ class EnvBatch(Protocol):
         """Take over a ``snapshot``."""
         return
 
+    def look_again(self) -> None:
+        """The environments were restored, and may hold other objects inside than before."""
+        return
+
     def close(self) -> None: ...
 
 

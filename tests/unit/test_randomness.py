@@ -294,3 +294,20 @@ def test_a_groups_state_is_a_copy():
     assert all_draws(rng) == first
     rng.load_state_dict(state)
     assert all_draws(rng) == first
+
+
+def test_without_streams_of_its_own_a_collector_draws_from_the_users():
+    def draw(obs: torch.Tensor) -> torch.Tensor:
+        return torch.randint(2, ())
+
+    def collected(seed: int, own_rng: bool) -> tuple[list[int], float]:
+        torch.manual_seed(seed)
+        with Collector(CountingEnv, draw, frames_per_batch=16, seed=0, own_rng=own_rng) as collector:
+            return collector.rollout()["action"].tolist(), torch.rand(()).item()
+
+    assert collected(1, own_rng=False) == collected(1, own_rng=False)
+    assert collected(1, own_rng=False)[0] != collected(2, own_rng=False)[0]
+    assert collected(1, own_rng=True)[0] == collected(2, own_rng=True)[0]
+    torch.manual_seed(1)
+    untouched = torch.rand(()).item()
+    assert collected(1, own_rng=True)[1] == untouched != collected(1, own_rng=False)[1]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import nn
 
 from muster import Collector
@@ -34,6 +34,7 @@ from torchrl.data import (
     Unbounded,
 )
 from torchrl.envs import (
+    CatFrames,
     Compose,
     EnvBase,
     GymEnv,
@@ -787,3 +788,28 @@ def test_functions_and_heads_see_the_observation_and_not_what_transforms_count()
 def test_heads_refuse_one_hot_actions_and_say_what_to_do():
     with pytest.raises(BadOption, match="categorical_action_encoding=True"):
         Collector(lambda: GymEnv("CartPole-v1"), categorical(nn.Linear(4, 2)), frames_per_batch=6)
+
+
+RESUMED = {
+    "plain": lambda: GymEnv("Pendulum-v1"),
+    "frames": lambda: TransformedEnv(GymEnv("Pendulum-v1"), CatFrames(3, dim=-1, in_keys=["observation"])),
+    "serial": lambda: SerialEnv(2, lambda: TransformedEnv(GymEnv("Pendulum-v1"), StepCounter(15))),
+    "outside": lambda: TransformedEnv(
+        SerialEnv(2, lambda: GymEnv("Pendulum-v1")), Compose(StepCounter(7), RewardSum())
+    ),
+}
+
+
+@pytest.mark.parametrize("make", RESUMED.values(), ids=RESUMED)
+def test_a_restored_environment_goes_on_in_a_collector_that_was_used_before(make):
+    policy = TensorDictModule(nn.LazyLinear(1), ["observation"], ["action"])
+    common: dict[str, Any] = {"policy": policy, "frames_per_batch": 30}
+    with Collector(make, seed=0, **common) as first, Collector(make, **common) as second:
+        first.rollout()
+        second.rollout()
+        state = first.state_dict()
+        expected = [first.rollout().clone() for _ in range(4)]
+        for collector in (second, first):
+            assert collector.load_state_dict(state, trust=True).exact
+            for batch in expected:
+                assert_same(collector.rollout(), batch)

@@ -93,6 +93,7 @@ def load(collector: Collector, state: Any, *, trust: bool) -> ResumeReport:
         reasons = [cut or snapshot.restore(env, taken, trust) for env, taken in objects]
         failed.update(_load_group(group, saved, reasons, engine.source.policy))
         restored += [int(i) for i in group.clock.env_ids if int(i) not in failed]
+    engine.source.look_again()
     for group in engine.groups if failed else ():
         group.resumed = group.resumed or []  # all of them have the column then
     collector._weights.restore(state["policy_version"])

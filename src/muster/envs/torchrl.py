@@ -121,6 +121,9 @@ class TorchRLEnvs(EnvBatch):
     def objects(self) -> Sequence[object]:
         return self.envs
 
+    def look_again(self) -> None:
+        self._ones = self._make_ones()
+
     def close(self) -> None:
         with ExitStack() as stack:  # closes them all, also where one of them raises
             for env in reversed(self.envs):

@@ -242,6 +242,12 @@ class SlotRing:
         if len(self._free) < KEPT_FREE:
             self._free.append(slot)
 
+    def forget_views(self) -> None:
+        """Let policies and environments prepare their views of all lanes anew."""
+        for slot in self._live:
+            for lane in slot.lanes:
+                lane.cache.clear()
+
     def _fits(self) -> bool:
         return (len(self._live) + 1) * self.layout.nbytes <= self.limit_bytes
 

@@ -113,6 +113,13 @@ class InProcess:
             self._prepare(policy)
         self._policy = policy
 
+    def look_again(self) -> None:
+        """Environments were restored, and may hold other objects inside than before."""
+        for group in self.groups:
+            group.env.look_again()
+        if self._ring is not None:
+            self._ring.forget_views()
+
     def _prepare(self, policy: Policy) -> None:
         resumes = any(group.resumed for group in self.groups)
         if policy is self._policy and not resumes:

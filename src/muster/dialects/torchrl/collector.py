@@ -158,7 +158,8 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
         self._check_open()
         if not self.is_running():
             batches = iter(self)
-            self._thread = Background(lambda: next(batches, self) is not self, f"muster-{id(self):x}")
+            name, groups = f"muster-{id(self):x}", self._engine.groups
+            self._thread = Background(lambda: next(batches, self) is not self, name, groups)
 
     def is_running(self) -> bool:
         """The thread is at work."""
