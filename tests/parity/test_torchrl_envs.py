@@ -369,3 +369,15 @@ class Masked(mocks.EnvBase):
 
     def _set_seed(self, seed: int | None) -> None:
         pass
+
+
+@pytest.mark.parametrize("options", [{"split_trajs": True}, {"trajs_per_batch": 1}], ids=str)
+def test_flags_that_an_environment_does_not_show_are_not_shown_after_splitting_either(options):
+    def make() -> Any:
+        return mocks.NestedCountingEnv(max_steps=3)
+
+    given: dict[str, Any] = {"policy": None, "frames_per_batch": 8}
+    with Collector(make(), **given) as plain, Collector(make(), **given, **options) as split:
+        keys = set(plain.rollout().keys(True, True))
+        assert set(next(iter(split)).keys(True, True)) - {("collector", "mask")} == keys
+        assert set(split.rollout().keys(True, True)) == keys

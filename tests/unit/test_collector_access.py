@@ -10,6 +10,7 @@ import gymnasium
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
@@ -574,3 +575,34 @@ def test_the_printed_example_has_the_printed_keys_shapes_and_types():
         ("next", "reward"): number,
         ("next", "step_count"): count,
     }
+
+
+class Listening(CountingEnv):
+    """Remembers what its resets were given."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.heard = [*getattr(self, "heard", []), options]
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.parametrize("vector", [False, True], ids=["stacked", "vector"])
+def test_options_of_a_reset_reach_the_environments_once(vector):
+    factory, made = recorded(lambda: Listening(3))
+    envs = SyncVectorEnv([factory, factory], autoreset_mode=AutoresetMode.DISABLED) if vector else factory
+    with Collector(envs, None, num_envs=None if vector else 2, frames_per_batch=4) as collector:
+        collector.rollout()
+        collector.reset([1], options={"level": 7})
+        for _ in range(3):
+            collector.rollout()
+    quiet, told = made[0].heard, made[1].heard
+    assert [heard for heard in quiet if heard] == []
+    assert [heard["level"] for heard in told if heard and "level" in heard] == [7]
+    assert len(told) > 2, "it was reset again"
+
+
+def test_what_a_vector_environments_reset_does_not_take_is_refused():
+    envs = SyncVectorEnv([CountingEnv] * 2, autoreset_mode=AutoresetMode.DISABLED)
+    with Collector(envs, None, frames_per_batch=4) as collector:
+        collector.reset(level=7)
+        with pytest.raises(BadOption, match="options="):
+            collector.rollout()

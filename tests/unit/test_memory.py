@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from typing import Any
 
@@ -374,3 +375,30 @@ def test_memory_is_freed_without_the_cycle_collector():
         assert slot() is None
     finally:
         gc.enable()
+
+
+def test_several_batch_dimensions_are_the_environments_in_order():
+    arranged = layout(B=6, batch_shape=(2, 3))
+    ring_ = SlotRing(arranged, limit_bytes=1 << 20)
+    slot = ring_.take()
+    lane = slot.lanes[0]
+    for c in arranged.tensor_columns:
+        array = lane.arrays[c.key]
+        array.reshape(-1)[...] = np.arange(array.size) % 127
+        assert torch.equal(lane.rows(c.key)[1].reshape(6, -1), lane.tensors[c.key][1].reshape(6, -1))
+    batch = BatchView(arranged, stacked=False).tensordict(ring_.lend(slot), slot)
+    assert batch.shape == (2, 3, 4)
+    for c in arranged.tensor_columns:
+        seen = batch.get(c.key)
+        for b, t in itertools.product(range(6), range(4)):
+            expected = torch.as_tensor(lane.arrays[c.key][t, b])
+            assert torch.equal(seen[b // 3, b % 3, t].reshape(expected.shape), expected), c.key
+
+
+def test_a_batch_on_a_device_is_a_copy_and_its_slot_is_free_at_once():
+    on_device = SlotRing(layout(), limit_bytes=1 << 20, memory=torch.device("cpu"))
+    slot = on_device.take()
+    memory = on_device.lend(slot)
+    assert counts(on_device) == (1, 0, 0)
+    slot.block.fill_(7)
+    assert not memory.any(), "the next rollout does not change it"

@@ -21,7 +21,7 @@ from muster.envs.plain_state import Decoder, Encoder, Mismatch, NotPlain, same
 
 Snapshot = dict[str, Any]  # plain data: see ``muster.checkpoint``
 
-LINKS = ("env", "_env", "base_env", "envs", "_envs")  # attributes that hold further layers
+LINKS = ("env", "_env", "base_env", "envs")  # attributes that hold further layers
 PAIRS = (("get_state", "set_state"), ("state_dict", "load_state_dict"), ("clone_state", "restore_state"))
 CONSTRUCTION = {"env_fns", "_ezpickle_args", "_ezpickle_kwargs"}  # arguments of constructors
 # https://github.com/Farama-Foundation/Arcade-Learning-Environment/pull/739; seen in one of twenty states with 0.12.1
