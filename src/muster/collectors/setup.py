@@ -121,12 +121,13 @@ def _check_env(env: EnvBatch, options: CollectorOptions) -> None:
 
 
 def _innermost(env: Any) -> Any:
-    """The environment inside all wrappers.
+    """The environment inside all wrappers of Gymnasium's and Muster's.
 
     Without a look at its ``__dict__``: an object whose ``__dict__`` was asked for is slower ever after (CPython 3.11:
     15 % of a CartPole step).
     """
-    for name in ("env", "pool"):
+    wraps = any(kind.__module__.startswith(("gymnasium.", "muster.envs.")) for kind in type(env).__mro__)
+    for name in ("env", "pool") if wraps else ():
         if (inner := getattr(env, name, None)) is not None and inner is not env:
             return _innermost(inner)
     return env
