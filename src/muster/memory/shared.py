@@ -1,0 +1,186 @@
+"""Shared memory without a name: a descriptor goes from process to process, nothing in ``/dev/shm`` can be left behind.
+
+On Linux a ``memfd``: bounded by the machine's memory only, and sealed against shrinking, so that nobody can take away
+what others have mapped. Elsewhere an unlinked temporary file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import sys
+import tempfile
+import weakref
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from muster.errors import SlotsExhausted
+from muster.memory.specs import Array
+
+_MAP_FIXED = 0x10
+_PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+
+
+class Arena:
+    """Ranges of bytes in one block of memory that processes share.
+
+    The process that created the arena allocates; others view what they are told of. ``allocate`` belongs to one thread,
+    ``release`` may come from any (finalizers). Costs one descriptor, however many ranges and views there are.
+
+    Attributes:
+        fd: owned by this object, closed with it.
+    """
+
+    def __init__(self, fd: int, *, name: str = "", creator: bool = False) -> None:
+        self.fd = fd
+        self.name = name
+        self._creator = creator
+        self._end = 0
+        self._in_use: dict[int, int] = {}  # bytes by offset
+        self._released: defaultdict[int, list[int]] = defaultdict(list)  # offsets by bytes
+        self._mappings: weakref.WeakSet[_Mapping] = weakref.WeakSet()
+        self._close = weakref.finalize(self, os.close, fd)
+
+    @classmethod
+    def create(cls, name: str) -> Arena:
+        """An empty arena; ``name`` is for people who look at ``/proc``."""
+        if sys.platform != "linux":
+            with tempfile.TemporaryFile(prefix=name) as file:
+                return cls(os.dup(file.fileno()), name=name, creator=True)
+        import fcntl
+
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+        return cls(fd, name=name, creator=True)
+
+    @classmethod
+    def attach(cls, fd: int) -> Arena:
+        """The arena of another process, by a descriptor of it that this object then owns."""
+        return cls(fd)
+
+    def allocate(self, nbytes: int) -> int:
+        """The offset of ``nbytes`` zeros, at the start of a page; a released range of that size is used first.
+
+        Raises:
+            SlotsExhausted: there is not enough memory. Memory that was given is there: writing to it never fails.
+        """
+        if not self._creator:
+            raise ValueError("This process did not create the arena; only the one that did can allocate in it.")
+        size = _pages(nbytes)
+        reusable = self._released[size]
+        offset = reusable[-1] if reusable else self._end
+        if size > (room := _room()):  # asking for it would wake the out-of-memory killer
+            raise SlotsExhausted(self._lack(size, f"about {room:,} are available"))
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self.fd, offset, size)
+            elif offset == self._end:
+                os.ftruncate(self.fd, offset + size)
+        except OSError as error:
+            raise SlotsExhausted(self._lack(size, str(error.strerror))) from error
+        if offset != self._end:
+            reusable.remove(offset)
+        self._end = max(self._end, offset + size)
+        self._in_use[offset] = size
+        return offset
+
+    def release(self, offset: int, nbytes: int) -> None:
+        """Give the memory of an allocated range back to the system; views of it read zeros from now on."""
+        if self.fd < 0:  # the finalizer of a batch that outlived the arena
+            return
+        size = _pages(nbytes)
+        if self._in_use.get(offset) != size:
+            raise ValueError(f"There is no range of {size} bytes at {offset} in arena {self.name!r}.")
+        del self._in_use[offset]
+        if sys.platform == "linux":
+            _call("fallocate", self.fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(size))
+        self._released[size].append(offset)
+
+    def view(self, offset: int, nbytes: int) -> Array:
+        """``uint8 [nbytes]`` at ``offset`` (a multiple of the page size); it stays valid without the arena."""
+        if offset < 0 or offset + nbytes > os.fstat(self.fd).st_size:
+            raise ValueError(f"Bytes {offset} to {offset + nbytes} lie outside of arena {self.name!r}.")
+        mapping = _Mapping(self.fd, offset, nbytes)
+        self._mappings.add(mapping)
+        return np.asarray(mapping)
+
+    def isolate(self) -> None:
+        """Give all views of this object memory of their own: whoever goes on writing there disturbs nobody."""
+        for mapping in list(self._mappings):
+            mapping.isolate(self.fd)
+
+    def close(self) -> None:
+        """Close the descriptor. Views stay valid; closing twice is nothing."""
+        self._close()
+        self.fd = -1
+
+    def _lack(self, size: int, why: str) -> str:
+        return (
+            f"{size:,} more bytes of shared memory were wanted, on top of {sum(self._in_use.values()):,} in use: {why}."
+            " Keep fewer batches, or use fewer environments or a smaller frames_per_batch."
+        )
+
+
+class _Mapping:
+    """A mapping of part of a file, for as long as an array looks at it.
+
+    Python's own ``mmap`` keeps a duplicate of the descriptor per mapping (before 3.13), which would be one per slot.
+    """
+
+    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
+        length = _pages(nbytes)
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        address = _call("mmap", None, ctypes.c_size_t(length), protection, mmap.MAP_SHARED, fd, ctypes.c_int64(offset))
+        self._place = ctypes.c_void_p(address), ctypes.c_size_t(length), protection, ctypes.c_int64(offset)
+        self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+        end = weakref.finalize(self, _call, "munmap", ctypes.c_void_p(address), ctypes.c_size_t(length))
+        end.atexit = False  # arrays may be looked at until the very end
+
+    def isolate(self, fd: int) -> None:
+        """See ``Arena.isolate``; copied page by page when written to."""
+        address, length, protection, offset = self._place
+        _call("mmap", address, length, protection, mmap.MAP_PRIVATE | _MAP_FIXED, fd, offset)
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    return libc
+
+
+def _call(function: str, *args: Any) -> int:
+    result: int = getattr(_libc(), function)(*args)
+    if result in (-1, ctypes.c_void_p(-1).value):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{function}: {os.strerror(number)}")
+    return result
+
+
+def _pages(nbytes: int) -> int:
+    return -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _room() -> int:
+    """Bytes that this machine, and the container (cgroup v2) around this process, can still give."""
+    machine = _numbers("/proc/meminfo")
+    room = (machine["MemAvailable"] + machine["SwapFree"]) * 1024 if "MemAvailable" in machine else sys.maxsize
+    used = _numbers("/sys/fs/cgroup/memory.stat")
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+    except (OSError, ValueError):  # no limit, or no such file
+        return room
+    return min(room, limit - used.get("anon", 0) - used.get("shmem", 0))
+
+
+def _numbers(path: str) -> dict[str, int]:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return {}
+    return {name.rstrip(":"): int(value) for name, value, *_ in map(str.split, lines)}

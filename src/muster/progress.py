@@ -1,0 +1,106 @@
+"""What a worker is doing, in memory that others can read, also after its sudden death."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from muster.keys import Key
+from muster.memory.specs import Array
+
+if TYPE_CHECKING:
+    from muster.memory.slots import Lane
+
+CELLS = 64
+PHASE, ORDER, ACTING, STEPPING, KNOWN, STOP = range(6)  # what the cells are for
+
+UNWRITTEN: dict[np.dtype[Any], Array] = {  # rewards that nobody writes: NaNs of our own making
+    np.dtype(np.float32): np.array([0x7FC0DEAD], np.uint32),
+    np.dtype(np.float64): np.array([0x7FF80000DEADBEEF], np.uint64),
+}
+
+
+class Phase(enum.IntEnum):
+    """What a worker is in the middle of."""
+
+    IDLE = 0
+    CONSTRUCT = 1
+    RESET = 2
+    POLICY = 3
+    STEP = 4  # a rollout; the cells ACTING and STEPPING say more
+    WEIGHTS = 5
+    CALL = 6
+    CLOSE = 7
+
+
+@dataclass
+class Timing:
+    """Nanoseconds by what they went to; environment and policy are extrapolated from timed steps."""
+
+    env: float = 0.0
+    policy: float = 0.0
+    copy: float = 0.0
+    total: float = 0.0
+
+
+class Progress:
+    """The cells of one worker, and how they are written.
+
+    Which steps of a rollout were made can be read from its rewards: a watched rollout fills them with marks first,
+    which costs nothing per step.
+
+    Args:
+        cells: 64 integers that others read, too; None: nobody is watching.
+
+    Attributes:
+        cells: ``ORDER`` is the number of the order at work, ``ACTING`` and ``STEPPING`` the last row that the policy
+            was asked for and that the environments were given, ``KNOWN`` the steps of a rollout that is over (else
+            -1), and ``STOP`` is written from outside: orders up to this number end after their current step.
+    """
+
+    def __init__(self, cells: Any = None) -> None:
+        self.watched = cells is not None
+        self.cells: Any = [0] * CELLS if cells is None else cells
+
+    def begin(self, phase: int) -> int:
+        """Enter a phase; returns the one before."""
+        before = self.cells[PHASE]
+        self.cells[PHASE] = phase
+        return int(before)
+
+    def take_up(self, number: int) -> None:
+        """An order begins, with no step until ``count``: what lies in its lane can be of an order before."""
+        self.cells[KNOWN] = 0
+        self.cells[ACTING] = self.cells[STEPPING] = -1
+        self.cells[ORDER] = number
+
+    def mark_unwritten(self, lane: Lane, reward_key: Key, begin: int) -> None:
+        """Mark the rewards from row ``begin`` on as not written."""
+        mark = UNWRITTEN.get(lane.arrays[reward_key].dtype) if self.watched and not lane.mirrored else None
+        if mark is not None:
+            lane.arrays[reward_key][begin:].view(mark.dtype)[...] = mark
+
+    def count(self) -> None:
+        """From now on the steps are those that have been written."""
+        self.cells[KNOWN] = -1
+
+    def steps_known(self, steps: int) -> None:
+        """The rollout is over after so many steps in all."""
+        self.cells[KNOWN] = steps
+
+
+def steps_made(cells: Any, rewards: Array | None, B: int) -> int:
+    """Steps in the lane of the order that a dead worker was at, all rows from the first on.
+
+    Args:
+        rewards: ``[T, B]`` of the lane; None if they cannot be seen.
+    """
+    if cells[KNOWN] >= 0:
+        return int(cells[KNOWN])
+    mark = UNWRITTEN.get(rewards.dtype) if rewards is not None else None
+    if rewards is None or mark is None:
+        return max(0, int(cells[ACTING])) * B  # without those of a row that was begun
+    return int((np.ascontiguousarray(rewards).view(mark.dtype) != mark).sum())

@@ -1,0 +1,194 @@
+"""Messages and descriptors between two processes, over an unnamed socket pair.
+
+A message is a header (length, number of descriptors) and a pickle. Only processes of one collector have an end of a
+channel, so that what arrives is as trusted as this process.
+
+Whatever a signal handler raises, and whenever (Ctrl-C in a notebook, after which collecting goes on), both directions
+stay whole. That is why system calls put their results into a deque from within C (``extend(map(...))``): between a call
+and the assignment of its result, the result could be lost.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import os
+import pickle
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+_HEADER = struct.Struct("=QQ")
+_SIZE = 1 << 16  # bytes asked of the system at once
+_ITEM = array.array("i").itemsize
+_SPACE = getattr(socket, "CMSG_SPACE", int)(253 * _ITEM)  # 253 is the most that Linux passes with one message
+# Plain integers: enums cost a microsecond.
+_NOSIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
+_DONTWAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
+_CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+_TRUNCATED = int(socket.MSG_CTRUNC)
+
+
+class Channel:
+    """One end. One thread at a time may send, and one receive.
+
+    Messages that arrive together are read together: after waiting for ``fileno()``, receive until ``poll()`` is false.
+    When either end is closed, ``receive`` (after all that was sent before) and ``send`` raise EOFError.
+
+    Args:
+        sock: a connected stream socket, owned by this object.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
+        self._sock = sock
+        self._arrived: deque[Any] = deque()  # results of recvmsg
+        self._data = bytearray()
+        self._fds: list[int] = []
+        self._sent: deque[int] = deque()  # results of sendmsg
+        self._rest = memoryview(b"")  # of the message that is being sent
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._writable.register(sock, select.POLLOUT)
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, Channel]:
+        """Both ends; not inherited by programs that this process starts."""
+        a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        return cls(a), cls(b)
+
+    @classmethod
+    def adopt(cls, fd: int) -> Channel:
+        """The end that ``fd`` is a descriptor of; ``fd`` is owned by this object."""
+        return cls(socket.socket(fileno=fd))
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def send(self, message: Any, fds: Sequence[int] = (), timeout: float | None = None) -> None:
+        """Send anything that can be pickled, and duplicates of descriptors (at most 253).
+
+        Raises:
+            TimeoutError: the other end has not read for so long. The message is withdrawn or, where a part of it had
+                left, its rest goes before the next one.
+            EOFError: the other end is closed.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        if self._rest or self._sent:
+            self._flush(deadline)
+        frame = memoryview(_HEADER.pack(len(payload), len(fds)) + payload)
+        self._rest = frame
+        try:
+            self._push(ancillary, deadline)  # descriptors go with the first part
+        finally:
+            if not self._sent:
+                self._rest = memoryview(b"")
+        self._flush(deadline)
+
+    def receive(self, timeout: float | None = None) -> tuple[Any, list[int]]:
+        """The next message, and the descriptors that came with it, which the caller owns and no program inherits.
+
+        Raises:
+            TimeoutError: it is not complete after so many seconds; it can still be received later.
+            EOFError: the other end is closed, be it in the middle of a message.
+        """
+        self._fill(None if timeout is None else time.monotonic() + timeout)
+        length, count = _HEADER.unpack_from(self._data)
+        end = _HEADER.size + length
+        fds = self._fds[:count]
+        message: list[Any] = []
+        loading = map(pickle.loads, (bytes(self._data[_HEADER.size : end]),))
+        try:
+            message.extend(loading)
+        except Exception:
+            if not message:  # it cannot be read; the next one can. Else a signal handler raised, and it is still there.
+                del self._data[:end]
+                del self._fds[:count]
+                for fd in fds:
+                    os.close(fd)
+            raise
+        del self._data[:end]
+        del self._fds[:count]
+        return message[0], fds
+
+    def poll(self, timeout: float | None = 0.0) -> bool:
+        """Whether ``receive`` has an answer at once: a message, or that the other end is closed."""
+        try:
+            self._fill(None if timeout is None else time.monotonic() + timeout)
+        except TimeoutError:
+            return False
+        except EOFError:
+            pass
+        return True
+
+    def close(self) -> None:
+        """Close this end, and descriptors that came and nobody took. Closing twice is nothing."""
+        self._sock.close()
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def _flush(self, deadline: float | None) -> None:
+        while True:
+            # No signal handler can run between these two lines: handlers run after calls, and at jumps backwards.
+            self._rest = self._rest[sum(self._sent) :]
+            self._sent.clear()
+            if not self._rest:
+                return
+            self._push([], deadline)
+
+    def _push(self, ancillary: list[Any], deadline: float | None) -> None:
+        flags = _NOSIGNAL if deadline is None else _NOSIGNAL | _DONTWAIT
+        while True:
+            self._check_open()
+            try:
+                self._sent.extend(map(self._sock.sendmsg, ((self._rest,),), (ancillary,), (flags,)))
+                return
+            except BlockingIOError:
+                self._wait(self._writable, deadline, "read")
+            except (BrokenPipeError, ConnectionResetError):
+                raise EOFError("The other end of the channel is closed.") from None
+
+    def _fill(self, deadline: float | None) -> None:
+        """Read until a message is complete."""
+        self._absorb()
+        while len(self._data) < _HEADER.size or len(self._data) < _HEADER.size + _HEADER.unpack_from(self._data)[0]:
+            self._check_open()
+            if deadline is not None:
+                self._wait(self._readable, deadline, "sent a message")
+            try:
+                self._arrived.extend(map(self._sock.recvmsg, (_SIZE,), (_SPACE,), (_CLOEXEC,)))
+            except ConnectionResetError:  # closed before it had read everything; what it sent has come
+                raise EOFError("The other end of the channel is closed.") from None
+            self._absorb()
+
+    def _absorb(self) -> None:
+        if not self._arrived:
+            return
+        data, ancillary, flags, _ = self._arrived[0]
+        fds = [fd for _, _, raw in ancillary for fd in array.array("i", raw[: len(raw) // _ITEM * _ITEM])]
+        for fd in () if _CLOEXEC else fds:
+            os.set_inheritable(fd, False)
+        # As in _flush.
+        self._data += data
+        self._fds += fds
+        self._arrived.clear()
+        if flags & _TRUNCATED:  # descriptors are missing, and nobody knows of which message
+            self.close()
+            raise OSError(errno.EMFILE, "descriptors that another process sent are lost: too many open files")
+        if not data:
+            raise EOFError("The other end of the channel is closed.")
+
+    def _check_open(self) -> None:
+        if self._sock.fileno() < 0:  # before the system gives its number to another file
+            raise EOFError("This end of the channel is closed.")
+
+    def _wait(self, poller: select.poll, deadline: float | None, what: str) -> None:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+        if not poller.poll(left):
+            raise TimeoutError(f"The other end of the channel has not {what} in time.")
