@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from muster.errors import BadWeights
+from muster.weights.names import Weights, check_finite, modules_of, named_weights
 
-Weights = dict[str, torch.Tensor]
 Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]  # new and old
+REMEMBERED = 10_000  # versions whose age is known
 Waiting = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by the old ones' place in memory
 
 
@@ -28,11 +27,13 @@ class LocalWeights:
     Attributes:
         version: number of publishes, or what ``counter`` says.
         counter: an object with ``version`` and ``increment_version()`` that counts instead.
+        publishes: their number here, whoever counts versions.
     """
 
     def __init__(self, policy: Any, original: Any = None, counter: Any = None) -> None:
         self.policy, self.original, self.counter = policy, original, counter
-        self._count = 0
+        self._count = self.publishes = 0
+        self._born: dict[int | str, int] = {}  # publishes before each of the last versions
         self._lock = threading.Lock()
         self._in_rollout = False
         self._waiting: Waiting = {}  # published while a rollout was going on
@@ -59,30 +60,17 @@ class LocalWeights:
 
     def publish_all(self, sources: Sequence[tuple[Any, Any]]) -> int | str:
         """``publish`` for several (source, model), as one version; all of them or none."""
-        pairs: Waiting = {}
-        for source, model in sources:
-            source = self.original if source is None else source
-            if source is not None and not self._is_inside(source):
-                fitting = _fitting_pairs(named_weights(source), self.policy if model is None else model)
-                pairs.update({old.data_ptr(): (new, old) for new, old in fitting.values()})
-        with self._lock:
-            if self._in_rollout:
-                pairs = {place: (new.clone(), old) for place, (new, old) in pairs.items()}
-            self._waiting.update(pairs)  # what was published before may wait still
-            if not self._in_rollout:
-                self._copy_waiting()
-            return self._increment()
+        return self._publish(self._pairs(sources))
 
     def increment(self) -> int | str:
         """Count a version."""
-        with self._lock:
-            return self._increment()
+        return self._publish({})
 
     @contextmanager
     def acting(self) -> Iterator[int | str]:
         """For the time of a rollout: the newest weights are in place, and stay as they are. Gives their version."""
         with self._lock:
-            self._copy_waiting()
+            self._apply()
             self._in_rollout = True
             version = self.version
         try:
@@ -92,73 +80,83 @@ class LocalWeights:
                 self._in_rollout = False
 
     def restore(self, version: int | str) -> None:
-        """Set the version, after a load."""
+        """Set the version, after a load into ``policy``."""
         if self.counter is not None:
             self.counter.version = version
         elif isinstance(version, int):
             self._count = version
 
-    def _copy_waiting(self) -> None:
-        with torch.no_grad():
-            for new, old in self._waiting.values():
-                old.copy_(new)
+    def lag(self, version: int | str) -> int:
+        """Publishes since a version; one that is not known (from before a load) is taken to be the newest."""
+        return self.publishes - self._born.get(version, self.publishes)
+
+    # --- steps of a publish -----------------------------------------------------------------------
+
+    def _pairs(self, sources: Sequence[tuple[Any, Any]]) -> Waiting:
+        """What is to be copied where; everything has been checked."""
+        pairs: Waiting = {}
+        for source, model in sources:
+            source = self.original if source is None else source
+            if source is not None and not self._is_inside(source):
+                fitting = _fitting_pairs(named_weights(source), self._target(source, model))
+                pairs.update({old.data_ptr(): (new, old) for new, old in fitting.values()})
+        return pairs
+
+    def _publish(self, pairs: Waiting, workers: Collection[int] | None = None) -> int | str:
+        with self._lock:
+            if self._in_rollout:
+                pairs = {place: (new.clone(), old) for place, (new, old) in pairs.items()}
+            version = self._increment()
+            self._wait(pairs, version, workers)
+            if not self._in_rollout:
+                self._apply()
+            return version
+
+    def _wait(self, pairs: Waiting, version: int | str, workers: Collection[int] | None) -> None:
+        """Remember what was published; what was published before may be waiting still."""
+        self._waiting.update(pairs)
+
+    def _apply(self) -> None:
+        """Make visible what is waiting."""
+        copy_pairs(self._waiting)
         self._waiting = {}
 
     def _increment(self) -> int | str:
+        before = self.version
         if self.counter is not None:
             self.counter.increment_version()
         else:
             self._count += 1
+        if not self._born:
+            self._born[before] = self.publishes
+        self.publishes += 1
+        self._born[self.version] = self.publishes
+        if len(self._born) > REMEMBERED:
+            del self._born[next(iter(self._born))]
         return self.version
 
     def _is_inside(self, source: Any) -> bool:
         """``source`` is (a part of) the policy itself: what the optimizer changed is in place already."""
-        holders = [self.policy, *_captured(self.policy)] if callable(self.policy) else []
-        modules = [m for h in holders if isinstance(h, torch.nn.Module) for m in h.modules()]
-        if not any(source is m for m in modules):
+        if not any(source is module for held in modules_of(self.policy) for module in held.modules()):
             return False
-        _check_finite(named_weights(source))
+        check_finite(named_weights(source))
         return True
 
-
-def named_weights(source: Any) -> Weights:
-    """The tensors of a module, TensorDict or dict, by ``state_dict`` name.
-
-    Raises:
-        BadWeights: of anything else.
-    """
-    if isinstance(source, torch.nn.Module) and not hasattr(source, "flatten_keys"):
-        return {name: tensor.detach() for name, tensor in source.state_dict().items() if torch.is_tensor(tensor)}
-    if hasattr(source, "flatten_keys"):  # a TensorDict, without importing tensordict to ask
-        flat = source.flatten_keys(".")
-        return {str(name): tensor.detach() for name, tensor in flat.items() if torch.is_tensor(tensor)}
-    if isinstance(source, Mapping) and all(torch.is_tensor(v) for v in source.values()):
-        return {str(name): tensor.detach() for name, tensor in source.items()}
-    raise BadWeights(
-        f"cannot take weights from {type(source).__name__}: expected a module, a TensorDict, or a dict of tensors "
-        f"such as module.state_dict()"
-    )
+    def _target(self, source: Any, model: Any) -> Any:
+        """The part of ``policy`` that is meant: where ``model``, or else ``source``, has its place in ``original``."""
+        meant = source if model is None else model
+        if isinstance(self.original, torch.nn.Module) and isinstance(meant, torch.nn.Module):
+            for path, module in self.original.named_modules():
+                if module is meant:
+                    return self.policy.get_submodule(path)
+        return self.policy if model is None else model
 
 
-def _check_finite(weights: Weights) -> None:
-    for name, tensor in weights.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise BadWeights(f"weight {name} is not finite: training has diverged. Nothing was published.")
-
-
-def _captured(function: Callable[..., Any]) -> list[Any]:
-    """Objects that a plain function, method or partial can reach by name."""
-    if isinstance(function, torch.nn.Module):
-        return []
-    if isinstance(function, functools.partial):
-        return [function.func, *function.args, *function.keywords.values(), *_captured(function.func)]
-    bound = getattr(function, "__self__", None)
-    held = [bound, *vars(bound).values()] if hasattr(bound, "__dict__") else []
-    plain = inspect.unwrap(getattr(function, "__func__", function))
-    if not inspect.isfunction(plain):
-        return [*held, *vars(function).values()] if hasattr(function, "__dict__") else held
-    known = inspect.getclosurevars(plain)
-    return [*held, *known.nonlocals.values(), *known.globals.values()]
+def copy_pairs(pairs: Waiting) -> None:
+    """Copy each new tensor over its old one."""
+    with torch.no_grad():
+        for new, old in pairs.values():
+            old.copy_(new)
 
 
 def _fitting_pairs(new: Weights, policy: Any) -> Pairs:
@@ -168,26 +166,48 @@ def _fitting_pairs(new: Weights, policy: Any) -> Pairs:
             f"the policy {policy!r} is not a module, so Muster cannot reach its weights. Change them where "
             f"the policy finds them, and call update_policy_weights_() without arguments to count a version."
         )
-    parts = {name: dict(m.state_dict(keep_vars=True)) for name, m in policy.named_modules()}
-    named = {name: part for name, part in parts.items() if part.keys() == new.keys() and (part or not name)}
-    if not named:
-        missing, extra = sorted(parts[""].keys() - new.keys()), sorted(new.keys() - parts[""].keys())
-        raise BadWeights(
-            f"weights do not fit the policy: missing {missing or 'nothing'}, unknown {extra or 'nothing'}; "
-            f"expected {sorted(parts[''])}. Nothing was changed."
-        )
-    fitting = {name: part for name, part in named.items() if all(new[n].shape == part[n].shape for n in new)}
-    if len(fitting) > 1:
-        raise BadWeights(
-            f"weights named {sorted(new)} fit several parts of the policy: {', '.join(fitting)}. Give those of "
-            f"the whole policy. Nothing was changed."
-        )
-    old = next(iter((fitting or named).values()))
+    old = _fitting_part(new, policy)
+    check_values(new, old)
+    return {name: (tensor, old[name].detach()) for name, tensor in new.items()}
+
+
+def check_values(new: Weights, old: Weights) -> None:
+    """Raise BadWeights unless ``new`` has the shapes and dtypes of ``old``, and is finite."""
     for name, tensor in new.items():
         if tensor.shape != old[name].shape or tensor.dtype != old[name].dtype:
             raise BadWeights(
                 f"weight {name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, expected "
                 f"{tuple(old[name].shape)} and {old[name].dtype}. Nothing was changed."
             )
-    _check_finite(new)
-    return {name: (tensor, old[name].detach()) for name, tensor in new.items()}
+    check_finite(new)
+
+
+def _fitting_part(new: Weights, policy: torch.nn.Module) -> Weights:
+    whole = _tensors(policy)
+    if whole.keys() == new.keys():  # then no part has these names too
+        return whole
+    parts = {name: _tensors(module) for name, module in policy.named_modules()}
+    named = {name: part for name, part in parts.items() if part.keys() == new.keys() and part}
+    if not named:
+        check_names(new, whole)
+    fitting = {name: part for name, part in named.items() if all(new[n].shape == part[n].shape for n in new)}
+    if len(fitting) > 1:
+        raise BadWeights(
+            f"weights named {sorted(new)} fit several parts of the policy: {', '.join(fitting)}. Give those of "
+            f"the whole policy. Nothing was changed."
+        )
+    return next(iter((fitting or named).values()))
+
+
+def check_names(new: Weights, old: Weights) -> None:
+    """Raise BadWeights unless ``new`` has the names of ``old``."""
+    missing, extra = sorted(old.keys() - new.keys()), sorted(new.keys() - old.keys())
+    if missing or extra:
+        raise BadWeights(
+            f"weights do not fit the policy: missing {missing or 'nothing'}, unknown {extra or 'nothing'}; "
+            f"expected {sorted(old)}. Nothing was changed."
+        )
+
+
+def _tensors(module: torch.nn.Module) -> Weights:
+    return {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if torch.is_tensor(tensor)}

@@ -16,7 +16,8 @@ class Receivers:
     """The receiving ends of a collector's weight sync schemes.
 
     A scheme writes into a copy of the model, whenever it likes and in whatever thread; what it announces is published
-    like any other weights, so that they change between rollouts only.
+    like any other weights, so that they change between rollouts only. With ``SentWeights`` they go on to the workers of
+    this collector: that is how weights come down a hierarchy.
 
     Args:
         weights: of the policy.

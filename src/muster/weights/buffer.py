@@ -1,0 +1,135 @@
+"""Weights as one block of bytes: a version label and every tensor, at places that sender and receiver agree on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from muster.errors import BadWeights
+from muster.memory.specs import Array
+
+HEADER_BYTES = 128
+ALIGNMENT = 64
+TEXT_BYTES = 64
+_SEQUENCE, _TEXT_LENGTH, _NUMBER, _TEXT = 0, 1, 2, 3  # int64 cells of the header; a number has no length (-1)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor; ``offset`` in bytes from the beginning of the block."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is where in a block of ``nbytes``."""
+
+    entries: tuple[Entry, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, weights: Mapping[str, torch.Tensor]) -> Manifest:
+        """Raises BadWeights for sparse and quantized tensors."""
+        entries, end = [], HEADER_BYTES
+        for name, tensor in weights.items():
+            if tensor.layout != torch.strided or tensor.is_quantized:
+                raise BadWeights(f"weight {name} is sparse or quantized ({tensor.dtype}); only dense tensors are sent")
+            entries.append(Entry(name, tuple(tensor.shape), tensor.dtype, end))
+            end += -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(entries), end)
+
+    def check(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Raise BadWeights unless names, shapes and dtypes are these."""
+        if len(weights) != len(self.entries) or any(entry.name not in weights for entry in self.entries):
+            names = {entry.name for entry in self.entries}
+            raise BadWeights(
+                f"weights are named differently on the two sides: sent are {sorted(names)}, the policy here has "
+                f"{sorted(weights)}. A worker's policy must be made like the collector's."
+            )
+        for entry in self.entries:
+            tensor = weights[entry.name]
+            if tensor.shape != entry.shape or tensor.dtype != entry.dtype:
+                raise BadWeights(
+                    f"weight {entry.name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, expected "
+                    f"{entry.shape} and {entry.dtype} as it was in the beginning"
+                )
+
+
+class Buffer:
+    """A block with weights in it.
+
+    Args:
+        memory: uint8 ``[manifest.nbytes]``; other processes may look at it too.
+        manifest: what is where.
+    """
+
+    def __init__(self, memory: Array, manifest: Manifest) -> None:
+        self.memory = memory
+        self._manifest = manifest
+        self._header = memory[:HEADER_BYTES].view(np.int64)
+        self._tensors = {entry.name: _view(memory, entry) for entry in manifest.entries}
+
+    @classmethod
+    def private(cls, manifest: Manifest) -> Buffer:
+        return cls(np.empty(manifest.nbytes, np.uint8), manifest)
+
+    @property
+    def sequence(self) -> int:
+        """Number of the publish that is in here, from 1; negative while it is being written."""
+        return int(self._header[_SEQUENCE])
+
+    @property
+    def version(self) -> int | str:
+        length = int(self._header[_TEXT_LENGTH])
+        return int(self._header[_NUMBER]) if length < 0 else self._header[_TEXT:].tobytes()[:length].decode()
+
+    def write(self, weights: Mapping[str, torch.Tensor], version: int | str, sequence: int) -> None:
+        """Copy everything in, between two changes of ``sequence``.
+
+        Raises:
+            BadWeights: they do not fit, or ``version`` does not. What was in here still is.
+        """
+        self._manifest.check(weights)
+        number, text = (0, version.encode()) if isinstance(version, str) else (int(version), b"")
+        if len(text) > TEXT_BYTES or not -(2**63) <= number < 2**63:
+            raise BadWeights(
+                f"policy version {version!r} cannot be sent: expected a 64-bit integer, or text of at most "
+                f"{TEXT_BYTES} bytes as UTF-8"
+            )
+        self._header[_SEQUENCE] = -1
+        self._header[_TEXT_LENGTH] = len(text) if isinstance(version, str) else -1
+        self._header[_NUMBER] = number
+        self._header[_TEXT:].view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
+        _copy(weights, self._tensors)
+        self._header[_SEQUENCE] = sequence
+
+    def read(self, into: Mapping[str, torch.Tensor]) -> int | str:
+        """Copy everything out into tensors on any device; gives the version.
+
+        Raises:
+            BadWeights: they do not fit. Nothing was changed.
+        """
+        self._manifest.check(into)
+        _copy(self._tensors, into)
+        return self.version
+
+
+def _copy(source: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, tensor in into.items():
+            tensor.copy_(source[name])
+
+
+def _view(memory: Array, entry: Entry) -> torch.Tensor:
+    nbytes = math.prod(entry.shape) * entry.dtype.itemsize
+    if nbytes == 0:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    return torch.from_numpy(memory[entry.offset : entry.offset + nbytes]).view(entry.dtype).view(entry.shape)

@@ -1,0 +1,144 @@
+"""What counts as the weights of a policy, and under which names."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from muster.errors import BadWeights
+
+Weights = dict[str, torch.Tensor]
+
+# Where modules are looked for:
+DEPTH = 6  # a function, in it an agent, in it a dict, in it a list, in it a module, and one more
+MAX_ITEMS = 256  # longer lists and dicts hold data
+LIBRARIES = {"torch", "numpy", "gymnasium"}  # hold no modules of the user, but thousands of functions
+
+
+def named_weights(source: Any) -> Weights:
+    """The tensors of a module, TensorDict or dict, by ``state_dict`` name.
+
+    Raises:
+        BadWeights: of anything else.
+    """
+    if isinstance(source, torch.nn.Module) and not hasattr(source, "flatten_keys"):
+        state = _uncompiled(source).state_dict()
+        return {name: tensor.detach() for name, tensor in state.items() if torch.is_tensor(tensor)}
+    if hasattr(source, "flatten_keys"):  # a TensorDict, without importing tensordict to ask
+        flat = source.flatten_keys(".")
+        return {str(name): tensor.detach() for name, tensor in flat.items() if torch.is_tensor(tensor)}
+    if isinstance(source, Mapping) and all(torch.is_tensor(v) for v in source.values()):
+        return {str(name): tensor.detach() for name, tensor in source.items()}
+    raise BadWeights(
+        f"cannot take weights from {type(source).__name__}: expected a module, a TensorDict, or a dict of tensors "
+        f"such as module.state_dict()"
+    )
+
+
+def named_tensors(policy: Any) -> Weights:
+    """The parameters and buffers that a policy acts with; writing to them changes the policy.
+
+    A copy of the policy in another process gives the same names. Tied weights are there once, under their first name.
+
+    Args:
+        policy: a module; or a function, method, partial or object, whose modules are numbered: "0.weight", ...
+
+    Raises:
+        BadWeights: there are lazy layers that were not called yet.
+    """
+    module, seen = weight_bearer(policy), set[int]()
+    state = {} if module is None else module.state_dict(keep_vars=True)
+    named = {}
+    for name, tensor in state.items():
+        if torch.is_tensor(tensor) and id(tensor) not in seen:
+            if torch.nn.parameter.is_lazy(tensor):
+                raise BadWeights(f"weight {name} is of a lazy layer, which has none before the policy's first call")
+            seen.add(id(tensor))
+            named[name] = tensor.detach()
+    return named
+
+
+def weight_bearer(policy: Any) -> torch.nn.Module | None:
+    """The module with all weights of the policy: itself, or a list of those that it reaches; None without any."""
+    if isinstance(policy, torch.nn.Module):
+        return _uncompiled(policy)
+    modules = modules_of(policy)
+    return torch.nn.ModuleList(modules) if modules else None
+
+
+def modules_of(policy: Any) -> list[torch.nn.Module]:
+    """The policy if it is a module, else the modules that a function or object reaches by name, each once.
+
+    Looked through are closures, globals that are used, arguments of partials, attributes, and short lists and dicts, in
+    a few levels. The order is the same in a copy.
+    """
+    seen: dict[int, Any] = {}
+    level = [policy]
+    for _ in range(DEPTH + 1):
+        new = {id(thing): thing for thing in level if id(thing) not in seen}
+        seen |= new
+        level = [held for thing in new.values() for held in _held(thing)]
+    return [thing for thing in seen.values() if isinstance(thing, torch.nn.Module)]
+
+
+def check_finite(weights: Weights) -> None:
+    """Raise BadWeights if a value is infinite or not a number."""
+    for name, tensor in weights.items():
+        if not _finite(tensor):
+            raise BadWeights(f"weight {name} is not finite: training has diverged. Nothing was published.")
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    if tensor.itemsize == 1:  # float8 has no arithmetic
+        tensor = tensor.float()
+    elif tensor.dtype != torch.complex32 and bool(torch.isfinite(tensor.sum())):
+        return True  # a sum with one infinite or NaN term is one too, and takes a thirtieth of the time
+    return bool(torch.isfinite(tensor).all())
+
+
+def _uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+    """``torch.compile`` wraps a module and prefixes its names."""
+    inner = getattr(module, "_orig_mod", module)
+    return inner if isinstance(inner, torch.nn.Module) else module
+
+
+def _held(thing: Any) -> Iterator[Any]:
+    """What an object holds, in an order that a copy of it has too."""
+    if (
+        isinstance(thing, (type, ModuleType, torch.nn.Module))
+        or str(getattr(thing, "__module__", "")).split(".")[0] in LIBRARIES
+    ):
+        return
+    if isinstance(thing, (list, tuple, dict)):
+        if len(thing) <= MAX_ITEMS:
+            yield from thing.values() if isinstance(thing, dict) else thing
+    elif callable(thing):
+        yield from _captured(thing)
+    elif not _is_env(thing) and hasattr(thing, "__dict__"):
+        yield from vars(thing).values()
+
+
+def _is_env(thing: Any) -> bool:
+    """Environments are left alone: CPython 3.11 makes an object's attributes slower for ever once its dict is seen."""
+    spaces = hasattr(thing, "observation_space") or hasattr(thing, "observation_spec")
+    return spaces and hasattr(thing, "reset") and hasattr(thing, "step")
+
+
+def _captured(function: Callable[..., Any]) -> list[Any]:
+    """Objects that a plain function, method or partial can reach by name."""
+    if isinstance(function, functools.partial):
+        return [function.func, *function.args, *function.keywords.values(), *_captured(function.func)]
+    bound = getattr(function, "__self__", None)
+    held = [bound, *vars(bound).values()] if hasattr(bound, "__dict__") else []
+    plain = inspect.unwrap(getattr(function, "__func__", function))
+    if not inspect.isfunction(plain):
+        return [*held, *vars(function).values()] if hasattr(function, "__dict__") else held
+    known = inspect.getclosurevars(plain)
+    return [*held, *known.nonlocals.values(), *known.globals.values()]

@@ -1,0 +1,170 @@
+"""TorchRL's older way to update weights; deprecated there, and kept for programs that use it."""
+
+from __future__ import annotations
+
+import abc
+import warnings
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from typing_extensions import Self
+
+from muster.errors import BadOption, BadWeights
+from muster.weights.local import Waiting, check_names, check_values, copy_pairs
+from muster.weights.names import named_weights
+
+
+class WeightUpdaterBase(abc.ABC):
+    """Says how weights get to a policy; ``collector.update_policy_weights_`` calls ``push_weights``.
+
+    The collector then publishes what its policy holds. Subclasses implement ``_sync_weights_with_worker``, and may
+    override the other methods with an underscore.
+    """
+
+    _collectors: tuple[weakref.ref[Any], ...] = ()
+    _post_hooks: list[Callable[[], Any]] | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        warnings.warn(
+            f"{cls.__name__} is a WeightUpdaterBase, which is deprecated: call "
+            "collector.update_policy_weights_(policy) without a weight_updater, and choose how weights get to workers "
+            "with weight_sync_schemes.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return super().__new__(cls)
+
+    @classmethod
+    def from_policy(cls, policy: Any) -> WeightUpdaterBase | None:
+        """An updater for this policy; None where the class does not know how to make one."""
+        return None
+
+    # --- what a collector calls -------------------------------------------------------------------
+
+    def push_weights(self, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
+        """Bring weights to where they act, then call the hooks.
+
+        Args:
+            policy_or_weights: a module, TensorDict or dict; None asks ``_get_server_weights``.
+            worker_ids: one or several; None is ``all_worker_ids()``.
+        """
+        self._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
+        for hook in self.post_hooks:
+            hook()
+
+    def __call__(self, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
+        self.push_weights(policy_or_weights, worker_ids)
+
+    def init(self, *args: Any, **kwargs: Any) -> None:
+        """What ``collector.init_updater`` passes on."""
+        return
+
+    def register_collector(self, collector: Any) -> None:
+        self._collectors = (*self._collectors, weakref.ref(collector))
+
+    def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
+        given = self._get_server_weights() if policy_or_weights is None else policy_or_weights
+        weights = self._maybe_map_weights(given)
+        several = isinstance(worker_ids, Collection) and not isinstance(worker_ids, (str, bytes))
+        ids = self.all_worker_ids() if worker_ids is None else worker_ids if several else [worker_ids]
+        if ids is None:
+            self._sync_weights_with_worker(server_weights=weights)
+        else:
+            for worker in ids:
+                if not self._skip_update(worker):
+                    self._sync_weights_with_worker(worker_id=worker, server_weights=weights)
+
+    # --- for users and subclasses -----------------------------------------------------------------
+
+    @property
+    def collector(self) -> Any | None:
+        """The collector that this updater belongs to; None if there is none any more.
+
+        Raises:
+            BadOption: there are several, see ``collectors``.
+        """
+        if len(self._collectors) > 1:
+            raise BadOption("this weight updater belongs to several collectors: ask for `collectors`")
+        return self._collectors[0]() if self._collectors else None
+
+    @property
+    def collectors(self) -> list[Any] | None:
+        """All of them; None before the first."""
+        return [reference() for reference in self._collectors] or None
+
+    @property
+    def post_hooks(self) -> list[Callable[[], Any]]:
+        """Called without arguments after every push."""
+        if self._post_hooks is None:
+            self._post_hooks = []
+        return self._post_hooks
+
+    def register_post_hook(self, hook: Callable[[], Any]) -> None:
+        self.post_hooks.append(hook)
+
+    def increment_version(self) -> None:
+        """Count a version in all collectors."""
+        for collector in self.collectors or ():
+            collector.increment_version()
+
+    def all_worker_ids(self) -> Collection[Any] | None:
+        """The workers that are updated by default; None: there is one place, without a number."""
+        return None
+
+    def _skip_update(self, worker_id: Any) -> bool:
+        return False
+
+    def _get_server_weights(self) -> Any:
+        """The weights to push where none were given."""
+        return None
+
+    def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
+        """What is pushed, made from what was given: of a module its tensors, as a TensorDict."""
+        if isinstance(policy_or_weights, torch.nn.Module):
+            from tensordict import TensorDict
+
+            return TensorDict.from_module(policy_or_weights).data
+        if isinstance(policy_or_weights, dict) or hasattr(policy_or_weights, "flatten_keys"):
+            return policy_or_weights
+        raise BadWeights(
+            f"cannot push weights from {type(policy_or_weights).__name__}: expected a module, a TensorDict or a dict"
+        )
+
+    @abc.abstractmethod
+    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        """Put ``server_weights`` where worker ``worker_id`` finds them."""
+
+
+class VanillaWeightUpdater(WeightUpdaterBase):
+    """Copies weights into ``policy_weights`` in place.
+
+    Args:
+        weight_getter: gives the weights where none are pushed.
+        policy_weights: TensorDict of the policy's own parameters, ``TensorDict.from_module(policy).lock_()``.
+    """
+
+    def __init__(self, *, weight_getter: Callable[[], Any] | None = None, policy_weights: Any) -> None:
+        self.weight_getter, self.policy_weights = weight_getter, policy_weights
+
+    @classmethod
+    def from_policy(cls, policy: Any) -> VanillaWeightUpdater:
+        from tensordict import TensorDict
+
+        return cls(policy_weights=TensorDict.from_module(policy).lock_())
+
+    def _get_server_weights(self) -> Any:
+        return None if self.weight_getter is None else self.weight_getter()
+
+    def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
+        return policy_or_weights
+
+    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        """Raises BadWeights where they do not fit or are not finite; nothing was changed then."""
+        if server_weights is not None:
+            new, old = named_weights(server_weights), named_weights(self.policy_weights)
+            check_names(new, old)
+            check_values(new, old)
+            pairs: Waiting = {tensor.data_ptr(): (new[name], tensor) for name, tensor in old.items()}
+            copy_pairs(pairs)
