@@ -6,9 +6,27 @@ exception carry it as ``__cause__``.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class MusterError(Exception):
-    """Base class of all errors below."""
+    """Base class of all errors below. What came from a worker says from where.
+
+    Attributes:
+        worker: its number.
+        env_id: global number of the environment; None if it is not known, or all of a batch.
+        env_index: number of the environment in its group.
+        seed: that the environment was last given.
+        phase: "construct", "reset", "step", "policy", "weights", "call" or "close".
+        capsule: file for ``muster replay``.
+    """
+
+    worker: int | None = None
+    env_id: int | None = None
+    env_index: int | None = None
+    seed: int | None = None
+    phase: str | None = None
+    capsule: Path | None = None
 
 
 class BadOption(MusterError, ValueError):
@@ -30,6 +48,10 @@ class UnsupportedEnv(MusterError, TypeError):
 class EnvError(MusterError, RuntimeError):
     """An environment raised; the original is ``__cause__``."""
 
+    def __init__(self, *args: object, env_index: int | None = None) -> None:
+        super().__init__(*args)
+        self.env_index = env_index
+
 
 class BadEnvOutput(MusterError, ValueError):
     """An environment returned something that its spaces do not allow."""
@@ -45,6 +67,37 @@ class BadPolicyOutput(MusterError, ValueError):
 
 class BadWeights(MusterError, ValueError):
     """Published weights do not fit the policy, or are not finite. Nothing was changed."""
+
+
+class WorkerError(MusterError, RuntimeError):
+    """Something else than an environment or a policy raised in a worker; the original is ``__cause__``."""
+
+
+class WorkerDied(MusterError, RuntimeError):
+    """A worker process ended unasked.
+
+    Attributes:
+        exitcode: of the process; negative: killed by the signal of that number; None: unknown.
+    """
+
+    exitcode: int | None = None
+
+
+class WorkerHung(MusterError, TimeoutError):
+    """A worker got nowhere for longer than its deadline; the message has its stack."""
+
+
+class RemoteError(MusterError):
+    """Stands in for an exception of a worker that could not be carried over; says its type and text.
+
+    Attributes:
+        type_name: of the exception, with its module.
+        traceback: as text.
+    """
+
+    def __init__(self, text: str, type_name: str = "", traceback: str = "") -> None:
+        super().__init__(text)
+        self.type_name, self.traceback = type_name, traceback
 
 
 class CollectorClosed(MusterError, RuntimeError):
@@ -69,6 +122,10 @@ class BadRecording(MusterError, ValueError):
 
 class BadCheckpoint(MusterError, ValueError):
     """A checkpoint is missing, damaged, of something else, or of another format; or a state that none can hold."""
+
+
+class BadCapsule(MusterError, ValueError):
+    """A crash capsule is missing, damaged, of another format, or holds nothing that could be replayed."""
 
 
 class ImportRefused(MusterError, PermissionError):

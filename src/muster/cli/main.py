@@ -10,6 +10,7 @@ from typing import Annotated
 
 from muster.cli.collect import Collect, collect
 from muster.cli.doctor import Doctor, doctor
+from muster.cli.replay import Replay, replay
 from muster.errors import MusterError
 
 EXAMPLES = """Collects reinforcement-learning experience at the speed of the environments.
@@ -19,6 +20,7 @@ examples:
   muster collect Pendulum-v1 --frames 1e6 --envs 16 --policy mlp --seed 3 --out runs/b
   muster collect CartPole-v1 --frames 50_000 --policy net.safetensors
   muster collect my_envs:Maze-v0 --frames 10k --policy agent.py:policy --allow-import
+  muster replay /tmp/muster-crash-x1/env-3.capsule
   muster doctor
 
 Read a recording with:  python -c "import muster; print(muster.load('runs/a'))"
@@ -29,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (None: the process's own).
 
     Returns:
-        the exit code: 0; 1 if doctor found something; 2 for a wrong request, told in one message;
+        the exit code: 0; 1 if doctor found something or a replay failed; 2 for a wrong request, told in one message;
         130 and 143 when stopped by Ctrl-C and SIGTERM.
 
     Raises:
@@ -43,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command = _parse(arguments or ["--help"])
     try:
+        if isinstance(command, Replay):
+            return replay(command)
         return collect(command) if isinstance(command, Collect) else doctor(command)
     except MusterError as error:
         if isinstance(command, Collect) and command.allow_import and error.__cause__ is not None:
@@ -57,14 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _parse(arguments: Sequence[str]) -> Collect | Doctor:
+def _parse(arguments: Sequence[str]) -> Collect | Doctor | Replay:
     import tyro
 
     command = (
         Annotated[Collect, tyro.conf.subcommand("collect", description=Collect.__doc__)]
+        | Annotated[Replay, tyro.conf.subcommand("replay", description=Replay.__doc__)]
         | Annotated[Doctor, tyro.conf.subcommand("doctor", description=Doctor.__doc__)]
     )
-    parsed: Collect | Doctor = tyro.cli(
+    parsed: Collect | Doctor | Replay = tyro.cli(
         command,
         prog="muster",
         description=EXAMPLES,

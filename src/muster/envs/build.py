@@ -74,6 +74,11 @@ def build_env(
     return _make(factory, num_envs, getattr(source, "__name__", repr(source)), device)
 
 
+def is_environment(source: Any) -> bool:
+    """An environment object, as opposed to what makes one."""
+    return not isinstance(source, str) and _adapter(source) is not None
+
+
 def _make(factory: Callable[[], Any], num_envs: int | None, name: str, device: torch.device | None) -> BuiltEnv:
     envs: list[Any] = []
     try:

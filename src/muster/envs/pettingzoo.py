@@ -303,7 +303,8 @@ class ParallelEnvs(EnvBatch):
         try:
             return getattr(self.envs[b], method)(*args, **kwargs)
         except Exception as error:
-            raise EnvError(f"{self.name}[{b}].{method} raised {type(error).__name__}: {error}") from error
+            message = f"{self.name}[{b}].{method} raised {type(error).__name__}: {error}"
+            raise EnvError(message, env_index=b) from error
 
     # --- what there is ----------------------------------------------------------------------------
 

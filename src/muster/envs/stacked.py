@@ -66,7 +66,8 @@ class StackedEnvs(EnvBatch):
             except (BadEnvOutput, UnsupportedEnv):
                 raise
             except Exception as error:
-                raise EnvError(f"{self.name}[{i}].reset raised {type(error).__name__}: {error}") from error
+                message = f"{self.name}[{i}].reset raised {type(error).__name__}: {error}"
+                raise EnvError(message, env_index=i) from error
             if not isinstance(got, tuple) or len(got) != 2 or not isinstance(got[1], dict):
                 raise BadEnvOutput(
                     f"{self.name}[{i}].reset returned {type(got).__name__}, expected (observation, info). {FIX}"
@@ -228,7 +229,7 @@ class StackedEnvs(EnvBatch):
         ):  # from an adapter that looks at values itself
             raise error
         if got is ...:
-            raise EnvError(f"{who} raised {type(error).__name__}: {error}") from error
+            raise EnvError(f"{who} raised {type(error).__name__}: {error}", env_index=b) from error
         if not isinstance(got, tuple) or len(got) != 5:
             size = f" of {len(got)}" if isinstance(got, tuple) else ""
             raise BadEnvOutput(

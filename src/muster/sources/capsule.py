@@ -1,0 +1,304 @@
+"""Crash capsules: files from which ``muster replay`` makes an environment fail again, in one process.
+
+A capsule is a zip file of NumPy arrays (``np.load`` reads it), one of which is a JSON text. Pickles are in it only for
+what is not plain data, and are loaded only where that is allowed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import io
+import json
+import os
+import platform
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from muster.errors import BadCapsule, BadOption, ImportRefused
+from muster.keys import Key
+from muster.memory.specs import Array
+from muster.sources.pickling import dumps, loads
+
+FORMAT = 1
+MOST_FILES = 32  # that one collector writes
+PACKAGES = ("muster-rl", "gymnasium", "numpy", "torch")
+SCALARS = (str, int, float, bool, type(None))
+
+
+class Special(NamedTuple):
+    """What a reset had besides an environment: a seed, the random state before it, options."""
+
+    seed: int | None
+    state: dict[str, Any] | None
+    options: dict[str, Any] | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it had nothing."""
+        return all(part is None for part in self)
+
+    @property
+    def is_anchor(self) -> bool:
+        """Whether all that follows is determined by it."""
+        return self.seed is not None or self.state is not None
+
+
+@dataclass(frozen=True)
+class Maker:
+    """What a group's environments were made from: arguments of ``muster.envs.build.build_env``."""
+
+    source: Any
+    num_envs: int | None = None
+    kwargs: Mapping[str, Any] | None = None
+    device: Any = None
+
+
+@dataclass
+class Capsule:
+    """All that is known of how an environment got to where it failed.
+
+    Attributes:
+        name: of the environment.
+        maker: its origin.
+        env_ids: global numbers of those in the capsule.
+        alone: it is one environment of a batch, in an environment batch of its own.
+        phase: what failed: a "step", which is then the last action; a "reset", the last one; else what follows them.
+        kind, message: class and text of the error.
+        max_frames_per_traj: of the collector; the resets at its truncations are among the others.
+        actions: ``[n, B, *shape]`` per leaf; B is 1 if ``alone``.
+        resets: ``[m, 3]`` int64, in order: number of the call, actions before it, environment.
+        special: by position in ``resets``.
+        observation: before the failure, ``[B, *shape]``; or empty.
+        missing: why it cannot be replayed; empty if it can.
+        caveat: why the replay may go another way; empty if nothing is known.
+        versions, time: of the programs, and of the failure.
+    """
+
+    name: str
+    maker: Maker
+    env_ids: list[int]
+    alone: bool
+    phase: str
+    kind: str
+    message: str
+    max_frames_per_traj: int | None = None
+    actions: dict[Key, Array] = field(default_factory=dict)
+    resets: Array = field(default_factory=lambda: np.zeros((0, 3), np.int64))
+    special: dict[int, Special] = field(default_factory=dict)
+    observation: dict[Key, Array] = field(default_factory=dict)
+    missing: str = ""
+    caveat: str = ""
+    versions: dict[str, str] = field(default_factory=lambda: installed())
+    time: str = field(default_factory=lambda: datetime.datetime.now().astimezone().isoformat(timespec="seconds"))
+
+    @property
+    def needs_trust(self) -> bool:
+        """Whether loading it will run code that the file brings or names."""
+        return bool(self._not_plain()) or (isinstance(self.maker.source, str) and ":" in self.maker.source)
+
+    def command(self, path: Path) -> str:
+        """That replays the file it was saved into."""
+        return f"muster replay {path}" + " --trust" * self.needs_trust
+
+    def save(self, path: str | Path) -> None:
+        """Write the file, whole or not at all, readable for its owner only.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        header, arrays = self._header(), {"resets": self.resets}
+        try:
+            pickled = dumps(parts, "the environment") if (parts := self._not_plain()) else b""
+        except BadOption as error:
+            pickled, header["missing"] = b"", f"It cannot be replayed: {error}"
+        header["pickled"] = bool(pickled)
+        arrays |= {"pickle": np.frombuffer(pickled, np.uint8)}
+        for part in ("actions", "observation"):
+            stored = {key: a for key, a in getattr(self, part).items() if a.dtype != object}
+            header[part] = [list(key) for key in stored]
+            arrays |= {f"{part}{n}": array for n, array in enumerate(stored.values())}
+        arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+        file = io.BytesIO()
+        np.savez(file, allow_pickle=False, **arrays)
+        _write_whole(Path(path), file.getbuffer())
+
+    @staticmethod
+    def load(path: str | Path, *, trust: bool = False) -> Capsule:
+        """Read what ``save`` has written.
+
+        Args:
+            trust: unpickle what is pickled, and let the environment's id import a module.
+
+        Raises:
+            BadCapsule: the file is missing, damaged, or something else.
+            ImportRefused: it needs ``trust``.
+        """
+        arrays, header = _read(Path(path))
+        try:
+            pickled = arrays["pickle"].tobytes()
+            named = header["source"] or ""
+            if (pickled or ":" in named) and not trust:
+                what = "a pickle, which can run any code" if pickled else f"{named!r}, which imports a module"
+                raise ImportRefused(f"{path} holds {what}. If you trust where it comes from, add --trust (trust=True).")
+            parts = loads(pickled, "the environment in the capsule") if pickled else {}
+            special = {
+                int(n): Special(seed, state, options or parts.get(f"options {n}"))
+                for n, (seed, state, options) in header["special"].items()
+            }
+            maker = header["maker"]
+            return Capsule(
+                **header["plain"],
+                maker=Maker(
+                    parts.get("source", named or None),
+                    maker["num_envs"],
+                    parts.get("kwargs", maker["kwargs"]),
+                    maker["device"],
+                ),
+                missing=header["missing"],
+                actions=_by_key(header, arrays, "actions") | parts.get("actions", {}),
+                observation=_by_key(header, arrays, "observation") | parts.get("observation", {}),
+                resets=arrays["resets"].reshape(-1, 3),
+                special=special,
+            )
+        except BadOption:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise BadCapsule(f"{path} is damaged: {type(error).__name__}: {error}.") from error
+
+    def _header(self) -> dict[str, Any]:
+        plain = ("name", "env_ids", "alone", "phase", "kind", "message", "max_frames_per_traj", "caveat", "versions")
+        maker, pickled = self.maker, self._not_plain()
+        return {
+            "format": FORMAT,
+            "plain": {name: getattr(self, name) for name in (*plain, "time")},
+            "missing": self.missing,
+            "source": None if "source" in pickled else maker.source,
+            "maker": {
+                "num_envs": maker.num_envs,
+                "kwargs": None if "kwargs" in pickled or maker.kwargs is None else dict(maker.kwargs),
+                "device": None if maker.device is None else str(maker.device),
+            },
+            "special": {
+                n: (seed, _plain_state(state), None if f"options {n}" in pickled else options)
+                for n, (seed, state, options) in self.special.items()
+            },
+        }
+
+    def _not_plain(self) -> dict[str, Any]:
+        """What has to be pickled, by name."""
+        found: dict[str, Any] = {}
+        if not isinstance(self.maker.source, str):
+            found["source"] = self.maker.source
+        if self.maker.kwargs is not None and not _is_plain(dict(self.maker.kwargs)):
+            found["kwargs"] = dict(self.maker.kwargs)
+        found |= {f"options {n}": s[2] for n, s in self.special.items() if not _is_plain(s[2])}
+        for part in ("actions", "observation"):
+            objects = {key: array for key, array in getattr(self, part).items() if array.dtype == object}
+            found |= {part: objects} if objects else {}
+        return found
+
+
+class CrashDirectory:
+    """Where a collector puts its capsules; made when the first one comes.
+
+    Args:
+        path: None: a new one for temporary files.
+    """
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self.path = None if path is None else Path(path)
+        self._written = 0
+
+    def save(self, capsule: Capsule) -> Path | None:
+        """Write a capsule; returns its file. None (and a warning, the first time) where that is not possible: the
+        failure itself is what the user must hear of. No more than ``MOST_FILES`` are written.
+        """
+        if self._written >= MOST_FILES:
+            return None
+        self._written += 1
+        try:
+            if self.path is None:
+                self.path = Path(tempfile.mkdtemp(prefix="muster-crash-"))
+            self.path.mkdir(parents=True, exist_ok=True)
+            stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+            who = capsule.env_ids[0] if len(capsule.env_ids) == 1 else "all"
+            path = self.path / f"{stamp}-{os.getpid()}-{self._written:02d}-env-{who}.capsule"
+            capsule.save(path)
+        except Exception as error:  # noqa: BLE001  (nothing that happens here may hide the failure)
+            warnings.warn(f"No crash capsule was written: {type(error).__name__}: {error}", stacklevel=2)
+            return None
+        return path
+
+
+def installed() -> dict[str, str]:
+    """Versions of Python and of the packages that matter for a replay."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # from a source tree
+            pass
+    return versions
+
+
+def _read(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
+    try:
+        with zipfile.ZipFile(path) as file:
+            packed = [entry.filename for entry in file.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+        if packed:  # a small file could fill the memory
+            raise ValueError(f"{packed[0]} is compressed")
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+        header = json.loads(arrays["header"].tobytes())
+        if header["format"] != FORMAT:
+            raise BadCapsule(f"{path} has format {header['format']}, and this version of Muster reads {FORMAT}.")
+        return arrays, header
+    except BadCapsule:
+        raise
+    except OSError as error:
+        raise BadCapsule(f"{path} cannot be read: {error.strerror or error}.") from error
+    except Exception as error:  # zipfile and numpy raise nearly anything on damaged files
+        raise BadCapsule(f"{path} is no crash capsule, or damaged: {type(error).__name__}: {error}.") from error
+
+
+def _write_whole(path: Path, data: Any) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)  # left by a process that was killed
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
+    try:
+        with open(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _by_key(header: Mapping[str, Any], arrays: Mapping[str, Array], part: str) -> dict[Key, Array]:
+    return {tuple(key): arrays[f"{part}{n}"] for n, key in enumerate(header[part])}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON gives it back as it is."""
+    if type(value) is dict:
+        return all(type(key) is str and _is_plain(item) for key, item in value.items())
+    return all(map(_is_plain, value)) if type(value) is list else type(value) in SCALARS
+
+
+def _plain_state(state: Any) -> Any:
+    """The state of a bit generator as JSON can have it."""
+    if isinstance(state, dict):
+        return {key: _plain_state(value) for key, value in state.items()}
+    if isinstance(state, np.ndarray):
+        return state.tolist()  # NumPy takes lists, too
+    return int(state) if isinstance(state, np.integer) else state

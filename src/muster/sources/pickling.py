@@ -1,0 +1,139 @@
+"""Pickles for worker processes; what cannot be pickled is named by where it is."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections import deque
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import cloudpickle
+
+from muster.errors import BadOption
+
+DEEPEST = 50  # levels that a search for the culprit goes down
+
+
+def dumps(obj: Any, what: str) -> bytes:
+    """Pickle ``obj``: lambdas, closures, and classes of a notebook too.
+
+    Args:
+        what: its name in messages, such as ``"create_env_fn[2]"``.
+
+    Raises:
+        BadOption: something in it cannot be pickled; the message says where and what.
+    """
+    try:
+        data: bytes = cloudpickle.dumps(obj)
+    except Exception as error:
+        raise BadOption(f"{what}{_culprit(obj, error)} {_advice(obj)}") from error
+    return data
+
+
+def loads(data: bytes, what: str) -> Any:
+    """What ``dumps`` has pickled. Runs code that the pickle names.
+
+    Raises:
+        BadOption: it does not come to life in this process; the original is the cause.
+    """
+    try:
+        return cloudpickle.loads(data)
+    except Exception as error:
+        raise BadOption(
+            f"{what} was pickled, but could not be unpickled in another process: {type(error).__name__}: {error}. "
+            f"What it uses must be importable there, and its own __reduce__ or __setstate__ must take what it gave."
+        ) from error
+
+
+def _advice(obj: Any) -> str:
+    if isinstance(obj, (FunctionType, MethodType, partial)):
+        return "Make it inside the function instead."
+    return "Pass a function that makes it."
+
+
+def _culprit(obj: Any, error: BaseException) -> str:
+    """Where in ``obj`` the innermost part is that cannot be pickled, and what it is."""
+    path: list[str] = []
+    seen = {id(obj)}
+    while len(path) < DEEPEST:
+        for name, child in _parts(obj):
+            why = _failure(child) if id(child) not in seen else None
+            if why is not None:
+                seen.add(id(child))
+                path.append(name)
+                obj, error = child, why
+                break
+        else:
+            break
+    reason = "" if "cannot pickle" in str(error) else f" ({type(error).__name__}: {error})"
+    where = f": {' -> '.join(path)}" if path else ""
+    return f"{where} is a {_type_name(type(obj))}, which cannot be pickled{reason}."
+
+
+def _failure(obj: Any) -> Exception | None:
+    try:
+        cloudpickle.dumps(obj)
+    except Exception as error:  # noqa: BLE001  (whatever it raises, it cannot be pickled)
+        return error
+    return None
+
+
+def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
+    """What a pickle of ``obj`` holds, by name."""
+    if isinstance(obj, FunctionType):
+        yield from _function_parts(obj)
+    elif isinstance(obj, MethodType):
+        yield "the object it is a method of", obj.__self__
+        yield f"method {obj.__name__!r}", obj.__func__
+    elif isinstance(obj, partial):
+        yield "the function of the partial", obj.func
+        yield from ((f"argument {i} of the partial", value) for i, value in enumerate(obj.args))
+        yield from ((f"argument {name!r} of the partial", value) for name, value in obj.keywords.items())
+    elif isinstance(obj, Mapping):
+        yield from ((f"key {key!r}", key) for key in obj)
+        yield from ((f"item {key!r}", value) for key, value in obj.items())
+    elif isinstance(obj, (list, tuple, set, frozenset, deque)):
+        yield from ((f"item {i}", value) for i, value in enumerate(obj))
+    elif isinstance(obj, type):
+        yield from ((f"base class {base.__name__!r}", base) for base in obj.__bases__)
+        yield from ((f"class attribute {name!r}", value) for name, value in vars(obj).items() if _is_own(name))
+    if not isinstance(obj, (type, ModuleType)):
+        yield from ((f"attribute {name!r}", value) for name, value in _attributes(obj))
+
+
+def _function_parts(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f"closure variable {name!r}", cell.cell_contents
+        except ValueError:  # not filled yet
+            pass
+    parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    yield from ((f"default of {p.name!r}", p.default) for p in parameters if p.default is not p.empty)
+    names = sorted(_globals_of(function.__code__) & function.__globals__.keys())
+    yield from ((f"global {name!r}", function.__globals__[name]) for name in names)
+
+
+def _globals_of(code: CodeType) -> set[str]:
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return names.union(*(_globals_of(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
+def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:
+    yield from getattr(obj, "__dict__", {}).items()
+    for cls in type(obj).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(obj, name):
+                yield name, getattr(obj, name)
+
+
+def _is_own(name: str) -> bool:
+    """Whether an entry of a class's ``__dict__`` was written by its author, and not by Python."""
+    return name not in ("__dict__", "__weakref__", "__module__", "__doc__")
+
+
+def _type_name(cls: type) -> str:
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
