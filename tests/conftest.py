@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -17,3 +21,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("muster")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _temporary_files_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Crash capsules and the like go where pytest cleans up."""
+    before, tempfile.tempdir = tempfile.tempdir, str(tmp_path_factory.mktemp("temporary"))
+    yield
+    tempfile.tempdir = before

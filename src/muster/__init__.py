@@ -22,21 +22,28 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AsyncCollector": "muster.collectors",
     "Collector": "muster.collectors",
     "CollectorOptions": "muster.collectors",
     "CollectorStats": "muster.stats",
     "EpisodeRecord": "muster.trajectories",
+    "MultiAsyncCollector": "muster.collectors",
+    "MultiOptions": "muster.collectors",
+    "MultiSyncCollector": "muster.collectors",
     "ProfileConfig": "muster.profiling",
     "Recorder": "muster.recording",
     "Recording": "muster.recording",
     "ResumeReport": "muster.collectors.resume",
     "Timeline": "muster.timeline",
+    "VanillaWeightUpdater": "muster.weights.updaters",
+    "WeightUpdaterBase": "muster.weights.updaters",
+    "WorkerStats": "muster.stats",
     "load": "muster.recording",
     "load_state": "muster.checkpoint:load",
     "save_state": "muster.checkpoint:save",
     "split_trajectories": "muster.sinks.split",
 }
-_MODULES = ("errors", "policies", "testing")
+_MODULES = ("errors", "policies", "testing", "weights")
 
 __all__ = ["__version__", *_HOMES, *_MODULES]
 
@@ -44,10 +51,15 @@ if TYPE_CHECKING:
     from muster import errors as errors
     from muster import policies as policies
     from muster import testing as testing
+    from muster import weights as weights
     from muster.checkpoint import load as load_state  # noqa: F401 (named by _HOMES)
     from muster.checkpoint import save as save_state  # noqa: F401
+    from muster.collectors import AsyncCollector as AsyncCollector
     from muster.collectors import Collector as Collector
     from muster.collectors import CollectorOptions as CollectorOptions
+    from muster.collectors import MultiAsyncCollector as MultiAsyncCollector
+    from muster.collectors import MultiOptions as MultiOptions
+    from muster.collectors import MultiSyncCollector as MultiSyncCollector
     from muster.collectors.resume import ResumeReport as ResumeReport
     from muster.profiling import ProfileConfig as ProfileConfig
     from muster.recording import Recorder as Recorder
@@ -55,8 +67,11 @@ if TYPE_CHECKING:
     from muster.recording import load as load
     from muster.sinks.split import split_trajectories as split_trajectories
     from muster.stats import CollectorStats as CollectorStats
+    from muster.stats import WorkerStats as WorkerStats
     from muster.timeline import Timeline as Timeline
     from muster.trajectories import EpisodeRecord as EpisodeRecord
+    from muster.weights.updaters import VanillaWeightUpdater as VanillaWeightUpdater
+    from muster.weights.updaters import WeightUpdaterBase as WeightUpdaterBase
 
 
 def __getattr__(name: str) -> Any:

@@ -6,8 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,27 +29,16 @@ from muster.keys import (
 from muster.marks import Final, blank, cut_after_end
 from muster.memory.slots import Lane, torch_dtype
 from muster.memory.specs import Array, ArraySpec, Column
+from muster.progress import Phase, Progress, Timing
 from muster.protocols import EnvBatch, Outputs, Policy
 from muster.rng import GroupRng, torch_threads
 from muster.trajectories import Episodes, TrajectoryClock
 from muster.values import first_bad_value
 
-Result = TypeVar("Result")
-
 TERMINATED, TRUNCATED, DONE = next_of(("terminated",)), next_of(("truncated",)), next_of(("done",))
 NEVER = 1 << 62
 STOP = -1  # instead of a row: the rollout ends here
 CACHE_BYTES = 1 << 18  # next/observation is copied in pieces of this size, while they are still in the cache
-
-
-@dataclass
-class Timing:
-    """Nanoseconds by what they went to; environment and policy are extrapolated from timed steps."""
-
-    env: float = 0.0
-    policy: float = 0.0
-    copy: float = 0.0
-    total: float = 0.0
 
 
 class Group:
@@ -69,8 +57,12 @@ class Group:
         frame_limit: number of this batch's steps over all groups that are valid; None is all.
         delivered, rows: valid steps, and rows, of the last rollout.
         finals: with ``compact_obs``, what the last rollout's rows do not show.
-        spans: a ``Timeline`` while one is running.
+        spans: somebody with ``Timeline.add``, while a timeline is running.
         in_background: says whether this thread runs beside the user's.
+        number: among all groups.
+        places: numbers of its environments within a batch, and how many there are; for ``frame_limit``.
+        progress: cells that say what it is doing, for whoever watches from outside; see ``muster.progress``.
+        before_reset: called with the arguments of ``EnvBatch.reset``, but for the arrays.
     """
 
     def __init__(
@@ -85,6 +77,10 @@ class Group:
     ) -> None:
         self.env, self.batch_shape, self.rng, self.options = env, batch_shape, rng, options
         self.B = env.num_envs
+        self.number = 0
+        self.places: tuple[Array, int] = (env_ids, total_envs)
+        self.progress = Progress()
+        self.before_reset: Callable[[int, Sequence[int], Sequence[int] | None], None] | None = None
         self.clock = TrajectoryClock(env_ids, total_envs)
         self.timing = Timing()
         self.spans: Any = None
@@ -104,7 +100,7 @@ class Group:
         shown = not (env.writes_next or options.compact_obs)
         self._copy_every = max(1, CACHE_BYTES // max(row_bytes, 1)) if shown else NEVER  # rows of next/observation
         self._primed: tuple[Policy, Outputs, int | str] | None = None
-        self._pending: list[int] = list(range(self.B))  # environments to reset before the next step
+        self.pending = list(range(self.B))  # environments to reset before the next step
         self._seeds: dict[int, int] = {}
         self._deadline = np.full(self.B, NEVER, np.int64)  # row at which max_frames_per_traj is reached
         self._limit = None if env.writes_next else options.max_frames_per_traj
@@ -117,7 +113,7 @@ class Group:
     def reset(self, which: Sequence[int] | None = None, seeds: Sequence[int] | None = None) -> None:
         """Let the environments ``which`` (default all) begin anew before the next step."""
         chosen = list(range(self.B)) if which is None else sorted(set(which))
-        self._pending = sorted({*self._pending, *chosen})
+        self.pending = sorted({*self.pending, *chosen})
         if seeds is not None:
             self._seeds.update(zip(chosen, seeds, strict=True))
 
@@ -160,11 +156,6 @@ class Group:
         with generators, grad, torch_threads(self.options.num_threads):
             yield
 
-    def discard(self, reason: str, steps: int) -> None:
-        """Count steps that no batch will show."""
-        if steps:
-            self.discarded[reason] += steps
-
     # --- the beginning and the end of a rollout ---------------------------------------------------
 
     def enter(self, lane: Lane) -> None:
@@ -172,8 +163,9 @@ class Group:
         begin = lane.done_steps
         if begin == 0:
             self._enter_first(lane)
-        elif self._pending:
+        elif self.pending:
             self._cut(lane, begin - 1)
+        self.progress.count()
         if POLICY_VERSION in lane.arrays:
             lane.arrays[POLICY_VERSION][begin:] = self.version
 
@@ -221,6 +213,7 @@ class Group:
     def leave(self, lane: Lane) -> None:
         """Complete all columns of a lane whose rows have been stepped."""
         n, arrays, reward_key = lane.done_steps, lane.arrays, self.env.reward_key
+        self.progress.steps_known(n * self.B)
         self._copy_next(n)
         lane.pull((reward_key, TERMINATED, TRUNCATED))
         self._check_values(lane)
@@ -265,6 +258,7 @@ class Group:
         self._reset_carry()
         self._copied, self.finals, self._ended = 0, [], set()
         data = lane.data
+        self.progress.mark_unwritten(lane, self.env.reward_key, 0)
         for flag in FLAGS:
             for key in (flag, next_of(flag)):
                 data[key][...] = lane.arrays[key][...] = False
@@ -292,13 +286,13 @@ class Group:
         """Blank what is no transition, and count what is."""
         valid = np.ones((n, self.B), bool) if late is None else ~late
         if late is not None:
-            self.discard("after_done", int(late.sum()))
+            self.discarded["after_done"] += int(late.sum())
         if late is not None or n < lane.T:
             blank(lane, valid, repeat_flags=late is not None)
         if self.frame_limit is not None:
-            place = np.arange(n)[:, None] * self.clock.total_envs + self.clock.env_ids
+            place = np.arange(n)[:, None] * self.places[1] + self.places[0]
             surplus = valid & (place >= self.frame_limit)
-            self.discard("surplus", int(surplus.sum()))
+            self.discarded["surplus"] += int(surplus.sum())
             valid &= ~surplus
         self.rows, self.delivered = n, int(valid.sum())
         if VALID in lane.arrays:
@@ -310,35 +304,42 @@ class Group:
 
     def _reset_carry(self) -> None:
         """Do the resets that are due before a lane's first row."""
-        if not self._pending:
+        if not self.pending:
             return
-        self.clock.abandon(self._pending)
+        self.clock.abandon(self.pending)
         for key, row in self.carry.items():
             if key not in self.env.observation_specs:
-                row[0, self._pending] = key == IS_INIT
-        self.env.reset(self.carry, 0, self._pending, self._seeds_of(self._pending))
+                row[0, self.pending] = key == IS_INIT
+        self._reset_envs(self.carry, 0, self.pending, self._seeds_of(self.pending))
         self._primed = None
-        self._pending, self._seeds = [], {}
+        self.pending, self._seeds = [], {}
 
     def _cut(self, lane: Lane, t: int) -> None:
         """Resets that are due in the middle of a lane: end the episodes at row ``t``, begin new ones after it."""
         done = lane.data[TERMINATED][t] | lane.data[TRUNCATED][t]
-        cut = [i for i in self._pending if not done[i]]
+        cut = [i for i in self.pending if not done[i]]
         lane.data[TRUNCATED][t, cut] = True
         self._copy_next(t + 1)
         if self.options.compact_obs:
             self._keep_final(lane, t, cut)
-        self._reset_rows(lane, t + 1, self._pending, self._seeds_of(self._pending))
-        self._pending, self._seeds = [], {}
+        self._reset_rows(lane, t + 1, self.pending, self._seeds_of(self.pending))
+        self.pending, self._seeds = [], {}
 
     def _reset_rows(self, lane: Lane, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         started = time.perf_counter_ns()
-        self.env.reset(lane.data, row, which, seeds)
+        self._reset_envs(lane.data, row, which, seeds)
         self.timing.env += time.perf_counter_ns() - started
         for array, value in self._states:
             array[row, which] = value
         if self._limit:
             self._deadline[which] = row - 1 + self._limit
+
+    def _reset_envs(self, data: Any, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        if self.before_reset is not None:
+            self.before_reset(row, which, seeds)
+        phase = self.progress.begin(Phase.RESET)
+        self.env.reset(data, row, which, seeds)
+        self.progress.begin(phase)
 
     def _seeds_of(self, which: Sequence[int]) -> list[int] | None:
         return [self._seeds[i] for i in which] if self._seeds.keys() >= set(which) else None
@@ -377,6 +378,7 @@ class Group:
         if self._ended:
             ended = lane.arrays[TERMINATED][:begin] | lane.arrays[TRUNCATED][:begin]
             self._ended = set(np.flatnonzero(ended.any(axis=0)).tolist())
+        self.progress.mark_unwritten(lane, self.env.reward_key, begin)
         for flag in (TERMINATED, TRUNCATED):
             lane.data[flag][begin:] = False
         if NEXT_OBS_VALID in lane.data:

@@ -136,8 +136,13 @@ class EnvBatch(Protocol):
 class Policy(Protocol):
     """Something that chooses actions."""
 
-    name: str  # for messages
-    path: str  # how it computes them, for ``stats()``
+    @property
+    def name(self) -> str:
+        """For messages."""
+
+    @property
+    def path(self) -> str:
+        """How it computes actions, for ``stats()``."""
 
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
         """Act on ``obs``: the first real call, which shows what columns the policy's outputs need."""

@@ -15,22 +15,28 @@ from typing import Any
 import numpy as np
 import torch
 
+_RESTARTS = 1 << 31  # a spawn key that no stream has
+
 
 class GroupRng:
-    """All randomness of one group, derived from ``(seed, group)``.
+    """All randomness of one group, derived from ``(seed, group)``, and from how often its worker was restarted.
 
     Attributes:
         numpy: for Muster's own draws (the heads' noise).
     """
 
-    def __init__(self, seed: int | None, group: int = 0, device: torch.device | None = None) -> None:
-        root = np.random.SeedSequence(seed, spawn_key=(group,))
+    def __init__(
+        self, seed: int | None, group: int = 0, device: torch.device | None = None, incarnation: int = 0
+    ) -> None:
+        again = (_RESTARTS, incarnation) if incarnation else ()
+        root = np.random.SeedSequence(seed, spawn_key=(group, *again))
         self._root, self._streams = root, dict[int, np.random.Generator]()
         own, legacy, torch_global, python = root.spawn(4)
         self.numpy = np.random.Generator(np.random.SFC64(own))
         self._legacy = _NumpyStream(np.random.MT19937(legacy))
         self._python = random.Random(_word(python)).getstate()
         self._torch = torch.Generator().manual_seed(_word(torch_global)).get_state()
+        self.device = device
         self._cuda = device if device is not None and device.type == "cuda" else None
         self._cuda_state: torch.Tensor | None = None
         if self._cuda is not None:

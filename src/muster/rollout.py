@@ -8,6 +8,7 @@ from muster.acting import call_policy, policy_error
 from muster.errors import BadEnvOutput, EnvError, MusterError, UnsupportedEnv
 from muster.group import STOP, Group
 from muster.memory.slots import Lane
+from muster.progress import ACTING, STEPPING, Phase
 from muster.protocols import Act, Policy, Step
 
 TIMED_EVERY = 16  # a power of two; steps between two that are timed, so that timing costs next to nothing
@@ -25,6 +26,7 @@ def rollout(group: Group, policy: Policy, lane: Lane) -> None:
         PolicyError, BadPolicyOutput: nothing was stepped; the next call repeats the policy's call.
     """
     started = time.perf_counter_ns()
+    group.progress.begin(Phase.STEP)
     with group.surroundings():
         group.enter(lane)
         begin = lane.done_steps
@@ -38,6 +40,7 @@ def rollout(group: Group, policy: Policy, lane: Lane) -> None:
             _run(group, policy, act, step, lane, lane.acts_from, lane.T)
     completing = time.perf_counter_ns()
     group.leave(lane)
+    group.progress.begin(Phase.IDLE)
     ended = time.perf_counter_ns()
     group.timing.copy += ended - completing
     group.timing.total += ended - started
@@ -51,17 +54,21 @@ def _run(group: Group, policy: Policy, act: Act, step: Step, lane: Lane, begin: 
     clock = time.perf_counter_ns
     call_at = group.next_call(begin)
     spans, track = group.spans, int(group.clock.env_ids[0])
+    cells = group.progress.cells
     in_env = in_policy = timed = 0
     t = begin
     try:
         for t in range(begin, end):
+            cells[ACTING] = t
             if t & (TIMED_EVERY - 1):
                 act(t)
+                cells[STEPPING] = t
                 finished = step(t)
             else:
                 before = clock()
                 act(t)
                 between = clock()
+                cells[STEPPING] = t
                 finished = step(t)
                 in_env += clock() - between
                 in_policy += between - before

@@ -13,22 +13,60 @@ WINDOW = 100  # episodes over which returns and lengths are averaged
 
 
 @dataclass(frozen=True)
+class WorkerStats:
+    """A snapshot of a worker process or thread.
+
+    Attributes:
+        index: its number.
+        pid: of its process.
+        state: "working", "dead" (it is started again by the next batch, or soon) or "dropped".
+        phase: what it is doing: "idle", "construct", "reset", "step", "policy", "weights", "call" or "close".
+        env_ids: global numbers of its environments.
+        frames: delivered.
+        share: of all frames delivered.
+        frames_per_s: while it made rollouts.
+        busy_s: seconds in which it did.
+        restarts: so far.
+        policy_lag: publishes between the weights that acted in its last batch and that batch's delivery.
+    """
+
+    index: int
+    pid: int
+    state: str
+    phase: str
+    env_ids: tuple[int, ...]
+    frames: int
+    share: float
+    frames_per_s: float
+    busy_s: float
+    restarts: int
+    policy_lag: int
+
+
+@dataclass(frozen=True)
 class CollectorStats:
     """A snapshot. Frames are environment steps: ``executed = frames + sum(discarded) + in_flight``.
 
     Attributes:
         frames: delivered in batches.
         executed: stepped, whatever became of them.
-        discarded: stepped and not delivered, by reason.
+        discarded: stepped and not delivered, by reason; a ``Counter``, 0 for all other reasons.
         in_flight: stepped and kept for later: the rows of a batch that an error cut short, and with
             ``trajs_per_batch`` episodes that are not complete or wait for others.
         batches, episodes: delivered; episodes count with the batch in which they ended.
         return_mean, length_mean: over the last 100 episodes; None before the first.
-        frames_per_s: delivered frames per second of collecting (the user's own time does not count).
-        env_s, policy_s, copy_s, rest_s: where that time went; env and policy from every 16th step.
+        frames_per_s: delivered frames per second of collecting. The user's own time does not count, except where
+            workers go on meanwhile.
+        env_s, policy_s, copy_s, rest_s: where the time of rollouts went, added up over workers; env and policy from
+            every 16th step.
+        wait_s: how long this process has waited for workers.
         policy_path: how actions are computed: "module", "torch executor", "numpy executor", "random", ...
-        policy_version: of the weights that acted last.
+        policy_version: number of publishes, or what counts instead.
+        policy_lag: number of batches by how many publishes old their weights were when they were delivered.
         slots: blocks of memory in use, by state.
+        restarts: of all workers.
+        cut_short: cells of batches that ``preemptive_threshold`` has left blank.
+        workers: one by one; none for a collector in its own process.
     """
 
     frames: int
@@ -44,9 +82,14 @@ class CollectorStats:
     policy_s: float
     copy_s: float
     rest_s: float
+    wait_s: float
     policy_path: str
     policy_version: int | str
+    policy_lag: Mapping[int, int]
     slots: Mapping[str, int]
+    restarts: int = 0
+    cut_short: int = 0
+    workers: tuple[WorkerStats, ...] = ()
 
 
 class EpisodeWindow:

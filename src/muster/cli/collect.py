@@ -7,11 +7,12 @@ import difflib
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 from tyro.constructors import PrimitiveConstructorSpec
@@ -20,10 +21,10 @@ from muster.cli.numbers import frames_per_batch, parse_count
 from muster.cli.policies import check_policy, choose_policy, needs_spaces
 from muster.cli.report import Returns, make_report, summary
 from muster.cli.signals import StopSignals
-from muster.errors import BadOption, EnvError, ImportRefused
+from muster.errors import BadOption, EnvError, ImportRefused, MusterError
 
 if TYPE_CHECKING:
-    from muster.collectors import Collector
+    from muster.collectors.base import BaseCollector
     from muster.recording import Recorder
 
 Count = Annotated[
@@ -49,7 +50,19 @@ class Collect:
     """Environment steps over all environments, exactly: 51200, 51_200, 100k, 1e6."""
 
     envs: Annotated[int, arg(metavar="B")] = 8
-    """Environments stepped together."""
+    """Environments stepped together; with --workers, so many in each."""
+
+    workers: Annotated[int | None, arg(metavar="N")] = None
+    """Worker processes, for N x B environments in all. Without it this process collects."""
+
+    asynchronous: Annotated[bool, arg(name="async")] = False
+    """With --workers: batches from one worker each, as they are ready; nobody waits for the slowest."""
+
+    threads: bool = False
+    """With --workers: threads instead of processes, for environments that mostly wait."""
+
+    on_failure: Literal["raise", "restart", "drop"] = "raise"
+    """With --workers: what to do if one dies or hangs, or its environment raises."""
 
     policy: Annotated[str, arg(metavar="POLICY")] = "random"
     """random; mlp (fresh, 64x64 tanh); FILE.safetensors with the weights of such an MLP; FILE.py:NAME."""
@@ -76,30 +89,18 @@ def collect(command: Collect) -> int:
     Raises:
         MusterError: for whatever is wrong with the request, before anything is collected.
     """
-    frames = frames_per_batch(command.frames, command.envs, command.frames_per_batch)
-    if command.seed < 0:
-        raise BadOption(f"--seed {command.seed} is negative.")
+    frames = _check_numbers(command)
     check_env_id(command.env, allow_import=command.allow_import)
     check_policy(command.policy, allow_import=command.allow_import)
     if command.allow_import and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     find_env(command.env)
-    from muster.collectors import Collector
-
     spaces = _spaces(command.env) if needs_spaces(command.policy) else None
     chosen = choose_policy(command.policy, spaces, command.seed)
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignals())
-        collector = stack.enter_context(
-            Collector(
-                command.env,
-                chosen.policy,
-                num_envs=command.envs,
-                frames_per_batch=frames,
-                total_frames=command.frames,
-                seed=command.seed,
-            )
-        )
+        stack.enter_context(_in_short(command))
+        collector = stack.enter_context(_make_collector(command, chosen.policy, frames))
         recorder = stack.enter_context(_recorder(command, chosen.description)) if command.out else None
         run = _Run(command, collector, recorder, stop)
         run.loop()
@@ -115,14 +116,16 @@ class _Run:
     """One collection, from the first batch to the summary."""
 
     command: Collect
-    collector: Collector
+    collector: BaseCollector
     recorder: Recorder | None
     stop: StopSignals
     returns: Returns = dataclasses.field(default_factory=Returns)
     recording_s: float = 0.0
+    elapsed_s: float = 0.0
 
     def loop(self) -> None:
-        with make_report(self.command.frames, quiet=self.command.quiet) as report:
+        began_s = time.perf_counter()
+        with make_report(self.command.frames, self.collector.stats, quiet=self.command.quiet) as report:
             for batch in self.collector:
                 self.returns.add(self.collector.episodes)
                 if self.recorder is not None:
@@ -132,10 +135,11 @@ class _Run:
                 report.update(self.collector.stats())
                 if self.stop.received is not None:
                     break
+        self.elapsed_s = time.perf_counter() - began_s
 
     def result(self) -> str:
         stats = self.collector.stats()
-        text = summary(stats, self.returns, None if self.recorder is None else self.recording_s)
+        text = summary(stats, self.returns, None if self.recorder is None else self.recording_s, self.elapsed_s)
         if self.stop.received is not None:
             text = f"stopped after {stats.frames:,} of {self.command.frames:,} frames\n{text}"
         if self.recorder is None:
@@ -146,6 +150,67 @@ class _Run:
             f"{text}\nwrote     {path}  ({self.recorder.frames:,} frames, {size / 1e6:,.1f} MB)\n"
             f'read it   python -c "import muster; print(muster.load({str(path)!r}))"'
         )
+
+
+def _check_numbers(command: Collect) -> int:
+    """The size of a batch, if all numbers fit together."""
+    if command.workers is None:
+        given = {"async": command.asynchronous, "threads": command.threads, "on-failure": command.on_failure != "raise"}
+        if useless := [f"--{name}" for name, is_given in given.items() if is_given]:
+            raise BadOption(f"{useless[0]} is about workers: add --workers N, or leave it out.")
+    elif command.workers < 1:
+        raise BadOption(f"--workers {command.workers}: at least one is needed. Without --workers there are none.")
+    if command.seed < 0:
+        raise BadOption(f"--seed {command.seed} is negative.")
+    sharing = 1 if command.workers is None or command.asynchronous else command.workers
+    return frames_per_batch(command.frames, command.envs, command.frames_per_batch, sharing)
+
+
+def _make_collector(command: Collect, policy: Any, frames: int) -> BaseCollector:
+    from muster.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+
+    options: dict[str, Any] = {
+        "num_envs": command.envs,
+        "frames_per_batch": frames,
+        "total_frames": command.frames,
+        "seed": command.seed,
+    }
+    if command.workers is None:
+        return Collector(command.env, policy, **options)
+    return (MultiAsyncCollector if command.asynchronous else MultiSyncCollector)(
+        [command.env] * command.workers,
+        policy,
+        backend="threads" if command.threads else "processes",
+        on_failure=command.on_failure,
+        **options,
+    )
+
+
+@contextmanager
+def _in_short(command: Collect) -> Iterator[None]:
+    """Say the first part of errors and warnings about workers; the traceback only where code of the user's may run."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: print(f"muster: {_first_part(message)}", file=sys.stderr)
+        try:
+            yield
+        except MusterError as error:
+            if error.worker is None:
+                raise
+            if command.allow_import:
+                print(error, file=sys.stderr)
+            error.args = (f"{_first_part(error)}{_replay_hint(command, error)}",)
+            raise error from None  # the original has no traceback in this process
+
+
+def _first_part(error: object) -> str:
+    return str(error).partition("\n\n")[0]
+
+
+def _replay_hint(command: Collect, error: MusterError) -> str:
+    if error.capsule is None:
+        return ""
+    trust = " --trust" if ":" in command.env else ""
+    return f"\nSee it happen again with: muster replay {error.capsule}{trust}"
 
 
 def check_env_id(env: str, *, allow_import: bool) -> None:
@@ -215,4 +280,4 @@ def _recorder(command: Collect, policy: str) -> Recorder:
 
     assert command.out is not None
     meta = {"env": command.env, "seed": command.seed, "policy": policy, "envs": command.envs, "frames": command.frames}
-    return Recorder(command.out, meta=meta)
+    return Recorder(command.out, meta=meta | ({} if command.workers is None else {"workers": command.workers}))

@@ -40,6 +40,8 @@ OPTIONAL = (
 )
 SMALL_SHM_BYTES = 512 << 20  # Docker gives 64 MiB unless asked for more
 FEW_FILES = 1024
+FILES_OF_A_WORKER = 3  # channel, progress, life
+FILES_OF_OTHERS = 40  # of Python, torch, and what a collector has once
 
 Versions = Mapping[str, str]
 
@@ -123,22 +125,43 @@ def notes(versions: Versions) -> list[str]:
     if "pettingzoo" in versions and "mpe2" not in versions:
         found.append("pettingzoo.mpe has moved to a package of its own: pip install mpe2")
     if (shm := _shm_bytes()) is not None and shm < SMALL_SHM_BYTES:
-        found.append(f"/dev/shm has {_size(shm)}; in Docker, run with --shm-size=4g")
+        found.append(
+            f"/dev/shm has {_size(shm)}: Muster's workers do not use it, torch's DataLoader and Ray do; "
+            f"in Docker, run with --shm-size=4g"
+        )
     if (files := _open_files()) is not None and files < FEW_FILES:
         found.append(f"only {files} open files are allowed; raise it with: ulimit -n 4096")
+    if _cores() == 1:
+        found.append("one core: worker processes take turns on it; they gain where environments wait, not compute")
     return found
 
 
 def machine() -> dict[str, str]:
     """What the processes of a collector share."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     shm, files, memory = _shm_bytes(), _open_files(), _memory_bytes()
     return {
         "python": f"{platform.python_version()} ({platform.platform()})",
-        "cores": f"{usable} usable of {os.cpu_count()}",
+        "cores": f"{_cores()} usable of {os.cpu_count()}",
         "memory": "unknown" if memory is None else _size(memory),
         "/dev/shm": "none" if shm is None else _size(shm),
         "open files": "unknown" if files is None else f"{files:,}",
+        **workers(files),
+    }
+
+
+def workers(files: int | None) -> dict[str, str]:
+    """How worker processes are started here, what they share, and how many there can be.
+
+    Args:
+        files: that a process may open.
+    """
+    if sys.platform == "win32":
+        return {"workers": "threads only (backend='threads')"}
+    linux = sys.platform == "linux"
+    most = "" if files is None else f"; open files for {max(0, files - FILES_OF_OTHERS) // FILES_OF_A_WORKER:,}"
+    return {
+        "workers": ("from a fork server, in milliseconds" if linux else "spawned, in seconds") + most,
+        "shared": "anonymous memory (memfd)" if linux else "unlinked temporary files",
     }
 
 
@@ -154,6 +177,10 @@ def _numbers(version: str) -> tuple[int, ...]:
     """``"0.14.3+cpu"`` as ``(0, 14, 3)``."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(part) for part in match.group().split(".")) if match else ()
+
+
+def _cores() -> int | None:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _memory_bytes() -> int | None:

@@ -29,25 +29,28 @@ def parse_count(text: str) -> int:
     return int(number)
 
 
-def frames_per_batch(frames: int, envs: int, wanted: int | None) -> int:
-    """A batch size that gives exactly ``frames`` frames with ``envs`` environments.
+def frames_per_batch(frames: int, envs: int, wanted: int | None, workers: int = 1) -> int:
+    """A batch size that gives exactly ``frames`` frames with ``envs`` environments of each worker.
 
     Args:
         frames: in total.
         envs: each makes the same number of steps.
         wanted: by the user; None takes the divisor nearest to ``TARGET_FRAMES``.
+        workers: that share a batch.
 
     Raises:
         BadOption: it does not come out even; the message names the nearest numbers that do.
     """
     if envs < 1:
         raise BadOption(f"--envs {envs}: at least one environment is needed.")
+    of = f"--envs {envs}" if workers == 1 else f"--workers {workers} x --envs {envs}"
+    envs *= workers
     if wanted is None:
-        _check_multiple("--frames", frames, envs, f"--envs {envs}")
+        _check_multiple("--frames", frames, envs, of)
         steps = frames // envs
         fitting = [T for T in range(1, min(steps, max(1, MAX_FRAMES // envs)) + 1) if steps % T == 0]
         return envs * min(fitting, key=lambda T: abs(math.log(T * envs / TARGET_FRAMES)))
-    _check_multiple("--frames-per-batch", wanted, envs, f"--envs {envs}")
+    _check_multiple("--frames-per-batch", wanted, envs, of)
     _check_multiple("--frames", frames, wanted, f"--frames-per-batch {wanted:,}")
     return wanted
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from muster.stats import CollectorStats
+    from muster.stats import CollectorStats, WorkerStats
 
 LINE_EVERY_S = 5.0
+MOST_LINES = 16  # about workers
 
 
 class Report(Protocol):
@@ -80,15 +82,21 @@ class Lines:
             left_s = (now - self._began) * (self._total / stats.frames - 1)
             print(
                 f"collect {stats.frames / self._total:4.0%}  {stats.frames:,}/{self._total:,} frames  "
-                f"{short(stats.frames_per_s)} frames/s  {_episodes(stats)}  eta {clock(left_s)}",
+                f"{short(stats.frames_per_s)} frames/s  {_episodes(stats)}{_troubles(stats)}  eta {clock(left_s)}",
                 flush=True,
             )
 
 
 class Bar:
-    """For terminals."""
+    """For terminals; with a line for each worker, which says what it is doing also while no batch comes.
 
-    def __init__(self, total: int) -> None:
+    Args:
+        total: frames.
+        look: called by a thread of the display, a few times per second.
+    """
+
+    def __init__(self, total: int, look: Callable[[], CollectorStats]) -> None:
+        from rich.live import Live
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
         self._progress = Progress(
@@ -101,15 +109,17 @@ class Bar:
             TextColumn("eta"),
             TimeRemainingColumn(compact=True),
         )
-        self._total = total
+        self._total, self._look = total, look
+        self._lines: list[str] = []
+        self._live = Live(get_renderable=self._render, refresh_per_second=10)
         self._task = self._progress.add_task("collect", total=total, frames="", rate="", episodes="")
 
     def __enter__(self) -> Bar:
-        self._progress.start()
+        self._live.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._progress.stop()
+        self._live.stop()
 
     def update(self, stats: CollectorStats) -> None:
         self._progress.update(
@@ -120,23 +130,43 @@ class Bar:
             episodes=_episodes(stats),
         )
 
+    def _render(self) -> Any:
+        from rich.console import Group
+        from rich.text import Text
 
-def make_report(total: int, *, quiet: bool) -> Report:
-    """The kind of report that fits where stdout goes."""
+        with suppress(RuntimeError):  # the collector's books may be written at this moment; the last look will do
+            self._lines = worker_lines(self._look().workers)
+        return Group(self._progress, *(Text(line, no_wrap=True, overflow="ellipsis") for line in self._lines))
+
+
+def make_report(total: int, look: Callable[[], CollectorStats], *, quiet: bool) -> Report:
+    """The kind of report that fits where stdout goes; ``look`` gives it the present state at any time."""
     if quiet:
         return Silent()
-    return Bar(total) if sys.stdout.isatty() else Lines(total)
+    return Bar(total, look) if sys.stdout.isatty() else Lines(total)
 
 
-def summary(stats: CollectorStats, returns: Returns, recording_s: float | None) -> str:
+def worker_lines(workers: Sequence[WorkerStats]) -> list[str]:
+    """One for each, as many as fit."""
+    lines = [
+        f"  worker {w.index:<3} {w.phase:<9} {short(w.frames_per_s):>6} frames/s  {w.share:4.0%} of frames  "
+        f"restarts {w.restarts}  lag {w.policy_lag}"
+        for w in workers[:MOST_LINES]
+    ]
+    more = len(workers) - len(lines)
+    return [*lines, f"  and {more} more"] if more else lines
+
+
+def summary(stats: CollectorStats, returns: Returns, recording_s: float | None, elapsed_s: float = 0.0) -> str:
     """The last lines: episodes, speed, and where the time went.
 
     Args:
         stats: at the end.
         returns: of all episodes.
         recording_s: time spent writing, None if nothing was recorded.
+        elapsed_s: from the first batch to the last; for collectors with workers.
     """
-    plus_minus, block = _symbols()
+    plus_minus, _ = _symbols()
     lines = [f"frames    {stats.frames:,} in {stats.batches:,} batches"]
     if stats.discarded:
         lines[0] += "; discarded " + ", ".join(f"{n:,} ({reason})" for reason, n in stats.discarded.items())
@@ -149,11 +179,33 @@ def summary(stats: CollectorStats, returns: Returns, recording_s: float | None) 
         lines.append("episodes  none ended")
     lines.append(f"speed     {short(stats.frames_per_s)} frames/s  (policy: {stats.policy_path})")
     parts = {"env": stats.env_s, "policy": stats.policy_s, "copy": stats.copy_s, "rest": stats.rest_s}
-    if recording_s is not None:
-        parts["record"] = recording_s
+    here = {} if recording_s is None else {"record": recording_s}
+    if not stats.workers:
+        return "\n".join([*lines, "time      " + _shares({**parts, **here})])
+    idle_s = elapsed_s * len(stats.workers) - sum(parts.values())  # a worker that was lost has worked for nothing
+    here = {"waiting": stats.wait_s, **here}
+    return "\n".join(
+        [
+            *lines,
+            f"workers   {len(stats.workers)}{_troubles(stats)}",
+            "in them   " + _shares({**parts, "idle": max(0.0, idle_s)}),
+            "here      " + _shares({**here, "rest": max(0.0, elapsed_s - sum(here.values()))}),
+        ]
+    )
+
+
+def _shares(parts: Mapping[str, float]) -> str:
+    _, block = _symbols()
     total = sum(parts.values()) or 1.0
-    shares = [f"{name} {s / total:.0%} {block * round(10 * s / total)}".rstrip() for name, s in parts.items()]
-    return "\n".join([*lines, "time      " + "  ".join(shares)])
+    return "  ".join(f"{name} {s / total:.0%} {block * round(10 * s / total)}".rstrip() for name, s in parts.items())
+
+
+def _troubles(stats: CollectorStats) -> str:
+    """Restarted and dropped workers."""
+    restarted = ", ".join(f"worker {w.index}: {w.restarts}" for w in stats.workers if w.restarts)
+    dropped = ", ".join(str(w.index) for w in stats.workers if w.state == "dropped")
+    told = [(f"restarts {stats.restarts} ({restarted})", restarted), (f"dropped {dropped}", dropped)]
+    return "".join(f"  {text}" for text, happened in told if happened)
 
 
 def short(number: float) -> str:

@@ -9,6 +9,7 @@ import torch
 from muster.errors import BadOption
 
 if TYPE_CHECKING:
+    from muster.collectors.multi_options import MultiOptions
     from muster.collectors.options import CollectorOptions
 
 
@@ -18,6 +19,53 @@ Check = tuple[object, str]  # what is wrong if true, and the message
 def check_contradictions(o: CollectorOptions) -> None:
     """Raise ``BadOption`` for the first contradiction."""
     for wrong, message in (*_of_batches(o), *_of_objects(o)):
+        if wrong:
+            raise BadOption(message)
+
+
+def check_multi(o: MultiOptions, *, alone: bool) -> None:
+    """The same for what only collectors with workers have.
+
+    Args:
+        alone: every group fills batches of its own.
+    """
+    cat, threshold = o.cat_dim is not None, o.preemptive_threshold
+    strange = set(o.weight_sync_schemes or ()) - {"policy"}
+    for wrong, message in (
+        (
+            strange,
+            f"weight_sync_schemes: workers have one model, 'policy', with all its parts; not {sorted(strange)}",
+        ),
+        (alone and cat, "cat_results joins the rollouts of a batch, and here every batch is one rollout: leave it out"),
+        (
+            alone and threshold is not None and threshold < 1,
+            "preemptive_threshold stops those who are late, and here nobody waits for them: leave it out",
+        ),
+        (
+            not alone and o.max_policy_lag is not None,
+            "max_policy_lag: here all have the newest weights; leave it out",
+        ),
+        (
+            alone and o.return_same_td,
+            "return_same_td yields the same memory every time, and workers go on while you read it: leave it out",
+        ),
+        (
+            cat and o.return_same_td,
+            "return_same_td yields the same memory, and cat_results copies: give one of them",
+        ),
+        (
+            alone and not o.extend_buffer,
+            "extend_buffer=False adds single steps, and here every batch is a rollout of a worker: leave it out",
+        ),
+        (
+            o.on_failure == "drop" and o.traj_rule == "per_env",
+            "traj_rule='per_env' needs episodes of every environment, and on_failure='drop' can lose some: give one",
+        ),
+        (
+            o.backend == "threads" and o.start_method is not None,
+            "start_method is about processes, and backend='threads' has none: leave it out",
+        ),
+    ):
         if wrong:
             raise BadOption(message)
 
@@ -75,7 +123,7 @@ def _of_objects(o: CollectorOptions) -> tuple[Check, ...]:
     extends, adds = (callable(getattr(o.replay_buffer, name, None)) for name in ("extend", "add"))
     return (
         (
-            o.weight_sync_schemes is not None,
+            o.weight_sync_schemes is not None and not hasattr(o, "num_workers"),
             "weight_sync_schemes send weights to sub-collectors, and a Collector has none; weight_recv_schemes "
             "receive them from a parent",
         ),

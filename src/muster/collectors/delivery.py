@@ -10,14 +10,18 @@ import torch
 
 from muster.collectors.options import CollectorOptions
 from muster.errors import BadOption
-from muster.group import Group
 from muster.keys import Key
-from muster.memory.slots import Layout, Slot
+from muster.marks import Final
+from muster.memory.slots import Layout, Slot, SlotRing, SlotState
+from muster.memory.specs import Array
 from muster.memory.views import BatchView
-from muster.sources.in_process import Filled
+from muster.sources.schedule import Filled
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
+
+
+VIEWS = 1024  # kept; one per ring
 
 
 class Delivery:
@@ -25,16 +29,20 @@ class Delivery:
 
     Args:
         stacked: batches have a leading dimension for the groups.
+        cat_dim: along which slots are concatenated; None: a batch is one slot.
         hidden: batches show hidden columns; ``hidden_keys`` names them.
 
     Attributes:
         reused: with ``return_same_td``, the slot to fill again.
     """
 
-    def __init__(self, options: CollectorOptions, *, stacked: bool, hidden: bool = False) -> None:
-        self._options, self._stacked, self._hidden = options, stacked, hidden
+    def __init__(
+        self, options: CollectorOptions, *, stacked: bool, cat_dim: int | None = None, hidden: bool = False
+    ) -> None:
+        self._options, self._stacked, self._cat_dim, self._hidden = options, stacked, cat_dim, hidden
         self._storing = options.devices["storing_device"]
-        self._view: BatchView | None = None
+        self._views: dict[int, BatchView] = {}  # by the identity of their layouts, which they keep alive
+        self._prepared: dict[int, tuple[torch.Tensor, TensorDict]] = {}  # by the identity of slots, which they keep
         self._same: tuple[Slot, torch.Tensor, TensorDict] | None = None
 
     @property
@@ -42,20 +50,53 @@ class Delivery:
         return self._same[0] if self._same else None
 
     def batch(self, filled: Filled) -> TensorDict:
-        """The batch in a filled slot; ``[..., rows]`` without ``use_buffers``, if the rollout ended early."""
-        view = self._view_of(filled.ring.layout)
-        self._same = None if self._same and self._same[0].layout is not filled.slot.layout else self._same
+        """The batch in filled slots; ``[..., rows]`` without ``use_buffers``, if the rollout ended early."""
+        if self._cat_dim is not None:
+            return self._concatenated(filled, self._cat_dim)
+        (ring, slot) = filled.slots[0]
+        view = self._view_of(ring.layout)
+        self._same = None if self._same and self._same[0].layout is not slot.layout else self._same
         if self._same:
             return self._refresh(view)
-        memory = filled.ring.lend(filled.slot)
-        if self._storing is not None and self._storing != memory.device:
-            memory = memory.to(self._storing)  # one transfer for all columns; the slot is free afterwards
-        batch = view.tensordict(memory, filled.slot)
-        if self._options.use_buffers is False and filled.rows < filled.slot.layout.T:
-            batch = batch[(slice(None),) * view.time_dim + (slice(0, filled.rows),)]
+        if (made := self._prepared.pop(id(slot), None)) is not None:
+            slot.state = SlotState.LENT
+            memory, batch = made
+        else:
+            memory = ring.lend(slot)
+            if self._storing is not None and self._storing != memory.device:
+                memory = memory.to(self._storing)  # one transfer for all columns; the slot is free afterwards
+            batch = view.tensordict(memory, slot)
+        if self._options.use_buffers is False and (rows := max(filled.rows)) < slot.layout.T:
+            batch = batch[(slice(None),) * view.time_dim + (slice(0, rows),)]
         if self._options.return_same_td:
-            self._same = (filled.slot, memory, batch)
+            self._same = (slot, memory, batch)
         return batch
+
+    def prepare(self, ring: SlotRing, slot: Slot) -> None:
+        """Make the batch of a slot while it is being filled, where that can be done."""
+        late = ring.layout.object_columns or self._storing is not None or self._options.return_same_td
+        if not late and self._cat_dim is None and id(slot) not in self._prepared:
+            state, memory = slot.state, ring.lend(slot)
+            slot.state = state
+            self._prepared[id(slot)] = memory, self._view_of(ring.layout).tensordict(memory, slot)
+
+    def drop(self, slot: Slot) -> bool:
+        """A slot will never be full; whether it had been prepared, and comes back to its ring by itself."""
+        return self._prepared.pop(id(slot), None) is not None
+
+    def _concatenated(self, filled: Filled, dim: int) -> TensorDict:
+        """A copy; the slots are free at once."""
+        parts = []
+        for (ring, slot), rows in zip(filled.slots, filled.rows, strict=True):
+            view = self._view_of(ring.layout)
+            part = view.tensordict(ring.lend(slot), slot)
+            if not -part.ndim <= dim < part.ndim:
+                raise BadOption(f"cat_results={dim}: the rollouts to concatenate have {part.ndim} dimensions")
+            over_time = dim % part.ndim == view.time_dim
+            parts.append(part[(slice(None),) * view.time_dim + (slice(0, rows),)] if over_time else part)
+        batch: TensorDict = torch.cat(parts, dim)
+        batch.names = parts[0].names
+        return batch if self._storing is None else batch.to(self._storing)
 
     def blank(self, layout: Layout, device: torch.device | None) -> TensorDict:
         """A batch of zeros, in memory of its own; on the ``device`` if there is no storing device."""
@@ -67,21 +108,23 @@ class Delivery:
         return [column.key for column in layout.columns if column.hidden] if self._hidden else []
 
     def _view_of(self, layout: Layout) -> BatchView:
-        if self._view is None or self._view.layout is not layout:
+        if id(layout) not in self._views:
             ragged = [column.key for column in layout.columns if column.ragged]
             if ragged and (self._options.use_buffers or self._options.return_same_td):
                 raise BadOption(
                     f"use_buffers=True and return_same_td=True need fixed shapes, and those of {ragged} change. "
                     f"Leave both out, or pad the observations in the environment."
                 )
-            self._view = BatchView(
+            if len(self._views) >= VIEWS:
+                self._views.clear()
+            self._views[id(layout)] = BatchView(
                 layout,
                 stacked=self._stacked,
                 order=self._options.layout,
                 device=self._storing,
                 hidden=self._hidden,
             )
-        return self._view
+        return self._views[id(layout)]
 
     def _refresh(self, view: BatchView) -> TensorDict:
         """``return_same_td``: the slot was filled again in place; only copies of it need to be renewed."""
@@ -93,8 +136,11 @@ class Delivery:
         return batch
 
 
-def final_observations(groups: Sequence[Group]) -> TensorDict:
+def final_observations(finals: Sequence[tuple[Array, Sequence[Final]]]) -> TensorDict:
     """What ``compact_obs`` leaves out and no later row shows, ``[n]``.
+
+    Args:
+        finals: by group, with the global numbers of its environments.
 
     Returns:
         the observations, ``env`` (global number) and ``row`` (time step in the batch): those after the last step of
@@ -103,10 +149,10 @@ def final_observations(groups: Sequence[Group]) -> TensorDict:
     from tensordict import TensorDict
 
     parts: list[dict[Any, Any]] = []
-    for group in groups:
-        for final in group.finals:
+    for env_ids, of_group in finals:
+        for final in of_group:
             leaves: dict[Any, Any] = {key: torch.from_numpy(leaf) for key, leaf in final.leaves.items()}
-            leaves["env"] = torch.from_numpy(group.clock.env_ids[list(final.envs)])
+            leaves["env"] = torch.from_numpy(env_ids[list(final.envs)])
             leaves["row"] = torch.full((len(final.envs),), final.t, dtype=torch.int64)
             parts.append(leaves)
     stacked = [TensorDict(leaves, batch_size=[len(leaves["env"])]) for leaves in parts if len(leaves["env"])]

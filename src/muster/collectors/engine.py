@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,16 +14,20 @@ import torch
 from muster.collectors.delivery import Delivery
 from muster.collectors.options import CollectorOptions
 from muster.collectors.outlet import Outlet
-from muster.collectors.setup import build_policy
 from muster.errors import BadOption
 from muster.group import Group
-from muster.profiling import RolloutProfiler
-from muster.rng import GroupRng
-from muster.sources.in_process import InProcess
+from muster.marks import Final
+from muster.memory.specs import Array
+from muster.protocols import Policy
+from muster.sources.first_ready import FirstReady
+from muster.sources.schedule import Filled, Wanted
+from muster.sources.sync import Sync
+from muster.sources.worker import Worker
 from muster.stats import CollectorStats, EpisodeWindow
 from muster.timeline import Timeline
 from muster.trajectories import EpisodeRecord
 from muster.weights.local import LocalWeights
+from muster.weights.send import SentWeights
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -35,56 +39,81 @@ class Engine:
     """Collects batches and sends them where the options say.
 
     Args:
-        groups: owned by the engine.
-        policy: as the user gave it, on its device.
+        source: whose workers do it; owned by the engine.
         weights: of the policy.
         stacked: batches have a leading dimension for the groups.
+        cat_dim: along which the rollouts of a batch are concatenated; None: they are not.
+        local: the worker, where it is in this process.
 
     Attributes:
         frames, batches: delivered.
         counted: frames of batches that count towards ``total_frames``.
-        episodes: that ended in the last batch.
+        env_ids: of the environments in the last batch.
+        episodes: that ended in it.
+        finals: see ``Group.finals``, of the last batch.
+        lag: how many batches acted with weights so many publishes old.
     """
 
     def __init__(
         self,
         options: CollectorOptions,
-        groups: Sequence[Group],
-        policy: Any,
-        device: torch.device | None,
+        source: Sync | FirstReady,
         weights: LocalWeights,
         *,
         stacked: bool,
+        cat_dim: int | None = None,
+        local: Worker | None = None,
     ) -> None:
-        self.options, self.groups, self.device, self.weights = options, list(groups), device, weights
-        self.num_envs = sum(group.B for group in groups)
-        self.rows = options.rows_per_batch(self.num_envs)
-        self.act_with(policy)
-        self.random = build_policy(None, options, groups[0], device)
-        self.acting = self.random if options.init_random_frames else self.policy
+        self.options, self.source, self.weights, self.local = options, source, weights, local
+        self.num_envs = source.crew.num_envs
+        self.rows = options.rows_per_batch(source.sharing)
         self.outlet = Outlet(options, self.num_envs)
-        self.delivery = Delivery(options, stacked=stacked, hidden=self.outlet.needs_flags)
-        self.source = InProcess(
-            self.groups,
-            T=self.rows if options.extend_buffer else 1,
-            limit_bytes=cast(int, options.slot_memory_limit),
-            memory=self._memory(),
-        )
+        self.delivery = Delivery(options, stacked=stacked, cat_dim=cat_dim, hidden=self.outlet.needs_flags)
+        if local is None:
+            source.ahead = self.delivery
         self.timeline = Timeline()
         self.timeline.tracks[OWN_TRACK] = "collector"
-        self.profiler: RolloutProfiler | None = None
         self.window = EpisodeWindow()
         self.episodes: Sequence[EpisodeRecord] = ()
+        self.finals: list[tuple[Array, list[Final]]] = []
+        self.env_ids: Array = np.arange(self.num_envs)
         self.frames = self.counted = self.batches = 0
+        self.lag: Counter[int] = Counter()
+        self._retired: set[int] = set()  # groups that were dropped
+        self.acting = "random" if options.init_random_frames else "policy"
+        self._path = local.policies[self.acting].path if local is not None else ""
+        self._elapsed = 0  # ns
+        self._cut_short = 0
         self._ended_at = 0
         self._in_batch = False
 
-    def act_with(self, policy: Any) -> None:
-        """Let another policy act from the next batch on."""
-        self.policy = build_policy(policy, self.options, self.groups[0], self.device)
+    @property
+    def groups(self) -> list[Group]:
+        """Those in this process."""
+        return self.local.groups if self.local is not None else []
 
-    def put_batch(self) -> None:
-        """One batch through hooks into the outlet."""
+    @property
+    def policy(self) -> Policy:
+        """As the loop calls it; may be replaced between batches."""
+        assert self.local is not None
+        return self.local.policies["policy"]
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        assert self.local is not None
+        self.local.policies["policy"] = policy
+
+    def settle(self) -> None:
+        """Let workers that are ahead come to rest, and take what they have made into the outlet."""
+        while isinstance(self.source, FirstReady) and self.source.rest():
+            self.put_batch(ahead=False)
+
+    def put_batch(self, *, ahead: bool = True) -> None:
+        """One batch through hooks into the outlet.
+
+        Args:
+            ahead: let workers begin others.
+        """
         limit = self.options.frames_per_batch
         if self.options.total_frames > 0:
             limit = min(limit, self.options.total_frames - self.counted)
@@ -94,11 +123,11 @@ class Engine:
             self._put_steps(limit)
             return
         before = self.frames
-        batch, hidden = self.collect(limit)
+        batch, hidden = self.collect(limit, ahead=ahead)
         self.counted += self.frames - before
         if self.options.post_collect_hook is not None:
             self.options.post_collect_hook(batch)
-        self.outlet.put(batch, hidden)
+        self.outlet.put(batch, hidden, self.env_ids)
 
     def rollout(self) -> TensorDict:
         """See ``Collector.rollout``."""
@@ -109,49 +138,57 @@ class Engine:
             return joined
         batch, hidden = self.collect(limit)
         if self.outlet.episodes is not None:
-            self.outlet.episodes.skip(batch)
+            self.outlet.episodes.skip(batch, self.env_ids)
         return batch.exclude(*hidden) if hidden else batch
 
-    def collect(self, limit: int, *, closes: bool = True) -> tuple[TensorDict, list[Any]]:
+    def collect(self, limit: int, *, closes: bool = True, ahead: bool = True) -> tuple[TensorDict, list[Any]]:
         """One rollout of every group.
 
         Args:
             limit: valid steps, at most.
             closes: it ends a batch.
+            ahead: workers may begin other batches.
 
         Returns:
             the batch, and the keys in it that are for the outlet only.
         """
-        began, spans = time.perf_counter_ns(), self.timeline if self.timeline.running else None
-        if spans is not None and self._ended_at:
-            spans.add("wait", self._ended_at, began, OWN_TRACK)
-        if not self._in_batch:
-            self.acting = self.random if self.frames < (self.options.init_random_frames or 0) else self.policy
+        began, timeline = time.perf_counter_ns(), self.timeline
+        if timeline.running and self._ended_at:
+            timeline.add("wait", self._ended_at, began, OWN_TRACK)
+        wanted = Wanted(
+            (lambda ahead: self.acting) if self._in_batch else self._who_acts,
+            limit=limit,
+            closes=closes,
+            spans=timeline.running,
+            batches=self._batches_left() if ahead else 0,
+        )
         self._in_batch = not closes
-        with self.weights.acting() as version:
-            for group in self.groups:
-                group.version, group.spans, group.closes_batch = version, spans, closes
-                group.frame_limit = limit if limit < self.num_envs * self.source.T else None
-            filled = self.source.collect(self.acting, self.delivery.reused)
+        filled = self._fill(wanted)
         batch = self.delivery.batch(filled)
         self.frames += filled.frames
         self.batches += closes
-        self.episodes = filled.episodes
+        groups = self.source.crew.accounts
+        self.env_ids = np.concatenate([groups[number].env_ids for number in filled.groups])
+        self._retire_dropped()
+        self.episodes, self.finals, self._path = filled.episodes, filled.finals, filled.path
         self.window.add(filled.episodes)
-        if self.profiler is not None:
-            self.profiler.step()
-        self._ended_at = time.perf_counter_ns()
-        if spans is not None:
-            spans.add("collect", began, self._ended_at, OWN_TRACK)
-        return batch, self.delivery.hidden_keys(filled.ring.layout)
+        self._count_lag(filled)
+        if isinstance(self.source, Sync) and self.source.preempts:
+            self._cut_short += sum(filled.layout.T - rows for rows in filled.rows) * filled.layout.B
+        overlaps = isinstance(self.source, FirstReady) and self._ended_at  # the workers went on meanwhile
+        since, self._ended_at = self._ended_at if overlaps else began, time.perf_counter_ns()
+        self._elapsed += self._ended_at - since
+        for span in filled.spans:
+            timeline.add(*span)
+        if timeline.running:
+            timeline.add("collect", began, self._ended_at, OWN_TRACK)
+        return batch, self.delivery.hidden_keys(filled.layout)
 
     def blank(self) -> TensorDict:
         """A batch of zeros."""
         with self.weights.acting() as version:
-            for group in self.groups:
-                group.version = version
-            layout = dataclasses.replace(self.source.layout(self.policy), T=self.rows)
-            return self.delivery.blank(layout, self.groups[0].env.device)
+            layout = dataclasses.replace(self.source.layout("policy", version), T=self.rows)
+        return self.delivery.blank(layout, self.source.crew.accounts[0].info.device)
 
     def reset(self, index: Sequence[int] | int | None, kwargs: dict[str, Any]) -> None:
         """See ``Collector.reset``."""
@@ -162,17 +199,13 @@ class Engine:
         for i in chosen:
             if type(i) is not int or not 0 <= i < self.num_envs:
                 raise BadOption(f"reset(index={index}): environments are numbered 0 to {self.num_envs - 1}")
-        parts = []
-        for group in self.groups:
-            first = int(group.clock.env_ids[0])
-            inside = [i - first for i in chosen if first <= i < first + group.B]
-            if len(set(inside)) < group.B and inside:
-                group.env.check_partial_reset()
-            parts.append((group, inside))
-        for group, inside in parts:
-            if inside:
-                group.reset(inside)
-                group.env.reset_options = kwargs or None
+        which: dict[int, list[int]] = {}
+        for number, account in enumerate(self.source.crew.accounts):
+            first = int(account.env_ids[0])
+            if inside := [i - first for i in chosen if first <= i < first + len(account.env_ids)]:
+                which[number] = inside
+        self.source.crew.call_for("check_reset", which)
+        self.source.crew.call_for("reset", which, kwargs or None)
         if self.outlet.episodes is not None:
             self.outlet.episodes.flush(chosen)
 
@@ -180,56 +213,96 @@ class Engine:
         """See ``Collector.set_seed``."""
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise BadOption(f"set_seed({seed!r}): expected an integer of at least 0")
-        for number, group in enumerate(self.groups):
-            group.rng = GroupRng(seed, number, self.device or group.env.device)
-            group.reset(seeds=[seed if static else seed + int(i) for i in group.clock.env_ids])
+        self.source.crew.call("seed", seed, static)
         if self.outlet.episodes is not None:
             self.outlet.episodes.flush()
         return seed if static else seed + self.num_envs - 1
 
     def stats(self) -> CollectorStats:
+        accounts = self.source.crew.accounts
         env, policy, copied, total = (
-            sum(getattr(group.timing, part) for group in self.groups) / 1e9
+            sum(getattr(account.timing, part) for account in accounts) / 1e9
             for part in ("env", "policy", "copy", "total")
         )
         discarded: Counter[str] = Counter()
-        for group in self.groups:
-            discarded.update(group.discarded)
+        for account in accounts:
+            discarded.update(account.discarded)
+        workers = self.source.crew.worker_stats()
         held, dropped = self.outlet.frames_held, self.outlet.dropped
         discarded.update(dropped)
         frames = self.frames - held - sum(dropped.values())
         return CollectorStats(
             frames=frames,
-            executed=sum(group.executed for group in self.groups),
-            discarded=dict(discarded),
+            executed=sum(account.executed for account in accounts),
+            discarded=+discarded,
             in_flight=self.source.in_flight + held,
             batches=self.batches,
             episodes=self.window.count,
             return_mean=self.window.return_mean,
             length_mean=self.window.length_mean,
-            frames_per_s=frames / total if total else 0.0,
+            frames_per_s=self._rate(frames, total),
             env_s=env,
             policy_s=policy,
             copy_s=copied,
             rest_s=max(0.0, total - env - policy - copied),
-            policy_path=self.acting.path,
+            wait_s=self.source.waited / 1e9,
+            policy_path=self._path,
             policy_version=self.weights.version,
+            policy_lag=dict(sorted(self.lag.items())),
             slots=self.source.slots(),
+            restarts=sum(worker.restarts for worker in workers),
+            cut_short=self._cut_short,
+            workers=workers,
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, and who acts, as plain data."""
-        acting = {id(self.random): "random", id(self.policy): "policy"}.get(id(self.source.policy))
         counted = {"frames": self.frames, "counted": self.counted, "batches": self.batches}
-        return {**counted, "window": self.window.state_dict(), "acting": acting}
+        return {**counted, "window": self.window.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state_dict()``. Policy and environments may be used once for it: load their state afterwards."""
-        self.source.abandon("loaded")
-        self.source.adopt({"random": self.random, "policy": self.policy}.get(state["acting"]))
         self.frames, self.counted, self.batches = state["frames"], state["counted"], state["batches"]
         self.window.load_state_dict(state["window"])
         self.episodes, self._in_batch = (), False
+
+    def _fill(self, wanted: Wanted) -> Filled:
+        if isinstance(self.source, FirstReady):
+            if isinstance(self.weights, SentWeights):
+                self.weights.catch_up()
+            return self.source.collect(wanted)
+        with self.weights.acting() as version:  # the same for all groups, whatever is published meanwhile
+            return self.source.collect(dataclasses.replace(wanted, version=version), self.delivery.reused)
+
+    def _retire_dropped(self) -> None:
+        """Nobody should wait for episodes of groups that are gone."""
+        for number, account in enumerate(self.source.crew.accounts):
+            if account.dropped and number not in self._retired:
+                self._retired.add(number)
+                if self.outlet.episodes is not None:
+                    self.outlet.episodes.retire(account.env_ids)
+
+    def _count_lag(self, filled: Filled) -> None:
+        lags = [self.weights.lag(version) for version in filled.versions]
+        self.lag[max(lags, default=0)] += 1
+        for group, lag in zip(filled.groups, lags, strict=False):
+            self.source.crew.accounts[group].lag = lag
+
+    def _rate(self, frames: int, in_rollouts: float) -> float:
+        """Frames per second; in this thread, of rollouts alone."""
+        seconds = in_rollouts if self.local is not None else self._elapsed / 1e9
+        return frames / seconds if seconds else 0.0
+
+    def _who_acts(self, ahead: int) -> str:
+        """The policy of the batch after so many others."""
+        random = self.frames + ahead * self.options.frames_per_batch < (self.options.init_random_frames or 0)
+        self.acting = "random" if random else "policy"
+        return self.acting
+
+    def _batches_left(self) -> int | None:
+        """How many may still be begun; one more is wanted, whatever was counted."""
+        left = self.options.total_frames - self.counted
+        return None if self.options.total_frames < 0 else max(1, left // self.options.frames_per_batch)
 
     def _put_steps(self, limit: int) -> None:
         """``extend_buffer=False``: every time step is a rollout of its own, and in the buffer before the next one."""
@@ -244,10 +317,3 @@ class Engine:
         for begin in range(0, limit, self.num_envs):
             end = begin + self.num_envs
             yield self.collect(min(limit - begin, self.num_envs), closes=end >= limit)[0]
-
-    def _memory(self) -> Any:
-        """Where slots lie."""
-        device, storing = self.groups[0].env.device, self.options.devices["storing_device"]
-        if device is not None and device.type != "cpu":
-            return device
-        return "pinned" if storing is not None and storing.type == "cuda" else "heap"

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict
 
 import numpy as np
 import torch
+from typing_extensions import Self
 
 from muster.collectors.contradictions import check_contradictions
 from muster.columns import Validate
@@ -201,7 +202,7 @@ class CollectorOptions:
     devices: dict[str, torch.device | None] = field(init=False, repr=False)
 
     @classmethod
-    def parse(cls, keywords: dict[str, Any]) -> CollectorOptions:
+    def parse(cls, keywords: dict[str, Any]) -> Self:
         """Options from keywords.
 
         Raises:
@@ -220,6 +221,8 @@ class CollectorOptions:
 
     def __post_init__(self) -> None:
         for name, at_least in _INTEGERS.items():
+            if not hasattr(self, name):
+                continue
             object.__setattr__(self, name, _integer(name, getattr(self, name), at_least))
         for name in ("max_frames_per_traj", "init_random_frames"):
             if (getattr(self, name) or 0) <= 0:
@@ -241,18 +244,23 @@ class CollectorOptions:
             if value is not None and str(f.type).startswith("Callable") and not callable(value):
                 raise BadOption(f"{f.name}={value!r}: expected a function")
         check_contradictions(self)
-        _check_choice("layout", self.layout, ("batch_major", "time_major"))
+        check_choice("layout", self.layout, ("batch_major", "time_major"))
         if self.trajs_per_batch:
-            _check_choice("traj_format", self.traj_format or "cat", ("cat", "pad"))
-            _check_choice("traj_rule", self.traj_rule or "fair", ("fair", "per_env", "first_done"))
-        _check_choice("validate", self.validate, ("off", "fast", "full"))
+            check_choice("traj_format", self.traj_format or "cat", ("cat", "pad"))
+            check_choice("traj_rule", self.traj_rule or "fair", ("fair", "per_env", "first_done"))
+        check_choice("validate", self.validate, ("off", "fast", "full"))
         exploration = getattr(self.exploration_type, "name", self.exploration_type)
         exploration = exploration.lower() if isinstance(exploration, str) else exploration
-        _check_choice("exploration_type", exploration, EXPLORATION)
+        check_choice("exploration_type", exploration, EXPLORATION)
         object.__setattr__(self, "exploration_type", exploration)
         object.__setattr__(self, "devices", self._resolve_devices())
         if self.slot_memory_limit is None:
             object.__setattr__(self, "slot_memory_limit", _half_of_memory())
+
+    @property
+    def version_counter(self) -> Any:
+        """The object that counts policy versions, if one was given."""
+        return None if isinstance(self.track_policy_version, bool) else self.track_policy_version
 
     def rows_per_batch(self, num_envs: int) -> int:
         """Time steps per batch for so many environments, rounded up."""
@@ -274,6 +282,10 @@ _INTEGERS = {  # and the least value that makes sense
     "seed": 0,
     "trajs_per_batch": 1,
     "worker_idx": 0,
+    "num_workers": 1,
+    "num_sub_threads": 1,
+    "max_restarts": 0,
+    "max_policy_lag": 0,
     "max_frames_per_traj": None,
     "init_random_frames": None,
 }
@@ -289,7 +301,8 @@ def _integer(name: str, value: Any, at_least: int | None) -> int | None:
     return number
 
 
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raise ``BadOption`` unless the value is one of the choices."""
     if value not in choices:
         raise BadOption(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
 

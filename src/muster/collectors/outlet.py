@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from muster.collectors.options import CollectorOptions
 from muster.keys import Key
-from muster.sinks.episodes import WholeEpisodes
+from muster.sinks.episodes import Envs, WholeEpisodes
 from muster.sinks.plain import from_plain, to_plain
 from muster.sinks.replay_buffer import ReplaySink
 from muster.sinks.split import split_trajectories
@@ -59,11 +59,11 @@ class Outlet:
         """Frames that no group of episodes will show, by reason."""
         return self.episodes.dropped if self.episodes else {}
 
-    def put(self, batch: TensorDict, hidden: Sequence[Key]) -> None:
-        """Take a batch; what comes of it is ``ready``. ``hidden`` keys are taken out."""
+    def put(self, batch: TensorDict, hidden: Sequence[Key], envs: Envs = None) -> None:
+        """Take a batch, of ``envs`` (None: all); what comes of it is ``ready``. ``hidden`` keys are taken out."""
         made: list[TensorDict] = [batch]
         if self.episodes is not None:
-            made = [group.batch for group in self.episodes.push(batch)]
+            made = [group.batch for group in self.episodes.push(batch, envs)]
         elif self._options.split_trajs:
             made = [split_trajectories(batch, pad_id=self._pad_id)]
         self.ready += [item.exclude(*hidden) if hidden else item for item in made]

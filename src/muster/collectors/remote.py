@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from muster.collectors.attributes import resolve
+from muster.attributes import resolve
 from muster.errors import BadOption
 
 if TYPE_CHECKING:

@@ -15,16 +15,13 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from muster import checkpoint
-from muster.envs import snapshot
 from muster.errors import BadCheckpoint, BadWeights
-from muster.group import Group
-from muster.keys import dotted
-from muster.protocols import Outputs, Policy
 
 if TYPE_CHECKING:
-    from muster.collectors.collector import Collector
+    from muster.collectors.base import BaseCollector
+    from muster.collectors.engine import Engine
 
-FORMAT = 1
+FORMAT = 2
 STATE_FILE = "collector.safetensors"
 CUT_SHORT = "The state was saved after an error, in the middle of a batch."
 
@@ -54,16 +51,20 @@ class ResumeReport:
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
-def state_of(collector: Collector) -> dict[str, Any]:
+def state_of(collector: BaseCollector) -> dict[str, Any]:
     """The state of a collector between two batches."""
     policy, engine = collector.policy, collector._engine
-    acting = collector._weights.policy
+    engine.settle()
+    acting = _acting(collector)
+    states = [state for worker in engine.source.crew.call("state") for state in worker]
+    for state, account in zip(states, engine.source.crew.accounts, strict=True):
+        state["group"] |= {"executed": account.executed, "discarded": dict(account.discarded)}
     return {
         "format": FORMAT,
         "policy_state_dict": copy.deepcopy(dict(acting.state_dict())) if isinstance(acting, torch.nn.Module) else None,
         "policy_is_module": isinstance(policy, torch.nn.Module) or policy is None,
-        "env_state_dict": [[snapshot.take(env) for env in group.env.objects()] for group in engine.groups],
-        "groups": [_group_state(group) for group in engine.groups],
+        "env_state_dict": [state["envs"] for state in states],
+        "groups": [state["group"] for state in states],
         "engine": engine.state_dict(),
         "in_flight": engine.source.in_flight,
         "policy_version": collector._weights.version,
@@ -72,38 +73,51 @@ def state_of(collector: Collector) -> dict[str, Any]:
     }
 
 
-def load(collector: Collector, state: Any, *, trust: bool) -> ResumeReport:
+def load(collector: BaseCollector, state: Any, *, trust: bool) -> ResumeReport:
     """Put a state into a collector that was made in the same way."""
     if isinstance(state, (str, os.PathLike)):
         path = Path(state)
         state = checkpoint.load(path / STATE_FILE if path.is_dir() else path)
     _check(collector, state)
-    engine = collector._engine
+    engine, crew = collector._engine, collector._engine.source.crew
     notes = []
+    engine.source.abandon("loaded")
     engine.load_state_dict(state["engine"])
-    if state["policy_state_dict"] is not None:
+    failed = _load_groups(engine, state, trust)
+    if state["policy_state_dict"] is not None:  # after the groups, which may call the policy
         collector._weights.policy.load_state_dict(state["policy_state_dict"])
     elif not state["policy_is_module"]:
         notes.append("the policy is no module: whatever it keeps is not restored")
-    restored: list[int] = []
-    failed: dict[int, str] = {}
-    for group, saved, envs in zip(engine.groups, state["groups"], state["env_state_dict"], strict=True):
-        cut = CUT_SHORT if state["in_flight"] else None
-        objects = zip(group.env.objects(), envs, strict=True)
-        reasons = [cut or snapshot.restore(env, taken, trust) for env, taken in objects]
-        failed.update(_load_group(group, saved, reasons, engine.source.policy))
-        restored += [int(i) for i in group.clock.env_ids if int(i) not in failed]
-    engine.source.look_again()
-    for group in engine.groups if failed else ():
-        group.resumed = group.resumed or []  # all of them have the column then
+    restored = [int(i) for account in crew.accounts for i in account.env_ids if int(i) not in failed]
+    if failed:
+        crew.call("mark_resumed")
     collector._weights.restore(state["policy_version"])
     engine.outlet.load_state_dict(state["outlet"])
     if engine.outlet.episodes is not None:
         engine.outlet.episodes.flush(failed)
     if state["in_flight"]:
         notes.append(f"{state['in_flight']} steps of a batch that an error had cut short are not restored")
-        engine.groups[0].discarded["not_saved"] += state["in_flight"]
+        crew.accounts[0].discarded["not_saved"] += state["in_flight"]
     return ResumeReport(tuple(restored), failed, tuple(notes))
+
+
+def _load_groups(engine: Engine, state: dict[str, Any], trust: bool) -> dict[int, str]:
+    """The environments that begin anew, by global number, and why."""
+    crew = engine.source.crew
+    groups = {
+        number: {"group": group, "envs": envs}
+        for number, (group, envs) in enumerate(zip(state["groups"], state["env_state_dict"], strict=True))
+    }
+    failed: dict[int, str] = {}
+    for handle in crew.handles:
+        part = {number: groups[number] for number in handle.groups}
+        for of_group in handle.call("load", part, CUT_SHORT if state["in_flight"] else None, trust):
+            failed |= of_group
+    for account, group in zip(crew.accounts, state["groups"], strict=True):
+        account.executed, account.discarded = group["executed"], Counter(group["discarded"])
+        account.clock = np.stack([group["clock"]["episode"], group["clock"]["steps"]])
+    engine.source.look_again()
+    return failed
 
 
 class Autosave:
@@ -114,7 +128,7 @@ class Autosave:
         self._every = every
         self._last = time.monotonic()
 
-    def now_and_then(self, collector: Collector) -> None:
+    def now_and_then(self, collector: BaseCollector) -> None:
         """Called before a batch, when the user is done with the one before."""
         if self._folder is None or time.monotonic() - self._last < self._every:
             return
@@ -123,84 +137,19 @@ class Autosave:
         self._last = time.monotonic()
 
 
-def _group_state(group: Group) -> dict[str, Any]:
-    return {
-        "clock": group.clock.state_dict(),
-        "rng": group.rng.state_dict(),
-        "call": None if group._primed is None else _call_state(*group._primed[1:]),
-        "carry": {key: _plain(row) for key, row in group.carry.items()},
-        "pending": list(group._pending),
-        "seeds": dict(group._seeds),
-        "executed": group.executed,
-        "discarded": dict(group.discarded),
-        "adapter": group.env.snapshot(),
-    }
-
-
-def _load_group(
-    group: Group, state: dict[str, Any], reasons: list[str | None], policy: Policy | None
-) -> dict[int, str]:
-    """Returns the environments that begin anew, by global number, and why."""
-    group.clock.load_state_dict(state["clock"])
-    group.rng.load_state_dict(state["rng"])
-    rows = {
-        key: row.to(group.env.device) if torch.is_tensor(row) else row.copy() for key, row in state["carry"].items()
-    }
-    group.carry.clear()  # also of what the policy here has carried
-    group.carry.update(rows)
-    call = state["call"]
-    group._primed = None if call is None or policy is None else (policy, _call(call, group.B), call["version"])
-    group.resumed = None if group.resumed is None else []
-    group._pending, group._seeds = list(state["pending"]), dict(state["seeds"])
-    group.executed, group.discarded = state["executed"], Counter(state["discarded"])
-    if not any(reasons):
-        group.env.restore(state["adapter"])
-        return {}
-    # One object per environment, or one for all of them: then none of them is restored.
-    per_env = len(reasons) == group.B
-    lost = [i for i, why in enumerate(reasons) if why] if per_env else list(range(group.B))
-    group.reset(lost)
-    group.resumed = lost
-    return {int(group.clock.env_ids[i]): str(reasons[i] if per_env else next(filter(None, reasons))) for i in lost}
-
-
-def _call_state(outputs: Outputs, version: int | str) -> dict[str, Any]:
-    """A policy's call that has been made for the next row."""
-    objects = {key: array.tolist() for key, array in outputs.objects.items()}
-    tensors = {"action": outputs.action, "extras": outputs.extras, "state": outputs.state}
-    return {name: {k: v.cpu() for k, v in part.items()} for name, part in tensors.items()} | {
-        "objects": objects,
-        "version": version,
-    }
-
-
-def _call(state: dict[str, Any], B: int) -> Outputs:
-    objects = {key: np.empty(B, object) for key in state["objects"]}
-    for key, array in objects.items():
-        array[:] = state["objects"][key]
-    return Outputs(state["action"], state["extras"], state["state"], objects)
-
-
-def _plain(row: Any) -> Any:
-    return row.cpu().clone() if torch.is_tensor(row) else row.copy()
-
-
-def _fingerprint(collector: Collector) -> dict[str, Any]:
+def _fingerprint(collector: BaseCollector) -> dict[str, Any]:
     """What has to be the same for a state to fit."""
     engine = collector._engine
+    infos = [account.info for account in engine.source.crew.accounts]
     return {
-        "environments": [group.B for group in engine.groups],
+        "environments": [info.num_envs for info in infos],
         "trajs_per_batch": engine.outlet.episodes is not None,
-        "observations": [
-            {dotted(key): str(spec) for key, spec in group.env.observation_specs.items()} for group in engine.groups
-        ],
-        "actions": [
-            {dotted(key): str(spec) for key, spec in group.env.action_specs.items()} for group in engine.groups
-        ],
+        "observations": [info.observations for info in infos],
+        "actions": [info.actions for info in infos],
     }
 
 
-def _check(collector: Collector, state: Any) -> None:
+def _check(collector: BaseCollector, state: Any) -> None:
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise BadCheckpoint(
             f"this is no state of a collector: expected what state_dict() returned or muster.save_state() wrote, "
@@ -213,7 +162,12 @@ def _check(collector: Collector, state: Any) -> None:
                 f"the state was saved by a collector with {name} {state['options'][name]}, this one has {value}. "
                 f"Make the collector in the same way. Nothing was changed."
             )
-    _check_policy(collector._weights.policy, state["policy_state_dict"])
+    _check_policy(_acting(collector), state["policy_state_dict"])
+
+
+def _acting(collector: BaseCollector) -> Any:
+    """What has the weights of the state: a policy that is a module."""
+    return collector._weights.policy if isinstance(collector.policy, torch.nn.Module) else collector.policy
 
 
 def _check_policy(policy: Any, weights: dict[str, Any] | None) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from muster.errors import BadOption
+from muster.weights.send import SentWeights
 
 if TYPE_CHECKING:
     from muster.collectors.options import CollectorOptions
@@ -37,20 +38,21 @@ class WeightMethods:
 
         Args:
             policy_or_weights: the policy, its network, a copy of either, a TensorDict or dict of tensors; None
-                where the optimizer works on the collector's own policy (which then only counts a version).
+                where the optimizer works on the policy that the collector was made with.
             weights, policy: the same by keyword; give one of the three.
-            worker_ids: passed on to the ``weight_updater``.
+            worker_ids: numbers of the workers that get them; the others keep what they have. Passed on to the
+                ``weight_updater``, if there is one.
             model_id: the model they are for, see ``get_model``; by default "policy".
             weights_dict: weights by model id, taken over together as one version.
 
         Raises:
             BadWeights: what was given does not fit or is not finite; nothing was changed.
             BadOption: contradicting arguments, an unknown model.
-            TypeError: ``worker_ids`` without a ``weight_updater``.
+            TypeError: ``worker_ids`` without workers or a ``weight_updater``.
         """
         given = _the_one(policy_or_weights, weights, policy)
         self._check_open()
-        if worker_ids is not None and self._updater is None:
+        if worker_ids is not None and self._updater is None and not isinstance(self._weights, SentWeights):
             raise TypeError(
                 "worker_ids were given, but this collector has no workers and no weight_updater: leave them out"
             )
@@ -60,11 +62,16 @@ class WeightMethods:
             if weights_dict is not None or model_id not in (None, "policy"):
                 raise BadOption("the weight_updater knows one policy: leave model_id and weights_dict out")
             self._updater.push_weights(given, worker_ids)
-            self._weights.increment()
-        elif weights_dict is not None:
-            self._weights.publish_all([(source, self._part(name)) for name, source in weights_dict.items()])
+            given, weights_dict = None, {}  # what it has changed is in the policy
+        parts = {model_id or "policy": given} if weights_dict is None else weights_dict
+        sources = [(source, self._part(name)) for name, source in parts.items()]
+        if isinstance(self._weights, SentWeights):
+            several = worker_ids is None or isinstance(worker_ids, Collection)
+            self._weights.publish_all(sources or [(None, None)], workers=worker_ids if several else [worker_ids])
+        elif sources:
+            self._weights.publish_all(sources)
         else:
-            self._weights.publish(given, model=None if model_id is None else self._part(model_id))
+            self._weights.increment()
 
     def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
         """Take the weights that the registered schemes have received; without schemes, those that are given.

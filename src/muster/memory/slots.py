@@ -2,7 +2,7 @@
 
 A slot is in exactly one state::
 
-    FREE --take--> FILLING --lend--> LENT --last tensor over it collected--> FREE
+    FREE --take--> FILLING --complete--> FULL --lend--> LENT --last tensor over it collected--> FREE
                       '--give_back (nothing worth delivering)--> FREE
 
 A slot has one *lane* per group; a lane is what one rollout writes into. All lanes of a slot lie in
@@ -27,9 +27,10 @@ import torch
 
 from muster.errors import SlotsExhausted
 from muster.keys import Key
+from muster.memory.shared import Arena
 from muster.memory.specs import OBJECT, Array, Column
 
-Memory = Literal["heap", "pinned"] | torch.device
+Memory = Literal["heap", "pinned"] | torch.device | Arena
 
 ALIGNMENT = 64  # bytes: one cache line, and a multiple of every item size
 MAX_ROW_VIEWS = 1 << 14  # beyond this many, row views are made when used instead of kept
@@ -41,6 +42,7 @@ class SlotState(enum.Enum):
 
     FREE = "free"
     FILLING = "filling"
+    FULL = "full"
     LENT = "lent"
 
 
@@ -164,11 +166,20 @@ class Lane:
 
 
 class Slot:
-    """One block of memory with a lane per group."""
+    """One block of memory with a lane per group.
+
+    Attributes:
+        offset: where it lies in an ``Arena``.
+    """
 
     def __init__(self, layout: Layout, memory: Memory = "heap") -> None:
         self.block: Any  # bytes: a NumPy array, on a device a tensor
-        if isinstance(memory, torch.device):
+        self.offset = 0
+        if isinstance(memory, Arena):
+            self.offset = memory.allocate(layout.nbytes)
+            self.block = memory.view(self.offset, layout.nbytes)
+            weakref.finalize(self, memory.release, self.offset, layout.nbytes).atexit = False
+        elif isinstance(memory, torch.device):
             self.block = torch.zeros(layout.nbytes, dtype=torch.uint8, device=memory)
         elif memory == "pinned":
             self.block = torch.zeros(layout.nbytes, dtype=torch.uint8, pin_memory=True).numpy()
@@ -186,7 +197,8 @@ class SlotRing:
     Args:
         layout: of every slot.
         limit_bytes: the ring refuses to grow beyond this.
-        memory: ``"heap"``, ``"pinned"`` for transfers to a GPU, or the device that slots lie on.
+        memory: ``"heap"``, ``"pinned"`` for transfers to a GPU, the device that slots lie on, or what is shared with
+            other processes.
     """
 
     def __init__(self, layout: Layout, *, limit_bytes: int, memory: Memory = "heap") -> None:

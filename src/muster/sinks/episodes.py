@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 
 Layout = Literal["cat", "pad"]
 Rule = Literal["fair", "per_env", "first_done"]
+Envs = Sequence[int] | Array | None
 
 DELIVERED, CUT, MIXED = -1, -2, -3  # in the place of an episode's number: why a row is not kept
 REASONS = {CUT: "cut", MIXED: "mixed_policy"}
+
+NO_MORE = 2**62  # divided by the number of environments: the time of one from which nothing more will come
 
 
 class EpisodeGroup(NamedTuple):
@@ -50,10 +53,27 @@ class _Open:
 
 @dataclass
 class _Chunk:
-    """Rows of one batch, and the number of the episode that each belongs to."""
+    """Rows of one batch, and the number of the episode that each belongs to; ``gone`` of them are not needed any more.
+
+    ``first`` and ``last`` bound the numbers, so that what waits for long is not searched all the time.
+    """
 
     rows: TensorDict
     owner: Array
+
+    def __post_init__(self) -> None:
+        self.first, self.last = self.owner.min(), self.owner.max()
+        self.gone = np.count_nonzero(self.owner < 0)
+
+    def find(self, numbers: Array) -> Array:
+        """Places of the rows of these episodes."""
+        if numbers.max() < self.first or self.last < numbers.min():
+            return np.empty(0, np.int64)
+        return np.flatnonzero(np.isin(self.owner, numbers))
+
+    def let_go(self, places: Array, reason: int) -> None:
+        self.owner[places] = reason
+        self.gone += len(places)
 
 
 class WholeEpisodes:
@@ -70,9 +90,14 @@ class WholeEpisodes:
     An episode that never ends is held for ever, and with the fair rule all that began after it: such environments
     need ``max_frames_per_traj``.
 
+    Batches may also be of some of the environments each, in any order (``push(batch, envs)``). Time is then counted in
+    every environment's own rows, so "fair" and "per_env" give the same groups whatever the speed of each: the quick
+    wait for the slowest, and what is held grows with the rows they are ahead. "first_done" waits for none, and gives
+    what the quick ones make.
+
     Args:
         n: episodes per group.
-        num_envs: environments in a batch (the product of its dimensions other than time; 1 without any).
+        num_envs: environments in all batches (in one: the product of its dimensions other than time; 1 without any).
         layout: ``"cat"`` one after the other; ``"pad"`` one per line, zeros on the right, trajectory id -1 there.
         rule: which episodes come next. ``"fair"``: in the order in which they began (then by environment), however
             long they take: every episode is delivered, and what ends early waits for what began before it.
@@ -112,10 +137,10 @@ class WholeEpisodes:
         self.n, self.num_envs, self.layout, self.rule = int(n), int(num_envs), layout, rule
         self.on_policy_only, self.done_key = on_policy_only, done_key
         self.dropped: Counter[str] = Counter()
-        self._time = 0  # rows pushed so far, per environment
+        self._time = np.zeros(self.num_envs, np.int64)  # rows so far, of each environment
         self._open: dict[int, _Open] = {}  # by environment
         self._length: dict[int, int] = {}  # frames of each episode held, by number = first row's time * num_envs + env
-        self._ended: dict[int, int] = {}  # of those, the last row's time; added by environment, then time
+        self._ended: dict[int, int] = {}  # of those, when it ended: the sum of _time before the batch + time in it
         self._chunks: list[_Chunk] = []
 
     @property
@@ -123,45 +148,58 @@ class WholeEpisodes:
         """Frames kept for groups to come: of open episodes, and of ended ones that wait for others."""
         return sum(self._length.values())
 
-    def push(self, batch: TensorDict) -> list[EpisodeGroup]:
-        """Take the next batch (``[*lead, T]``, the same environments in the same order); it is copied.
+    def push(self, batch: TensorDict, envs: Envs = None) -> list[EpisodeGroup]:
+        """Take the next batch, ``[*lead, T]``; it is copied.
+
+        Args:
+            envs: the numbers of the batch's environments, in its order; None: all.
 
         Returns:
             the groups that are complete now, often none.
 
         Raises:
-            BadOption: the batch has other environments than before, or lacks a column that is needed.
+            BadOption: the batch has other environments, or lacks a column that is needed.
         """
         batch = time_last(batch)
+        numbers = self._numbers(batch, envs)
         self._check(batch)
         pieces = find_pieces(batch, self.done_key)
         T = batch.shape[-1]
         if len(pieces.rows):
-            env, t = np.divmod(pieces.rows[pieces.first], T)
+            place, t = np.divmod(pieces.rows[pieces.first], T)
+            env, end = numbers[place], self._time.sum() + t + pieces.length - 1
             low, high = self._versions(batch, pieces)
-            columns = (env, self._time + t, pieces.length, pieces.traj_id, pieces.ended, low, high)
-            numbers = [self._follow(*piece) for piece in zip(*(c.tolist() for c in columns), strict=True)]
-            owner = np.repeat(np.array(numbers), pieces.length)
-            kept = np.isin(owner, list(self._length))  # also not what was kept at first and dropped later on
-            if kept.any():
-                self._chunks.append(_Chunk(take(batch, pieces.rows[kept]), owner[kept]))
-        self._time += T
+            begin = (self._time[env] + t) * self.num_envs + env
+            columns = (env, begin, end, pieces.length, pieces.traj_id, pieces.ended, low, high)
+            owners = [self._follow(*piece) for piece in zip(*(c.tolist() for c in columns), strict=True)]
+            held = [number in self._length for number in owners]  # also not what was dropped later in this batch
+            if any(held):
+                kept = np.repeat(held, pieces.length)
+                owner = np.repeat(np.array(owners), pieces.length)[kept]
+                self._chunks.append(_Chunk(take(batch, pieces.rows[kept]), owner))
+        self._time[numbers] += T
         groups = []
         while chosen := self._next_group():
             groups.append(self._deliver(chosen))
         self._release()
         return groups
 
-    def skip(self, batch: TensorDict) -> None:
-        """Take note of a batch that goes elsewhere: episodes with a part in it will not be whole, and are dropped."""
-        self.flush()
+    def skip(self, batch: TensorDict, envs: Envs = None) -> None:
+        """Take note of a batch that goes elsewhere: episodes with a part in it will not be whole, and are dropped.
+
+        Raises:
+            BadOption: as ``push``.
+        """
         batch = time_last(batch)
+        numbers = self._numbers(batch, envs)
         pieces = find_pieces(batch, self.done_key)
-        envs = pieces.rows[pieces.first] // batch.shape[-1]
-        for env, traj_id, ended in zip(envs.tolist(), pieces.traj_id.tolist(), pieces.ended.tolist(), strict=True):
-            self._open.pop(env, None)
+        self.flush(numbers.tolist())
+        env = numbers[pieces.rows[pieces.first] // batch.shape[-1]]
+        for i, traj_id, ended in zip(env.tolist(), pieces.traj_id.tolist(), pieces.ended.tolist(), strict=True):
+            self._open.pop(i, None)
             if not ended:
-                self._open[env] = _Open(env, traj_id, CUT, 0)
+                self._open[i] = _Open(i, traj_id, CUT, 0)
+        self._time[numbers] += batch.shape[-1]
 
     def flush(self, envs: Iterable[int] | None = None) -> int:
         """Drop the open episodes of ``envs`` (default all), which will not go on: call it with ``Collector.reset``.
@@ -178,12 +216,28 @@ class WholeEpisodes:
         self._release()
         return before - self.frames_held
 
+    def retire(self, envs: Iterable[int]) -> int:
+        """Wait no longer for environments that will give no more rows (``rule="per_env"`` cannot do without).
+
+        Returns:
+            frames dropped, as ``flush``. What is complete by it comes with the next ``push``.
+
+        Raises:
+            BadOption: the rule needs them.
+        """
+        envs = list(envs)
+        if self.rule == "per_env" and envs:
+            raise BadOption(f'retire({envs}): rule="per_env" needs episodes of every environment; use rule="fair"')
+        frames = self.flush(envs)
+        self._time[envs] = NO_MORE // self.num_envs
+        return frames
+
     def state_dict(self) -> dict[str, Any]:
         """All that is held, as numbers, tensors and lists; it shares no memory with groups."""
         chunks = [chunk.rows for chunk in self._chunks]
         return {
             "num_envs": self.num_envs,
-            "time": self._time,
+            "time": torch.from_numpy(self._time.copy()),
             "dropped": dict(self.dropped),
             "open": torch.tensor([astuple(o) for o in self._open.values()], dtype=torch.int64).reshape(-1, 4),
             "episodes": torch.tensor(
@@ -201,7 +255,7 @@ class WholeEpisodes:
         """
         if state["num_envs"] != self.num_envs:
             raise BadOption(f"the state is of {state['num_envs']} environments, but num_envs={self.num_envs}")
-        self._time, self.dropped = state["time"], Counter(state["dropped"])
+        self._time, self.dropped = state["time"].numpy().copy(), Counter(state["dropped"])
         self._open = {env: _Open(env, *rest) for env, *rest in state["open"].tolist()}
         self._length = {number: length for number, length, _ in state["episodes"].tolist()}
         self._ended = {number: end for number, _, end in state["episodes"].tolist() if end >= 0}
@@ -210,13 +264,24 @@ class WholeEpisodes:
 
     # --- parts ------------------------------------------------------------------------------------
 
-    def _check(self, batch: TensorDict) -> None:
-        envs = batch.numel() // max(batch.shape[-1], 1) if batch.ndim else 0
-        if envs != self.num_envs:
+    def _numbers(self, batch: TensorDict, envs: Envs) -> Array:
+        """``[environments of the batch]``, their numbers."""
+        numbers = np.arange(self.num_envs) if envs is None else np.asarray(envs)
+        if envs is not None and not (
+            numbers.ndim == 1
+            and numbers.dtype.kind in "iu"
+            and len({*numbers.tolist()}.intersection(range(self.num_envs))) == len(numbers)
+        ):
+            raise BadOption(f"envs={envs}: expected different numbers from 0 to {self.num_envs - 1}")
+        found = batch.numel() // max(batch.shape[-1], 1) if batch.ndim else 0
+        if found != len(numbers):
             raise BadOption(
-                f"a batch of shape {list(batch.shape)} has {envs} environments and then time; expected {self.num_envs} "
-                f"environments, as in num_envs"
+                f"a batch of shape {list(batch.shape)} has {found} environments and then time; expected {len(numbers)} "
+                f"environments, as in {'num_envs; envs= names those of a part' if envs is None else f'envs={envs}'}"
             )
+        return numbers.astype(np.int64)
+
+    def _check(self, batch: TensorDict) -> None:
         for key, why in (
             (self.done_key, "where episodes end; name the column that does: done_key="),
             (POLICY_VERSION, "which policy acted, for on_policy_only=True: track_policy_version=True"),
@@ -231,13 +296,15 @@ class WholeEpisodes:
         versions = batch[POLICY_VERSION].reshape(-1).cpu().numpy()[pieces.rows]
         return np.minimum.reduceat(versions, pieces.first), np.maximum.reduceat(versions, pieces.first)
 
-    def _follow(self, env: int, time: int, length: int, traj_id: int, ended: bool, low: int, high: int) -> int:
-        """Add a piece to the episode it belongs to; returns that episode's number."""
+    def _follow(
+        self, env: int, begin: int, end: int, length: int, traj_id: int, ended: bool, low: int, high: int
+    ) -> int:
+        """Add a piece to the episode it belongs to, or to a new one of number ``begin``; returns its number."""
         episode = self._open.get(env)
         if episode is None or episode.traj_id != traj_id:
             if episode is not None:
                 self._drop(episode, CUT)
-            episode = self._open[env] = _Open(env, traj_id, time * self.num_envs + env, low)
+            episode = self._open[env] = _Open(env, traj_id, begin, low)
             self._length[episode.number] = 0
         if low != episode.version or high != episode.version:
             self._drop(episode, MIXED)
@@ -248,7 +315,7 @@ class WholeEpisodes:
         if ended:
             del self._open[env]
             if episode.number >= 0:
-                self._ended[episode.number] = time + length - 1
+                self._ended[episode.number] = end
         return episode.number
 
     def _drop(self, episode: _Open, reason: int) -> None:
@@ -256,7 +323,7 @@ class WholeEpisodes:
         if episode.number >= 0:
             self.dropped[REASONS[reason]] += self._length.pop(episode.number)
             for chunk in self._chunks:
-                chunk.owner[chunk.owner == episode.number] = reason
+                chunk.let_go(chunk.find(np.array(episode.number)), reason)
             episode.number = reason
 
     def _next_group(self) -> list[int]:
@@ -268,11 +335,14 @@ class WholeEpisodes:
             share = self.n // self.num_envs
             order = [number for numbers in by_env for number in numbers[:share]]
         elif self.rule == "fair":
-            waiting = [episode.number for episode in self._open.values() if episode.number >= 0]
-            oldest = min(waiting, default=None)
-            order = sorted(number for number in self._ended if oldest is None or number < oldest)
+            coming = self._time * self.num_envs + np.arange(self.num_envs)  # not before these
+            for env, episode in self._open.items():
+                if episode.number >= 0:
+                    coming[env] = episode.number
+            first = coming.min()
+            order = sorted(number for number in self._ended if number < first)
         else:
-            order = sorted(self._ended, key=self._ended.__getitem__)
+            order = sorted(self._ended, key=lambda number: (self._ended[number], number % self.num_envs))
         return order[: self.n] if len(order) >= self.n else []
 
     def _deliver(self, chosen: list[int]) -> EpisodeGroup:
@@ -282,11 +352,11 @@ class WholeEpisodes:
             del self._ended[number]
         parts, owners = [], []
         for chunk in self._chunks:
-            here = np.flatnonzero(np.isin(chunk.owner, numbers))
+            here = chunk.find(numbers)
             if len(here):
                 parts.append(take(chunk.rows, here))
                 owners.append(chunk.owner[here])
-                chunk.owner[here] = DELIVERED
+                chunk.let_go(here, DELIVERED)
         rows = _join(parts)
         ascending = np.argsort(numbers)
         place = ascending[np.searchsorted(numbers[ascending], np.concatenate(owners))]
@@ -302,10 +372,10 @@ class WholeEpisodes:
         """Give back the memory of rows that are no longer needed; a chunk is copied when half of it is."""
         chunks, self._chunks = self._chunks, []
         for chunk in chunks:
-            live = np.flatnonzero(chunk.owner >= 0)
-            if len(live) * 2 >= len(chunk.owner):
+            if chunk.gone * 2 <= len(chunk.owner):
                 self._chunks.append(chunk)
-            elif len(live):
+            elif chunk.gone < len(chunk.owner):
+                live = np.flatnonzero(chunk.owner >= 0)
                 self._chunks.append(_Chunk(take(chunk.rows, live), chunk.owner[live]))
 
 

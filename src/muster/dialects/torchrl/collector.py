@@ -15,9 +15,9 @@ from torchrl.collectors.utils import _maybe_normalize_replay_buffer_tensordict_d
 from torchrl.envs import EnvBase
 from torchrl.modules import RandomPolicy
 
-from muster.collectors.attributes import resolve
+from muster.attributes import resolve
 from muster.collectors.background import Background
-from muster.collectors.setup import build_policy
+from muster.collectors.setup import worker_options
 from muster.dialects.torchrl import batches, policies, setup
 from muster.dialects.torchrl.numbering import Numbering, TrajectoryPool
 from muster.dialects.torchrl.state import TorchRLState
@@ -25,6 +25,7 @@ from muster.dialects.torchrl.weights import TorchRLWeights
 from muster.errors import CollectorClosed, EnvError, PolicyError
 from muster.keys import IS_INIT
 from muster.policies.adapt import place
+from muster.sources.build import build_policy
 
 
 class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[misc]
@@ -267,7 +268,7 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
             policy: Any = None
             if isinstance(self.env, EnvBase):
                 policy = policies.RandomWithZeros(self._engine.groups[0], self._zeros_of_policy())
-            self._random_policy = build_policy(policy, self.options, self._engine.groups[0], None)
+            self._random_policy = build_policy(policy, worker_options(self.options), self._engine.groups[0], None)
         return self._random_policy
 
     def _zeros_of_policy(self) -> Any:
@@ -275,14 +276,15 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
             return {}
         if not self._acting.columns():
             before = torch.get_rng_state()
-            self._engine.source.layout(self._acting)
+            self._engine.policy = self._acting
+            self._engine.source.layout("policy")
             torch.set_rng_state(before)
         return batches.zeros_of(self._acting.columns(), self._batch_shape)
 
     def _collect(self) -> Any:
         engine = self._engine
         engine.policy = self._random() if self._should_use_random_frames() else self._acting
-        batch = self._tidy(engine.collect(engine.num_envs * engine.source.T)[0])
+        batch = self._tidy(engine.collect(engine.num_envs * engine.source.T[0])[0])
         if self.track_traj_ids:
             self._numbering.write(batch)
         if self.return_same_td:

@@ -19,7 +19,7 @@ from torchrl.modules import RandomPolicy
 
 from muster.collectors.engine import Engine
 from muster.collectors.options import CollectorOptions
-from muster.collectors.setup import make_groups
+from muster.collectors.setup import in_this_thread, make_groups
 from muster.dialects.torchrl.policies import as_torchrl_calls, needs_trial, take_actions_as_they_are
 from muster.errors import BadOption
 from muster.keys import Key
@@ -209,7 +209,8 @@ def make_engine(env: Any, policy: Any, device: Any, weights: LocalWeights, optio
         if isinstance(env, EnvBase):
             take_actions_as_they_are(groups[0], policy, device, needs_trial(policy, env, options.use_buffers is None))
             policy = as_torchrl_calls(policy, groups[0], options.devices["policy_device"])
-        engine = Engine(options, groups, policy, device, weights, stacked=False)
+        source, worker = in_this_thread(options, groups, policy, device)
+        engine = Engine(options, source, weights, stacked=False, local=worker)
         made.pop_all()
     return engine
 

@@ -1,0 +1,360 @@
+"""What all collectors have in common: iteration, background thread, state, closing."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import Self
+
+from muster.collectors import resume
+from muster.collectors.background import Background
+from muster.collectors.delivery import final_observations
+from muster.collectors.engine import Engine
+from muster.collectors.options import CollectorOptions
+from muster.collectors.remote import RemoteAccess
+from muster.collectors.weight_methods import WeightMethods
+from muster.errors import BadOption, CollectorBusy, CollectorClosed, CollectorTimeout
+from muster.profiling import ProfileConfig
+from muster.stats import CollectorStats
+from muster.trajectories import EpisodeRecord
+from muster.weights.local import LocalWeights
+from muster.weights.receive import Receivers
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+
+class BaseCollector(WeightMethods, RemoteAccess, ABC):
+    """What all collectors have in common; they differ in where environments run, and in what comes when.
+
+    Args:
+        create_env_fn, policy, options: see the collectors.
+
+    Attributes:
+        options: with all defaults filled in.
+        policy: that acts in this process, or whose copies act elsewhere.
+        timeline: see ``muster.Timeline``.
+    """
+
+    options: CollectorOptions
+    _weights: LocalWeights
+    _engine: Engine
+
+    def __init__(self, create_env_fn: Any, policy: Any, options: CollectorOptions) -> None:
+        if policy is not None and options.policy_factory is not None:
+            raise BadOption("policy_factory cannot be used with policy: give one of them")
+        self.options = options
+        self._closed = False
+        self._background: Background | None = None
+        self._iterator: weakref.ref[Generator[Any, None, None]] | None = None
+        self.profile_config: ProfileConfig | None = None
+        with ExitStack() as made:  # closes what was made, if anything below fails
+            self._engine = self._connect(create_env_fn, policy, made)
+            self._set_up()
+            self._made = made.pop_all()
+
+    @abstractmethod
+    def _connect(self, create_env_fn: Any, policy: Any, made: ExitStack) -> Engine:
+        """Make environments, ``policy`` and ``_weights``; ``made`` closes them if anything fails later."""
+
+    # --- collecting -------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.iterator()
+
+    def iterator(self) -> Iterator[Any]:
+        """Batches until ``total_frames``; after a ``break``, another iterator goes on where this one stopped.
+
+        Yields None for what a replay buffer took.
+
+        Raises:
+            CollectorClosed: after ``shutdown``.
+            CollectorBusy: while another iterator is still in use.
+        """
+        self._check_open()
+        live = self._iterator() if self._iterator is not None else None
+        if self.is_running() or (live is not None and inspect.getgeneratorstate(live) != inspect.GEN_CLOSED):
+            raise CollectorBusy(
+                "this collector is being iterated already. Use one `for` loop at a time; drop the first iterator "
+                "(`del it`) to begin another, or end the background thread with `async_shutdown()`."
+            )
+        batches = self._batches()
+        self._iterator = weakref.ref(batches)
+        return batches
+
+    def next(self) -> Any:
+        """The next batch; None when there is none left."""
+        return next(self.iterator(), None)
+
+    def rollout(self) -> TensorDict:
+        """One more batch, now and as it is (no postproc, no buffer); it does not count towards ``total_frames``."""
+        self._check_open()
+        with self._exclusively():
+            return self._engine.rollout()
+
+    def __len__(self) -> int:
+        """Batches over the collector's life.
+
+        Raises:
+            TypeError: for an endless collector.
+        """
+        if self.options.total_frames < 0:
+            raise TypeError("an endless collector (total_frames=-1) has no length")
+        return math.ceil(self.options.total_frames / self.options.frames_per_batch)
+
+    def reset(self, index: Sequence[int] | int | None = None, **kwargs: Any) -> None:
+        """Begin new episodes with the next batch, in all environments or those of ``index`` (global numbers).
+
+        The running ones are cut without a flag; their last batch ends as a batch does.
+
+        Args:
+            index: environments; None is all.
+            **kwargs: given to the environments' own reset, once (Gymnasium: ``options={...}``).
+        """
+        self._check_open()
+        with self._exclusively():
+            self._engine.reset(index, kwargs)
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed all environments and Muster's own draws, and begin new episodes with the next batch.
+
+        Args:
+            seed: environment i gets ``seed + i``.
+            static_seed: all get ``seed``.
+
+        Returns:
+            the seed of the last environment.
+        """
+        self._check_open()
+        with self._exclusively():
+            return self._engine.set_seed(seed, static=static_seed)
+
+    # --- in the background ------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Collect in a thread of its own, into the replay buffer, until ``total_frames`` or ``async_shutdown``.
+
+        The thread acts with a copy of the policy, so training does not change weights in the middle of a batch:
+        ``update_policy_weights_()`` takes them over for the next one. What environments and policies draw from the
+        process's global generators they share with you then.
+
+        Raises:
+            BadOption: without a replay buffer.
+        """
+        self._check_open()
+        if self.options.replay_buffer is None:
+            raise BadOption("start() collects into a replay buffer, and none was given: pass replay_buffer=")
+        if self.is_running():
+            return
+        self._go_into_background()
+        batches = self.iterator()
+        name = f"muster-{id(self):x}"
+        self._background = Background(lambda: next(batches, self) is not self, name, self._groups)
+
+    def is_running(self) -> bool:
+        """The background thread is at work."""
+        return self._background is not None and self._background.is_running()
+
+    def pause(self) -> AbstractContextManager[None]:
+        """A context in which the background thread does not collect; entered when its current batch is complete."""
+        self._check_open()
+        return self._exclusively()
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """End the background thread after its current batch, and shut down; raises what the thread raised.
+
+        Raises:
+            CollectorTimeout: it did not end within ``timeout`` seconds; nothing was closed.
+        """
+        self._stop_background(timeout)
+        self.shutdown(close_env=close_env)
+
+    # --- looking at it ----------------------------------------------------------------------------
+
+    @property
+    def episodes(self) -> Sequence[EpisodeRecord]:
+        """The episodes that ended in the last batch."""
+        return self._engine.episodes
+
+    def stats(self) -> CollectorStats:
+        """A snapshot; cheap, also after ``shutdown``."""
+        return self._engine.stats()
+
+    def __repr__(self) -> str:
+        names = ", ".join(sorted({account.info.name for account in self._engine.source.crew.accounts}))
+        state = "closed" if self._closed else f"{self._engine.frames:,} frames"
+        per_batch = self.options.frames_per_batch
+        return f"{type(self).__name__}({names} x {self._engine.num_envs}, frames_per_batch={per_batch}, {state})"
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def final_observations(self) -> TensorDict:
+        """With ``compact_obs``: the observations after the last batch that none of its rows shows, ``[n]``.
+
+        ``env`` and ``row`` say where: after the last step of every episode that ended, and after the last row.
+        """
+        return final_observations(self._engine.finals)
+
+    def fake_tensordict(self) -> TensorDict:
+        """Zeros of the shape of a batch; nothing is collected, but the policy is called once to see its outputs."""
+        self._check_open()
+        with self._exclusively():
+            return self._engine.blank()
+
+    def enable_profile(self, **config: Any) -> None:
+        """Profile the next rollouts with ``torch.profiler``; see ``muster.profiling.ProfileConfig`` for the keywords.
+
+        ``collector.timeline`` is Muster's own picture of where the time goes, which costs next to nothing.
+        """
+        self._check_open()
+        self.disable_profile()
+        self.profile_config = ProfileConfig(**config)
+        self._engine.source.crew.call("profile", self.profile_config, self.options.worker_idx or 0)
+
+    def disable_profile(self) -> None:
+        """End profiling; what was recorded is written."""
+        if self.profile_config is not None:
+            self._engine.source.crew.call("profile", None, 0)
+        self.profile_config = None
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on exactly from here, as plain data; ``muster.save_state`` writes it to a file.
+
+        ``policy_state_dict`` and ``env_state_dict`` (one entry per environment object) besides Muster's own. What of
+        it can be restored, ``load_state_dict`` says.
+        """
+        self._check_open()
+        with self._exclusively():
+            return resume.state_of(self)
+
+    def load_state_dict(self, state_dict: Any, *, trust: bool = False) -> resume.ResumeReport:
+        """Go on from where ``state_dict()`` was called, also in another process.
+
+        Args:
+            state_dict: that, or a path that ``muster.save_state`` or ``autosave`` wrote. The collector has to be made
+                in the same way.
+            trust: unpickle environments. Only for states that you have written: a pickle can run any code.
+
+        Returns:
+            what was restored. Environments that were not begin new episodes, whose first row has
+            ``("collector", "resumed")`` set.
+
+        Raises:
+            BadCheckpoint: the state is of another kind of collector, or damaged. Nothing was changed.
+        """
+        self._check_open()
+        with self._exclusively():
+            return resume.load(self, state_dict, trust=trust)
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """Close the environments. Batches stay valid; ``stats()`` still works. May be called again.
+
+        Args:
+            timeout: seconds for the current batch of the background thread; None waits for its end.
+            close_env: False leaves the environments open.
+            raise_on_error: False hides errors of the environments' ``close`` and of the background thread.
+
+        Raises:
+            CollectorTimeout: the background thread did not end in time; nothing was closed.
+        """
+        if self._closed:
+            return
+        try:
+            self._stop_background(timeout)
+        except CollectorTimeout:
+            raise
+        except BaseException:
+            self._end(close_env=close_env, raise_on_error=False)
+            if raise_on_error:
+                raise
+        else:
+            self._end(close_env=close_env, raise_on_error=raise_on_error)
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown(raise_on_error=error is None)
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def _set_up(self) -> None:
+        options = self.options
+        self._groups, self.timeline = self._engine.groups, self._engine.timeline
+        self._receivers = Receivers(self._weights, self.get_model, options.worker_idx)
+        if options.weight_recv_schemes:
+            self._receivers.register(options.weight_recv_schemes)
+        self._updater = options.weight_updater
+        if self._updater is not None and not hasattr(self._updater, "push_weights"):
+            self._updater = self._updater()
+        if hasattr(self._updater, "register_collector"):
+            self._updater.register_collector(self)
+        self._autosave = resume.Autosave(options.autosave, options.autosave_every)
+        if options.seed is not None:
+            self.set_seed(options.seed)
+
+    def _batches(self) -> Generator[Any, None, None]:
+        engine, total = self._engine, self.options.total_frames
+        while engine.outlet.ready or total < 0 or engine.counted < total:
+            self._check_open()
+            if engine.outlet.ready:
+                yield engine.outlet.take()  # the user's alone while the next one is collected
+            else:
+                self._autosave.now_and_then(self)  # the user is done with the batch before
+                self._before_batch()
+                engine.put_batch()
+
+    def _before_batch(self) -> None:
+        """Whenever another batch is wanted."""
+
+    def _go_into_background(self) -> None:
+        """Before a thread begins to collect."""
+
+    def _exclusively(self) -> AbstractContextManager[None]:
+        return self._background.paused() if self._background is not None else nullcontext()
+
+    def _stop_background(self, timeout: float | None) -> None:
+        if self._background is None:
+            return
+        self._background.stop(timeout)
+        self._raise_from_background()
+
+    def _raise_from_background(self) -> None:
+        """What the background thread raised reaches the user at the next call, once."""
+        if self._background is not None and not self._background.here() and self._background.error is not None:
+            error, self._background.error = self._background.error, None
+            raise error
+
+    def _end(self, *, close_env: bool, raise_on_error: bool) -> None:
+        self._closed = True
+        self.disable_profile()
+        self._receivers.close()
+        try:
+            self._engine.source.close(close_env=close_env)
+        except Exception:
+            if raise_on_error:
+                raise
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        """What there is besides environments."""
+
+    def _check_open(self) -> None:
+        self._raise_from_background()
+        if self._closed:
+            raise CollectorClosed("this collector was shut down; make a new one")

@@ -1,0 +1,172 @@
+"""Collectors whose environments run in worker processes or threads."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from typing_extensions import Unpack
+
+from muster.attributes import resolve
+from muster.collectors.base import BaseCollector
+from muster.collectors.contradictions import check_multi
+from muster.collectors.engine import Engine
+from muster.collectors.multi_options import MultiKeywords, MultiOptions
+from muster.collectors.workers import Workers, count_workers
+from muster.errors import BadOption
+from muster.weights.send import SentWeights
+
+
+class MultiCollector(BaseCollector):
+    """What ``MultiSyncCollector`` and ``MultiAsyncCollector`` share."""
+
+    options: MultiOptions
+    _weights: SentWeights
+    _alone: bool  # every group fills batches of its own
+
+    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Unpack[MultiKeywords]) -> None:
+        checked = MultiOptions.parse(dict(options))
+        check_multi(checked, alone=self._alone)
+        super().__init__(create_env_fn, policy, checked)
+
+    def _connect(self, create_env_fn: Any, policy: Any, made: ExitStack) -> Engine:
+        options = self.options
+        makers, count = count_workers(create_env_fn, options.num_workers)
+        factory = options.policy_factory
+        if factory is not None:
+            policy = (factory[0] if isinstance(factory, (list, tuple)) else factory)()
+        self.policy = policy
+        scheme = (options.weight_sync_schemes or {}).get("policy")
+        self._weights = SentWeights(policy, count, scheme, options.version_counter)
+        made.callback(self._weights.close)
+        workers = Workers(options, makers, count, policy, self._weights, made, alone=self._alone)
+        weakref.finalize(self, workers.end)  # also if nobody shuts it down
+        if options.num_threads is not None:
+            made.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(options.num_threads)
+        cat_dim = None if self._alone else options.cat_dim
+        stacked = cat_dim is None and not self._alone
+        engine = Engine(options, workers.schedule(), self._weights, stacked=stacked, cat_dim=cat_dim)
+        return engine
+
+    @property
+    def env(self) -> Any:
+        """Not to be had: the environments are in workers.
+
+        Raises:
+            BadOption: always.
+        """
+        raise BadOption(
+            "the environments of this collector live in its workers: ask getattr_env(name) for their attributes, or "
+            "cascade_execute(path, ...) to call something there"
+        )
+
+    def getattr_env(self, attr: str) -> Any:
+        """An attribute of every environment, in the order of ``create_env_fn``; it has to be picklable."""
+        found = self._ask("env_attribute", attr)
+        return [value for of_worker in found for value in of_worker]
+
+    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
+        """Call what a path such as ``"policy.reset_noise"`` or ``"env.render"`` names, in every worker.
+
+        Where a worker has several environments, ``env`` is a list: ``"env[0].render"``.
+
+        Returns:
+            what each worker returned.
+
+        Raises:
+            BadOption: the path names nothing.
+        """
+        return self._ask("execute", attr_path, args, kwargs)
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        self._check_open()
+        with self._exclusively():
+            return self._engine.source.crew.call(method, *args)
+
+    def _part(self, model_id: str) -> torch.nn.Module | None:
+        """Of the copy of the policy that weights are checked against."""
+        if model_id == "policy":
+            return None
+        try:
+            found = resolve(self._weights.policy, model_id.removeprefix("policy."))
+        except BadOption as error:
+            raise BadOption(f"model_id={model_id!r} is not known here: {error}") from error
+        if not isinstance(found, torch.nn.Module):
+            raise BadOption(f"model_id={model_id!r} is {type(found).__name__}, which has no weights")
+        return found
+
+    def _before_batch(self) -> None:
+        if self.options.update_at_each_batch:
+            self.update_policy_weights_()
+
+    def _release(self) -> None:
+        self._made.close()
+
+
+class MultiSyncCollector(MultiCollector):
+    """Batches of exactly ``frames_per_batch`` steps from workers that all act with the same weights.
+
+    ::
+
+        with MultiSyncCollector(["CartPole-v1"] * 4, policy, num_envs=8, frames_per_batch=2048) as collector:
+            for batch in collector:  # TensorDict [4, 8, 64]
+                loss = learn(batch)
+                collector.update_policy_weights_()
+
+    Workers act with copies of the policy: they see what the optimizer has changed after ``update_policy_weights_()``.
+    They rest while you train. The data is that of ``Collector`` with the same ``create_env_fn``, options and seed.
+
+    Args:
+        create_env_fn: an id, a function that makes an environment, or a list of these: one group each. No environment
+            objects: those live in this process.
+        policy: see ``Collector``; it has to be picklable (lambdas and notebook classes are), or made by
+            ``policy_factory``.
+        **options: see ``CollectorOptions`` and ``MultiOptions``; ``frames_per_batch`` is required.
+
+    Raises:
+        BadOption, UnknownOption: before any worker is started.
+        UnsupportedEnv, EnvError: what making an environment raised in a worker; all workers are ended.
+        WorkerDied, WorkerHung: a worker did that; from here, or while iterating.
+    """
+
+    _alone = False
+
+
+class MultiAsyncCollector(MultiCollector):
+    """Batches of ``frames_per_batch`` steps, each from one group, as they are ready. Workers go on while you train.
+
+    ::
+
+        with MultiAsyncCollector(["CartPole-v1"] * 4, policy, num_envs=8, frames_per_batch=512) as collector:
+            for batch in collector:  # TensorDict [8, 64]
+                replay_buffer.extend(batch)
+                ...
+
+    Every group is at most two rollouts ahead; then its worker sleeps. Weights are taken at the beginning of a rollout,
+    so those in a batch can be some publishes old: ``stats().policy_lag`` shows it, ``max_policy_lag`` bounds it. What
+    ``reset()`` and ``set_seed()`` change comes after the rollouts that have been begun.
+
+    Args: see ``MultiSyncCollector``.
+    """
+
+    _alone = True
+
+
+class AsyncCollector(MultiAsyncCollector):
+    """``MultiAsyncCollector`` with one worker: collects while you train.
+
+    With ``replay_buffer=`` and ``start()`` it fills the buffer by itself, until ``pause()`` or ``async_shutdown()``.
+
+    Args:
+        create_env_fn: one id or function.
+        policy, **options: see ``MultiSyncCollector``.
+    """
+
+    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Unpack[MultiKeywords]) -> None:
+        several = isinstance(create_env_fn, (list, tuple)) and len(create_env_fn) > 1
+        if several or (options.get("num_workers") or 1) > 1:
+            raise BadOption("AsyncCollector has one worker: give it one id or function, or use MultiAsyncCollector")
+        super().__init__(create_env_fn, policy, **options)

@@ -1,0 +1,107 @@
+"""The options that only collectors with workers have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from muster.collectors.options import CollectorKeywords, CollectorOptions, check_choice
+from muster.errors import BadOption
+from muster.sources.supervision import TIMEOUTS, OnFailure
+
+Backend = Literal["processes", "threads"]
+StartMethod = Literal["forkserver", "spawn"]
+
+
+class MultiKeywords(CollectorKeywords, total=False):
+    """The keywords of ``MultiOptions``, for signatures."""
+
+    num_workers: int | None
+    backend: Backend
+    cat_results: Literal["stack", "cat"] | int
+    update_at_each_batch: bool
+    preemptive_threshold: float | None
+    num_sub_threads: int | None
+    on_failure: OnFailure
+    timeouts: Mapping[str, float | None]
+    max_restarts: int | None
+    max_policy_lag: int | None
+    crash_dir: Any
+    start_method: StartMethod | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiOptions(CollectorOptions):
+    """Checked options of a collector with workers; ``CollectorOptions`` has the others.
+
+    Attributes:
+        num_workers: processes or threads for the groups of ``create_env_fn``, at most one for each. Of a
+            ``create_env_fn`` that is no list, so many groups are made. None: one for each entry.
+        backend: "processes", or "threads" for environments that mostly wait (for a simulator or a network): hundreds of
+            them at once.
+        cat_results: how the rollouts of a batch are joined: "stack" gives them a dimension of their own and copies
+            nothing, "cat" or a dimension of the batch (-1 is time) concatenates, which copies.
+        update_at_each_batch: publish the policy's weights before every batch.
+        preemptive_threshold: when this share of the groups is done, the others end after their current step. What they
+            lack is blank, with ``collector/valid`` False; it is left out where time is concatenated. None or 1: all.
+        num_sub_threads: torch's threads in each worker process. None: torch's own choice.
+        num_threads: torch's threads in this process, until ``shutdown``. None: your setting.
+        on_failure: when a worker dies or hangs, or its environment raises: "raise" the error, and start it again with
+            the next batch; "restart" it at once; "drop" it and go on with the others, its part of batches blank.
+        timeouts: seconds after which a worker that does not get on is taken to hang, by phase: "construct", "reset",
+            "step", "policy", "weights", "call" or "close"; None is for ever.
+        max_restarts: of one worker within a minute; with more, or three without a batch, its error is raised. None: any
+            number.
+        max_policy_lag: weights that act in a batch are at most so many publishes old when it is yielded, if weights are
+            published once per batch. Workers wait for that where they have to. None: no bound.
+        crash_dir: folder for files with which ``muster replay`` repeats a failure. None: a temporary one.
+        start_method: of processes: "forkserver" (in milliseconds) or "spawn". None: as the system allows.
+    """
+
+    num_workers: int | None = None
+    backend: Backend = "processes"
+    cat_results: Literal["stack", "cat"] | int = "stack"
+    update_at_each_batch: bool = False
+    preemptive_threshold: float | None = 1.0
+    num_sub_threads: int | None = 1
+    num_threads: int | None = None
+    on_failure: OnFailure = "raise"
+    timeouts: Mapping[str, float | None] = field(default_factory=dict)
+    max_restarts: int | None = 10
+    max_policy_lag: int | None = None
+    crash_dir: Any = None
+    start_method: StartMethod | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("backend", self.backend, ("processes", "threads"))
+        check_choice("on_failure", self.on_failure, ("raise", "restart", "drop"))
+        if self.start_method is not None:
+            check_choice("start_method", self.start_method, ("forkserver", "spawn"))
+        if isinstance(self.cat_results, bool) or not isinstance(self.cat_results, int):
+            check_choice("cat_results", self.cat_results, ("stack", "cat"))
+        threshold = self.preemptive_threshold
+        if threshold is not None and not (isinstance(threshold, (int, float)) and 0 <= threshold <= 1):
+            raise BadOption(f"preemptive_threshold={threshold!r}: expected a share of the workers, from 0 to 1")
+        if not isinstance(self.timeouts, Mapping):
+            raise BadOption(f"timeouts={self.timeouts!r}: expected a dict of seconds by phase")
+        for phase, seconds in self.timeouts.items():
+            if phase not in TIMEOUTS:
+                raise BadOption(f"timeouts: there is no phase {phase!r}; expected some of {', '.join(TIMEOUTS)}")
+            if seconds is not None and not (isinstance(seconds, (int, float)) and 0 < seconds < math.inf):
+                raise BadOption(f"timeouts[{phase!r}]={seconds!r}: expected seconds, more than 0, or None for ever")
+
+    def enough(self, groups: int) -> int | None:
+        """How many groups need to be done before the others are stopped; None is all of them."""
+        if self.preemptive_threshold is None or self.preemptive_threshold >= 1:
+            return None
+        return max(1, int(groups * self.preemptive_threshold))
+
+    @property
+    def cat_dim(self) -> int | None:
+        """The dimension along which rollouts are concatenated; None: they are stacked."""
+        if isinstance(self.cat_results, int):
+            return self.cat_results
+        return 0 if self.cat_results == "cat" else None

@@ -1,0 +1,206 @@
+"""Workers of a collector, made from its options: started, told their places, and put under supervision."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import threading
+from contextlib import ExitStack
+from typing import Any, cast
+
+import numpy as np
+
+from muster.collectors.multi_options import MultiOptions
+from muster.collectors.setup import keywords_of, makers_of, marks_valid, worker_options
+from muster.envs.build import is_environment
+from muster.errors import BadOption
+from muster.memory.shared import Arena
+from muster.sources.build import WorkerOptions
+from muster.sources.capsule import CrashDirectory, Maker
+from muster.sources.crash_notes import CrashNotes
+from muster.sources.crew import Crew
+from muster.sources.detached import DetachedWorker, Setup
+from muster.sources.first_ready import FirstReady
+from muster.sources.launchers import in_process, in_thread
+from muster.sources.messages import GroupInfo
+from muster.sources.pickling import dumps
+from muster.sources.schedule import Bundle
+from muster.sources.server import Assignment, Payload
+from muster.sources.supervision import Supervisor
+from muster.sources.sync import Sync
+from muster.sources.threads import Doorbell
+from muster.weights.send import SentWeights
+
+
+def count_workers(create_env_fn: Any, num_workers: int | None) -> tuple[list[Any], int]:
+    """The makers of all groups, and how many workers there are for them."""
+    makers = makers_of(create_env_fn)
+    if not isinstance(create_env_fn, (list, tuple)):
+        makers *= num_workers or 1
+    for number, maker in enumerate(makers):
+        if is_environment(maker):
+            raise BadOption(
+                f"create_env_fn[{number}] is an environment, which lives in this process: give an id, or a function "
+                f"that makes one, for workers to call"
+            )
+    return makers, min(num_workers or len(makers), len(makers))
+
+
+class Workers:
+    """Starts the workers of a collector, and makes the schedule that they work by.
+
+    Args:
+        makers, count: see ``count_workers``.
+        policy: that acts, or None.
+        weights: of the policy.
+        made: ends the workers if anything fails later.
+        alone: every group fills batches of its own.
+    """
+
+    def __init__(
+        self,
+        options: MultiOptions,
+        makers: list[Any],
+        count: int,
+        policy: Any,
+        weights: SentWeights,
+        made: ExitStack,
+        *,
+        alone: bool,
+    ) -> None:
+        self._options, self._makers, self._policy, self._weights, self._alone = options, makers, policy, weights, alone
+        self.arena = Arena.create("muster-slots")
+        made.callback(self.arena.close)
+        self._notes = CrashNotes(CrashDirectory(options.crash_dir))
+        self._supervisor = Supervisor(
+            on_failure=options.on_failure,
+            timeouts=options.timeouts,
+            max_restarts=options.max_restarts,
+            notes=self._notes,
+        )
+        self._prepare_threads(made)
+        if weights.lazy:
+            self._materialise(made)
+        self._payloads = self._pickle(count)
+        parts = [part.tolist() for part in np.array_split(np.arange(len(makers)), count)]
+        self._handles = [self._handle(index, part) for index, part in enumerate(parts)]
+        self._supervisor.handles = self._handles
+        made.callback(self.end)
+        infos = self._start()
+        self.crew = Crew(self._handles, infos, self._supervisor)
+        self._supervisor.accounts = self.crew.accounts
+        self._assign()
+
+    def end(self) -> None:
+        """Kill what is left of them."""
+        for handle in self._handles:
+            handle.end()
+
+    def schedule(self) -> Sync | FirstReady:
+        """Who works when."""
+        options, infos = self._options, [account.info for account in self.crew.accounts]
+        one_slot = options.cat_dim is None and not self._alone
+        parts = [list(range(len(infos)))] if one_slot else [[number] for number in range(len(infos))]
+        limit = cast(int, options.slot_memory_limit) // len(parts)
+        bundles = [Bundle(part, limit_bytes=limit, memory=self.arena) for part in parts]
+        if self._alone:
+            T = [options.rows_per_batch(info.num_envs) for info in infos]
+            weights, max_lag = self._weights, options.max_policy_lag
+            return FirstReady(self.crew, bundles, T, max_lag=max_lag, publishes=lambda: weights.publishes)
+        rows = options.rows_per_batch(self.crew.num_envs) if options.extend_buffer else 1
+        return Sync(self.crew, bundles, [rows] * len(infos), enough=options.enough(len(infos)))
+
+    def _materialise(self, made: ExitStack) -> None:
+        """Lazy layers: a worker's first call shows what weights there are; all workers then begin with these."""
+        self._payloads = self._pickle(1)
+        probe = self._handle(0, [0])
+        self._supervisor.handles = [probe]
+        made.callback(probe.end)
+        probe.start()
+        (info,) = probe.built()
+        probe.assign(Assignment([0], info.num_envs, False, None))
+        probe.call("layouts", "policy", [1], None)
+        self._weights.materialise(probe.call("weights"))
+        probe.close()
+
+    def _start(self) -> list[GroupInfo]:
+        """Let workers make their environments."""
+        for handle in self._handles:
+            handle.start()
+        importlib.import_module("tensordict")  # for batches; it takes seconds, and workers are busy meanwhile
+        infos: list[GroupInfo] = [info for handle in self._handles for info in handle.built()]
+        return infos
+
+    def _assign(self) -> None:
+        """Tell workers where they stand among all."""
+        options, crew = self._options, self.crew
+        sharing = [account.info.num_envs for account in crew.accounts] if self._alone else [crew.num_envs]
+        masks = any([marks_valid(options, number) for number in sorted(set(sharing))])  # noqa: C419 (each may warn)
+        masks |= options.enough(len(crew.accounts)) is not None or options.on_failure == "drop"
+        kwargs = keywords_of(options.create_env_kwargs, len(self._makers))
+        device = options.devices["env_device"]
+        origins = [Maker(m, options.num_envs, k, device) for m, k in zip(self._makers, kwargs, strict=True)]
+        infos, ids = zip(*((account.info, account.env_ids) for account in crew.accounts), strict=True)
+        self._notes.open(origins, infos, ids, options.max_frames_per_traj)
+        if options.seed is not None:
+            seed = options.seed
+            self._notes.seeded(range(len(infos)), lambda ids: [seed + i for i in ids])
+        for handle in self._handles:
+            firsts = [int(crew.accounts[number].env_ids[0]) for number in handle.groups]
+            handle.assign(Assignment(firsts, crew.num_envs, masks, options.seed))
+        for handle in self._handles:
+            handle.subscribe()
+
+    def _in_worker(self, rollout: Any) -> Any:
+        threads = self._options.num_sub_threads if self._options.backend == "processes" else None
+        return dataclasses.replace(rollout, num_threads=threads)
+
+    def _handle(self, index: int, groups: list[int]) -> DetachedWorker:
+        options = self._options
+        makers, kwargs, policies, told = self._payloads
+        threads = options.backend == "threads"
+        kwargs = [kwargs[number] for number in groups]
+        given = dumps if not threads else lambda value, what: value
+        payload = Payload(
+            [makers[number] for number in groups],
+            given(kwargs, "create_env_kwargs"),
+            policies[index],
+            options.policy_factory is not None,
+            given(told, "the options"),
+            self._policy_lock,
+        )
+        setup = Setup(
+            payload,
+            groups,
+            self.arena,
+            lambda: self._weights.ticket(index),
+            None if threads else options.num_sub_threads,
+            in_process(options.start_method) if self._doorbell is None else in_thread(self._doorbell),
+            threads,
+            self._supervisor.timeout("close"),
+            stoppable=threads or options.enough(len(self._makers)) is not None,
+        )
+        return DetachedWorker(index, setup, self._supervisor)
+
+    def _prepare_threads(self, made: ExitStack) -> None:
+        self._doorbell = self._supervisor.doorbell = Doorbell() if self._options.backend == "threads" else None
+        self._policy_lock = threading.Lock() if self._doorbell is not None and not self._alone else None
+        if self._doorbell is not None:
+            made.callback(self._doorbell.close)
+
+    def _pickle(self, count: int) -> tuple[list[Any], list[Any], list[bytes], WorkerOptions]:
+        """Makers and keywords by group, policies by worker, and the options. Makers go to threads as they are."""
+        options = self._options
+        makers = list(self._makers)
+        if self._doorbell is None:
+            indices = reversed(range(len(makers)))
+            once = {id(makers[i]): dumps(makers[i], f"create_env_fn[{i}]") for i in indices}
+            makers = [once[id(maker)] for maker in makers]
+        kwargs = list(keywords_of(options.create_env_kwargs, len(makers)))
+        factory = options.policy_factory
+        if isinstance(factory, (list, tuple)):
+            policies = [dumps(one, f"policy_factory[{i}]") for i, one in enumerate(factory)]
+        else:
+            policies = [dumps(self._policy, "policy") if factory is None else dumps(factory, "policy_factory")] * count
+        told = worker_options(options, shared_frames=not self._alone)
+        return makers, kwargs, policies, dataclasses.replace(told, rollout=self._in_worker(told.rollout))

@@ -1,0 +1,147 @@
+"""What a worker is made of: groups of environments, and policies as the loop calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from muster.columns import RolloutOptions
+from muster.envs.build import BuiltEnv, build_env
+from muster.errors import BadOption
+from muster.group import Group
+from muster.keys import STEP_COUNT, TRUNCATED
+from muster.policies.adapt import adapt, takes_tensordict
+from muster.policies.heads import Head
+from muster.protocols import EnvBatch, Policy
+from muster.rng import GroupRng
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """The options of a collector that its workers need; see ``CollectorOptions`` for the words.
+
+    Attributes:
+        shared_frames: ``frames_per_batch`` where all groups together fill a batch; None where each fills its own.
+    """
+
+    frames_per_batch: int
+    shared_frames: bool
+    num_envs: int | None
+    env_device: torch.device | None
+    policy_device: torch.device | None
+    exploration_type: str
+    executor: bool
+    trust_policy: bool | None
+    compile_policy: bool | dict[str, Any] | None
+    cudagraph_policy: bool | dict[str, Any] | None
+    rollout: RolloutOptions
+
+
+def build_envs(
+    makers: Sequence[Any], kwargs: Sequence[Mapping[str, Any] | None], options: WorkerOptions, made: ExitStack
+) -> list[BuiltEnv]:
+    """An env batch for each maker; ``made`` closes them if anything fails later."""
+    built: list[BuiltEnv] = []
+    for maker, keywords in zip(makers, kwargs, strict=True):
+        built.append(build_env(maker, options.num_envs, keywords, options.env_device))
+        made.callback(built[-1].env.close)
+        _check_env(built[-1].env, options.rollout)
+    objects = [id(_innermost(env)) for b in built for env in b.env.objects()]
+    if len(set(objects)) < len(objects):
+        raise BadOption("create_env_fn has the same environment object twice; give functions that make one")
+    return built
+
+
+def make_group(
+    built: BuiltEnv, number: int, first: int, total: int, options: RolloutOptions, rng: GroupRng, *, shared: bool
+) -> Group:
+    """A group of the environments ``first``, ``first + 1``, ... of ``total``."""
+    ids = np.arange(first, first + built.env.num_envs)
+    group = Group(built.env, batch_shape=built.batch_shape, env_ids=ids, total_envs=total, rng=rng, options=options)
+    group.number = number
+    if not shared:
+        group.places = np.arange(group.B), group.B
+    return group
+
+
+def restarted_rng(seed: int | None, number: int, incarnation: int, device: torch.device | None) -> GroupRng:
+    """The random streams of a group in a worker that has been restarted so many times."""
+    return GroupRng(seed, number, device, incarnation)
+
+
+def restarted_seeds(seed: int, env_ids: Sequence[int], incarnation: int) -> list[int]:
+    """Other seeds for environments that begin anew after their worker was lost: not the same episodes again."""
+    roots = (np.random.SeedSequence([seed, i, incarnation]) for i in env_ids)
+    return [int(root.generate_state(1)[0] >> 1) for root in roots]
+
+
+def build_policy(policy: Any, options: WorkerOptions, group: Group, device: torch.device | None) -> Policy:
+    """The policy as the loop calls it; None is uniformly random."""
+    takes = options.trust_policy
+    if policy is not None and takes is None:
+        takes = type(policy).__name__ == "CudaGraphModule" or takes_tensordict(policy)
+    return adapt(
+        _compiled(policy, options),
+        group.env,
+        batch_shape=group.batch_shape,
+        device=device,
+        exploration_type=options.exploration_type,
+        executor=options.executor,
+        takes_td=bool(takes),
+    )
+
+
+def _compiled(policy: Any, options: WorkerOptions) -> Any:
+    wanted = [name for name in ("compile_policy", "cudagraph_policy") if getattr(options, name) not in (None, False)]
+    if policy is None or not wanted:
+        return policy
+    if isinstance(policy, Head):
+        raise BadOption(
+            f"{wanted[0]} is for whole policies, and {policy.name} is a head: compile its network instead, as in "
+            f"muster.policies.{policy.name}(torch.compile(net))"
+        )
+    compiled: Any = policy
+    if "compile_policy" in wanted:
+        compiled = torch.compile(compiled, **_dict(options.compile_policy))
+    if "cudagraph_policy" in wanted:
+        from tensordict.nn import CudaGraphModule
+
+        compiled = CudaGraphModule(compiled, **_dict(options.cudagraph_policy))
+    return compiled
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _check_env(env: EnvBatch, options: RolloutOptions) -> None:
+    if options.set_truncated and TRUNCATED not in env.flags and not options.max_frames_per_traj:
+        raise BadOption(
+            f"set_truncated=True, but {env.name} has no 'truncated' flag. Add one (TorchRL: env.add_truncated_keys()), "
+            f"or leave set_truncated out."
+        )
+    if options.max_frames_per_traj and STEP_COUNT in env.observation_specs:
+        raise BadOption(
+            f"max_frames_per_traj adds 'step_count', which {env.name} has already. Let the environment truncate "
+            f"(TorchRL: StepCounter(max_steps)), or rename its key."
+        )
+    if options.compact_obs and env.writes_next:
+        raise BadOption(f"compact_obs: {env.name} resets on the device, where last observations cannot be set aside")
+
+
+def _innermost(env: Any) -> Any:
+    """The environment inside all wrappers of Gymnasium's and Muster's.
+
+    Without a look at its ``__dict__``: an object whose ``__dict__`` was asked for is slower ever after (CPython 3.11:
+    15 % of a CartPole step).
+    """
+    wraps = any(kind.__module__.startswith(("gymnasium.", "muster.envs.")) for kind in type(env).__mro__)
+    for name in ("env", "pool") if wraps else ():
+        if (inner := getattr(env, name, None)) is not None and inner is not env:
+            return _innermost(inner)
+    return env

@@ -1,0 +1,114 @@
+"""What a crew keeps so that a failure can be repeated: actions of episodes under way, and the files made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from muster.errors import MusterError
+from muster.keys import TERMINATED, TRUNCATED, Key, next_of
+from muster.memory.slots import Lane
+from muster.memory.specs import Array
+from muster.sources.build import restarted_seeds
+from muster.sources.capsule import CrashDirectory, Maker
+from muster.sources.history import LIMIT_BYTES, History
+from muster.sources.messages import GroupInfo, Order, Report
+
+Replay = tuple[Path | None, str]  # a file, and the command that replays it
+
+
+class CrashNotes:
+    """Histories of groups, in the parent.
+
+    Args:
+        directory: for capsules.
+    """
+
+    def __init__(self, directory: CrashDirectory) -> None:
+        self._directory = directory
+        self._histories: dict[int, History] = {}
+        self._infos: dict[int, GroupInfo] = {}
+        self._begun: dict[int, int] = {}  # rows of orders under way that an earlier report was about
+
+    def open(self, makers: Sequence[Maker], infos: Sequence[GroupInfo], env_ids: Sequence[Array], limit: Any) -> None:
+        """Begin with groups that were just made; ``limit`` is ``max_frames_per_traj``."""
+        for number, (maker, info, ids) in enumerate(zip(makers, infos, env_ids, strict=True)):
+            self._infos[number] = info
+            self._histories[number] = History(
+                maker,
+                name=info.name,
+                env_ids=ids.tolist(),
+                alone=info.replays_alone,
+                limit_bytes=LIMIT_BYTES // len(infos),
+                max_frames_per_traj=limit,
+            )
+
+    def told(self, groups: Sequence[int], method: str, args: Sequence[Any]) -> None:
+        """A worker of these groups was asked for something."""
+        if method == "reset":
+            which, options = args
+            for number, chosen in which.items():
+                self._histories[number].reset(chosen, None, options)
+        elif method == "seed":
+            seed, static = args
+            self.seeded(groups, lambda ids: [seed if static else seed + i for i in ids])
+        elif method == "load":
+            for number in groups:
+                self._histories[number].forget()
+
+    def seeded(self, groups: Sequence[int], seeds: Any) -> None:
+        """All environments of these groups begin anew with seeds, ``seeds(env_ids)``."""
+        for number in groups:
+            self._histories[number].reset(None, seeds(self._histories[number].env_ids))
+
+    def restarted(self, groups: Sequence[int], seed: int | None, static: bool, incarnation: int) -> None:
+        """These groups have been made anew."""
+        for number in groups:
+            self._histories[number].forget()
+        if seed is not None:
+            self.seeded(groups, lambda ids: restarted_seeds(seed, [0] * len(ids) if static else ids, incarnation))
+
+    def reported(self, report: Report, lane: Lane) -> None:
+        """A rollout is complete."""
+        begin = self._begun.pop(report.number, 0)
+        self._histories[report.group].add(self._actions(report.group, lane, begin, report.done_steps), report.anchors)
+
+    def failed(self, report: Report, lane: Lane, error: BaseException, index: int | None) -> Replay:
+        """An environment or policy of a worker that lives has raised: a capsule of it."""
+        begin, row = self._begun.get(report.number, 0), report.done_steps
+        self._begun[report.number] = row
+        end = row + (report.phase == "step")
+        known = {"error": error, "phase": report.phase, "index": index, "log": report.anchors}
+        return self._save(report.group, lane, begin, end, **known)
+
+    def died(self, order: Order, lane: Lane, row: int, index: int | None, error: MusterError) -> Replay:
+        """The same of a worker that is dead or hangs, from what it has left in the lane of an order.
+
+        Args:
+            row: that the policy was last asked for; -1: none.
+            index: of the environment that was being stepped.
+        """
+        begin, phase = self._begun.pop(order.number, 0), error.phase or "step"
+        done = max(begin, row + (phase == "reset"))
+        ended = (lane.arrays[next_of(TERMINATED)] | lane.arrays[next_of(TRUNCATED)])[begin:done].astype(bool)
+        if phase == "reset" and len(ended) and ended[-1].sum() == 1:
+            index = int(ended[-1].argmax())
+        known = {"error": error, "phase": phase, "index": index, "ended": ended}
+        return self._save(order.group, lane, begin, done + (phase == "step"), **known)
+
+    def _save(self, group: int, lane: Lane, begin: int, end: int, **known: Any) -> Replay:
+        history = self._histories[group]
+        observed: Mapping[Key, Array] = {}
+        if end > begin:
+            keys = [key for key in self._infos[group].observation_keys if key in lane.arrays]
+            observed = {key: np.array(lane.arrays[key][end - (known["phase"] == "step")]) for key in keys}
+        capsule = history.capsule(actions=self._actions(group, lane, begin, end), observation=observed, **known)
+        history.forget()
+        path = self._directory.save(capsule)
+        return path, "" if path is None else capsule.command(path)
+
+    def _actions(self, group: int, lane: Lane, begin: int, end: int) -> dict[Key, Array]:
+        return {key: lane.arrays[key][begin:end] for key in self._infos[group].action_keys if key in lane.arrays}

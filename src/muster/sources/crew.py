@@ -1,0 +1,230 @@
+"""All workers of a collector, and the books: what was executed, delivered, discarded, and is on its way."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from muster.errors import MusterError, WorkerDied
+from muster.memory.slots import Slot
+from muster.memory.specs import Array
+from muster.progress import Timing
+from muster.sources.detached import DetachedWorker
+from muster.sources.handles import Handle
+from muster.sources.messages import GroupInfo, Order, Report
+from muster.stats import WorkerStats
+
+
+@dataclass
+class Account:
+    """The books of one group, over all that ever ran it.
+
+    Attributes:
+        env_ids: global numbers of its environments.
+        in_flight: steps of lanes that nobody has got yet.
+        partial: those of them in the lane that is not complete.
+        delivered: frames in batches.
+        lag: see ``WorkerStats.policy_lag``.
+        clock: episode numbers and steps as of the last report, ``[2, B]``; None: nothing was reported.
+        dropped: nobody runs it any more.
+    """
+
+    info: GroupInfo
+    env_ids: Array
+    executed: int = 0
+    in_flight: int = 0
+    partial: int = 0
+    delivered: int = 0
+    lag: int = 0
+    discarded: Counter[str] = field(default_factory=Counter)
+    timing: Timing = field(default_factory=Timing)
+    clock: Array | None = None
+    dropped: bool = False
+
+    def add(self, report: Report) -> None:
+        """Enter what came of an order."""
+        self.executed += report.executed
+        self.discarded.update(report.discarded)
+        kept = report.executed - sum(report.discarded.values())
+        self.in_flight += kept
+        self.partial = 0 if report.error is None and not report.lost else self.partial + kept
+        for part in ("env", "policy", "copy", "total"):
+            setattr(self.timing, part, getattr(self.timing, part) + getattr(report.timing, part))
+
+    def cut_short(self, steps: int) -> None:
+        """The lane at work has so many steps in all, which nobody has reported."""
+        more = max(0, steps - self.partial)
+        self.executed += more
+        self.in_flight += more
+        self.partial += more
+
+    def discard(self, reason: str, steps: int) -> None:
+        """Steps on their way will never arrive."""
+        if steps:
+            self.discarded[reason] += steps
+            self.in_flight -= steps
+
+    def give_up(self, reason: str) -> None:
+        """The lane that is not complete never will be."""
+        self.discard(reason, self.partial)
+        self.partial = 0
+
+
+class Watch(Protocol):
+    """Waits for workers elsewhere, and deals with those that fail."""
+
+    def wait(self, timeout: float | None) -> list[Report]:
+        """Until some worker has something to say; reports in the place of workers that are lost."""
+
+
+class Crew:
+    """Workers, by the groups that they run.
+
+    Args:
+        handles: of the workers, by their first group.
+        infos: of the groups.
+        watch: for workers that are not in this thread.
+    """
+
+    def __init__(self, handles: Sequence[Handle], infos: Sequence[GroupInfo], watch: Watch | None = None) -> None:
+        self.handles, self._watch = list(handles), watch
+        firsts = itertools.accumulate((info.num_envs for info in infos), initial=0)
+        self.accounts = [
+            Account(info, np.arange(first, first + info.num_envs)) for info, first in zip(infos, firsts, strict=False)
+        ]
+        self.num_envs = sum(info.num_envs for info in infos)
+        self._of = {number: handle for handle in handles for number in handle.groups}
+        self._numbers = itertools.count(1)
+        self._reports: deque[Report] = deque()  # of lost workers
+        self._turn = 0
+
+    def handle(self, group: int) -> Handle:
+        return self._of[group]
+
+    def submit(self, group: int, slot: Slot, lane: int, *, number: int | None = None, **order: Any) -> Order:
+        """Let a group's worker make a rollout into a lane, or go on with that of order ``number``; see ``Order``."""
+        made = Order(next(self._numbers) if number is None else number, group, lane, **order)
+        if self.accounts[group].dropped:
+            self._reports.append(Report(made.number, group, dropped=True))
+        else:
+            self._of[group].submit(made, slot)
+        return made
+
+    def check_alive(self) -> None:
+        """Raise if all workers have been dropped."""
+        if all(account.dropped for account in self.accounts):
+            raise WorkerDied(
+                "all workers have been dropped, so nothing can be collected any more. Each was warned about with its "
+                "cause; on_failure='restart' starts workers again."
+            )
+
+    @property
+    def outstanding(self) -> int:
+        """Orders without a report."""
+        return sum(len(handle.outstanding) for handle in self.handles) + len(self._reports)
+
+    def next_report(self) -> Report:
+        """Wait for what comes of an order, whichever is first; workers that are ready at once take turns."""
+        while True:
+            report = self._reports.popleft() if self._reports else self._take()
+            if report is not None:
+                self.accounts[report.group].add(report)
+                return report
+            assert self._watch is not None, "nothing was ordered"
+            self._reports += self._watch.wait(None)
+
+    def stop(self) -> None:
+        """Let all rollouts that have been ordered end after their current step."""
+        for handle in self.handles:
+            if handle.outstanding:
+                handle.stop(max(handle.outstanding))
+
+    def withdraw(self) -> None:
+        """Take back orders that no worker has seen yet."""
+        for handle in self.handles:
+            handle.withdraw()
+
+    def worker_stats(self) -> tuple[WorkerStats, ...]:
+        """Of workers that are not in this thread."""
+        every = sum(account.delivered for account in self.accounts)
+        return tuple(self._stats_of(h, every) for h in self.handles if isinstance(h, DetachedWorker))
+
+    def _stats_of(self, handle: DetachedWorker, every: int) -> WorkerStats:
+        accounts = [self.accounts[number] for number in handle.groups]
+        frames, busy = sum(a.delivered for a in accounts), sum(a.timing.total for a in accounts) / 1e9
+        state = "dropped" if self._is_dropped(handle) else "working" if handle.alive else "dead"
+        return WorkerStats(
+            handle.index,
+            handle.child.pid,
+            state,
+            handle.phase.name.lower() if handle.alive else state,
+            tuple(int(i) for a in accounts for i in a.env_ids),
+            frames,
+            frames / every if every else 0.0,
+            frames / busy if busy else 0.0,
+            busy,
+            handle.incarnation,
+            max(a.lag for a in accounts),
+        )
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every ``Worker``; what each of them returns."""
+        return [answer for handle in self.handles for answer in self.ask(handle, method, *args)]
+
+    def ask(self, handle: Handle, method: str, *args: Any) -> list[Any]:
+        """What a ``Worker`` says to a call, as the only entry of a list; an empty list if it is dropped."""
+        if self._is_dropped(handle):
+            return []
+        try:
+            return [handle.call(method, *args)]
+        except MusterError:
+            if self._is_dropped(handle):  # just now
+                return []
+            raise
+
+    def call_for(self, method: str, groups: Mapping[int, Any], *args: Any) -> None:
+        """Call a method of the workers of ``groups``, each with its part of the mapping."""
+        for handle in self.handles:
+            part = {number: groups[number] for number in handle.groups if number in groups}
+            if part and not self._is_dropped(handle):
+                self.ask(handle, method, part, *args)
+
+    def close(self, *, close_env: bool = True) -> None:
+        """End all workers, whatever one of them raises.
+
+        Args:
+            close_env: False leaves environments open that are in this thread.
+        """
+        for handle in self.handles:
+            handle.begin_close()
+        with ExitStack() as closing:
+            closing.callback(self._enter_last_reports)
+            for handle in self.handles if close_env else ():
+                closing.callback(handle.close)
+
+    def _enter_last_reports(self) -> None:
+        for handle in self.handles:
+            while (report := handle.take()) is not None:
+                self.accounts[report.group].add(report)
+            if isinstance(handle, DetachedWorker) and handle.cut_short is not None:
+                group, steps = handle.cut_short
+                self.accounts[group].cut_short(steps)
+                handle.cut_short = None
+
+    def _is_dropped(self, handle: Handle) -> bool:
+        return self.accounts[handle.groups[0]].dropped
+
+    def _take(self) -> Report | None:
+        for step in range(len(self.handles)):
+            turn = (self._turn + step) % len(self.handles)
+            report = self.handles[turn].take()
+            if report is not None:
+                self._turn = turn + 1
+                return report
+        return None

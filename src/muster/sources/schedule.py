@@ -1,0 +1,237 @@
+"""What the schedules have in common: slots for groups, and what becomes of full ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from muster.errors import BadOption
+from muster.marks import Final, blank
+from muster.memory.slots import Layout, Memory, Slot, SlotRing, SlotState
+from muster.memory.specs import Array
+from muster.sources.crew import Crew
+from muster.sources.handles import Handle
+from muster.sources.messages import Report
+from muster.trajectories import Episodes, join_episodes
+
+
+@dataclass(frozen=True)
+class Filled:
+    """What a batch is made of.
+
+    Attributes:
+        slots: complete ones, with their rings. Several are to be concatenated.
+        groups: whose lanes they are, in order.
+        frames: valid steps.
+        rows: time steps that hold any, by group.
+        episodes: those that ended in it.
+        versions: of the weights that acted, by group.
+        finals: see ``Group.finals``; with the global numbers of the environments.
+    """
+
+    slots: list[tuple[SlotRing, Slot]]
+    groups: list[int]
+    episodes: Episodes
+    frames: int
+    rows: list[int]
+    versions: list[int | str]
+    finals: list[tuple[Array, list[Final]]]
+    spans: list[Any]
+    path: str
+
+    @property
+    def layout(self) -> Layout:
+        return self.slots[0][0].layout
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the next batches should be like.
+
+    Attributes:
+        policy: who acts in the n-th batch from now: "policy" or "random".
+        version: of the weights; None: workers take the newest.
+        limit: valid steps; None is all.
+        closes: it is a whole batch, and not a part of one.
+        spans: record what happens when.
+        batches: how many may be begun from now on; None: any number.
+    """
+
+    policy: Callable[[int], str]
+    version: int | str | None = None
+    limit: int | None = None
+    closes: bool = True
+    spans: bool = False
+    batches: int | None = None
+
+
+class Bundle:
+    """Groups whose lanes lie in one slot.
+
+    Args:
+        groups: their numbers.
+        limit_bytes, memory: see ``SlotRing``.
+
+    Attributes:
+        laid_out: the slots are for what the groups write now.
+    """
+
+    def __init__(self, groups: Sequence[int], *, limit_bytes: int, memory: Memory) -> None:
+        self.groups = list(groups)
+        self._limit_bytes, self._memory = limit_bytes, memory
+        self._ring: SlotRing | None = None
+        self.laid_out = False
+
+    @property
+    def ring(self) -> SlotRing:
+        assert self._ring is not None, "no policy has been chosen"
+        return self._ring
+
+    def lay_out(self, layouts: Sequence[Layout], names: Sequence[str]) -> None:
+        """Use slots in which the groups can write side by side.
+
+        Raises:
+            BadOption: they cannot.
+        """
+        if any(_shape(layout) != _shape(layouts[0]) for layout in layouts):
+            raise BadOption(
+                "the groups of create_env_fn differ in number of environments, spaces or policy outputs, so they "
+                "cannot share a batch: "
+                + "; ".join(f"{name}: {layout.B} environments" for name, layout in zip(names, layouts, strict=True))
+            )
+        self.laid_out = True
+        first = layouts[0]
+        layout = Layout(first.T, first.B, first.columns, len(layouts), batch_shape=first.batch_shape)
+        if self._ring is None or self._ring.layout != layout:
+            self._ring = SlotRing(layout, limit_bytes=self._limit_bytes, memory=self._memory)
+
+    def slots(self, state: SlotState) -> int:
+        return self._ring.count(state) if self._ring else 0
+
+    def forget(self) -> None:
+        """Look again what is to be written, and where."""
+        if self._ring is not None:
+            self._ring.forget_views()
+        self.laid_out = False
+
+
+class Ahead(Protocol):
+    """Does while workers fill slots what would otherwise be done when they are full."""
+
+    def prepare(self, ring: SlotRing, slot: Slot) -> None:
+        """A slot is being filled."""
+
+    def drop(self, slot: Slot) -> bool:
+        """It will never be full; whether it comes back to its ring by itself."""
+
+
+class Schedule:
+    """What all schedules share.
+
+    Args:
+        crew: who does the work.
+        bundles: groups by the slots they write into.
+        T: time steps per rollout, by group.
+
+    Attributes:
+        ahead: is told of slots that workers fill.
+    """
+
+    def __init__(self, crew: Crew, bundles: Sequence[Bundle], T: Sequence[int]) -> None:
+        self.crew, self.bundles, self.T = crew, list(bundles), list(T)
+        self.waited = 0  # ns, for workers
+        self.ahead: Ahead | None = None
+
+    @property
+    def sharing(self) -> int:
+        """Environments that share the frames of a batch."""
+        return sum(self.crew.accounts[number].info.num_envs for number in self._batch_groups())
+
+    def slots(self) -> dict[str, int]:
+        """Number of slots by state."""
+        return {state.value: sum(bundle.slots(state) for bundle in self.bundles) for state in SlotState}
+
+    @property
+    def in_flight(self) -> int:
+        """Steps that are in no batch yet."""
+        return sum(account.in_flight for account in self.crew.accounts)
+
+    def look_again(self) -> None:
+        """Environments were restored, and may hold other objects inside than before, and write other columns."""
+        for bundle in self.bundles:
+            bundle.forget()
+
+    def close(self, *, close_env: bool = True) -> None:
+        """End the workers; what nobody has got is discarded."""
+        try:
+            self.crew.close(close_env=close_env)
+        finally:
+            self._discard("shutdown")
+
+    def _batch_groups(self) -> Sequence[int]:
+        """Of one batch."""
+        return range(len(self.crew.accounts))
+
+    def _next_report(self) -> Report:
+        began = time.perf_counter_ns()
+        try:
+            return self.crew.next_report()
+        finally:
+            self.waited += time.perf_counter_ns() - began
+
+    def _limit(self, limit: int | None, groups: Sequence[int]) -> int | None:
+        """Valid steps in a batch of these groups; None is all of them."""
+        cells = sum(self.T[number] * self.crew.accounts[number].info.num_envs for number in groups)
+        return limit if limit is not None and limit < cells else None
+
+    def _discard(self, reason: str) -> None:
+        for account in self.crew.accounts:
+            account.discard(reason, account.in_flight)
+            account.partial = 0
+
+    def _give_back(self, ring: SlotRing, slot: Slot) -> None:
+        """A slot that will never be full."""
+        if self.ahead is None or not self.ahead.drop(slot):
+            ring.give_back(slot)
+
+    def _lay_out(self, handle: Handle, policy: str, version: int | str | None) -> dict[int, Layout]:
+        """What a worker's groups write when this policy acts; nothing if it is dropped."""
+        made = self.crew.ask(handle, "layouts", policy, [self.T[number] for number in handle.groups], version)
+        return dict(zip(handle.groups, made[0], strict=True)) if made else {}
+
+    def _finish(self, slot: Slot, lane: int, report: Report) -> None:
+        """A lane goes to the user."""
+        account = self.crew.accounts[report.group]
+        account.delivered += report.frames
+        account.in_flight -= report.frames
+        if report.dropped:
+            blank(slot.lanes[lane], np.zeros((0, slot.lanes[lane].B), bool), repeat_flags=False)
+        for key, array in report.objects.items():
+            slot.lanes[lane].arrays[key][...] = array
+
+    def _names(self, bundle: Bundle) -> list[str]:
+        return [self.crew.accounts[number].info.name for number in bundle.groups]
+
+
+def filled(crew: Crew, slots: list[tuple[SlotRing, Slot]], reports: Sequence[Report]) -> Filled:
+    """What a batch of these lanes is made of."""
+    done = [report for report in reports if report.episodes is not None]
+    return Filled(
+        slots,
+        [report.group for report in reports],
+        join_episodes([cast(Episodes, report.episodes) for report in done]),
+        frames=sum(report.frames for report in reports),
+        rows=[report.rows for report in reports],
+        versions=[report.version for report in done],
+        finals=[(crew.accounts[report.group].env_ids, report.finals) for report in reports],
+        spans=[span for report in reports for span in report.spans],
+        path=reports[0].path,
+    )
+
+
+def _shape(layout: Layout) -> object:
+    return layout.B, layout.lead, [(c.key, c.shape, c.dtype, c.carry) for c in layout.columns]

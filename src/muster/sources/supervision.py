@@ -1,0 +1,332 @@
+"""Waiting for worker processes: for what they say, for their deaths, and for what takes them too long."""
+
+from __future__ import annotations
+
+import select
+import time
+import warnings
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from muster.errors import BadEnvOutput, EnvError, MusterError
+from muster.sources import failures
+from muster.sources.crash_notes import CrashNotes
+from muster.sources.crew import Account
+from muster.sources.detached import DetachedWorker, Restarted
+from muster.sources.messages import Report
+from muster.sources.threads import Doorbell
+
+OnFailure = Literal["raise", "restart", "drop"]
+
+TIMEOUTS: dict[str, float | None] = {  # seconds
+    "construct": 300.0,
+    "reset": 60.0,
+    "step": 60.0,
+    "policy": 60.0,
+    "weights": 60.0,
+    "call": 300.0,
+    "close": 5.0,
+}
+SAMPLED_EVERY = 0.2  # seconds
+BACK_OFF = (0.0, 0.1, 0.5, 2.0)  # seconds before a restart, by restarts without a batch
+FRUITLESS = 3  # restarts without a batch are enough
+
+
+@dataclass
+class _Record:
+    """What is remembered of a worker."""
+
+    signs: tuple[Any, ...] = ()
+    since: float = 0.0
+    restarts: deque[float] = field(default_factory=deque)  # times within the last minute
+    fruitless: int = 0
+    revive_at: float | None = None
+
+
+class Supervisor:
+    """Watches over the processes of a crew.
+
+    Args:
+        on_failure: "raise": the error reaches the user, and the worker is started again by the next batch.
+            "restart": it is started again at once. "drop": the others go on without it.
+        timeouts: seconds by phase; what is missing is as in ``TIMEOUTS``, None is for ever.
+        max_restarts: of one worker within a minute, before its error reaches the user.
+        notes: from which failures can be repeated.
+
+    Attributes:
+        handles: all workers.
+        accounts: of the groups.
+        doorbell: of threads.
+        restarts: of all workers, by index.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_failure: OnFailure,
+        timeouts: Mapping[str, float | None],
+        max_restarts: int | None,
+        notes: CrashNotes,
+    ) -> None:
+        self.handles: Sequence[DetachedWorker] = ()
+        self.doorbell: Doorbell | None = None
+        self._on_failure = on_failure
+        self._timeouts = {**TIMEOUTS, **timeouts}
+        self._max_restarts = max_restarts
+        self._notes = notes
+        self.accounts: Sequence[Account] = ()
+        self._records: defaultdict[int, _Record] = defaultdict(_Record)
+        self._oom_kills = failures.oom_kills()
+        self._look_at = 0.0
+        self._listening: tuple[list[int], select.poll, dict[int, list[DetachedWorker]]] | None = None
+        self._lost: list[Report] = []
+
+    @property
+    def restarts(self) -> list[int]:
+        return [max(0, handle.incarnation) for handle in self.handles]
+
+    def timeout(self, phase: str) -> float | None:
+        """Seconds that a phase may take."""
+        return self._timeouts.get(phase, self._timeouts["step"])
+
+    def wait(self, timeout: float | None) -> list[Report]:
+        """Until some worker has reported; reports in the place of workers that are lost. May return early."""
+        if not self._lost:
+            self._revive()
+            self._poll(timeout)
+        lost, self._lost = self._lost, []
+        return lost
+
+    def wait_for(self, handle: DetachedWorker, ready: Callable[[], bool]) -> None:
+        """See ``Patience``."""
+        while not ready():
+            if handle.alive:
+                self._poll(None)
+            if not handle.alive and not ready():
+                if self._records[handle.index].revive_at is None:
+                    self._raise_once(handle)
+                while not handle.alive:
+                    self._poll(None)  # of others, until this one is due
+                    self._revive()
+                raise Restarted
+
+    # --- looking ----------------------------------------------------------------------------------
+
+    def _poll(self, timeout: float | None) -> None:
+        """Take in what has come, after waiting for some of it, and find out who is lost."""
+        poller, of = self._listen()
+        now = time.monotonic()
+        due = [record.revive_at - now for record in self._records.values() if record.revive_at is not None]
+        longest = min([SAMPLED_EVERY, *due, *([] if timeout is None else [timeout])])
+        ready = poller.poll(max(0.0, longest) * 1000)
+        if self.doorbell is not None:
+            self.doorbell.clear()
+        for handle in dict.fromkeys(handle for fd, _ in ready for handle in of[fd]):
+            if not handle.pump() or handle.child.exit_code() is not None:
+                handle.child.join(1.0)
+                handle.pump()  # what it said before
+                self._take_note(handle)
+                self._died(handle)
+            else:
+                self._take_note(handle)
+        self._look_for_hangs()
+
+    def _listen(self) -> tuple[select.poll, dict[int, list[DetachedWorker]]]:
+        """What to wait on, and whose it is; made anew when workers come or go."""
+        present = [handle.incarnation if handle.alive else -1 for handle in self.handles]
+        if self._listening is None or self._listening[0] != present:
+            poller = select.poll()
+            of: defaultdict[int, list[DetachedWorker]] = defaultdict(list)
+            for handle in self.handles:
+                for fd in handle.fds():
+                    of[fd].append(handle)
+            for fd in of:
+                poller.register(fd, select.POLLIN)
+            self._listening = present, poller, of
+        return self._listening[1:]
+
+    def _take_note(self, handle: DetachedWorker) -> None:
+        """Of reports that have come."""
+        fresh, handle.fresh = handle.fresh, []
+        for report in fresh:
+            if report.clock is not None:
+                self.accounts[report.group].clock = report.clock
+            if report.error is None and not report.lost:
+                self._records[handle.index].fruitless = 0
+                self._notes.reported(report, handle.lane_of(report.number))
+            elif report.error is not None:
+                failure: failures.Failure = report.error
+                lane, index = handle.lane_of(report.number), failure.where.env_index
+                report.error = failure.error(*self._notes.failed(report, lane, failure.error(), index))
+                if self._on_failure != "raise" and isinstance(report.error, (EnvError, BadEnvOutput)):
+                    handle.take_back(report)
+                    self.accounts[report.group].add(report)
+                    self._lose(handle, report.error, "env_error", counted=True)
+
+    def _look_for_hangs(self) -> None:
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + SAMPLED_EVERY / 2
+        for handle in self.handles:
+            record = self._records[handle.index]
+            if not handle.awaited():
+                record.signs = ()
+                continue
+            if handle.child.exit_code() is not None:  # without a sign, where something it has started lives on
+                handle.pump()
+                self._take_note(handle)
+                self._died(handle)
+                continue
+            signs = handle.signs()
+            if signs != record.signs:
+                record.signs, record.since = signs, now
+                continue
+            phase = handle.phase.name.lower()
+            deadline = self.timeout(phase)
+            if deadline is not None and now - record.since > deadline:
+                self._hung(handle, phase, now - record.since, deadline)
+
+    # --- who is lost ------------------------------------------------------------------------------
+
+    def _died(self, handle: DetachedWorker) -> None:
+        if not handle.alive:
+            return
+        while handle.unfinished:
+            report = handle.unfinished.pop()
+            self.accounts[report.group].add(report)
+        failure, phase = handle.failure(), handle.phase.name.lower()
+        code = handle.child.exit_code()
+        if failure is not None:
+            error: MusterError = failure.error()
+        else:
+            error = failures.died(
+                self._where(handle),
+                phase=phase,
+                exitcode=None if code is None or abs(code) > 255 else code,
+                oom_kills=failures.oom_kills() - self._oom_kills,
+                stack=handle.ledger.stack(),
+            )
+        self._lose(handle, self._with_capsule(handle, error), "worker_died")
+
+    def _hung(self, handle: DetachedWorker, phase: str, seconds: float, deadline: float) -> None:
+        stopped = not handle.setup.in_thread and _is_stopped(handle.child.pid)
+        stack = "" if stopped else handle.stack()
+        where = self._where(handle)
+        error = failures.hung(where, phase=phase, seconds=seconds, deadline=deadline, stack=stack, stopped=stopped)
+        self._lose(handle, self._with_capsule(handle, error), "worker_hung")
+
+    def _where(self, handle: DetachedWorker) -> failures.Where:
+        order = handle.order_at_work() if self.accounts else None
+        known = {"worker": handle.index, "pid": handle.child.pid, "incarnation": handle.incarnation}
+        if order is None:
+            ids = [int(i) for group in handle.groups for i in self.accounts[group].env_ids] if self.accounts else []
+            return failures.Where(env_ids=tuple(ids), **known)
+        account, seed = self.accounts[order.group], handle.assignment.seed
+        at, index = handle.at_work(len(account.env_ids))
+        row = at if at >= 0 else None
+        if index is None or not account.info.replays_alone:
+            return failures.Where(env_ids=tuple(account.env_ids.tolist()), row=row, seed=seed, **known)
+        env_id = int(account.env_ids[index])
+        seed = None if seed is None else seed + env_id * (not handle.assignment.static)
+        return failures.Where(env_ids=(env_id,), env_index=index, row=row, seed=seed, **known)
+
+    def told(self, handle: DetachedWorker, method: str, args: Sequence[Any]) -> None:
+        """See ``Patience``."""
+        if self.accounts:
+            self._notes.told(handle.groups, method, args)
+
+    def restarted(self, handle: DetachedWorker) -> None:
+        """See ``Patience``."""
+        given = handle.assignment
+        self._notes.restarted(handle.groups, given.seed, given.static, handle.incarnation)
+
+    def _with_capsule(self, handle: DetachedWorker, error: MusterError) -> MusterError:
+        """The error, with the file that replays it if there is one."""
+        order = handle.order_at_work() if self.accounts else None
+        if order is None:
+            return error
+        lane = handle.lane_of(order.number)
+        row, index = handle.at_work(lane.B)
+        error.capsule, command = self._notes.died(order, lane, row, index, error)
+        if command:
+            error.args = (f"{error}\n\nTo see it happen again under a debugger: {command}",)
+        return error
+
+    def _lose(self, handle: DetachedWorker, error: Exception, reason: str, *, counted: bool = False) -> None:
+        """End a worker, and do with its orders what is to be done."""
+        record = self._records[handle.index]
+        order = handle.order_at_work()
+        if order is not None and not counted:
+            self.accounts[order.group].cut_short(handle.steps_seen())
+        for number in handle.groups if self.accounts else ():
+            self.accounts[number].give_up(reason)
+        handle.end()
+        handle.cause = error
+        if not self.accounts:
+            return  # it was never part of the crew
+        self._prepare_successor(handle)
+        if self._on_failure == "restart" and self._may_restart(record):
+            record.revive_at = time.monotonic() + BACK_OFF[min(record.fruitless, len(BACK_OFF)) - 1]
+            handle.reviving = True
+            return
+        if self._on_failure == "drop":
+            warnings.warn(f"a worker is dropped, and the others go on without it: {error}", stacklevel=2)
+            for number in handle.groups:
+                self.accounts[number].dropped = True
+            self._lost += [Report(order.number, order.group, dropped=True) for order in handle.give_back()]
+            return
+        orders = handle.give_back()
+        self._lost += [Report(o.number, o.group, lost=True, error=None if i else error) for i, o in enumerate(orders)]
+
+    def _may_restart(self, record: _Record) -> bool:
+        """Within the budget; one more is counted."""
+        now = time.monotonic()
+        while record.restarts and record.restarts[0] < now - 60:
+            record.restarts.popleft()
+        record.restarts.append(now)
+        record.fruitless += 1
+        if self._max_restarts is None:
+            return True
+        return len(record.restarts) <= self._max_restarts and record.fruitless <= FRUITLESS
+
+    def _prepare_successor(self, handle: DetachedWorker) -> None:
+        """Its environments begin episodes of new numbers."""
+        episodes = []
+        for number in handle.groups:
+            account = self.accounts[number]
+            none_yet = np.zeros((2, len(account.env_ids)), np.int64)
+            episode, steps = none_yet if account.clock is None else account.clock
+            episodes.append(episode + (steps > 0))
+            account.clock = np.stack([episodes[-1], np.zeros_like(steps)])
+        handle.assignment = replace(handle.assignment, episodes=episodes)
+
+    def _revive(self) -> None:
+        now = time.monotonic()
+        for handle in self.handles:
+            record = self._records[handle.index]
+            if record.revive_at is not None and record.revive_at <= now:
+                record.revive_at = None
+                record.signs = ()
+                handle.reviving = False
+                handle.start()
+
+    def _raise_once(self, handle: DetachedWorker) -> None:
+        """The cause of a worker's end, which is then not raised again for its orders."""
+        for report in self._lost:
+            if report.error is handle.cause:
+                report.error = None
+        assert handle.cause is not None
+        raise handle.cause
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
+    except OSError:
+        return False

@@ -1,0 +1,144 @@
+"""The schedule in which all groups make a rollout for every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import cast
+
+from muster.memory.slots import Layout, Slot, SlotState
+from muster.sources.crew import Crew
+from muster.sources.messages import Report
+from muster.sources.schedule import Bundle, Filled, Schedule, Wanted, filled
+
+
+class Sync(Schedule):
+    """Every batch has a rollout of every group. Between batches the workers rest.
+
+    An error leaves the slot as it is; the next ``collect`` goes on with what is missing in it.
+
+    Args:
+        enough: when so many groups are done, the others end after their current step; None: all.
+    """
+
+    def __init__(self, crew: Crew, bundles: Sequence[Bundle], T: Sequence[int], *, enough: int | None = None) -> None:
+        super().__init__(crew, bundles, T)
+        self._enough = len(T) if enough is None else enough
+        self.preempts = enough is not None
+        self._filling: list[Slot] = []
+        self._complete: dict[int, Report] = {}  # by group
+        self._begun: dict[int, int] = {}  # numbers of the orders for these slots, by group
+
+    def collect(self, wanted: Wanted, into: Slot | None = None) -> Filled:
+        """T steps of every group.
+
+        Args:
+            into: a slot to use again, whoever looks at it (``return_same_td``).
+
+        Raises:
+            MusterError: what went wrong; the next call goes on where this one stopped.
+        """
+        self.crew.check_alive()
+        policy = wanted.policy(0)
+        self._prepare(policy, wanted.version)
+        if not self._filling:
+            again = into is not None and into.layout == self.bundles[0].ring.layout
+            self._filling = [_again(cast(Slot, into))] if again else [b.ring.take() for b in self.bundles]
+        limit = self._limit(wanted.limit, self._batch_groups())
+        for slot, lane, group in self._lanes():
+            if group not in self._complete:
+                order = self.crew.submit(
+                    group,
+                    slot,
+                    lane,
+                    number=self._begun.get(group),
+                    policy=policy,
+                    version=wanted.version,
+                    closes=wanted.closes,
+                    limit=limit,
+                    sharing=self._sharing(group),
+                    spans=wanted.spans,
+                )
+                self._begun[group] = order.number
+        if self.ahead is not None:
+            for bundle, slot in zip(self.bundles, self._filling, strict=True):
+                self.ahead.prepare(bundle.ring, slot)
+        self._wait()
+        self.crew.check_alive()
+        return self._filled()
+
+    def abandon(self, reason: str) -> None:
+        """Give up slots that are not complete; the environments begin anew."""
+        if not self._filling:
+            return
+        self._discard(reason)
+        self.crew.call_for("reset", {n: range(a.info.num_envs) for n, a in enumerate(self.crew.accounts)})
+
+    def layout(self, policy: str, version: int | str | None = None) -> Layout:
+        """Of the slots for a policy, which is called once for it; ``collect`` goes on from that call."""
+        self._prepare(policy, version)
+        return self.bundles[0].ring.layout
+
+    def _prepare(self, policy: str, version: int | str | None) -> None:
+        """Slots for what the policy and the environments write."""
+        accounts = self.crew.accounts
+        living = [handle for handle in self.crew.handles if not accounts[handle.groups[0]].dropped]
+        if all(b.laid_out for b in self.bundles) and all(h.prepared(policy) for h in living):
+            return
+        self.abandon("policy_changed")
+        layouts: dict[int, Layout] = {}
+        for handle in living:
+            layouts |= self._lay_out(handle, policy, version)
+        self.crew.check_alive()
+        like = next(iter(layouts.values()))
+        for number, account in enumerate(accounts):  # nobody can be asked about those that were dropped
+            info = account.info
+            layouts.setdefault(number, replace(like, B=info.num_envs, batch_shape=info.batch_shape))
+        for bundle in self.bundles:
+            bundle.lay_out([layouts[number] for number in bundle.groups], self._names(bundle))
+
+    def _discard(self, reason: str) -> None:
+        super()._discard(reason)
+        for bundle, slot in zip(self.bundles, self._filling, strict=False):
+            if slot.state is not SlotState.LENT:  # the user has it (``return_same_td``)
+                self._give_back(bundle.ring, slot)
+        self._filling, self._complete, self._begun = [], {}, {}
+
+    def _lanes(self) -> Iterator[tuple[Slot, int, int]]:
+        for bundle, slot in zip(self.bundles, self._filling, strict=True):
+            for lane, group in enumerate(bundle.groups):
+                yield slot, lane, group
+
+    def _sharing(self, group: int) -> tuple[int, int] | None:
+        """Where a group stands among those that are left; None: nobody was dropped."""
+        sizes = [0 if account.dropped else account.info.num_envs for account in self.crew.accounts]
+        return (sum(sizes[:group]), sum(sizes)) if 0 in sizes else None
+
+    def _wait(self) -> None:
+        """Until every order has been followed; raises the first error."""
+        error: BaseException | None = None
+        while self.crew.outstanding:
+            report = self._next_report()
+            if report.error is None and not report.lost:
+                self._complete[report.group] = report
+                if len(self._complete) >= self._enough:
+                    self.crew.stop()
+            elif error is None and report.error is not None:
+                error = report.error
+                self.crew.withdraw()
+        if error is not None:
+            raise error
+
+    def _filled(self) -> Filled:
+        reports = [self._complete[group] for _, _, group in self._lanes()]
+        slots = [(bundle.ring, slot) for bundle, slot in zip(self.bundles, self._filling, strict=True)]
+        for slot, lane, group in self._lanes():
+            self._finish(slot, lane, self._complete[group])
+        self._filling, self._complete, self._begun = [], {}, {}
+        return filled(self.crew, slots, reports)
+
+
+def _again(slot: Slot) -> Slot:
+    for lane in slot.lanes:
+        lane.done_steps, lane.stopped = 0, False
+    return slot

@@ -1,0 +1,193 @@
+"""Workers in threads of this process: for environments that mostly wait. They are told the same as processes are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from muster.progress import CELLS, STOP, Progress
+from muster.sources.failures import thread_stack
+
+
+class Doorbell:
+    """Wakes up whoever waits for any of many threads. Costs one or two descriptors."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        self._closing, self._closed = threading.Lock(), False
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+
+    def fileno(self) -> int:
+        return self._read
+
+    def ring(self) -> None:
+        with self._closing, contextlib.suppress(BlockingIOError):  # it is ringing already
+            if not self._closed:  # else the number can be that of another file
+                os.write(self._write, b"!")
+
+    def clear(self) -> None:
+        """Before looking at what there is."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._read, 1 << 16)
+
+    def close(self) -> None:
+        with self._closing:
+            self._closed = True
+            for fd in (self._read, self._write):
+                os.close(fd)
+
+
+class LocalChannel:
+    """The parent's end of what ``Channel`` is between processes; nothing is pickled.
+
+    Args:
+        doorbell: rung with every message for this end.
+    """
+
+    def __init__(self, doorbell: Doorbell) -> None:
+        self._doorbell = doorbell
+        self._arrived: deque[Any] = deque()
+        self.other = ThreadEnd(self)
+        self.closed = False
+
+    def fileno(self) -> int:
+        return self._doorbell.fileno()
+
+    def send(self, message: Any, fds: Sequence[int] = (), timeout: float | None = None) -> None:
+        """Give a message, and duplicates of descriptors, to the thread."""
+        if self.closed or self.other.closed:
+            raise EOFError("The thread has ended.")
+        self.other.arrived.put((message, [os.dup(fd) for fd in fds]))
+
+    def receive(self, timeout: float | None = None) -> tuple[Any, list[int]]:
+        """The next message. Raises TimeoutError, or EOFError at the end of the thread."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._arrived:
+            if self.other.closed:
+                raise EOFError("The thread has ended.")
+            left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+            poller = select.poll()
+            poller.register(self._doorbell.fileno(), select.POLLIN)
+            if not poller.poll(left):
+                raise TimeoutError("The thread has not answered in time.")
+            self._doorbell.clear()
+        return self._arrived.popleft(), []
+
+    def poll(self) -> bool:
+        """Whether ``receive`` has an answer at once."""
+        return bool(self._arrived) or self.other.closed
+
+    def put(self, message: Any) -> None:
+        """From the thread."""
+        self._arrived.append(message)
+        self._doorbell.ring()
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.other.arrived.put(None)
+
+
+class ThreadEnd:
+    """The thread's end of a ``LocalChannel``."""
+
+    def __init__(self, parent: LocalChannel) -> None:
+        self._parent = parent
+        self.arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.closed = False
+
+    def send(self, message: Any) -> None:
+        """Raises EOFError if nobody is there any more."""
+        if self._parent.closed:
+            raise EOFError("Nobody listens to this thread any more.")
+        self._parent.put(message)
+
+    def receive(self) -> tuple[Any, list[int]]:
+        """The next message; EOFError when there will be none."""
+        message = self.arrived.get()
+        if message is None:
+            raise EOFError("Nobody talks to this thread any more.")
+        content: tuple[Any, list[int]] = message
+        return content
+
+    def close(self) -> None:
+        self.closed = True
+        self._parent.put(("ended", None))
+
+
+class LocalLedger:
+    """What ``Ledger`` is for a process."""
+
+    fd = -1
+
+    def __init__(self) -> None:
+        self.cells: Any = [0] * CELLS
+        self.thread: ThreadChild | None = None
+
+    def stack(self, within_s: float = 0.0) -> str:
+        """Where the thread is now."""
+        ident = self.thread.ident if self.thread is not None and within_s else None
+        return "" if ident is None else thread_stack(ident)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class ThreadChild:
+    """A thread in the place of a process. It cannot be killed: it is left alone, and what it writes goes nowhere."""
+
+    def __init__(self, name: str, end: ThreadEnd, ledger: LocalLedger) -> None:
+        self._end, self._ledger, self.pid = end, ledger, os.getpid()
+        self._server: Any = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        ledger.thread = self
+        self._thread.start()
+
+    @property
+    def ident(self) -> int | None:
+        return self._thread.ident
+
+    def fileno(self) -> int:
+        return -1
+
+    def exit_code(self) -> int | None:
+        return None if self._thread.is_alive() else 0
+
+    def send_signal(self, number: int) -> None:
+        """Of all signals a thread knows that it should stop."""
+        self._ledger.cells[STOP] = 1 << 62
+
+    def kill(self) -> None:
+        """Let it write into memory of its own, if it is still at work."""
+        self._ledger.cells[STOP] = 1 << 62
+        if self._thread.is_alive() and self._server is not None:
+            self._server.arena.isolate()
+
+    def join(self, timeout: float) -> bool:
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _run(self) -> None:
+        from muster.memory.shared import Arena
+        from muster.sources.server import Server
+
+        try:
+            start, (arena,) = self._end.receive()
+            self._server = Server(self._end, start, Progress(self._ledger.cells), Arena.attach(arena))
+            self._server.serve()
+            self._server.arena.close()
+        except EOFError:  # nobody wants anything of it any more
+            pass
+        finally:
+            self._end.close()

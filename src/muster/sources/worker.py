@@ -1,0 +1,270 @@
+"""A worker: groups of environments with the policies that act in them, and everything that is done to them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+
+from muster.attributes import resolve
+from muster.columns import lane_columns
+from muster.envs import snapshot
+from muster.errors import BadOption, BadPolicyOutput, PolicyError
+from muster.group import Group
+from muster.keys import Key, dotted
+from muster.memory.slots import Lane, Layout
+from muster.memory.specs import Array
+from muster.profiling import ProfileConfig, RolloutProfiler
+from muster.progress import ACTING, PHASE, STEPPING, Phase, Progress, Timing
+from muster.protocols import EnvBatch, Policy
+from muster.rng import GroupRng
+from muster.rollout import rollout
+from muster.sources import group_state
+from muster.sources.history import replays_alone
+from muster.sources.messages import GroupInfo, Order, Report
+
+
+class Worker:
+    """Groups and their policies. All of it happens in the thread that calls.
+
+    Args:
+        groups: owned by the worker.
+        policies: by name: "policy" and "random".
+        model: the policy as the user gave it, for ``execute``.
+        device: of the policy.
+        progress: of all groups.
+
+    Attributes:
+        acting: the policy that acted last, or has been called for its columns since.
+        newest: takes over the newest weights, and returns their version; None: they are always in place, and orders
+            say which they are.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        policies: dict[str, Policy],
+        model: Any = None,
+        *,
+        device: torch.device | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.groups, self.policies, self.policy = list(groups), policies, model
+        self.progress = progress or Progress()
+        self.acting: Policy | None = None
+        self.newest: Callable[[], int | str] | None = None
+        self._device = device
+        self._profiler: RolloutProfiler | None = None
+        for group in self.groups:
+            group.progress = self.progress
+
+    # --- rollouts ---------------------------------------------------------------------------------
+
+    def prepared(self, name: str) -> bool:
+        """``layouts(name)`` would say the same as before."""
+        return self.policies[name] is self.acting and not any(group.resumed for group in self.groups)
+
+    def layouts(self, name: str, T: Sequence[int], version: int | str | None = None) -> list[Layout]:
+        """Where the policy called ``name`` and the groups write, for rollouts of ``T`` steps each.
+
+        A policy that has not acted before makes its first call for that; rollouts go on from there.
+        """
+        policy = self._adopt(name, version)
+        return [
+            Layout(
+                steps,
+                group.B,
+                lane_columns(group.env, policy.columns(), group.options, resumed=group.resumed is not None),
+                batch_shape=group.batch_shape,
+            )
+            for steps, group in zip(T, self.groups, strict=True)
+        ]
+
+    def _adopt(self, name: str, version: int | str | None) -> Policy:
+        policy = self.policies[name]
+        if policy is not self.acting:
+            version = self.newest() if self.newest is not None else version
+            phase = self.progress.begin(Phase.POLICY)
+            for group in self.groups:
+                group.version = group.version if version is None else version
+                group.prime(policy)
+            self.progress.begin(phase)
+        self.acting = policy
+        return policy
+
+    def run(self, order: Order, lane: Lane) -> Report:
+        """Follow an order; what it raises is in the report."""
+        group = self.group(order.group)
+        policy = self.policies[order.policy]
+        group.executed, group.discarded, group.timing = 0, Counter(), Timing()
+        group.closes_batch, group.frame_limit = order.closes, order.limit
+        if order.sharing is not None:
+            first, sharing = order.sharing
+            group.places = np.arange(first, first + group.B), sharing
+        group.spans = spans = _Spans() if order.spans else None
+        self.progress.take_up(order.number)
+        report = Report(order.number, group.number)
+        try:
+            if self.newest is not None:
+                self.progress.begin(Phase.WEIGHTS)
+                group.version = self.newest()
+            elif order.version is not None:
+                group.version = order.version
+            rollout(group, policy, lane)
+        except BaseException as error:  # noqa: BLE001 (raised where the batch is waited for)
+            report.error, report.phase = error, self._phase(error)
+        else:
+            report.frames, report.rows, report.episodes = group.delivered, group.rows, group.episodes
+            if self._profiler is not None:
+                self._profiler.step()
+        self.progress.begin(Phase.IDLE)
+        report.executed, report.discarded, report.timing = group.executed, +group.discarded, group.timing
+        report.done_steps, report.version, report.finals = lane.done_steps, group.version, group.finals
+        report.path = policy.path
+        report.spans = spans.kept if spans is not None else []
+        return report
+
+    def _phase(self, error: BaseException) -> str:
+        """What an error interrupted."""
+        phase = Phase(self.progress.cells[PHASE])
+        if isinstance(error, (PolicyError, BadPolicyOutput)):
+            return "policy"
+        rolling = phase is Phase.STEP and self.progress.cells[STEPPING] != self.progress.cells[ACTING]
+        return "policy" if rolling else phase.name.lower()
+
+    def group(self, number: int) -> Group:
+        return self.groups[number - self.groups[0].number]
+
+    # --- what else is done to groups --------------------------------------------------------------
+
+    def check_reset(self, which: Mapping[int, Sequence[int]]) -> None:
+        """Raise ``UnsupportedEnv`` where some of a group's environments cannot be reset without the others."""
+        for number, chosen in which.items():
+            group = self.group(number)
+            if 0 < len(set(chosen)) < group.B:
+                group.env.check_partial_reset()
+
+    def reset(self, which: Mapping[int, Sequence[int]], options: dict[str, Any] | None = None) -> None:
+        """Let environments, by group, begin anew before the next step."""
+        for number, chosen in which.items():
+            self.group(number).reset(chosen)
+            self.group(number).env.reset_options = options
+
+    def seed(self, seed: int, static: bool) -> None:
+        """See ``Collector.set_seed``."""
+        for group in self.groups:
+            group.rng = GroupRng(seed, group.number, self._device or group.env.device)
+            group.reset(seeds=[seed if static else seed + int(i) for i in group.clock.env_ids])
+
+    def state(self) -> list[dict[str, Any]]:
+        """Of every group, with its environments', as plain data."""
+        names = {id(policy): name for name, policy in self.policies.items()}
+        acting = names.get(id(self.acting))
+        return [
+            {"group": group_state.take(group, acting), "envs": [snapshot.take(env) for env in group.env.objects()]}
+            for group in self.groups
+        ]
+
+    def load(self, states: Mapping[int, Mapping[str, Any]], cut: str | None, trust: bool) -> list[dict[int, str]]:
+        """Go on from ``state``.
+
+        Args:
+            states: by group.
+            cut: why environments are not to be restored, in any case.
+            trust: unpickle environments.
+
+        Returns:
+            for every group, the environments that begin anew, by global number, and why.
+        """
+        acting = states[self.groups[0].number]["group"]["acting"]
+        if acting is None:
+            self.acting = None
+        else:
+            self._adopt(acting, None)
+        failed = []
+        for group in self.groups:
+            state = states[group.number]
+            objects = zip(group.env.objects(), state["envs"], strict=True)
+            reasons = [cut or snapshot.restore(env, taken, trust) for env, taken in objects]
+            failed.append(group_state.load(group, state["group"], reasons, self.acting))
+        for group in self.groups:
+            group.env.look_again()
+        return failed
+
+    def mark_resumed(self) -> None:
+        """All groups say which episodes begin anew after a load, since one of them has such."""
+        for group in self.groups:
+            group.resumed = group.resumed or []
+
+    # --- questions --------------------------------------------------------------------------------
+
+    @property
+    def env(self) -> Any:
+        """The environment object, or the list of them."""
+        objects = [env for group in self.groups for env in group.env.objects()]
+        return objects[0] if len(objects) == 1 else objects
+
+    def env_attribute(self, name: str) -> list[Any]:
+        """Of every environment object."""
+        return [getattr(env, name) for group in self.groups for env in group.env.objects()]
+
+    def execute(self, path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call what a path such as "env.unwrapped.set_gravity" names."""
+        found = resolve(self, path)
+        if not callable(found):
+            raise BadOption(f"cascade_execute({path!r}): that is {type(found).__name__}, which cannot be called")
+        return found(*args, **kwargs)
+
+    def profile(self, config: ProfileConfig | None, index: int) -> None:
+        """Profile the next rollouts; None ends it."""
+        if self._profiler is not None:
+            self._profiler.stop()
+        self._profiler = None
+        if config is not None and config.includes(index):
+            self._profiler = RolloutProfiler(config, index)
+            self._profiler.start()
+
+    def close(self) -> None:
+        """Close the environments: all of them, whatever one of them raises."""
+        self.profile(None, 0)
+        with ExitStack() as closing:
+            for group in self.groups:
+                closing.callback(group.env.close)
+
+
+def describe(env: EnvBatch, batch_shape: tuple[int, ...]) -> GroupInfo:
+    """What everybody may know about a group of these environments."""
+    observations, actions = (
+        {dotted(key): str(spec) for key, spec in specs.items()} for specs in (env.observation_specs, env.action_specs)
+    )
+    return GroupInfo(
+        env.name,
+        env.num_envs,
+        batch_shape,
+        env.device,
+        observations,
+        actions,
+        tuple(env.observation_specs),
+        tuple(env.action_specs),
+        (env.reward_key, env.reward_dtype),
+        replays_alone(env),
+    )
+
+
+def objects_of(lane: Lane) -> dict[Key, Array]:
+    """The columns of Python objects, which another process cannot see."""
+    return {column.key: lane.arrays[column.key] for column in lane.layout.object_columns}
+
+
+class _Spans:
+    """Spans of one rollout."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[str, int, int, int]] = []
+
+    def add(self, name: str, begin_ns: int, end_ns: int, track: int = 0) -> None:
+        self.kept.append((name, begin_ns, end_ns, track))

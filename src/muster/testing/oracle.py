@@ -1,0 +1,232 @@
+"""An environment whose data and counters tell what became of every one of its steps, whoever is killed."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+Array = NDArray[Any]
+Info = dict[str, Any]
+
+MOST = 1024  # environments per file
+RUNS, STARTED, EXECUTED, CLOSED = range(4)  # columns of ``OracleEnv.read``
+ENDS = 7  # one of so many steps ends an episode, on average
+
+_made: Counter[tuple[str, int]] = Counter()  # by this process
+
+
+@dataclass(frozen=True)
+class Fault:
+    """How an ``OracleEnv`` goes wrong.
+
+    Attributes:
+        do: called in the middle of it, with what would be returned; whatever it returns is returned instead.
+        on: "construct", "reset", "step" or "close".
+        at: in the call of that number, counted over a run.
+        runs: in so many runs of the environment, from the first on; None: in all.
+    """
+
+    do: Callable[[Any], Any]
+    on: str = "step"
+    at: int = 0
+    runs: int | None = 1
+
+
+class OracleEnv(gymnasium.Env[Any, Any]):
+    """Observation ``[env, run, episode, t, total, state]`` (int64), in which every row follows from the one before.
+
+    ``state`` is a hash of the last observation and action, and decides the reward and where episodes end. So
+    ``check_stream`` sees in the data alone if anything was lost, doubled, shifted or paired wrongly. A run is what
+    one construction makes: the life of the environment until its worker ends. ``total`` counts the steps of a run.
+
+    Its counters lie in a file that is mapped into memory, and survive whatever the process does not.
+
+    Args:
+        path: of the file, made if it is missing; common to all environments of a test.
+        first, count: one of the environments ``first``, ``first + 1``, ... of so many that a worker makes one after
+            another. With ``create_env_fn=[partial(OracleEnv, path, 3 * i, 3) for i in range(2)]`` and ``num_envs=3``
+            their numbers are those of the collector.
+        fault: what goes wrong, if anything.
+
+    Attributes:
+        number: of the environment.
+        run: how often it was made before.
+    """
+
+    def __init__(self, path: str | Path, first: int = 0, count: int = 1, fault: Fault | None = None) -> None:
+        place = (str(path), first)
+        self.number = first + _made[place] % count
+        _made[place] += 1
+        self._cells = _map(path)[self.number]
+        self.run = int(self._cells[RUNS])
+        self._cells[RUNS] += 1
+        self._fault, self._calls = fault, Counter[str]()
+        self.observation_space = spaces.Box(0, 2**62, (6,), np.int64)
+        self.action_space = spaces.Discrete(5)
+        self._now = (self.number, self.run, -1, 0, 0, 0)
+        self._pass("construct", None)
+
+    @staticmethod
+    def read(path: str | Path) -> Array:
+        """How often each environment was made, began a step, had made it, and was closed: int64 ``[envs, 4]``.
+
+        Where a process was killed in the middle of a step, that one was begun and not made.
+        """
+        counts = np.array(_map(path))
+        return counts[: int(np.flatnonzero(counts[:, RUNS])[-1]) + 1 if counts[:, RUNS].any() else 0]
+
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> Any:
+        super().reset(seed=seed)
+        env, run, episode, _, total, _ = self._now
+        self._now = (env, run, episode + 1, 0, total, int(self.np_random.integers(2**31)))
+        return self._pass("reset", (np.array(self._now), {}))
+
+    def step(self, action: int) -> Any:
+        self._cells[STARTED] += 1
+        now, reward, terminated, truncated = follow(self._now, int(action))
+        got = self._pass("step", (np.array(now), float(reward), terminated, truncated, {}))
+        self._now = now
+        self._cells[EXECUTED] += 1
+        return got
+
+    def close(self) -> None:
+        self._pass("close", None)
+        self._cells[CLOSED] += 1
+
+    def _pass(self, on: str, honest: Any) -> Any:
+        """What a call returns."""
+        number, fault = self._calls[on], self._fault
+        self._calls[on] += 1
+        if fault is None or (fault.on, fault.at) != (on, number):
+            return honest
+        return fault.do(honest) if fault.runs is None or self.run < fault.runs else honest
+
+
+def follow(obs: Any, action: Any) -> tuple[Any, Any, Any, Any]:
+    """What an ``OracleEnv`` does with ``action`` on ``obs``: six numbers, or six arrays for many at once.
+
+    Returns:
+        the next observation (a tuple of six), reward, terminated, truncated.
+    """
+    env, run, episode, t, total, state = obs
+    for value in (env, run, episode, t, total, action):
+        state = (state * 1103515245 + 12345 + value) % 2**31
+    ended, kind = (state >> 8) % ENDS == 0, (state >> 5) % 4
+    after = (env, run, episode, t + 1, total + 1, state)
+    return after, (state >> 4) % 1000, ended & (kind != 1), ended & (kind <= 1)
+
+
+def check_stream(batches: Iterable[TensorDict], *, gaps: int = 0) -> Counter[tuple[int, int]]:
+    """See that batches of ``OracleEnv`` (time last) have every step of every run once, in order, up to some step.
+
+    Rows that ``collector/valid`` says are blank are left out; ``truncated`` may be set besides, where Muster cut.
+
+    Args:
+        batches: all that a collector gave, in order; may be an iterator, and is looked at as it goes.
+        gaps: so many steps are missing, each time after the end of an episode: those with outputs that Muster refused.
+
+    Returns:
+        how many steps of each run there were, by ``(env, run)``.
+
+    Raises:
+        AssertionError: what is wrong, and where first.
+    """
+    stream = _Stream()
+    for number, batch in enumerate(batches):
+        stream.add(batch, f"batch {number}")
+    assert stream.gaps == gaps, f"{stream.gaps} steps are missing, not {gaps}"
+    return stream.rows
+
+
+class _Stream:
+    """What is known of the steps so far."""
+
+    def __init__(self) -> None:
+        self.rows: Counter[tuple[int, int]] = Counter()
+        self.gaps = 0
+        self._last: dict[int, tuple[Array, bool]] = {}  # by environment: the observation after its last row; it ended
+        self._ids: dict[tuple[int, ...], int] = {}  # of trajectories, by environment, run and episode
+        self._used: dict[int, tuple[int, ...]] = {}  # the other way round
+
+    def add(self, batch: TensorDict, where: str) -> None:
+        assert batch.names[-1] == "time", f"{where}: time is the last dimension"
+        obs, after = (td["observation"].numpy().reshape(-1, batch.shape[-1], 6) for td in (batch, batch["next"]))
+        rows = obs.shape[:2]
+        marks = batch.get(("collector", "valid"), None)
+        valid = np.ones(rows, bool) if marks is None else marks.numpy().reshape(rows)
+        expected = follow(np.moveaxis(obs, -1, 0), batch["action"].numpy().reshape(rows))
+        flags = {
+            flag: batch["next", flag].numpy().reshape(rows) for flag in ("reward", "terminated", "truncated", "done")
+        }
+        wrong = {
+            "next/observation": (after != np.stack(expected[0], -1)).any(-1),
+            "reward": flags["reward"] != expected[1],
+            "terminated": flags["terminated"] != expected[2],
+            "truncated": flags["truncated"] < expected[3],
+            "done": flags["done"] != flags["terminated"] | flags["truncated"],
+        }
+        for name, at in wrong.items():
+            at &= valid
+            assert not at.any(), f"{where}: {name} is not what follows from the row, first at {np.argwhere(at)[0]}"
+        ids = batch["collector", "traj_ids"].numpy().reshape(rows)
+        for lane in range(rows[0]):
+            shown = valid[lane]
+            if shown.any():
+                parts = (obs[lane][shown], after[lane][shown], flags["done"][lane][shown], ids[lane][shown])
+                self._append(*parts, f"{where}, lane {lane}")
+
+    def _append(self, obs: Array, after: Array, done: Array, ids: Array, where: str) -> None:
+        """Rows of one environment."""
+        env, run = (int(number) for number in obs[0, :2])
+        before, ended = self._last.get(env, (None, True))
+        if before is not None and before[1] == run:
+            self._join(before[None], np.array([ended]), obs[:1], f"{where}, row 0")
+        else:
+            known = -1 if before is None else int(before[1])
+            assert run > known, f"{where}: run {run} of environment {env} after run {known}"
+            assert obs[0, 3] == obs[0, 4] == 0, f"{where}: run {run} of environment {env} begins with {obs[0].tolist()}"
+        self._join(after[:-1], done[:-1], obs[1:], where)
+        self._last[env] = after[-1].copy(), bool(done[-1])
+        self.rows[env, run] += len(obs)
+        for row in np.flatnonzero(np.append(True, done[:-1])):
+            key, number = tuple(obs[row, :3].tolist()), int(ids[row])
+            known_id = self._ids.setdefault(key, number)
+            assert known_id == number, f"{where}: episode {key} is trajectory {known_id} and {number}"
+            assert self._used.setdefault(number, key) == key, f"{where}: {self._used[number]} and {key} share an id"
+        assert (ids[1:] == ids[:-1])[~done[:-1]].all(), f"{where}: the trajectory changes within an episode"
+
+    def _join(self, before: Array, ended: Array, obs: Array, where: str) -> None:
+        """``obs`` come right after steps that led to ``before``."""
+        missing = np.where(ended, obs[:, 4] - before[:, 4], 0)
+        began = (obs[:, :2] == before[:, :2]).all(-1) & (obs[:, 2] > before[:, 2]) & (obs[:, 3] == 0) & (missing >= 0)
+        bad = np.where(ended, ~began, (obs != before).any(-1))
+        self.gaps += int(missing.sum())
+        if bad.any():
+            row = int(bad.argmax())
+            raise AssertionError(
+                f"{where}: after {before[row].tolist()}{' (the end of an episode)' * bool(ended[row])} comes "
+                f"{obs[row].tolist()}, {row + 1} rows on"
+            )
+
+
+def _map(path: str | Path) -> Array:
+    """The counters, in memory that others see."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.ftruncate(fd, MOST * 32)
+        return np.frombuffer(mmap.mmap(fd, MOST * 32), np.int64).reshape(MOST, 4)
+    finally:
+        os.close(fd)
