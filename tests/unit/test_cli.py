@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import itertools
@@ -11,7 +12,9 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +23,15 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from muster import Collector
+from muster.cli import doctor
 from muster.cli.doctor import known_bad
 from muster.cli.main import main
 from muster.cli.numbers import frames_per_batch, parse_count
-from muster.cli.report import Lines, Returns, clock, short
+from muster.cli.report import Bar, Lines, Returns, clock, short, summary, worker_lines
 from muster.errors import BadOption
 from muster.recording import Recorder, load
-from muster.stats import CollectorStats
+from muster.stats import CollectorStats, WorkerStats
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: Any) -> tuple[int, str, str]:
@@ -130,6 +135,148 @@ def test_existing_recordings_are_refused(tmp_path: Path, capsys: pytest.CaptureF
     argv = ["collect", "CartPole-v1", "--frames", "80", "--out", tmp_path / "a", "--quiet"]
     assert run(capsys, *argv)[0] == 0
     assert "already holds a recording" in refused(capsys, *argv)
+
+
+# ------------------------------------------------------------------------------------------ workers
+
+
+def test_workers_record_the_data_of_as_many_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["collect", "CartPole-v1", "--frames", "1600", "--frames-per-batch", "800", "--seed", 5]
+    code, out, err = run(capsys, *argv, "--workers", 2, "--envs", 4, "--out", tmp_path / "a")
+    assert (code, err) == (0, "")
+    recording = load(tmp_path / "a")
+    assert (recording.meta["workers"], recording.meta["envs"], len(recording)) == (2, 4, 1600)
+    options: dict[str, Any] = {"num_envs": 4, "frames_per_batch": 800, "total_frames": 1600, "seed": 5}
+    with Collector(["CartPole-v1"] * 2, None, **options) as collector:
+        expected = list(collector)
+    for number, batch in enumerate(expected):
+        assert batch.shape == (2, 4, 100)
+        assert (recording.batch(number)["next", "observation"] == batch["next", "observation"]).all()
+        assert (recording.batch(number)["collector", "traj_ids"] == batch["collector", "traj_ids"]).all()
+    assert "1,600 in 2 batches" in out
+    assert re.search(r"^workers   2$", out, re.MULTILINE)
+    assert re.search(r"^in them   env \d+%.* policy \d+%.* copy \d+%.* rest \d+%.* idle \d+%", out, re.MULTILINE)
+    assert re.search(r"^here      waiting \d+%.* record \d+%.* rest \d+%", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("where", [[], ["--threads"]])
+def test_batches_of_single_workers_come_as_they_are_ready(
+    where: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["collect", "CartPole-v1", "--frames", 1200, "--frames-per-batch", 200, "--envs", 4]
+    code, _, err = run(capsys, *argv, "--workers", 2, "--async", *where, "--out", tmp_path / "a")
+    assert (code, err) == (0, "")
+    recording = load(tmp_path / "a")
+    assert (recording.batches, len(recording)) == (6, 1200)
+    assert recording.batch(0).batch_size == (4, 50)
+    assert {int(recording.batch(n)["collector", "traj_ids"][0, 0]) // 4 % 2 for n in range(6)} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--async"], "--async is about workers: add --workers N"),
+        (["--threads"], "--threads is about workers"),
+        (["--on-failure", "drop"], "--on-failure is about workers"),
+        (["--workers", "0"], "--workers 0: at least one"),
+        (["--workers", "3"], "--workers 3 x --envs 8; the nearest are 792 or 816"),
+        (["--workers", "3", "--frames-per-batch", "80"], "--workers 3 x --envs 8; the nearest are 72 or 96"),
+        (["--workers", "3", "--async", "--frames-per-batch", "81"], "multiple of --envs 8; the nearest are 80 or 88"),
+    ],
+)
+def test_options_of_workers_have_to_fit(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in refused(capsys, "collect", "CartPole-v1", "--frames", "800", *argv)
+
+
+FAILING = """
+import os, gymnasium
+class Failing(gymnasium.Env):
+    observation_space = gymnasium.spaces.Discrete(9)
+    action_space = gymnasium.spaces.Discrete(2)
+    def reset(self, seed=None, options=None):
+        return 0, {}
+    def step(self, action):
+        if not os.path.exists("done"):
+            open("done", "x").close()
+            raise OSError("simulator gone\\n\\nwith a story")
+        return 1, 0.0, False, False, {}
+gymnasium.register("Failing-v0", Failing)
+"""
+
+
+@pytest.fixture
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """A collection whose first step raises, in one worker only."""
+    import gymnasium
+
+    (tmp_path / "failing_env.py").write_text(FAILING)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of crash capsules
+    yield [*("collect", "failing_env:Failing-v0", "--allow-import", "--frames", 80), *("--envs", 1, "--workers", 2)]
+    sys.modules.pop("failing_env", None)
+    gymnasium.registry.pop("Failing-v0", None)
+
+
+def test_an_error_in_a_worker_is_one_short_message(failing: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, *failing)
+    assert (code, out) == (2, "")
+    told, _, message = err.rpartition("muster: ")
+    short_ = r"Failing-v0.* raised OSError: simulator gone\nSee it happen again with: muster (replay \S+ --trust)\n"
+    hint = re.fullmatch(short_, message)
+    assert hint is not None, message
+    assert "failing_env.py" in told  # in full, since it may be the user's own code
+    assert told.count("Traceback in the worker") == 1
+    Path("done").unlink()
+    code, _, err = run(capsys, *hint.group(1).split(), "--no-pdb")
+    assert code == 1
+    assert "simulator gone" in err
+
+
+def test_code_that_is_not_the_users_own_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    import gymnasium
+
+    class Broken(gymnasium.Env[Any, Any]):
+        def __init__(self) -> None:
+            raise RuntimeError("no display")
+
+    gymnasium.register("MusterBroken-v0", Broken)
+    try:
+        err = refused(capsys, *("collect", "MusterBroken-v0", "--frames", "80"), *("--workers", "2", "--threads"))
+    finally:
+        del gymnasium.registry["MusterBroken-v0"]
+    assert "no display" in err
+
+
+def test_failures_that_are_dealt_with_are_in_the_summary(
+    failing: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, *failing, "--on-failure", "restart")
+    assert (code, err) == (0, "")
+    assert re.search(r"^workers   2  restarts 1 \(worker [01]: 1\)$", out, re.MULTILINE), out
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_dropped_worker_is_told_at_once(failing: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, *failing, "--on-failure", "drop")
+    assert code == 0
+    assert re.search(r"^workers   2  dropped [01]$", out, re.MULTILINE), out
+    assert err.startswith("muster: a worker is dropped, and the others go on without it: ")
+    assert "simulator gone" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("env", "trust"), [("CartPole-v1", ""), ("mine:Maze-v0", " --trust")])
+def test_a_crash_capsule_is_pointed_to(env: str, trust: str) -> None:
+    from muster.cli.collect import Collect, _in_short
+    from muster.errors import WorkerDied
+
+    error = WorkerDied("Worker 1 was killed by SIGKILL.\n\nStack of the worker: ...")
+    error.worker, error.capsule = 1, Path("/tmp/x.capsule")
+    with pytest.raises(WorkerDied) as raised, _in_short(Collect(env, 80)):
+        raise error
+    hint = f"See it happen again with: muster replay /tmp/x.capsule{trust}"
+    assert str(raised.value) == f"Worker 1 was killed by SIGKILL.\n{hint}"
 
 
 # ------------------------------------------------------------------------------------------ numbers
@@ -368,8 +515,14 @@ def test_damaged_and_missing_files_of_weights(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("number", "times", "code", "kept"),
-    [(signal.SIGINT, 1, 130, 3), (signal.SIGTERM, 1, 143, 3), (signal.SIGINT, 2, 130, 2)],
+    ("number", "times", "code", "kept", "workers"),
+    [
+        (signal.SIGINT, 1, 130, 3, []),
+        (signal.SIGTERM, 1, 143, 3, []),
+        (signal.SIGINT, 2, 130, 2, []),
+        (signal.SIGTERM, 1, 143, 3, ["--workers", "1"]),
+        (signal.SIGINT, 2, 130, 2, ["--workers", "2", "--async"]),
+    ],
 )
 def test_stopping_keeps_what_was_collected(
     tmp_path: Path,
@@ -379,6 +532,7 @@ def test_stopping_keeps_what_was_collected(
     times: int,
     code: int,
     kept: int,
+    workers: list[str],
 ) -> None:
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     write, batches = Recorder.write, itertools.count(1)
@@ -390,7 +544,7 @@ def test_stopping_keeps_what_was_collected(
         write(self, batch)
 
     monkeypatch.setattr(Recorder, "write", signalled)
-    argv = ["collect", "CartPole-v1", "--frames", "100k", "--out", str(tmp_path / "r")]
+    argv = ["collect", "CartPole-v1", "--frames", "100k", "--out", str(tmp_path / "r"), *workers]
     assert main(argv) == code
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     out, err = capfd.readouterr()
@@ -398,7 +552,7 @@ def test_stopping_keeps_what_was_collected(
     recording = load(tmp_path / "r")
     assert recording.lost is None
     assert recording.batches == kept
-    assert recording.batch(0).batch_size == (8, 250)
+    assert recording.batch(0).batch_size[-2:] == (8, 250)
     if times == 1:
         assert "stopped after 6,000 of 100,000 frames" in out
         assert "wrote" in out
@@ -406,26 +560,21 @@ def test_stopping_keeps_what_was_collected(
         assert "stopped at once" in err
 
 
-def test_a_real_ctrl_c_on_a_real_terminal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [[], ["--workers", "2"]])
+def test_a_real_ctrl_c_on_a_real_terminal(tmp_path: Path, workers: list[str]) -> None:
     """The whole command under a pty: a bar appears, and the byte that Ctrl-C sends stops it."""
     argv = [
-        sys.executable,
-        "-m",
-        "muster.cli.main",
-        "collect",
-        "CartPole-v1",
-        "--frames",
-        "1B",
-        "--out",
-        tmp_path / "r",
+        *("-m", "muster.cli.main", "collect", "CartPole-v1", "--frames", "1B"),
+        *("--out", tmp_path / "r"),
+        *workers,
     ]
     pid, fd = pty.fork()
     if pid == 0:
         os.environ |= {"TERM": "xterm-256color", "COLUMNS": "110", "LINES": "30"}
-        os.execv(argv[0], [str(a) for a in argv])
+        os.execv(sys.executable, [sys.executable, *map(str, argv)])
     guard = threading.Timer(100, os.kill, (pid, signal.SIGKILL))
     guard.start()
-    shown, stopped = b"", False
+    shown, processes = b"", set[int]()
     try:
         while True:
             try:
@@ -435,9 +584,9 @@ def test_a_real_ctrl_c_on_a_real_terminal(tmp_path: Path) -> None:
             if not data:
                 break
             shown += data
-            if not stopped and b"return " in shown and b"frames/s" in shown:
+            if not processes and b"return " in shown and b"frames/s" in shown:
+                processes = descendants(pid)
                 os.write(fd, b"\x03")
-                stopped = True
         _, status = os.waitpid(pid, 0)
     finally:
         guard.cancel()
@@ -447,11 +596,29 @@ def test_a_real_ctrl_c_on_a_real_terminal(tmp_path: Path) -> None:
     assert re.search(r"collect .*━.* 0% [\d.]+[kM]?/1B [\d.]+k? frames/s episodes [\d,]+  return [\d.]+ eta", text), (
         text
     )
+    for number in range(2 if workers else 0):
+        assert re.search(
+            rf"^  worker {number} +(idle|step|policy) +[\d.]+k? frames/s +\d+% of frames", text, re.MULTILINE
+        )
+    assert len(processes) == (4 if workers else 1)  # with the fork server
+    assert not [process for process in processes if Path(f"/proc/{process}").exists()]
     assert "stopping after this batch" in text
     assert "stopped after" in text
     recording = load(tmp_path / "r")
     assert recording.lost is None
     assert f"stopped after {len(recording):,} of 1,000,000,000 frames" in text
+
+
+def descendants(pid: int) -> set[int]:
+    """A process, and all that it has started."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
 
 
 def test_help_version_and_doctor_load_nothing_heavy() -> None:
@@ -499,8 +666,10 @@ def stats(**changes: Any) -> CollectorStats:
         policy_s=2.0,
         copy_s=1.0,
         rest_s=1.0,
+        wait_s=0.0,
         policy_path="module",
         policy_version=0,
+        policy_lag={},
         slots={},
     )
     return dataclasses.replace(plain, **changes)
@@ -518,7 +687,6 @@ def test_lines_are_limited_by_time_not_by_batches(capsys: pytest.CaptureFixture[
 
 
 def test_the_summary_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
-    from muster.cli.report import summary
     from muster.trajectories import EpisodeRecord
 
     returns = Returns()
@@ -532,6 +700,78 @@ def test_the_summary_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert "env 30% ▇▇▇  policy 10% ▇  copy 5%  rest 5%  record 50% ▇▇▇▇▇" in text
     assert "none ended" in summary(stats(), Returns(), None)
     assert "record" not in summary(stats(), Returns(), None)
+
+
+def worker(index: int, **changes: Any) -> WorkerStats:
+    plain = WorkerStats(
+        index=index,
+        pid=7,
+        state="working",
+        phase="step",
+        env_ids=(index,),
+        frames=250,
+        share=0.5,
+        frames_per_s=19_000.0,
+        busy_s=5.0,
+        restarts=0,
+        policy_lag=0,
+    )
+    return dataclasses.replace(plain, **changes)
+
+
+def test_the_summary_says_where_the_time_of_workers_went() -> None:
+    workers = (worker(0), worker(1, restarts=2, state="dropped"))
+    text = summary(stats(workers=workers, restarts=2, wait_s=6.0), Returns(), recording_s=3.0, elapsed_s=12.0)
+    assert text.splitlines()[-3:] == [
+        "workers   2  restarts 2 (worker 1: 2)  dropped 1",
+        "in them   env 25% ▇▇  policy 8% ▇  copy 4%  rest 4%  idle 58% ▇▇▇▇▇▇",
+        "here      waiting 50% ▇▇▇▇▇  record 25% ▇▇  rest 25% ▇▇",
+    ]
+    text = summary(stats(workers=workers, wait_s=6.0), Returns(), recording_s=None, elapsed_s=4.0)
+    assert "idle 0%" in text  # what a lost worker had done counts, its time does not
+    assert text.endswith("here      waiting 100% ▇▇▇▇▇▇▇▇▇▇  rest 0%")
+
+
+def test_workers_have_a_line_each_as_far_as_they_fit() -> None:
+    lines = worker_lines([worker(0), worker(1, phase="dead", frames_per_s=0.0, share=0.25, restarts=3, policy_lag=12)])
+    assert lines == [
+        "  worker 0   step         19k frames/s   50% of frames  restarts 0  lag 0",
+        "  worker 1   dead           0 frames/s   25% of frames  restarts 3  lag 12",
+    ]
+    many = worker_lines([worker(n) for n in range(20)])
+    assert len(many) == 17
+    assert many[-1] == "  and 4 more"
+    assert worker_lines([]) == []
+
+
+def test_the_bar_looks_for_itself_while_no_batch_comes() -> None:
+    from rich.console import Console
+
+    now = stats(workers=(worker(0),))
+    changes = False
+
+    def look() -> CollectorStats:
+        if changes:
+            raise RuntimeError("dictionary changed size during iteration")
+        return now
+
+    bar, console = Bar(1000, look), Console(file=io.StringIO(), width=100)
+
+    def shown() -> str:
+        with console.capture() as capture:
+            console.print(bar._render())
+        return capture.get()
+
+    assert "worker 0   step" in shown()
+    now = stats(workers=(worker(0, phase="policy"),))
+    assert "worker 0   policy" in shown()
+    now, changes = stats(), True
+    assert "worker 0   policy" in shown()
+
+
+def test_lines_tell_of_restarts(capsys: pytest.CaptureFixture[str]) -> None:
+    Lines(1000, every_s=0).update(stats(workers=(worker(0), worker(1, restarts=2)), restarts=2))
+    assert "episodes 0  restarts 2 (worker 1: 2)  eta" in capsys.readouterr().out
 
 
 def test_numbers_are_short() -> None:
@@ -591,3 +831,36 @@ def test_doctor_says_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
     assert err == ""
     assert code == (1 if "BAD" in out else 0)
     assert "2." in re.search(r"torch +(\S+)", out).group(1)  # type: ignore[union-attr]
+    assert re.search(r"\n  workers +from a fork server, in milliseconds; open files for [\d,]+\n", out)
+    assert re.search(r"\n  shared +anonymous memory \(memfd\)\n", out)
+
+
+@pytest.mark.parametrize(
+    ("platform", "files", "said"),
+    [
+        ("linux", 100, {"workers": "from a fork server, in milliseconds; open files for 20"}),
+        ("linux", 10, {"workers": "from a fork server, in milliseconds; open files for 0"}),
+        ("linux", None, {"shared": "anonymous memory (memfd)"}),
+        ("darwin", 256, {"workers": "spawned, in seconds; open files for 72", "shared": "unlinked temporary files"}),
+        ("win32", None, {"workers": "threads only (backend='threads')"}),
+    ],
+)
+def test_doctor_knows_what_workers_need(
+    platform: str, files: int | None, said: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    assert said.items() <= doctor.workers(files).items()
+
+
+def test_doctor_counts_the_descriptors_of_a_worker_right() -> None:
+    from muster import MultiSyncCollector
+
+    def files_of(count: int) -> int:
+        with MultiSyncCollector(["CartPole-v1"] * count, None, frames_per_batch=count) as collector:
+            collector.next()
+            return len(os.listdir("/proc/self/fd"))
+
+    files_of(1)  # starts the fork server
+    one, three = files_of(1), files_of(3)
+    assert three - one == 2 * doctor.FILES_OF_A_WORKER
+    assert one < doctor.FILES_OF_OTHERS + doctor.FILES_OF_A_WORKER

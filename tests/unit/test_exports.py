@@ -8,15 +8,22 @@ import muster
 
 PUBLIC = [
     "__version__",
+    "AsyncCollector",
     "Collector",
     "CollectorOptions",
     "CollectorStats",
     "EpisodeRecord",
+    "MultiAsyncCollector",
+    "MultiOptions",
+    "MultiSyncCollector",
     "ProfileConfig",
     "Recorder",
     "Recording",
     "ResumeReport",
     "Timeline",
+    "VanillaWeightUpdater",
+    "WeightUpdaterBase",
+    "WorkerStats",
     "load",
     "load_state",
     "save_state",
@@ -24,6 +31,7 @@ PUBLIC = [
     "errors",
     "policies",
     "testing",
+    "weights",
 ]
 
 

@@ -243,7 +243,7 @@ def test_batches_share_storage_with_the_slot_and_not_with_each_other():
         storages = [{b[k].untyped_storage().data_ptr() for k in b.keys(True, True)} for b in (first, second)]
         assert [len(s) for s in storages] == [1, 1]
         assert storages[0] != storages[1]
-        assert collector.stats().slots == {"free": 0, "filling": 0, "lent": 2}
+        assert collector.stats().slots == {"free": 0, "filling": 0, "full": 0, "lent": 2}
 
 
 def test_time_major_has_contiguous_rows():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -193,6 +194,112 @@ def test_on_policy_only_drops_episodes_of_several_policies(history, n):
     assert stream.number == mixed + episodes.frames_held + sum(len(rows) for group in delivered for rows in group)
 
 
+# --- batches of some of the environments -----------------------------------------------------------
+
+
+def part(batch: TensorDict, envs: list[int], time: slice) -> TensorDict:
+    """Of a batch ``[*lead, T]``, ``[len(envs), time]``."""
+    rows = batch.reshape(-1, batch.shape[-1])[envs, time]
+    rows.names = [None, "time"]
+    return rows
+
+
+@st.composite
+def interleavings(draw):
+    """A stream, and an order in which groups of its environments (in any order) give their next few rows."""
+    envs, T = draw(st.integers(1, 5)), draw(st.integers(1, 30))
+    stream = Stream([draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)) for _ in range(envs)], (envs,))
+    holes = draw(st.sets(st.integers(0, envs * T - 1), max_size=4))
+    batch = stream.batch(T, holes, sorted(draw(st.lists(st.integers(0, 3), min_size=T, max_size=T))))
+    order = draw(st.permutations(range(envs)))
+    cuts = [0, *sorted(draw(st.sets(st.integers(1, envs))) - {envs}), envs]
+    groups = [order[a:b] for a, b in pairwise(cuts)]
+    times, events = [0] * len(groups), []
+    while waiting := [g for g, t in enumerate(times) if t < T]:
+        g = draw(st.sampled_from(waiting))
+        end = min(T, times[g] + draw(st.integers(1, 12)))
+        events.append((groups[g], slice(times[g], end), draw(st.integers(0, 5)) == 0))
+        times[g] = end
+    return stream, batch, events
+
+
+@given(interleavings(), st.sampled_from(["fair", "per_env"]), st.booleans(), st.integers(1, 3))
+def test_groups_do_not_depend_on_the_speed_of_environments(history, rule, on_policy_only, share):
+    stream, batch, events = history
+    n = share * stream.envs if rule == "per_env" else share
+    make = lambda: WholeEpisodes(n, num_envs=stream.envs, rule=rule, on_policy_only=on_policy_only)  # noqa: E731
+    lockstep = [rows_of(group.batch) for group in make().push(batch)]
+    episodes, delivered, pushed = make(), [], 0
+    for envs, time, resume in events:
+        rows = part(batch, envs, time)
+        pushed += int((rows["collector", "traj_ids"] != INVALID).sum())
+        delivered += [rows_of(group.batch) for group in episodes.push(rows, envs)]
+        assert delivered == lockstep[: len(delivered)]
+        frames = sum(len(episode) for group in delivered for episode in group)
+        assert pushed == frames + episodes.dropped.total() + episodes.frames_held
+        if resume:
+            state, episodes = episodes.state_dict(), make()
+            episodes.load_state_dict(state)
+    assert delivered == lockstep
+
+
+@given(interleavings(), st.integers(1, 3))
+def test_first_done_is_the_order_of_arrival(history, n):
+    stream, batch, events = history
+    ends = {e.rows[-1]: (e.ended, e.env) for e in stream.episodes if e.is_complete}
+    episodes, delivered, expected = WholeEpisodes(n, num_envs=stream.envs, rule="first_done"), [], []
+    for envs, time, resume in events:
+        rows = part(batch, envs, time)
+        delivered += [e[-1] for group in episodes.push(rows, envs) for e in rows_of(group.batch)]
+        expected += sorted(set(rows["row"].flatten().tolist()) & ends.keys(), key=ends.__getitem__)
+        assert delivered == expected[: len(expected) // n * n]
+        if resume:
+            state, episodes = episodes.state_dict(), WholeEpisodes(n, num_envs=stream.envs, rule="first_done")
+            episodes.load_state_dict(state)
+
+
+def lengths_pushed(episodes: WholeEpisodes, batch: TensorDict, envs: list[int], time: slice) -> list[list[int]]:
+    return [[len(e) for e in rows_of(g.batch)] for g in episodes.push(part(batch, envs, time), envs)]
+
+
+def test_the_fair_rule_holds_what_a_slow_environment_may_come_before_and_no_more():
+    batch, episodes = Stream([[2], [3]], (2,)).batch(12), WholeEpisodes(1, num_envs=2)
+    assert lengths_pushed(episodes, batch, [0], slice(0, 6)) == [[2]]  # began with environment 1, and is before it
+    assert episodes.frames_held == 4
+    assert lengths_pushed(episodes, batch, [1], slice(0, 2)) == []
+    assert lengths_pushed(episodes, batch, [1], slice(2, 3)) == [[3], [2]]  # the next of 1 begins at 3, that of 0 at 4
+    assert lengths_pushed(episodes, batch, [1], slice(3, 9)) == [[3], [2]]  # began at 3, 4
+    assert episodes.frames_held == 3  # began at 6, where 0 is now
+    assert lengths_pushed(episodes, batch, [0], slice(6, 7)) == []
+    assert lengths_pushed(episodes, batch, [0], slice(7, 8)) == [[2], [3]]
+
+
+def test_environments_that_are_gone_are_not_waited_for():
+    batch, episodes = Stream([[2], [3], [4]], (3,)).batch(12), WholeEpisodes(1, num_envs=3)
+    assert lengths_pushed(episodes, batch, [1, 2], slice(0, 6)) == []  # those of environment 0 come before them
+    episodes.push(part(batch, [0], slice(0, 1)), [0])
+    assert episodes.retire([0]) == 1
+    state, episodes = episodes.state_dict(), WholeEpisodes(1, num_envs=3)
+    episodes.load_state_dict(state)
+    assert lengths_pushed(episodes, batch, [1, 2], slice(6, 9)) == [[3], [4], [3], [4], [3]]
+    assert episodes.retire(iter([1, 2])) == 1
+    assert episodes.dropped == {"cut": 2}
+    with pytest.raises(BadOption, match=r'retire\(\[2\]\): rule="per_env" needs episodes of every'):
+        WholeEpisodes(3, num_envs=3, rule="per_env").retire([2])
+
+
+def test_a_skipped_part_cuts_only_its_own_environments():
+    batch, episodes = Stream([[4], [4]], (2,)).batch(12), WholeEpisodes(1, num_envs=2)
+    episodes.push(part(batch, [0, 1], slice(0, 2)), [0, 1])
+    episodes.skip(part(batch, [1], slice(2, 6)), [1])
+    assert episodes.dropped == {"cut": 2}
+    assert lengths_pushed(episodes, batch, [0], slice(2, 9)) == [[4], [4]]  # 1 is at time 6, and 0 began at 0, 4, 8
+    assert lengths_pushed(episodes, batch, [1], slice(6, 12)) == []
+    assert episodes.dropped == {"cut": 4}
+    assert episodes.frames_held == 1 + 4
+    assert lengths_pushed(episodes, batch, [0], slice(9, 12)) == [[4], [4]]
+
+
 # --- bias ------------------------------------------------------------------------------------------
 
 
@@ -366,8 +473,24 @@ def test_batches_that_do_not_fit_are_refused():
         WholeEpisodes(1, num_envs=2, done_key=("agents", "done")).push(batch)
     with pytest.raises(BadOption, match="collector.policy_version.*track_policy_version=True"):
         WholeEpisodes(1, num_envs=2, on_policy_only=True).push(batch.exclude(("collector", "policy_version")))
+    with pytest.raises(BadOption, match=r"\[2, 4\] has 2 environments.*expected 1 .*envs=\[1\]"):
+        WholeEpisodes(1, num_envs=3).push(batch, [1])
+    for envs in ([0, 0], [0, 3], [-1, 0], [True, False], [[0], [1]], [0.0, 1.0]):
+        for take in (WholeEpisodes(1, num_envs=3).push, WholeEpisodes(1, num_envs=3).skip):
+            with pytest.raises(BadOption, match=r"envs=.*: expected different numbers from 0 to 2"):
+                take(batch, envs)
     with pytest.raises(BadOption, match="numbered 0 to 1"):
         WholeEpisodes(1, num_envs=2).flush([2])
+
+
+def test_a_state_stays_what_it_was_when_it_was_saved():
+    batch, episodes = Stream([[2], [3]], (2,)).batch(12), WholeEpisodes(1, num_envs=2)
+    episodes.push(part(batch, [0], slice(0, 5)), [0])
+    state = episodes.state_dict()
+    for _ in range(3):
+        assert lengths_pushed(episodes, batch, [1], slice(0, 4)) == [[3], [2]]
+        episodes = WholeEpisodes(1, num_envs=2)
+        episodes.load_state_dict(state)
 
 
 def test_the_state_of_other_environments_is_refused():

@@ -1,0 +1,165 @@
+"""What goes wrong in workers. Light to import, since they import it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+
+class TwoArguments(Exception):
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__(f"{why} ({code})")
+
+
+class Unpicklable(Exception):
+    def __init__(self) -> None:
+        super().__init__("holds a function")
+        self.reason = lambda: None
+
+
+class OwnBase(BaseException):
+    """No Exception."""
+
+
+class Raising:
+    def __init__(self, error: Any) -> None:
+        self.error = error
+
+    def __call__(self, _: object) -> NoReturn:
+        raise self.error()  # HERE
+
+
+class Signalled:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __call__(self, _: object) -> None:
+        os.kill(os.getpid(), self.number)  # HERE
+        signal.pause()
+
+
+def exits_at_once(_: object) -> NoReturn:
+    os._exit(0)  # HERE
+
+
+def exits_with_3(_: object) -> NoReturn:
+    sys.exit(3)  # HERE
+
+
+def waits(_: object) -> None:
+    threading.Event().wait()  # HERE
+
+
+def holds_the_gil(_: object) -> None:
+    sum(range(10**15))  # HERE
+
+
+def stops(_: object) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)  # HERE
+
+
+class HasChild:
+    """Starts a program, as simulators do, and notes its pid in a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __call__(self, honest: Any) -> Any:
+        child = subprocess.Popen(["sleep", "1000"])
+        with open(self.path, "a") as file:
+            file.write(f"{child.pid}\n")
+        return honest
+
+
+def nan_reward(honest: Any) -> Any:
+    return honest[0], float("nan"), *honest[2:]
+
+
+def wrong_shape(honest: Any) -> Any:
+    return honest[0][:3], *honest[1:]
+
+
+def nothing(_: object) -> None:
+    return None
+
+
+def line_of(what: Any) -> str:
+    """FILE:LINE that a message should have."""
+    code = getattr(what, "__code__", None) or type(what).__call__.__code__
+    lines = Path(code.co_filename).read_text().splitlines()
+    begin = code.co_firstlineno - 1
+    here = next(number for number in range(begin, len(lines)) if "# HERE" in lines[number])
+    return f"{code.co_filename}:{here + 1}"
+
+
+class FaultyPolicy(torch.nn.Module):
+    """Chooses action 1; goes wrong in its call of number ``at``, once: where ``mark`` does not exist yet."""
+
+    def __init__(self, mark: str, do: Any, at: int = 0) -> None:
+        super().__init__()
+        self.mark, self.do, self.at, self.calls = mark, do, at, 0
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls > self.at and first_time(self.mark):
+            self.do(None)
+        return torch.ones(obs.shape[:-1], dtype=torch.int64)
+
+
+class FaultyScheme:
+    """Sends weights like ``scheme``, but taking them goes wrong, once, after ``at`` times."""
+
+    def __init__(self, scheme: Any, mark: str, do: Any, at: int = 0) -> None:
+        self.scheme, self.mark, self.do, self.at = scheme, mark, do, at
+
+    def publisher(self, *args: Any) -> Any:
+        publisher = self.scheme.publisher(*args)
+        ticket, wrong = publisher.ticket, (self.mark, self.do, self.at)
+
+        def faulty(worker: int) -> Any:
+            honest = ticket(worker)
+            honest._opener = partial(_open, honest._opener, wrong)
+            return honest
+
+        publisher.ticket = faulty
+        return publisher
+
+
+def _open(opener: Any, wrong: tuple[str, Any, int], fds: Any) -> FaultySubscriber:
+    return FaultySubscriber(opener(fds), *wrong)
+
+
+class FaultySubscriber:
+    def __init__(self, subscriber: Any, mark: str, do: Any, at: int) -> None:
+        self.subscriber, self.mark, self.do, self.at, self.taken = subscriber, mark, do, at, 0
+
+    @property
+    def version(self) -> Any:
+        return self.subscriber.version
+
+    def take(self, into: Any) -> Any:
+        self.taken += 1
+        if self.taken > self.at and first_time(self.mark):
+            self.do(None)
+        return self.subscriber.take(into)
+
+    def close(self) -> None:
+        self.subscriber.close()
+
+
+def first_time(mark: str) -> bool:
+    """True for the first who asks, in whatever process."""
+    try:
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+        return True
+    except FileExistsError:
+        return False

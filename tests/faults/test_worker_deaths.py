@@ -1,0 +1,275 @@
+"""Workers that die: at every kind of place, in every way; not a step is lost, doubled or made up."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import sys
+import threading
+from functools import partial
+
+import pytest
+import torch
+
+from muster import MultiSyncCollector
+from muster.errors import EnvError, WorkerDied
+from muster.testing import Fault, OracleEnv, check_stream
+from tests.fakes import faults
+from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, all_gone, run
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="kills processes"),
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore:worker . is falling behind"),
+]
+
+WAYS = {
+    "SIGKILL": (faults.Signalled(signal.SIGKILL), "was killed by SIGKILL", -9),
+    "SIGSEGV": (faults.Signalled(signal.SIGSEGV), "was killed by SIGSEGV", -11),
+    "SIGTERM": (faults.Signalled(signal.SIGTERM), "was killed by SIGTERM", -15),
+    "os._exit(0)": (faults.exits_at_once, "ended with exit code 0", 0),
+}
+AT = 30  # the step at which it dies: row 10 of the second rollout
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return {kind: run(folder, None, kind) for kind in KINDS}
+
+
+# --- one death --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_failure", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_death_in_a_step_loses_the_rollout_at_work_and_nothing_else(tmp_path, undisturbed, way, kind, on_failure):
+    do, how, exitcode = WAYS[way]
+    got = run(tmp_path, Fault(do, at=AT), kind, on_failure=on_failure)
+    rows = got.check(undisturbed=undisturbed[kind])
+    assert got.stats.discarded == {"worker_died": AT - T}
+    assert rows[0, 0] == T
+    made = rows[0, 0] + rows[0, 1] + AT - T
+    assert got.counts[0].tolist()[:3] == [1 if on_failure == "drop" else 2, made + 1, made]  # the deadly step was begun
+    if on_failure != "raise":
+        assert got.errors == []
+        return
+    assert_said(got.error, rf"{how} during step", row=AT - T)
+    assert got.error.exitcode == exitcode
+    assert got.error.phase == "step"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_death_in_a_reset_says_so(tmp_path, undisturbed, way, kind):
+    do, how, _ = WAYS[way]
+    got = run(tmp_path, Fault(do, "reset", at=3), kind)
+    got.check(undisturbed=undisturbed[kind])
+    assert list(got.stats.discarded) == ["worker_died"]
+    assert_said(got.error, rf"{how} during reset")
+    assert got.error.phase == "reset"
+
+
+@pytest.mark.parametrize("on_failure", MODES)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_death_while_environments_are_made_ends_the_construction(tmp_path, way, on_failure):
+    do, how, exitcode = WAYS[way]
+    with pytest.raises(WorkerDied, match=rf"^Worker 0 \(pid \d+\) {how} during construct\.") as caught:
+        run(tmp_path, Fault(do, "construct"), on_failure=on_failure)
+    assert (caught.value.exitcode, caught.value.phase, caught.value.worker) == (exitcode, "construct", 0)
+
+
+@pytest.mark.parametrize("on_failure", MODES)
+@pytest.mark.parametrize("way", ["SIGKILL", "os._exit(0)"])
+def test_a_death_while_environments_are_closed_costs_nothing(tmp_path, undisturbed, way, on_failure):
+    got = run(tmp_path, Fault(WAYS[way][0], "close"), on_failure=on_failure)
+    got.check(undisturbed=undisturbed[MultiSyncCollector])
+    assert (got.errors, got.stats.discarded, got.stats.executed) == ([], {}, FRAMES)
+
+
+@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize("on_failure", MODES)
+def test_a_death_in_the_policy_says_so(tmp_path, on_failure, at):
+    policy = faults.FaultyPolicy(str(tmp_path / "mark"), faults.Signalled(signal.SIGKILL), at)
+    got = run(tmp_path, None, policy=policy, on_failure=on_failure)  # its first call shows what columns there are
+    assert len(got.errors) == (on_failure == "raise")
+    for error in got.errors:
+        assert_said(error, "was killed by SIGKILL during policy")
+    got.check()
+    assert all(batch["action"][batch["observation"][..., 5] > 0].eq(1).all() for batch in got.batches)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_death_while_weights_are_taken_says_so(tmp_path, kind):
+    from muster.weights import SharedMemory
+
+    policy = faults.FaultyPolicy(str(tmp_path / "never"), None, at=1 << 60)
+    scheme = faults.FaultyScheme(SharedMemory(), str(tmp_path / "mark"), faults.Signalled(signal.SIGKILL), at=4)
+    got = run(tmp_path, None, kind, policy=policy, weight_sync_schemes={"policy": scheme})
+    got.check()
+    assert_said(got.error, "was killed by SIGKILL during weights")
+
+
+def assert_said(error, how, row=None):
+    assert type(error) is WorkerDied
+    place = r"(?:, row \d+, seed \d+)?" if row is None else rf", row {row}, seed \d+"
+    found = re.match(rf"Worker (\d) \(pid \d+\), environment (\d){place} {how}\. [A-Z]", str(error))
+    assert found, str(error)
+    assert (error.worker, error.env_id) == (int(found[1]), int(found[2]))
+
+
+# --- again and again --------------------------------------------------------------------------------
+
+
+def test_a_death_at_the_same_step_gives_the_same_streams(tmp_path):
+    for kind in KINDS:
+        first, second = (
+            run(tmp_path, Fault(WAYS["SIGKILL"][0], at=AT, runs=3), kind, on_failure="restart") for _ in range(2)
+        )
+        first.check()
+        assert first.stats.restarts >= 2
+        for env in (0, 1):
+            for a, b in zip(first.rows_of(env), second.rows_of(env), strict=True):
+                both = min(len(a), len(b))
+                assert both >= 2 * T
+                assert torch.equal(a[:both], b[:both])
+
+
+def test_a_successor_does_not_live_through_the_same_episodes_again(tmp_path):
+    got = run(tmp_path, Fault(WAYS["SIGKILL"][0], at=AT), on_failure="restart")
+    state = [batch["observation"][0, :, 5] for batch in got.batches]
+    assert not torch.isin(torch.cat(state[1:]), state[0]).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_that_dies_at_once_every_time_is_given_up_with_its_last_cause(tmp_path, kind):
+    path = tmp_path / "counts"
+    makers = [partial(OracleEnv, path, 0, 1, Fault(WAYS["SIGSEGV"][0], runs=None)), partial(OracleEnv, path, 1)]
+    with kind(makers, None, frames_per_batch=2 * T, on_failure="restart", max_restarts=10) as collector:
+        with pytest.raises(WorkerDied, match=r"restart 3\), .*killed by SIGSEGV during step"):
+            drain(collector)
+        assert OracleEnv.read(path)[0, 0] == 4  # three restarts without a batch
+
+
+def test_a_worker_that_dies_too_often_within_a_minute_is_given_up(tmp_path):
+    path = tmp_path / "counts"
+    makers = [partial(OracleEnv, path, 0, 1, Fault(WAYS["SIGKILL"][0], at=AT, runs=None)), partial(OracleEnv, path, 1)]
+    with MultiSyncCollector(makers, None, frames_per_batch=2 * T, on_failure="restart", max_restarts=2) as collector:
+        batches = []
+        with pytest.raises(WorkerDied, match=r"restart 2\), .*killed by SIGKILL during step"):
+            batches.extend(batch.clone() for batch in collector)
+        assert check_stream(batches)[0, 2] == T
+        assert OracleEnv.read(path)[0, 0] == 3
+
+
+def test_an_environment_that_cannot_be_made_again_is_the_error(tmp_path):
+    """Its successor fails while it is made, every time."""
+    path = tmp_path / "counts"
+
+    def make():
+        env = OracleEnv(path, 0, 1, Fault(WAYS["SIGKILL"][0], at=AT))
+        if env.run:
+            raise OSError("no display")
+        return env
+
+    with MultiSyncCollector(
+        [make, partial(OracleEnv, path, 1)], None, frames_per_batch=2 * T, on_failure="restart"
+    ) as c:
+        with pytest.raises(EnvError, match="no display") as caught:
+            drain(c)
+        assert isinstance(caught.value.__cause__, OSError)
+        stats = c.stats()
+    assert stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+
+
+def test_when_all_workers_are_dropped_the_end_is_said(tmp_path):
+    path = tmp_path / "counts"
+    maker = partial(OracleEnv, path, fault=Fault(WAYS["SIGKILL"][0], at=AT, runs=None))
+    for kind in KINDS:
+        with kind([maker] * 2, None, frames_per_batch=2 * T, on_failure="drop") as collector:
+            with (
+                pytest.raises(WorkerDied, match="all workers have been dropped"),
+                pytest.warns(match="is dropped, and"),
+            ):
+                drain(collector)
+            with pytest.raises(WorkerDied, match="all workers have been dropped"):
+                collector.next()
+
+
+def drain(collector):
+    while collector.next() is not None:
+        pass
+
+
+def test_what_a_worker_has_started_dies_with_it(tmp_path):
+    path, pids = tmp_path / "counts", tmp_path / "pids"
+    fault = Fault(faults.HasChild(str(pids)), "construct", runs=None)
+    with MultiSyncCollector(partial(OracleEnv, path, fault=fault), None, frames_per_batch=T, on_failure="restart") as c:
+        c.next()
+        (first,) = children(pids)
+        os.kill(c.stats().workers[0].pid, signal.SIGKILL)
+        c.next()
+        assert all_gone([first])
+        c.next()
+    assert len(children(pids)) == 2
+    assert all_gone(children(pids))
+
+
+def children(path):
+    return [int(pid) for pid in path.read_text().split()]
+
+
+# --- at random --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_kills_lose_nothing_and_double_nothing(tmp_path, kind):
+    kills, path = 30, tmp_path / "counts"
+    makers = [partial(OracleEnv, path, 3 * i, 3) for i in range(2)]
+    collector = kind(makers, None, num_envs=3, frames_per_batch=600, seed=1, on_failure="restart", max_restarts=None)
+    killer = Killer(collector, kills, random.Random(kills))
+    rows = check_stream(killer.until_done())
+    collector.shutdown()
+    stats, counts = collector.stats(), OracleEnv.read(path)
+    assert stats.frames == sum(rows.values())
+    assert stats.in_flight == 0
+    assert stats.executed == stats.frames + sum(stats.discarded.values())
+    begun, made = counts[:, 1].sum(), counts[:, 2].sum()
+    assert 0 <= begun - made <= kills
+    # Whoever is killed after a step and before its reward is stored has made one that nobody can know of.
+    assert 0 <= made - stats.executed <= kills
+    assert all(rows[env, run] <= counts[env, 2] for env, run in rows)
+    assert killer.done == kills
+    assert stats.restarts >= kills // 2  # some had not been started again yet
+
+
+class Killer:
+    """Kills workers at random times, in a thread of its own, while batches are collected."""
+
+    def __init__(self, collector, kills, rng):
+        self.collector, self.kills, self.rng, self.done = collector, kills, rng, 0
+        self.stopped = threading.Event()
+
+    def until_done(self):
+        thread = threading.Thread(target=self.run)
+        thread.start()
+        try:
+            for batch in self.collector:
+                yield batch
+                if not thread.is_alive():
+                    return
+        finally:
+            self.stopped.set()
+            thread.join()
+
+    def run(self):
+        while self.done < self.kills and not self.stopped.wait(self.rng.uniform(0, 0.3)):
+            worker = self.rng.choice(self.collector.stats().workers)
+            try:
+                os.kill(worker.pid, signal.SIGKILL)
+            except ProcessLookupError:  # not started again yet
+                continue
+            self.done += 1

@@ -1,0 +1,183 @@
+"""Workers that hang: found within the deadline of what they are at, with the line that they hang in."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+from functools import partial
+
+import pytest
+
+from muster import MultiSyncCollector
+from muster.errors import WorkerHung
+from muster.testing import Fault, OracleEnv, check_stream
+from tests.fakes import faults
+from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, deadlines, run
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore:worker . is falling behind"),
+]
+
+WAYS = {"wait": faults.waits, "GIL": faults.holds_the_gil, "SIGSTOP": faults.stops}
+BACKENDS = [("wait", "processes"), ("GIL", "processes"), ("SIGSTOP", "processes"), ("wait", "threads")]
+DEADLINE_S = 0.5  # of everything
+AT = 30
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return {kind: run(folder, None, kind, backend="threads") for kind in KINDS}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server(tmp_path_factory):
+    """One that has imported what workers need, so that deadlines are not about imports."""
+    run(tmp_path_factory.mktemp("first"), None)
+
+
+@pytest.mark.parametrize("on_failure", MODES)
+@pytest.mark.parametrize(("way", "backend"), BACKENDS)
+def test_a_hang_in_a_step_loses_the_rollout_at_work_and_nothing_else(tmp_path, undisturbed, way, backend, on_failure):
+    for kind in KINDS if way == "wait" else KINDS[:1]:
+        fault = Fault(WAYS[way], at=AT)
+        timeouts = {**deadlines(60.0), "step": DEADLINE_S}
+        got = run(tmp_path, fault, kind, on_failure=on_failure, backend=backend, timeouts=timeouts)
+        got.check(undisturbed=undisturbed[kind])
+        assert got.stats.discarded == {"worker_hung": AT - T}
+        assert got.counts[0].tolist()[:1] == [1 if on_failure == "drop" else 2]
+        assert len(got.errors) == (on_failure == "raise")
+        for error in got.errors:
+            assert_said(error, "step", WAYS[way], row=AT - T)
+
+
+@pytest.mark.parametrize(("way", "backend"), BACKENDS)
+def test_a_hang_in_a_reset_says_so(tmp_path, undisturbed, way, backend):
+    timeouts = {**deadlines(60.0), "reset": DEADLINE_S}
+    got = run(tmp_path, Fault(WAYS[way], "reset", at=3), backend=backend, timeouts=timeouts)
+    got.check(undisturbed=undisturbed[MultiSyncCollector])
+    assert list(got.stats.discarded) == ["worker_hung"]
+    assert_said(got.error, "reset", WAYS[way])
+
+
+@pytest.mark.parametrize(("way", "backend"), BACKENDS)
+def test_a_hang_while_environments_are_made_ends_the_construction(tmp_path, way, backend):
+    with pytest.raises(WorkerHung) as caught:
+        run(tmp_path, Fault(WAYS[way], "construct"), backend=backend, timeouts={"construct": 2 * DEADLINE_S})
+    assert_said(caught.value, "construct", WAYS[way])
+
+
+@pytest.mark.parametrize(("way", "backend"), BACKENDS)
+def test_a_hang_in_close_does_not_keep_shutdown(tmp_path, undisturbed, way, backend):
+    got = run(tmp_path, Fault(WAYS[way], "close"), backend=backend, timeouts={"close": DEADLINE_S})
+    got.check(undisturbed=undisturbed[MultiSyncCollector])
+    assert (got.errors, got.stats.discarded, got.stats.executed) == ([], {}, FRAMES)
+    assert got.counts[:, 3].tolist() == [0, 1]  # the other one was closed in peace
+
+
+@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize(("way", "backend"), BACKENDS)
+def test_a_hang_in_the_policy_says_so(tmp_path, way, backend, at):
+    policy = faults.FaultyPolicy(str(tmp_path / "mark"), WAYS[way], at)
+    alone = KINDS[1]  # threads that share batches take turns with the policy: who waits for it has not hung
+    timeouts = {**deadlines(60.0), "policy": DEADLINE_S}
+    got = run(tmp_path, None, alone, policy=policy, backend=backend, timeouts=timeouts)
+    got.check()
+    assert_said(got.error, "policy", WAYS[way])
+
+
+def test_a_hang_while_weights_are_taken_says_so(tmp_path):
+    from muster.weights import SharedMemory
+
+    policy = faults.FaultyPolicy(str(tmp_path / "never"), None, at=1 << 60)
+    scheme = faults.FaultyScheme(SharedMemory(), str(tmp_path / "mark"), faults.waits, at=4)
+    timeouts = {**deadlines(60.0), "weights": DEADLINE_S}
+    got = run(tmp_path, None, policy=policy, weight_sync_schemes={"policy": scheme}, timeouts=timeouts)
+    got.check()
+    assert_said(got.error, "weights", faults.waits)
+
+
+def test_a_hang_in_a_call_says_so(tmp_path):
+    class Freezing(OracleEnv):
+        def freeze(self):
+            faults.waits(None)
+
+    path = tmp_path / "counts"
+    makers = [partial(Freezing, path, number) for number in range(2)]
+    with MultiSyncCollector(makers, None, frames_per_batch=2 * T, timeouts={"call": DEADLINE_S}) as collector:
+        batches = [collector.rollout().clone()]
+        with pytest.raises(WorkerHung) as caught:
+            collector.cascade_execute("env.unwrapped.freeze")
+        assert_said(caught.value, "call", faults.waits)
+        batches += [collector.rollout().clone() for _ in range(2)]  # with its successor
+        assert list(check_stream(batches)) == [(0, 0), (1, 0), (0, 1)]
+
+
+def test_a_worker_that_was_stopped_from_outside_hangs(tmp_path):
+    path = tmp_path / "counts"
+    makers = [partial(OracleEnv, path, number) for number in range(2)]
+    timeouts = deadlines(2 * DEADLINE_S)
+    with MultiSyncCollector(makers, None, frames_per_batch=2 * T, timeouts=timeouts) as collector:
+        collector.next()
+        os.kill(collector.stats().workers[1].pid, signal.SIGSTOP)
+        with pytest.raises(WorkerHung, match="The process is stopped") as caught:
+            collector.next()
+        assert caught.value.worker == 1
+        assert collector.next() is not None
+
+
+def test_slow_is_not_hung(tmp_path):
+    """Every step takes a good part of the deadline; a rollout takes several deadlines."""
+    path = tmp_path / "counts"
+
+    def make():
+        env = OracleEnv(path)
+        step = env.step
+
+        def slow_step(action):
+            threading.Event().wait(DEADLINE_S / 4)
+            return step(action)
+
+        env.step = slow_step
+        return env
+
+    timeouts = {**deadlines(60.0), "step": DEADLINE_S}
+    for backend in ("processes", "threads"):
+        with MultiSyncCollector(make, None, frames_per_batch=10, timeouts=timeouts, backend=backend) as collector:
+            assert collector.next().numel() == 10
+
+
+def test_a_hanging_rollout_does_not_keep_shutdown(tmp_path):
+    """The consumer leaves while a worker hangs, long before the deadline of the step."""
+    path = tmp_path / "counts"
+    makers = [partial(OracleEnv, path, 0, 1, Fault(faults.holds_the_gil, at=AT)), partial(OracleEnv, path, 1)]
+    collector = KINDS[1](makers, None, frames_per_batch=T, timeouts={"close": DEADLINE_S})
+    while OracleEnv.read(path)[0, 1] < AT + 1 if len(OracleEnv.read(path)) else True:
+        assert collector.next() is not None
+    collector.shutdown()
+    stats = collector.stats()
+    assert stats.in_flight == 0
+    assert stats.executed == stats.frames + sum(stats.discarded.values()) == OracleEnv.read(path)[:, 2].sum()
+
+
+def assert_said(error, phase, where, row=None):
+    assert type(error) is WorkerHung
+    text = str(error)
+    place = (
+        r"(?:, environment (\d))?(?:, row \d+)?(?:, seed \d+)?"
+        if row is None
+        else rf", environment (\d), row {row}, seed \d+"
+    )
+    found = re.match(rf"Worker (\d) \(pid \d+\){place} has been in {phase} for (\d+\.\d) s", text)
+    assert found, text
+    assert (error.worker, error.phase) == (int(found[1]), phase)
+    if where is faults.stops:
+        assert "The process is stopped (SIGSTOP, or a debugger), so its stack could not be taken" in text
+    else:
+        assert f" at {faults.line_of(where)} in {where.__name__}; its deadline is " in text
+        assert "Stack of the worker" in text
