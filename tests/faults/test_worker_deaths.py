@@ -115,7 +115,7 @@ def test_a_death_while_weights_are_taken_says_so(tmp_path, kind):
 
 def assert_said(error, how, row=None):
     assert type(error) is WorkerDied
-    place = r"(?:, row \d+, seed \d+)?" if row is None else rf", row {row}, seed \d+"
+    place = r"(?:, row \d+)?(?:, seed \d+)?" if row is None else rf", row {row}, seed \d+"
     found = re.match(rf"Worker (\d) \(pid \d+\), environment (\d){place} {how}\. [A-Z]", str(error))
     assert found, str(error)
     assert (error.worker, error.env_id) == (int(found[1]), int(found[2]))

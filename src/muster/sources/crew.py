@@ -206,7 +206,18 @@ class Crew:
         with ExitStack() as closing:
             closing.callback(self._enter_last_reports)
             for handle in self.handles if close_env else ():
-                closing.callback(handle.close)
+                closing.callback(self._close, handle)
+
+    def _close(self, handle: Handle) -> None:
+        try:
+            handle.close()
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C: whoever has waited long enough does not want to wait for the others
+            for other in self.handles:
+                if isinstance(other, DetachedWorker):
+                    other.end()
+            raise
 
     def _enter_last_reports(self) -> None:
         for handle in self.handles:

@@ -273,7 +273,7 @@ class DetachedWorker:
             pass
         finally:
             if self.alive and (order := self.order_at_work()) is not None:
-                self.cut_short = order.group, self.steps_seen()
+                pass
             self.end()
         if error is not None:
             raise error

@@ -1,0 +1,137 @@
+"""Programs with a collector, for tests that kill them: ``python -m tests.fakes.fault_parents NAME FOLDER``.
+
+Each says "ready" when it is where it is to be killed.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from muster import MultiAsyncCollector, MultiSyncCollector
+from muster.testing import Fault, OracleEnv
+from tests.fakes import faults
+
+T = 20
+
+
+def collector(folder: Path, fault: Fault | None = None, kind: Any = MultiSyncCollector, **options: Any) -> Any:
+    path = folder / "counts"
+    makers = [partial(OracleEnv, path, 0, 1, fault), partial(OracleEnv, path, 1)]
+    return kind(makers, None, frames_per_batch=2 * T, **options)
+
+
+def ready() -> None:
+    print("ready", flush=True)
+
+
+def idle(folder: Path) -> None:
+    with collector(folder) as made:
+        made.next()
+        ready()
+        while True:
+            select.select([], [], [])
+
+
+def stepping(folder: Path) -> None:
+    with collector(folder, kind=MultiAsyncCollector) as made:
+        for number, _ in enumerate(made):
+            if number == 5:
+                ready()
+
+
+def waiting(folder: Path) -> None:
+    """For a worker that takes for ever, without a deadline."""
+    hung(folder, faults.waits)
+
+
+def hung(folder: Path, way: Any = faults.holds_the_gil) -> None:
+    made = collector(folder, Fault(way, at=30), timeouts={"step": None})
+    watch(folder)
+    with made:
+        for _ in made:
+            pass
+
+
+def grandchildren(folder: Path) -> None:
+    fault = Fault(faults.HasChild(str(folder / "pids")), "construct", runs=None)
+    with collector(folder, fault) as made:
+        made.next()
+        ready()
+        while True:
+            made.next()
+
+
+def starting(folder: Path) -> None:
+    watch(folder, begun=0)
+    collector(folder, Fault(faults.waits, "construct"))
+
+
+def threads(folder: Path) -> None:
+    with collector(folder, backend="threads") as made:
+        made.next()
+        ready()
+        for _ in made:
+            pass
+
+
+def spawned(folder: Path) -> None:
+    with collector(folder, start_method="spawn") as made:
+        made.next()
+        ready()
+        for _ in made:
+            pass
+
+
+def closing_hangs(folder: Path) -> None:
+    made = collector(folder, Fault(faults.holds_the_gil, "close"), timeouts={"close": None})
+    made.next()
+    ready()
+    made.shutdown()
+
+
+def never_shut_down(folder: Path) -> None:
+    made = collector(folder, kind=MultiAsyncCollector)
+    made.next()
+    globals()["kept"] = made  # until the interpreter ends
+    ready()
+
+
+def thrown_away_with_a_hang(folder: Path) -> None:
+    made = collector(folder, Fault(faults.holds_the_gil, at=30), kind=MultiAsyncCollector, timeouts={"step": None})
+    made.next()
+    globals()["kept"] = made
+    while OracleEnv.read(folder / "counts")[0, 1] < 31:
+        select.select([], [], [], 0.01)
+    ready()
+
+
+def raises(folder: Path) -> None:
+    made = collector(folder)
+    made.next()
+    ready()
+    raise ValueError("in the user's own loop")
+
+
+def watch(folder: Path, begun: int = 31) -> None:
+    """Say "ready" when environment 0 is made and has begun so many steps."""
+
+    def look() -> None:
+        while True:
+            counts = OracleEnv.read(folder / "counts")
+            if len(counts) and counts[0, 0] and counts[0, 1] >= begun:
+                ready()
+                return
+            select.select([], [], [], 0.01)
+
+    threading.Thread(target=look, daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    globals()[sys.argv[1]](Path(sys.argv[2]))

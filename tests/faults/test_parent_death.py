@@ -1,0 +1,140 @@
+"""What is left when the user's program ends, in whatever way: nothing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from muster import MultiAsyncCollector, MultiSyncCollector
+from muster.testing import OracleEnv
+from tests.fakes.fault_runs import all_gone, family
+
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"), pytest.mark.timeout(90)]
+ROOT = Path(__file__).parents[2]
+PLACES = ["idle", "stepping", "waiting", "hung", "grandchildren", "starting", "threads", "spawned", "closing_hangs"]
+
+
+class Program:
+    """One of ``tests.fakes.fault_parents``, at its place."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.mark, self.folder = f"MUSTER_TEST={uuid.uuid4().hex}", folder
+        key, value = self.mark.split("=")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.fakes.fault_parents", name, str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, key: value, "PYTHONPATH": os.pathsep.join(["src", os.environ.get("PYTHONPATH", "")])},
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n", self.process.communicate()[1]
+
+    def family(self) -> list[int]:
+        """All processes that it has started, and those that these have started."""
+        return [pid for pid in family(self.mark) if pid != self.process.pid]
+
+    def end(self) -> tuple[str, int]:
+        """What it says after its end, and its exit code; nothing must be left of it."""
+        family = self.family()
+        try:
+            _, said = self.process.communicate(timeout=30)
+        finally:
+            self.process.kill()
+        assert all_gone({*family, *self.family()}), said
+        return said, self.process.returncode
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def start_one(name: str) -> Program:
+        started.append(Program(name, tmp_path))
+        return started[-1]
+
+    yield start_one
+    for program in started:
+        program.process.kill()
+        all_gone(program.family(), 0.0)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_nothing_outlives_a_killed_program(start, place):
+    program = start(place)
+    family = program.family()
+    expected = {"threads": 0, "spawned": 2, "grandchildren": 4, "closing_hangs": 2}.get(place, 3)  # and the fork server
+    assert len(family) >= expected, "they are seen at all"
+    program.process.kill()
+    assert program.end()[1] == -signal.SIGKILL
+    assert all_gone(family)
+
+
+@pytest.mark.parametrize("place", ["stepping", "hung"])
+def test_nothing_outlives_a_program_that_is_asked_to_end(start, place):
+    program = start(place)
+    program.process.terminate()
+    assert program.end() == ("", -signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("place", "send"),
+    [("idle", os.kill), ("stepping", os.kill), ("stepping", os.killpg), ("waiting", os.kill), ("threads", os.killpg)],
+)
+def test_ctrl_c_is_one_traceback_and_a_clean_end(start, place, send):
+    program = start(place)
+    send(program.process.pid, signal.SIGINT)
+    said, code = program.end()
+    assert code == -signal.SIGINT
+    assert said.count("Traceback (most recent call last)") == 1
+    assert said.rstrip().endswith("KeyboardInterrupt")
+    if place != "waiting":  # that one had to be killed
+        assert OracleEnv.read(program.folder / "counts")[:, 3].tolist() == [1, 1], "environments were closed"
+
+
+def test_ctrl_c_ends_a_shutdown_that_takes_too_long(start):
+    program = start("closing_hangs")
+    os.kill(program.process.pid, signal.SIGINT)
+    said, code = program.end()
+    assert code == -signal.SIGINT
+    assert said.rstrip().endswith("KeyboardInterrupt")
+
+
+@pytest.mark.parametrize("place", ["never_shut_down", "thrown_away_with_a_hang"])
+def test_a_program_that_forgets_to_shut_down_ends_at_once_and_leaves_nothing(start, place):
+    assert start(place).end() == ("", 0)
+
+
+def test_a_program_that_fails_in_its_own_loop_says_only_that(start):
+    said, code = start("raises").end()
+    assert code == 1
+    assert said.count("Traceback (most recent call last)") == 1
+    assert said.rstrip().endswith("ValueError: in the user's own loop")
+
+
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+@pytest.mark.parametrize("iterating", [False, True])
+def test_the_workers_of_a_collector_that_is_thrown_away_end(tmp_path, kind, iterating):
+    collector = kind([partial(OracleEnv, tmp_path / "counts", n) for n in range(2)], None, frames_per_batch=40)
+    batches = iter(collector)
+    batch = next(batches)
+    pids = [worker.pid for worker in collector.stats().workers]
+    kept = batch.clone()
+    if not iterating:
+        del batches
+    else:
+        batches.close()
+    del collector
+    gc.collect()
+    assert all_gone(pids)
+    assert (batch == kept).all()  # what the user holds is still there

@@ -1,0 +1,248 @@
+"""What workers cost, and that they give it back: descriptors, threads, processes, shared memory, processor time."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from muster import MultiAsyncCollector, MultiSyncCollector
+from muster.testing import CountingEnv, OracleEnv, TorchCartPole
+from tests.fakes.fault_runs import KINDS, alive, all_gone
+
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"), pytest.mark.timeout(90)]
+CYCLES = 20
+ROOT = Path(__file__).parents[2]
+
+
+def descriptors():
+    """What they lead to."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:  # the one that looked
+            pass
+    return sorted(found)
+
+
+def descendants(root=None):
+    """Living processes below this one."""
+    parents = {}
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        try:
+            state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if state not in "ZX":
+            parents[pid] = int(parent)
+    below, level = set(), {root or os.getpid()}
+    while level := {pid for pid, parent in parents.items() if parent in level}:
+        below |= level
+    return below
+
+
+def resources():
+    return {
+        "descriptors": len(descriptors()),
+        "threads": {thread.name for thread in threading.enumerate()},
+        "processes": len(descendants()),
+        "names": set(os.listdir("/dev/shm")),
+    }
+
+
+@pytest.mark.parametrize("backend", ["processes", "threads"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_left_of_collectors_that_were_shut_down(kind, backend):
+    def cycle():
+        with kind([CountingEnv] * 2, None, frames_per_batch=20, backend=backend) as collector:
+            assert collector.next() is not None
+
+    cycle()  # imports, and the fork server
+    before = resources()
+    for _ in range(CYCLES):
+        cycle()
+    assert resources() == before
+
+
+def test_nothing_is_left_of_workers_that_were_restarted(tmp_path):
+    with MultiSyncCollector([CountingEnv] * 2, None, frames_per_batch=20, on_failure="restart", max_restarts=None) as c:
+        c.next()
+        before = resources()
+        for turn in range(CYCLES):
+            os.kill(c.stats().workers[turn % 2].pid, 9)
+            for _ in range(3):  # with batches in between there is no back-off
+                c.next()
+        assert resources() == before
+        assert c.stats().restarts == CYCLES
+
+
+def test_nothing_is_left_of_collectors_that_could_not_be_made():
+    def fail():
+        raise ValueError("no")
+
+    def cycle():
+        with pytest.raises(RuntimeError, match="no"):
+            MultiSyncCollector([CountingEnv, fail], None, frames_per_batch=20)
+
+    cycle()
+    before = resources()
+    for _ in range(CYCLES):
+        cycle()
+    assert resources() == before
+
+
+@pytest.mark.parametrize("backend", ["processes", "threads"])
+def test_batches_stay_valid_when_their_collector_is_gone(backend):
+    with MultiSyncCollector([CountingEnv] * 2, None, frames_per_batch=20, backend=backend) as collector:
+        batch = collector.next()
+        copy = batch.clone()
+    del collector
+    assert (batch == copy).all()
+
+
+def test_no_socket_listens():
+    with MultiAsyncCollector([CountingEnv] * 2, None, frames_per_batch=20) as collector:
+        collector.next()
+        ours = {os.getpid(), *descendants()}
+        assert len(ours) >= 4
+        sockets = {link for pid in ours for link in links(pid) if link.startswith("socket:[")}
+        listening = set()
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A":
+                    listening.add(f"socket:[{fields[9]}]")
+        for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+            fields = line.split()
+            if int(fields[3], 16) & 0x10000:  # it accepts connections
+                listening.add(f"socket:[{fields[6]}]")
+        assert sockets
+        assert not sockets & listening
+
+
+def links(pid):
+    try:
+        return [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+    except OSError:
+        return []
+
+
+@pytest.mark.parametrize("backend", ["processes", "threads"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_sleep_while_nobody_asks(kind, backend):
+    with kind([CountingEnv] * 2, None, frames_per_batch=2000, backend=backend) as collector:
+        collector.next()
+        pids = descendants() | {os.getpid()}
+        while moving(pids):  # until those that are ahead have made what they may
+            pass
+        before = processor_time(pids)
+        select.select([], [], [], 1.0)
+        assert processor_time(pids) - before <= 0.05
+
+
+def moving(pids):
+    before = processor_time(pids)
+    select.select([], [], [], 0.2)
+    return processor_time(pids) > before
+
+
+def processor_time(pids):
+    """Seconds, of all of them."""
+    ticks = 0
+    for pid in pids:
+        if alive(pid):
+            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_does_not_grow_with_frames(kind):
+    with kind(partial(TorchCartPole, 128), None, num_workers=2, frames_per_batch=64 * 1024) as collector:
+        assert collector.stats().executed == 0
+        frames = 0
+        before = {}
+        for batch in collector:
+            frames += batch.numel()
+            if frames > 300_000 and not before:
+                before = anonymous_bytes()
+            if frames > 1_300_000:
+                break
+        after = anonymous_bytes()
+        assert before.keys() == after.keys()
+        assert max(after[pid] - before[pid] for pid in after) < 4 << 20
+
+
+def anonymous_bytes():
+    """Private memory by process."""
+    found = {}
+    for pid in {os.getpid(), *descendants()}:
+        line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon"))
+        found[pid] = int(line.split()[1]) * 1024
+    return found
+
+
+SMALL_SHM = """
+mount -t tmpfs -o size=8m tmpfs /dev/shm && exec "$0" -c '
+import os
+from functools import partial
+import numpy as np
+from gymnasium import spaces
+from muster import MultiSyncCollector
+from muster.testing import SpaceEnv
+image = spaces.Box(0, 255, (1 << 20,), np.uint8)
+assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 8 << 20
+with MultiSyncCollector([partial(SpaceEnv, image, spaces.Discrete(2))] * 2, None, num_envs=8, frames_per_batch=64) as c:
+    assert c.next()["observation"].nbytes == 64 << 20
+    assert os.listdir("/dev/shm") == []
+print("done")
+'
+"""
+
+
+def test_a_small_dev_shm_is_enough():
+    """As in a container: 8 MiB, and batches of 128 MiB."""
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("may not make a mount namespace")
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    got = subprocess.run(
+        ["unshare", "-m", "sh", "-c", SMALL_SHM, sys.executable],
+        capture_output=True,
+        text=True,
+        env=environ,
+        check=False,
+    )
+    assert (got.stdout, got.returncode) == ("done\n", 0), got.stderr
+
+
+def test_workers_that_were_killed_leave_no_zombie(tmp_path):
+    makers = [partial(OracleEnv, tmp_path / "counts", number) for number in range(2)]
+    with MultiSyncCollector(makers, None, frames_per_batch=20, on_failure="restart") as collector:
+        collector.next()
+        first = [worker.pid for worker in collector.stats().workers]
+        os.kill(first[0], 9)
+        collector.next()
+        assert all_gone(first[:1])
+        assert not Path(f"/proc/{first[0]}").exists()
+
+
+def test_a_doorbell_that_is_gone_does_not_ring_at_other_files():
+    """A thread can end long after its collector, when the number is that of somebody else's file."""
+    from muster.sources.threads import Doorbell
+
+    bell = Doorbell()
+    bell.ring()
+    assert select.select([bell], [], [], 0)[0]
+    bell.close()
+    pipes = [os.pipe() for _ in range(8)]
+    bell.ring()
+    assert not select.select([read for read, _ in pipes], [], [], 0)[0]
+    for pipe in pipes:
+        for fd in pipe:
+            os.close(fd)
