@@ -273,7 +273,7 @@ class DetachedWorker:
             pass
         finally:
             if self.alive and (order := self.order_at_work()) is not None:
-                pass
+                self.cut_short = order.group, self.steps_seen()
             self.end()
         if error is not None:
             raise error
