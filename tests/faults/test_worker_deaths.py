@@ -90,6 +90,28 @@ def test_a_death_while_environments_are_closed_costs_nothing(tmp_path, undisturb
     assert (got.errors, got.stats.discarded, got.stats.executed) == ([], {}, FRAMES)
 
 
+@pytest.mark.parametrize("way", ["SIGKILL", "SIGTERM"])
+def test_a_death_in_the_middle_of_a_row_counts_those_that_were_stepped(tmp_path, way):
+    path = tmp_path / "counts"
+
+    def make():
+        env = OracleEnv(path, 0, 3)
+        if env.number == 2:
+            env.fault = Fault(WAYS[way][0], at=AT)
+        return env
+
+    with MultiSyncCollector(make, None, num_workers=1, num_envs=3, frames_per_batch=3 * T) as collector:
+        batches = [collector.next().clone()]
+        with pytest.raises(WorkerDied, match=rf"{WAYS[way][1]} during step"):
+            collector.next()
+        assert collector.stats().discarded == {"worker_died": 3 * (AT - T) + 2} or way == "SIGTERM"
+        batches += [collector.next().clone() for _ in range(2)]
+        stats = collector.stats()
+        assert sum(check_stream(batches).values()) == stats.frames == 9 * T
+    assert OracleEnv.read(path)[:, 2].tolist() == [3 * T + AT - T + 1, 3 * T + AT - T + 1, 3 * T + AT - T]
+    assert stats.executed == OracleEnv.read(path)[:, 2].sum() == stats.frames + sum(stats.discarded.values())
+
+
 @pytest.mark.parametrize("at", [0, 3])
 @pytest.mark.parametrize("on_failure", MODES)
 def test_a_death_in_the_policy_says_so(tmp_path, on_failure, at):
@@ -269,7 +291,7 @@ class Killer:
         while self.done < self.kills and not self.stopped.wait(self.rng.uniform(0, 0.3)):
             worker = self.rng.choice(self.collector.stats().workers)
             try:
-                os.kill(worker.pid, signal.SIGKILL)
+                os.kill(worker.pid, self.rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
             except ProcessLookupError:  # not started again yet
                 continue
             self.done += 1

@@ -85,6 +85,11 @@ def changed_id(batches):
     batches[2]["collector", "traj_ids"][0, -1] += 2
 
 
+def ids_that_begin_anew_with_every_batch(batches):
+    for number, batch in enumerate(batches):
+        batch["collector", "traj_ids"] += 1000 * number
+
+
 def shared_id(batches):
     batches[0]["collector", "traj_ids"][:] = 0
 
@@ -99,7 +104,7 @@ def forgotten_reset(batches):
     [
         *(lost_row, lost_batch, doubled_batch, swapped_batches, swapped_environments, shifted_reward),
         *(reset_observation_instead_of_the_last, forgotten_end, made_up_end, done_without_a_reason),
-        *(changed_id, shared_id, forgotten_reset),
+        *(changed_id, ids_that_begin_anew_with_every_batch, shared_id, forgotten_reset),
     ],
 )
 def test_spoiled_data_is_found(batches, spoil):

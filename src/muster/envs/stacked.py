@@ -110,13 +110,13 @@ class StackedEnvs(EnvBatch):
             got: Any = ...  # nothing yet
             try:
                 for env_step, action in zip(steps, actions(t)):  # noqa: B905 (strict costs 0.3 us per step)
-                    got = ...
                     got = env_step(action)
                     obs, reward, terminated, truncated, _ = got
                     put(k + B, obs)
                     rewards[k] = reward
                     if terminated is not False or truncated is not False:
                         finished = record(t, k - t * B, terminated, truncated, finished)
+                    got = ...  # before the next number: a signal can come in between
                     k += 1
             except BaseException as error:  # noqa: BLE001 (raised again, explained)
                 self._explain(error, got, t, k - t * B)
@@ -142,13 +142,13 @@ class StackedEnvs(EnvBatch):
             got: Any = ...  # nothing yet
             try:
                 for env_step in steps:
-                    got = ...
                     got = env_step(actions[k])
                     obs, reward, terminated, truncated, _ = got
                     observations[at : at + width] = obs
                     rewards[k] = reward
                     if terminated is not False or truncated is not False:
                         finished = record(t, k - t * B, terminated, truncated, finished)
+                    got = ...  # before the next number: a signal can come in between
                     k += 1
                     at += width
             except BaseException as error:  # noqa: BLE001 (raised again, explained)

@@ -31,6 +31,7 @@ Kind = TypeVar("Kind", bound=MusterError)
 
 _FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+)(?: in (?P<name>.+))?$', re.MULTILINE)
 _MUSTER = str(Path(errors.__file__).parent)
+_WORKING = str(Path("sources", "server.py"))
 _INSTALLED = (
     *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
     *site.getsitepackages(),
@@ -220,7 +221,9 @@ def innermost_user_frame(stack: str) -> str | None:
     Where the dump has several threads, it is about the one in which Muster runs.
     """
     threads = re.split(r"\n\s*\n", stack.strip())
-    ours = [t for t in threads if _MUSTER in t] or [t for t in threads if t.startswith("Current thread")] or threads
+    works = [t for t in threads if _WORKING in t]  # as opposed to a thread that listens
+    ours = works or [t for t in threads if _MUSTER in t]
+    ours = ours or [t for t in threads if t.startswith("Current thread")] or threads
     frames = [found.groupdict() for found in _FRAME.finditer(ours[0])]
     foreign = [frame for frame in frames if not _is_below(frame["file"], (_MUSTER,))]
     own = [f for f in foreign if not _is_below(f["file"], _INSTALLED) and not f["file"].startswith("<frozen")]

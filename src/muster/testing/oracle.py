@@ -64,6 +64,7 @@ class OracleEnv(gymnasium.Env[Any, Any]):
     Attributes:
         number: of the environment.
         run: how often it was made before.
+        fault: may be changed.
     """
 
     def __init__(self, path: str | Path, first: int = 0, count: int = 1, fault: Fault | None = None) -> None:
@@ -73,7 +74,7 @@ class OracleEnv(gymnasium.Env[Any, Any]):
         self._cells = _map(path)[self.number]
         self.run = int(self._cells[RUNS])
         self._cells[RUNS] += 1
-        self._fault, self._calls = fault, Counter[str]()
+        self.fault, self._calls = fault, Counter[str]()
         self.observation_space = spaces.Box(0, 2**62, (6,), np.int64)
         self.action_space = spaces.Discrete(5)
         self._now = (self.number, self.run, -1, 0, 0, 0)
@@ -108,7 +109,7 @@ class OracleEnv(gymnasium.Env[Any, Any]):
 
     def _pass(self, on: str, honest: Any) -> Any:
         """What a call returns."""
-        number, fault = self._calls[on], self._fault
+        number, fault = self._calls[on], self.fault
         self._calls[on] += 1
         if fault is None or (fault.on, fault.at) != (on, number):
             return honest
@@ -211,7 +212,7 @@ class _Stream:
     def _join(self, before: Array, ended: Array, obs: Array, where: str) -> None:
         """``obs`` come right after steps that led to ``before``."""
         missing = np.where(ended, obs[:, 4] - before[:, 4], 0)
-        began = (obs[:, :2] == before[:, :2]).all(-1) & (obs[:, 2] > before[:, 2]) & (obs[:, 3] == 0) & (missing >= 0)
+        began = (obs[:, :2] == before[:, :2]).all(-1) & (obs[:, 2] > before[:, 2]) & (obs[:, 3] == 0)
         bad = np.where(ended, ~began, (obs != before).any(-1))
         self.gaps += int(missing.sum())
         if bad.any():
