@@ -197,10 +197,11 @@ class Failing(gymnasium.Env):
     def reset(self, seed=None, options=None):
         return 0, {}
     def step(self, action):
-        if not os.path.exists("done"):
+        try:
             open("done", "x").close()
-            raise OSError("simulator gone\\n\\nwith a story")
-        return 1, 0.0, False, False, {}
+        except FileExistsError:  # of two workers at once, one makes it
+            return 1, 0.0, False, False, {}
+        raise OSError("simulator gone\\n\\nwith a story")
 gymnasium.register("Failing-v0", Failing)
 """
 
