@@ -250,17 +250,17 @@ def idling(seconds: float) -> dict[str, float]:
 
 
 def memory(frames: int) -> dict[str, float]:
-    """Largest growth of any process, in MiB, over so many frames."""
-    found = {}
+    """Largest growth of any process, in MiB, over so many frames, after a part of that in which allocators warm up."""
+    found, warm = {}, frames * 2 // 5
     for name, kind in KINDS.items():
         make = partial(TorchCartPole, 256)
         with kind(make, None, num_workers=2, frames_per_batch=64 * 1024) as collector:
             done, before = 0, dict[int, int]()
             for batch in collector:
                 done += batch.numel()
-                if done > 500_000 and not before:
+                if done > warm and not before:
                     before = anonymous_bytes()
-                if done > 500_000 + frames:
+                if done > warm + frames:
                     break
             after = anonymous_bytes()
             found[name] = round(max(after[pid] - before[pid] for pid in after) / 2**20, 2)
