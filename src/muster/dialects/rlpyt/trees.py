@@ -1,0 +1,125 @@
+"""rlpyt's nested buffers by what they do: ``_fields`` and indexing. They are Muster's columns once more, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Any
+
+import numpy as np
+
+from muster.keys import Key, dotted
+from muster.memory.specs import Array, ArraySpec, Specs
+
+
+def leaves(tree: Any, root: Key = ()) -> dict[Key, Any]:
+    """The arrays of a namedarraytuple, namedtuple or dict, or the one that it is; of None and () none."""
+    if tree is None or (isinstance(tree, tuple) and not tree):
+        return {}
+    fields = getattr(tree, "_fields", None)
+    if fields is not None:
+        parts = {name: getattr(tree, name) for name in fields}
+    elif isinstance(tree, Mapping):
+        parts = dict(tree)
+    else:
+        return {root: tree}
+    return {key: leaf for name, part in parts.items() for key, leaf in leaves(part, (*root, str(name))).items()}
+
+
+def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The same tree with other leaves."""
+    source = map(function, leaves(tree).values())
+    return _rebuilt(tree, source)
+
+
+class Part:
+    """One buffer of rlpyt's as columns.
+
+    Args:
+        tree: the buffer, or an example of what goes into it.
+        root: the columns' keys begin so.
+        lead: so many first dimensions of its leaves are time and environment.
+
+    Attributes:
+        specs: of the leaves, for one environment.
+    """
+
+    def __init__(self, tree: Any, root: Key, lead: int) -> None:
+        self.tree, self.root = tree, root
+        arrays = {key: as_array(leaf) for key, leaf in leaves(tree, root).items()}
+        self.specs: Specs = {key: ArraySpec(array.shape[lead:], array.dtype) for key, array in arrays.items()}
+        flat = all(len(key) == len(root) + 1 for key in arrays)
+        self._fields = tuple(key[-1] for key in arrays) if flat else None
+        self._numbers: set[tuple[Key, type]] = set()  # kinds of numbers that fit where, as far as they were seen
+
+    def over(self, columns: Mapping[Key, Any], root: Key | None = None) -> Any:
+        """The columns (those below ``root``) as a tree of the buffer's kind, whose ``[t]`` and ``[t, b]`` are rows."""
+        base = root or self.root
+        return _rebuilt(self.tree, (columns[base + key[len(self.root) :]] for key in self.specs))
+
+    def write(
+        self, columns: Mapping[Key, Array], at: Any, value: Any, *, lead: tuple[int, ...] = (), partial: bool = False
+    ) -> str | None:
+        """Copy ``value``, of which every leaf is ``[*lead, *shape]``, into the rows or entries ``at``.
+
+        Args:
+            partial: leaves may be missing.
+
+        Returns:
+            why that is impossible, as the end of a sentence about the value; None: it is done.
+        """
+        spec = self.specs.get(self.root)
+        if spec and type(value) is np.ndarray and value.dtype == spec.dtype and value.shape == lead + spec.shape:
+            columns[self.root][at] = value
+            return None
+        found = self._leaves(value)
+        if found.keys() != self.specs.keys():
+            unknown, missing = found.keys() - self.specs.keys(), self.specs.keys() - found.keys()
+            if unknown:
+                return f"has {_names(unknown)}, for which there is no buffer (there are {_names(self.specs.keys())})"
+            if not partial:
+                return f"lacks {_names(missing)}"
+        for key, leaf in found.items():
+            if not lead and (key, type(leaf)) in self._numbers:
+                columns[key][at] = leaf
+                continue
+            array, spec = as_array(leaf), self.specs[key]
+            if array.shape != lead + spec.shape:
+                return f"has {dotted(key)} of shape {array.shape}, and its buffer is for {lead + spec.shape}"
+            if array.dtype != spec.dtype and not np.can_cast(array.dtype, spec.dtype, "same_kind"):
+                return f"has {dotted(key)} of dtype {array.dtype}, and its buffer is {spec.dtype}"
+            columns[key][at] = array
+            if isinstance(leaf, (bool, int, float, np.generic)):
+                self._numbers.add((key, type(leaf)))
+        return None
+
+    def _leaves(self, value: Any) -> dict[Key, Any]:
+        """As ``leaves``, but faster where no part has parts in turn."""
+        if getattr(value, "_fields", False) != self._fields:
+            return leaves(value, self.root)
+        return {key: leaf for key, leaf in zip(self.specs, value, strict=True) if leaf is not None}
+
+
+def overwrite(target: Any, source: Any, which: Any = ...) -> None:
+    """Copy the environments ``which`` of one tree into another."""
+    for place, leaf in zip(leaves(target).values(), leaves(source).values(), strict=True):
+        place[which] = as_array(leaf)[which]
+
+
+def as_array(leaf: Any) -> Array:
+    """A tensor (on any device, with gradients or not), array or number as an array; no copy where it can be."""
+    return leaf.detach().cpu().numpy() if hasattr(leaf, "detach") else np.asarray(leaf)
+
+
+def _names(keys: Set[Key]) -> str:
+    return ", ".join(sorted(map(dotted, keys))) or "nothing"
+
+
+def _rebuilt(template: Any, source: Iterator[Any]) -> Any:
+    if template is None:
+        return None
+    fields = getattr(template, "_fields", None)
+    if fields is not None:
+        return template._make([_rebuilt(getattr(template, name), source) for name in fields])
+    if isinstance(template, Mapping):
+        return {name: _rebuilt(part, source) for name, part in template.items()}
+    return next(source)
