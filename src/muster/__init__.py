@@ -10,6 +10,7 @@ Layers, each importing only from those before it::
     sources/      who fills slots
     sinks/        whole episodes, splitting, replay buffers; stats, recording, timeline, profiling; checkpoint
     collectors/   what the user holds
+    evaluation/   how good a policy is
     dialects/     other systems' names and semantics
     cli/          the muster command
 """
@@ -27,6 +28,10 @@ _HOMES = {
     "CollectorOptions": "muster.collectors",
     "CollectorStats": "muster.stats",
     "EpisodeRecord": "muster.trajectories",
+    "EvaluatedEpisode": "muster.evaluation",
+    "Evaluation": "muster.evaluation",
+    "Evaluator": "muster.evaluation",
+    "EvaluatorStats": "muster.evaluation",
     "MultiAsyncCollector": "muster.collectors",
     "MultiOptions": "muster.collectors",
     "MultiSyncCollector": "muster.collectors",
@@ -35,6 +40,8 @@ _HOMES = {
     "Recording": "muster.recording",
     "ResumeReport": "muster.collectors.resume",
     "Timeline": "muster.timeline",
+    "Tuning": "muster.collectors.tuning",
+    "UnfinishedEpisode": "muster.evaluation",
     "VanillaWeightUpdater": "muster.weights.updaters",
     "WeightUpdaterBase": "muster.weights.updaters",
     "WorkerStats": "muster.stats",
@@ -42,6 +49,7 @@ _HOMES = {
     "load_state": "muster.checkpoint:load",
     "save_state": "muster.checkpoint:save",
     "split_trajectories": "muster.sinks.split",
+    "tune": "muster.collectors.tuning",
 }
 _MODULES = ("errors", "policies", "testing", "weights")
 
@@ -61,6 +69,13 @@ if TYPE_CHECKING:
     from muster.collectors import MultiOptions as MultiOptions
     from muster.collectors import MultiSyncCollector as MultiSyncCollector
     from muster.collectors.resume import ResumeReport as ResumeReport
+    from muster.collectors.tuning import Tuning as Tuning
+    from muster.collectors.tuning import tune as tune
+    from muster.evaluation import EvaluatedEpisode as EvaluatedEpisode
+    from muster.evaluation import Evaluation as Evaluation
+    from muster.evaluation import Evaluator as Evaluator
+    from muster.evaluation import EvaluatorStats as EvaluatorStats
+    from muster.evaluation import UnfinishedEpisode as UnfinishedEpisode
     from muster.profiling import ProfileConfig as ProfileConfig
     from muster.recording import Recorder as Recorder
     from muster.recording import Recording as Recording

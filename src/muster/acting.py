@@ -22,7 +22,7 @@ def call_policy(policy: Policy, call: Callable[[], Result]) -> Result:
         raise policy_error(policy, error) from error
 
 
-def policy_error(policy: Policy, error: Exception, t: int = 0) -> PolicyError:
+def policy_error(policy: Policy, error: BaseException, t: int = 0) -> PolicyError:
     """The error that says which policy raised what, at which row."""
     return PolicyError(
         f"policy {policy.name} raised {type(error).__name__} at row {t} of the batch: {error}. No environment was "
@@ -38,13 +38,13 @@ def keep(outputs: Outputs) -> Outputs:
     return Outputs(action, extras, state, outputs.objects)
 
 
-def store_outputs(outputs: Outputs, lane: Lane) -> None:
-    """Write the outputs of a first call into row 0."""
+def store_outputs(outputs: Outputs, lane: Lane, t: int = 0) -> None:
+    """Write the outputs of a first call into row ``t``."""
     for key, value in (*outputs.action.items(), *outputs.extras.items()):
-        row = lane.tensors[key][0]
+        row = lane.tensors[key][t]
         row.copy_(value.reshape(row.shape))
     for key, array in outputs.objects.items():
-        lane.arrays[key][0] = array.reshape(-1)
+        lane.arrays[key][t] = array.reshape(-1)
     for key, value in outputs.state.items():
-        row = lane.tensors[key][1]
+        row = lane.tensors[key][t + 1]
         row.copy_(value.reshape(row.shape))

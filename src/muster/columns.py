@@ -15,6 +15,7 @@ from muster.keys import (
     RESUMED,
     STEP_COUNT,
     TEAM_REWARD,
+    TRAJ_DONE,
     TRAJ_IDS,
     TRUNCATED,
     VALID,
@@ -47,6 +48,9 @@ class RolloutOptions:
     num_threads: int | None = 1
     inference_mode: bool = True
     own_rng: bool = True
+    max_decorrelation_steps: int = 0
+    traj_done_key: str | None = None
+    prev_action_reward: bool = False
     marks_valid: bool = False
 
 
@@ -75,6 +79,8 @@ def lane_columns(
         columns += [
             Column(key, (), FLAG, trailing=True, host=True, hidden=flag not in visible) for key in (flag, next_of(flag))
         ]
+    if options.traj_done_key is not None:
+        columns.append(Column(TRAJ_DONE, (), FLAG, trailing=True, host=True))
     hidden = env.reward_key == TEAM_REWARD
     columns.append(Column(env.reward_key, (), env.reward_dtype, trailing=True, host=True, hidden=hidden))
     columns.append(Column(TRAJ_IDS, (), INTEGER, host=True))

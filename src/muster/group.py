@@ -4,41 +4,33 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from muster.acting import call_policy, keep, store_outputs
+from muster.carry import Carry
 from muster.columns import RolloutOptions
 from muster.errors import BadEnvOutput, BadPolicyOutput
-from muster.keys import (
-    FLAGS,
-    IS_INIT,
-    NEXT_OBS_VALID,
-    POLICY_VERSION,
-    RESUMED,
-    STEP_COUNT,
-    TRAJ_IDS,
-    VALID,
-    Key,
-    next_of,
-)
-from muster.marks import Final, blank, cut_after_end
-from muster.memory.slots import Lane, torch_dtype
-from muster.memory.specs import Array, ArraySpec, Column
-from muster.progress import Phase, Progress, Timing
+from muster.keys import IS_INIT, POLICY_VERSION, RESUMED, STEP_COUNT, TRAJ_DONE, TRAJ_IDS, VALID, Key, next_of
+from muster.marks import NEVER, Final, NextRows, blank, clear_marks, cut_after_end
+from muster.memory.slots import Lane
+from muster.memory.specs import Array
+from muster.progress import BEFORE, Phase, Progress, Timing
 from muster.protocols import EnvBatch, Outputs, Policy
-from muster.rng import GroupRng, torch_threads
+from muster.resets import Due, Waiting, check_resets, decorrelate
+from muster.rng import GroupRng
+from muster.surroundings import surroundings
 from muster.trajectories import Episodes, TrajectoryClock
 from muster.values import first_bad_value
 
+if TYPE_CHECKING:
+    import torch
+
 TERMINATED, TRUNCATED, DONE = next_of(("terminated",)), next_of(("truncated",)), next_of(("done",))
-NEVER = 1 << 62
 STOP = -1  # instead of a row: the rollout ends here
-CACHE_BYTES = 1 << 18  # next/observation is copied in pieces of this size, while they are still in the cache
 
 
 class Group:
@@ -56,13 +48,15 @@ class Group:
         closes_batch: the next rollout is the last one of a batch.
         frame_limit: number of this batch's steps over all groups that are valid; None is all.
         delivered, rows: valid steps, and rows, of the last rollout.
-        finals: with ``compact_obs``, what the last rollout's rows do not show.
         spans: somebody with ``Timeline.add``, while a timeline is running.
         in_background: says whether this thread runs beside the user's.
         number: among all groups.
         places: numbers of its environments within a batch, and how many there are; for ``frame_limit``.
         progress: cells that say what it is doing, for whoever watches from outside; see ``muster.progress``.
         before_reset: called with the arguments of ``EnvBatch.reset``, but for the arrays.
+        lost_track: called with environments that have made steps which no rollout shows.
+        waiting: who has ended in this rollout, without ``reset_when_done``.
+        started, unreported: the first rollout has begun; random steps before it that none has counted yet.
     """
 
     def __init__(
@@ -81,6 +75,7 @@ class Group:
         self.places: tuple[Array, int] = (env_ids, total_envs)
         self.progress = Progress()
         self.before_reset: Callable[[int, Sequence[int], Sequence[int] | None], None] | None = None
+        self.lost_track: Callable[[Sequence[int]], None] = lambda which: None
         self.clock = TrajectoryClock(env_ids, total_envs)
         self.timing = Timing()
         self.spans: Any = None
@@ -88,34 +83,39 @@ class Group:
         self.executed = 0  # environment steps, whatever became of them
         self.discarded: Counter[str] = Counter()  # environment steps that no batch will show, by reason
         self.episodes: Episodes  # ended in the last rollout
-        self.finals: list[Final] = []
         self.delivered = self.rows = 0
         self.version: int | str = 0
         self.closes_batch = True
         self.frame_limit: int | None = None
-        self.carry = {key: self._zeros(spec) for key, spec in env.observation_specs.items()}  # [1, B, *shape] each
+        self.carry = Carry(env, batch_shape)
         self.resumed: list[int] | None = None  # environments whose next row begins anew after a load; None: no load
         self._obs_keys = list(env.observation_specs)
-        row_bytes = sum(row.nbytes for row in self.carry.values())
-        shown = not (env.writes_next or options.compact_obs)
-        self._copy_every = max(1, CACHE_BYTES // max(row_bytes, 1)) if shown else NEVER  # rows of next/observation
+        row_bytes, shown = sum(row.nbytes for row in self.carry.values()), not (env.writes_next or options.compact_obs)
+        self._next = NextRows(self._obs_keys, shown=shown, row_bytes=row_bytes)
         self._primed: tuple[Policy, Outputs, int | str] | None = None
-        self.pending = list(range(self.B))  # environments to reset before the next step
-        self._seeds: dict[int, int] = {}
+        self.due = Due(range(self.B))
         self._deadline = np.full(self.B, NEVER, np.int64)  # row at which max_frames_per_traj is reached
         self._limit = None if env.writes_next else options.max_frames_per_traj
         env.max_steps = options.max_frames_per_traj
-        self._ended: set[int] = set()  # without reset_when_done: environments that have ended in this rollout
-        self._next: list[tuple[Any, Any]] = []  # of the lane: next/observation and observation, per leaf
+        check_resets(env, options)
+        self.waiting = Waiting(env)
+        self.started, self.unreported = False, 0
+        self._traj_done = () if options.traj_done_key is None else (TRAJ_DONE,)
         self._states: list[tuple[Any, bool]] = []  # of the lane: other carried columns, and their value at a reset
-        self._copied = 0  # rows of next/observation that are complete
+
+    @property
+    def pending(self) -> list[int]:
+        """Environments that begin anew before the next step."""
+        return self.due.which
+
+    @property
+    def finals(self) -> list[Final]:
+        """With ``compact_obs``, what the last rollout's rows do not show."""
+        return self._next.finals
 
     def reset(self, which: Sequence[int] | None = None, seeds: Sequence[int] | None = None) -> None:
         """Let the environments ``which`` (default all) begin anew before the next step."""
-        chosen = list(range(self.B)) if which is None else sorted(set(which))
-        self.pending = sorted({*self.pending, *chosen})
-        if seeds is not None:
-            self._seeds.update(zip(chosen, seeds, strict=True))
+        self.due.add(range(self.B) if which is None else sorted(set(which)), seeds)
 
     def prime(self, policy: Policy) -> None:
         """Make the policy's first real call, which shows its columns; ``rollout`` goes on from it."""
@@ -126,35 +126,33 @@ class Group:
             obs = self.observations()
             self._primed = policy, keep(call_policy(policy, lambda: policy.first(obs, self.rng))), self.version
 
-    def begin(self) -> None:
-        """Do now the resets that would be done before the next step."""
-        with self.surroundings(first=True):
-            self._reset_carry()
+    def begin(self, *, early: bool = False) -> None:
+        """Do now the resets that would be done before the next step.
+
+        Args:
+            early: nobody waits for it: only what has waited for the next rollout, which raises an error of it.
+        """
+        if early and (self.options.reset_when_done or self.due.error is not None):
+            return
+        try:
+            with self.surroundings(first=True):
+                self._begin(early=early)
+        except Exception as error:
+            if not early:
+                raise
+            self.due.error = error
 
     def observations(self) -> dict[Key, torch.Tensor]:
         """What the policy acts on next, ``[*batch_shape, *shape]`` per leaf."""
-        return {key: self.state(key) for key in self._obs_keys}
+        return {key: self.carry.seen(key) for key in self._obs_keys}
 
     def state(self, key: Key) -> torch.Tensor:
         """What a carried column has for the next row."""
-        return self._as_policy_sees(self.carry[key][0])
+        return self.carry.seen(key)
 
-    @contextmanager
-    def surroundings(self, *, first: bool = False) -> Iterator[None]:
-        """What environments and policies run in: the group's generators as global ones, torch's threads, no gradients.
-
-        The ``first`` call is not in inference mode: a module may make things then that it keeps, such as lazy
-        parameters, and what is made in inference mode cannot be trained. Beside the user's own thread the generators
-        and thread numbers of the process are left alone.
-        """
-        grad = torch.inference_mode() if self.options.inference_mode and not first else torch.no_grad()
-        if self.in_background():
-            with grad:
-                yield
-            return
-        generators = self.rng.as_global() if self.options.own_rng else nullcontext()
-        with generators, grad, torch_threads(self.options.num_threads):
-            yield
+    def surroundings(self, *, first: bool = False) -> AbstractContextManager[None]:
+        """What environments and policies run in; not in inference mode for the ``first`` call."""
+        return surroundings(self.rng, self.options, background=self.in_background(), first=first)
 
     # --- the beginning and the end of a rollout ---------------------------------------------------
 
@@ -165,7 +163,7 @@ class Group:
             self._enter_first(lane)
         elif self.pending:
             self._cut(lane, begin - 1)
-        self.progress.count()
+        self.progress.count(waits=self.env.bypasses and not self.options.reset_when_done)
         if POLICY_VERSION in lane.arrays:
             lane.arrays[POLICY_VERSION][begin:] = self.version
 
@@ -182,22 +180,20 @@ class Group:
     def after_step(self, lane: Lane, t: int, finished: Sequence[int] | None) -> int:
         """Whatever is due after row ``t`` besides the next step; returns the row at which to call again, or STOP."""
         lane.done_steps = t + 1
+        late: list[int] = []
         if self._limit and (late := np.flatnonzero(self._deadline <= t).tolist()):
             cut = late if finished is None else [i for i in late if i not in finished]
             lane.arrays[TRUNCATED][t, cut] = True
             finished = sorted({*cut, *(finished or ())})
         if finished is not None:
-            self._copy_next(t + 1)  # before the reset overwrites the true last observations
+            self._next.copy(t + 1)  # before the reset overwrites the true last observations
             if self.options.compact_obs:
-                self._keep_final(lane, t, finished)
-            if not self.options.reset_when_done:
-                self._ended.update(finished)
-                if len(self._ended) == self.B:
-                    lane.stopped = True
-                    return STOP
-            self._reset_rows(lane, t + 1, finished, None)
-        elif t + 1 - self._copied >= self._copy_every:
-            self._copy_next(t + 1)
+                self._next.keep(lane, t, finished, self.waiting.since)
+            if self._end(lane, t, finished, late):
+                lane.stopped = True
+                return STOP
+        elif t >= self._next.due:
+            self._next.copy(t + 1)
         if self.options.interruptor is not None and self.options.interruptor.collection_stopped():
             lane.stopped = True
             return STOP
@@ -207,36 +203,40 @@ class Group:
         """The next row, from ``t`` on, after which ``after_step`` is due even if no episode ends."""
         if self.options.interruptor is not None:
             return t
-        copy_at = self._copied + self._copy_every - 1
-        return min(copy_at, int(self._deadline.min())) if self._limit else copy_at
+        return min(self._next.due, int(self._deadline.min())) if self._limit else self._next.due
 
     def leave(self, lane: Lane) -> None:
         """Complete all columns of a lane whose rows have been stepped."""
         n, arrays, reward_key = lane.done_steps, lane.arrays, self.env.reward_key
-        self.progress.steps_known(n * self.B)
-        self._copy_next(n)
+        self.progress.steps_known(self.waiting.made(0, n) + self.progress.cells[BEFORE])
+        self._next.copy(n)
         lane.pull((reward_key, TERMINATED, TRUNCATED))
-        self._check_values(lane)
         reward, terminated, truncated, done = (arrays[k][:n] for k in (reward_key, TERMINATED, TRUNCATED, DONE))
         np.logical_or(terminated, truncated, out=done)
         late = None if self.options.reset_when_done else cut_after_end(lane, done, reward_key)
-        self.clock.fill_ids(arrays[TRAJ_IDS][:n], done)
+        self._check_values(lane, late)
+        over = done if self.options.traj_done_key is None else arrays[TRAJ_DONE][:n]
+        self.clock.fill_ids(arrays[TRAJ_IDS][:n], over)
         if self.options.max_frames_per_traj:
-            self.clock.fill_step_counts(arrays[STEP_COUNT][:n], done)
+            self.clock.fill_step_counts(arrays[STEP_COUNT][:n], over)
             np.add(arrays[STEP_COUNT], 1, out=arrays[next_of(STEP_COUNT)])
-        self.episodes = self.clock.advance(reward, terminated, truncated, done)
+        self.episodes = self.clock.advance(reward, terminated, truncated, over)
         if late is not None:  # whoever has ended begins anew with the next batch
-            over = np.flatnonzero(done.any(axis=0)).tolist()
-            self.clock.steps[over], self.clock.returns[over] = 0, 0.0
-            self.reset(over)
+            self.clock.steps -= late.sum(axis=0)
+            ended = np.flatnonzero(over.any(axis=0)).tolist()
+            self.clock.steps[ended], self.clock.returns[ended] = 0, 0.0
+            self.due.add(ended)
         if self.options.compact_obs and n:
-            self._keep_final(lane, n - 1, np.flatnonzero(~done[-1]).tolist())
+            self._next.keep(lane, n - 1, np.flatnonzero(~done[-1]).tolist(), self.waiting.since)
         if self.options.set_truncated and self.closes_batch and n:  # a mark for the learner; the episode goes on
             truncated[-1] |= ~done[-1]
             done[-1] = True
         for column in lane.layout.columns:
             if column.carry:
-                self._carried(column)[0] = lane.data[column.key][n]
+                self.carry.of(column)[0] = lane.data[column.key][n]
+        if going_on := self.waiting.resume(self.carry):
+            self.env.restart_agent(self.carry, 0, going_on)
+            self.carry.begin_anew(going_on)
         self._mark(lane, n, late)
         same = reward_key if late is None else None  # it came from there
         lane.push(column.key for column in lane.layout.tensor_columns if column.host and column.key != same)
@@ -255,25 +255,25 @@ class Group:
     # --- parts ------------------------------------------------------------------------------------
 
     def _enter_first(self, lane: Lane) -> None:
-        self._reset_carry()
-        self._copied, self.finals, self._ended = 0, [], set()
+        self._begin()
+        self.due.done()  # also what was reset early is going to be stepped
+        if not self.started:
+            self.executed += self.unreported
+            self.discarded["decorrelation"] += self.unreported
+            self.progress.cells[BEFORE] = self.unreported
+        self.started, self.unreported = True, 0
+        self.waiting.begin()
+        self._next.begin(lane)
         data = lane.data
         self.progress.mark_unwritten(lane, self.env.reward_key, 0)
-        for flag in FLAGS:
-            for key in (flag, next_of(flag)):
-                data[key][...] = lane.arrays[key][...] = False
-        for mark in (NEXT_OBS_VALID, VALID):
-            if mark in data:
-                data[mark][...] = True
+        clear_marks(lane)
         if RESUMED in lane.arrays:
             lane.arrays[RESUMED][...] = False
             lane.arrays[RESUMED][0, self.resumed or []] = True
             self.resumed = []
         for column in lane.layout.columns:
             if column.carry:
-                data[column.key][:1] = self._carried(column)
-        shown = [] if self._copy_every == NEVER else self._obs_keys
-        self._next = [(data[next_of(key)], data[key][1:]) for key in shown]
+                data[column.key][:1] = self.carry.of(column)
         carried = [c.key for c in lane.layout.columns if c.carry and c.key not in self.env.observation_specs]
         self._states = [(data[key], key == IS_INIT) for key in carried]
         for array, is_init in self._states:
@@ -281,11 +281,35 @@ class Group:
                 array[1:] = False  # reset rows set it; the slot may have been used before
         if self._limit:
             self._deadline = self._limit - 1 - self.clock.steps
+            self._deadline[list(self.waiting.absent)] = NEVER
+
+    def _end(self, lane: Lane, t: int, finished: Sequence[int], late: Sequence[int]) -> bool:
+        """Agents' episodes ended at row ``t``: reset, go on, or let wait; whether nothing is left to be stepped.
+
+        Args:
+            late: environments that have reached ``max_frames_per_traj``.
+        """
+        lost = self.env.lives_lost
+        going_on = [i for i in finished if i in lost and i not in late] if lost else []
+        over = [i for i in finished if i not in going_on] if going_on else finished
+        for key in self._traj_done:
+            lane.arrays[key][t, over] = True
+            lane.arrays[TRUNCATED][t, [i for i in late if i in lost]] = True
+        if not self.options.reset_when_done:
+            stop = self.waiting.add(lane, t, finished, going_on)
+            if stop or self.env.bypasses:
+                self._deadline[finished] = NEVER
+                return stop
+        self._reset_rows(lane, t + 1, over, None)
+        if going_on:
+            self.env.restart_agent(lane.data, t + 1, going_on)
+            self._restart_states(t + 1, going_on)
+        return False
 
     def _mark(self, lane: Lane, n: int, late: Array | None) -> None:
         """Blank what is no transition, and count what is."""
         valid = np.ones((n, self.B), bool) if late is None else ~late
-        if late is not None:
+        if late is not None and not self.env.bypasses:
             self.discarded["after_done"] += int(late.sum())
         if late is not None or n < lane.T:
             blank(lane, valid, repeat_flags=late is not None)
@@ -298,41 +322,52 @@ class Group:
         if VALID in lane.arrays:
             lane.arrays[VALID][:n] = valid
 
-    def _keep_final(self, lane: Lane, t: int, envs: Sequence[int]) -> None:
-        index = [i for i in envs if i not in self._ended]
-        self.finals.append(Final(t, index, {key: lane.arrays[key][t + 1, index].copy() for key in self._obs_keys}))
-
-    def _reset_carry(self) -> None:
+    def _begin(self, *, early: bool = False) -> None:
         """Do the resets that are due before a lane's first row."""
-        if not self.pending:
+        if not (which := self.due.which):
             return
-        self.clock.abandon(self.pending)
-        for key, row in self.carry.items():
-            if key not in self.env.observation_specs:
-                row[0, self.pending] = key == IS_INIT
-        self._reset_envs(self.carry, 0, self.pending, self._seeds_of(self.pending))
+        if self.due.error is not None:
+            self.progress.begin(Phase.RESET)  # it was raised there
+        undone = self.due.undone(anew=bool(self.env.reset_options))
+        self.clock.abandon(which)
+        self.carry.begin_anew(which)
+        if undone:
+            self._reset_envs(self.carry, 0, undone, self.due.seeds_of(undone))
         self._primed = None
-        self.pending, self._seeds = [], {}
+        self.due.done(early=early)
+        if self.options.max_decorrelation_steps and not self.started:
+            decorrelate(self, which)
 
     def _cut(self, lane: Lane, t: int) -> None:
         """Resets that are due in the middle of a lane: end the episodes at row ``t``, begin new ones after it."""
         done = lane.data[TERMINATED][t] | lane.data[TRUNCATED][t]
-        cut = [i for i in self.pending if not done[i]]
+        waits = self.env.bypasses and not self.options.reset_when_done
+        over = [i for i in self.pending if not (waits and i in self.waiting.since)]
+        cut = [i for i in over if not done[i]]
         lane.data[TRUNCATED][t, cut] = True
-        self._copy_next(t + 1)
+        for key in self._traj_done:
+            lane.arrays[key][t, over] = True
+        self._next.copy(t + 1)
         if self.options.compact_obs:
-            self._keep_final(lane, t, cut)
-        self._reset_rows(lane, t + 1, self.pending, self._seeds_of(self.pending))
-        self.pending, self._seeds = [], {}
+            self._next.keep(lane, t, cut, self.waiting.since)
+        if waits:
+            lane.stopped = self.waiting.add(lane, t, cut)
+            self._deadline[cut] = NEVER
+            return
+        self._reset_rows(lane, t + 1, self.pending, self.due.seeds_of(self.pending))
+        self.due.done()
 
     def _reset_rows(self, lane: Lane, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         started = time.perf_counter_ns()
         self._reset_envs(lane.data, row, which, seeds)
         self.timing.env += time.perf_counter_ns() - started
-        for array, value in self._states:
-            array[row, which] = value
+        self._restart_states(row, which)
         if self._limit:
             self._deadline[which] = row - 1 + self._limit
+
+    def _restart_states(self, row: int, which: Sequence[int]) -> None:
+        for array, value in self._states:
+            array[row, which] = value
 
     def _reset_envs(self, data: Any, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         if self.before_reset is not None:
@@ -341,29 +376,15 @@ class Group:
         self.env.reset(data, row, which, seeds)
         self.progress.begin(phase)
 
-    def _seeds_of(self, which: Sequence[int]) -> list[int] | None:
-        return [self._seeds[i] for i in which] if self._seeds.keys() >= set(which) else None
-
-    def _carried(self, column: Column) -> Any:
-        if column.key not in self.carry:  # a recurrent state before its first use
-            self.carry[column.key] = self._zeros(ArraySpec(column.shape, column.dtype))
-            self.carry[column.key][...] = column.key == IS_INIT
-        return self.carry[column.key]
-
-    def _copy_next(self, end: int) -> None:
-        begin, self._copied = self._copied, end
-        if begin < end:
-            for after, before in self._next:
-                after[begin:end] = before[begin:end]
-
-    def _check_values(self, lane: Lane) -> None:
+    def _check_values(self, lane: Lane, late: Array | None) -> None:
         """What is cheaper to check once per rollout than once per step."""
-        found = first_bad_value(lane, self.env, self.options.validate)
+        found = first_bad_value(lane, self.env, self.options.validate, late)
         if found is None:
             return
         # Take back the row and all after it: their values are wrong.
         t, message, by_policy = found
-        self.discarded["bad_policy_output" if by_policy else "bad_env_output"] += (lane.done_steps - t) * self.B
+        reason = "bad_policy_output" if by_policy else "bad_env_output"
+        self.discarded[reason] += self.waiting.made(t, lane.done_steps)
         lane.done_steps, lane.stopped = t, False
         self._unmark(lane)
         self.reset()
@@ -373,28 +394,7 @@ class Group:
     def _unmark(self, lane: Lane) -> None:
         """Take back what was written about rows that are not complete."""
         begin = lane.done_steps
-        self._copied = min(self._copied, begin)
-        self.finals = [final for final in self.finals if final.t < begin]
-        if self._ended:
-            ended = lane.arrays[TERMINATED][:begin] | lane.arrays[TRUNCATED][:begin]
-            self._ended = set(np.flatnonzero(ended.any(axis=0)).tolist())
+        self._next.take_back(begin)
+        self.waiting.take_back(lane)
         self.progress.mark_unwritten(lane, self.env.reward_key, begin)
-        for flag in (TERMINATED, TRUNCATED):
-            lane.data[flag][begin:] = False
-        if NEXT_OBS_VALID in lane.data:
-            lane.data[NEXT_OBS_VALID][begin:] = True
-
-    def _zeros(self, spec: ArraySpec) -> Any:
-        """One row for all environments, on the host or the device."""
-        shape = (1, self.B, *spec.shape)
-        if self.env.device is None or not spec.is_tensor:
-            return np.zeros(shape, spec.dtype)
-        with torch.inference_mode(False):  # rollouts run in it, but carried rows are written after them, too
-            return torch.zeros(shape, dtype=torch_dtype(spec.dtype), device=self.env.device)
-
-    def _as_policy_sees(self, row: Any) -> torch.Tensor:
-        """A carried row as the policy gets rows of a lane: ``[*batch_shape, *shape]``."""
-        if isinstance(row, np.ndarray) and row.dtype == object:
-            return row  # type: ignore[return-value]
-        tensor = torch.as_tensor(row)
-        return tensor.reshape((*self.batch_shape, *tensor.shape[1:]))
+        clear_marks(lane, begin)

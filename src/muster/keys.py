@@ -20,6 +20,7 @@ POLICY_VERSION: Key = ("collector", "policy_version")
 RESUMED: Key = ("collector", "resumed")
 TEAM_REWARD: Key = ("collector", "team_reward")  # hidden: what episode records add up where there is no one reward
 IS_INIT: Key = ("is_init",)
+TRAJ_DONE: Key = ("next", "traj_done")  # the environment's own episode is over, and not only the agent's
 
 FLAGS = (DONE, TERMINATED, TRUNCATED)
 RESERVED = frozenset({"action", "next", "collector", "done", "terminated", "truncated", "step_count"})

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from muster.keys import FLAGS, TERMINATED, TRAJ_IDS, TRUNCATED, VALID, Key, next_of
+from muster.keys import FLAGS, NEXT_OBS_VALID, TERMINATED, TRAJ_DONE, TRAJ_IDS, TRUNCATED, VALID, Key, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from muster import lazy_torch as torch
+
+NEVER = 1 << 62
+CACHE_BYTES = 1 << 18  # pieces of this size are still in the cache when they are copied
 
 
 @dataclass
@@ -20,6 +28,63 @@ class Final:
     t: int
     envs: Sequence[int]
     leaves: dict[Key, Array]
+
+
+class NextRows:
+    """``next`` observations: copied from the rows after, in pieces, before resets overwrite these.
+
+    Args:
+        keys: of observations.
+        shown: a lane has columns for them.
+        row_bytes: of one row of observations.
+
+    Attributes:
+        finals: observations that no row shows.
+    """
+
+    def __init__(self, keys: Sequence[Key], *, shown: bool, row_bytes: int) -> None:
+        self._keys, self._shown = keys, shown
+        self._every = max(1, CACHE_BYTES // max(row_bytes, 1)) if shown else NEVER
+        self._columns: list[tuple[Any, Any]] = []
+        self._copied = 0
+        self.finals: list[Final] = []
+
+    def begin(self, lane: Lane) -> None:
+        """A rollout into ``lane`` begins."""
+        self._copied, self.finals = 0, []
+        self._columns = [(lane.data[next_of(key)], lane.data[key][1:]) for key in self._keys if self._shown]
+
+    @property
+    def due(self) -> int:
+        """The row after which to copy."""
+        return self._copied + self._every - 1
+
+    def copy(self, end: int) -> None:
+        """Complete the rows before ``end``."""
+        begin, self._copied = self._copied, end
+        if begin < end:
+            for after, before in self._columns:
+                after[begin:end] = before[begin:end]
+
+    def keep(self, lane: Lane, t: int, envs: Sequence[int], known: Collection[int]) -> None:
+        """Keep what comes after row ``t`` in ``envs``, but for those that are ``known``."""
+        index = [i for i in envs if i not in known]
+        self.finals.append(Final(t, index, {key: lane.arrays[key][t + 1, index].copy() for key in self._keys}))
+
+    def take_back(self, begin: int) -> None:
+        """Rows from ``begin`` on are not complete."""
+        self._copied = min(self._copied, begin)
+        self.finals = [final for final in self.finals if final.t < begin]
+
+
+def clear_marks(lane: Lane, begin: int = 0) -> None:
+    """From row ``begin`` on nothing has ended, and all counts."""
+    for key in (*FLAGS, *map(next_of, FLAGS), TRAJ_DONE):
+        if key in lane.data:
+            lane.data[key][begin:] = lane.arrays[key][begin:] = False
+    for key in (NEXT_OBS_VALID, VALID):
+        if key in lane.data:
+            lane.data[key][begin:] = True
 
 
 def cut_after_end(lane: Lane, done: Array, reward_key: Key) -> Array:
@@ -49,11 +114,10 @@ def blank(lane: Lane, valid: Array, *, repeat_flags: bool) -> None:
     """
     cells = np.ones((lane.T, lane.B), bool)
     cells[: len(valid)] = ~valid
-    on_device = torch.from_numpy(cells)
     for column in lane.layout.columns:
         data = (lane.arrays if column.host else lane.data)[column.key][: lane.T]
         value = {TRAJ_IDS: -1, VALID: False}.get(column.key, 0 if column.is_tensor else None)
-        data[cells if isinstance(data, np.ndarray) else on_device.to(data.device)] = value
+        data[cells if isinstance(data, np.ndarray) else torch.from_numpy(cells).to(data.device)] = value
     for flag in FLAGS if repeat_flags else ():
         ended = np.logical_or.accumulate(lane.arrays[next_of(flag)], axis=0)
         for key in (flag, next_of(flag)):

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from muster.keys import Key
+from muster.keys import TERMINATED, TRUNCATED, Key, next_of
 from muster.memory.specs import Array
 
 if TYPE_CHECKING:
     from muster.memory.slots import Lane
 
 CELLS = 64
-PHASE, ORDER, ACTING, STEPPING, KNOWN, STOP = range(6)  # what the cells are for
+PHASE, ORDER, ACTING, STEPPING, KNOWN, STOP, BEFORE, WAITS = range(8)  # what the cells are for
+ALL_ORDERS = 1 << 62  # in STOP: nobody waits for this worker any more
 
 UNWRITTEN: dict[np.dtype[Any], Array] = {  # rewards that nobody writes: NaNs of our own making
     np.dtype(np.float32): np.array([0x7FC0DEAD], np.uint32),
@@ -59,6 +60,8 @@ class Progress:
         cells: ``ORDER`` is the number of the order at work, ``ACTING`` and ``STEPPING`` the last row that the policy
             was asked for and that the environments were given, ``KNOWN`` the steps of a rollout that is over (else
             -1), and ``STOP`` is written from outside: orders up to this number end after their current step.
+            ``BEFORE`` are steps before the first row, and ``WAITS`` says that an environment that has ended makes no
+            more of them.
     """
 
     def __init__(self, cells: Any = None) -> None:
@@ -73,7 +76,7 @@ class Progress:
 
     def take_up(self, number: int) -> None:
         """An order begins, with no step until ``count``: what lies in its lane can be of an order before."""
-        self.cells[KNOWN] = 0
+        self.cells[KNOWN] = self.cells[BEFORE] = 0
         self.cells[ACTING] = self.cells[STEPPING] = -1
         self.cells[ORDER] = number
 
@@ -83,8 +86,9 @@ class Progress:
         if mark is not None:
             lane.arrays[reward_key][begin:].view(mark.dtype)[...] = mark
 
-    def count(self) -> None:
-        """From now on the steps are those that have been written."""
+    def count(self, *, waits: bool = False) -> None:
+        """From now on the steps are those that have been written, and ``BEFORE``."""
+        self.cells[WAITS] = waits
         self.cells[KNOWN] = -1
 
     def steps_known(self, steps: int) -> None:
@@ -92,15 +96,26 @@ class Progress:
         self.cells[KNOWN] = steps
 
 
-def steps_made(cells: Any, rewards: Array | None, B: int) -> int:
-    """Steps in the lane of the order that a dead worker was at, all rows from the first on.
-
-    Args:
-        rewards: ``[T, B]`` of the lane; None if they cannot be seen.
-    """
+def steps_made(cells: Any, lane: Lane, reward_key: Key) -> int:
+    """Steps of the order that a dead worker was at, in all rows of its lane from the first on."""
     if cells[KNOWN] >= 0:
         return int(cells[KNOWN])
-    mark = UNWRITTEN.get(rewards.dtype) if rewards is not None else None
-    if rewards is None or mark is None:
-        return max(0, int(cells[ACTING])) * B  # without those of a row that was begun
-    return int((np.ascontiguousarray(rewards).view(mark.dtype) != mark).sum())
+    rewards = lane.arrays[reward_key]
+    mark = UNWRITTEN.get(rewards.dtype)
+    if mark is None:
+        made = np.arange(lane.T)[:, None] < np.full(lane.B, cells[ACTING])  # without those of a row that was begun
+    else:
+        made = np.ascontiguousarray(rewards).view(mark.dtype) != mark
+    if cells[WAITS]:
+        ended = lane.arrays[next_of(TERMINATED)] | lane.arrays[next_of(TRUNCATED)]
+        made[1:] &= ~np.logical_or.accumulate(ended[:-1].astype(bool), axis=0)
+    return int(made.sum()) + int(cells[BEFORE])
+
+
+def stepped_in_row(cells: Any, lane: Lane, reward_key: Key) -> int | None:
+    """How many environments the newest row has got to, also those that are left out; None if that cannot be seen."""
+    rewards, row = lane.arrays[reward_key], cells[ACTING]
+    mark = UNWRITTEN.get(rewards.dtype)
+    if mark is None or cells[KNOWN] >= 0 or not 0 <= row < lane.T:
+        return None
+    return int((np.ascontiguousarray(rewards[row]).view(mark.dtype) != mark).sum())

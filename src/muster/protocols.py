@@ -13,12 +13,13 @@ Environments and policies see the *same* rows, those of the slot that the user w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from muster.errors import BadOption, UnsupportedEnv
 from muster.keys import FLAGS, REWARD, Key
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class EnvBatch(Protocol):
         writes_next: the environment writes ``next`` observations itself.
         max_steps: given before the first reset to environments that write ``next``: truncate there.
         reset_options: passed on at the next reset, once; whatever the environment's own reset takes by keyword.
+        bypasses: it can leave environments out of a step; see ``bypass``.
+        lives_lost: of those that the last step ended, environments whose own episode goes on; see ``track_lives``.
     """
 
     num_envs: int
@@ -87,6 +90,8 @@ class EnvBatch(Protocol):
     writes_next: bool = False
     max_steps: int | None = None
     reset_options: dict[str, Any] | None = None
+    bypasses: bool = False
+    lives_lost: Collection[int] = ()
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         """Random actions, ``[*shape, *leaf shape]`` per leaf; on a device tensors."""
@@ -114,6 +119,29 @@ class EnvBatch(Protocol):
             indices of environments whose episode ended, or None. Observation row ``t + 1`` then holds
             their *last* observation; ``reset`` replaces it.
         """
+
+    def bypass(self, which: Collection[int]) -> None:
+        """From the next step on leave out these environments, and no others; only if ``bypasses``.
+
+        In their place a step writes zeros into ``lane`` (where observations are objects, the last ones).
+        """
+        raise UnsupportedEnv(f"{self.name} steps all its environments")
+
+    def track_lives(self, key: str) -> None:
+        """Let ``info[key]`` (default True) say at an end whether the environment's episode is over, or only the
+        agent's, and where it is True without an end, truncate. To be called before the first ``start``.
+
+        Raises:
+            BadOption: this batch does not look at infos.
+        """
+        raise BadOption(
+            f"traj_done_key={key!r} is looked up in the infos of single Gymnasium environments, and {self.name} is "
+            f"something else: give an env id or a function that makes one gymnasium.Env, with num_envs"
+        )
+
+    def restart_agent(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int]) -> None:
+        """Take the agent's past out of an observation row: its episode ended, and the environment's did not."""
+        return
 
     def objects(self) -> Sequence[object]:
         """The environment objects behind it: to see that no two groups share one, and for exact resume."""
@@ -143,6 +171,10 @@ class Policy(Protocol):
     @property
     def path(self) -> str:
         """How it computes actions, for ``stats()``."""
+
+    @property
+    def draws_globally(self) -> bool:
+        """It may draw from the process's global generators, and not only from its group's own."""
 
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
         """Act on ``obs``: the first real call, which shows what columns the policy's outputs need."""

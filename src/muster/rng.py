@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import random
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from muster import lazy_torch as torch
 
 _RESTARTS = 1 << 31  # a spawn key that no stream has
 
@@ -35,12 +40,13 @@ class GroupRng:
         self.numpy = np.random.Generator(np.random.SFC64(own))
         self._legacy = _NumpyStream(np.random.MT19937(legacy))
         self._python = random.Random(_word(python)).getstate()
-        self._torch = torch.Generator().manual_seed(_word(torch_global)).get_state()
+        self._torch_seed = _word(torch_global)
+        self._torch: torch.Tensor | None = None  # at its beginning
         self.device = device
         self._cuda = device if device is not None and device.type == "cuda" else None
         self._cuda_state: torch.Tensor | None = None
         if self._cuda is not None:
-            self._cuda_state = torch.Generator(self._cuda).manual_seed(_word(torch_global)).get_state()
+            self._cuda_state = torch.Generator(self._cuda).manual_seed(self._torch_seed).get_state()
 
     def stream(self, number: int) -> np.random.Generator:
         """One of any number of further streams. What draws from a stream of its own, a fixed amount per step,
@@ -50,9 +56,11 @@ class GroupRng:
             self._streams[number] = np.random.Generator(self._stream_at_its_beginning(number))
         return self._streams[number]
 
+    def _child(self, number: int) -> np.random.SeedSequence:
+        return np.random.SeedSequence(self._root.entropy, spawn_key=(*self._root.spawn_key, number))
+
     def _stream_at_its_beginning(self, number: int) -> np.random.SFC64:
-        seeds = np.random.SeedSequence(self._root.entropy, spawn_key=(*self._root.spawn_key, 4 + number))
-        return np.random.SFC64(seeds)
+        return np.random.SFC64(self._child(4 + number))
 
     def state_dict(self) -> dict[str, Any]:
         """All streams as plain data, those that ``stream`` will make later included. Not within ``as_global``."""
@@ -65,7 +73,7 @@ class GroupRng:
             "legacy": self._legacy.bit_generator.state,
             "legacy_in_hand": dict(self._legacy.in_hand),
             "python": [version, list(words), gauss],
-            "torch": self._torch,
+            "torch": self._torch_state() if "torch" in sys.modules else None,
             "cuda": self._cuda_state,
         }
 
@@ -84,7 +92,7 @@ class GroupRng:
         self._legacy.in_hand = dict(state["legacy_in_hand"])
         version, words, gauss = state["python"]
         self._python = (version, tuple(words), gauss)
-        self._torch = state["torch"]
+        self._torch, self._torch_seed = state["torch"], _word(self._child(2))
         if self._cuda is not None and state["cuda"] is not None:
             self._cuda_state = state["cuda"]
 
@@ -94,23 +102,35 @@ class GroupRng:
         numpy_user = _user_stream()
         numpy_user.remember()
         self._legacy.install()
-        python_user, torch_user = random.getstate(), torch.get_rng_state()
-        cuda_user = torch.cuda.get_rng_state(self._cuda) if self._cuda else None
+        python_user = random.getstate()
         random.setstate(self._python)
-        torch.set_rng_state(self._torch)
+        try:
+            with self._torch_as_global() if "torch" in sys.modules else nullcontext():
+                yield
+        finally:
+            self._python = random.getstate()
+            self._legacy.remember()
+            numpy_user.install()
+            random.setstate(python_user)
+
+    @contextmanager
+    def _torch_as_global(self) -> Iterator[None]:
+        torch_user = torch.get_rng_state()
+        cuda_user = torch.cuda.get_rng_state(self._cuda) if self._cuda else None
+        torch.set_rng_state(self._torch_state())
         if self._cuda is not None and self._cuda_state is not None:
             torch.cuda.set_rng_state(self._cuda_state, self._cuda)
         try:
             yield
         finally:
-            self._python, self._torch = random.getstate(), torch.get_rng_state()
-            self._legacy.remember()
-            numpy_user.install()
-            random.setstate(python_user)
+            self._torch = torch.get_rng_state()
             torch.set_rng_state(torch_user)
             if self._cuda is not None and cuda_user is not None:
                 self._cuda_state = torch.cuda.get_rng_state(self._cuda)
                 torch.cuda.set_rng_state(cuda_user, self._cuda)
+
+    def _torch_state(self) -> torch.Tensor:
+        return torch.Generator().manual_seed(self._torch_seed).get_state() if self._torch is None else self._torch
 
 
 class _NumpyStream:

@@ -28,16 +28,7 @@ def rollout(group: Group, policy: Policy, lane: Lane) -> None:
     started = time.perf_counter_ns()
     group.progress.begin(Phase.STEP)
     with group.surroundings():
-        group.enter(lane)
-        begin = lane.done_steps
-        acted = begin == 0 and group.take_primed(lane)
-        lane.acts_from = begin + acted
-        act = call_policy(policy, lambda: policy.start(lane, group.rng))
-        step = group.env.start(lane)
-        if acted:
-            _run(group, policy, _already_acted, step, lane, begin, begin + 1)
-        if not lane.stopped:
-            _run(group, policy, act, step, lane, lane.acts_from, lane.T)
+        fill(group, policy, lane)
     completing = time.perf_counter_ns()
     group.leave(lane)
     group.progress.begin(Phase.IDLE)
@@ -48,6 +39,20 @@ def rollout(group: Group, policy: Policy, lane: Lane) -> None:
         track = int(group.clock.env_ids[0])
         group.spans.add("rollout", started, ended, track)
         group.spans.add("copy", completing, ended, track)
+
+
+def fill(group: Group, policy: Policy, lane: Lane) -> None:
+    """The steps of ``rollout``, within the group's surroundings; ``Group.leave`` completes them."""
+    group.enter(lane)
+    begin = lane.done_steps
+    acted = begin == 0 and group.take_primed(lane)
+    lane.acts_from = begin + acted
+    act = call_policy(policy, lambda: policy.start(lane, group.rng))
+    step = group.env.start(lane)
+    if acted:
+        _run(group, policy, _already_acted, step, lane, begin, begin + 1)
+    if not lane.stopped:
+        _run(group, policy, act, step, lane, lane.acts_from, lane.T)
 
 
 def _run(group: Group, policy: Policy, act: Act, step: Step, lane: Lane, begin: int, end: int) -> None:
@@ -99,7 +104,7 @@ def _run(group: Group, policy: Policy, act: Act, step: Step, lane: Lane, begin: 
         raise
     finally:
         steps = lane.done_steps - begin
-        group.executed += steps * group.B
+        group.executed += group.waiting.made(begin, lane.done_steps)
         if timed:
             group.timing.env += in_env / timed * steps
             group.timing.policy += in_policy / timed * steps

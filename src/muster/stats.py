@@ -44,6 +44,30 @@ class WorkerStats:
 
 
 @dataclass(frozen=True)
+class InferenceStats:
+    """What an inference server has done.
+
+    Attributes:
+        calls: of the policy.
+        rows: environments that were acted for, over all calls.
+        busy_s: seconds that took.
+    """
+
+    calls: int = 0
+    rows: int = 0
+    busy_s: float = 0.0
+
+    @property
+    def batch_mean(self) -> float:
+        """Environments per call."""
+        return self.rows / self.calls if self.calls else 0.0
+
+    def plus(self, rows: int, seconds: float) -> InferenceStats:
+        """After one more call."""
+        return InferenceStats(self.calls + 1, self.rows + rows, self.busy_s + seconds)
+
+
+@dataclass(frozen=True)
 class CollectorStats:
     """A snapshot. Frames are environment steps: ``executed = frames + sum(discarded) + in_flight``.
 
@@ -67,6 +91,7 @@ class CollectorStats:
         restarts: of all workers.
         cut_short: cells of batches that ``preemptive_threshold`` has left blank.
         workers: one by one; none for a collector in its own process.
+        inference: of ``inference="server"``.
     """
 
     frames: int
@@ -90,6 +115,7 @@ class CollectorStats:
     restarts: int = 0
     cut_short: int = 0
     workers: tuple[WorkerStats, ...] = ()
+    inference: InferenceStats | None = None
 
 
 class EpisodeWindow:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
 
 from muster.columns import Validate
 from muster.envs.checks import values_problem
@@ -12,11 +13,21 @@ from muster.memory.slots import Lane
 from muster.memory.specs import Array
 from muster.protocols import EnvBatch
 
+if TYPE_CHECKING:
+    pass
+else:
+    pass
 
-def first_bad_value(lane: Lane, env: EnvBatch, mode: Validate) -> tuple[int, str, bool] | None:
+
+def first_bad_value(
+    lane: Lane, env: EnvBatch, mode: Validate, late: Array | None = None
+) -> tuple[int, str, bool] | None:
     """The first row with a value that cannot be right.
 
     On a device, columns other than the reward are copied to the host for it, in mode ``"full"`` only.
+
+    Args:
+        late: cells that are no transitions, ``[n, B]``; never the first ones.
 
     Returns:
         the row, what is wrong, and whether the policy did it; None if all is well or ``mode`` is ``"off"``.
@@ -31,7 +42,7 @@ def first_bad_value(lane: Lane, env: EnvBatch, mode: Validate) -> tuple[int, str
     for key, spec in env.action_specs.items():
         if not spec.is_tensor or (lane.mirrored and mode != "full"):
             continue
-        actions = _host(lane, key)[:n]
+        actions = _without(_host(lane, key)[:n], late)
         if mode == "full" or spec.dtype.kind in "iu":
             if problem := values_problem(actions, spec):
                 (t, b, *_), what = problem
@@ -41,9 +52,9 @@ def first_bad_value(lane: Lane, env: EnvBatch, mode: Validate) -> tuple[int, str
             return t, f"{dotted(key)} for env {b} (row {t}) is not finite", True
     for key, spec in env.observation_specs.items() if mode == "full" else ():
         # A bad observation shows after the step that gave it, and again before the next one.
-        shown = [_host(lane, key)[:n]]
+        shown = [_without(_host(lane, key)[:n], late)]
         if next_of(key) in lane.data:
-            shown.append(_host(lane, next_of(key))[:n])
+            shown.append(_without(_host(lane, next_of(key))[:n], late))
         if len(shown) == 2 and NEXT_OBS_VALID in lane.data:  # NaN or 0 where it is unknown
             known = _host(lane, NEXT_OBS_VALID)[:n].reshape(n, -1, *[1] * len(spec.shape))
             shown[1] = np.where(known, shown[1], shown[0])
@@ -54,6 +65,13 @@ def first_bad_value(lane: Lane, env: EnvBatch, mode: Validate) -> tuple[int, str
     return None
 
 
+def _without(values: Array, late: Array | None) -> Array:
+    """``[n, B, ...]``, with the first row's values in the place of those that do not count."""
+    if late is None or not late.any():
+        return values
+    return np.where(late.reshape(*late.shape, *[1] * (values.ndim - 2)), values[:1], values)
+
+
 def _host(lane: Lane, key: Key) -> Array:
     value = lane.data[key]
-    return value.cpu().numpy() if torch.is_tensor(value) else value
+    return value if isinstance(value, np.ndarray) else value.cpu().numpy()

@@ -59,7 +59,7 @@ def test_without_reset_when_done_each_environment_plays_one_episode_per_batch_at
         assert ids(second) == [[2, 2, -1, -1, -1], [3, 3, 3, 3, -1]]
         assert column(second, "next", "reward") == column(first, "next", "reward")
         stats = c.stats()
-        assert (stats.frames, stats.executed, stats.discarded) == (12, 16, {"after_done": 4})
+        assert (stats.frames, stats.executed, stats.discarded) == (12, 12, {})
         assert [(e.traj_id, e.length, e.episode_return) for e in c.episodes] == [(2, 2, 3.0), (3, 4, 10.0)]
         assert_accounted(c)
 

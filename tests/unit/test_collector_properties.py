@@ -59,10 +59,9 @@ class Reference:
         self.ended = []
         for row in range(T):
             for e in range(B):
-                self.executed += 1
                 if e in over:
-                    self.discarded["after_done"] += 1
                     continue
+                self.executed += 1
                 name = self.first + e + self.total * self.episode[e]
                 cell = cells[e][row]
                 cell.update(obs=(self.lengths[e], self.t[e]), steps=self.t[e], id=name, valid=True)

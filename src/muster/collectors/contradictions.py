@@ -65,9 +65,30 @@ def check_multi(o: MultiOptions, *, alone: bool) -> None:
             o.backend == "threads" and o.start_method is not None,
             "start_method is about processes, and backend='threads' has none: leave it out",
         ),
+        *_of_inference(o),
     ):
         if wrong:
             raise BadOption(message)
+
+
+def _of_inference(o: MultiOptions) -> tuple[Check, ...]:
+    """Where the policy acts."""
+    served = [name for name in ("alternating", "max_batch", "max_wait_s") if getattr(o, name) not in (None, False)]
+    version = getattr(o.track_policy_version, "version", None)
+    return (
+        (
+            o.inference == "worker" and served,
+            f"{', '.join(served)}: that is about inference='server', which is not given",
+        ),
+        (
+            o.inference == "server" and isinstance(version, str),
+            "versions that are text cannot be stamped on single rows, as inference='server' does: count with integers",
+        ),
+        (
+            o.inference == "server" and isinstance(o.policy_factory, (list, tuple)),
+            "policy_factory: inference='server' has one policy for all workers, so give one function",
+        ),
+    )
 
 
 def _of_batches(o: CollectorOptions) -> tuple[Check, ...]:
@@ -109,6 +130,11 @@ def _of_batches(o: CollectorOptions) -> tuple[Check, ...]:
         (
             o.on_policy_only and not (o.trajs_per_batch and o.track_policy_version),
             "on_policy_only looks at the versions of whole episodes: it needs trajs_per_batch and track_policy_version",
+        ),
+        (
+            o.max_decorrelation_steps and o.reset_at_each_iter,
+            "max_decorrelation_steps moves environments away from the beginning of their episodes, and "
+            "reset_at_each_iter takes them back before the first batch: give one of them",
         ),
         (
             o.set_truncated and o.trajs_per_batch,

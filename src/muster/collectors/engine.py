@@ -253,6 +253,7 @@ class Engine:
             restarts=sum(worker.restarts for worker in workers),
             cut_short=self._cut_short,
             workers=workers,
+            inference=server.stats() if (server := self.source.crew.server) is not None else None,
         )
 
     def state_dict(self) -> dict[str, Any]:

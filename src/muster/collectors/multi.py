@@ -10,6 +10,7 @@ import torch
 from typing_extensions import Unpack
 
 from muster.attributes import resolve
+from muster.collectors.auto import auto_workers
 from muster.collectors.base import BaseCollector
 from muster.collectors.contradictions import check_multi
 from muster.collectors.engine import Engine
@@ -33,13 +34,19 @@ class MultiCollector(BaseCollector):
 
     def _connect(self, create_env_fn: Any, policy: Any, made: ExitStack) -> Engine:
         options = self.options
-        makers, count = count_workers(create_env_fn, options.num_workers)
+        wanted = None if options.num_workers == "auto" else options.num_workers
+        makers, count = count_workers(create_env_fn, wanted)
         factory = options.policy_factory
         if factory is not None:
             policy = (factory[0] if isinstance(factory, (list, tuple)) else factory)()
         self.policy = policy
+        if options.num_workers == "auto":
+            makers, count = count_workers(
+                create_env_fn, auto_workers(create_env_fn, policy, options, alone=self._alone)
+            )
         scheme = (options.weight_sync_schemes or {}).get("policy")
-        self._weights = SentWeights(policy, count, scheme, options.version_counter)
+        acting = 1 if options.inference == "server" and policy is not None else count
+        self._weights = SentWeights(policy, acting, scheme, options.version_counter)
         made.callback(self._weights.close)
         workers = Workers(options, makers, count, policy, self._weights, made, alone=self._alone)
         weakref.finalize(self, workers.end)  # also if nobody shuts it down
@@ -167,6 +174,6 @@ class AsyncCollector(MultiAsyncCollector):
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Unpack[MultiKeywords]) -> None:
         several = isinstance(create_env_fn, (list, tuple)) and len(create_env_fn) > 1
-        if several or (options.get("num_workers") or 1) > 1:
+        if several or (options.get("num_workers") or 1) not in (0, 1):
             raise BadOption("AsyncCollector has one worker: give it one id or function, or use MultiAsyncCollector")
         super().__init__(create_env_fn, policy, **options)

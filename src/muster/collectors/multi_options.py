@@ -12,13 +12,14 @@ from muster.errors import BadOption
 from muster.sources.supervision import TIMEOUTS, OnFailure
 
 Backend = Literal["processes", "threads"]
+Inference = Literal["worker", "server"]
 StartMethod = Literal["forkserver", "spawn"]
 
 
 class MultiKeywords(CollectorKeywords, total=False):
     """The keywords of ``MultiOptions``, for signatures."""
 
-    num_workers: int | None
+    num_workers: int | Literal["auto"] | None
     backend: Backend
     cat_results: Literal["stack", "cat"] | int
     update_at_each_batch: bool
@@ -30,6 +31,10 @@ class MultiKeywords(CollectorKeywords, total=False):
     max_policy_lag: int | None
     crash_dir: Any
     start_method: StartMethod | None
+    inference: Inference
+    alternating: bool
+    max_batch: int | None
+    max_wait_s: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +43,8 @@ class MultiOptions(CollectorOptions):
 
     Attributes:
         num_workers: processes or threads for the groups of ``create_env_fn``, at most one for each. Of a
-            ``create_env_fn`` that is no list, so many groups are made. None: one for each entry.
+            ``create_env_fn`` that is no list, so many groups are made. None: one for each entry. "auto": as many as
+            pay on this machine, measured for a second on an environment made for that purpose (docs/tuning.md).
         backend: "processes", or "threads" for environments that mostly wait (for a simulator or a network): hundreds of
             them at once.
         cat_results: how the rollouts of a batch are joined: "stack" gives them a dimension of their own and copies
@@ -58,9 +64,16 @@ class MultiOptions(CollectorOptions):
             published once per batch. Workers wait for that where they have to. None: no bound.
         crash_dir: folder for files with which ``muster replay`` repeats a failure. None: a temporary one.
         start_method: of processes: "forkserver" (in milliseconds) or "spawn". None: as the system allows.
+        inference: "worker": each worker acts with a copy of the policy. "server": workers only step environments, and
+            a thread of this process acts for all that are ready, in one call of the policy: for policies that cost more
+            than the environments, or compute on a GPU (``policy_device``). Worker processes then do not import torch.
+        alternating: with "server", half of the workers step while the other half is acted for.
+        max_batch: with "server", environments of one call of the policy, at most. None: no bound.
+        max_wait_s: with "server", seconds that the first worker to ask waits for others. None: in
+            ``MultiSyncCollector`` until all that are at work ask, else not at all.
     """
 
-    num_workers: int | None = None
+    num_workers: int | Literal["auto"] | None = None
     backend: Backend = "processes"
     cat_results: Literal["stack", "cat"] | int = "stack"
     update_at_each_batch: bool = False
@@ -73,10 +86,20 @@ class MultiOptions(CollectorOptions):
     max_policy_lag: int | None = None
     crash_dir: Any = None
     start_method: StartMethod | None = None
+    inference: Inference = "worker"
+    alternating: bool = False
+    max_batch: int | None = None
+    max_wait_s: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("backend", self.backend, ("processes", "threads"))
+        check_choice("inference", self.inference, ("worker", "server"))
+        for name, least in (("max_batch", 1), ("max_wait_s", 0)):
+            value = getattr(self, name)
+            number = int if name == "max_batch" else (int, float)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, number) or value < least):
+                raise BadOption(f"{name}={value!r}: expected a number, at least {least}, or None")
         check_choice("on_failure", self.on_failure, ("raise", "restart", "drop"))
         if self.start_method is not None:
             check_choice("start_method", self.start_method, ("forkserver", "spawn"))

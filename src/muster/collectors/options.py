@@ -76,6 +76,9 @@ class CollectorKeywords(TypedDict, total=False):
     num_threads: int | None
     inference_mode: bool
     own_rng: bool
+    max_decorrelation_steps: int
+    traj_done_key: str | None
+    prev_action_reward: bool
     slot_memory_limit: int | None
 
 
@@ -95,7 +98,9 @@ class CollectorOptions:
             0 or negative: none.
         reset_at_each_iter: reset all environments before every batch.
         reset_when_done: False ends an environment's part of a batch with its episode: what follows is blank, with
-            the flags repeated, id -1 and ``collector/valid`` False; the next batch begins with new episodes.
+            the flags repeated, id -1 and ``collector/valid`` False; the next batch begins with new episodes. Single
+            environments are left alone meanwhile, and workers reset them while you train; batches of environments are
+            stepped on, and ``stats().discarded["after_done"]`` counts that.
         set_truncated: mark the last step of every batch as truncated (unless the episode ended there).
         interruptor: an object whose ``collection_stopped()`` is asked after every step; True ends the batch there. The
             rest of it is blank, with id -1 and ``collector/valid`` False; without ``use_buffers`` it is left out.
@@ -147,6 +152,15 @@ class CollectorOptions:
             ``no_grad``. False if it keeps tensors of its own for a later backward pass.
         own_rng: environments and policies draw from generators of the group's own. False: from the process's, as you
             seed them, so that results depend on whatever else draws from these.
+        max_decorrelation_steps: before the first batch, 1 to so many random steps in each environment, so that they are
+            not all at the beginning of an episode. They are no frames, but ``stats().discarded["decorrelation"]``; the
+            episode that goes on has them in its return and length. Not on devices.
+        traj_done_key: of infos: "traj_done" where a lost life ends an agent's episode. Where the entry is False,
+            ``done`` does not reset the environment: recurrent states begin anew; trajectory, ``step_count`` and episode
+            record go on. True without an end truncates. Adds ``("next", "traj_done")``. For single Gymnasium
+            environments.
+        prev_action_reward: add the observations ``prev_action`` and ``prev_reward``, zero where an agent's episode
+            begins. Modules and heads get a dict of all observations then.
         slot_memory_limit: bytes of batches that may be referenced at once. None: half the machine's memory.
     """
 
@@ -198,6 +212,9 @@ class CollectorOptions:
     num_threads: int | None = 1
     inference_mode: bool = True
     own_rng: bool = True
+    max_decorrelation_steps: int = 0
+    traj_done_key: str | None = None
+    prev_action_reward: bool = False
     slot_memory_limit: int | None = None
     devices: dict[str, torch.device | None] = field(init=False, repr=False)
 
@@ -243,6 +260,8 @@ class CollectorOptions:
                 raise BadOption(f"{f.name}={value!r}: expected True or False")
             if value is not None and str(f.type).startswith("Callable") and not callable(value):
                 raise BadOption(f"{f.name}={value!r}: expected a function")
+        if self.traj_done_key is not None and not (isinstance(self.traj_done_key, str) and self.traj_done_key):
+            raise BadOption(f"traj_done_key={self.traj_done_key!r}: expected the name of an entry of info, or None")
         check_contradictions(self)
         check_choice("layout", self.layout, ("batch_major", "time_major"))
         if self.trajs_per_batch:
@@ -272,7 +291,7 @@ class CollectorOptions:
         return {name: _device(name, getattr(self, name)) or general for name in names}
 
 
-_REQUIRED = ("frames_per_batch", "total_frames")
+_REQUIRED = ("frames_per_batch", "total_frames", "max_decorrelation_steps")
 _INTEGERS = {  # and the least value that makes sense
     "frames_per_batch": 1,
     "total_frames": -1,
@@ -282,6 +301,7 @@ _INTEGERS = {  # and the least value that makes sense
     "seed": 0,
     "trajs_per_batch": 1,
     "worker_idx": 0,
+    "max_decorrelation_steps": 0,
     "num_workers": 1,
     "num_sub_threads": 1,
     "max_restarts": 0,
@@ -294,6 +314,8 @@ _INTEGERS = {  # and the least value that makes sense
 def _integer(name: str, value: Any, at_least: int | None) -> int | None:
     if value is None and name not in _REQUIRED:
         return None
+    if name == "num_workers" and isinstance(value, str) and value == "auto":
+        return value  # type: ignore[return-value]
     number = None if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__") else operator.index(value)
     if number is None or (at_least is not None and number < at_least):
         bound = "" if at_least is None else f" of at least {at_least}"

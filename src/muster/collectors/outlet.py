@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from muster.collectors.options import CollectorOptions
-from muster.keys import Key
+from muster.keys import TRAJ_DONE, Key
 from muster.sinks.episodes import Envs, WholeEpisodes
 from muster.sinks.plain import from_plain, to_plain
 from muster.sinks.replay_buffer import ReplaySink
+from muster.sinks.rows import ENDED
 from muster.sinks.split import split_trajectories
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Outlet:
                 layout=options.traj_format or "cat",
                 rule=options.traj_rule or "fair",
                 on_policy_only=options.on_policy_only,
+                done_key=ENDED if options.traj_done_key is None else TRAJ_DONE,
             )
             if options.trajs_per_batch
             else None

@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -14,7 +14,6 @@ from muster.collectors.options import CollectorOptions
 from muster.columns import RolloutOptions
 from muster.errors import BadOption
 from muster.group import Group
-from muster.memory.slots import Memory
 from muster.rng import GroupRng
 from muster.sources.build import WorkerOptions, build_envs, build_policy, make_group
 from muster.sources.crew import Crew
@@ -22,6 +21,9 @@ from muster.sources.handles import Inline
 from muster.sources.schedule import Bundle
 from muster.sources.sync import Sync
 from muster.sources.worker import Worker, describe
+
+if TYPE_CHECKING:
+    from muster.memory.slots import Memory
 
 
 def make_groups(

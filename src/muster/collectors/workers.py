@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, cast
 
@@ -19,13 +20,14 @@ from muster.sources.build import WorkerOptions
 from muster.sources.capsule import CrashDirectory, Maker
 from muster.sources.crash_notes import CrashNotes
 from muster.sources.crew import Crew
-from muster.sources.detached import DetachedWorker, Setup
+from muster.sources.detached import DetachedWorker
 from muster.sources.first_ready import FirstReady
-from muster.sources.launchers import in_process, in_thread
-from muster.sources.messages import GroupInfo
+from muster.sources.inference import Dispatch, InferenceServer
+from muster.sources.launchers import Setup, in_process, in_thread
+from muster.sources.messages import Assignment, GroupInfo, Payload
 from muster.sources.pickling import dumps
 from muster.sources.schedule import Bundle
-from muster.sources.server import Assignment, Payload
+from muster.sources.server import made_policy
 from muster.sources.supervision import Supervisor
 from muster.sources.sync import Sync
 from muster.sources.threads import Doorbell
@@ -79,22 +81,31 @@ class Workers:
             notes=self._notes,
         )
         self._prepare_threads(made)
+        self._server: InferenceServer | None = None
         if weights.lazy:
             self._materialise(made)
         self._payloads = self._pickle(count)
+        if options.inference == "server" and policy is not None:  # random actions are drawn where they are needed
+            self._server = self._supervisor.server = self._make_server(count)
+            made.callback(self._server.close)
         parts = [part.tolist() for part in np.array_split(np.arange(len(makers)), count)]
-        self._handles = [self._handle(index, part) for index, part in enumerate(parts)]
+        self._handles = [self._handle(index, part, count) for index, part in enumerate(parts)]
         self._supervisor.handles = self._handles
         made.callback(self.end)
         infos = self._start()
         self.crew = Crew(self._handles, infos, self._supervisor)
         self._supervisor.accounts = self.crew.accounts
+        if self._server is not None:
+            self._server.open(self._handles, infos)
+            self.crew.server = self._server
         self._assign()
 
     def end(self) -> None:
-        """Kill what is left of them."""
+        """Kill what is left of them, and end the server."""
         for handle in self._handles:
             handle.end()
+        if self._server is not None:
+            self._server.close()
 
     def schedule(self) -> Sync | FirstReady:
         """Who works when."""
@@ -113,7 +124,7 @@ class Workers:
     def _materialise(self, made: ExitStack) -> None:
         """Lazy layers: a worker's first call shows what weights there are; all workers then begin with these."""
         self._payloads = self._pickle(1)
-        probe = self._handle(0, [0])
+        probe = self._handle(0, [0], 1)
         self._supervisor.handles = [probe]
         made.callback(probe.end)
         probe.start()
@@ -155,7 +166,7 @@ class Workers:
         threads = self._options.num_sub_threads if self._options.backend == "processes" else None
         return dataclasses.replace(rollout, num_threads=threads)
 
-    def _handle(self, index: int, groups: list[int]) -> DetachedWorker:
+    def _handle(self, index: int, groups: list[int], count: int) -> DetachedWorker:
         options = self._options
         makers, kwargs, policies, told = self._payloads
         threads = options.backend == "threads"
@@ -166,21 +177,45 @@ class Workers:
             given(kwargs, "create_env_kwargs"),
             policies[index],
             options.policy_factory is not None,
-            given(told, "the options"),
+            given(told if self._server is None else _without_torch(told), "the options"),
             self._policy_lock,
+            count if self._server is not None else None,
         )
         setup = Setup(
             payload,
             groups,
             self.arena,
             lambda: self._weights.ticket(index),
-            None if threads else options.num_sub_threads,
-            in_process(options.start_method) if self._doorbell is None else in_thread(self._doorbell),
+            None if threads or self._server is not None else options.num_sub_threads,
+            self._launcher(),
             threads,
             self._supervisor.timeout("close"),
             stoppable=threads or options.enough(len(self._makers)) is not None,
+            server=self._server,
         )
         return DetachedWorker(index, setup, self._supervisor)
+
+    def _launcher(self) -> Callable[[str, bool], tuple[Any, Any, Any]]:
+        if self._doorbell is not None:
+            return in_thread(self._doorbell)
+        return in_process(self._options.start_method, light=self._server is not None)
+
+    def _make_server(self, count: int) -> InferenceServer:
+        options, (_, _, policies, told) = self._options, self._payloads
+        policy = made_policy(Payload([], None, policies[0], options.policy_factory is not None, None))
+        half = -(-count // 2) if options.alternating else count
+        teams = [part for part in (range(half), range(half, count)) if part]
+        wait = 0.0 if self._alone and options.max_wait_s is None else options.max_wait_s
+        dispatch = Dispatch(teams, options.max_batch, wait, exclusive=not self._alone)
+        return InferenceServer(
+            policy,
+            told,
+            self._weights.ticket(0),
+            count,
+            dispatch,
+            threads=options.num_sub_threads,
+            deadline_s=self._supervisor.timeout("policy"),
+        )
 
     def _prepare_threads(self, made: ExitStack) -> None:
         self._doorbell = self._supervisor.doorbell = Doorbell() if self._options.backend == "threads" else None
@@ -204,3 +239,16 @@ class Workers:
             policies = [dumps(self._policy, "policy") if factory is None else dumps(factory, "policy_factory")] * count
         told = worker_options(options, shared_frames=not self._alone)
         return makers, kwargs, policies, dataclasses.replace(told, rollout=self._in_worker(told.rollout))
+
+
+def _without_torch(told: WorkerOptions) -> WorkerOptions:
+    """What workers need to know that do not act."""
+    tracks = bool(told.rollout.track_policy_version)
+    return dataclasses.replace(
+        told,
+        env_device=None,
+        policy_device=None,
+        compile_policy=None,
+        cudagraph_policy=None,
+        rollout=dataclasses.replace(told.rollout, track_policy_version=tracks),
+    )

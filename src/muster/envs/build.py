@@ -6,10 +6,9 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
-import torch
 from gymnasium.vector import VectorEnv
 
 from muster.envs.checks import the_only
@@ -17,6 +16,11 @@ from muster.envs.stacked import StackedEnvs
 from muster.envs.vector import VectorEnvBatch
 from muster.errors import BadOption, EnvError, UnsupportedEnv
 from muster.protocols import EnvBatch
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from muster import lazy_torch as torch
 
 ACCEPTED = (
     "an env id, an environment (gymnasium.Env or VectorEnv, TorchRL EnvBase, PettingZoo ParallelEnv, "
@@ -79,6 +83,11 @@ def is_environment(source: Any) -> bool:
     return not isinstance(source, str) and _adapter(source) is not None
 
 
+def is_single(env: Any) -> bool:
+    """One Gymnasium environment that no adapter of a third party takes."""
+    return _adapter(env) is _stacked
+
+
 def _make(factory: Callable[[], Any], num_envs: int | None, name: str, device: torch.device | None) -> BuiltEnv:
     envs: list[Any] = []
     try:
@@ -121,7 +130,7 @@ def _adapter(env: Any) -> Adapt | None:
     for package, module in _THIRD_PARTY.items():
         # First, since some of these are gymnasium environments by name only. An object of a package that was never
         # imported cannot exist.
-        if (package is None or package in sys.modules) and (home := import_module(module)).takes(env):
+        if package in sys.modules and (home := import_module(module)).takes(env):
             adapt: Adapt = home.adapt
             return adapt
     if isinstance(env, VectorEnv):
@@ -130,12 +139,12 @@ def _adapter(env: Any) -> Adapt | None:
 
 
 # Modules with takes(obj) -> bool and adapt(envs, device) -> EnvBatch, by the package that such objects come from.
-_THIRD_PARTY: dict[str | None, str] = {
+_THIRD_PARTY: dict[str, str] = {
     "envpool": "muster.envs.envpool",  # before what its pools claim to be as well
     "stable_baselines3": "muster.envs.sb3",
     "dm_env": "muster.envs.dm_env",
     "torchrl": "muster.envs.torchrl",
     "pettingzoo": "muster.envs.pettingzoo",
     "jax": "muster.envs.jax",
-    None: "muster.envs.torch_batch",
+    "torch": "muster.envs.torch_batch",
 }

@@ -19,13 +19,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import numpy as np
-import torch
 
-FOREIGN_MEMORY = (mmap.mmap, torch.Tensor, ctypes.Array, bytearray, array.array)  # its owner can be in the graph, too
+if TYPE_CHECKING:
+    import torch
+else:
+    from muster import lazy_torch as torch
+
+FOREIGN_MEMORY = (mmap.mmap, ctypes.Array, bytearray, array.array)  # its owner can be in the graph, too; also tensors
 REFUSED = {
     "multiprocessing",
     "subprocess",
@@ -142,11 +146,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         special: dict[Any, Callable[[Any], Any]] = {
             FunctionType: self._function,
             np.ndarray: self._array,
-            torch.Tensor: self._tensor,
-            torch.UntypedStorage: lambda s: (_storage, (_storage_bytes(s), str(s.device))),
             io.TextIOWrapper: self._stream,
             weakref.ref: self._weak,
         }
+        if "torch" in sys.modules:  # else no object is one of its
+            special[torch.Tensor] = self._tensor
+            special[torch.UntypedStorage] = lambda s: (_storage, (_storage_bytes(s), str(s.device)))
         if cls in special:
             return special[cls]
         if cls.__module__.startswith("mujoco.") and cls.__name__ in ("MjData", "MjModel"):
@@ -188,7 +193,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         base = owner = array.base
         while isinstance(owner, (np.ndarray, memoryview)):
             owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
-        if isinstance(owner, FOREIGN_MEMORY) or (type(owner).__name__ == "PyCapsule" and self._mujoco):
+        foreign = FOREIGN_MEMORY + ((torch.Tensor,) if "torch" in sys.modules else ())
+        if isinstance(owner, foreign) or (type(owner).__name__ == "PyCapsule" and self._mujoco):
             raise pickle.PicklingError(f"it is a view into the memory of a {type(owner).__name__}")
         if not isinstance(base, np.ndarray):
             return NotImplemented

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
@@ -21,6 +21,7 @@ from muster.rng import GroupRng
 Arrays = Mapping[Key, Array]
 FlagRecorder = Callable[[int, int, Any, Any, "list[int] | None"], "list[int] | None"]
 TERMINATED, TRUNCATED = next_of(("terminated",)), next_of(("truncated",))
+BLANK = object()  # in the place of an observation
 
 
 class StackedEnvs(EnvBatch):
@@ -53,6 +54,11 @@ class StackedEnvs(EnvBatch):
         (key, spec), *_ = self.observation_specs.items()
         self._plain = self.observations.single and spec.is_tensor, key, spec.shape, spec.dtype
         self.executed_in_row = 0  # environments stepped in a row that an error cut short
+        self.bypasses = True
+        self.lives_lost: set[int] = set()
+        self._bypassed: frozenset[int] = frozenset()
+        self._lives_key: str | None = None
+        self._steps: list[Callable[[Any], Any]] = []  # what a row calls, environment by environment
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         return self.actions.sample(rng, shape)
@@ -84,6 +90,14 @@ class StackedEnvs(EnvBatch):
             step = lane.cache[self] = self._make_step(lane)
         return step
 
+    def bypass(self, which: Collection[int]) -> None:
+        if self._bypassed != frozenset(which):
+            self._bypassed = frozenset(which)
+            self._fill_steps()
+
+    def track_lives(self, key: str) -> None:
+        self._lives_key = key
+
     def objects(self) -> Sequence[object]:
         return self.envs
 
@@ -94,15 +108,13 @@ class StackedEnvs(EnvBatch):
 
     def _make_step(self, lane: Lane) -> Step:
         """The function that runs one row, with all it needs in local variables."""
+        self._fill_steps()  # also where an environment has come to hold other objects
         (obs_spec,), (act_spec,) = (list(specs.values())[:1] for specs in (self.observation_specs, self.action_specs))
         vector = self.observations.single and obs_spec.is_tensor and len(obs_spec.shape) == 1
         if vector and self.actions.single and act_spec.dtype == np.int64 and not act_spec.shape:
             return self._make_plain_step(lane, obs_spec.shape[0])
-        steps = [env.step for env in self.envs]
-        actions, put = self._action_rows(lane), self._observation_writer(lane)
-        B = self.num_envs
-        rewards = _flat(lane.arrays[REWARD])
-        record = self._flag_recorder(lane)
+        steps, actions, put = self._steps, self._action_rows(lane), self._observation_writer(lane)
+        B, rewards, record = self.num_envs, _flat(lane.arrays[REWARD]), self._flag_recorder(lane)
 
         def step(t: int) -> Sequence[int] | None:
             finished: list[int] | None = None
@@ -130,7 +142,7 @@ class StackedEnvs(EnvBatch):
         A memoryview refuses another dtype or shape by itself, and gives plain ints, which environments
         index fastest with.
         """
-        steps, B = [env.step for env in self.envs], self.num_envs
+        steps, B = self._steps, self.num_envs
         ((obs_key,), (act_key,)) = self.observation_specs, self.action_specs
         observations, actions, rewards = (_flat(lane.arrays[key]) for key in (obs_key, act_key, REWARD))
         record = self._flag_recorder(lane)
@@ -157,12 +169,24 @@ class StackedEnvs(EnvBatch):
 
         return step
 
+    def _fill_steps(self) -> None:
+        """Choose what a row calls; in place, since functions that run rows hold the list."""
+        spec = next(iter(self.observation_specs.values()))
+        array = self.observations.single and spec.is_tensor and spec.shape
+        blank: Any = (np.zeros(spec.shape, spec.dtype) if array else BLANK, 0.0, False, False, {})
+        steps: list[Callable[[Any], Any]] = [env.step for env in self.envs]
+        if (key := self._lives_key) is not None:
+            steps = [
+                _counting_lives(step, f"{self.name}[{i}]", key, i, self.lives_lost) for i, step in enumerate(steps)
+            ]
+        self._steps[:] = [(lambda _: blank) if i in self._bypassed else step for i, step in enumerate(steps)]
+
     def _observation_writer(self, lane: Lane) -> Callable[[int, Any], None]:
         """``put(k, obs)``: write an observation into entry ``k`` of the ``(T + 1) * B``."""
         arrays = {key: lane.arrays[key].reshape(-1, *spec.shape) for key, spec in self.observation_specs.items()}
         ((key, spec),) = list(self.observation_specs.items())[:1]
         if not (self.observations.single and spec.is_tensor and spec.shape):
-            return lambda k, obs: self._write(arrays, (k,), obs, "step")
+            return lambda k, obs: self._blank(arrays, k) if obs is BLANK else self._write(arrays, (k,), obs, "step")
         cells, shape, dtype = arrays[key], spec.shape, spec.dtype
 
         def put(k: int, obs: Any) -> None:
@@ -171,6 +195,10 @@ class StackedEnvs(EnvBatch):
             cells[k] = obs
 
         return put
+
+    def _blank(self, arrays: Arrays, k: int) -> None:
+        for key, spec in self.observation_specs.items():
+            arrays[key][k] = 0 if spec.is_tensor else arrays[key][k - self.num_envs]
 
     def _write(self, arrays: Arrays, at: tuple[int, ...], obs: Any, method: str) -> None:
         """Write one observation into entry ``at`` of the arrays, checking every leaf."""
@@ -220,7 +248,7 @@ class StackedEnvs(EnvBatch):
 
     def _explain(self, error: BaseException, got: Any, t: int, b: int) -> NoReturn:
         """Turn what went wrong in env ``b`` at row ``t`` into the error that says so."""
-        self.executed_in_row = b + (got is not ...)
+        self.executed_in_row = b + (got is not ...) - sum(i < b for i in self._bypassed)
         if not isinstance(error, Exception):  # Ctrl-C
             raise error
         who = f"{self.name}[{b}].step (row {t} of the batch)"
@@ -243,6 +271,24 @@ class StackedEnvs(EnvBatch):
             raise BadEnvOutput(f"{who}: {problem}. {FIX}") from error
         as_flag(got[2], "terminated", who), as_flag(got[3], "truncated", who)
         raise BadEnvOutput(f"{who} returned {got!r}, which could not be stored: {error}") from error
+
+
+def _counting_lives(step: Callable[[Any], Any], who: str, key: str, i: int, lost: set[int]) -> Callable[[Any], Any]:
+    """``step``, with a note in ``lost`` of whether environment ``i`` goes on after the end of an agent's episode."""
+
+    def counting(action: Any) -> Any:
+        got = step(action)
+        if not isinstance(got, tuple) or len(got) != 5:
+            return got  # whoever takes it will say what is wrong
+        obs, reward, terminated, truncated, info = got
+        if not isinstance(info, dict):
+            raise BadEnvOutput(f"{who}.step returned an info that is {type(info).__name__}, expected a dict. {FIX}")
+        ended = as_flag(terminated, "terminated", who) or as_flag(truncated, "truncated", who)
+        over = as_flag(info.get(key, ended), f"info[{key!r}]", who)
+        (lost.add if ended and not over else lost.discard)(i)
+        return got if ended or not over else (obs, reward, terminated, True, info)
+
+    return counting
 
 
 def _flat(array: Array) -> Any:

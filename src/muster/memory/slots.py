@@ -20,17 +20,22 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 
 from muster.errors import SlotsExhausted
 from muster.keys import Key
 from muster.memory.shared import Arena
 from muster.memory.specs import OBJECT, Array, Column
 
-Memory = Literal["heap", "pinned"] | torch.device | Arena
+if TYPE_CHECKING:
+    import torch
+
+    Memory = Literal["heap", "pinned"] | torch.device | Arena
+else:
+    from muster import lazy_torch as torch
+
 
 ALIGNMENT = 64  # bytes: one cache line, and a multiple of every item size
 MAX_ROW_VIEWS = 1 << 14  # beyond this many, row views are made when used instead of kept
@@ -117,25 +122,32 @@ class Lane:
         self.layout = layout
         self.T, self.B = layout.T, layout.B
         self.arrays: dict[Key, Array] = {}
-        self.tensors: dict[Key, torch.Tensor] = {}
+        tensors: dict[Key, torch.Tensor] = {}
         self.cache: dict[Any, Any] = {}
-        self.mirrored = torch.is_tensor(block)
+        self.mirrored = not isinstance(block, np.ndarray)
         self.done_steps = self.acts_from = 0
         self.stopped = False
         for column in layout.tensor_columns:
             shape = (layout.rows(column), self.B, *column.shape)
             start = layout.offsets[column.key]
             part = block[start : start + math.prod(shape) * column.dtype.itemsize]
-            if isinstance(part, torch.Tensor):
-                self.tensors[column.key] = part.view(torch_dtype(column.dtype)).reshape(shape)
+            if not isinstance(part, np.ndarray):
+                tensors[column.key] = part.view(torch_dtype(column.dtype)).reshape(shape)
                 if column.host:
                     self.arrays[column.key] = np.zeros(shape, column.dtype)
             else:
                 self.arrays[column.key] = part.view(column.dtype).reshape(shape)
-                self.tensors[column.key] = torch.from_numpy(self.arrays[column.key])
         for column in layout.object_columns:
             self.arrays[column.key] = np.empty((layout.rows(column), self.B), OBJECT)
-        self.data: dict[Key, Any] = {**self.arrays, **self.tensors} if self.mirrored else self.arrays
+        if self.mirrored:
+            self.tensors = tensors
+        self.data: dict[Key, Any] = {**self.arrays, **tensors} if self.mirrored else self.arrays
+
+    @cached_property
+    def tensors(self) -> dict[Key, torch.Tensor]:
+        """See the class."""
+        with torch.inference_mode(False):  # rollouts run in it, but environments write outside
+            return {column.key: torch.from_numpy(self.arrays[column.key]) for column in self.layout.tensor_columns}
 
     def rows(self, key: Key) -> Sequence[torch.Tensor] | torch.Tensor:
         """Torch views of the rows, as policies see them: ``[*batch_shape, *shape]``."""
@@ -179,7 +191,7 @@ class Slot:
             self.offset = memory.allocate(layout.nbytes)
             self.block = memory.view(self.offset, layout.nbytes)
             weakref.finalize(self, memory.release, self.offset, layout.nbytes).atexit = False
-        elif isinstance(memory, torch.device):
+        elif memory not in ("heap", "pinned"):
             self.block = torch.zeros(layout.nbytes, dtype=torch.uint8, device=memory)
         elif memory == "pinned":
             self.block = torch.zeros(layout.nbytes, dtype=torch.uint8, pin_memory=True).numpy()
@@ -239,8 +251,8 @@ class SlotRing:
         Of a slot on a device it is a copy there, and the slot is free at once: its rows keep their addresses, as CUDA
         graphs need them, and nothing there tells when the last tensor dies.
         """
-        if torch.is_tensor(slot.block):
-            memory = slot.block.clone()
+        if not isinstance(slot.block, np.ndarray):
+            memory: torch.Tensor = slot.block.clone()
             self.give_back(slot)
             return memory
         owner = slot.block.view()  # a new array object: its death is the death of the last tensor over it

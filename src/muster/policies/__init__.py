@@ -1,5 +1,18 @@
 """Policies: heads that sample fast, and adapters for everything else that chooses actions."""
 
-from muster.policies.heads import Head, categorical, deterministic, gaussian, tanh_gaussian
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from muster.policies.heads import Head, categorical, deterministic, gaussian, tanh_gaussian
 
 __all__ = ["Head", "categorical", "deterministic", "gaussian", "tanh_gaussian"]
+
+
+def __getattr__(name: str) -> Any:
+    """Heads need torch, which workers that only draw random actions do without (PEP 562)."""
+    if name in __all__:
+        return getattr(importlib.import_module("muster.policies.heads"), name)
+    raise AttributeError(f"module 'muster.policies' has no attribute {name!r}")

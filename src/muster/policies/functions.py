@@ -87,6 +87,10 @@ class FunctionPolicy:
             self._plan(obs[OBSERVATION])
         return outputs
 
+    @property
+    def draws_globally(self) -> bool:
+        return not self.path.endswith("executor")
+
     def columns(self) -> Sequence[Column]:
         return self._columns
 

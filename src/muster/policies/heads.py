@@ -138,6 +138,10 @@ class HeadPolicy:
         extras = {LOG_PROB: torch.as_tensor(log_prob)} if self.head.has_log_prob else {}
         return Outputs({self._action_key: torch.as_tensor(action)}, extras)
 
+    @property
+    def draws_globally(self) -> bool:
+        return not self.path.endswith("executor")
+
     def columns(self) -> Sequence[Column]:
         return [Column(LOG_PROB, (), np.dtype(np.float32))] if self.head.has_log_prob else []
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from muster.keys import Key
 from muster.memory.slots import Lane
 from muster.memory.specs import OBJECT, Array, Column
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from muster import lazy_torch as torch
 
 Sample = Callable[[GroupRng, tuple[int, ...]], dict[Key, Array]]
 
@@ -24,6 +28,7 @@ class RandomPolicy:
     """
 
     name = path = "random"
+    draws_globally = False
 
     def __init__(self, sample: Sample, batch_shape: tuple[int, ...]) -> None:
         self._sample = sample

@@ -119,6 +119,10 @@ class TensorDictPolicy:
             self._fuse(inputs, every, before)
         return outputs
 
+    @property
+    def draws_globally(self) -> bool:
+        return True  # the executor too
+
     def columns(self) -> Sequence[Column]:
         return self._columns
 

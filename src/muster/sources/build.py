@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from muster.columns import RolloutOptions
 from muster.envs.build import BuiltEnv, build_env
+from muster.envs.previous import with_previous
 from muster.errors import BadOption
 from muster.group import Group
 from muster.keys import STEP_COUNT, TRUNCATED
-from muster.policies.adapt import adapt, takes_tensordict
-from muster.policies.heads import Head
 from muster.protocols import EnvBatch, Policy
 from muster.rng import GroupRng
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from muster import lazy_torch as torch
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ def build_envs(
         built.append(build_env(maker, options.num_envs, keywords, options.env_device))
         made.callback(built[-1].env.close)
         _check_env(built[-1].env, options.rollout)
+        if options.rollout.prev_action_reward:
+            built[-1] = replace(built[-1], env=with_previous(built[-1].env))
     objects = [id(_innermost(env)) for b in built for env in b.env.objects()]
     if len(set(objects)) < len(objects):
         raise BadOption("create_env_fn has the same environment object twice; give functions that make one")
@@ -80,15 +85,17 @@ def restarted_seeds(seed: int, env_ids: Sequence[int], incarnation: int) -> list
     return [int(root.generate_state(1)[0] >> 1) for root in roots]
 
 
-def build_policy(policy: Any, options: WorkerOptions, group: Group, device: torch.device | None) -> Policy:
-    """The policy as the loop calls it; None is uniformly random."""
+def build_policy(policy: Any, options: WorkerOptions, built: Group | BuiltEnv, device: torch.device | None) -> Policy:
+    """The policy as the loop calls it, for such environments; None is uniformly random."""
+    from muster.policies.adapt import adapt, takes_tensordict
+
     takes = options.trust_policy
     if policy is not None and takes is None:
         takes = type(policy).__name__ == "CudaGraphModule" or takes_tensordict(policy)
     return adapt(
         _compiled(policy, options),
-        group.env,
-        batch_shape=group.batch_shape,
+        built.env,
+        batch_shape=built.batch_shape,
         device=device,
         exploration_type=options.exploration_type,
         executor=options.executor,
@@ -97,6 +104,8 @@ def build_policy(policy: Any, options: WorkerOptions, group: Group, device: torc
 
 
 def _compiled(policy: Any, options: WorkerOptions) -> Any:
+    from muster.policies.heads import Head
+
     wanted = [name for name in ("compile_policy", "cudagraph_policy") if getattr(options, name) not in (None, False)]
     if policy is None or not wanted:
         return policy

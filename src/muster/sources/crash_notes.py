@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from muster.errors import MusterError
-from muster.keys import TERMINATED, TRUNCATED, Key, next_of
+from muster.keys import TERMINATED, TRAJ_DONE, TRAJ_IDS, TRUNCATED, Key, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
 from muster.sources.build import restarted_seeds
@@ -74,7 +74,9 @@ class CrashNotes:
     def reported(self, report: Report, lane: Lane) -> None:
         """A rollout is complete."""
         begin = self._begun.pop(report.number, 0)
-        self._histories[report.group].add(self._actions(report.group, lane, begin, report.done_steps), report.anchors)
+        end = report.done_steps
+        stepped = lane.arrays[TRAJ_IDS][begin:end] >= 0 if self._infos[report.group].replays_alone else None
+        self._histories[report.group].add(self._actions(report.group, lane, begin, end), report.anchors, stepped)
 
     def failed(self, report: Report, lane: Lane, error: BaseException, index: int | None) -> Replay:
         """An environment or policy of a worker that lives has raised: a capsule of it."""
@@ -93,7 +95,8 @@ class CrashNotes:
         """
         begin, phase = self._begun.pop(order.number, 0), error.phase or "step"
         done = max(begin, row + (phase == "reset"))
-        ended = (lane.arrays[next_of(TERMINATED)] | lane.arrays[next_of(TRUNCATED)])[begin:done].astype(bool)
+        flags = (TRAJ_DONE,) if TRAJ_DONE in lane.arrays else (next_of(TERMINATED), next_of(TRUNCATED))
+        ended = np.logical_or.reduce([lane.arrays[flag][begin:done] for flag in flags]).astype(bool)
         if phase == "reset" and len(ended) and ended[-1].sum() == 1:
             index = int(ended[-1].argmax())
         known = {"error": error, "phase": phase, "index": index, "ended": ended}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from muster.sources.detached import DetachedWorker
 from muster.sources.handles import Handle
 from muster.sources.messages import GroupInfo, Order, Report
 from muster.stats import WorkerStats
+
+if TYPE_CHECKING:
+    from muster.sources.inference import InferenceServer
 
 
 @dataclass
@@ -90,6 +93,9 @@ class Crew:
         handles: of the workers, by their first group.
         infos: of the groups.
         watch: for workers that are not in this thread.
+
+    Attributes:
+        server: acts for the workers; None: they do.
     """
 
     def __init__(self, handles: Sequence[Handle], infos: Sequence[GroupInfo], watch: Watch | None = None) -> None:
@@ -103,6 +109,7 @@ class Crew:
         self._numbers = itertools.count(1)
         self._reports: deque[Report] = deque()  # of lost workers
         self._turn = 0
+        self.server: InferenceServer | None = None
 
     def handle(self, group: int) -> Handle:
         return self._of[group]
@@ -115,6 +122,10 @@ class Crew:
         else:
             self._of[group].submit(made, slot)
         return made
+
+    def together(self) -> AbstractContextManager[None]:
+        """Workers that are given work in this context begin at the same time, as a server sees it."""
+        return nullcontext() if self.server is None else self.server.held()
 
     def check_alive(self) -> None:
         """Raise if all workers have been dropped."""

@@ -7,17 +7,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from muster.memory.shared import Arena
+from muster.keys import Key
 from muster.memory.slots import Lane, Slot
-from muster.progress import ACTING, ORDER, PHASE, STEPPING, STOP, Phase, steps_made
+from muster.memory.specs import Column
+from muster.progress import ACTING, ORDER, PHASE, STEPPING, STOP, Phase, stepped_in_row, steps_made
 from muster.sources.launch import Child
-from muster.sources.messages import GroupInfo, Order, Report
+from muster.sources.launchers import Setup
+from muster.sources.messages import Assignment, GroupInfo, Order, Report, Start
 from muster.sources.pickling import dumps
-from muster.sources.server import Assignment, Payload, Start
-from muster.weights.transport import Ticket
 
 if TYPE_CHECKING:
     from muster.sources.failures import Failure
@@ -46,32 +46,6 @@ class Patience(Protocol):
 
     def restarted(self, handle: DetachedWorker) -> None:
         """A worker has a successor."""
-
-
-@dataclass
-class Setup:
-    """What is the same for all incarnations of a worker.
-
-    Attributes:
-        payload, groups: see ``Start``.
-        ticket: makes a subscription to the weights.
-        threads: of torch.
-        launch: starts a process or thread called so; gives it, the parent's end of a channel to it, and its ledger.
-            Told whether it may take time to make later starts quicker.
-        in_thread: it is a thread.
-        close_s: seconds for closing; None is for ever.
-        stoppable: ``stop`` may be called.
-    """
-
-    payload: Payload
-    groups: Sequence[int]
-    arena: Arena
-    ticket: Callable[[], Ticket]
-    threads: int | None
-    launch: Callable[[str, bool], tuple[Child, Any, Any]]
-    in_thread: bool
-    close_s: float | None
-    stoppable: bool
 
 
 class DetachedWorker:
@@ -127,14 +101,18 @@ class DetachedWorker:
         start = Start(
             self.index, self.incarnation, setup.payload, self.groups, setup.threads, setup.stoppable, setup.in_thread
         )
-        self._send(start, [setup.arena.fd] if setup.in_thread else [self.ledger.fd, setup.arena.fd])
+        line = setup.server.lines.fds_for(self.index) if setup.server is not None else []
+        self._send(start, [*([] if setup.in_thread else [self.ledger.fd]), setup.arena.fd, *line])
         self._ignored = 0
         if self.incarnation:
             self._ignored = 1  # the groups that it has built
             self._patience.restarted(self)
             self._post("assign", self.assignment)
-            self._ignored += 1
-            self._send_ticket()
+            if setup.server is None:
+                self._ignored += 1
+                self._send_ticket()
+            else:
+                setup.server.actor.reseed(self.groups, self.assignment.seed, self.incarnation)
             if self._laid_out:
                 self._post("lay_out", *self._laid_out)
             for order in self.under_way():
@@ -151,9 +129,10 @@ class DetachedWorker:
         self._call("assign", assignment)
 
     def subscribe(self) -> None:
-        """Let it have the weights."""
-        self._send_ticket()
-        self._reply()
+        """Let it have the weights, if it acts."""
+        if self.setup.server is None:
+            self._send_ticket()
+            self._reply()
 
     def end(self) -> None:
         """Forget a process that has ended, or end it."""
@@ -164,6 +143,8 @@ class DetachedWorker:
             self.child.close()
             self._channel.close()
             self.ledger.close()
+            if self.setup.server is not None:
+                self.setup.server.lost(self.index)
 
     def fds(self) -> list[int]:
         """What becomes readable when there is something to do."""
@@ -198,6 +179,8 @@ class DetachedWorker:
     def submit(self, order: Order, slot: Slot) -> None:
         self.outstanding[order.number], self._slots[order.number] = order, slot
         if self.alive:
+            if self.setup.server is not None:
+                self.setup.server.lines.expect(self.index, order.number)
             self._send_order(order)
         elif not self.reviving:
             self.start()
@@ -231,16 +214,21 @@ class DetachedWorker:
         elif not self.alive:
             self.start()
         if method == "layouts":
-            policy, T, version = args
-            self._laid_out = (policy, T, version)
-            return self._call("lay_out", policy, T, version)
+            self._laid_out = (*args, self._served_columns(args[0]))
+            return self._call("lay_out", *self._laid_out)
         if method == "profile" and args[0] is not None and not self.setup.in_thread:
             args = dumps(args[0], "on_trace_ready"), args[1]
         if method == "seed":
             seed, static = args
             self.assignment = replace(self.assignment, seed=seed, static=static)
             method = "set_seed"
+            if self.setup.server is not None:
+                self.setup.server.actor.reseed(self.groups, seed)
+        if method == "load" and self.setup.server is not None:
+            args = (self.setup.server.actor.load(args[0]), *args[1:])
         result = self._call(method, *args)
+        if method == "state" and self.setup.server is not None:
+            self.setup.server.actor.add_streams(self.groups, result)
         self._patience.told(self, method.removeprefix("set_"), args)
         if method in ("load", "mark_resumed"):
             self._call("forget")
@@ -320,15 +308,14 @@ class DetachedWorker:
         order = self.order_at_work()
         if order is None:
             return 0
-        lane = self._slots[order.number].lanes[order.lane]
-        reward_key = next(c.key for c in lane.layout.columns if c.key[-1] in ("reward", "team_reward") and c.host)
-        return steps_made(self.ledger.cells, lane.arrays[reward_key], lane.B)
+        return steps_made(self.ledger.cells, lane := self.lane_of(order.number), _reward_key(lane))
 
     def at_work(self, B: int) -> tuple[int, int | None]:
         """Row of the lane at work (-1: none yet), and which of B environments is being stepped, if that can be seen."""
-        row = int(self.ledger.cells[ACTING])
-        index = self.steps_seen() - row * B
-        return row, index if self.phase is Phase.STEP and 0 <= index < B else None
+        cells, order = self.ledger.cells, self.order_at_work()
+        lane = None if order is None else self.lane_of(order.number)
+        index = None if lane is None else stepped_in_row(cells, lane, _reward_key(lane))
+        return int(cells[ACTING]), index if self.phase is Phase.STEP and index is not None and index < B else None
 
     def stop(self, number: int) -> None:
         """Orders up to this number end after their current step."""
@@ -373,6 +360,12 @@ class DetachedWorker:
         self.fresh.append(report)
         self._reported[report.number] = self._slots.pop(report.number)
 
+    def _served_columns(self, policy: str) -> Sequence[Column]:
+        """What the server writes for it."""
+        if self.setup.server is None or policy != "policy":
+            return ()
+        return self.setup.server.adopt(self._call("observe"))
+
     def _send_ticket(self) -> None:
         ticket = self.setup.ticket()
         self._send(("subscribe", ticket), ticket.fds)
@@ -387,3 +380,7 @@ class DetachedWorker:
             self._channel.send(message, fds, timeout)
         except EOFError:
             pass  # whoever waits for it will find it dead
+
+
+def _reward_key(lane: Lane) -> Key:
+    return next(c.key for c in lane.layout.columns if c.key[-1] in ("reward", "team_reward") and c.host)

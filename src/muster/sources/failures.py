@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import cloudpickle
 
@@ -212,6 +212,35 @@ def hung(
     message += " If it may take that long, give this phase a longer deadline (None: no deadline)."
     stack = f"Stack of the worker (most recent call first):\n{stack.strip()}" if stack else ""
     return _dressed(WorkerHung(_sections(message, _hint(replay), stack)), where, phase, capsule)
+
+
+def on_server(error: Exception, seen: MusterError) -> MusterError:
+    """The error of a policy on the inference server.
+
+    Args:
+        seen: what became of it in the worker that it acted for, which knows where that was.
+    """
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    made = _made(cast(type[MusterError], type(error)), _sections(str(error), f"Traceback on the server:\n{trace}"))
+    vars(made).update(vars(seen))
+    made.__cause__ = error.__cause__
+    return made
+
+
+def server_hung(ident: int | None, *, seconds: float, deadline: float) -> WorkerHung:
+    """The error for an inference server whose policy does not return.
+
+    Args:
+        ident: of its thread.
+    """
+    stack = thread_stack(ident) if ident is not None else ""
+    frame = innermost_user_frame(stack) if stack else None
+    message = (
+        f"The policy on the inference server has not returned for {seconds:.1f} s{f' at {frame}' if frame else ''}; "
+        f"its deadline is {deadline:g} s. If it may take that long, give timeouts={{'policy': ...}} more (None: no "
+        f"deadline). A thread cannot be ended: shut this collector down."
+    )
+    return WorkerHung(_sections(message, f"Stack of the server (most recent call first):\n{stack}" if stack else ""))
 
 
 def innermost_user_frame(stack: str) -> str | None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from muster.group import Group
 from muster.protocols import Outputs, Policy
+from muster.resets import Due
+
+if TYPE_CHECKING:
+    pass
+else:
+    pass
 
 
 def take(group: Group, acting: str | None) -> dict[str, Any]:
@@ -20,7 +25,8 @@ def take(group: Group, acting: str | None) -> dict[str, Any]:
         "call": None if group._primed is None else _call_state(*group._primed[1:]),
         "carry": {key: _plain(row) for key, row in group.carry.items()},
         "pending": list(group.pending),
-        "seeds": dict(group._seeds),
+        "seeds": dict(group.due.seeds),
+        "started": group.started,
         "adapter": group.env.snapshot(),
     }
 
@@ -38,14 +44,16 @@ def load(group: Group, state: dict[str, Any], reasons: list[str | None], policy:
     group.clock.load_state_dict(state["clock"])
     group.rng.load_state_dict(state["rng"])
     rows = {
-        key: row.to(group.env.device) if torch.is_tensor(row) else row.copy() for key, row in state["carry"].items()
+        key: row.copy() if isinstance(row, np.ndarray) else row.to(group.env.device)
+        for key, row in state["carry"].items()
     }
     group.carry.clear()  # also of what the policy here has carried
     group.carry.update(rows)
     call = state["call"]
     group._primed = None if call is None or policy is None else (policy, _call(call, group.B), call["version"])
     group.resumed = None if group.resumed is None else []
-    group.pending, group._seeds = list(state["pending"]), dict(state["seeds"])
+    group.due = Due(state["pending"], state["seeds"])
+    group.started, group.unreported = state.get("started", True), 0
     if not any(reasons):
         group.env.restore(state["adapter"])
         return {}
@@ -75,4 +83,4 @@ def _call(state: dict[str, Any], B: int) -> Outputs:
 
 
 def _plain(row: Any) -> Any:
-    return row.cpu().clone() if torch.is_tensor(row) else row.copy()
+    return row.copy() if isinstance(row, np.ndarray) else row.cpu().clone()

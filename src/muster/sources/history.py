@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from muster.envs.previous import previous_of
 from muster.envs.stacked import StackedEnvs
 from muster.keys import Key
 from muster.memory.specs import Array
@@ -53,7 +54,7 @@ class ResetLog:
 
 def replays_alone(env: EnvBatch) -> bool:
     """Whether each environment of the batch can be replayed without the others."""
-    return isinstance(env, StackedEnvs)
+    return isinstance(previous_of(env), StackedEnvs)
 
 
 def random_state(env: Any) -> dict[str, Any] | None:
@@ -134,6 +135,11 @@ class Anchors:
         self._known: set[int] = set()
         self._calls = 0
 
+    def lose(self, which: Sequence[int]) -> None:
+        """These were moved by what nobody will know of: they cannot be replayed until they are reset again."""
+        self.forget()
+        self._resets = [(0, 0, i) for i in which]
+
     def where(self, index: int, row: int, clock: TrajectoryClock) -> dict[str, Any]:
         """For ``failures.pack``: seed, episode and step of an environment at a row, before ``take``.
 
@@ -151,10 +157,16 @@ class _Chunk:
     number: int
     actions: dict[Key, Array]  # [n, B, *shape]
     log: ResetLog
+    stepped: Array | None = None  # [n, B]; None: all were
 
     @property
     def rows(self) -> int:
         return len(next(iter(self.actions.values())))
+
+    def made(self, chosen: slice) -> Array:
+        """``[n]`` bool: rows in which the chosen environment was stepped; all of them, if it is several."""
+        alone = self.stepped is not None and chosen.start is not None
+        return self.stepped[:, chosen.start] if alone else np.ones(self.rows, bool)  # type: ignore[index]
 
     @property
     def nbytes(self) -> int:
@@ -213,14 +225,15 @@ class History:
             seeded = due if seeds is None else Special(int(seeds[n]), None, None)
             self._due[i] = seeded._replace(options=options)
 
-    def add(self, actions: Mapping[Key, Array], log: ResetLog) -> None:
+    def add(self, actions: Mapping[Key, Array], log: ResetLog, stepped: Array | None = None) -> None:
         """Append a rollout.
 
         Args:
             actions: its rows, ``[n, B, *shape]`` per leaf; copied.
             log: ``Anchors.take`` of the same rows.
+            stepped: ``[n, B]`` bool: the others were bypassed. None: there were none.
         """
-        self._chunks.append(_Chunk(self._next, {key: array.copy() for key, array in actions.items()}, log))
+        self._chunks.append(_Chunk(self._next, {key: array.copy() for key, array in actions.items()}, log, stepped))
         self.nbytes += self._chunks[-1].nbytes
         self._anchors = self._anchors_after(self._next, log)
         self._next += 1
@@ -281,7 +294,7 @@ class History:
 
     def _fill(self, capsule: Capsule, chunks: list[_Chunk], position: int, chosen: slice) -> None:
         """Write what happened from reset ``position`` of the first chunk on."""
-        first = begin = int(chunks[0].log.resets[position, ROW])
+        first = begin = int(chunks[0].log.resets[position, ROW])  # where rows were bypassed, resets are in row 0
         resets: list[Array] = []
         special: list[Special | None] = []
         rows, calls = -first, 0
@@ -291,11 +304,11 @@ class History:
             resets.append(chunk.log.resets[places].astype(np.int64) + np.array([calls, rows, -(chosen.start or 0)]))
             special += [chunk.log.special.get(place) for place in places.tolist()]
             calls += len(chunk.log.resets)
-            rows, position = rows + chunk.rows, 0
+            rows, position = rows + int(chunk.made(chosen).sum()), 0
         capsule.resets = np.concatenate(resets)
         capsule.special = {n: entry for n, entry in enumerate(special) if entry is not None}
         for key in chunks[0].actions:
-            joined = np.concatenate([chunk.actions[key][:, chosen] for chunk in chunks])
+            joined = np.concatenate([chunk.actions[key][chunk.made(chosen), chosen] for chunk in chunks])
             capsule.actions[key] = joined[begin:]
 
     def _presumed(self, ended: Array | None) -> ResetLog:

@@ -33,6 +33,10 @@ PRELOADED = (
     *("tensordict.nn", "torchrl.data", "torchrl.envs", "torchrl.modules", "cloudpickle", "pettingzoo", "dm_env"),
     *("gymnasium.envs.classic_control", "gymnasium.envs.toy_text", "stable_baselines3.common.vec_env"),
 )
+LIGHT = (  # those that do not import torch
+    *("numpy", "numpy.random", "gymnasium", "gymnasium.wrappers", "gymnasium.vector", "cloudpickle", "dm_env"),
+    *("gymnasium.envs.classic_control", "gymnasium.envs.toy_text", "muster.sources.server"),
+)
 _OWN = ("envs", "group", "memory", "policies", "rollout", "sources", "testing", "weights")  # of muster
 
 
@@ -61,7 +65,15 @@ class Child(Protocol):
         """Close the descriptor; idempotent. For a process that has ended: a spawned one ends with it."""
 
 
-def launch(target: str, channel_end: Channel, *, name: str, method: str | None = None, preload: bool = True) -> Child:
+def launch(
+    target: str,
+    channel_end: Channel,
+    *,
+    name: str,
+    method: str | None = None,
+    preload: bool = True,
+    light: bool = False,
+) -> Child:
     """Start a process that calls ``target``.
 
     The process has this one's present environment variables, directory, ``sys.path``, ``sys.argv``, umask, standard
@@ -73,6 +85,7 @@ def launch(target: str, channel_end: Channel, *, name: str, method: str | None =
         name: for people, in ``ps`` and ``top``.
         method: ``"forkserver"`` (default on Linux: some milliseconds) or ``"spawn"`` (a new interpreter).
         preload: the fork server first imports what this process has imported, which can take seconds, once.
+        light: the process has not imported torch.
 
     Raises:
         BadOption: unknown method, a system without worker processes, or too few descriptors are left.
@@ -81,44 +94,45 @@ def launch(target: str, channel_end: Channel, *, name: str, method: str | None =
     if sys.platform == "win32":
         raise BadOption("worker processes need Linux or macOS; backend='threads' works everywhere.")
     method = method or ("spawn" if sys.platform == "darwin" else "forkserver")
-    starts: dict[str, Callable[[str, Channel, str, bool], Child]] = {"forkserver": _Forked, "spawn": _Spawned}
+    starts: dict[str, Callable[[str, Channel, str, bool, bool], Child]] = {"forkserver": _Forked, "spawn": _Spawned}
     if method not in starts:
         raise BadOption(f"start method {method!r} is unknown; there are {sorted(starts)}.")
     _check_descriptors(name)
     with contextlib.closing(channel_end):
-        return starts[method](target, channel_end, name, preload)
+        return starts[method](target, channel_end, name, preload, light)
 
 
 def shutdown_forkserver() -> None:
-    """End the fork server, and all workers it has started; the next ``launch`` starts another. Idempotent."""
-    if _Server.lock.acquire(timeout=END_S):  # else a thread is launching, and the server ends with this process
+    """End the fork servers, and all workers they have started; the next ``launch`` starts another. Idempotent."""
+    if _Server.lock.acquire(timeout=END_S):  # else a thread is launching, and the servers end with this process
         try:
-            if _Server.current:
-                _Server.current.end()
+            for server in list(_Server.current.values()):
+                server.end()
         finally:
             _Server.lock.release()
 
 
 class _Server:
-    """The parent's side of the fork server."""
+    """The parent's side of a fork server: one for light workers, one for the others."""
 
     lock = threading.Lock()
-    current: _Server | None = None
+    current: ClassVar[dict[bool, _Server]] = {}  # by whether it is for light ones
 
-    def __init__(self) -> None:
+    def __init__(self, light: bool) -> None:
+        self._light = light
         self.channel, theirs = Channel.pair()
         with contextlib.closing(theirs), _Streams() as streams:
             self.process = _python(f"serve({theirs.fileno()})", [theirs.fileno()], streams)
 
     @classmethod
-    def request(cls, order: Order, fds: list[int]) -> int:
+    def request(cls, order: Order, fds: list[int], light: bool) -> int:
         """The pid of the worker; starts a server if there is none, or a dead one."""
         with cls.lock:
             try:
                 try:
-                    answer = cls._running()._ask(order, fds)
+                    answer = cls._running(light)._ask(order, fds)
                 except EOFError:  # it was killed since the last time
-                    answer = cls._running()._ask(order, fds)
+                    answer = cls._running(light)._ask(order, fds)
             except EOFError:
                 raise MusterError(
                     f"The fork server ended twice before it had started {order.name}. Standard error may say why."
@@ -130,9 +144,10 @@ class _Server:
         return answer
 
     @classmethod
-    def _running(cls) -> _Server:
-        cls.current = cls.current or cls()
-        return cls.current
+    def _running(cls, light: bool) -> _Server:
+        if light not in cls.current:
+            cls.current[light] = cls(light)
+        return cls.current[light]
 
     def _ask(self, order: Order, fds: list[int]) -> int | str:
         try:
@@ -149,15 +164,15 @@ class _Server:
     def forget(cls) -> None:
         """In the child of a fork of this process: the server is the parent's."""
         cls.lock = threading.Lock()
-        if cls.current:
-            cls.current.channel.close()  # or the server would not notice the parent's end
-            cls.current.process.returncode = 0  # nothing to wait for
-            cls.current = None
+        while cls.current:
+            _, server = cls.current.popitem()
+            server.channel.close()  # or the server would not notice the parent's end
+            server.process.returncode = 0  # nothing to wait for
         for child in _Spawned.all:
             child._life.close()
 
     def end(self) -> None:
-        _Server.current = None
+        _Server.current.pop(self._light, None)
         self.channel.close()
         try:
             self.process.wait(END_S)
@@ -169,19 +184,20 @@ class _Server:
 class _Forked:
     """A child of the fork server, which reaps it and writes its exit code into a pipe."""
 
-    def __init__(self, target: str, channel_end: Channel, name: str, preload: bool) -> None:
+    def __init__(self, target: str, channel_end: Channel, name: str, preload: bool, light: bool) -> None:
         self._owner = os.getpid()
         self._code: int | None = None
         self._fd, writer = os.pipe()
         os.set_blocking(self._fd, False)
         self._close = weakref.finalize(self, os.close, self._fd)
-        here = [*sys.modules] if preload or _Server.current is None else []
-        modules = [module for module in [*here, target.partition(":")[0]] if _preloadable(module)]
+        here = [*sys.modules] if preload or light not in _Server.current else []
+        suits = LIGHT.__contains__ if light else _preloadable
+        modules = [module for module in [*here, target.partition(":")[0]] if suits(module)]
         surroundings = (sys.path[:], sys.argv[:], dict(os.environ), _cwd(), _umask())
         order = Order(next(_numbers), target, name, modules, *surroundings)
         try:
             with _Streams() as streams:
-                self.pid = _Server.request(order, [channel_end.fileno(), writer, *streams.fds])
+                self.pid = _Server.request(order, [channel_end.fileno(), writer, *streams.fds], light)
         except BaseException:
             self.close()
             raise
@@ -228,7 +244,7 @@ class _Spawned:
 
     all: ClassVar[weakref.WeakSet[_Spawned]] = weakref.WeakSet()
 
-    def __init__(self, target: str, channel_end: Channel, name: str, preload: bool) -> None:
+    def __init__(self, target: str, channel_end: Channel, name: str, preload: bool, light: bool) -> None:
         self._owner = os.getpid()
         self._swept = False  # what it had started is killed
         self._life, lifeline = socket.socketpair()

@@ -25,7 +25,7 @@ class OneAtATime:
 
     def __init__(self, policy: Policy, lock: Any) -> None:
         self._policy, self._lock = policy, lock
-        self.name = policy.name
+        self.name, self.draws_globally = policy.name, False
 
     @property
     def path(self) -> str:
@@ -37,7 +37,7 @@ class OneAtATime:
 
     def start(self, lane: Lane, rng: GroupRng) -> Act:
         act = self._policy.start(lane, rng)
-        if self.path.endswith("executor"):
+        if not self._policy.draws_globally:
             return act
 
         def act_alone(t: int) -> None:

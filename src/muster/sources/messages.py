@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from muster.keys import Key
 from muster.marks import Final
-from muster.memory.specs import Array
+from muster.memory.specs import Array, Specs
 from muster.progress import Timing
 from muster.trajectories import Episodes
 
@@ -25,6 +26,7 @@ class GroupInfo:
         batch_shape: B as policy and user see it.
         device: of its rows; None is the host.
         observations, actions: specs by key, as text.
+        observation_specs, action_specs, bookkeeping: see ``EnvBatch``; empty where nobody needs them.
         observation_keys, action_keys: where they are in a lane.
         reward: key and dtype of the column that ``step`` writes.
         replays_alone: each environment can be replayed without the others.
@@ -40,6 +42,75 @@ class GroupInfo:
     action_keys: tuple[Key, ...]
     reward: tuple[Key, np.dtype[Any]]
     replays_alone: bool
+    observation_specs: Specs = field(default_factory=dict)
+    action_specs: Specs = field(default_factory=dict)
+    bookkeeping: frozenset[Key] = frozenset()
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What a worker is made of; for processes pickled by ``pickling.dumps``, for threads as it is (but the policy).
+
+    Attributes:
+        makers: of the environments, one for each group.
+        kwargs: a list of keywords for them.
+        policy: what acts, or what makes it.
+        is_factory: the latter.
+        options: ``WorkerOptions``.
+        policy_lock: held while the policy acts, with the group's random streams as global ones; for threads whose
+            user's thread waits for them.
+        served_by: a server acts, with lines to so many workers; None: this worker does.
+    """
+
+    makers: Sequence[Any]
+    kwargs: Any
+    policy: bytes
+    is_factory: bool
+    options: Any
+    policy_lock: Any = None
+    served_by: int | None = None
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a new worker process is told first. Descriptors of ledger, arena and line go with it.
+
+    Attributes:
+        payload: see there.
+        groups: numbers of the groups, among all.
+        threads: of torch; None leaves them as they are.
+        stoppable: the cell ``STOP`` is to be looked at after every step.
+        in_thread: of the parent's process.
+    """
+
+    index: int
+    incarnation: int
+    payload: Payload
+    groups: Sequence[int]
+    threads: int | None
+    stoppable: bool
+    in_thread: bool
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The place of a worker's groups among all, known when all workers have made theirs.
+
+    Attributes:
+        firsts: global number of each group's first environment.
+        total: environments over all groups.
+        marks_valid: see ``RolloutOptions``.
+        seed: of all environments and draws.
+        static: environments have the same seed.
+        episodes: number of the episode that each environment begins with, by group; None: 0.
+    """
+
+    firsts: Sequence[int]
+    total: int
+    marks_valid: bool
+    seed: int | None
+    static: bool = False
+    episodes: Sequence[Array] | None = None
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
 from muster.errors import BadOption
 from muster.marks import Final, blank
-from muster.memory.slots import Layout, Memory, Slot, SlotRing, SlotState
+from muster.memory.slots import Layout, Slot, SlotRing, SlotState
 from muster.memory.specs import Array
 from muster.sources.crew import Crew
 from muster.sources.handles import Handle
 from muster.sources.messages import Report
 from muster.trajectories import Episodes, join_episodes
+
+if TYPE_CHECKING:
+    from muster.memory.slots import Memory
 
 
 @dataclass(frozen=True)

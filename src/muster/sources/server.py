@@ -5,97 +5,38 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from muster.envs.build import BuiltEnv
 from muster.errors import BadOption
 from muster.group import Group
-from muster.keys import TERMINATED, TRUNCATED, next_of
+from muster.keys import TERMINATED, TRUNCATED, Key, next_of
 from muster.memory.shared import Arena
 from muster.memory.slots import Lane, Layout, Slot
-from muster.memory.specs import Array
-from muster.policies.adapt import place
-from muster.progress import ORDER, PHASE, STOP, Phase, Progress
+from muster.memory.specs import Array, Column
+from muster.policies.random import RandomPolicy
+from muster.progress import ALL_ORDERS, ORDER, PHASE, STOP, Phase, Progress
+from muster.protocols import Policy
 from muster.sources.build import WorkerOptions, build_envs, build_policy, make_group, restarted_rng, restarted_seeds
 from muster.sources.channel import Channel
 from muster.sources.failures import Failure, pack
 from muster.sources.history import Anchors
 from muster.sources.ledger import Ledger
-from muster.sources.locked import OneAtATime
-from muster.sources.messages import GroupInfo, Order, Report
+from muster.sources.lines import Line
+from muster.sources.messages import Assignment, GroupInfo, Order, Payload, Report, Start
 from muster.sources.pickling import loads
+from muster.sources.served import ServedPolicy
 from muster.sources.worker import Worker, describe, objects_of
-from muster.weights.names import named_tensors
 from muster.weights.transport import Subscriber, Ticket
 
-
-@dataclass(frozen=True)
-class Payload:
-    """What a worker is made of; for processes pickled by ``pickling.dumps``, for threads as it is (but the policy).
-
-    Attributes:
-        makers: of the environments, one for each group.
-        kwargs: a list of keywords for them.
-        policy: what acts, or what makes it.
-        is_factory: the latter.
-        options: ``WorkerOptions``.
-        policy_lock: held while the policy acts, with the group's random streams as global ones; for threads whose
-            user's thread waits for them.
-    """
-
-    makers: Sequence[Any]
-    kwargs: Any
-    policy: bytes
-    is_factory: bool
-    options: Any
-    policy_lock: Any = None
-
-
-@dataclass(frozen=True)
-class Start:
-    """What a new worker process is told first. Descriptors of ledger and arena go with it.
-
-    Attributes:
-        payload: see there.
-        groups: numbers of the groups, among all.
-        threads: of torch; None leaves them as they are.
-        stoppable: the cell ``STOP`` is to be looked at after every step.
-        in_thread: of the parent's process.
-    """
-
-    index: int
-    incarnation: int
-    payload: Payload
-    groups: Sequence[int]
-    threads: int | None
-    stoppable: bool
-    in_thread: bool
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """The place of a worker's groups among all, known when all workers have made theirs.
-
-    Attributes:
-        firsts: global number of each group's first environment.
-        total: environments over all groups.
-        marks_valid: see ``RolloutOptions``.
-        seed: of all environments and draws.
-        static: environments have the same seed.
-        episodes: number of the episode that each environment begins with, by group; None: 0.
-    """
-
-    firsts: Sequence[int]
-    total: int
-    marks_valid: bool
-    seed: int | None
-    static: bool = False
-    episodes: Sequence[Array] | None = None
+if TYPE_CHECKING:
+    import torch
+else:
+    from muster import lazy_torch as torch
 
 
 class Terminated(BaseException):
@@ -104,10 +45,13 @@ class Terminated(BaseException):
 
 def main(channel: Channel) -> None:
     """The target of ``launch``."""
-    start, (fd, arena) = channel.receive()
+    start, (fd, arena, *line) = channel.receive()
     ledger = Ledger.attach(fd)
     ledger.arm()
-    server = Server(channel, start, Progress(ledger.cells), Arena.attach(arena))
+    server = Server(channel, start, Progress(ledger.cells), Arena.attach(arena), line)
+    if server.line is not None and hasattr(os, "SCHED_BATCH"):
+        with suppress(OSError):  # whom the inference server wakes up does not push it aside while it answers the others
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     signal.signal(signal.SIGTERM, server.terminate)
     try:
         server.serve()
@@ -121,9 +65,13 @@ def main(channel: Channel) -> None:
 class Server:
     """Follows orders, in a process or thread of its own."""
 
-    def __init__(self, channel: Any, start: Start, progress: Progress, arena: Arena) -> None:
+    def __init__(self, channel: Any, start: Start, progress: Progress, arena: Arena, line: list[int]) -> None:
         self.channel, self.start, self.arena, self.progress = channel, start, arena, progress
         self.made = ExitStack()
+        self.line: Line | None = None
+        if (workers := start.payload.served_by) is not None:
+            self.line = Line(start.index, workers, line, lambda: progress.cells[STOP] >= ALL_ORDERS)
+            self.made.callback(self.line.close)
         self.built: list[BuiltEnv] = []
         self.worker: Worker
         self._layouts: dict[int, Layout] = {}
@@ -153,10 +101,14 @@ class Server:
         (kind, *content), fds = self.channel.receive()
         if kind == "order":
             report = self._follow(*content)
+            if self.line is not None:
+                self.line.finished(report.number)
             report.lost |= self.terminated
             if self.terminated and report.phase:  # it is seen to have ended there
                 self.progress.begin(Phase[report.phase.upper()])
             self._send("unfinished" if self.terminated else "report", report)
+            if report.error is None and not report.lost:
+                self.worker.group(report.group).begin(early=True)
         elif kind == "call":
             method, args = content
             self.progress.begin(Phase.CALL)
@@ -201,8 +153,7 @@ class Server:
     def _construct(self) -> list[GroupInfo]:
         told, groups = self.start.payload, self.start.groups
         self.options: WorkerOptions = _unpickled(told.options, "the options")
-        policy = loads(told.policy, "policy_factory" if told.is_factory else "policy")
-        self._policy = policy() if told.is_factory else policy
+        self._policy = None if told.served_by is not None else made_policy(told)
         makers = [_unpickled(m, f"create_env_fn[{number}]") for number, m in zip(groups, told.makers, strict=True)]
         self.built = build_envs(makers, _unpickled(told.kwargs, "create_env_kwargs"), self.options, self.made)
         return [describe(b.env, b.batch_shape) for b in self.built]
@@ -223,7 +174,7 @@ class Server:
 
     def assign(self, told: Assignment) -> None:
         """Make groups of the environments."""
-        policy, device = place(self._policy, self.options.policy_device)
+        policy, device = self._place_policy()
         rollout = replace(self.options.rollout, marks_valid=told.marks_valid)
         if self.start.stoppable:
             rollout = replace(rollout, interruptor=_Stop(self.progress.cells, rollout.interruptor))
@@ -236,7 +187,7 @@ class Server:
             if self.start.in_thread:
                 group.in_background = lambda: True
             self._anchors[number] = Anchors(b.env)
-            group.before_reset = self._anchors[number].before_reset
+            group.before_reset, group.lost_track = self._anchors[number].before_reset, self._anchors[number].lose
             if told.episodes is not None:
                 group.clock.episode[:] = told.episodes[place_]
             groups.append(group)
@@ -246,13 +197,41 @@ class Server:
                 f"the groups {list(self.start.groups)} of worker {self.start.index} differ in number of environments "
                 f"or in actions, and one policy acts for all of them: leave num_workers out, so that each has its own"
             )
-        acting, random = (build_policy(p, self.options, groups[0], device) for p in (policy, None))
         self._policy = policy
-        policies = {"policy": acting, "random": random}
-        if (lock := self.start.payload.policy_lock) is not None:
-            policies["policy"] = OneAtATime(acting, lock)
+        policies = {"policy": self._acting(groups[0], device), "random": RandomPolicy(b.env.sample, b.batch_shape)}
         self.worker = Worker(groups, policies, policy, device=device, progress=self.progress)
         self.set_seed(told.seed, told.static)
+
+    def _place_policy(self) -> tuple[Any, torch.device | None]:
+        """The policy and where it computes."""
+        if self.line is not None:
+            return None, None
+        from muster.policies.adapt import place
+
+        return place(self._policy, self.options.policy_device)
+
+    def _acting(self, group: Group, device: torch.device | None) -> Policy:
+        """The policy as the loop calls it."""
+        if self.line is not None:
+            return ServedPolicy(self.line, self.progress)
+        policy = build_policy(self._policy, self.options, group, device)
+        if (lock := self.start.payload.policy_lock) is None:
+            return policy
+        from muster.sources.locked import OneAtATime
+
+        return OneAtATime(policy, lock)
+
+    def observe(self) -> dict[int, tuple[dict[Key, Array], dict[str, Any]]]:
+        """What a server needs to act for the first time: by group, observations and the state of random streams."""
+        for group in self.worker.groups:
+            group.begin()
+        return {
+            group.number: (
+                {key: np.array(group.carry[key][0]) for key in group.env.observation_specs},
+                group.rng.state_dict(),
+            )
+            for group in self.worker.groups
+        }
 
     def set_seed(self, seed: int | None, static: bool) -> None:
         """Seed the environments of this incarnation."""
@@ -266,8 +245,17 @@ class Server:
             group.rng = restarted_rng(seed, group.number, self.start.incarnation, group.rng.device)
             group.reset(seeds=restarted_seeds(seed, ids, self.start.incarnation))
 
-    def lay_out(self, policy: str, T: Sequence[int], version: int | str | None) -> list[Layout]:
-        """See ``Worker.layouts``; orders that follow are about these."""
+    def lay_out(
+        self, policy: str, T: Sequence[int], version: int | str | None, columns: Sequence[Column] = ()
+    ) -> list[Layout]:
+        """See ``Worker.layouts``; orders that follow are about these.
+
+        Args:
+            columns: that a server writes.
+        """
+        acting = self.worker.policies[policy]
+        if isinstance(acting, ServedPolicy):
+            acting.learn(columns)
         made = self.worker.layouts(policy, T, version)
         layouts = dict(zip(self.start.groups, made, strict=True))
         if layouts != self._layouts:
@@ -340,14 +328,24 @@ class Server:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Of the policy, as it is."""
+        from muster.weights.names import named_tensors
+
         return {name: tensor.cpu() for name, tensor in named_tensors(self._policy).items()}
 
     def _subscribe(self, ticket: Ticket, fds: list[int]) -> None:
+        from muster.weights.names import named_tensors
+
         subscriber, into = ticket.open(fds), named_tensors(self._policy)
         self.made.callback(subscriber.close)  # a thread's descriptors outlive it otherwise
         while fds:
             os.close(fds.pop())
         self.worker.newest = lambda: _taken(subscriber, into)
+
+
+def made_policy(told: Payload) -> Any:
+    """The policy that a worker or server acts with."""
+    policy = loads(told.policy, "policy_factory" if told.is_factory else "policy")
+    return policy() if told.is_factory else policy
 
 
 def _unpickled(given: Any, what: str) -> Any:

@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from muster.sources.crew import Account
 from muster.sources.detached import DetachedWorker, Restarted
 from muster.sources.messages import Report
 from muster.sources.threads import Doorbell
+
+if TYPE_CHECKING:
+    from muster.sources.inference import InferenceServer
 
 OnFailure = Literal["raise", "restart", "drop"]
 
@@ -62,6 +65,7 @@ class Supervisor:
         handles: all workers.
         accounts: of the groups.
         doorbell: of threads.
+        server: acts for all workers; None: they act by themselves.
         restarts: of all workers, by index.
     """
 
@@ -75,6 +79,7 @@ class Supervisor:
     ) -> None:
         self.handles: Sequence[DetachedWorker] = ()
         self.doorbell: Doorbell | None = None
+        self.server: InferenceServer | None = None
         self._on_failure = on_failure
         self._timeouts = {**TIMEOUTS, **timeouts}
         self._max_restarts = max_restarts
@@ -157,12 +162,16 @@ class Supervisor:
             if report.clock is not None:
                 self.accounts[report.group].clock = report.clock
             if report.error is None and not report.lost:
+                if self.server is not None:
+                    self.server.complete(report)
                 self._records[handle.index].fruitless = 0
                 self._notes.reported(report, handle.lane_of(report.number))
             elif report.error is not None:
                 failure: failures.Failure = report.error
                 lane, index = handle.lane_of(report.number), failure.where.env_index
                 report.error = failure.error(*self._notes.failed(report, lane, failure.error(), index))
+                if self.server is not None:
+                    self.server.complete(report)
                 if self._on_failure != "raise" and isinstance(report.error, (EnvError, BadEnvOutput)):
                     handle.take_back(report)
                     self.accounts[report.group].add(report)
@@ -175,7 +184,7 @@ class Supervisor:
         self._look_at = now + SAMPLED_EVERY / 2
         for handle in self.handles:
             record = self._records[handle.index]
-            if not handle.awaited():
+            if not handle.awaited() or self._is_served(handle):
                 record.signs = ()
                 continue
             if handle.child.exit_code() is not None:  # without a sign, where something it has started lives on
@@ -191,6 +200,13 @@ class Supervisor:
             deadline = self.timeout(phase)
             if deadline is not None and now - record.since > deadline:
                 self._hung(handle, phase, now - record.since, deadline)
+
+    def _is_served(self, handle: DetachedWorker) -> bool:
+        """It waits for the server, whose affair it then is; raises what keeps that from acting."""
+        if self.server is None or not self.server.waits(handle.index) or handle.child.exit_code() is not None:
+            return False
+        self.server.check()
+        return True
 
     # --- who is lost ------------------------------------------------------------------------------
 

@@ -45,25 +45,30 @@ class Sync(Schedule):
             again = into is not None and into.layout == self.bundles[0].ring.layout
             self._filling = [_again(cast(Slot, into))] if again else [b.ring.take() for b in self.bundles]
         limit = self._limit(wanted.limit, self._batch_groups())
-        for slot, lane, group in self._lanes():
-            if group not in self._complete:
-                order = self.crew.submit(
-                    group,
-                    slot,
-                    lane,
-                    number=self._begun.get(group),
-                    policy=policy,
-                    version=wanted.version,
-                    closes=wanted.closes,
-                    limit=limit,
-                    sharing=self._sharing(group),
-                    spans=wanted.spans,
-                )
-                self._begun[group] = order.number
+        with self.crew.together():
+            for slot, lane, group in self._lanes():
+                if group not in self._complete and not self._is_under_way(group):
+                    order = self.crew.submit(
+                        group,
+                        slot,
+                        lane,
+                        number=self._begun.get(group),
+                        policy=policy,
+                        version=wanted.version,
+                        closes=wanted.closes,
+                        limit=limit,
+                        sharing=self._sharing(group),
+                        spans=wanted.spans,
+                    )
+                    self._begun[group] = order.number
         if self.ahead is not None:
             for bundle, slot in zip(self.bundles, self._filling, strict=True):
                 self.ahead.prepare(bundle.ring, slot)
-        self._wait()
+        try:
+            self._wait()
+        finally:
+            if self.crew.server is not None:
+                self.crew.server.settle()
         self.crew.check_alive()
         return self._filled()
 
@@ -108,6 +113,10 @@ class Sync(Schedule):
         for bundle, slot in zip(self.bundles, self._filling, strict=True):
             for lane, group in enumerate(bundle.groups):
                 yield slot, lane, group
+
+    def _is_under_way(self, group: int) -> bool:
+        """Its order was not withdrawn when the last call was interrupted (Ctrl-C)."""
+        return self._begun.get(group) in self.crew.handle(group).outstanding
 
     def _sharing(self, group: int) -> tuple[int, int] | None:
         """Where a group stands among those that are left; None: nobody was dropped."""

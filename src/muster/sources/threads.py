@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from muster.progress import CELLS, STOP, Progress
+from muster.progress import ALL_ORDERS, CELLS, STOP, Progress
 from muster.sources.failures import thread_stack
 
 
@@ -163,11 +163,11 @@ class ThreadChild:
 
     def send_signal(self, number: int) -> None:
         """Of all signals a thread knows that it should stop."""
-        self._ledger.cells[STOP] = 1 << 62
+        self._ledger.cells[STOP] = ALL_ORDERS
 
     def kill(self) -> None:
         """Let it write into memory of its own, if it is still at work."""
-        self._ledger.cells[STOP] = 1 << 62
+        self._ledger.cells[STOP] = ALL_ORDERS
         if self._thread.is_alive() and self._server is not None:
             self._server.arena.isolate()
 
@@ -183,8 +183,8 @@ class ThreadChild:
         from muster.sources.server import Server
 
         try:
-            start, (arena,) = self._end.receive()
-            self._server = Server(self._end, start, Progress(self._ledger.cells), Arena.attach(arena))
+            start, (arena, *line) = self._end.receive()
+            self._server = Server(self._end, start, Progress(self._ledger.cells), Arena.attach(arena), line)
             self._server.serve()
             self._server.arena.close()
         except EOFError:  # nobody wants anything of it any more

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from muster.attributes import resolve
 from muster.columns import lane_columns
-from muster.envs import snapshot
 from muster.errors import BadOption, BadPolicyOutput, PolicyError
 from muster.group import Group
 from muster.keys import Key, dotted
@@ -26,6 +24,12 @@ from muster.rollout import rollout
 from muster.sources import group_state
 from muster.sources.history import replays_alone
 from muster.sources.messages import GroupInfo, Order, Report
+from muster.sources.served import ServedPolicy
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from muster import lazy_torch as torch
 
 
 class Worker:
@@ -91,7 +95,10 @@ class Worker:
             phase = self.progress.begin(Phase.POLICY)
             for group in self.groups:
                 group.version = group.version if version is None else version
-                group.prime(policy)
+                if isinstance(policy, ServedPolicy):
+                    group.begin()  # the server makes the first call
+                else:
+                    group.prime(policy)
             self.progress.begin(phase)
         self.acting = policy
         return policy
@@ -162,6 +169,8 @@ class Worker:
 
     def state(self) -> list[dict[str, Any]]:
         """Of every group, with its environments', as plain data."""
+        from muster.envs import snapshot  # needs torch
+
         names = {id(policy): name for name, policy in self.policies.items()}
         acting = names.get(id(self.acting))
         return [
@@ -180,6 +189,8 @@ class Worker:
         Returns:
             for every group, the environments that begin anew, by global number, and why.
         """
+        from muster.envs import snapshot
+
         acting = states[self.groups[0].number]["group"]["acting"]
         if acting is None:
             self.acting = None
@@ -252,6 +263,9 @@ def describe(env: EnvBatch, batch_shape: tuple[int, ...]) -> GroupInfo:
         tuple(env.action_specs),
         (env.reward_key, env.reward_dtype),
         replays_alone(env),
+        dict(env.observation_specs),
+        dict(env.action_specs),
+        env.bookkeeping,
     )
 
 

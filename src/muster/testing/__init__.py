@@ -1,8 +1,15 @@
 """For tests of environments and policies, yours included: fake environments and contract suites."""
 
-from muster.testing.contracts import EnvContract
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from muster.testing.envs import ChainEnv, CountingEnv, FaultyEnv, SpaceEnv, TorchCartPole
 from muster.testing.oracle import Fault, OracleEnv, check_stream
+
+if TYPE_CHECKING:
+    from muster.testing.contracts import EnvContract
 
 __all__ = [
     "ChainEnv",
@@ -15,3 +22,9 @@ __all__ = [
     "TorchCartPole",
     "check_stream",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "EnvContract":  # needs torch, which workers with environments of this module can do without
+        return importlib.import_module("muster.testing.contracts").EnvContract
+    raise AttributeError(f"module 'muster.testing' has no attribute {name!r}")

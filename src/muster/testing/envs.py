@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import numpy as np
-import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from muster import lazy_torch as torch
 
 Info = dict[str, Any]
 Array = NDArray[Any]

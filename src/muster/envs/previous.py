@@ -1,0 +1,103 @@
+"""The action and the reward of the step before, as observations: ``prev_action_reward=True``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
+
+from muster.errors import BadOption
+from muster.keys import REWARD, Key, dotted
+from muster.memory.slots import Lane
+from muster.memory.specs import ArraySpec, Specs
+from muster.protocols import EnvBatch, Step
+
+PREV_ACTION, PREV_REWARD = "prev_action", ("prev_reward",)
+
+
+def with_previous(env: EnvBatch) -> EnvBatch:
+    """``env``, whose observations also have ``prev_action`` (shaped as the action; parts of it are below it, as in
+    ``("prev_action", "left")``) and ``prev_reward`` (``[B]``). Both are zero where an agent's episode begins.
+
+    Args:
+        env: owned by what is returned.
+
+    Raises:
+        BadOption: it has no one reward, or actions that are no arrays, or it resets itself on a device, or has such
+            observations already.
+    """
+    problem = _problem(env)
+    if problem:
+        raise BadOption(f"prev_action_reward: {env.name} {problem}")
+    return cast(EnvBatch, _WithPrevious(env))
+
+
+class _WithPrevious:
+    """Implements ``EnvBatch``; all that is not here is the inner one's, to read and to set."""
+
+    inner: EnvBatch
+    observation_specs: Specs
+
+    def __init__(self, inner: EnvBatch) -> None:
+        own = self.__dict__  # past ``__setattr__``
+        own["inner"], own["_out"] = inner, []
+        own["_sources"] = {_previous(key): key for key in inner.action_specs} | {PREV_REWARD: REWARD}
+        added = {_previous(key): ArraySpec(spec.shape, spec.dtype) for key, spec in inner.action_specs.items()}
+        added[PREV_REWARD] = ArraySpec((), inner.reward_dtype)
+        own["observation_specs"] = {**inner.observation_specs, **added}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.inner, name, value)
+
+    def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        self.inner.reset(arrays, row, which, seeds)
+        self.restart_agent(arrays, row, which)
+
+    def restart_agent(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int]) -> None:
+        for key in self._sources:
+            arrays[key][row, which] = 0
+
+    def bypass(self, which: Collection[int]) -> None:
+        self.__dict__["_out"] = list(which)
+        self.inner.bypass(which)
+
+    def start(self, lane: Lane) -> Step:
+        step, data = self.inner.start(lane), lane.data
+        pairs = [(data[key], data[source]) for key, source in self._sources.items()]
+        own = self.__dict__
+
+        def step_and_note(t: int) -> Sequence[int] | None:
+            finished = step(t)
+            for after, before in pairs:
+                after[t + 1] = before[t]
+            if out := own["_out"]:
+                self.restart_agent(data, t + 1, out)
+            return finished
+
+        return step_and_note
+
+
+def _previous(key: Key) -> Key:
+    """``("action", "left")`` as ``("prev_action", "left")``; an agent's action stays the agent's."""
+    if "action" not in key:
+        return (PREV_ACTION, *key)
+    return tuple(PREV_ACTION if part == "action" else part for part in key)
+
+
+def _problem(env: EnvBatch) -> str:
+    taken = [dotted(key) for key in env.observation_specs if key[0] in (PREV_ACTION, *PREV_REWARD)]
+    if taken:
+        return f"has the observations {taken} already: leave it out, or rename them"
+    if env.reward_key != REWARD:
+        return "has a reward for each agent, and no one that could be shown: leave it out"
+    if env.writes_next:
+        return "resets itself on a device, where Muster does not see in time what begins: leave it out"
+    objects = [dotted(key) for key, spec in env.action_specs.items() if not spec.is_tensor or spec.ragged]
+    return f"has actions that are no arrays ({', '.join(objects)}): leave it out" if objects else ""
+
+
+def previous_of(env: Any) -> EnvBatch:
+    """What ``with_previous`` was given; any other environment batch is what it is."""
+    return cast(EnvBatch, getattr(env, "inner", env) if isinstance(env, _WithPrevious) else env)

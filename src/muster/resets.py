@@ -1,0 +1,220 @@
+"""When environments begin anew: those that wait for the next batch, and the random steps before the first one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from muster.columns import RolloutOptions, lane_columns
+from muster.errors import BadOption
+from muster.keys import Key
+from muster.memory.slots import Lane, Layout, Slot
+from muster.progress import ACTING, KNOWN, STEPPING, Phase, Progress
+from muster.protocols import Act, EnvBatch, Policy
+from muster.rng import GroupRng
+
+if TYPE_CHECKING:
+    from muster.group import Group
+
+FIRST_STREAM = 1 << 20  # of those that draw the random steps; see ``GroupRng.stream``
+
+
+def check_resets(env: EnvBatch, options: RolloutOptions) -> None:
+    """Raise ``BadOption`` (``UnsupportedEnv`` where single resets are the matter) for what an env batch cannot do."""
+    if options.traj_done_key is not None:
+        env.track_lives(options.traj_done_key)
+    if options.max_decorrelation_steps and (env.writes_next or env.device is not None):
+        raise BadOption(
+            f"max_decorrelation_steps: {env.name} steps all its environments at once on a device. Let it begin at "
+            f"random steps by itself, or leave the option out"
+        )
+    if options.max_decorrelation_steps and not env.bypasses and env.num_envs > 1:
+        env.check_partial_reset()
+
+
+class Due:
+    """Environments that are to be reset before the next step.
+
+    Attributes:
+        which: ascending.
+        seeds: for some of them.
+        error: of a reset that nobody has heard of yet.
+    """
+
+    def __init__(self, which: Sequence[int], seeds: Mapping[int, int] | None = None) -> None:
+        self.which, self.seeds = list(which), dict(seeds or {})
+        self.error: Exception | None = None
+        self._begun: set[int] = set()  # those that were reset early, and not stepped since
+
+    def add(self, which: Sequence[int], seeds: Sequence[int] | None = None) -> None:
+        """Let ``which`` begin anew, too."""
+        self.which = sorted({*self.which, *which})
+        self.seeds.update(zip(which, seeds, strict=True) if seeds is not None else ())
+
+    def seeds_of(self, which: Sequence[int]) -> list[int] | None:
+        return [self.seeds[i] for i in which] if self.seeds.keys() >= set(which) else None
+
+    def undone(self, *, anew: bool) -> list[int]:
+        """Those that are not at the beginning of an episode already, or are to begin in another way (``anew``).
+
+        Raises:
+            Exception: ``error``, once.
+        """
+        if (error := self.error) is not None:
+            self.error = None
+            raise error
+        return [i for i in self.which if anew or i in self.seeds or i not in self._begun]
+
+    def done(self, *, early: bool = False) -> None:
+        """They have been reset; ``early``: to be stepped some time later."""
+        self._begun = {*self._begun, *self.which} if early else set()
+        self.which, self.seeds = [], {}
+
+
+class Waiting:
+    """Environments that have ended in this rollout and wait for the next one (``reset_when_done=False``).
+
+    Where the batch can bypass them it does; else they are reset and stepped on, and what they do is thrown away.
+
+    Attributes:
+        since: row at which each of them ended.
+        absent: environments that are bypassed in any case, without an end.
+    """
+
+    def __init__(self, env: EnvBatch) -> None:
+        self._env = env
+        self.since: dict[int, int] = {}
+        self.absent: Collection[int] = ()
+        self._kept: dict[int, dict[Key, Any]] = {}  # what those whose life was lost observe next
+
+    def begin(self) -> None:
+        """Nobody waits any more: a rollout begins."""
+        self.since, self._kept = {}, {}
+        self._bypass()
+
+    def add(self, lane: Lane, t: int, which: Sequence[int], going_on: Collection[int] = ()) -> bool:
+        """The agent's episode ended at row ``t`` in ``which``, and ``going_on`` are not to be reset after it.
+
+        Returns:
+            all are waiting.
+        """
+        new = [i for i in which if i not in self.since]
+        self.since.update(dict.fromkeys(new, t))
+        if self._env.bypasses:
+            specs = self._env.observation_specs
+            for i in new:
+                if i in going_on:
+                    self._kept[i] = {key: lane.arrays[key][t + 1, i].copy() for key in specs}
+            for key, spec in specs.items():
+                if spec.is_tensor:
+                    lane.arrays[key][t + 1, new] = 0
+            self._bypass()
+        return len(self.since) == lane.B
+
+    def resume(self, carry: Mapping[Key, Any]) -> list[int]:
+        """Write what environments that are not reset observe next into the carried rows; returns which these are."""
+        for i, leaves in self._kept.items():
+            for key, value in leaves.items():
+                carry[key][0, i] = value
+        return list(self._kept)
+
+    def take_back(self, lane: Lane) -> None:
+        """Rows after ``lane.done_steps`` are not complete."""
+        self.since = {i: t for i, t in self.since.items() if t < lane.done_steps}
+        self._kept = {i: leaves for i, leaves in self._kept.items() if i in self.since}
+        self._bypass()
+
+    def made(self, begin: int, end: int) -> int:
+        """Environment steps in rows ``begin`` to ``end``."""
+        steps = (end - begin) * (self._env.num_envs - len(self.absent))
+        if self._env.bypasses:
+            steps -= sum(max(0, end - max(begin, t + 1)) for t in self.since.values())
+        return steps
+
+    def _bypass(self) -> None:
+        if self._env.bypasses:
+            self._env.bypass({*self.since, *self.absent})
+
+
+def decorrelate(group: Group, which: Sequence[int]) -> None:
+    """Take 1 to ``max_decorrelation_steps`` random steps in each environment of ``which``, which have just been reset.
+
+    What ends meanwhile is reset and has no record; what goes on keeps its steps and rewards. Environments with fewer
+    steps join later: the others are bypassed, or where that cannot be done, reset once more when they join. To be
+    called within ``group.surroundings``.
+    """
+    env, options, track = group.env, group.options, group.progress
+    rng = group.rng.stream(FIRST_STREAM)
+    steps = np.zeros(group.B, np.int64)
+    steps[which] = 1 + rng.integers(options.max_decorrelation_steps, size=group.B)[which]
+    lane = Slot(Layout(1, group.B, lane_columns(env, (), options), batch_shape=group.batch_shape)).lanes[0]
+    before_reset, spans, limit, phase = group.before_reset, group.spans, group.frame_limit, track.begin(Phase.RESET)
+    group.options = replace(
+        options, interruptor=None, set_truncated=False, reset_when_done=True, reset_at_each_iter=False
+    )
+    group.before_reset = group.spans = group.frame_limit = None
+    group.progress, group.started = Progress(), True
+    made = 0
+    try:
+        for left in range(most := int(steps.max()), 0, -1):
+            if not env.bypasses and left < most:
+                group.reset(np.flatnonzero(steps == left).tolist())
+            made += _step(group, lane, np.flatnonzero(steps < left).tolist() if env.bypasses else [])
+            track.cells[KNOWN] = made
+            track.cells[STEPPING] -= 1  # a sign of life
+    finally:
+        group.executed -= made
+        group.unreported += made
+        group.before_reset, group.spans, group.frame_limit = before_reset, spans, limit
+        group.options, group.progress, group.started = options, track, False
+        group.waiting.absent = ()
+        group.lost_track(range(group.B))
+    track.cells[STEPPING] = track.cells[ACTING]
+    track.begin(phase)
+
+
+def _step(group: Group, lane: Lane, absent: list[int]) -> int:
+    """One random step of all but those who are absent; returns how many that were."""
+    from muster.rollout import fill  # which imports the group
+
+    clock = group.clock
+    lane.done_steps, lane.stopped, group.waiting.absent = 0, False, absent
+    kept = {key: row[:, absent].copy() for key, row in group.carry.items()}
+    steps = clock.steps[absent]
+    fill(group, cast(Policy, _Uniform(group.env)), lane)
+    group.leave(lane)
+    clock.steps[absent] = steps
+    for key, row in kept.items():
+        group.carry[key][:, absent] = row
+    return group.waiting.made(0, 1)
+
+
+class _Uniform:
+    """Acts at random, with streams of its own. As much of a ``Policy`` as ``fill`` needs."""
+
+    name = "random"
+
+    def __init__(self, env: EnvBatch) -> None:
+        self._env = env
+
+    def start(self, lane: Lane, rng: GroupRng) -> Act:
+        streams = cast(GroupRng, _Streams(rng))
+
+        def act(t: int) -> None:
+            for key, drawn in self._env.sample(streams, (1, lane.B)).items():
+                lane.data[key][t : t + 1] = drawn
+
+        return act
+
+
+class _Streams:
+    """Streams that nobody else draws from."""
+
+    def __init__(self, rng: GroupRng) -> None:
+        self._rng = rng
+
+    def stream(self, number: int) -> np.random.Generator:
+        return self._rng.stream(FIRST_STREAM + 1 + number)

@@ -1,0 +1,337 @@
+"""Central inference: one thread of the collector's process acts for all workers, which only step environments.
+
+It reads observations in the rows that workers have written, and writes actions beside them; see ``actor``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from muster.acting import policy_error
+from muster.errors import MusterError
+from muster.keys import Key
+from muster.memory.specs import Array, Column
+from muster.sources.actor import Actor, Rollout
+from muster.sources.build import WorkerOptions
+from muster.sources.failures import on_server, server_hung
+from muster.sources.lines import LOOK_S, Lines
+from muster.sources.messages import GroupInfo, Report
+from muster.stats import InferenceStats
+from muster.weights.transport import Ticket
+
+if TYPE_CHECKING:
+    from muster.sources.detached import DetachedWorker
+
+LOST_S = 5.0  # for a call of the policy to end that writes into the lane of a worker that is gone
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Who is acted for together.
+
+    Attributes:
+        teams: numbers of workers; each team by itself.
+        max_batch: environments of one call; None: no bound.
+        max_wait_s: how long the first to ask waits for others of its team that are at work; None: until all ask.
+        exclusive: the user's thread waits meanwhile; see ``Actor``.
+    """
+
+    teams: Sequence[Sequence[int]]
+    max_batch: int | None
+    max_wait_s: float | None
+    exclusive: bool
+
+
+@dataclass
+class _Seat:
+    """A worker as the server sees it."""
+
+    worker: int
+    handle: DetachedWorker
+    envs: int  # of a group
+    rollout: Rollout | None = None
+    since: float = 0.0  # when its question was first seen
+    seen: int = 0  # the number of that question
+
+
+class InferenceServer:
+    """Acts for workers, in a thread of its own.
+
+    Args:
+        policy: the server's own copy.
+        options: of the collector.
+        ticket: to the weights.
+        workers: their number.
+        threads: of torch; None leaves them as they are.
+        deadline_s: for a call of the policy; None is for ever.
+
+    Attributes:
+        actor: the policy; the thread's while workers are at work.
+        lines: to the workers.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        options: WorkerOptions,
+        ticket: Ticket,
+        workers: int,
+        dispatch: Dispatch,
+        *,
+        threads: int | None,
+        deadline_s: float | None,
+    ) -> None:
+        lockstep = dispatch.max_wait_s is None and dispatch.max_batch is None
+        self.lines = Lines(workers, dispatch.teams if lockstep else ())
+        self._dispatch, self._threads, self._deadline_s = dispatch, threads, deadline_s
+        self._weights = ticket.open(ticket.fds)
+        ticket.close()
+        self.actor = Actor(policy, options, self._weights, exclusive=dispatch.exclusive)
+        self._seats: list[_Seat] = []
+        self._rollouts: dict[int, Rollout] = {}  # by order, until they are complete
+        self._turn = 0  # of the teams
+        self._chosen: list[_Seat] = []
+        self._held = threading.Event()
+        self._acting = threading.Lock()
+        self._acting_since: float | None = None
+        self._told: Exception | None = None  # the last error in a report
+        self._jobs: list[_Job] = []
+        self._stats = InferenceStats()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="muster-inference", daemon=True)
+
+    # --- called by the collector ------------------------------------------------------------------
+
+    def open(self, handles: Sequence[DetachedWorker], infos: Sequence[GroupInfo]) -> None:
+        """Begin to act for these workers.
+
+        Raises:
+            BadOption: it cannot, for their environments.
+        """
+        self.actor.open(infos)
+        self._seats = [_Seat(handle.index, handle, infos[handle.groups[0]].num_envs) for handle in handles]
+        self._thread.start()
+        if (threads := self._threads) is not None:
+            users = torch.get_num_threads()
+            self._in_thread(lambda: _limit_threads(threads))
+            torch.set_num_threads(users)  # for threads that the user will start
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Meanwhile nobody is acted for: those who are given work here count as at work together."""
+        self._held.set()
+        try:
+            yield
+        finally:
+            self._held.clear()
+            self.lines.bell.ring()
+
+    def settle(self) -> None:
+        """A batch is complete: the user's random streams are the global ones again."""
+        if self._acting.acquire(timeout=max(0.0, LOST_S - self.acting_for())):  # else the policy hangs
+            self.actor.settle()
+            self._acting.release()
+
+    def adopt(self, groups: Mapping[int, tuple[dict[Key, Array], dict[str, Any]]]) -> list[Column]:
+        """See ``Actor``."""
+        columns: list[Column] = self._in_thread(lambda: self.actor.adopt(groups))
+        return columns
+
+    def complete(self, report: Report) -> None:
+        """Add what a worker does not know of its order: version, path, and why the policy failed."""
+        rollout = self._rollouts.pop(report.number, None)
+        if rollout is None:  # nothing was asked
+            return
+        for seat in self._seats:
+            if seat.rollout is rollout:
+                seat.rollout = None  # if it goes on after an error, it does so with the newest weights
+        report.version, report.path = rollout.version, self.actor.path(rollout)
+        if report.error is not None and rollout.error is not None:
+            again = rollout.error is self._told  # the same call, which failed for several workers
+            seen = report.error
+            report.error, report.lost = (None, True) if again else (on_server(rollout.error, seen), False)
+            self._told = rollout.error
+
+    def waits(self, worker: int) -> bool:
+        """A worker waits for the server."""
+        return bool(self.lines.question(worker))
+
+    def acting_for(self) -> float:
+        """Seconds since the present call of the policy began; 0 between calls."""
+        since = self._acting_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def check(self) -> None:
+        """Raise ``WorkerHung`` if the policy does not return, ``MusterError`` if the thread has ended."""
+        seconds = self.acting_for()
+        if self._deadline_s is not None and seconds > self._deadline_s:
+            raise server_hung(self._thread.ident, seconds=seconds, deadline=self._deadline_s)
+        if not self._thread.is_alive():
+            raise MusterError("The inference server of this collector has ended; make another collector.")
+
+    def stats(self) -> InferenceStats:
+        return self._stats
+
+    def lost(self, worker: int) -> None:
+        """A worker is gone: nobody waits for it."""
+        patience = max(0.0, LOST_S - self.acting_for())
+        if self._acting.acquire(timeout=patience):  # else the policy hangs; its lane may be used again from here on
+            self._acting.release()
+        self.lines.reset(worker)
+        for seat in self._seats:
+            if seat.worker == worker and seat.rollout is not None:
+                self._rollouts.pop(seat.rollout.number, None)
+                seat.rollout = None
+        self.lines.bell.ring()
+
+    def close(self) -> None:
+        """End the thread; may be called again."""
+        self._closing = True
+        if self._thread.is_alive():
+            self.lines.bell.ring()
+            self._thread.join(1.0)
+        if not self._thread.is_alive():  # else it is in a policy that does not return
+            self._weights.close()
+            self.lines.close()
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing:
+            while self._jobs:
+                self._acting_since = time.monotonic()
+                self._jobs.pop(0).run()
+                self._acting_since = None
+            if self._wanted():
+                chosen, self._chosen = self._chosen, []
+                if chosen:
+                    self._serve(chosen)
+            else:
+                self.lines.sleep(self._wanted, self._patience())
+
+    def _in_thread(self, function: Callable[[], Any]) -> Any:
+        """What a function returns or raises in the thread."""
+        job = _Job(function)
+        self._jobs.append(job)
+        self.lines.bell.ring()
+        return job.result(self.check)
+
+    def _wanted(self) -> bool:
+        """There is something to do; whom to act for is kept."""
+        self._chosen = self._chosen or self._choose()
+        return bool(self._closing or self._jobs or self._chosen)
+
+    def _patience(self) -> float:
+        """Seconds until somebody has waited long enough."""
+        wait = self._dispatch.max_wait_s
+        since = [seat.since for seat in self._seats if self.lines.question(seat.worker)]
+        if wait is None or not since or self._held.is_set():
+            return LOOK_S
+        return min(LOOK_S, max(0.0, min(since) + wait - time.monotonic()))
+
+    def _choose(self) -> list[_Seat]:
+        """Whom to act for now, in the order of the workers; teams take turns."""
+        if self._held.is_set():
+            return []
+        teams = self._dispatch.teams
+        for step in range(len(teams)):
+            turn = (self._turn + step) % len(teams)
+            if chosen := self._of_team(teams[turn]):
+                self._turn = turn + 1
+                return chosen
+        return []
+
+    def _of_team(self, team: Sequence[int]) -> list[_Seat]:
+        questions, at_work = self.lines.look(team)
+        most, wait = self._dispatch.max_batch, self._dispatch.max_wait_s
+        if not questions or (most is None and wait is None and len(questions) < at_work):
+            return []
+        asking = [self._seats[worker] for worker, _ in questions]
+        for seat, (_, number) in zip(asking, questions, strict=True):
+            if number != seat.seen:
+                seat.seen, seat.since = number, time.monotonic()
+        if most is not None and sum(seat.envs for seat in asking) >= most:
+            return _oldest(asking, most)
+        late = wait is not None and time.monotonic() - min(seat.since for seat in asking) >= wait
+        return asking if late or len(asking) == at_work else []
+
+    def _serve(self, seats: list[_Seat]) -> None:
+        with self._acting:
+            seats = [seat for seat in seats if self.lines.question(seat.worker)]  # as opposed to ``lost``
+            if not seats:
+                return
+            numbers = [self.lines.question(seat.worker) for seat in seats]
+            began = self._acting_since = time.monotonic()
+            error: Exception | None = None
+            asked: list[tuple[Rollout, int]] = []
+            try:
+                asked += [(self._rollout(seat), self.lines.row(seat.worker)) for seat in seats]
+                self.actor.act(asked)
+            except MusterError as known:
+                error = known
+            except BaseException as unknown:  # noqa: BLE001 (raised where the batch is waited for)
+                error = policy_error(self.actor.any_policy(), unknown, asked[0][1] if asked else 0)
+                error.__cause__ = unknown
+            for rollout, _ in asked:
+                rollout.error = error
+            self._acting_since = None
+            self._stats = self._stats.plus(sum(seat.envs for seat in seats), time.monotonic() - began)
+            for seat, number in zip(seats, numbers, strict=True):
+                self.lines.answer(seat.worker, number, failed=error is not None)
+
+    def _rollout(self, seat: _Seat) -> Rollout:
+        number = self.lines.order(seat.worker)
+        if seat.rollout is None or seat.rollout.number != number:
+            group, lane = seat.handle.outstanding[number].group, seat.handle.lane_of(number)
+            seat.rollout = self._rollouts[number] = self.actor.begin(number, group, lane)
+        return seat.rollout
+
+
+def _limit_threads(number: int) -> None:
+    """Of this thread, for good."""
+    torch.set_num_threads(number)
+    torch.get_num_threads()  # else its first computation takes over the number that was last set anywhere
+
+
+def _oldest(seats: Sequence[_Seat], most: int) -> list[_Seat]:
+    """Those that have waited longest, as many as fit, but one at least."""
+    chosen: list[_Seat] = []
+    envs = 0
+    for seat in sorted(seats, key=lambda seat: seat.since):
+        if chosen and envs + seat.envs > most:
+            break
+        chosen.append(seat)
+        envs += seat.envs
+    return sorted(chosen, key=lambda seat: seat.worker)
+
+
+class _Job:
+    """Something else that the thread is to do."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._done = threading.Event()
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._value = self._function()
+        except BaseException as error:  # noqa: BLE001 (raised where it is waited for)
+            self._error = error
+        self._done.set()
+
+    def result(self, check: Callable[[], None]) -> Any:
+        """What it returns or raises; ``check`` raises if that will never be."""
+        while not self._done.wait(LOOK_S):
+            check()
+        if self._error is not None:
+            raise self._error
+        return self._value

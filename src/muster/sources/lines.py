@@ -1,0 +1,243 @@
+"""Lines between workers and the server that acts for them: integers in shared memory, and bells for who is asleep.
+
+A question is two numbers, the order at work and the row to act on; the observations lie in that row. Whoever waits
+looks at the cells for some microseconds, then sleeps on a bell, which costs the other side a system call. Nothing is
+queued: a worker has one question at a time. Cells are seen in the order in which they were written, as on x86.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from muster.errors import MusterError, PolicyError
+from muster.memory.shared import Arena
+
+ASKED, ANSWERED, ASLEEP, ORDER, ROW, FINISHED, NEWEST, TEAM = range(8)  # of a line
+CELLS = 8  # per line: one cache line of the processor, so that no two workers write into the same one
+SPIN_S = 100e-6  # where there is a processor for everybody; elsewhere who spins keeps others from what it waits for
+LOOK_S = 0.1  # between two looks at what no bell announces
+
+
+class Bell:
+    """Wakes who sleeps on it; twice is once. Costs one descriptor, or two where there is no eventfd.
+
+    Attributes:
+        fds: what another process needs for ``Bell(*fds)``; owned by this object.
+    """
+
+    def __init__(self, *fds: int) -> None:
+        if not fds:
+            fds = (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC),) if hasattr(os, "eventfd") else os.pipe()
+        self.fds = fds
+        self._close = weakref.finalize(self, _close_all, fds)  # a thread may never come to it
+        self._read, self._write = fds[0], fds[-1]
+        for fd in fds:
+            os.set_blocking(fd, False)
+        self._poller = select.poll()
+        self._poller.register(self._read, select.POLLIN)
+
+    def ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it is ringing already
+            os.write(self._write, b"\1\0\0\0\0\0\0\0" if sys.byteorder == "little" else b"\0\0\0\0\0\0\0\1")
+
+    def wait(self, seconds: float) -> None:
+        """Until it rings, but not longer than that."""
+        if self._poller.poll(seconds * 1000):
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._read, 1 << 16)  # of a pipe all there is
+
+    def close(self) -> None:
+        """May be called again."""
+        self._close()
+        self.fds = ()
+
+
+class Lines:
+    """The server's end of the lines of all workers.
+
+    Args:
+        workers: their number.
+        teams: workers who are answered together, when all of them that are at work have asked; they ring only then.
+
+    Attributes:
+        cells: of all lines, ``CELLS`` each; the last line is the server's own.
+        bell: the server's.
+    """
+
+    def __init__(self, workers: int, teams: Sequence[Sequence[int]] = ()) -> None:
+        self._arena = Arena.create("muster-lines")
+        self._arena.allocate((workers + 1) * CELLS * 8)
+        self.cells = _cells(self._arena, workers + 1)
+        self.bell = Bell()
+        self._bells = [Bell() for _ in range(workers)]
+        self._own = workers * CELLS + ASLEEP
+        self._spin_s = spin_s(workers)
+        for number, team in enumerate(teams):
+            for worker in team:
+                self.cells[worker * CELLS + TEAM] = number + 1
+
+    def fds_for(self, worker: int) -> list[int]:
+        """What a worker needs for ``Line``; they stay this object's."""
+        return [self._arena.fd, *self.bell.fds, *self._bells[worker].fds]
+
+    def question(self, worker: int) -> int:
+        """The number of a worker's question that has no answer yet; 0: there is none."""
+        at = worker * CELLS
+        asked = int(self.cells[at + ASKED])
+        return asked if asked != abs(self.cells[at + ANSWERED]) else 0
+
+    def order(self, worker: int) -> int:
+        """That a worker asks for."""
+        return int(self.cells[worker * CELLS + ORDER])
+
+    def row(self, worker: int) -> int:
+        """That it wants acted on."""
+        return int(self.cells[worker * CELLS + ROW])
+
+    def look(self, team: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
+        """Who of a team asks, with the number of the question; and how many are at work, those included."""
+        cells, asking, at_work = self.cells, [], 0
+        for worker in team:
+            at = worker * CELLS
+            number, answered = cells[at + ASKED], cells[at + ANSWERED]
+            if number != answered and number != -answered:
+                asking.append((worker, number))
+                at_work += 1
+            elif cells[at + NEWEST] > cells[at + FINISHED]:
+                at_work += 1
+        return asking, at_work
+
+    def expect(self, worker: int, order: int) -> None:
+        """A worker is given an order, perhaps one that it had done with: it failed, and is to go on."""
+        at = worker * CELLS
+        self.cells[at + FINISHED] = min(self.cells[at + FINISHED], order - 1)
+        self.cells[at + NEWEST] = max(self.cells[at + NEWEST], order)
+
+    def answer(self, worker: int, number: int, *, failed: bool = False) -> None:
+        """The row is acted on, or never will be."""
+        at = worker * CELLS
+        self.cells[at + ANSWERED] = -number if failed else number
+        if self.cells[at + ASLEEP]:
+            self._bells[worker].ring()
+
+    def sleep(self, ready: Callable[[], bool], seconds: float) -> None:
+        """Until something is so: look for a while, then sleep until some worker rings, or the time is over."""
+        if not _spun(ready, self._spin_s):
+            self.cells[self._own] = 1
+            if not ready():
+                self.bell.wait(seconds)
+            self.cells[self._own] = 0
+
+    def reset(self, worker: int) -> None:
+        """Forget a worker that is gone."""
+        at = worker * CELLS
+        self.cells[at + ANSWERED] = self.cells[at + ASKED]
+        self.cells[at + NEWEST] = 0
+
+    def close(self) -> None:
+        """May be called again."""
+        self._arena.close()
+        for bell in (self.bell, *self._bells):
+            bell.close()
+
+
+class Line:
+    """A worker's end.
+
+    Args:
+        number: of the worker.
+        workers: their number.
+        fds: see ``Lines.fds_for``; owned by this object from now on.
+        given_up: says whether nobody waits for this worker any more.
+    """
+
+    def __init__(self, number: int, workers: int, fds: list[int], given_up: Callable[[], bool]) -> None:
+        self._arena = Arena.attach(fds[0])
+        half = 1 + (len(fds) - 1) // 2
+        self._server, self._bell = Bell(*fds[1:half]), Bell(*fds[half:])
+        self._all: Any = _cells(self._arena, workers + 1)
+        self._cells: Any = self._all[number * CELLS : (number + 1) * CELLS]
+        self._servers: Any = self._all[workers * CELLS :]
+        others = [n * CELLS for n in range(workers) if n != number]
+        mine = self._cells[TEAM]
+        self._team = [at for at in others if mine and self._all[at + TEAM] == mine]
+        self._spin_s = spin_s(workers)
+        self._given_up = given_up
+        self._cells[ASLEEP] = 0
+
+    def ask(self, order: int, row: int) -> None:
+        """Have a row of the lane of an order acted on.
+
+        Raises:
+            PolicyError: that could not be done; the server says why to whoever made the order.
+        """
+        cells = self._cells
+        cells[ORDER], cells[ROW] = order, row
+        number = cells[ASKED] + 1
+        cells[ASKED] = number
+        if self._servers[ASLEEP] and self._is_last():
+            self._server.ring()
+
+        def answered() -> bool:
+            return bool(cells[ANSWERED] == number or cells[ANSWERED] == -number)
+
+        if not _spun(answered, self._spin_s):
+            cells[ASLEEP] = 1
+            while not answered():
+                self._bell.wait(LOOK_S)
+                if self._given_up():
+                    raise MusterError("Nobody waits for this worker any more.")
+            cells[ASLEEP] = 0
+        if cells[ANSWERED] != number:
+            raise PolicyError("the policy on the inference server raised an error")
+
+    def _is_last(self) -> bool:
+        """All others of the team that are at work have asked, too: nobody else will ring."""
+        cells = self._all
+        return all(
+            cells[at + NEWEST] <= cells[at + FINISHED] or abs(cells[at + ANSWERED]) != cells[at + ASKED]
+            for at in self._team
+        )
+
+    def finished(self, order: int) -> None:
+        """An order is over; others may be waiting for this worker."""
+        self._cells[FINISHED] = order
+        if self._servers[ASLEEP]:
+            self._server.ring()
+
+    def close(self) -> None:
+        """May be called again."""
+        self._arena.close()
+        self._server.close()
+        self._bell.close()
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _cells(arena: Arena, lines: int) -> Any:
+    return memoryview(arena.view(0, lines * CELLS * 8)).cast("q")  # type: ignore[arg-type]
+
+
+def spin_s(workers: int) -> float:
+    """How long to look before one sleeps."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return SPIN_S if usable > workers else 0.0
+
+
+def _spun(ready: Callable[[], bool], seconds: float) -> bool:
+    """Whether something comes true while one looks at it for a while."""
+    until = time.perf_counter() + seconds if seconds else 0.0
+    while not ready():
+        if not seconds or time.perf_counter() > until:
+            return False
+    return True

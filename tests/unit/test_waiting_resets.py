@@ -1,0 +1,392 @@
+"""``reset_when_done=False``: an environment that has ended is left alone until the next batch, and reset meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import signal
+import sys
+import threading
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import SyncVectorEnv
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muster import Collector, MultiSyncCollector
+from muster.errors import BadEnvOutput, EnvError, PolicyError, WorkerDied
+from muster.keys import REWARD, TERMINATED, next_of
+from muster.memory.slots import Layout, Slot
+from muster.memory.specs import Column
+from muster.progress import ACTING, CELLS, Progress, stepped_in_row, steps_made
+from muster.testing import ChainEnv, CountingEnv, Fault, FaultyEnv, OracleEnv, SpaceEnv, check_stream
+from tests.fakes import faults
+from tests.tools import assert_accounted, assert_same, column, counting, recorded
+
+WAIT = {"reset_when_done": False}
+LENGTHS = [counting(n) for n in (2, 4)]
+
+
+def lengths(*numbers: int) -> tuple[Any, list[Any]]:
+    """A factory of counting environments of these lengths, and the list of those made."""
+    return recorded(lambda i: CountingEnv(numbers[i % len(numbers)]))
+
+
+class Watcher:
+    """A policy that keeps what it has seen."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def __call__(self, obs: torch.Tensor) -> torch.Tensor:
+        self.seen.append(obs.clone())
+        return torch.ones(obs.shape[:-1], dtype=torch.int64)
+
+
+# --- what is recorded -------------------------------------------------------------------------------
+
+
+def test_whoever_has_ended_is_not_stepped():
+    make, made = lengths(2, 4, 9)
+    with Collector(make, None, num_envs=3, frames_per_batch=18, **WAIT) as c:
+        first, second = c.rollout(), c.rollout()
+        assert [env.executed for env in made] == [4, 8, 9]
+        assert column(first, "next", "reward") == [[1, 2, 0, 0, 0, 0], [1, 2, 3, 4, 0, 0], [1, 2, 3, 4, 5, 6]]
+        assert column(second, "next", "reward")[2] == [7, 8, 9, 0, 0, 0]
+        assert (c.stats().executed, c.stats().frames, c.stats().discarded) == (21, 21, {})
+
+
+def test_the_policy_sees_zeros_after_an_end_also_in_memory_that_was_used_before():
+    watcher, (make, _) = Watcher(), lengths(2, 5)
+    with Collector(make, watcher, num_envs=2, frames_per_batch=10, return_same_td=True, **WAIT) as c:
+        for _ in range(3):
+            c.rollout()
+    times = torch.stack(watcher.seen[-10:])[..., 1].tolist()  # of two batches, which have the same rows
+    assert times == [[0, 0], [1, 1], [0, 2], [0, 3], [0, 4]] * 2
+    assert watcher.seen[-1].tolist() == [[0, 0], [5, 4]]
+
+
+def test_all_ended_ends_the_rollout():
+    watcher, (make, made) = Watcher(), lengths(2, 3)
+    with Collector(make, watcher, num_envs=2, frames_per_batch=20, **WAIT) as c:
+        batch = c.rollout()
+    assert len(watcher.seen) == 3
+    assert [env.executed for env in made] == [2, 3]
+    assert batch["collector", "valid"].sum(-1).tolist() == [2, 3]
+
+
+def test_an_environment_that_waits_does_not_reach_its_limit():
+    make, made = lengths(2, 9)
+    with Collector(make, None, num_envs=2, frames_per_batch=14, max_frames_per_traj=5, **WAIT) as c:
+        for _ in range(2):
+            batch = c.rollout()
+            assert column(batch, "next", "terminated") == [[False] + [True] * 6, [False] * 7]
+            assert column(batch, "next", "truncated") == [[False] * 7, [False] * 4 + [True] * 3]
+            assert column(batch, "step_count") == [[0, 1, 0, 0, 0, 0, 0], [0, 1, 2, 3, 4, 0, 0]]
+        assert [env.executed for env in made] == [4, 10]
+        assert [len(env.seeds) for env in made] == [2, 2]
+        assert [(e.length, e.truncated) for e in c.episodes] == [(2, False), (5, True)]
+
+
+def test_an_end_that_is_set_is_not_set_for_those_who_wait():
+    make, _ = lengths(2, 9)
+    with Collector(make, None, num_envs=2, frames_per_batch=8, set_truncated=True, **WAIT) as c:
+        batch = c.rollout()
+        assert column(batch, "next", "truncated") == [[False] * 4, [False] * 3 + [True]]
+        assert column(batch, "next", "done") == [[False, True, True, True], [False] * 3 + [True]]
+        assert column(c.rollout(), "observation")[1] == [[9, 4], [9, 5], [9, 6], [9, 7]]
+
+
+def test_last_observations_are_kept_once_where_columns_are_left_out():
+    make, _ = lengths(2, 9)
+    with Collector(make, None, num_envs=2, frames_per_batch=8, compact_obs=True, **WAIT) as c:
+        c.rollout()
+        final = c.final_observations()
+        assert final["observation"].tolist() == [[2, 2], [9, 4]]
+
+
+@pytest.mark.parametrize("space", ["array", "dict", "text"])
+def test_every_kind_of_observation_can_wait(space):
+    box = spaces.Box(1, 5, (2, 2), np.float32)
+    observations = {
+        "array": box,
+        "dict": spaces.Dict({"a": box, "b": spaces.Tuple((spaces.Discrete(3, start=1), spaces.Text(4, min_length=1)))}),
+        "text": spaces.Text(4, min_length=1),
+    }[space]
+    seen: list[Any] = []
+
+    def policy(obs: Any) -> torch.Tensor:
+        seen.append(copy.deepcopy(obs))  # of objects it is a view
+        return torch.zeros(2, dtype=torch.int64)
+
+    make, made = recorded(lambda i: SpaceEnv(observations, spaces.Discrete(2), (1, 3)[i]))
+    with Collector(make, policy, num_envs=2, frames_per_batch=8, validate="full", seed=1, **WAIT) as c:
+        c.rollout(), c.rollout()
+        assert c.stats().executed == 8
+    assert [len(env.actions) for env in made] == [2, 6]
+    last = made[0].observations[-1]
+    if space == "array":
+        assert not seen[-1][0].any()
+        assert seen[-1][1].any()
+    elif space == "dict":
+        assert not seen[-1]["a"][0].any()
+        assert seen[-1]["b"]["0"][0] == 0
+        assert seen[-1]["b"]["1"][0] == last["b"][1]  # nothing else of its kind is known
+    else:
+        assert seen[-1][0] == last
+
+
+def test_a_vector_environment_is_stepped_on_for_nothing():
+    make = lambda: SyncVectorEnv([*LENGTHS])  # noqa: E731
+    with Collector(make, None, frames_per_batch=10, **WAIT) as c:
+        batch = c.rollout()
+        assert column(batch, "next", "reward") == [[1, 2, 0, 0, 0], [1, 2, 3, 4, 0]]
+        assert (c.stats().executed, c.stats().frames, c.stats().discarded) == (8, 6, {"after_done": 2})
+
+
+def test_whole_episodes_and_lines_are_made_of_what_was_stepped():
+    options = {"num_envs": 2, "frames_per_batch": 10, **WAIT}
+    with Collector(lengths(2, 7)[0], None, trajs_per_batch=3, **options) as c:
+        batch = c.next()
+        assert column(batch, "next", "reward") == [1, 2, 1, 2, 3, 4, 5, 6, 7, 1, 2]
+        assert_accounted(c)
+    with Collector(lengths(2, 7)[0], None, split_trajs=True, **options) as c:
+        assert column(c.next(), "next", "reward") == [[1, 2, 0, 0, 0], [1, 2, 3, 4, 5]]
+
+
+# --- errors -----------------------------------------------------------------------------------------
+
+
+def failing(at: int, **kind: Any) -> Any:
+    """Of three environments of lengths 2, 9 and 7, the last goes wrong in its step ``at``."""
+    return recorded(lambda i: FaultyEnv(at, length=7, **kind) if i == 2 else CountingEnv((2, 9)[i]))
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+def test_after_an_error_the_batch_ends_where_it_was(batch):
+    at, error = 4 + 6 * batch, faults_value_error
+    make, made = recorded(lambda i: FaultyEnv(at, error=error, length=20) if i == 2 else CountingEnv((2, 20)[i]))
+    with Collector(make, None, num_envs=3, frames_per_batch=18, seed=0, **WAIT) as c:
+        for _ in range(batch):
+            c.rollout()
+        with pytest.raises(EnvError, match="as asked"):
+            c.rollout()
+        assert_accounted(c)
+        got = c.rollout()
+        assert got["collector", "valid"].sum(-1).tolist() == [2, 4, 4]
+        assert column(got, "next", "truncated") == [[False] * 6, [False] * 3 + [True] * 3, [False] * 3 + [True] * 3]
+        again = c.rollout()
+        assert column(again, "next", "reward")[1] == [1, 2, 3, 4, 5, 6]
+        assert_accounted(c)
+        assert sum(env.executed for env in made) == c.stats().executed
+
+
+def test_a_value_that_cannot_be_right_takes_back_only_what_was_stepped():
+    make, made = failing(3, output={"reward": float("nan")})
+    with Collector(make, None, num_envs=3, frames_per_batch=18, **WAIT) as c:
+        with pytest.raises(BadEnvOutput, match="reward is nan"):
+            c.rollout()
+        # Rows 3, 4 and 5 of the two that had not ended.
+        assert c.stats().discarded == {"bad_env_output": 6}
+        got = c.rollout()
+        assert got["collector", "valid"].sum(-1).tolist() == [2, 3, 3]
+        assert c.stats().executed == sum(env.executed for env in made) == 14
+        assert_accounted(c)
+
+
+def test_an_error_of_the_policy_leaves_those_alone_who_wait():
+    calls: list[int] = []
+
+    def policy(obs: torch.Tensor) -> torch.Tensor:
+        calls.append(len(calls))
+        if calls[-1] in (4, 5):
+            raise ValueError("as asked")
+        return torch.zeros(2, dtype=torch.int64)
+
+    make, made = lengths(2, 9)
+    with Collector(make, policy, num_envs=2, frames_per_batch=14, **WAIT) as c:
+        for _ in range(2):
+            with pytest.raises(PolicyError, match="as asked"):
+                c.rollout()
+            assert_accounted(c)
+        assert column(c.rollout(), "next", "reward") == [[1, 2, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6, 7]]
+        assert c.stats().executed == c.stats().frames == sum(env.executed for env in made) == 9
+
+
+def test_an_error_in_the_middle_of_a_row_counts_those_that_were_stepped():
+    make, _ = recorded(lambda i: FaultyEnv(3, error=RuntimeError, length=7) if i == 1 else CountingEnv((2, 9, 5)[i]))
+    with Collector(make, None, num_envs=3, frames_per_batch=18, **WAIT) as c:
+        with pytest.raises(EnvError):
+            c.rollout()
+        assert c.stats().discarded == {}  # the one before it waits, and the one after it has not been reached
+        assert c.stats().executed == 2 + 3 + 3
+        c.rollout()
+        assert_accounted(c)
+
+
+def test_what_a_policy_makes_of_those_who_wait_is_not_looked_at():
+    def policy(obs: torch.Tensor) -> torch.Tensor:
+        return obs / obs.abs().sum(-1, keepdim=True)  # NaN for zeros
+
+    box = spaces.Box(1, 5, (2,), np.float32)
+    make, _ = recorded(lambda i: SpaceEnv(box, spaces.Box(-9, 9, (2,), np.float32), (1, 3)[i]))
+    with Collector(make, policy, num_envs=2, frames_per_batch=8, **WAIT) as c:
+        batch = c.rollout()
+        assert not batch["action"].isnan().any()
+        assert batch["action"][0].any(-1).tolist() == [True, False, False, False]
+
+
+class StopsAt:
+    def __init__(self, calls: int) -> None:
+        self.left = calls
+
+    def collection_stopped(self) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+
+def test_an_interrupted_batch_lets_those_begin_anew_that_had_ended():
+    make, made = lengths(2, 9)
+    with Collector(make, None, num_envs=2, frames_per_batch=12, interruptor=StopsAt(4), **WAIT) as c:
+        assert column(c.rollout(), "next", "reward") == [[1, 2, 0, 0, 0, 0], [1, 2, 3, 4, 0, 0]]
+        assert column(c.rollout(), "next", "reward") == [[1, 2, 0, 0, 0, 0], [5, 6, 7, 8, 9, 0]]
+        assert [env.executed for env in made] == [4, 9]
+        assert_accounted(c)
+
+
+# --- workers ----------------------------------------------------------------------------------------
+
+
+def between(c: Any, action: str, states: list[Any]) -> None:
+    if action == "reset":
+        c.reset()
+    elif action == "seed":
+        c.set_seed(7)
+    elif action == "state":
+        states.append(c.state_dict())
+    elif action == "load" and states:
+        c.load_state_dict(states[-1])
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    ends=st.integers(2, 6),
+    rows=st.integers(1, 6),
+    backend=st.sampled_from(["threads", "threads", "processes"]),
+    limit=st.sampled_from([None, 3]),
+    actions=st.lists(st.sampled_from(["", "reset", "state", "load"]), max_size=4),
+)
+def test_workers_give_the_same_data_whenever_they_reset(ends, rows, backend, limit, actions):
+    options = {"num_envs": 2, "frames_per_batch": 6 * rows, "seed": 5, "max_frames_per_traj": limit, **WAIT}
+    runs = []
+    for cls, more in ((Collector, {}), (MultiSyncCollector, {"num_workers": 2, "backend": backend})):
+        with cls([partial(ChainEnv, ends)] * 3, None, **options, **more) as c:
+            states: list[Any] = []
+            batches = [c.next().clone()]
+            for action in actions:
+                between(c, action, states)
+                batches.append(c.next().clone())
+            runs.append(batches)
+            assert_accounted(c)
+    for a, b in zip(*runs, strict=True):
+        assert_same(a, b)
+
+
+def test_a_seed_after_an_early_reset_gives_the_seeded_episodes():
+    def rewards(cls: Any, **more: Any) -> list[Any]:
+        with cls([partial(gymnasium.make, "CartPole-v1")] * 2, None, frames_per_batch=60, seed=3, **WAIT, **more) as c:
+            c.next()
+            c.set_seed(9)
+            return [c.next()["observation"].tolist(), c.next()["observation"].tolist()]
+
+    assert rewards(Collector) == rewards(MultiSyncCollector, backend="threads")
+
+
+class Signals(CountingEnv):
+    """Says when it is reset."""
+
+    def __init__(self, length: int = 2) -> None:
+        super().__init__(length)
+        self.begun = threading.Semaphore(0)
+
+    def reset(self, **options: Any) -> Any:
+        got = super().reset(**options)
+        self.begun.release()
+        return got
+
+
+def test_a_worker_resets_while_nobody_waits_for_it():
+    make, made = recorded(Signals)
+    with MultiSyncCollector([make], None, frames_per_batch=5, backend="threads", **WAIT) as c:
+        c.next()
+        assert all(made[0].begun.acquire(timeout=10) for _ in range(2))  # without another batch
+        c.next()
+        assert all(made[0].begun.acquire(timeout=10) for _ in range(1))
+        assert made[0].executed == 4
+        assert c.stats().executed == 4
+
+
+@pytest.mark.parametrize("place", ["here", "threads", "processes"])
+def test_an_error_of_an_early_reset_is_raised_with_the_next_batch_and_loses_nothing(place):
+    env = partial(FaultyEnv, 1, error=faults_value_error, on_reset=True, length=2)
+    cls, more = (Collector, {}) if place == "here" else (MultiSyncCollector, {"backend": place})
+    with cls([env, counting(4)], None, frames_per_batch=10, seed=0, **WAIT, **more) as c:
+        first = c.next().clone()
+        with pytest.raises(EnvError, match="as asked") as caught:
+            c.next()
+        assert caught.value.phase == (None if place == "here" else "reset")
+        again = c.next()
+        assert column(first, "next", "reward") == column(again, "next", "reward")
+        assert again["collector", "traj_ids"].max(-1).values.tolist() == [2, 3]
+        assert c.stats().executed == c.stats().frames == 12
+
+
+def faults_value_error() -> ValueError:
+    return ValueError("as asked")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="kills processes")
+@pytest.mark.parametrize("at", [13, 20])
+def test_a_worker_that_is_killed_has_made_no_steps_with_those_who_waited(tmp_path, at):
+    path = tmp_path / "counts"
+
+    def make() -> OracleEnv:
+        env = OracleEnv(path, 0, 3)
+        env.fault = Fault(faults.Signalled(signal.SIGKILL), at=at) if env.number == 2 else None
+        return env
+
+    with MultiSyncCollector(make, None, num_workers=1, num_envs=3, frames_per_batch=24, seed=2, **WAIT) as c:
+        batches = []
+        with pytest.raises(WorkerDied) as caught:
+            while True:
+                batches.append(c.next().clone())
+        assert "environment 2" in str(caught.value)
+        assert sum(c.stats().discarded.values()) < 24 - 8 + 2
+        batches += [c.next().clone() for _ in range(2)]
+        assert_accounted(c)
+        stats, counts = c.stats(), OracleEnv.read(path)
+        assert stats.executed == counts[:, 2].sum()
+        assert sum(check_stream(batches).values()) == stats.frames
+
+
+def test_steps_of_a_dead_worker_are_read_from_what_it_left():
+    flags = [Column(next_of(flag), (), np.dtype(bool), host=True) for flag in (TERMINATED, ("truncated",))]
+    lane = Slot(Layout(5, 3, (Column(REWARD, (), np.dtype(np.float32), host=True), *flags))).lanes[0]
+    progress = Progress(np.zeros(CELLS, np.int64))
+    progress.take_up(1)
+    assert steps_made(progress.cells, lane, REWARD) == 0
+    progress.mark_unwritten(lane, REWARD, 0)
+    progress.count(waits=True)
+    lane.arrays[REWARD][:3] = 0
+    lane.arrays[REWARD][3, :2] = 0
+    progress.cells[ACTING] = 3
+    lane.arrays[next_of(TERMINATED)][1, 0] = True
+    assert steps_made(progress.cells, lane, REWARD) == 2 + 4 + 3
+    assert stepped_in_row(progress.cells, lane, REWARD) == 2
+    progress.count()
+    assert steps_made(progress.cells, lane, REWARD) == 11
