@@ -173,12 +173,35 @@ def test_batches_of_single_workers_come_as_they_are_ready(
     assert {int(recording.batch(n)["collector", "traj_ids"][0, 0]) // 4 % 2 for n in range(6)} == {0, 1}
 
 
+def test_a_server_acts_for_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["collect", "CartPole-v1", "--frames", 800, "--frames-per-batch", 400, "--envs", 4, "--policy", "mlp"]
+    recordings = {}
+    for name, where in {
+        "workers": [],
+        "again": ["--inference", "server"],
+        "server": ["--inference", "server"],
+        "alternating": ["--inference", "server", "--alternating"],
+    }.items():
+        code, out, err = run(capsys, *argv, "--workers", 2, *where, "--out", tmp_path / name)
+        assert (code, err) == (0, "")
+        assert ("(policy: server: " in out) == bool(where)
+        recording = load(tmp_path / name)
+        recordings[name] = torch.cat([recording.batch(number)["observation"] for number in range(2)], 2)
+        assert recordings[name].shape == (2, 4, 100, 4)
+    assert torch.equal(recordings["again"], recordings["server"])
+    assert torch.equal(recordings["workers"], recordings["alternating"])  # one worker in each half
+    assert not torch.equal(recordings["workers"], recordings["server"])  # one stream of random numbers for both
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["--async"], "--async is about workers: add --workers N"),
         (["--threads"], "--threads is about workers"),
         (["--on-failure", "drop"], "--on-failure is about workers"),
+        (["--inference", "server"], "--inference is about workers: add --workers N"),
+        (["--alternating"], "--alternating is about workers"),
+        (["--workers", "2", "--alternating"], "--alternating is about --inference server: add that"),
         (["--workers", "0"], "--workers 0: at least one"),
         (["--workers", "3"], "--workers 3 x --envs 8; the nearest are 792 or 816"),
         (["--workers", "3", "--frames-per-batch", "80"], "--workers 3 x --envs 8; the nearest are 72 or 96"),
@@ -270,12 +293,12 @@ def test_a_dropped_worker_is_told_at_once(failing: list[Any], capsys: pytest.Cap
 
 @pytest.mark.parametrize(("env", "trust"), [("CartPole-v1", ""), ("mine:Maze-v0", " --trust")])
 def test_a_crash_capsule_is_pointed_to(env: str, trust: str) -> None:
-    from muster.cli.collect import Collect, _in_short
+    from muster.cli.collect import in_short
     from muster.errors import WorkerDied
 
     error = WorkerDied("Worker 1 was killed by SIGKILL.\n\nStack of the worker: ...")
     error.worker, error.capsule = 1, Path("/tmp/x.capsule")
-    with pytest.raises(WorkerDied) as raised, _in_short(Collect(env, 80)):
+    with pytest.raises(WorkerDied) as raised, in_short(env, allow_import=False):
         raise error
     hint = f"See it happen again with: muster replay /tmp/x.capsule{trust}"
     assert str(raised.value) == f"Worker 1 was killed by SIGKILL.\n{hint}"

@@ -10,7 +10,9 @@ from typing import Annotated
 
 from muster.cli.collect import Collect, collect
 from muster.cli.doctor import Doctor, doctor
+from muster.cli.eval import Eval, evaluate
 from muster.cli.replay import Replay, replay
+from muster.cli.tune import Tune, tune
 from muster.errors import MusterError
 
 EXAMPLES = """Collects reinforcement-learning experience at the speed of the environments.
@@ -20,6 +22,8 @@ examples:
   muster collect Pendulum-v1 --frames 1e6 --envs 16 --policy mlp --seed 3 --out runs/b
   muster collect CartPole-v1 --frames 50_000 --policy net.safetensors
   muster collect my_envs:Maze-v0 --frames 10k --policy agent.py:policy --allow-import
+  muster eval CartPole-v1 --policy net.safetensors --episodes 20 --video best,worst
+  muster tune CartPole-v1 --policy mlp --num-envs 16 64
   muster replay /tmp/muster-crash-x1/env-3.capsule
   muster doctor
 
@@ -47,9 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if isinstance(command, Replay):
             return replay(command)
+        if isinstance(command, Eval):
+            return evaluate(command)
+        if isinstance(command, Tune):
+            return tune(command)
         return collect(command) if isinstance(command, Collect) else doctor(command)
     except MusterError as error:
-        if isinstance(command, Collect) and command.allow_import and error.__cause__ is not None:
+        if isinstance(command, (Collect, Eval, Tune)) and command.allow_import and error.__cause__ is not None:
             traceback.print_exception(error.__cause__)  # perhaps from the user's own code
         print(f"muster: {error}", file=sys.stderr)
         return 2
@@ -61,15 +69,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _parse(arguments: Sequence[str]) -> Collect | Doctor | Replay:
+def _parse(arguments: Sequence[str]) -> Collect | Eval | Doctor | Replay | Tune:
     import tyro
 
     command = (
         Annotated[Collect, tyro.conf.subcommand("collect", description=Collect.__doc__)]
+        | Annotated[Eval, tyro.conf.subcommand("eval", description=Eval.__doc__)]
+        | Annotated[Tune, tyro.conf.subcommand("tune", description=Tune.__doc__)]
         | Annotated[Replay, tyro.conf.subcommand("replay", description=Replay.__doc__)]
         | Annotated[Doctor, tyro.conf.subcommand("doctor", description=Doctor.__doc__)]
     )
-    parsed: Collect | Doctor | Replay = tyro.cli(
+    parsed: Collect | Eval | Doctor | Replay | Tune = tyro.cli(
         command,
         prog="muster",
         description=EXAMPLES,

@@ -166,7 +166,7 @@ def summary(stats: CollectorStats, returns: Returns, recording_s: float | None, 
         recording_s: time spent writing, None if nothing was recorded.
         elapsed_s: from the first batch to the last; for collectors with workers.
     """
-    plus_minus, _ = _symbols()
+    plus_minus, _ = symbols()
     lines = [f"frames    {stats.frames:,} in {stats.batches:,} batches"]
     if stats.discarded:
         lines[0] += "; discarded " + ", ".join(f"{n:,} ({reason})" for reason, n in stats.discarded.items())
@@ -195,7 +195,7 @@ def summary(stats: CollectorStats, returns: Returns, recording_s: float | None, 
 
 
 def _shares(parts: Mapping[str, float]) -> str:
-    _, block = _symbols()
+    _, block = symbols()
     total = sum(parts.values()) or 1.0
     return "  ".join(f"{name} {s / total:.0%} {block * round(10 * s / total)}".rstrip() for name, s in parts.items())
 
@@ -228,7 +228,8 @@ def _episodes(stats: CollectorStats) -> str:
     return f"episodes {stats.episodes:,}{mean}"
 
 
-def _symbols() -> tuple[str, str]:
+def symbols() -> tuple[str, str]:
+    """Plus-minus and a block, as far as the terminal has them."""
     try:
         "±▇".encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

@@ -1,0 +1,210 @@
+"""``muster eval``: how good a policy is, with an exact number of episodes and a confidence interval."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from muster.cli.collect import Count, check_env_id, env_spaces, find_env, in_short
+from muster.cli.policies import check_policy, choose_policy, needs_spaces
+from muster.cli.report import LINE_EVERY_S, symbols
+from muster.cli.signals import StopSignals
+from muster.errors import BadOption
+
+if TYPE_CHECKING:
+    from muster.evaluation import Evaluation
+
+KINDS = ("best", "worst", "median")
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Evaluate a policy in a Gymnasium environment, on an exact number of episodes."""
+
+    env: Annotated[Positional[str], arg(metavar="ENV")]
+    """Id as for gymnasium.make; MODULE:ID imports MODULE and needs --allow-import."""
+
+    policy: Annotated[str, arg(metavar="POLICY")] = "random"
+    """random; mlp (fresh, 64x64 tanh); FILE.safetensors with the weights of such an MLP; FILE.py:NAME."""
+
+    episodes: Annotated[int, arg(metavar="N")] = 20
+    """Complete episodes, the same number from each environment: short ones have no advantage."""
+
+    num_envs: Annotated[int, arg(metavar="B", aliases=["--envs"])] = 8
+    """Environments stepped together; with --workers, so many in each."""
+
+    workers: Annotated[int, arg(metavar="N")] = 0
+    """Worker processes. Without it this process evaluates."""
+
+    sampled: bool = False
+    """Sample actions as in training; otherwise the policy acts deterministically."""
+
+    seed: Annotated[int, arg(metavar="S")] = 0
+    """Episode i is reset with seed S + i."""
+
+    max_frames: Annotated[Count | None, arg(metavar="N")] = None
+    """Stop after so many environment steps over all environments; what is going on then is reported."""
+
+    max_steps: Annotated[Count | None, arg(metavar="N", aliases=["--max-T"])] = None
+    """Stop after so many time steps of each environment."""
+
+    max_episode_steps: Annotated[Count | None, arg(metavar="N")] = None
+    """Truncate episodes there; for environments that may never end."""
+
+    video: Annotated[str | None, arg(metavar="WHICH")] = None
+    """Of some episodes: best, worst, median or indices, with commas between them. Needs muster-rl[video]."""
+
+    out: Annotated[Path, arg(metavar="DIR")] = Path("videos")
+    """Folder for videos."""
+
+    json: bool = False
+    """Print everything as JSON instead of the table."""
+
+    allow_import: bool = False
+    """Allow ENV and --policy to import and run Python code (the current directory is searched, too)."""
+
+    quiet: bool = False
+    """Print no progress."""
+
+
+def evaluate(command: Eval) -> int:
+    """Run the command. Returns the exit code.
+
+    Raises:
+        MusterError: for whatever is wrong with the request, or with a worker.
+    """
+    wanted = _check(command)
+    check_env_id(command.env, allow_import=command.allow_import)
+    check_policy(command.policy, allow_import=command.allow_import)
+    if command.allow_import and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    find_env(command.env)
+    if wanted:
+        from muster.evaluation.video import writer
+
+        writer()  # rather than find out at the end
+    spaces = env_spaces(command.env) if needs_spaces(command.policy) else None
+    chosen = choose_policy(command.policy, spaces, command.seed)
+    with StopSignals() as stop, in_short(command.env, allow_import=command.allow_import):
+        evaluation = _evaluate(command, chosen.policy, stop)
+        files: list[Path] = []
+        try:
+            files += (evaluation.video(which, command.out) for which in wanted if evaluation.records)
+        finally:  # whatever becomes of the videos
+            if command.json:
+                about = {"policy": chosen.description, "videos": list(map(str, files))}
+                print(json.dumps({**evaluation.as_dict(), **about}))
+            else:
+                print(table(evaluation, chosen.description, files))
+    return stop.exit_code
+
+
+def _evaluate(command: Eval, policy: Any, stop: StopSignals) -> Evaluation:
+    from muster.evaluation import Evaluator
+
+    with (
+        Evaluator(
+            command.env,
+            policy,
+            episodes=command.episodes,
+            num_envs=command.num_envs,
+            num_workers=command.workers,
+            seed=command.seed,
+            exploration_type="random" if command.sampled else "deterministic",
+            max_frames=command.max_frames,
+            max_T=command.max_steps,
+            max_frames_per_traj=command.max_episode_steps,
+            record_actions=command.video is not None,
+        ) as evaluator,
+        _Progress(command.episodes, quiet=command.quiet or command.json) as progress,
+    ):
+
+        def go_on(episodes: int, frames: int) -> bool:
+            progress.update(episodes, frames)
+            return stop.received is None
+
+        return evaluator.evaluate(progress=go_on)
+
+
+def _check(command: Eval) -> list[str | int]:
+    """The videos that are wanted, if everything fits together."""
+    for name, value, least in (("--episodes", command.episodes, 1), ("--num-envs", command.num_envs, 1)):
+        if value < least:
+            raise BadOption(f"{name} {value}: expected at least {least}.")
+    for name, value in (("--workers", command.workers), ("--seed", command.seed)):
+        if value < 0:
+            raise BadOption(f"{name} {value} is negative.")
+    wanted: list[str | int] = []
+    for word in (command.video or "").split(",") if command.video is not None else ():
+        if word not in KINDS and not (word.isdecimal() and int(word) < command.episodes):
+            raise BadOption(
+                f"--video {command.video}: {word!r} is none of {', '.join(KINDS)}, and no number below "
+                f"{command.episodes}, the number of episodes."
+            )
+        wanted.append(word if word in KINDS else int(word))
+    return wanted
+
+
+class _Progress:
+    """A bar on terminals, a line now and then elsewhere."""
+
+    def __init__(self, total: int, *, quiet: bool) -> None:
+        self._total, self._quiet = total, quiet
+        self._bar: Any = None
+        self._last = time.monotonic()
+
+    def __enter__(self) -> _Progress:
+        if not self._quiet and sys.stdout.isatty():
+            from rich.progress import Progress
+
+            self._bar = Progress(transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task("eval", total=self._total)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, episodes: int, frames: int) -> None:
+        text = f"eval {episodes:,}/{self._total:,} episodes  {frames:,} frames"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=episodes, description=text)
+        elif not self._quiet and time.monotonic() - self._last >= LINE_EVERY_S:
+            self._last = time.monotonic()
+            print(text, flush=True)
+
+
+def table(evaluation: Evaluation, policy: str, files: list[Path]) -> str:
+    """What is printed at the end."""
+    plus_minus, _ = symbols()
+    done, low_high = evaluation, evaluation.confidence_interval()
+    lines = [f"policy    {policy}"]
+    if done.records:
+        returns = done.returns
+        lines += [
+            f"return    {done.mean:,.2f} {plus_minus} {done.std:,.2f}   95% interval of the mean (Student's t): "
+            f"{low_high[0]:,.2f} to {low_high[1]:,.2f}",
+            f"          median {done.median:,.2f}   from {returns.min():,.2f} to {returns.max():,.2f}",
+            f"episodes  {len(done.records):,}   length {done.length_mean:,.1f}   "
+            f"terminated {sum(record.terminated for record in done.records):,}   seeds from {done.seed}",
+        ]
+    else:
+        lines.append("episodes  none ended")
+    if not done.complete:
+        going = ", ".join(f"env {u.env_id}: {u.return_so_far:,.1f} in {u.steps:,}" for u in done.unfinished[:8])
+        more = f", and {len(done.unfinished) - 8} more" if len(done.unfinished) > 8 else ""
+        lines.append(
+            f"INCOMPLETE: stopped by {done.stopped_by}; these were going on: {going or 'none'}{more}. Long ones are "
+            f"missing, so the mean may mislead."
+        )
+    left_out = "".join(f"  {reason} {steps:,}" for reason, steps in done.discarded.items())
+    lines.append(f"frames    {done.frames:,} in {done.seconds:,.1f} s{left_out}")
+    return "\n".join([*lines, *(f"wrote     {file}" for file in files)])

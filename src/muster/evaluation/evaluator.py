@@ -1,0 +1,361 @@
+"""``Evaluator``: an exact number of episodes of a policy with frozen weights, now or in the background."""
+
+from __future__ import annotations
+
+import difflib
+import threading
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+from typing_extensions import Self
+
+from muster.collectors.options import check_choice
+from muster.errors import (
+    BadOption,
+    BadWeights,
+    CollectorBusy,
+    CollectorClosed,
+    EnvError,
+    UnknownOption,
+    WorkerDied,
+    WorkerHung,
+)
+from muster.evaluation.background import Background
+from muster.evaluation.copies import weights_of
+from muster.evaluation.result import Evaluation
+from muster.evaluation.rules import RuleName
+from muster.evaluation.run import Plan, Progress
+from muster.evaluation.stage import Stage
+from muster.weights.names import Weights
+
+ATTEMPTS = 3
+PASSED_ON = [
+    "alternating",
+    "compile_policy",
+    "crash_dir",
+    "cudagraph_policy",
+    "device",
+    "env_device",
+    "executor",
+    "inference",
+    "inference_mode",
+    "max_batch",
+    "max_frames_per_traj",
+    "max_wait_s",
+    "no_cuda_sync",
+    "num_sub_threads",
+    "policy_device",
+    "prev_action_reward",
+    "start_method",
+    "timeouts",
+    "traj_done_key",
+    "trust_policy",
+    "use_buffers",
+    "validate",
+]
+WhenBusy = Literal["queue", "skip", "raise"]
+OnFailure = Literal["raise", "restart"]
+
+
+@dataclass(frozen=True)
+class EvaluatorStats:
+    """A snapshot.
+
+    Attributes:
+        evaluations: completed.
+        episodes: counted in them.
+        frames: environment steps executed, whatever became of them.
+        seconds: spent evaluating.
+        restarts: evaluations begun anew after a failure.
+        skipped: triggers that came while busy, with ``when_busy="skip"``.
+        waiting: triggers whose evaluation is not done.
+        version: of the last evaluation's weights; None before.
+        mean: its mean return; None before.
+    """
+
+    evaluations: int = 0
+    episodes: int = 0
+    frames: int = 0
+    seconds: float = 0.0
+    restarts: int = 0
+    skipped: int = 0
+    waiting: int = 0
+    version: int | str | None = None
+    mean: float | None = None
+
+
+@dataclass(frozen=True)
+class _Job:
+    number: int
+    weights: Weights | None
+    version: int | str
+
+
+class Evaluator:
+    """Evaluates a policy on an exact number of complete episodes, without a bias to short ones.
+
+    ::
+
+        with Evaluator("CartPole-v1", policy, episodes=20, num_envs=8) as evaluator:
+            evaluation = evaluator.evaluate()
+            print(evaluation.mean, evaluation.confidence_interval())
+
+    It has environments, random streams and a copy of the policy (in evaluation mode) of its own, so training goes on as
+    if it were not there. Every ``evaluate()`` begins with fresh resets. Episode k of environment i is reset with
+    ``seed + i + k * (number of environments)``: the first ``episodes`` seeds, however many environments and workers
+    share them. (Batches that reset themselves, such as vector environments, are seeded once.)
+
+    In the background, worker processes evaluate the weights of the moment of ``trigger()`` while the user goes on::
+
+        with Evaluator("CartPole-v1", policy, num_envs=8, num_workers=1) as evaluator:
+            for batch in collector:
+                learn(batch)
+                evaluator.trigger()
+                if (evaluation := evaluator.poll()) is not None:
+                    log(evaluation.version, evaluation.mean)
+
+    Args:
+        create_env_fn: see ``Collector``; with workers no environment objects.
+        policy: see ``Collector``. What ``evaluate()`` takes weights from, unless it is given others.
+        episodes: how many. None: all that end before another bound.
+        max_frames: environment steps at most, over all environments; episodes that are going on then are
+            ``unfinished``.
+        max_T: time steps at most, of each environment.
+        max_trajectories: end after the time step at which so many episodes are there.
+        num_envs: stepped together, by each worker. None: one, without a batch dimension.
+        num_workers: processes, each with ``num_envs`` environments; 0: this process.
+        rule: which episodes count. "per_env": a number fixed in advance from each environment; "first_done": whatever
+            ends first, biased towards short episodes. Without ``episodes`` every episode counts as it ends
+            ("first_done").
+        exploration_type: "deterministic", or "random" to sample as in training; see ``CollectorOptions``.
+        seed: of the episodes, the same in every evaluation. None: others each time.
+        reseed: others each time, derived from ``seed``.
+        create_env_kwargs: see ``CollectorOptions``.
+        on_failure: when a worker dies or hangs, or an environment raises: "raise", or "restart" with fresh workers and
+            environments: the same evaluation from its beginning, twice at most.
+        when_busy: what ``trigger()`` does while an evaluation is going on: "queue" (each keeps a copy of the weights),
+            "skip", or "raise" ``CollectorBusy``.
+        record_actions: keep actions for ``Evaluation.video``.
+        **options: of ``CollectorOptions``, and of ``MultiOptions`` with workers: ``max_frames_per_traj`` (for
+            environments that may never end), ``inference``, devices, ``timeouts``, and the like.
+
+    Raises:
+        BadOption, UnknownOption: as collectors do.
+        UnsupportedEnv, EnvError: while making environments.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        episodes: int | None = 10,
+        max_frames: int | None = None,
+        max_T: int | None = None,
+        max_trajectories: int | None = None,
+        num_envs: int | None = None,
+        num_workers: int = 0,
+        rule: RuleName = "per_env",
+        exploration_type: Any = "deterministic",
+        seed: int | None = 0,
+        reseed: bool = False,
+        create_env_kwargs: Any = None,
+        on_failure: OnFailure = "raise",
+        when_busy: WhenBusy = "queue",
+        record_actions: bool = True,
+        **options: Any,
+    ) -> None:
+        check_choice("on_failure", on_failure, ("raise", "restart"))
+        check_choice("when_busy", when_busy, ("queue", "skip", "raise"))
+        _check(options, num_workers, seed)
+        self.plan = Plan(episodes, max_frames, max_T, max_trajectories, rule)
+        self.num_workers, self.on_failure, self.when_busy = num_workers, on_failure, when_busy
+        self.seed, self.reseed = seed, reseed
+        self._served = options.get("inference") == "server"
+        self._policy = policy
+        options |= {"exploration_type": exploration_type, "num_envs": num_envs}
+        options |= {} if create_env_kwargs is None else {"create_env_kwargs": create_env_kwargs}
+        rows, _ = self.plan.limit(num_envs or 1)
+        self._stage = Stage(
+            create_env_fn, policy, num_workers=num_workers, rows=rows, record=record_actions, options=options
+        )
+        self._number = 0
+        self._stats, self._counting = EvaluatorStats(), threading.Lock()
+        self._closed = False
+        self._background: Background[_Job, Evaluation] = Background(self._in_background, f"muster-eval-{id(self):x}")
+
+    # --- evaluating -------------------------------------------------------------------------------
+
+    def evaluate(
+        self, policy_or_weights: Any = None, *, version: int | str | None = None, progress: Progress | None = None
+    ) -> Evaluation:
+        """Evaluate now, with the weights as they are.
+
+        Args:
+            policy_or_weights: where they come from: a policy, its network, a TensorDict or dict of tensors; None is the
+                policy that the evaluator was made with.
+            version: to be noted in the result. None: the number of this evaluation, from 1.
+            progress: called after every few time steps with the numbers of episodes and frames so far; where it returns
+                False, the evaluation ends.
+
+        Raises:
+            CollectorBusy: while another one is going on in the background.
+            BadWeights: they do not fit.
+            WorkerDied, WorkerHung, EnvError, PolicyError, ...: see ``on_failure``.
+        """
+        self._check_open()
+        if self.is_running():
+            raise CollectorBusy("an evaluation is going on in the background: wait() for it, or trigger() another one")
+        return self._evaluate(self._job(policy_or_weights, version, copied=False), progress)
+
+    def trigger(self, policy_or_weights: Any = None, version: int | str | None = None) -> int:
+        """Take a snapshot of the weights and evaluate it in the background; returns at once.
+
+        Args: see ``evaluate``.
+
+        Returns:
+            the number of the evaluation; 0 if it was skipped.
+
+        Raises:
+            BadOption: without worker processes, or with ``inference="server"``: what acts in this process would draw
+                from the random generators of the training.
+            CollectorBusy: with ``when_busy="raise"``, while another one is going on.
+        """
+        self._check_open()
+        if self.num_workers == 0:
+            raise BadOption("evaluating in the background takes a process: make the Evaluator with num_workers=1")
+        if self._served:
+            raise BadOption("inference='server' acts in this process, and not beside your training: leave it out")
+        if self._background.waiting and self.when_busy == "raise":
+            raise CollectorBusy("an evaluation is going on: poll() or wait() first, or use when_busy='queue' or 'skip'")
+        if self._background.waiting and self.when_busy == "skip":
+            self._count(skipped=1)
+            return 0
+        job = self._job(policy_or_weights, version, copied=True)
+        self._background.add(job)
+        return job.number
+
+    def poll(self) -> Evaluation | None:
+        """The oldest evaluation of a trigger that is done and was not fetched yet, or None; raises what it raised."""
+        return self._background.take()
+
+    def wait(self, timeout: float | None = None) -> Evaluation:
+        """``poll``, when it is done.
+
+        Raises:
+            CollectorTimeout: not within ``timeout`` seconds; it goes on.
+            BadOption: nothing was triggered.
+        """
+        self._check_open()
+        return self._background.wait(timeout)
+
+    def is_running(self) -> bool:
+        """An evaluation is going on in the background, or about to."""
+        return self._background.waiting > 0
+
+    def stats(self) -> EvaluatorStats:
+        """A snapshot; cheap, also after ``shutdown``."""
+        return replace(self._stats, waiting=self._background.waiting)
+
+    def shutdown(self, timeout: float | None = 10.0) -> None:
+        """End everything: environments, workers, the background thread. May be called again.
+
+        Args:
+            timeout: seconds that a rollout in the background may still take before its workers are killed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if not self._background.stop(timeout):
+            self._stage.kill()
+            self._background.stop(None)
+        self._stage.close()
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "busy" if self.is_running() else "idle"
+        names = ", ".join(sorted({str(getattr(m, "__name__", m)) for m in self._stage.makers}))
+        return f"Evaluator({names}, episodes={self.plan.episodes}, rule={self.plan.rule_name!r}, {state})"
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def _job(self, source: Any, version: int | str | None, *, copied: bool) -> _Job:
+        if self._stage.shared and source is not None:
+            raise BadWeights(
+                f"the policy {self._policy!r} could not be copied, so weights given to it would be yours: evaluate() "
+                f"without any, or make the policy a module"
+            )
+        meant = self._policy if source is None else source
+        weights = None if self._stage.shared else weights_of(meant, copied=copied)
+        self._number += 1
+        return _Job(self._number, weights, self._number if version is None else version)
+
+    def _in_background(self, job: _Job) -> Evaluation:
+        return self._evaluate(job, lambda *_: not self._background.stopping)
+
+    def _evaluate(self, job: _Job, progress: Progress | None) -> Evaluation:
+        lost = 0
+        seed = self._seed_of(job.number)
+        for attempt in range(1, ATTEMPTS + 1):
+            before = self._stage.executed
+            try:
+                done = self._stage.play(
+                    self.plan, weights=job.weights, seed=seed, version=job.version, progress=progress
+                )
+            except BadWeights:
+                raise  # before anything was begun
+            except BaseException as error:
+                executed = self._stage.executed - before
+                lost += executed
+                self._stage.close(objects=False)  # what a rollout has left half done belongs to nobody
+                again = isinstance(error, (WorkerDied, WorkerHung, EnvError)) and self.on_failure == "restart"
+                again = again and attempt < ATTEMPTS and not self._background.stopping
+                self._count(frames=executed, restarts=int(again))
+                if not again:
+                    raise
+            else:
+                executed = self._stage.executed - before
+                self._count(evaluations=1, episodes=len(done.records), frames=executed, seconds=done.seconds, last=done)
+                return replace(done, discarded=done.discarded | {"restarted": lost}) if lost else done
+        raise AssertionError("the last attempt has returned or raised")
+
+    def _seed_of(self, number: int) -> int:
+        if self.seed is not None and not self.reseed:
+            return self.seed
+        words = np.random.SeedSequence(None if self.seed is None else [self.seed, number])
+        return int(words.generate_state(1)[0]) >> 2  # far from where sums with it would not be 32 bits any more
+
+    def _count(self, *, last: Evaluation | None = None, **more: float) -> None:
+        with self._counting:  # two threads do it
+            changed: dict[str, Any] = {name: getattr(self._stats, name) + n for name, n in more.items()}
+            if last is not None:
+                changed |= {"version": last.version, "mean": last.mean}
+            self._stats = replace(self._stats, **changed)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CollectorClosed("this evaluator was shut down; make a new one")
+
+
+def _check(options: dict[str, Any], num_workers: Any, seed: Any) -> None:
+    """Raise for what no collector is asked about."""
+    for name, value, least in (("num_workers", num_workers, 0), ("seed", seed, 0)):
+        if isinstance(value, bool) or not (isinstance(value, int) or (value is None and name == "seed")):
+            raise BadOption(f"{name}={value!r}: expected an integer of at least {least}")
+        if value is not None and value < least:
+            raise BadOption(f"{name}={value!r}: expected an integer of at least {least}")
+    for name in options:
+        if name not in PASSED_ON:
+            near = difflib.get_close_matches(name, PASSED_ON, n=1, cutoff=0.6)
+            hint = f"did you mean {near[0]!r}?" if near else f"of collectors' options it takes {', '.join(PASSED_ON)}"
+            raise UnknownOption(f"Evaluator has no option {name!r}; {hint}")

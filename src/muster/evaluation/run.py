@@ -1,0 +1,196 @@
+"""One evaluation: what comes out of rollouts, counted until all is there that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from muster.errors import BadOption
+from muster.evaluation.result import EvaluatedEpisode, Evaluation, UnfinishedEpisode
+from muster.evaluation.rules import RuleName, check_rule, make_rule
+from muster.evaluation.tape import Tape
+from muster.memory.specs import Array
+from muster.trajectories import EpisodeRecord
+
+ENDLESS = 100_000  # steps of one episode after which a missing limit is an error
+
+Progress = Callable[[int, int], object]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked for; see ``Evaluator``.
+
+    Raises:
+        BadOption: an impossible value, or no end.
+    """
+
+    episodes: int | None = 10
+    max_frames: int | None = None
+    max_T: int | None = None  # noqa: N815 (T is the name of time steps)
+    max_trajectories: int | None = None
+    rule: RuleName = "per_env"
+
+    def __post_init__(self) -> None:
+        bounds = {name: getattr(self, name) for name in ("episodes", "max_frames", "max_T", "max_trajectories")}
+        for name, value in bounds.items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise BadOption(f"{name}={value!r}: expected an integer of at least 1, or None")
+        check_rule(self.rule)
+        if all(value is None for value in bounds.values()):
+            raise BadOption("nothing ends this evaluation: give episodes, max_trajectories, max_T or max_frames")
+
+    @property
+    def goal(self) -> str | None:
+        """The bound that is wanted rather than feared."""
+        names = ("episodes", "max_trajectories")
+        return next((name for name in names if getattr(self, name) is not None), None)
+
+    @property
+    def rule_name(self) -> str:
+        """The rule that is at work: without a number of episodes there is nothing to share out."""
+        return self.rule if self.episodes is not None else "first_done"
+
+    def limit(self, num_envs: int) -> tuple[int | None, str]:
+        """Time steps, and the name of the bound that says so.
+
+        Raises:
+            BadOption: ``max_frames`` is less than one step of all environments.
+        """
+        if self.max_frames is not None and self.max_frames < num_envs:
+            raise BadOption(f"max_frames={self.max_frames} is less than one step of {num_envs} environments")
+        steps = {"max_T": self.max_T, "max_frames": self.max_frames and self.max_frames // num_envs}
+        given = [(value, name) for name, value in steps.items() if value is not None]
+        return min(given, key=lambda entry: entry[0], default=(None, ""))
+
+
+class Run:
+    """Counts the episodes of one evaluation; all environments begin together, and step together.
+
+    Args:
+        num_envs: over all groups.
+        seed: of environment 0's first episode.
+        seeded: every episode has a seed of its own, see ``EpisodeSeeds``.
+        version: of the weights.
+
+    Attributes:
+        t: time steps so far.
+        stopped_by: see ``Evaluation``; empty while it goes on.
+        overrun: steps executed after the end.
+    """
+
+    def __init__(self, plan: Plan, num_envs: int, *, seed: int, seeded: bool, version: int | str) -> None:
+        self.plan, self.num_envs, self.version = plan, num_envs, version
+        self.rule = make_rule(plan.rule, plan.episodes, num_envs)
+        self._limit, self._limited_by = plan.limit(num_envs)
+        self._seed, self._seeded = seed, seeded
+        self.t = self.overrun = 0
+        self.stopped_by = ""
+        self.records: list[EvaluatedEpisode] = []
+        self.uncounted: list[EvaluatedEpisode] = []
+        self._began = [0] * num_envs  # when the episode that is going on did
+        self._number = [0] * num_envs
+        self._returns = np.zeros(num_envs)  # so far
+
+    def add(self, episodes: Sequence[EpisodeRecord], reward: Array, T: int) -> None:
+        """Take in a rollout.
+
+        Args:
+            episodes: that ended in it, of each environment in order.
+            reward: ``[T, B]`` of all environments.
+            T: its time steps.
+
+        Raises:
+            BadOption: an episode does not end, and nothing else ends the evaluation.
+        """
+        stop = self.t + T if self._limit is None else min(self.t + T, self._limit)
+        ended = set()
+        for end, record in self._by_time(episodes):
+            if end > stop:
+                break
+            self._enter(record)
+            ended.add(record.env_id)
+            if self._reached():
+                stop = end  # others that end here are still looked at
+        rows = reward[: stop - self.t]
+        self._returns += rows.sum(axis=0, dtype=np.float64)
+        for i in ended:
+            self._returns[i] = rows[self._began[i] - self.t :, i].sum(dtype=np.float64)
+        self.overrun = (self.t + T - stop) * self.num_envs
+        self.t = stop
+        if not self.stopped_by and self.t == self._limit:
+            self.stopped_by = self._limited_by
+        if not self.stopped_by and self._limit is None:
+            self._check_that_they_end()
+
+    @property
+    def complete(self) -> bool:
+        """All is there that was asked for."""
+        return self.stopped_by == self.plan.goal if self.plan.goal else not self.unfinished()
+
+    def unfinished(self) -> tuple[UnfinishedEpisode, ...]:
+        """Episodes that are going on and were wanted."""
+        return tuple(
+            UnfinishedEpisode(i, self._number[i], self._seed_of(i), self.t - began, float(self._returns[i]))
+            for i, began in enumerate(self._began)
+            if began < self.t and self.rule.awaits(i)
+        )
+
+    def result(self, env: str, seconds: float, tape: Tape | None) -> Evaluation:
+        """When it is over."""
+        unfinished, frames = self.unfinished(), self.t * self.num_envs
+        shown = sum(record.length for record in self.records) + sum(episode.steps for episode in unfinished)
+        discarded = {"uncounted": frames - shown, "overrun": self.overrun}
+        return Evaluation(
+            env=env,
+            version=self.version,
+            seed=self._seed,
+            rule=self.plan.rule_name,
+            biased=self.rule.biased,
+            complete=self.complete,
+            stopped_by=self.stopped_by,
+            records=tuple(self.records),
+            uncounted=tuple(self.uncounted),
+            unfinished=unfinished,
+            frames=frames,
+            discarded={reason: steps for reason, steps in discarded.items() if steps},
+            seconds=seconds,
+            tape=tape,
+        )
+
+    def _by_time(self, episodes: Sequence[EpisodeRecord]) -> list[tuple[int, EvaluatedEpisode]]:
+        began, number = list(self._began), list(self._number)
+        timed = []
+        for episode in episodes:
+            _, i, value, length, terminated, truncated = episode
+            seed = self._seed_of(i, number[i])
+            record = EvaluatedEpisode(i, number[i], seed, began[i], value, length, terminated, truncated, self.version)
+            began[i], number[i] = began[i] + length, number[i] + 1
+            timed.append((began[i], record))
+        return sorted(timed, key=lambda entry: (entry[0], entry[1].env_id))
+
+    def _enter(self, record: EvaluatedEpisode) -> None:
+        i = record.env_id
+        counts = len(self.records) != self.plan.max_trajectories and self.rule.take(i)
+        (self.records if counts else self.uncounted).append(record)
+        self._began[i], self._number[i] = record.begin + record.length, record.episode + 1
+
+    def _reached(self) -> bool:
+        if not self.stopped_by:
+            enough = len(self.records) == self.plan.max_trajectories
+            self.stopped_by = "episodes" if self.rule.complete else "max_trajectories" if enough else ""
+        return bool(self.stopped_by)
+
+    def _seed_of(self, env_id: int, episode: int | None = None) -> int | None:
+        number = self._number[env_id] if episode is None else episode
+        return self._seed + env_id + self.num_envs * number if self._seeded or number == 0 else None
+
+    def _check_that_they_end(self) -> None:
+        endless = [episode.env_id for episode in self.unfinished() if episode.steps > ENDLESS]
+        if endless:
+            raise BadOption(
+                f"environment {endless[0]} has been in one episode for over {ENDLESS:,} steps, and this evaluation "
+                f"has no other end: give max_frames_per_traj= (which truncates episodes), max_T= or max_frames="
+            )

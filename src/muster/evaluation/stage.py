@@ -1,0 +1,199 @@
+"""Where evaluations take place: a collector with environments and a copy of the policy of its own."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from muster.collectors import Collector, MultiSyncCollector
+from muster.collectors.setup import keywords_of, makers_of
+from muster.envs.build import is_environment, is_single
+from muster.envs.episode_seeds import EpisodeSeeds, SeedingMaker
+from muster.errors import MusterError
+from muster.evaluation.copies import private_copy, shares_modules
+from muster.evaluation.result import Evaluation
+from muster.evaluation.run import Plan, Progress, Run
+from muster.evaluation.tape import Tape
+from muster.keys import Key
+from muster.memory.specs import Array
+from muster.rng import GroupRng
+from muster.sources.detached import DetachedWorker
+from muster.sources.messages import GroupInfo
+from muster.weights.names import Weights, weight_bearer
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from muster.collectors.base import BaseCollector
+
+ROWS = 32  # time steps per rollout: few enough to end soon after the last episode, enough to cost nothing
+
+
+class Stage:
+    """See the module.
+
+    Args:
+        create_env_fn, policy: see ``Evaluator``.
+        num_workers: 0: this process.
+        rows: time steps per rollout, at most.
+        record: keep actions.
+        options: of the collector.
+
+    Attributes:
+        makers: of the environments of each group.
+        shared: the policy could not be copied: it acts with the user's own modules.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any,
+        *,
+        num_workers: int,
+        rows: int | None,
+        record: bool,
+        options: dict[str, Any],
+    ) -> None:
+        several = isinstance(create_env_fn, (list, tuple))
+        makers = makers_of(create_env_fn)
+        self.makers = makers if several else makers * max(1, num_workers)
+        self._several = several or num_workers > 0
+        self._num_workers, self._record, self._rows = num_workers, record, min(ROWS, rows or ROWS)
+        self._kwargs = keywords_of(options.get("create_env_kwargs"), len(self.makers))
+        self._own, self._options = private_copy(policy), options
+        self.shared = num_workers == 0 and shares_modules(self._own, policy)
+        self._collector: BaseCollector | None = None
+        self._num_envs = len(self.makers) * (options["num_envs"] or 1)
+        self._seeded = False
+        self.open()
+
+    @property
+    def num_envs(self) -> int:
+        """Over all groups."""
+        return self._num_envs
+
+    @property
+    def executed(self) -> int:
+        """Environment steps since ``open``."""
+        return 0 if self._collector is None else self._collector.stats().executed
+
+    def open(self) -> BaseCollector:
+        """Make environments and workers, unless they are there."""
+        if self._collector is None:
+            with self._undisturbed():
+                self._collector = self._make()
+        return self._collector
+
+    def play(
+        self, plan: Plan, *, weights: Weights | None, seed: int, version: int | str, progress: Progress | None
+    ) -> Evaluation:
+        """One evaluation.
+
+        Args:
+            weights: to act with; None: those that are there.
+            seed, version, progress: see ``Evaluation`` and ``Evaluator.evaluate``.
+
+        Raises:
+            MusterError: the stage has to be closed then.
+        """
+        began = time.perf_counter()
+        collector = self.open()
+        info = collector._engine.source.crew.accounts[0].info
+        self._publish(collector, weights)
+        collector.set_seed(seed)
+        run = Run(plan, self._num_envs, seed=seed, seeded=self._seeded, version=version)
+        tape = self._tape(info) if self._record else None
+        while not run.stopped_by:
+            batch = collector.rollout()
+            run.add(collector.episodes, _rewards(batch, info.reward[0], self._num_envs), len(batch))
+            if tape is not None:
+                tape.rollouts.append({key: _rows(batch, key, self._num_envs).copy() for key in info.action_keys})
+            if progress is not None and progress(len(run.records), run.t * self._num_envs) is False:
+                run.stopped_by = run.stopped_by or "progress"
+        return run.result(info.name, time.perf_counter() - began, tape)
+
+    def close(self, *, objects: bool = True) -> None:
+        """End workers and close environments; may be called again.
+
+        Args:
+            objects: also environments that were given as objects, and that nobody could make again.
+        """
+        collector, self._collector = self._collector, None
+        if collector is not None:
+            collector.shutdown(close_env=objects or not any(map(is_environment, self.makers)), raise_on_error=False)
+
+    def kill(self) -> None:
+        """End workers that do not end by themselves; from another thread."""
+        if self._collector is not None:
+            for handle in self._collector._engine.source.crew.handles:
+                if isinstance(handle, DetachedWorker):
+                    handle.child.kill()
+
+    def _make(self) -> BaseCollector:
+        """A collector whose rollouts have ``ROWS`` time steps; environments may be more than their makers."""
+        sources = [self._seeding(maker) for maker in self.makers]
+        options = self._options | {
+            "frames_per_batch": self._rows * self._num_envs,
+            "layout": "time_major",
+            "compact_obs": True,
+        }
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "frames_per_batch=")
+            if self._num_workers:
+                collector: BaseCollector = MultiSyncCollector(
+                    sources, self._own, num_workers=self._num_workers, **options
+                )
+            else:
+                collector = Collector(sources if self._several else sources[0], self._own, **options)
+        found = collector._engine.num_envs
+        if found != self._num_envs:
+            self._num_envs, self._collector = found, collector
+            self.close(objects=False)
+            return self._make()
+        self._seeded = _has_seeds(collector)
+        return collector
+
+    def _seeding(self, maker: Any) -> Any:
+        if is_environment(maker):
+            return EpisodeSeeds(maker, self._num_envs) if is_single(maker) else maker
+        return SeedingMaker(maker, self._num_envs) if isinstance(maker, str) or callable(maker) else maker
+
+    def _publish(self, collector: BaseCollector, weights: Weights | None) -> None:
+        """Let the next rollouts act with new weights, all or nothing."""
+        if weights is not None:
+            function = self._num_workers == 0 and not isinstance(self._own, torch.nn.Module)
+            collector._weights.publish(weights, model=weight_bearer(self._own) if function else None)
+
+    def _tape(self, info: GroupInfo) -> Tape:
+        return Tape(info.name, list(zip(self.makers, self._kwargs, strict=True)), info.num_envs)
+
+    def _undisturbed(self) -> AbstractContextManager[None]:
+        """The user's random streams stay as they are, whatever environments draw from while they are made here."""
+        return nullcontext() if self._num_workers else GroupRng(0).as_global()
+
+
+def _rows(batch: TensorDict, key: Key, num_envs: int) -> Array:
+    """A column as ``[T, num_envs, *shape]``."""
+    array: Array = batch.get(key).detach().cpu().numpy()
+    return array.reshape(len(batch), num_envs, *array.shape[batch.ndim :])
+
+
+def _rewards(batch: TensorDict, key: Key, num_envs: int) -> Array:
+    """``[T, num_envs]``; NaN where the batch does not show what returns are made of."""
+    if key not in batch.keys(True):
+        return np.full((len(batch), num_envs), np.nan)
+    return _rows(batch, key, num_envs)[..., 0]
+
+
+def _has_seeds(collector: BaseCollector) -> bool:
+    """All environments are ``EpisodeSeeds``."""
+    try:
+        return all(itertools.chain(*collector._engine.source.crew.call("env_attribute", "seeds_episodes")))
+    except (AttributeError, MusterError):  # as environments of other kinds say
+        return False

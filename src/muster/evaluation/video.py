@@ -1,0 +1,130 @@
+"""Videos of episodes, made afterwards: the episode is repeated in an environment that renders. Writes with ffmpeg."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from muster.envs.build import is_environment
+from muster.errors import BadOption, UnsupportedEnv
+from muster.evaluation.result import EvaluatedEpisode
+from muster.evaluation.tape import Tape
+from muster.memory.specs import Array
+from muster.sources.capsule import Maker
+from muster.sources.player import Player
+
+FPS = 30.0  # where the environment does not say
+
+
+def film(tape: Tape, episode: EvaluatedEpisode, folder: Path, name: str, fps: float | None) -> Path:
+    """See ``Evaluation.video``; ``name`` begins the file's name, its return ends it."""
+    if episode.seed is None:
+        raise UnsupportedEnv(
+            f"{tape.name}: this episode had no seed of its own, so it cannot be repeated: environments that are made "
+            f"together reset themselves. Evaluate single Gymnasium environments (num_envs=) for videos."
+        )
+    write_frames = writer()
+    player = Player(tape.capsule(episode, _rendering(tape, episode.env_id)))
+    with closing(player):
+        if (mode := getattr(player.env, "render_mode", None)) != "rgb_array":
+            raise UnsupportedEnv(
+                f"{tape.name} has render_mode={mode!r} and so gives no pictures: create_env_fn has to take "
+                f"render_mode= and to pass it on"
+            )
+        if fps is None:
+            fps = float(getattr(player.env, "metadata", {}).get("render_fps") or FPS)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{name}-return-{episode.episode_return:g}.mp4"
+        _write(path, _even(_frames(player, tape, episode)), fps, write_frames)
+    return path
+
+
+def _frames(player: Player, tape: Tape, episode: EvaluatedEpisode) -> Iterator[Array]:
+    """The picture after the reset and after every step."""
+    player.make(("reset", 0))
+    yield _picture(player, tape)
+    total, steps, ended = 0.0, 0, False
+    while steps < episode.length and not ended:
+        player.make(("step", steps))
+        yield _picture(player, tape)
+        reward, terminated, truncated = (column.item() for column in player.outcome())
+        total, steps, ended = total + reward, steps + 1, terminated or truncated
+    if steps < episode.length or not math.isclose(total, episode.episode_return, rel_tol=1e-9, abs_tol=1e-9):
+        warnings.warn(
+            f"{tape.name} is not determined by its seed and actions: the episode with return "
+            f"{episode.episode_return:g} in {episode.length} steps gave {total:g} in {steps} when it was repeated for "
+            f"the video, which shows that.",
+            stacklevel=2,
+        )
+
+
+def _picture(player: Player, tape: Tape) -> Array:
+    picture = np.asarray(player.env.render())
+    if picture.ndim != 3 or picture.shape[2] != 3 or picture.dtype != np.uint8:
+        raise UnsupportedEnv(
+            f"{tape.name}.render() returned {picture.dtype} {list(picture.shape)}, expected uint8 [height, width, 3]"
+        )
+    return picture
+
+
+def _even(frames: Iterator[Array]) -> Iterator[Array]:
+    """With an even height and width, which the format needs: the last row or column twice."""
+    for frame in frames:
+        rows, columns = frame.shape[0] % 2, frame.shape[1] % 2
+        yield np.ascontiguousarray(np.pad(frame, ((0, rows), (0, columns), (0, 0)), "edge"))
+
+
+def _rendering(tape: Tape, env_id: int) -> Maker:
+    """What makes the environment with pictures."""
+    source, given = tape.maker(env_id)
+    kwargs: Mapping[str, Any] = given or {}
+    if is_environment(source):
+        raise BadOption("an environment object cannot be made again for a video: give an id, or a function")
+    if isinstance(source, str) or _takes_render_mode(source):
+        kwargs = {**kwargs, "render_mode": "rgb_array"}
+    return Maker(source, None, kwargs)
+
+
+def _takes_render_mode(source: Any) -> bool:
+    try:
+        parameters = inspect.signature(source).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return any(p.name == "render_mode" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def writer() -> Any:
+    """What writes frames to a file.
+
+    Raises:
+        BadOption: it is not installed.
+    """
+    try:
+        from imageio_ffmpeg import write_frames
+    except ImportError as error:
+        raise BadOption("videos are written with ffmpeg: pip install 'muster-rl[video]'") from error
+    return write_frames
+
+
+def _write(path: Path, frames: Iterator[Array], fps: float, write_frames: Any) -> None:
+    """Write the file, whole or not at all."""
+    temporary = path.with_name(f".{path.name}")
+    first = next(frames)
+    height, width = first.shape[:2]
+    output = write_frames(str(temporary), (width, height), fps=fps, macro_block_size=2, output_params=["-f", "mp4"])
+    try:
+        with closing(output):
+            output.send(None)
+            output.send(first)
+            for frame in frames:
+                output.send(frame)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
