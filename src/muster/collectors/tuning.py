@@ -199,26 +199,26 @@ def _with_workers(costs: Costs, create_env_fn: Any, policy: Any, options: dict[s
     served = dataclasses.replace(alone, groups=max(2, workers), workers=max(2, workers), inference="server")
     try:
         with make(served, maker, policy, **options) as collector:
-            return _with_server(costs, served, _Pace(collector, seconds * 0.3).batch_s)
+            return with_server(costs, served, _Pace(collector, seconds * 0.3).here_s)
     except (BadOption, UnsupportedEnv):  # not with such an environment or policy
         return costs
 
 
-def _with_server(costs: Costs, setup: Setup, batch_s: float) -> Costs:
-    """What a server costs: in proportion as usual, in all as seen where ``setup`` needs so many seconds for a batch."""
-    free = dataclasses.replace(costs, serve_s=(0.0, 0.0, 0.0))
-    usual_s, free_s = (setup.frames / predict(c, setup) for c in (costs, free))
-    factor = min(MOST_TIMES, max(1 / MOST_TIMES, (batch_s - free_s) / (usual_s - free_s)))
-    fixed, per_worker, per_env = (factor * part for part in costs.serve_s)
-    return dataclasses.replace(costs, serve_s=(fixed, per_worker, per_env))
+def with_server(costs: Costs, setup: Setup, spent_s: float) -> Costs:
+    """What a server costs: in proportion as usual, in all what this process spends on a batch besides the policy."""
+    N, (fixed, per_worker, per_env) = setup.groups * setup.num_envs, costs.serve_s
+    seen_s = (spent_s - costs.batch_s) / setup.T - costs.policy_s[0] - N * costs.policy_s[1]
+    times = seen_s / (fixed + setup.workers * per_worker + N * per_env)
+    times = min(MOST_TIMES, max(1 / MOST_TIMES, times))
+    return dataclasses.replace(costs, serve_s=(times * fixed, times * per_worker, times * per_env))
 
 
 class _Pace:
-    """Runs a collector for a while. Not what others do to it counts: of many batches, the quickest tenth.
+    """Runs a collector for a while. What other programs do meanwhile does not count, as far as that can be.
 
     Attributes:
-        batch_s: seconds of a batch.
-        rest_s: those of it in which nobody makes a rollout.
+        here_s: CPU time of this process for a batch.
+        rest_s: seconds of a batch in which nobody makes a rollout.
         computing_s: CPU time of a rollout, or how long it takes if the system does not say.
     """
 
@@ -229,19 +229,19 @@ class _Pace:
         end = time.perf_counter() + seconds
         inside: list[float] = []
         rest: list[float] = []
-        whole: list[float] = []
+        here = time.process_time()
         while len(rest) < 4 or time.perf_counter() < end:
             began, so_far = time.perf_counter(), _in_rollouts(collector)
             collector.rollout()
             took = [after - b for after, b in zip(_in_rollouts(collector), so_far, strict=True)]
             inside += took
-            whole.append(time.perf_counter() - began)
-            rest.append(whole[-1] - max(took))
-        self.batch_s, self.rest_s = (max(0.0, sorted(column)[len(column) // 10]) for column in (whole, rest))
+            rest.append(time.perf_counter() - began - max(took))
+        self.here_s = (time.process_time() - here) / len(rest)
+        self.rest_s = max(0.0, sorted(rest)[len(rest) // 10])
         self.computing_s = statistics.median(inside)
         spent = [after - b for pid, b in zip(pids, before, strict=True) if b and (after := computed_s(pid))]
         if spent:
-            self.computing_s = statistics.fmean(spent) / len(whole)
+            self.computing_s = statistics.fmean(spent) / len(rest)
 
 
 def _in_rollouts(collector: BaseCollector) -> list[float]:
