@@ -8,9 +8,11 @@ Layers, each importing only from those before it::
     rollout       the loop; trajectories
     weights/      publishing weights
     sources/      who fills slots
+    tuning/       what things cost here
     sinks/        whole episodes, splitting, replay buffers; stats, recording, timeline, profiling; checkpoint
     collectors/   what the user holds
     evaluation/   how good a policy is
+    evaluation/   exact numbers of episodes
     dialects/     other systems' names and semantics
     cli/          the muster command
 """

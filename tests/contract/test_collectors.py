@@ -66,7 +66,7 @@ KINDS = [
     Kind("sync-server", MultiSyncCollector, options={"num_workers": 2, "inference": "server"}),
     Kind("sync-server-alternating", MultiSyncCollector, options={"inference": "server", "alternating": True}),
     Kind("sync-server-threads", MultiSyncCollector, options={"inference": "server", "backend": "threads"}),
-    Kind("async-server", MultiAsyncCollector, options={"num_workers": 2, "inference": "server"}),
+    Kind("async-server", MultiAsyncCollector, options={"inference": "server"}),
     Kind("AsyncCollector-server", AsyncCollector, groups=1, options={"inference": "server"}),
 ]
 WITH_WORKERS = KINDS[1:]

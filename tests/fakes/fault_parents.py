@@ -118,6 +118,36 @@ def raises(folder: Path) -> None:
     raise ValueError("in the user's own loop")
 
 
+def served(folder: Path, kind: Any = MultiSyncCollector, do: Any = None) -> None:
+    """A server acts; it goes wrong in its 60th call."""
+    policy = faults.FaultyPolicy(str(folder / "mark"), do or (lambda _: ready()), at=60)
+    makers = [partial(OracleEnv, folder / "counts", number) for number in range(2)]
+    with kind(makers, policy, frames_per_batch=2 * T, inference="server", timeouts={"policy": None}) as made:
+        for _ in made:
+            pass
+
+
+def served_as_ready(folder: Path) -> None:
+    served(folder, MultiAsyncCollector)
+
+
+def served_never(folder: Path) -> None:
+    def waits(_: object) -> None:
+        ready()
+        faults.waits(None)
+
+    served(folder, do=waits)
+
+
+def served_and_forgotten(folder: Path) -> None:
+    policy = faults.FaultyPolicy(str(folder / "mark"), None, at=1 << 60)
+    makers = [partial(OracleEnv, folder / "counts", number) for number in range(2)]
+    made = MultiAsyncCollector(makers, policy, frames_per_batch=2 * T, inference="server")
+    made.next()
+    globals()["kept"] = made  # until the interpreter ends
+    ready()
+
+
 def watch(folder: Path, begun: int = 31) -> None:
     """Say "ready" when environment 0 is made and has begun so many steps."""
 

@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 
 class TwoArguments(Exception):
     def __init__(self, code: int, why: str) -> None:
@@ -100,21 +98,6 @@ def line_of(what: Any) -> str:
     return f"{code.co_filename}:{here + 1}"
 
 
-class FaultyPolicy(torch.nn.Module):
-    """Chooses action 1; goes wrong in its call of number ``at``, once: where ``mark`` does not exist yet."""
-
-    def __init__(self, mark: str, do: Any, at: int = 0) -> None:
-        super().__init__()
-        self.mark, self.do, self.at, self.calls = mark, do, at, 0
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-
-    def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls > self.at and first_time(self.mark):
-            self.do(None)
-        return torch.ones(obs.shape[:-1], dtype=torch.int64)
-
-
 class FaultyScheme:
     """Sends weights like ``scheme``, but taking them goes wrong, once, after ``at`` times."""
 
@@ -163,3 +146,11 @@ def first_time(mark: str) -> bool:
         return True
     except FileExistsError:
         return False
+
+
+def __getattr__(name: str) -> Any:
+    if name == "FaultyPolicy":  # needs torch, which workers that only step can do without
+        from tests.fakes.faulty_policy import FaultyPolicy
+
+        return FaultyPolicy
+    raise AttributeError(name)

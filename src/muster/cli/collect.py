@@ -61,6 +61,12 @@ class Collect:
     threads: bool = False
     """With --workers: threads instead of processes, for environments that mostly wait."""
 
+    inference: Literal["worker", "server"] = "worker"
+    """With --workers: each acts with a copy of the policy, or all only step and this process acts for them together."""
+
+    alternating: bool = False
+    """With --inference server: half of the workers step while the other half is acted for."""
+
     on_failure: Literal["raise", "restart", "drop"] = "raise"
     """With --workers: what to do if one dies or hangs, or its environment raises."""
 
@@ -95,11 +101,11 @@ def collect(command: Collect) -> int:
     if command.allow_import and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     find_env(command.env)
-    spaces = _spaces(command.env) if needs_spaces(command.policy) else None
+    spaces = env_spaces(command.env) if needs_spaces(command.policy) else None
     chosen = choose_policy(command.policy, spaces, command.seed)
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignals())
-        stack.enter_context(_in_short(command))
+        stack.enter_context(in_short(command.env, allow_import=command.allow_import))
         collector = stack.enter_context(_make_collector(command, chosen.policy, frames))
         recorder = stack.enter_context(_recorder(command, chosen.description)) if command.out else None
         run = _Run(command, collector, recorder, stop)
@@ -156,10 +162,13 @@ def _check_numbers(command: Collect) -> int:
     """The size of a batch, if all numbers fit together."""
     if command.workers is None:
         given = {"async": command.asynchronous, "threads": command.threads, "on-failure": command.on_failure != "raise"}
+        given |= {"inference": command.inference != "worker", "alternating": command.alternating}
         if useless := [f"--{name}" for name, is_given in given.items() if is_given]:
             raise BadOption(f"{useless[0]} is about workers: add --workers N, or leave it out.")
     elif command.workers < 1:
         raise BadOption(f"--workers {command.workers}: at least one is needed. Without --workers there are none.")
+    if command.alternating and command.inference != "server":
+        raise BadOption("--alternating is about --inference server: add that, or leave it out.")
     if command.seed < 0:
         raise BadOption(f"--seed {command.seed} is negative.")
     sharing = 1 if command.workers is None or command.asynchronous else command.workers
@@ -181,13 +190,15 @@ def _make_collector(command: Collect, policy: Any, frames: int) -> BaseCollector
         [command.env] * command.workers,
         policy,
         backend="threads" if command.threads else "processes",
+        inference=command.inference,
+        alternating=command.alternating,
         on_failure=command.on_failure,
         **options,
     )
 
 
 @contextmanager
-def _in_short(command: Collect) -> Iterator[None]:
+def in_short(env: str, *, allow_import: bool) -> Iterator[None]:
     """Say the first part of errors and warnings about workers; the traceback only where code of the user's may run."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: print(f"muster: {_first_part(message)}", file=sys.stderr)
@@ -196,9 +207,9 @@ def _in_short(command: Collect) -> Iterator[None]:
         except MusterError as error:
             if error.worker is None:
                 raise
-            if command.allow_import:
+            if allow_import:
                 print(error, file=sys.stderr)
-            error.args = (f"{_first_part(error)}{_replay_hint(command, error)}",)
+            error.args = (f"{_first_part(error)}{_replay_hint(env, error)}",)
             raise error from None  # the original has no traceback in this process
 
 
@@ -206,10 +217,10 @@ def _first_part(error: object) -> str:
     return str(error).partition("\n\n")[0]
 
 
-def _replay_hint(command: Collect, error: MusterError) -> str:
+def _replay_hint(env: str, error: MusterError) -> str:
     if error.capsule is None:
         return ""
-    trust = " --trust" if ":" in command.env else ""
+    trust = " --trust" if ":" in env else ""
     return f"\nSee it happen again with: muster replay {error.capsule}{trust}"
 
 
@@ -261,7 +272,12 @@ def _import(module: str) -> None:
         raise BadOption(f"There is no module {module!r} to import (searched where Python does, and here).") from error
 
 
-def _spaces(env: str) -> tuple[Any, Any]:
+def env_spaces(env: str) -> tuple[Any, Any]:
+    """Observation and action space of an environment.
+
+    Raises:
+        EnvError: it cannot be made.
+    """
     import gymnasium
 
     make: Callable[..., Any] = gymnasium.make

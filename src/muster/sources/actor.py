@@ -348,7 +348,9 @@ def _lie_evenly(lanes: Sequence[Lane]) -> bool:
         return False
     some = lanes[0].layout.tensor_columns[0].key
     at = [_address(lane.arrays[some]) for lane in lanes]
-    return at[1] > at[0] and {b - a for a, b in itertools.pairwise(at)} == {at[1] - at[0]}
+    # A view that spans several slots covers what lies between, too: NumPy sees overlaps, and copies without an end.
+    in_one = 0 < at[-1] - at[0] < lanes[0].layout.nbytes
+    return in_one and at[1] > at[0] and {b - a for a, b in itertools.pairwise(at)} == {at[1] - at[0]}
 
 
 def _address(array: Array) -> int:

@@ -134,10 +134,9 @@ class InferenceServer:
             self.lines.bell.ring()
 
     def settle(self) -> None:
-        """A batch is complete: the user's random streams are the global ones again."""
-        if self._acting.acquire(timeout=max(0.0, LOST_S - self.acting_for())):  # else the policy hangs
+        """A batch is complete, or will not be now: the user's random streams are the global ones again."""
+        with self._between_calls():
             self.actor.settle()
-            self._acting.release()
 
     def adopt(self, groups: Mapping[int, tuple[dict[Key, Array], dict[str, Any]]]) -> list[Column]:
         """See ``Actor``."""
@@ -163,6 +162,17 @@ class InferenceServer:
         """A worker waits for the server."""
         return bool(self.lines.question(worker))
 
+    @contextmanager
+    def _between_calls(self) -> Iterator[None]:
+        """Not while the policy acts, but where it hangs."""
+        longest = LOST_S if self._deadline_s is None else min(LOST_S, self._deadline_s)
+        between = self._acting.acquire(timeout=max(0.0, longest - self.acting_for()))
+        try:
+            yield
+        finally:
+            if between:
+                self._acting.release()
+
     def acting_for(self) -> float:
         """Seconds since the present call of the policy began; 0 between calls."""
         since = self._acting_since
@@ -181,10 +191,8 @@ class InferenceServer:
 
     def lost(self, worker: int) -> None:
         """A worker is gone: nobody waits for it."""
-        patience = max(0.0, LOST_S - self.acting_for())
-        if self._acting.acquire(timeout=patience):  # else the policy hangs; its lane may be used again from here on
-            self._acting.release()
-        self.lines.reset(worker)
+        with self._between_calls():  # its lane may be used again from here on
+            self.lines.reset(worker)
         for seat in self._seats:
             if seat.worker == worker and seat.rollout is not None:
                 self._rollouts.pop(seat.rollout.number, None)

@@ -1,0 +1,544 @@
+"""Workers, environments and policies that go wrong while a server acts: nothing is lost, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import re
+import signal
+import sys
+import threading
+import traceback
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from muster import AsyncCollector, MultiAsyncCollector, MultiSyncCollector
+from muster.errors import EnvError, PolicyError, WorkerDied, WorkerHung
+from muster.policies import categorical
+from muster.testing import CountingEnv, Fault, OracleEnv, check_stream
+from tests.fakes import faults
+from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, all_gone, deadlines, run
+from tests.fakes.served import Known, pid_of
+from tests.faults.test_parent_death import start  # noqa: F401 (a fixture)
+from tests.faults.test_worker_deaths import Killer
+from tests.faults.test_worker_resources import more_than, resources
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="kills processes"),
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore:worker . is falling behind", "ignore:a worker is dropped"),
+]
+
+AT = 30  # row 10 of the second rollout
+SERVED = {"inference": "server"}
+DIES = faults.Signalled(signal.SIGKILL)
+BOOM = partial(ValueError, "boom")
+
+
+class Mod5(nn.Module):
+    """Action: the state, modulo 5, however rows are batched; calls ``do`` with the observations before."""
+
+    def __init__(self, do=None):
+        super().__init__()
+        self.do, self.weight = do, nn.Parameter(torch.zeros(1))
+
+    def forward(self, obs):
+        if self.do is not None:
+            self.do(obs)
+        return obs[..., 5] % 5
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """In lockstep; else it depends on who is quick how much there is to compare."""
+    kind, folder = MultiSyncCollector, tmp_path_factory.mktemp("undisturbed")
+    return {kind: run(folder, None, kind, backend="threads", policy=Mod5(), **SERVED)}
+
+
+def server_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "muster-inference"]
+
+
+@pytest.fixture(autouse=True)
+def no_server_is_left():
+    before = {*server_threads()}
+    yield
+    gc.collect()
+    for thread in {*server_threads()} - before:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def left_since(before):
+    """But for names in /dev/shm, which are those of the whole machine."""
+    return {what: counts for what, counts in more_than(before).items() if what != "names"}
+
+
+# --- workers that die -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_failure", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_death_in_a_step_loses_the_rollout_at_work_and_nothing_else(tmp_path, undisturbed, kind, on_failure):
+    got = run(tmp_path, Fault(DIES, at=AT), kind, on_failure=on_failure, policy=Mod5(), **SERVED)
+    rows = got.check(undisturbed=undisturbed.get(kind))
+    assert got.stats.discarded == {"worker_died": AT - T}
+    assert rows[0, 0] == T
+    assert got.counts[0, 0] == (1 if on_failure == "drop" else 2)
+    assert len(got.errors) == (on_failure == "raise")
+    for error in got.errors:
+        assert type(error) is WorkerDied
+        assert "was killed by SIGKILL during step" in str(error)
+        assert (error.worker, error.env_id, error.phase) == (0, 0, "step")
+
+
+class Kills:
+    """Kills the worker of environment 0 during a call of the policy, once: that for step ``AT`` of ``watched``."""
+
+    def __init__(self, path, watched):
+        self.path, self.watched, self.done = path, watched, False
+
+    def __call__(self, obs):
+        now = obs.reshape(-1, 6)
+        if not self.done and bool(((now[:, 0] == self.watched) & (now[:, 4] == AT)).any()):
+            self.done = True
+            os.kill(pid_of(self.path, 0), signal.SIGKILL)
+            assert all_gone([pid_of(self.path, 0)])
+
+
+@pytest.mark.parametrize("on_failure", MODES)
+@pytest.mark.parametrize("watched", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_may_die_while_it_waits_for_the_server(tmp_path, kind, watched, on_failure):
+    """Or while the server acts with its row, which then is nobody's."""
+    path = tmp_path / "counts"
+    makers = [partial(Known, path, number) for number in range(2)]
+    options = {"on_failure": on_failure, "max_batch": 1 if watched else None}
+    got = run(tmp_path, None, kind, create_env_fn=makers, policy=Mod5(Kills(path, watched)), **options, **SERVED)
+    got.counts = OracleEnv.read(path)
+    got.check()
+    assert set(got.stats.discarded) <= {"worker_died"}
+    assert got.counts[0, 0] == (1 if on_failure == "drop" else 2)
+    assert got.counts[1, 0] == 1
+    for error in got.errors:
+        assert type(error) is WorkerDied
+        assert error.worker == 0
+    if not watched:  # else it can have been done with its part
+        assert len(got.errors) == (on_failure == "raise")
+        assert got.stats.discarded == {"worker_died": AT % T}
+        assert all("was killed by SIGKILL during policy" in str(error) for error in got.errors)
+
+
+@pytest.mark.parametrize("on", ["construct", "reset"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_death_elsewhere_says_so(tmp_path, undisturbed, kind, on):
+    fault = Fault(DIES, on, at=0 if on == "construct" else 3)
+    if on == "construct":
+        with pytest.raises(WorkerDied, match="was killed by SIGKILL during construct"):
+            run(tmp_path, fault, kind, policy=Mod5(), **SERVED)
+        return
+    got = run(tmp_path, fault, kind, policy=Mod5(), **SERVED)
+    got.check(undisturbed=undisturbed.get(kind))
+    assert f"was killed by SIGKILL during {on}" in str(got.error)
+
+
+def test_a_death_at_the_same_step_gives_the_same_streams(tmp_path):
+    """Where calls are for the same workers: here for one at a time, each with its own random numbers."""
+    for kind in KINDS:
+        fault, options = Fault(DIES, at=AT, runs=2), {"on_failure": "restart", "alternating": True}
+        first, second = (run(tmp_path, fault, kind, policy=categorical(Logits()), **options, **SERVED) for _ in "ab")
+        first.check()
+        assert first.stats.restarts == 2
+        for env in (0, 1):
+            for a, b in zip(first.rows_of(env), second.rows_of(env), strict=True):
+                both = min(len(a), len(b))
+                assert both >= 2 * T
+                assert torch.equal(a[:both], b[:both])
+        actions = [batch["action"].reshape(-1, T) for batch in first.batches]
+        assert len(torch.cat(actions).unique()) == 5
+
+
+class Logits(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(5))
+
+    def forward(self, obs):
+        return self.weight.expand(*obs.shape[:-1], 5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_kills_lose_nothing_and_double_nothing(tmp_path, kind):
+    kills, path = 12, tmp_path / "counts"
+    makers = [partial(OracleEnv, path, 3 * i, 3) for i in range(3)]
+    options = {"num_envs": 3, "frames_per_batch": 450, "seed": 1, "on_failure": "restart", "max_restarts": None}
+    collector = kind(makers, Mod5(), **options, **SERVED)
+    killer = Killer(collector, kills, random.Random(kills))
+    rows = check_stream(killer.until_done())
+    collector.shutdown()
+    stats, counts = collector.stats(), OracleEnv.read(path)
+    assert stats.frames == sum(rows.values())
+    assert stats.in_flight == 0
+    assert stats.executed == stats.frames + sum(stats.discarded.values())
+    assert 0 <= counts[:, 2].sum() - stats.executed <= kills
+    assert killer.done == kills
+
+
+# --- environments -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["processes", "threads"])
+@pytest.mark.parametrize("on_failure", MODES)
+def test_an_error_of_an_environment_is_raised_or_ends_its_worker(tmp_path, undisturbed, on_failure, backend):
+    for kind in KINDS:
+        fault = Fault(faults.Raising(BOOM), at=AT)
+        got = run(tmp_path, fault, kind, policy=Mod5(), on_failure=on_failure, backend=backend, **SERVED)
+        got.check(undisturbed=undisturbed.get(kind))
+        assert got.stats.discarded == ({} if on_failure == "raise" else {"env_error": AT - T})
+        assert len(got.errors) == (on_failure == "raise")
+        for error in got.errors:
+            assert type(error) is EnvError
+            assert isinstance(error.__cause__, ValueError)
+            assert (error.worker, error.env_id, error.phase) == (0, 0, "step")
+
+
+@pytest.mark.parametrize("backend", ["processes", "threads"])
+@pytest.mark.parametrize("on_failure", MODES)
+def test_who_waits_with_others_for_one_that_hangs_is_not_blamed(tmp_path, undisturbed, on_failure, backend):
+    """The server waits for all, and so for the one."""
+    timeouts = {**deadlines(60.0), "step": 0.5}
+    options = {"on_failure": on_failure, "backend": backend, "timeouts": timeouts, "policy": Mod5()}
+    got = run(tmp_path, Fault(faults.waits, at=AT), **options, **SERVED)
+    got.check(undisturbed=undisturbed[MultiSyncCollector])
+    assert got.stats.discarded == {"worker_hung": AT - T}
+    assert got.counts[1, 0] == 1
+    for error in got.errors:
+        assert type(error) is WorkerHung
+        assert (error.worker, error.phase) == (0, "step")
+        assert f"at {faults.line_of(faults.waits)} in waits; its deadline" in str(error)
+
+
+def test_an_environment_that_hangs_keeps_no_shutdown(tmp_path):
+    path = tmp_path / "counts"
+    makers = [partial(OracleEnv, path, 0, 1, Fault(faults.holds_the_gil, at=AT)), partial(OracleEnv, path, 1)]
+    collector = MultiAsyncCollector(makers, Mod5(), frames_per_batch=T, timeouts={"close": 0.5}, **SERVED)
+    while not len(OracleEnv.read(path)) or OracleEnv.read(path)[0, 1] < AT + 1:
+        assert collector.next() is not None
+    collector.shutdown()
+    stats = collector.stats()
+    assert stats.in_flight == 0
+    assert stats.executed == stats.frames + sum(stats.discarded.values()) == OracleEnv.read(path)[:, 2].sum()
+
+
+# --- the policy -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["processes", "threads"])
+@pytest.mark.parametrize("at", [0, 1, 2, 30])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_of_the_policy_is_raised_once_and_costs_nothing(tmp_path, kind, at, backend):
+    for error in (BOOM, partial(faults.TwoArguments, 3, "why"), partial(SystemExit, 3))[: 3 if at else 2]:
+        policy = faults.FaultyPolicy(str(tmp_path / f"mark {error.func.__name__}"), faults.Raising(error), at)
+        got = run(tmp_path, None, kind, policy=policy, backend=backend, **SERVED)
+        got.check()
+        assert (got.stats.discarded, got.stats.restarts) == ({}, 0)
+        assert type(got.error) is PolicyError
+        assert type(got.error.__cause__) is error.func
+        line = faults.line_of(faults.Raising(None)).replace(":", '", line ')
+        frames = "".join(traceback.format_exception(got.error.__cause__))
+        for part in ("FaultyPolicy", error.func.__name__, *([line] if at else [])):
+            assert part in str(got.error)
+        assert line in frames
+
+
+@pytest.mark.parametrize("on_failure", ["restart", "drop"])
+def test_an_error_of_the_policy_is_raised_in_every_mode(tmp_path, on_failure):
+    for kind in KINDS:
+        policy = faults.FaultyPolicy(str(tmp_path / kind.__name__), faults.Raising(BOOM), 3)
+        got = run(tmp_path, None, kind, policy=policy, on_failure=on_failure, backend="threads", **SERVED)
+        got.check()
+        assert type(got.error) is PolicyError
+        assert got.stats.restarts == 0
+
+
+class Fails:
+    """From step ``at`` on, until it is told to stop."""
+
+    wrong = True
+
+    def __init__(self, at):
+        self.at = at
+
+    def __call__(self, obs):
+        if Fails.wrong and bool((obs[..., 4] >= self.at).any()):
+            raise ValueError("again")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, AsyncCollector])
+def test_while_the_policy_fails_nothing_is_stepped_and_the_next_call_tries_again(tmp_path, kind, monkeypatch):
+    path, batches = tmp_path / "counts", []
+    makers = partial(OracleEnv, path) if kind is AsyncCollector else [partial(OracleEnv, path, n) for n in range(2)]
+    monkeypatch.setattr(Fails, "wrong", True)
+    frames = 2 * T if kind is MultiSyncCollector else T
+    with kind(makers, Mod5(Fails(AT)), frames_per_batch=frames, backend="threads", **SERVED) as collector:
+        errors = []
+        while len(errors) < 4:
+            try:
+                batches.append(collector.next().clone())
+            except PolicyError as error:
+                errors.append(error)
+                stepped = OracleEnv.read(path)[:, 2].tolist()
+                assert max(stepped) == AT
+        for error in errors:  # of the first for whom it was called
+            assert re.search("ValueError at row (10|9) of the batch: again", str(error))
+        Fails.wrong = False
+        while len(batches) < 8:
+            try:
+                batches.append(collector.next().clone())
+            except PolicyError as error:  # of before
+                errors.append(error)
+        assert len(errors) <= 5
+        check_stream(batches)
+        stats = collector.stats()
+        assert stats.discarded == {}
+        assert stats.inference.calls > 10
+    assert collector.stats().executed == OracleEnv.read(path)[:, 2].sum()
+
+
+def test_calls_after_an_error_are_for_all_again(tmp_path):
+    policy = faults.FaultyPolicy(str(tmp_path / "mark"), faults.Raising(BOOM), at=AT)
+    got = run(tmp_path, None, policy=policy, backend="threads", **SERVED)
+    assert type(got.error) is PolicyError
+    assert got.stats.inference.calls == FRAMES // 2 + 1  # the one that failed
+
+
+class Waits:
+    """In call ``at``, until the test is over."""
+
+    over = threading.Event()
+
+    def __init__(self, at):
+        self.at, self.calls = at, 0
+
+    def __call__(self, obs):
+        self.calls += 1
+        torch.rand(1)
+        if self.calls == self.at:
+            Waits.over.wait()  # HERE
+
+
+@pytest.fixture
+def over():
+    Waits.over.clear()
+    yield Waits.over
+    Waits.over.set()
+
+
+@pytest.mark.parametrize("on_failure", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_policy_that_hangs_is_named_with_its_line_and_nobody_is_killed_for_it(tmp_path, over, kind, on_failure):
+    path = tmp_path / "counts"
+    makers = [partial(OracleEnv, path, number) for number in range(2)]
+    options = {"frames_per_batch": 2 * T, "timeouts": {**deadlines(60.0), "policy": 0.5}, "on_failure": on_failure}
+    with kind(makers, Mod5(Waits(30)), **options, **SERVED) as collector:
+        pids = [worker.pid for worker in collector.stats().workers]
+        batches, random_state = [], torch.random.get_rng_state()
+        for _ in range(2):  # and again, as long as it does
+            with pytest.raises(WorkerHung) as caught:
+                while True:
+                    batches.append(collector.next().clone())
+            said = str(caught.value)
+            assert re.search(r"has not returned for \d\.\d s", said)
+            if kind is MultiSyncCollector:  # elsewhere policies draw from the same generators as the user
+                assert torch.equal(torch.random.get_rng_state(), random_state)
+            assert f"at {faults.line_of(Waits(0))} in __call__; its deadline is 0.5 s" in said
+        over.set()
+        while len(batches) < 6:
+            try:
+                batches.append(collector.next().clone())
+            except WorkerHung:  # it has not returned yet
+                pass
+        check_stream(batches)
+        stats = collector.stats()
+        assert [worker.pid for worker in stats.workers] == pids
+        assert (stats.restarts, stats.discarded) == (0, {})
+    assert collector.stats().executed == OracleEnv.read(path)[:, 2].sum()
+
+
+@pytest.mark.parametrize("backend", ["processes", "threads"])
+def test_a_policy_that_hangs_does_not_keep_shutdown(tmp_path, over, backend):
+    """It is waited for, but once for all workers."""
+    path = tmp_path / "counts"
+    makers = [partial(OracleEnv, path, number) for number in range(4)]
+    timeouts = {**deadlines(0.5), "construct": 60.0}
+    collector = MultiSyncCollector(
+        makers, Mod5(Waits(30)), frames_per_batch=4 * T, timeouts=timeouts, backend=backend, **SERVED
+    )
+    with pytest.raises(WorkerHung):
+        while True:
+            collector.next()
+    ended = threading.Event()
+    closing = threading.Thread(target=lambda: collector.shutdown() or ended.set())
+    closing.start()
+    assert ended.wait(12.0)
+    closing.join()
+    stats = collector.stats()
+    assert stats.executed == stats.frames + sum(stats.discarded.values()) == OracleEnv.read(path)[:, 2].sum()
+
+
+def test_a_policy_that_fails_at_first_sight_ends_nothing(tmp_path):
+    """It is called once for its columns, before anybody steps."""
+    policy = faults.FaultyPolicy(str(tmp_path / "mark"), faults.Raising(BOOM))
+    collector = MultiSyncCollector([CountingEnv] * 2, policy, frames_per_batch=20, backend="threads", **SERVED)
+    with collector:
+        with pytest.raises(PolicyError, match="boom"):
+            collector.next()
+        assert collector.next()["action"].eq(1).all()
+
+
+# --- Ctrl-C, the end, and what is left --------------------------------------------------------------
+
+
+class Interrupts:
+    """Sends this process a SIGINT in some calls."""
+
+    def __init__(self, *at):
+        self.at, self.calls = at, 0
+
+    def __call__(self, obs):
+        self.calls += 1
+        if self.calls in self.at:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("backend", ["processes", "threads"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_ctrl_c_the_next_call_goes_on(tmp_path, kind, backend):
+    path, batches, errors = tmp_path / "counts", [], []
+    makers = [partial(OracleEnv, path, number) for number in range(2)]
+    with kind(makers, Mod5(Interrupts(30, 50)), frames_per_batch=2 * T, backend=backend, **SERVED) as collector:
+        while len(batches) < 5:
+            try:
+                batch = collector.next()
+                batches.append(batch.clone())
+            except KeyboardInterrupt as error:
+                errors.append(error)
+    assert len(errors) == 2
+    if kind is MultiSyncCollector:  # it waits for the policy then; elsewhere it can be at anything
+        check_stream(batches)
+        assert collector.stats().frames == 5 * 2 * T
+    stats = collector.stats()
+    assert stats.in_flight == 0
+    assert stats.executed == stats.frames + sum(stats.discarded.values()) == OracleEnv.read(path)[:, 2].sum()
+
+
+@pytest.mark.parametrize("place", ["served", "served_as_ready", "served_never"])
+def test_nothing_outlives_a_killed_program(start, place):  # noqa: F811
+    program = start(place)
+    family = program.family()
+    assert len(family) == 3  # with the fork server
+    program.process.kill()
+    assert program.end()[1] == -signal.SIGKILL
+    assert all_gone(family)
+
+
+@pytest.mark.parametrize("place", ["served", "served_never"])
+def test_nothing_outlives_a_program_that_is_asked_to_end(start, place):  # noqa: F811
+    program = start(place)
+    program.process.terminate()
+    assert program.end() == ("", -signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("place", "send"), [("served", os.kill), ("served_as_ready", os.killpg)])
+def test_ctrl_c_is_one_traceback_and_a_clean_end(start, place, send):  # noqa: F811
+    program = start(place)
+    send(program.process.pid, signal.SIGINT)
+    said, code = program.end()
+    assert code == -signal.SIGINT
+    assert said.count("Traceback (most recent call last)") == 1, said
+    assert said.rstrip().endswith("KeyboardInterrupt")
+    assert OracleEnv.read(program.folder / "counts")[:, 3].tolist() == [1, 1], "environments were closed"
+
+
+def test_a_program_that_forgets_to_shut_down_ends_at_once_and_leaves_nothing(start):  # noqa: F811
+    assert start("served_and_forgotten").end() == ("", 0)
+
+
+@pytest.mark.parametrize("backend", ["processes", "threads"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_left_of_collectors_that_were_shut_down(kind, backend):
+    def cycle():
+        with kind([CountingEnv] * 2, categorical(nn.Linear(2, 2)), frames_per_batch=20, backend=backend, **SERVED) as c:
+            assert c.next() is not None
+
+    cycle()  # imports, and the fork server
+    before = resources()
+    for _ in range(20):
+        cycle()
+    assert not left_since(before)
+
+
+def test_nothing_is_left_of_workers_that_were_restarted():
+    options = {"frames_per_batch": 20, "on_failure": "restart", "max_restarts": None}
+    with MultiSyncCollector([CountingEnv] * 2, categorical(nn.Linear(2, 2)), **options, **SERVED) as collector:
+        collector.next()
+        before = resources()
+        for turn in range(10):
+            os.kill(collector.stats().workers[turn % 2].pid, 9)
+            for _ in range(3):  # with batches in between there is no back-off
+                collector.next()
+        assert not left_since(before)
+        assert collector.stats().restarts == 10
+
+
+def test_nothing_is_left_of_collectors_that_could_not_be_made():
+    def fail():
+        raise ValueError("no")
+
+    def cycle():
+        with pytest.raises(RuntimeError, match="no"):
+            MultiSyncCollector([CountingEnv, fail], Mod5(), frames_per_batch=20, backend="threads", **SERVED)
+
+    cycle()
+    before = resources()
+    for _ in range(5):
+        cycle()
+    ended = threading.Event()
+    while left_since(before):  # threads that still end
+        ended.wait(0.01)
+
+
+@pytest.mark.parametrize("backend", ["processes", "threads"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_collector_that_is_thrown_away_ends(tmp_path, kind, backend):
+    before = {*server_threads()}
+    makers = [partial(OracleEnv, tmp_path / "counts", number) for number in range(2)]
+    collector = kind(makers, Mod5(), frames_per_batch=40, backend=backend, **SERVED)
+    batch = collector.next()
+    pids = {worker.pid for worker in collector.stats().workers} - {os.getpid()}
+    kept = batch.clone()
+    del collector
+    gc.collect()
+    assert all_gone(pids)
+    for thread in {*server_threads()} - before:
+        thread.join(5)
+        assert not thread.is_alive()
+    assert (batch == kept).all()  # what the user holds is still there
+
+
+@pytest.mark.parametrize("backend", ["processes", "threads"])
+def test_shutdown_in_the_middle_of_rollouts_is_quick_and_accounted(tmp_path, backend):
+    path = tmp_path / "counts"
+    makers = [partial(OracleEnv, path, number) for number in range(3)]
+    collector = MultiAsyncCollector(makers, Mod5(), frames_per_batch=5000, backend=backend, **SERVED)
+    assert collector.next() is not None
+    collector.shutdown()
+    collector.shutdown()
+    stats, counts = collector.stats(), OracleEnv.read(path)
+    assert stats.in_flight == 0
+    assert stats.executed == stats.frames + sum(stats.discarded.values()) == counts[:, 2].sum()
+    assert counts[:, 3].tolist() == [1, 1, 1]
