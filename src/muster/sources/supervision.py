@@ -129,7 +129,7 @@ class Supervisor:
         due = [record.revive_at - now for record in self._records.values() if record.revive_at is not None]
         longest = min([SAMPLED_EVERY, *due, *([] if timeout is None else [timeout])])
         ready = poller.poll(max(0.0, longest) * 1000)
-        if self.doorbell is not None:
+        if self.doorbell is not None and ready:  # else it may have begun to ring just now, for what nobody looks at
             self.doorbell.clear()
         for handle in dict.fromkeys(handle for fd, _ in ready for handle in of[fd]):
             if not handle.pump() or handle.child.exit_code() is not None:
