@@ -48,14 +48,14 @@ class Worker:
         return {"ok": True}
 
 
-def main() -> None:
+def main(worker: Worker | None = None) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not end up between the answers
     warnings.simplefilter("ignore")
     import torch
 
     torch.set_num_threads(1)
-    worker = Worker()
+    worker = worker or Worker()
     for line in sys.stdin:
         command = json.loads(line)
         try:

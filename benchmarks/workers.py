@@ -41,15 +41,15 @@ SLEEPING = 3.0  # times longer slices where steps wait: few of them fit into one
 class CrewProcess(runner.WorkerProcess):
     """Handle of one ``benchmarks.workers_child``, in a session of its own so that nothing of it stays behind."""
 
-    def __init__(self, python: str) -> None:
+    def __init__(self, python: str, module: str = "workers_child", **environ: str) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the worker)
         self._process = subprocess.Popen(
-            [python, "-m", "benchmarks.workers_child"],
+            [python, "-m", f"benchmarks.{module}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             cwd=runner.ROOT,
-            env=runner.environment(),
+            env={**runner.environment(), **environ},
             start_new_session=True,
         )
 

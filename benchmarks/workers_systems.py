@@ -35,18 +35,18 @@ class Crewed(Entry):
 
 
 class BareTwice:
-    """``Bare`` in two processes at once with half of the environments each, neither of them waiting for the other."""
+    """``Bare`` in two or more processes at once, each with its share of the environments; none waits for another."""
 
     AHEAD = 2  # rollouts
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, processes: int = 2) -> None:
         self.frames = workload.frames
-        half = replace(workload, B=workload.B // 2)
+        share = replace(workload, B=workload.B // processes)
         context = multiprocessing.get_context("fork")
         self.pipes, self.processes = [], []
-        for _ in range(2):
+        for _ in range(processes):
             here, there = context.Pipe()
-            process = context.Process(target=_roll, args=(half, there), daemon=True)
+            process = context.Process(target=_roll, args=(share, there), daemon=True)
             process.start()
             self.pipes.append(here)
             self.processes.append(process)

@@ -27,7 +27,11 @@ from muster.sources.inference import _oldest, _Seat
 from muster.testing import CountingEnv, OracleEnv, SpaceEnv, TorchCartPole
 from tests.tools import assert_accounted, assert_same, counting
 
-pytestmark = [pytest.mark.skipif(sys.platform == "win32", reason="no worker processes"), pytest.mark.timeout(60)]
+pytestmark = [
+    pytest.mark.skipif(sys.platform == "win32", reason="no worker processes"),
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore:worker . is falling behind"),  # on a busy machine
+]
 KINDS = [MultiSyncCollector, MultiAsyncCollector]
 THREADS: dict[str, Any] = {"inference": "server", "backend": "threads"}
 CALLS: list[Any] = []  # of policies in this process

@@ -261,9 +261,10 @@ def test_a_server_that_sleeps_is_woken_by_a_question_and_a_worker_by_its_answer(
     assert got == [None]
 
 
-def test_a_server_does_not_sleep_through_what_came_before(lines):
+def test_a_server_does_not_sleep_through_what_came_before(lines, monkeypatch):
     lines.sleep(lambda: True, LONG_S)
-    lines._spin_s, looks = 10.0, iter([False] * 3)
+    monkeypatch.setattr("muster.sources.lines.SERVER_SPIN_S", 10.0)
+    looks = iter([False] * 3)
     lines.sleep(lambda: next(looks, True), LONG_S)  # while it looks
 
 

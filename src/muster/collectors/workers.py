@@ -206,7 +206,7 @@ class Workers:
         half = -(-count // 2) if options.alternating else count
         teams = [part for part in (range(half), range(half, count)) if part]
         wait = 0.0 if self._alone and options.max_wait_s is None else options.max_wait_s
-        dispatch = Dispatch(teams, options.max_batch, wait, exclusive=not self._alone)
+        dispatch = Dispatch(teams, options.max_batch, wait, exclusive=not self._alone, keeps_streams=not self._doorbell)
         return InferenceServer(
             policy,
             told,

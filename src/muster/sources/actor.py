@@ -78,10 +78,14 @@ class Actor:
         weights: what it takes over at the beginning of rollouts.
         exclusive: nobody else draws from the process's global generators meanwhile, so policies get their group's
             streams as those.
+        keeps_streams: nobody draws between calls either (no environments in threads), so these stay until ``settle``.
     """
 
-    def __init__(self, policy: Any, options: WorkerOptions, weights: Subscriber, *, exclusive: bool) -> None:
-        self._options, self._weights, self._exclusive = options, weights, exclusive
+    def __init__(
+        self, policy: Any, options: WorkerOptions, weights: Subscriber, *, exclusive: bool, keeps_streams: bool
+    ) -> None:
+        self._options, self._weights = options, weights
+        self._exclusive, self._keeps_streams = exclusive, keeps_streams
         self._policy, self._device = place(policy, options.policy_device)
         self._in_place = self._device is None or self._device.type == "cpu"
         self._into = named_tensors(self._policy)
@@ -318,8 +322,12 @@ class Actor:
             self.settle()
             self._streams.enter_context(rng.as_global())
             self._installed = rng
-        with grad:
-            yield
+        try:
+            with grad:
+                yield
+        finally:
+            if not self._keeps_streams:
+                self.settle()
 
     def settle(self) -> None:
         """The user's random streams are the global ones again."""

@@ -41,12 +41,14 @@ class Dispatch:
         max_batch: environments of one call; None: no bound.
         max_wait_s: how long the first to ask waits for others of its team that are at work; None: until all ask.
         exclusive: the user's thread waits meanwhile; see ``Actor``.
+        keeps_streams: see there.
     """
 
     teams: Sequence[Sequence[int]]
     max_batch: int | None
     max_wait_s: float | None
     exclusive: bool
+    keeps_streams: bool = True
 
 
 @dataclass
@@ -93,7 +95,9 @@ class InferenceServer:
         self._dispatch, self._threads, self._deadline_s = dispatch, threads, deadline_s
         self._weights = ticket.open(ticket.fds)
         ticket.close()
-        self.actor = Actor(policy, options, self._weights, exclusive=dispatch.exclusive)
+        self.actor = Actor(
+            policy, options, self._weights, exclusive=dispatch.exclusive, keeps_streams=dispatch.keeps_streams
+        )
         self._seats: list[_Seat] = []
         self._rollouts: dict[int, Rollout] = {}  # by order, until they are complete
         self._turn = 0  # of the teams
@@ -239,8 +243,10 @@ class InferenceServer:
     def _patience(self) -> float:
         """Seconds until somebody has waited long enough."""
         wait = self._dispatch.max_wait_s
+        if wait is None or self._held.is_set():
+            return LOOK_S
         since = [seat.since for seat in self._seats if self.lines.question(seat.worker)]
-        if wait is None or not since or self._held.is_set():
+        if not since:
             return LOOK_S
         return min(LOOK_S, max(0.0, min(since) + wait - time.monotonic()))
 
@@ -272,10 +278,11 @@ class InferenceServer:
 
     def _serve(self, seats: list[_Seat]) -> None:
         with self._acting:
-            seats = [seat for seat in seats if self.lines.question(seat.worker)]  # as opposed to ``lost``
+            questions = [(seat, self.lines.question(seat.worker)) for seat in seats]
+            seats = [seat for seat, number in questions if number]  # as opposed to ``lost``
+            numbers = [number for _, number in questions if number]
             if not seats:
                 return
-            numbers = [self.lines.question(seat.worker) for seat in seats]
             began = self._acting_since = time.monotonic()
             error: Exception | None = None
             asked: list[tuple[Rollout, int]] = []

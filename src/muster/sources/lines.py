@@ -21,7 +21,8 @@ from muster.memory.shared import Arena
 
 ASKED, ANSWERED, ASLEEP, ORDER, ROW, FINISHED, NEWEST, TEAM = range(8)  # of a line
 CELLS = 8  # per line: one cache line of the processor, so that no two workers write into the same one
-SPIN_S = 100e-6  # where there is a processor for everybody; elsewhere who spins keeps others from what it waits for
+SERVER_SPIN_S = 50e-6  # the next question often comes sooner than a sleeper wakes up
+WORKER_SPIN_S = 100e-6  # if there is a processor for everybody; else who spins keeps others from what it waits for
 LOOK_S = 0.1  # between two looks at what no bell announces
 
 
@@ -78,7 +79,6 @@ class Lines:
         self.bell = Bell()
         self._bells = [Bell() for _ in range(workers)]
         self._own = workers * CELLS + ASLEEP
-        self._spin_s = spin_s(workers)
         for number, team in enumerate(teams):
             for worker in team:
                 self.cells[worker * CELLS + TEAM] = number + 1
@@ -129,7 +129,7 @@ class Lines:
 
     def sleep(self, ready: Callable[[], bool], seconds: float) -> None:
         """Until something is so: look for a while, then sleep until some worker rings, or the time is over."""
-        if not _spun(ready, self._spin_s):
+        if not _spun(ready, SERVER_SPIN_S):
             self.cells[self._own] = 1
             if not ready():
                 self.bell.wait(seconds)
@@ -229,9 +229,9 @@ def _cells(arena: Arena, lines: int) -> Any:
 
 
 def spin_s(workers: int) -> float:
-    """How long to look before one sleeps."""
+    """How long a worker looks before it sleeps."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return SPIN_S if usable > workers else 0.0
+    return WORKER_SPIN_S if usable > workers else 0.0
 
 
 def _spun(ready: Callable[[], bool], seconds: float) -> bool:
