@@ -421,7 +421,7 @@ def test_after_ctrl_c_the_next_call_goes_on(tmp_path, kind, backend):
     path, batches, errors = tmp_path / "counts", [], []
     makers = [partial(OracleEnv, path, number) for number in range(2)]
     with kind(makers, Mod5(Interrupts(30, 50)), frames_per_batch=2 * T, backend=backend, **SERVED) as collector:
-        while len(batches) < 5:
+        while len(batches) < 5 or len(errors) < 2:  # one call can be for both workers
             try:
                 batch = collector.next()
                 batches.append(batch.clone())
@@ -430,7 +430,7 @@ def test_after_ctrl_c_the_next_call_goes_on(tmp_path, kind, backend):
     assert len(errors) == 2
     if kind is MultiSyncCollector:  # it waits for the policy then; elsewhere it can be at anything
         check_stream(batches)
-        assert collector.stats().frames == 5 * 2 * T
+        assert collector.stats().frames == len(batches) * 2 * T
     stats = collector.stats()
     assert stats.in_flight == 0
     assert stats.executed == stats.frames + sum(stats.discarded.values()) == OracleEnv.read(path)[:, 2].sum()
