@@ -18,7 +18,7 @@ from tyro.conf import Positional, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from muster.cli.numbers import frames_per_batch, parse_count
-from muster.cli.policies import check_policy, choose_policy, needs_spaces
+from muster.cli.policies import Chosen, check_policy, choose_policy, needs_spaces
 from muster.cli.report import Returns, make_report, summary
 from muster.cli.signals import StopSignals
 from muster.errors import BadOption, EnvError, ImportRefused, MusterError
@@ -96,13 +96,8 @@ def collect(command: Collect) -> int:
         MusterError: for whatever is wrong with the request, before anything is collected.
     """
     frames = _check_numbers(command)
-    check_env_id(command.env, allow_import=command.allow_import)
-    check_policy(command.policy, allow_import=command.allow_import)
-    if command.allow_import and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    find_env(command.env)
-    spaces = env_spaces(command.env) if needs_spaces(command.policy) else None
-    chosen = choose_policy(command.policy, spaces, command.seed)
+    admit(command.env, command.policy, allow_import=command.allow_import)
+    chosen = policy_for(command.env, command.policy, command.seed)
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignals())
         stack.enter_context(in_short(command.env, allow_import=command.allow_import))
@@ -222,6 +217,24 @@ def _replay_hint(env: str, error: MusterError) -> str:
         return ""
     trust = " --trust" if ":" in env else ""
     return f"\nSee it happen again with: muster replay {error.capsule}{trust}"
+
+
+def admit(env: str, policy: str, *, allow_import: bool) -> None:
+    """Refuse an id and a ``--policy`` that can be refused by name; imports, if allowed, find what is in this directory.
+
+    Raises:
+        ImportRefused, BadOption: see ``check_env_id``, ``check_policy`` and ``find_env``.
+    """
+    check_env_id(env, allow_import=allow_import)
+    check_policy(policy, allow_import=allow_import)
+    if allow_import and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    find_env(env)
+
+
+def policy_for(env: str, policy: str, seed: int) -> Chosen:
+    """What ``choose_policy`` makes of a ``--policy``; the environment is made only where its spaces are needed."""
+    return choose_policy(policy, env_spaces(env) if needs_spaces(policy) else None, seed)
 
 
 def check_env_id(env: str, *, allow_import: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -12,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from muster.cli.collect import Count, check_env_id, env_spaces, find_env, in_short
-from muster.cli.policies import check_policy, choose_policy, needs_spaces
+from muster.cli.collect import Count, admit, in_short, policy_for
 from muster.cli.report import LINE_EVERY_S, symbols
 from muster.cli.signals import StopSignals
 from muster.errors import BadOption
@@ -81,17 +79,12 @@ def evaluate(command: Eval) -> int:
         MusterError: for whatever is wrong with the request, or with a worker.
     """
     wanted = _check(command)
-    check_env_id(command.env, allow_import=command.allow_import)
-    check_policy(command.policy, allow_import=command.allow_import)
-    if command.allow_import and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    find_env(command.env)
+    admit(command.env, command.policy, allow_import=command.allow_import)
     if wanted:
         from muster.evaluation.video import writer
 
         writer()  # rather than find out at the end
-    spaces = env_spaces(command.env) if needs_spaces(command.policy) else None
-    chosen = choose_policy(command.policy, spaces, command.seed)
+    chosen = policy_for(command.env, command.policy, command.seed)
     with StopSignals() as stop, in_short(command.env, allow_import=command.allow_import):
         evaluation = _evaluate(command, chosen.policy, stop)
         files: list[Path] = []

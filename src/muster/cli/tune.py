@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from muster.cli.collect import Count, check_env_id, env_spaces, find_env, in_short
-from muster.cli.policies import check_policy, choose_policy, needs_spaces
+from muster.cli.collect import Count, admit, in_short, policy_for
 from muster.cli.report import short
 from muster.errors import BadOption
 
@@ -61,13 +59,8 @@ def tune(command: Tune) -> int:
         raise BadOption(f"--seconds {command.seconds:g}: expected more than 0.")
     if wrong := [n for n in command.num_envs if n < 1]:
         raise BadOption(f"--num-envs {wrong[0]}: at least one environment is needed.")
-    check_env_id(command.env, allow_import=command.allow_import)
-    check_policy(command.policy, allow_import=command.allow_import)
-    if command.allow_import and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    find_env(command.env)
-    spaces = env_spaces(command.env) if needs_spaces(command.policy) else None
-    chosen = choose_policy(command.policy, spaces, 0)
+    admit(command.env, command.policy, allow_import=command.allow_import)
+    chosen = policy_for(command.env, command.policy, 0)
     with in_short(command.env, allow_import=command.allow_import):
         from muster.collectors.tuning import tune as find_best
 
