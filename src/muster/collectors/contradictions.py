@@ -84,10 +84,6 @@ def _of_inference(o: MultiOptions) -> tuple[Check, ...]:
             o.inference == "server" and isinstance(version, str),
             "versions that are text cannot be stamped on single rows, as inference='server' does: count with integers",
         ),
-        (
-            o.inference == "server" and isinstance(o.policy_factory, (list, tuple)),
-            "policy_factory: inference='server' has one policy for all workers, so give one function",
-        ),
     )
 
 

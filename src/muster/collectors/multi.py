@@ -36,9 +36,8 @@ class MultiCollector(BaseCollector):
         options = self.options
         wanted = None if options.num_workers == "auto" else options.num_workers
         makers, count = count_workers(create_env_fn, wanted)
-        factory = options.policy_factory
-        if factory is not None:
-            policy = (factory[0] if isinstance(factory, (list, tuple)) else factory)()
+        if options.policy_factory is not None:
+            policy = options.policy_factory()
         self.policy = policy
         if options.num_workers == "auto":
             makers, count = count_workers(

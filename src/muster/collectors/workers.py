@@ -84,7 +84,7 @@ class Workers:
         self._server: InferenceServer | None = None
         if weights.lazy:
             self._materialise(made)
-        self._payloads = self._pickle(count)
+        self._payloads = self._pickle()
         if options.inference == "server" and policy is not None:  # random actions are drawn where they are needed
             self._server = self._supervisor.server = self._make_server(count)
             made.callback(self._server.close)
@@ -123,7 +123,7 @@ class Workers:
 
     def _materialise(self, made: ExitStack) -> None:
         """Lazy layers: a worker's first call shows what weights there are; all workers then begin with these."""
-        self._payloads = self._pickle(1)
+        self._payloads = self._pickle()
         probe = self._handle(0, [0], 1)
         self._supervisor.handles = [probe]
         made.callback(probe.end)
@@ -168,14 +168,14 @@ class Workers:
 
     def _handle(self, index: int, groups: list[int], count: int) -> DetachedWorker:
         options = self._options
-        makers, kwargs, policies, told = self._payloads
+        makers, kwargs, policy, told = self._payloads
         threads = options.backend == "threads"
         kwargs = [kwargs[number] for number in groups]
         given = dumps if not threads else lambda value, what: value
         payload = Payload(
             [makers[number] for number in groups],
             given(kwargs, "create_env_kwargs"),
-            policies[index],
+            policy,
             options.policy_factory is not None,
             given(told if self._server is None else _without_torch(told), "the options"),
             self._policy_lock,
@@ -201,8 +201,8 @@ class Workers:
         return in_process(self._options.start_method, light=self._server is not None)
 
     def _make_server(self, count: int) -> InferenceServer:
-        options, (_, _, policies, told) = self._options, self._payloads
-        policy = made_policy(Payload([], None, policies[0], options.policy_factory is not None, None))
+        options, (_, _, pickled, told) = self._options, self._payloads
+        policy = made_policy(Payload([], None, pickled, options.policy_factory is not None, None))
         half = -(-count // 2) if options.alternating else count
         teams = [part for part in (range(half), range(half, count)) if part]
         wait = 0.0 if self._alone and options.max_wait_s is None else options.max_wait_s
@@ -223,8 +223,8 @@ class Workers:
         if self._doorbell is not None:
             made.callback(self._doorbell.close)
 
-    def _pickle(self, count: int) -> tuple[list[Any], list[Any], list[bytes], WorkerOptions]:
-        """Makers and keywords by group, policies by worker, and the options. Makers go to threads as they are."""
+    def _pickle(self) -> tuple[list[Any], list[Any], bytes, WorkerOptions]:
+        """Makers and keywords by group, the policy, and the options. Makers go to threads as they are."""
         options = self._options
         makers = list(self._makers)
         if self._doorbell is None:
@@ -233,12 +233,9 @@ class Workers:
             makers = [once[id(maker)] for maker in makers]
         kwargs = list(keywords_of(options.create_env_kwargs, len(makers)))
         factory = options.policy_factory
-        if isinstance(factory, (list, tuple)):
-            policies = [dumps(one, f"policy_factory[{i}]") for i, one in enumerate(factory)]
-        else:
-            policies = [dumps(self._policy, "policy") if factory is None else dumps(factory, "policy_factory")] * count
+        policy = dumps(self._policy, "policy") if factory is None else dumps(factory, "policy_factory")
         told = worker_options(options, shared_frames=not self._alone)
-        return makers, kwargs, policies, dataclasses.replace(told, rollout=self._in_worker(told.rollout))
+        return makers, kwargs, policy, dataclasses.replace(told, rollout=self._in_worker(told.rollout))
 
 
 def _without_torch(told: WorkerOptions) -> WorkerOptions:
