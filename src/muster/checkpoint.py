@@ -19,7 +19,8 @@ import torch
 
 from muster.errors import BadCheckpoint
 from muster.recording.chunks import ALIGNMENT, DTYPE_NAMES, DTYPES, as_bytes
-from muster.recording.files import UNSEALED, is_sealed, seal, write_whole
+from muster.recording.files import UNSEALED, is_sealed, seal
+from muster.whole_files import write_whole
 
 MAX_HEADER_BYTES = 100_000_000  # what safetensors allows
 FORMAT = 1

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, stay in their directory, and are never reached through a link."""
+"""The files of a recording: what they are called, how damage shows, who writes; never reached through a link."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ import re
 import stat
 import sys
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from muster.errors import BadRecording
+from muster.whole_files import NO_LINKS
 
 if sys.platform != "win32":
     import fcntl
 
 MANIFEST = "recording.json"
 LOCK = ".lock"
-TEMPORARY = ".tmp"
 CHUNK = re.compile(r"chunk-(\d{6,12})\.safetensors")
 
-_NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _SEAL = re.compile(rb'\{\s*(?:"__metadata__":\s*\{\s*)?"crc32":\s*"([0-9a-f]{8})"')
 
 UNSEALED = "00000000"  # what stands in a text's own crc32 field while that crc32 is computed
@@ -49,28 +47,6 @@ def is_sealed(text: bytes) -> bool:
     return zlib.crc32(blank) == int(found.group(1), 16)
 
 
-def write_whole(path: Path, parts: Iterable[Any]) -> None:
-    """Make the file ``path`` of ``parts`` (buffers): after a crash it is there completely, or as it was before.
-
-    Raises:
-        OSError: nothing was changed.
-    """
-    temporary = path.with_name(path.name + TEMPORARY)
-    temporary.unlink(missing_ok=True)  # left by a process that was killed
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINKS, 0o666)
-    try:
-        with open(fd, "wb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync_directory(path.parent)
-
-
 def open_regular(path: Path) -> tuple[IO[bytes], int]:
     """Open an ordinary file for reading. Returns the file and its size in bytes.
 
@@ -79,7 +55,7 @@ def open_regular(path: Path) -> tuple[IO[bytes], int]:
     """
     try:
         # A pipe put in the place of a file would block the open without O_NONBLOCK.
-        fd = os.open(path, os.O_RDONLY | _NO_LINKS | getattr(os, "O_NONBLOCK", 0))
+        fd = os.open(path, os.O_RDONLY | NO_LINKS | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
         link = " It is a symbolic link: put the file itself there." if path.is_symlink() else ""
         raise BadRecording(f"{path} cannot be read: {error.strerror}.{link}") from error
@@ -96,7 +72,7 @@ class DirectoryLock:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / LOCK
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | _NO_LINKS, 0o666)
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | NO_LINKS, 0o666)
         self._file = open(fd, "r+b")  # noqa: SIM115  (open means held)
         if not _try_lock(fd):
             holder = self._file.read(32).decode("ascii", "replace").strip() or "unknown"
@@ -120,7 +96,7 @@ class DirectoryLock:
 def is_locked(directory: Path) -> bool:
     """Whether a recorder is at work there now."""
     try:
-        fd = os.open(directory / LOCK, os.O_RDONLY | _NO_LINKS)
+        fd = os.open(directory / LOCK, os.O_RDONLY | NO_LINKS)
     except OSError:
         return False
     try:
@@ -136,13 +112,3 @@ def _try_lock(fd: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make a rename durable."""
-    if os.name == "posix":
-        fd = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)

@@ -22,6 +22,7 @@ from muster.recording import files
 from muster.recording.chunks import MAX_HEADER_BYTES, Chunk, Cut, Leaf, as_bytes, damaged, read_chunk
 from muster.recording.episodes import Episode, Rows, find_episodes
 from muster.recording.writer import FORMAT, VERSION
+from muster.whole_files import TEMPORARY
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -348,6 +349,6 @@ def _note_missing_end(
     elif "closed" in manifest and files.is_locked(root):
         lost.append("It is still being recorded; load it again for more.")
     elif "closed" in manifest:
-        cut = any(name.endswith(files.TEMPORARY) for name in names)
+        cut = any(name.endswith(TEMPORARY) for name in names)
         more = " A chunk was being written; its frames are lost." if cut else ""
         lost.append(f"The recorder was not closed: frames after the last chunk, if any, are lost.{more}")

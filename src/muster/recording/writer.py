@@ -20,6 +20,7 @@ import torch
 from muster.errors import BadOption, BadRecording, UnsupportedSpace
 from muster.keys import Key, dotted
 from muster.recording import chunks, files, jsonable
+from muster.whole_files import write_whole
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -125,7 +126,7 @@ class Recorder:
         about = {"chunk": self._chunks, "first_batch": self._batches, "manifest": self._manifest}
         parts = self._pending.encode(about)
         try:
-            files.write_whole(self.directory / files.chunk_name(self._chunks), parts)
+            write_whole(self.directory / files.chunk_name(self._chunks), parts)
         except OSError as error:
             raise BadRecording(
                 f"Could not write {files.chunk_name(self._chunks)} of {self.directory}: {error.strerror}. "
@@ -201,7 +202,7 @@ class Recorder:
     def _write_manifest(self, **state: Any) -> None:
         text = json.dumps(self._manifest | state, indent=1).encode()
         try:
-            files.write_whole(self.directory / files.MANIFEST, [files.seal(text)])
+            write_whole(self.directory / files.MANIFEST, [files.seal(text)])
         except OSError as error:
             raise BadRecording(
                 f"Could not write {files.MANIFEST} of {self.directory}: {error.strerror}. {self._frames:,} frames in "

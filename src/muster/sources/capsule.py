@@ -26,6 +26,7 @@ from muster.errors import BadCapsule, BadOption, ImportRefused
 from muster.keys import Key
 from muster.memory.specs import Array
 from muster.sources.pickling import dumps, loads
+from muster.whole_files import write_whole
 
 FORMAT = 1
 MOST_FILES = 32  # that one collector writes
@@ -128,7 +129,7 @@ class Capsule:
         arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
         file = io.BytesIO()
         np.savez(file, allow_pickle=False, **arrays)
-        _write_whole(Path(path), file.getbuffer())
+        write_whole(Path(path), [file.getbuffer()], mode=0o600)
 
     @staticmethod
     def load(path: str | Path, *, trust: bool = False) -> Capsule:
@@ -267,21 +268,6 @@ def _read(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
         raise BadCapsule(f"{path} cannot be read: {error.strerror or error}.") from error
     except Exception as error:  # zipfile and numpy raise nearly anything on damaged files
         raise BadCapsule(f"{path} is no crash capsule, or damaged: {type(error).__name__}: {error}.") from error
-
-
-def _write_whole(path: Path, data: Any) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)  # left by a process that was killed
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
-    try:
-        with open(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _by_key(header: Mapping[str, Any], arrays: Mapping[str, Array], part: str) -> dict[Key, Array]:
