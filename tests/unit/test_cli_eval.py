@@ -125,6 +125,17 @@ def test_sampled_actions_are_other_actions(capsys: pytest.CaptureFixture[str]) -
     assert modes["mean"] != sampled["mean"]
 
 
+def test_a_rule_that_favours_short_episodes_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["CartPole-v1", "--episodes", 9, "--num-envs", 4]
+    assert "BIASED" not in run(capsys, *argv)[1]
+    for rule, biased in (("fair", True), ("last_even", False), ("first_done", True)):
+        code, out, _ = run(capsys, *argv, "--rule", rule)
+        told = f"BIASED: rule {rule} gives short episodes better chances, so the mean may mislead.\n" in out
+        assert (code, told) == (0, biased)
+        found = json.loads(run(capsys, *argv, "--rule", rule, "--json")[1])
+        assert (found["rule"], found["biased"], found["episodes"]) == (rule, biased, 9)
+
+
 def test_what_is_unfinished_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "Endless-v0", "--episodes", 2, "--num-envs", 2, "--max-frames", 80)
     assert code == 0

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import gymnasium
 import numpy as np
@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from muster import Collector, Evaluation, Evaluator
+from muster.episode_rules import RuleName, make_rule
 from muster.errors import (
     BadOption,
     BadWeights,
@@ -237,6 +238,38 @@ def test_first_done_takes_whatever_ends_first_and_says_what_was_going_on() -> No
     assert_accounted(done)
 
 
+def test_last_even_counts_the_first_to_begin_and_waits_for_the_last_of_each() -> None:
+    done = evaluated(lengths(1, 2, 3, 10), episodes=8, rule="last_even")
+    assert done.lengths.tolist() == [1, 1, 2, 1, 3, 2, 3, 10]
+    assert (done.complete, done.biased, done.unfinished, done.stopped_by) == (True, False, (), "episodes")
+    assert [(r.env_id, r.begin) for r in done.uncounted][:4] == [(0, 3), (0, 4), (0, 5), (1, 4)]  # from then on
+    assert_accounted(done)
+    done = evaluated(lengths(1, 2, 3, 10), episodes=8, rule="last_even", max_T=5)
+    assert [(u.env_id, u.steps) for u in done.unfinished] == [(2, 2), (3, 5)]
+    assert_accounted(done)
+
+
+def test_fair_shares_out_the_episodes_and_takes_the_first_of_the_rest() -> None:
+    done = evaluated(lengths(1, 2, 3), episodes=7, rule="fair")
+    ends = [(r.begin + r.length, r.env_id) for r in done.records]
+    assert ends == [(1, 0), (2, 0), (2, 1), (3, 0), (3, 2), (4, 1), (6, 2)]  # two of each, and the third of 0
+    assert (done.complete, done.biased, done.unfinished) == (True, True, ())
+    assert_accounted(done)
+    assert not evaluated(lengths(1, 2, 3), episodes=6, rule="fair").biased
+    done = evaluated(lengths(5, 2), episodes=1, rule="fair")  # a race, and what has lost it is told
+    assert [(r.env_id, r.length) for r in done.records] == [(1, 2)]
+    assert [(u.env_id, u.steps) for u in done.unfinished] == [(0, 2)]
+    assert_accounted(done)
+
+
+def test_an_episode_that_cannot_count_any_more_may_be_endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "ENDLESS", 60)
+    envs = [functools.partial(Lengths, of_one) for of_one in ((1,), (1, 1, 10**9), (40,))]
+    done = evaluated(envs, episodes=7, rule="fair", exploration_type="random")
+    assert done.lengths.tolist() == [1, 1, 1, 1, 1, 40, 40]
+    assert [(u.env_id, u.steps) for u in done.unfinished] == [(1, 78)]
+
+
 def test_a_policy_with_long_and_short_episodes_is_judged_fairly_by_per_env_only() -> None:
     envs = [functools.partial(Lengths, (1, 100)), functools.partial(Lengths, (100, 1))]
     options: dict[str, Any] = {"episodes": 4, "exploration_type": "random"}
@@ -282,6 +315,8 @@ def test_max_trajectories_counts_exactly_and_shows_those_that_ended_at_the_same_
     assert [(r.env_id, r.begin) for r in done.records] == [(0, 0), (2, 0), (0, 2)]
     assert (done.complete, done.stopped_by) == (False, "max_trajectories")
     assert [(u.env_id, u.steps) for u in done.unfinished] == [(1, 4), (2, 1)]
+    done = evaluated(counting(3), num_envs=4, episodes=4, max_trajectories=3)  # the fourth ends with them
+    assert (len(done.records), len(done.uncounted), done.stopped_by, done.complete) == (3, 1, "max_trajectories", False)
 
 
 def test_time_alone_counts_all_that_end_in_it() -> None:
@@ -296,15 +331,15 @@ def test_time_alone_counts_all_that_end_in_it() -> None:
     episodes=st.one_of(st.none(), st.integers(1, 9)),
     max_trajectories=st.one_of(st.none(), st.integers(1, 9)),
     max_T=st.integers(1, 40),
-    rule=st.sampled_from(["per_env", "first_done"]),
+    rule=st.sampled_from(get_args(RuleName)),
     T=st.integers(1, 11),
 )
 def test_counting_over_rollouts_equals_counting_step_by_step(
     sizes: list[list[int]], episodes: int | None, max_trajectories: int | None, max_T: int, rule: Any, T: int
 ) -> None:
     n = len(sizes)
-    quota = [math.inf] * n if episodes is None else [episodes // n + (i < episodes % n) for i in range(n)]
-    rule = rule if episodes is not None else "first_done"
+    judge = make_rule(rule, episodes, n)
+    wanted = [judge.awaits(i) for i in range(n)]
     run = Run(Plan(episodes, None, max_T, max_trajectories, rule), n, seed=0, seeded=True, version=0)
     cycles = [itertools.cycle(size) for size in sizes]
     length, steps, number = [next(c) for c in cycles], [0] * n, [0] * n
@@ -313,14 +348,13 @@ def test_counting_over_rollouts_equals_counting_step_by_step(
     stopped, t = "", 0
     while not stopped:
         t += 1
-        for i in range(n):
-            steps[i] += 1
-            if steps[i] == length[i]:
-                wanted = quota[i] > 0 if rule == "per_env" else episodes is None or len(expected) < episodes
-                wanted = wanted and len(expected) != max_trajectories
-                (expected if wanted else left_out).append((i, number[i]))
-                quota[i] -= wanted
-                steps[i], length[i], number[i] = 0, next(cycles[i]), number[i] + 1
+        steps = [so_far + 1 for so_far in steps]
+        ended = [i for i in range(n) if steps[i] == length[i]]
+        room = math.inf if max_trajectories is None else max_trajectories - len(expected)
+        counted = [i for place, i in enumerate(judge.ended(ended)) if place < room]
+        for i in ended:
+            (expected if i in counted else left_out).append((i, number[i]))
+            steps[i], length[i], number[i], wanted[i] = 0, next(cycles[i]), number[i] + 1, judge.awaits(i)
         if len(expected) == episodes:
             stopped = "episodes"
         elif len(expected) == max_trajectories:
@@ -341,8 +375,7 @@ def test_counting_over_rollouts_equals_counting_step_by_step(
     assert (run.stopped_by, run.t) == (stopped, t)
     assert [(r.env_id, r.episode) for r in run.records] == expected
     assert [(r.env_id, r.episode) for r in run.uncounted] == left_out
-    wanted_ones = range(n) if rule == "first_done" else [i for i in range(n) if quota[i] > 0]
-    going = [(i, number[i], steps[i], float(steps[i])) for i in wanted_ones if steps[i]]
+    going = [(i, number[i], steps[i], float(steps[i])) for i in range(n) if wanted[i] and steps[i]]
     assert [(u.env_id, u.episode, u.steps, u.return_so_far) for u in run.unfinished()] == going
 
 
@@ -807,7 +840,7 @@ def test_an_object_goes_on_after_an_error_and_policies_are_not_tried_again() -> 
         ({"episodes": True}, "episodes=True"),
         ({"episodes": None}, "nothing ends this evaluation"),
         ({"max_frames": 3, "num_envs": 4}, "less than one step of 4 environments"),
-        ({"rule": "fair"}, "rule='fair'"),
+        ({"rule": "fastest"}, "rule='fastest': expected 'fair'.*'per_env'"),
         ({"num_workers": -1}, "num_workers=-1"),
         ({"seed": -1}, "seed=-1"),
         ({"when_busy": "wait"}, "when_busy='wait'"),

@@ -24,7 +24,7 @@ from tests.tools import assert_chain, assert_same, counting
 INVALID = -1
 
 
-@dataclass
+@dataclass(eq=False)
 class Episode:
     env: int
     traj_id: int
@@ -300,6 +300,96 @@ def test_a_skipped_part_cuts_only_its_own_environments():
     assert lengths_pushed(episodes, batch, [0], slice(9, 12)) == [[4], [4]]
 
 
+# --- groups taken by hand --------------------------------------------------------------------------
+
+
+@given(histories(), st.sampled_from(["cat", "pad"]), st.data())
+def test_groups_taken_by_hand_are_the_episodes_that_were_named(history, layout, data):
+    lead, lengths, events = history
+    stream, frames = Stream(lengths, lead), 0
+    make = lambda: WholeEpisodes(num_envs=stream.envs, layout=layout, rule=None)  # noqa: E731
+    episodes, told, gone = make(), [], []
+    for T, holes, reset, _, resume in events:
+        stream.reset(reset)
+        episodes.flush(reset)
+        assert episodes.push(stream.batch(T, holes)) == []
+        held = sorted((e for e in stream.episodes if e.is_complete and e not in gone), key=lambda e: (e.ended, e.env))
+        assert [number % stream.envs for number in episodes.held] == [e.env for e in held]
+        assert episodes.open_envs == [i for i, e in enumerate(stream.running) if e is not None and e.dropped is None]
+        named = dict(zip(episodes.held, held, strict=True))
+        if data.draw(st.booleans(), "ask"):
+            new = [e for e in held if e not in told]
+            times = sorted({e.ended for e in new})
+            found = [[named[number] for number in step] for step in episodes.new_ends()]
+            assert found == [[e for e in new if e.ended == t] for t in times]
+            assert episodes.new_ends() == []
+            told += new
+        if chosen := data.draw(st.lists(st.sampled_from(episodes.held), unique=True), "take") if held else []:
+            group = episodes.take(chosen)
+            assert rows_of(group.batch) == [named[number].rows for number in chosen]
+            assert group.frames == sum(len(named[number].rows) for number in chosen)
+            frames += group.frames
+            gone += [named[number] for number in chosen]
+        if data.draw(st.integers(0, 4), "clear") == 0:
+            left = sum(len(e.rows) for e in stream.episodes if e.dropped is None and e not in gone)
+            assert (episodes.clear("surplus"), episodes.frames_held) == (left, 0)
+            gone += [e for e in held if e not in gone]
+            for e in filter(None, stream.running):
+                e.dropped = e.dropped or "cut"
+            assert (episodes.held, episodes.open_envs, episodes.new_ends()) == ([], [], [])
+        assert stream.number == frames + episodes.dropped.total() + episodes.frames_held
+        if resume:
+            state, episodes = episodes.state_dict(), make()
+            assert (state["owner"] >= 0).sum() == state["episodes"][:, 1].sum()
+            episodes.load_state_dict(state)
+
+
+@given(interleavings())
+def test_ends_of_parts_are_told_in_order_of_arrival(history):
+    stream, batch, events = history
+    ends = {e.rows[-1]: e for e in stream.episodes if e.is_complete}
+    episodes, told, expected = WholeEpisodes(num_envs=stream.envs, rule=None), [], []
+    for envs, time, resume in events:
+        rows = part(batch, envs, time)
+        episodes.push(rows, envs)
+        ended = sorted((ends[row] for row in {*rows["row"].flatten().tolist()} & ends.keys()), key=lambda e: e.env)
+        expected += [[e.env for e in ended if e.ended == t] for t in sorted({e.ended for e in ended})]
+        if resume:
+            told += episodes.new_ends()
+            state, episodes = episodes.state_dict(), WholeEpisodes(num_envs=stream.envs, rule=None)
+            episodes.load_state_dict(state)
+    told += episodes.new_ends()
+    assert [[number % stream.envs for number in step] for step in told] == expected
+
+
+def test_what_goes_on_after_clearing_is_no_episode():
+    stream = Stream([[3], [5]], (2,))
+    episodes = WholeEpisodes(num_envs=2, rule=None)
+    episodes.push(stream.batch(4))
+    assert (episodes.held, episodes.open_envs) == ([0], [0, 1])
+    assert episodes.clear("surplus") == 8
+    assert episodes.new_ends() == []
+    episodes.push(stream.batch(5))  # environment 0 ends at 6 and 9, 1 at 5, and next at 10
+    assert [[number % 2 for number in step] for step in episodes.new_ends()] == [[0]]
+    assert episodes.dropped == {"surplus": 8, "cut": 2 + 1}
+    assert episodes.open_envs == [1]
+
+
+def test_what_is_not_there_cannot_be_taken():
+    stream, episodes = Stream([[2], [9]], (2,)), WholeEpisodes(num_envs=2, rule=None)
+    episodes.push(stream.batch(4))
+    assert episodes.held == [0, 4]  # number 1 is open
+    for numbers in ([], [0, 0], [1], [4, 2]):
+        with pytest.raises(BadOption, match=r"take\(\[.*: expected different numbers of complete episodes"):
+            episodes.take(numbers)
+    assert rows_of(episodes.take([4, 0]).batch) == [[3, 4], [1, 2]]
+    with pytest.raises(BadOption, match=r"take\(\[0\]\)"):
+        episodes.take([0])
+    assert episodes.clear("surplus") == 4
+    assert episodes.clear("nothing") == 0
+    assert episodes.dropped == {"surplus": 4}
+
+
 # --- bias ------------------------------------------------------------------------------------------
 
 
@@ -451,6 +541,7 @@ def test_saving_and_loading_gives_plain_data_and_equal_groups():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"num_envs": 1}, r"n=None\): expected an integer of at least 1"),
         ({"n": 0, "num_envs": 1}, r"n=0\): expected an integer of at least 1"),
         ({"n": 2.0, "num_envs": 1}, "n=2.0"),
         ({"n": True, "num_envs": 1}, "n=True"),

@@ -14,6 +14,7 @@ from tyro.conf import Positional, arg
 from muster.cli.collect import Count, admit, in_short, policy_for
 from muster.cli.report import LINE_EVERY_S, symbols
 from muster.cli.signals import StopSignals
+from muster.episode_rules import RuleName
 from muster.errors import BadOption
 
 if TYPE_CHECKING:
@@ -33,7 +34,12 @@ class Eval:
     """random; mlp (fresh, 64x64 tanh); FILE.safetensors with the weights of such an MLP; FILE.py:NAME."""
 
     episodes: Annotated[int, arg(metavar="N")] = 20
-    """Complete episodes, the same number from each environment: short ones have no advantage."""
+    """Complete episodes, exactly."""
+
+    rule: RuleName = "per_env"
+    """Which episodes count where environments are quicker than others. per_env: numbers fixed in advance, so that short
+    episodes have no advantage; fair: as many from each, the rest from whoever is first; last_even: the first to begin;
+    first_done: the first to end."""
 
     num_envs: Annotated[int, arg(metavar="B", aliases=["--envs"])] = 8
     """Environments stepped together; with --workers, so many in each."""
@@ -107,6 +113,7 @@ def _evaluate(command: Eval, policy: Any, stop: StopSignals) -> Evaluation:
             command.env,
             policy,
             episodes=command.episodes,
+            rule=command.rule,
             num_envs=command.num_envs,
             num_workers=command.workers,
             seed=command.seed,
@@ -198,6 +205,8 @@ def table(evaluation: Evaluation, policy: str, files: list[Path]) -> str:
             f"INCOMPLETE: stopped by {done.stopped_by}; these were going on: {going or 'none'}{more}. Long ones are "
             f"missing, so the mean may mislead."
         )
+    if done.biased:
+        lines.append(f"BIASED: rule {done.rule} gives short episodes better chances, so the mean may mislead.")
     left_out = "".join(f"  {reason} {steps:,}" for reason, steps in done.discarded.items())
     lines.append(f"frames    {done.frames:,} in {done.seconds:,.1f} s{left_out}")
     return "\n".join([*lines, *(f"wrote     {file}" for file in files)])

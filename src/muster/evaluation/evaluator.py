@@ -12,6 +12,7 @@ import numpy as np
 from typing_extensions import Self
 
 from muster.collectors.options import check_choice
+from muster.episode_rules import RuleName
 from muster.errors import (
     BadOption,
     BadWeights,
@@ -25,7 +26,6 @@ from muster.errors import (
 from muster.evaluation.background import Background
 from muster.evaluation.copies import weights_of
 from muster.evaluation.result import Evaluation
-from muster.evaluation.rules import RuleName
 from muster.evaluation.run import Plan, Progress
 from muster.evaluation.stage import Stage
 from muster.weights.names import Weights
@@ -105,7 +105,7 @@ class Evaluator:
     It has environments, random streams and a copy of the policy (in evaluation mode) of its own, so training goes on as
     if it were not there. Every ``evaluate()`` begins with fresh resets. Episode k of environment i is reset with
     ``seed + i + k * (number of environments)``: the first ``episodes`` seeds, however many environments and workers
-    share them. (Batches that reset themselves, such as vector environments, are seeded once.)
+    share them, with ``rule="per_env"``. (Batches that reset themselves, such as vector environments, are seeded once.)
 
     In the background, worker processes evaluate the weights of the moment of ``trigger()`` while the user goes on::
 
@@ -126,9 +126,10 @@ class Evaluator:
         max_trajectories: end after the time step at which so many episodes are there.
         num_envs: stepped together, by each worker. None: one, without a batch dimension.
         num_workers: processes, each with ``num_envs`` environments; 0: this process.
-        rule: which episodes count. "per_env": a number fixed in advance from each environment; "first_done": whatever
-            ends first, biased towards short episodes. Without ``episodes`` every episode counts as it ends
-            ("first_done").
+        rule: which episodes count. "per_env": a number fixed in advance from each environment; "fair": as many from
+            each, and what is missing from whichever end one more first; "last_even": the first to begin;
+            "first_done": whatever ends first, biased towards short episodes. Without ``episodes`` every episode counts
+            as it ends ("first_done").
         exploration_type: "deterministic", or "random" to sample as in training; see ``CollectorOptions``.
         seed: of the episodes, the same in every evaluation. None: others each time.
         reseed: others each time, derived from ``seed``.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
+from muster.episode_rules import RuleName, check_rule, make_rule
 from muster.errors import BadOption
 from muster.evaluation.result import EvaluatedEpisode, Evaluation, UnfinishedEpisode
-from muster.evaluation.rules import RuleName, check_rule, make_rule
 from muster.evaluation.tape import Tape
 from muster.memory.specs import Array
 from muster.trajectories import EpisodeRecord
@@ -91,6 +92,7 @@ class Run:
         self.records: list[EvaluatedEpisode] = []
         self.uncounted: list[EvaluatedEpisode] = []
         self._began = [0] * num_envs  # when the episode that is going on did
+        self._wanted = [self.rule.awaits(i) for i in range(num_envs)]  # then
         self._number = [0] * num_envs
         self._returns = np.zeros(num_envs)  # so far
 
@@ -107,13 +109,14 @@ class Run:
         """
         stop = self.t + T if self._limit is None else min(self.t + T, self._limit)
         ended = set()
-        for end, record in self._by_time(episodes):
+        for end, together in groupby(self._by_time(episodes), _end):
             if end > stop:
                 break
-            self._enter(record)
-            ended.add(record.env_id)
-            if self._reached():
-                stop = end  # others that end here are still looked at
+            records = list(together)
+            self._enter(records)
+            ended |= {record.env_id for record in records}
+            if self.stopped_by:
+                stop = end
         rows = reward[: stop - self.t]
         self._returns += rows.sum(axis=0, dtype=np.float64)
         for i in ended:
@@ -131,11 +134,11 @@ class Run:
         return self.stopped_by == self.plan.goal if self.plan.goal else not self.unfinished()
 
     def unfinished(self) -> tuple[UnfinishedEpisode, ...]:
-        """Episodes that are going on and were wanted."""
+        """Episodes that are going on and were wanted when they began."""
         return tuple(
             UnfinishedEpisode(i, self._number[i], self._seed_of(i), self.t - began, float(self._returns[i]))
             for i, began in enumerate(self._began)
-            if began < self.t and self.rule.awaits(i)
+            if began < self.t and self._wanted[i]
         )
 
     def result(self, env: str, seconds: float, tape: Tape | None) -> Evaluation:
@@ -160,37 +163,44 @@ class Run:
             tape=tape,
         )
 
-    def _by_time(self, episodes: Sequence[EpisodeRecord]) -> list[tuple[int, EvaluatedEpisode]]:
+    def _by_time(self, episodes: Sequence[EpisodeRecord]) -> list[EvaluatedEpisode]:
         began, number = list(self._began), list(self._number)
-        timed = []
+        records = []
         for episode in episodes:
             _, i, value, length, terminated, truncated = episode
             seed = self._seed_of(i, number[i])
             record = EvaluatedEpisode(i, number[i], seed, began[i], value, length, terminated, truncated, self.version)
             began[i], number[i] = began[i] + length, number[i] + 1
-            timed.append((began[i], record))
-        return sorted(timed, key=lambda entry: (entry[0], entry[1].env_id))
+            records.append(record)
+        return sorted(records, key=lambda record: (_end(record), record.env_id))
 
-    def _enter(self, record: EvaluatedEpisode) -> None:
-        i = record.env_id
-        counts = len(self.records) != self.plan.max_trajectories and self.rule.take(i)
-        (self.records if counts else self.uncounted).append(record)
-        self._began[i], self._number[i] = record.begin + record.length, record.episode + 1
-
-    def _reached(self) -> bool:
-        if not self.stopped_by:
-            enough = len(self.records) == self.plan.max_trajectories
-            self.stopped_by = "episodes" if self.rule.complete else "max_trajectories" if enough else ""
-        return bool(self.stopped_by)
+    def _enter(self, records: Sequence[EvaluatedEpisode]) -> None:
+        """Take in episodes that ended at one time step, by environment."""
+        most = self.plan.max_trajectories
+        counted = self.rule.ended([record.env_id for record in records])
+        counted = counted[: None if most is None else most - len(self.records)]
+        for record in records:
+            i = record.env_id
+            (self.records if i in counted else self.uncounted).append(record)
+            self._began[i], self._number[i], self._wanted[i] = _end(record), record.episode + 1, self.rule.awaits(i)
+        if len(self.records) == self.plan.episodes:
+            self.stopped_by = "episodes"
+        elif len(self.records) == most:
+            self.stopped_by = "max_trajectories"
 
     def _seed_of(self, env_id: int, episode: int | None = None) -> int | None:
         number = self._number[env_id] if episode is None else episode
         return self._seed + env_id + self.num_envs * number if self._seeded or number == 0 else None
 
     def _check_that_they_end(self) -> None:
-        endless = [episode.env_id for episode in self.unfinished() if episode.steps > ENDLESS]
+        going = (episode for episode in self.unfinished() if self.rule.awaits(episode.env_id))
+        endless = [episode.env_id for episode in going if episode.steps > ENDLESS]
         if endless:
             raise BadOption(
                 f"environment {endless[0]} has been in one episode for over {ENDLESS:,} steps, and this evaluation "
                 f"has no other end: give max_frames_per_traj= (which truncates episodes), max_T= or max_frames="
             )
+
+
+def _end(record: EvaluatedEpisode) -> int:
+    return record.begin + record.length

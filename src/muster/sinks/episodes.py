@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from muster.errors import BadOption
 from muster.keys import POLICY_VERSION, Key, dotted
 from muster.memory.specs import Array
-from muster.sinks.plain import from_plain, to_plain
+from muster.sinks.kept import KeptRows
 from muster.sinks.rows import ENDED, NEVER, Pieces, find_pieces, padded, take, time_last
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ Layout = Literal["cat", "pad"]
 Rule = Literal["fair", "per_env", "first_done"]
 Envs = Sequence[int] | Array | None
 
-DELIVERED, CUT, MIXED = -1, -2, -3  # in the place of an episode's number: why a row is not kept
+CUT, MIXED = -2, -3  # in the place of an episode's number: why its rows are not kept
 REASONS = {CUT: "cut", MIXED: "mixed_policy"}
 
 NO_MORE = 2**62  # divided by the number of environments: the time of one from which nothing more will come
@@ -51,31 +52,6 @@ class _Open:
     version: int
 
 
-@dataclass
-class _Chunk:
-    """Rows of one batch, and the number of the episode that each belongs to; ``gone`` of them are not needed any more.
-
-    ``first`` and ``last`` bound the numbers, so that what waits for long is not searched all the time.
-    """
-
-    rows: TensorDict
-    owner: Array
-
-    def __post_init__(self) -> None:
-        self.first, self.last = self.owner.min(), self.owner.max()
-        self.gone = np.count_nonzero(self.owner < 0)
-
-    def find(self, numbers: Array) -> Array:
-        """Places of the rows of these episodes."""
-        if numbers.max() < self.first or self.last < numbers.min():
-            return np.empty(0, np.int64)
-        return np.flatnonzero(np.isin(self.owner, numbers))
-
-    def let_go(self, places: Array, reason: int) -> None:
-        self.owner[places] = reason
-        self.gone += len(places)
-
-
 class WholeEpisodes:
     """Turns successive batches of one collector into groups of exactly ``n`` complete episodes.
 
@@ -96,7 +72,7 @@ class WholeEpisodes:
     what the quick ones make.
 
     Args:
-        n: episodes per group.
+        n: episodes per group; without a ``rule`` it has no meaning.
         num_envs: environments in all batches (in one: the product of its dimensions other than time; 1 without any).
         layout: ``"cat"`` one after the other; ``"pad"`` one per line, zeros on the right, trajectory id -1 there.
         rule: which episodes come next. ``"fair"``: in the order in which they began (then by environment), however
@@ -104,13 +80,16 @@ class WholeEpisodes:
             ``"per_env"``: the next ``n / num_envs`` of every environment, environment by environment; what the quick
             ones have in excess waits. ``"first_done"``: in the order in which they end (TorchRL's). The first
             groups then have too many short episodes, and so has a run that stops after a number of groups.
+            None: groups are taken by hand, with ``new_ends`` and ``take``. (Rules for a number of episodes that is
+            fixed beforehand are in ``muster.episode_rules``. This "fair", for a stream without an end, chooses as
+            "last_even" does there, the first to begin; the "fair" there shares out the number among environments.)
         on_policy_only: drop episodes in which more than one policy version acted. That is more often true of
             long ones, so what is left is biased to short ones.
         done_key: the column that says that an episode ended. ``set_truncated`` marks ends that are none.
 
     Attributes:
         dropped: frames that no group will show, by reason: "cut" (the episode went on without an end, or
-            ``flush``), "mixed_policy".
+            ``flush``), "mixed_policy", and those given to ``clear``.
 
     Raises:
         BadOption: an impossible value.
@@ -118,35 +97,47 @@ class WholeEpisodes:
 
     def __init__(
         self,
-        n: int,
+        n: int | None = None,
         *,
         num_envs: int,
         layout: Layout = "cat",
-        rule: Rule = "fair",
+        rule: Rule | None = "fair",
         on_policy_only: bool = False,
         done_key: Key = ENDED,
     ) -> None:
-        for name, number in (("n", n), ("num_envs", num_envs)):
+        for name, number in (("n", 1 if rule is None else n), ("num_envs", num_envs)):
             if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < 1:
                 raise BadOption(f"WholeEpisodes({name}={number!r}): expected an integer of at least 1")
-        for name, value, known in (("layout", layout, get_args(Layout)), ("rule", rule, get_args(Rule))):
+        for name, value, known in (("layout", layout, get_args(Layout)), ("rule", rule, (*get_args(Rule), None))):
             if value not in known:
                 raise BadOption(f"WholeEpisodes({name}={value!r}): expected one of {', '.join(map(repr, known))}")
-        if rule == "per_env" and n % num_envs:
+        self.n = 0 if rule is None else int(n or 0)
+        if rule == "per_env" and self.n % num_envs:
             raise BadOption(f'WholeEpisodes({n}, rule="per_env"): {n} is not a multiple of num_envs={num_envs}')
-        self.n, self.num_envs, self.layout, self.rule = int(n), int(num_envs), layout, rule
+        self.num_envs, self.layout, self.rule = int(num_envs), layout, rule
         self.on_policy_only, self.done_key = on_policy_only, done_key
         self.dropped: Counter[str] = Counter()
         self._time = np.zeros(self.num_envs, np.int64)  # rows so far, of each environment
         self._open: dict[int, _Open] = {}  # by environment
         self._length: dict[int, int] = {}  # frames of each episode held, by number = first row's time * num_envs + env
         self._ended: dict[int, int] = {}  # of those, when it ended: the sum of _time before the batch + time in it
-        self._chunks: list[_Chunk] = []
+        self._asked = 0  # what ended before was in ``new_ends`` already
+        self._rows = KeptRows()
 
     @property
     def frames_held(self) -> int:
         """Frames kept for groups to come: of open episodes, and of ended ones that wait for others."""
         return sum(self._length.values())
+
+    @property
+    def held(self) -> list[int]:
+        """The numbers of complete episodes, in order of their ends. Number k is of environment ``k % num_envs``."""
+        return sorted(self._ended, key=lambda number: (self._ended[number], number % self.num_envs))
+
+    @property
+    def open_envs(self) -> list[int]:
+        """Environments in an episode that is held from its first row on, ascending."""
+        return sorted(env for env, episode in self._open.items() if episode.number >= 0)
 
     def push(self, batch: TensorDict, envs: Envs = None) -> list[EpisodeGroup]:
         """Take the next batch, ``[*lead, T]``; it is copied.
@@ -173,16 +164,36 @@ class WholeEpisodes:
             columns = (env, begin, end, pieces.length, pieces.traj_id, pieces.ended, low, high)
             owners = [self._follow(*piece) for piece in zip(*(c.tolist() for c in columns), strict=True)]
             held = [number in self._length for number in owners]  # also not what was dropped later in this batch
-            if any(held):
-                kept = np.repeat(held, pieces.length)
-                owner = np.repeat(np.array(owners), pieces.length)[kept]
-                self._chunks.append(_Chunk(take(batch, pieces.rows[kept]), owner))
+            kept = np.repeat(held, pieces.length)
+            self._rows.add(batch, pieces.rows[kept], np.repeat(np.array(owners), pieces.length)[kept])
         self._time[numbers] += T
         groups = []
         while chosen := self._next_group():
             groups.append(self._deliver(chosen))
-        self._release()
+        self._rows.release()
         return groups
+
+    def new_ends(self) -> list[list[int]]:
+        """The numbers of episodes that ended since this was last asked and are held.
+
+        Returns:
+            one list for each time step at which some did, in order of time, ascending by environment within.
+        """
+        new = [number for number in self.held if self._ended[number] >= self._asked]
+        self._asked = int(self._time.sum())
+        return [list(step) for _, step in groupby(new, self._ended.__getitem__)]
+
+    def take(self, numbers: Sequence[int]) -> EpisodeGroup:
+        """A group of these complete episodes, in this order; they are not held any more.
+
+        Raises:
+            BadOption: one is not there, or twice, or there is none.
+        """
+        if not numbers or len({*numbers} & {*self._ended}) < len(numbers):
+            raise BadOption(f"take({numbers}): expected different numbers of complete episodes that are held")
+        group = self._deliver(numbers)
+        self._rows.release()
+        return group
 
     def skip(self, batch: TensorDict, envs: Envs = None) -> None:
         """Take note of a batch that goes elsewhere: episodes with a part in it will not be whole, and are dropped.
@@ -213,8 +224,22 @@ class WholeEpisodes:
                 raise BadOption(f"flush({envs}): environments are numbered 0 to {self.num_envs - 1}")
             if env in self._open:
                 self._drop(self._open[env], CUT)
-        self._release()
+        self._rows.release()
         return before - self.frames_held
+
+    def clear(self, reason: str) -> int:
+        """Drop all that is held, complete or open, and what open episodes go on with (that as "cut").
+
+        Returns:
+            frames dropped, which ``dropped[reason]`` counts.
+        """
+        frames = self.frames_held
+        if frames:
+            self.dropped[reason] += frames
+        for episode in self._open.values():
+            episode.number = min(episode.number, CUT)
+        self._length, self._ended, self._rows = {}, {}, KeptRows()
+        return frames
 
     def retire(self, envs: Iterable[int]) -> int:
         """Wait no longer for environments that will give no more rows (``rule="per_env"`` cannot do without).
@@ -234,7 +259,6 @@ class WholeEpisodes:
 
     def state_dict(self) -> dict[str, Any]:
         """All that is held, as numbers, tensors and lists; it shares no memory with groups."""
-        chunks = [chunk.rows for chunk in self._chunks]
         return {
             "num_envs": self.num_envs,
             "time": torch.from_numpy(self._time.copy()),
@@ -243,8 +267,8 @@ class WholeEpisodes:
             "episodes": torch.tensor(
                 [(s, length, self._ended.get(s, -1)) for s, length in self._length.items()], dtype=torch.int64
             ).reshape(-1, 3),
-            "owner": torch.from_numpy(np.concatenate([np.empty(0, np.int64), *(c.owner for c in self._chunks)])),
-            "rows": to_plain(_join(chunks)) if chunks else None,
+            "asked": self._asked,
+            **self._rows.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -259,8 +283,8 @@ class WholeEpisodes:
         self._open = {env: _Open(env, *rest) for env, *rest in state["open"].tolist()}
         self._length = {number: length for number, length, _ in state["episodes"].tolist()}
         self._ended = {number: end for number, _, end in state["episodes"].tolist() if end >= 0}
-        owner = state["owner"].numpy().copy()
-        self._chunks = [_Chunk(from_plain(state["rows"]), owner)] if len(owner) else []
+        self._asked = state["asked"]
+        self._rows.load_state_dict(state)
 
     # --- parts ------------------------------------------------------------------------------------
 
@@ -322,8 +346,7 @@ class WholeEpisodes:
         """Let go of an open episode's rows, and of those to come until its end."""
         if episode.number >= 0:
             self.dropped[REASONS[reason]] += self._length.pop(episode.number)
-            for chunk in self._chunks:
-                chunk.let_go(chunk.find(np.array(episode.number)), reason)
+            self._rows.drop(episode.number)
             episode.number = reason
 
     def _next_group(self) -> list[int]:
@@ -342,24 +365,17 @@ class WholeEpisodes:
             first = coming.min()
             order = sorted(number for number in self._ended if number < first)
         else:
-            order = sorted(self._ended, key=lambda number: (self._ended[number], number % self.num_envs))
+            order = [] if self.rule is None else self.held
         return order[: self.n] if len(order) >= self.n else []
 
-    def _deliver(self, chosen: list[int]) -> EpisodeGroup:
+    def _deliver(self, chosen: Sequence[int]) -> EpisodeGroup:
         numbers = np.array(chosen)
         length = np.array([self._length.pop(number) for number in chosen])
         for number in chosen:
             del self._ended[number]
-        parts, owners = [], []
-        for chunk in self._chunks:
-            here = chunk.find(numbers)
-            if len(here):
-                parts.append(take(chunk.rows, here))
-                owners.append(chunk.owner[here])
-                chunk.let_go(here, DELIVERED)
-        rows = _join(parts)
+        rows, owner = self._rows.pop(numbers)
         ascending = np.argsort(numbers)
-        place = ascending[np.searchsorted(numbers[ascending], np.concatenate(owners))]
+        place = ascending[np.searchsorted(numbers[ascending], owner)]
         order = np.argsort(place, kind="stable")  # within an episode rows are in order of time already
         if self.layout == "pad":
             group = padded(rows, order, length, NEVER)
@@ -367,18 +383,3 @@ class WholeEpisodes:
             group = take(rows, order) if (place[1:] < place[:-1]).any() else rows
             group.names = ["time"]
         return EpisodeGroup(group, int(length.sum()))
-
-    def _release(self) -> None:
-        """Give back the memory of rows that are no longer needed; a chunk is copied when half of it is."""
-        chunks, self._chunks = self._chunks, []
-        for chunk in chunks:
-            if chunk.gone * 2 <= len(chunk.owner):
-                self._chunks.append(chunk)
-            elif chunk.gone < len(chunk.owner):
-                live = np.flatnonzero(chunk.owner >= 0)
-                self._chunks.append(_Chunk(take(chunk.rows, live), chunk.owner[live]))
-
-
-def _join(parts: list[TensorDict]) -> TensorDict:
-    joined: Any = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return joined
