@@ -1,0 +1,274 @@
+"""Tianshou's vector environments as an env batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from tianshou.data import Batch
+from tianshou.env import DummyVectorEnv
+from tianshou.env.worker import DummyEnvWorker
+
+from muster.errors import BadEnvOutput, EnvError, MusterError
+from muster.keys import OBSERVATION, REWARD, TERMINATED, TRUNCATED, Key, next_of
+from muster.memory.slots import Lane
+from muster.memory.specs import OBJECT, Array, ArraySpec
+from muster.protocols import EnvBatch, Step
+from muster.rng import GroupRng
+
+PLAIN = frozenset({bool, int, float, str, type(None), np.float64, np.float32, np.int64, np.bool_})
+
+NUMBERS = "biufc"  # kinds of dtypes
+
+
+class Actions(NamedTuple):
+    """What the environments ``ids`` (ascending) do next; all of length R.
+
+    Attributes:
+        act: as the policy sees it; ``mapped`` as the environments do.
+        policy: what the policy wants to be stored beside it.
+        dist: that it was drawn from, if any.
+        state: of the policy after it.
+    """
+
+    ids: Array
+    act: Array
+    mapped: Array
+    policy: Any
+    dist: Any = None
+    state: Any = None
+
+
+class Row(NamedTuple):
+    """One time step: the transitions of the environments ``ids`` (ascending), as far as they are not in the lane.
+
+    Attributes:
+        rew: ``[R]``, or ``[R, agents]``.
+        infos: None: nothing but ``env_id`` in any.
+        actions: those that were chosen for this step, whosever transitions it has.
+    """
+
+    ids: Array
+    act: Array
+    policy: Any
+    rew: Array
+    infos: Sequence[dict[str, Any]] | None
+    actions: Actions
+
+
+class VectorEnvs(EnvBatch):
+    """A Tianshou vector environment; implements ``EnvBatch``. Observations that are no arrays of numbers are objects.
+
+    An environment that ends is reset at once, as Tianshou does it, whether it is going to be stepped again or not.
+
+    Args:
+        venv: the user's.
+        obs: of a reset, ``[N, ...]``: later ones have this shape and fit into this dtype.
+
+    Attributes:
+        actions: of the step to come.
+        ready: environments that are acted on next, ascending.
+        infos: that each environment gave last.
+        anew: environments that began an episode since somebody has emptied this list.
+        rows: of the steps made since somebody has emptied this list.
+        reset_kwargs: of every reset.
+        after_step: called when the environments were stepped, before any of them is reset.
+    """
+
+    bypasses = True
+
+    def __init__(self, venv: Any, obs: Array) -> None:
+        self.venv, self.num_envs, self.name = venv, len(venv), type(venv).__name__
+        numbers = obs.dtype.kind in NUMBERS
+        self.spec = ArraySpec(obs.shape[1:], obs.dtype) if numbers else ArraySpec((), OBJECT)
+        self.observation_specs, self.action_specs = {OBSERVATION: self.spec}, {}
+        self.reward_dtype = np.dtype(np.float64)
+        self.actions: Actions
+        self.infos: list[dict[str, Any]] = [{}] * self.num_envs
+        self.anew: list[int] = []
+        self.rows: list[Row] = []
+        self.reset_kwargs: dict[str, Any] = {}
+        self.after_step: Callable[[], object] | None = None
+        self._obs_ahead: dict[int, Any] = {}
+        self._all = self.ready = np.arange(self.num_envs)
+
+    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
+        raise NotImplementedError("Tianshou's collectors ask the environments' action spaces themselves")
+
+    def takes(self, obs: Array) -> bool:
+        """Whether observations are still as they were when this was made."""
+        if obs.dtype.kind not in NUMBERS:
+            return not self.spec.is_tensor
+        return obs.dtype == self.spec.dtype and obs.shape[1:] == self.spec.shape
+
+    def begin(self, obs: Array, infos: Sequence[dict[str, Any]]) -> None:
+        """All environments have been reset, with these results, and go on from there at the next ``reset``."""
+        self.anew, self.infos = list(range(self.num_envs)), list(infos)
+        self._obs_ahead = dict(enumerate(_one_by_one(obs)))
+
+    def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        if unknown := [i for i in which if i not in self._obs_ahead]:
+            self._reset_ahead(unknown)
+        for i in which:
+            self._write(arrays[OBSERVATION], row, i, self._obs_ahead.pop(i))
+
+    def start(self, lane: Lane) -> Step:
+        arrays, advance = lane.arrays, self._direct() or self._by_vector
+        rewards, terminated, truncated = arrays[REWARD], arrays[next_of(TERMINATED)], arrays[next_of(TRUNCATED)]
+        observations = arrays[OBSERVATION]
+
+        def step(t: int) -> Sequence[int] | None:
+            actions = self.actions
+            ids, partial = actions.ids, len(actions.ids) < self.num_envs
+            if partial:
+                rewards[t] = 0
+                observations[t + 1] = 0 if self.spec.is_tensor else observations[t]
+            rew, finished, flags = advance(actions, observations, t + 1)
+            self.executed_in_row = 0
+            if rew.ndim == 1:
+                rewards[t, ids if partial else slice(None)] = rew
+            infos = [self.infos[i] for i in ids.tolist()]
+            bare = all(len(info) == 1 and "env_id" in info for info in infos)
+            self.rows.append(
+                Row(ids, np.copy(actions.act), copied(actions.policy), rew, None if bare else infos, actions)
+            )
+            if self.after_step is not None:
+                self.after_step()
+            if finished:
+                terminated[t, finished], truncated[t, finished] = flags
+                self._reset_ahead(finished)
+            return finished or None
+
+        return step
+
+    def bypass(self, which: Collection[int]) -> None:
+        self.ready = np.delete(self._all, list(which)) if which else self._all
+
+    def objects(self) -> Sequence[object]:
+        return [self.venv]
+
+    def close(self) -> None:
+        return
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def _by_vector(self, actions: Actions, observations: Array, row: int) -> tuple[Array, list[int], Any]:
+        """Step through the vector environment: rewards, who has ended, and their terminated and truncated flags."""
+        try:
+            obs, rew, terminated, truncated, infos = self.venv.step(actions.mapped, actions.ids)
+        except Exception as error:
+            raise self._failure("step", error) from error
+        terminated, truncated = np.asarray(terminated, bool), np.asarray(truncated, bool)
+        self._take(actions.ids, infos)
+        self._write_all(observations, row, actions.ids, obs)
+        local = np.flatnonzero(terminated | truncated)
+        return np.asarray(rew), actions.ids[local].tolist(), (terminated[local], truncated[local])
+
+    def _direct(self) -> Any:
+        """Step the environments of a ``DummyVectorEnv`` one by one, as it does; None for all others."""
+        venv, infos, dtype, shape = self.venv, self.infos, self.spec.dtype, self.spec.shape
+        if getattr(type(venv), "step", None) is not DummyVectorEnv.step or venv.is_async or venv.is_closed:
+            return None
+        if any(type(worker) is not DummyEnvWorker for worker in venv.workers):
+            return None
+        steps = [worker.env.step for worker in venv.workers]
+
+        def advance(actions: Actions, observations: Array, row: int) -> tuple[Array, list[int], Any]:
+            after, rewards, finished, flags = observations[row], [], list[int](), (list[bool](), list[bool]())
+            mapped, i = actions.mapped, 0
+            try:
+                for k, i in enumerate(actions.ids.tolist()):
+                    self.executed_in_row = k
+                    obs, reward, terminated, truncated, info = steps[i](mapped[k])
+                    info["env_id"] = i
+                    infos[i] = info if len(info) == 1 else copied(info)
+                    rewards.append(reward)
+                    if type(obs) is np.ndarray and obs.dtype is dtype and obs.shape == shape:
+                        after[i] = obs
+                    else:
+                        self._write(observations, row, i, obs)
+                    if terminated or truncated:
+                        finished.append(i)
+                        flags[0].append(bool(terminated))
+                        flags[1].append(bool(truncated))
+            except MusterError:
+                raise
+            except Exception as error:
+                raise self._failure("step", error, i) from error
+            return np.array(rewards), finished, flags
+
+        return advance
+
+    def _reset_ahead(self, which: Sequence[int]) -> None:
+        """Reset environments, whose first observations are asked for later, or never."""
+        try:
+            obs, infos = self.venv.reset(env_id=np.asarray(which), **self.reset_kwargs)
+        except Exception as error:
+            raise self._failure("reset", error) from error
+        self._take(which, infos)
+        self._obs_ahead.update(zip(which, _one_by_one(obs), strict=True))
+        self.anew += which
+
+    def _take(self, which: Sequence[int] | Array, infos: Any) -> None:
+        for i, info in zip(which, listed(infos), strict=True):
+            self.infos[i] = copied(info)
+
+    def _write_all(self, observations: Array, row: int, ids: Array, obs: Any) -> None:
+        if isinstance(obs, np.ndarray) and obs.dtype == self.spec.dtype and obs.shape[1:] == self.spec.shape:
+            observations[row, ids] = obs
+            return
+        for i, one in zip(ids, _one_by_one(obs), strict=True):
+            self._write(observations, row, i, one)
+
+    def _write(self, observations: Array, row: int, env: int, obs: Any) -> None:
+        if not self.spec.is_tensor:
+            observations[row, env] = copied(obs)
+            return
+        value = np.asarray(obs)
+        if value.shape != self.spec.shape or not np.can_cast(value.dtype, self.spec.dtype, "same_kind"):
+            raise BadEnvOutput(
+                f"environment {env} of {self.name} observed {value.dtype} {value.shape}, and after the last reset of "
+                f"all environments it was {self.spec.dtype} {self.spec.shape}. Give one dtype and shape always"
+            )
+        observations[row, env] = value
+
+    def _failure(self, method: str, error: Exception, env: int | None = None) -> EnvError:
+        who = self.name if env is None else f"environment {env} of {self.name}"
+        return EnvError(f"{who}: {method} raised {type(error).__name__}: {error}", env_index=env)
+
+
+def _one_by_one(obs: Any) -> Any:
+    return obs.astype(object) if isinstance(obs, np.ndarray) and obs.dtype.kind not in NUMBERS else obs
+
+
+def listed(infos: Any) -> Any:
+    """One dictionary per environment; EnvPool has one of arrays."""
+    return Batch(infos).to_list_of_dicts() if isinstance(infos, dict) else infos
+
+
+def batch_of(**values: Any) -> Any:
+    """A ``Batch`` of arrays, tensors and Batches, which it need not look at."""
+    batch = Batch()
+    batch.__dict__.update(values)
+    return batch
+
+
+def stacked(obs: Array) -> Any:
+    """Observations as policies and buffers have them: dictionaries as one Batch."""
+    return obs if obs.dtype != OBJECT else Batch(obs=obs).obs
+
+
+def copied(tree: Any) -> Any:
+    """A copy that shares no memory with what an environment or a policy may go on to change."""
+    if type(tree) in PLAIN:
+        return tree
+    if isinstance(tree, np.ndarray):
+        return tree.copy()
+    if isinstance(tree, Batch):
+        return batch_of(**{key: copied(value) for key, value in tree.__dict__.items()})
+    if isinstance(tree, dict):
+        return {key: copied(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [copied(value) for value in tree]
+    return tree.clone() if hasattr(tree, "clone") else tree

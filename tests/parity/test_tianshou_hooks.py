@@ -1,0 +1,160 @@
+"""Hooks, statistics classes and subclasses of the dialect's Collector beside those of Tianshou's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tianshou")
+
+from tianshou import data
+from tianshou.data import Batch, CollectStats
+from tianshou.data.buffer.buffer_base import MalformedBufferError
+from tianshou.data.collector import EpisodeRolloutHookMCReturn
+
+from muster.dialects import tianshou as dialect
+from tests.parity.tianshou_envs import plain
+from tests.parity.tianshou_tools import BUFFERS, Program, assert_equal_to_tianshou, assert_same, collects, play
+
+MIXED = collects({"n_step": 7}, {"n_episode": 5}, {"n_step": 6, "random": True}, {"n_episode": 2})
+LENGTHS = 3, 5, 2
+
+
+def noting_steps(notes: list[Any]) -> dict[str, Any]:
+    return {"on_step_hook": lambda action, step: notes.append([plain(action), plain(step)])}
+
+
+def noting_episodes(notes: list[Any]) -> dict[str, Any]:
+    return {"on_episode_done_hook": lambda episode: notes.append(plain(episode))}
+
+
+@pytest.mark.parametrize("policy", ["values", "actor", "batch", "none"])
+def test_a_step_hook_sees_every_step_with_its_action_and_distribution(policy: str) -> None:
+    seen = assert_equal_to_tianshou(Program(LENGTHS, MIXED, policy, env={"infos": "some"}, hooks=noting_steps))
+    assert len(seen[-1]["notes"]) > 10
+
+
+@pytest.mark.parametrize("buffer", [name for name in BUFFERS if name != "last"])
+def test_an_episode_hook_sees_every_episode_as_the_buffer_holds_it(buffer: str) -> None:
+    lengths = (4,) if buffer == "single" else LENGTHS
+    seen = assert_equal_to_tianshou(Program(lengths, MIXED, "actor", buffer, hooks=noting_episodes))
+    assert len(seen[-1]["notes"]) == seen[-1]["counters"][1]
+
+
+@pytest.mark.parametrize("buffer", ["vector", "small", "single", "prioritized"])
+def test_what_an_episode_hook_returns_is_in_the_buffer(buffer: str) -> None:
+    lengths = (4,) if buffer == "single" else LENGTHS
+    calls = collects({"n_episode": 5}, {"n_episode": 7})
+    program = Program(lengths, calls, "array", buffer, hooks=lambda notes: {"on_episode_done_hook": mc_return()})
+    seen = assert_equal_to_tianshou(program)
+    assert set(seen[-1]["buffer"]["memory"]) > {"mc_return_to_go", "full_episode_mc_return"}
+
+
+def mc_return() -> Any:
+    return EpisodeRolloutHookMCReturn(gamma=0.9)
+
+
+def test_an_episode_hook_that_returns_something_is_for_whole_episodes() -> None:
+    for module in (dialect, data):
+        with pytest.raises(ValueError, match="on_episode_done_hook"):
+            play(module, Program(LENGTHS, MIXED, hooks=lambda notes: {"on_episode_done_hook": mc_return()}))
+
+
+def test_a_step_hook_changes_what_is_stored() -> None:
+    def change(action: Any, step: Any) -> None:
+        step.rew = step.rew * 10
+        step.obs[:, 0] += 100
+        step.policy = Batch(mark=np.arange(len(step)))
+
+    program = Program(LENGTHS, MIXED, "array", true_rewards=False, hooks=lambda notes: {"on_step_hook": change})
+    seen = assert_equal_to_tianshou(program)
+    assert seen[1]["buffer"]["memory"]["policy"].keys() == {"mark"}
+
+
+def test_hooks_can_be_changed_between_calls() -> None:
+    def swapping(module: Any) -> Any:
+        class Swapping(module.Collector):  # type: ignore[misc]
+            def swap(self) -> None:
+                assert callable(self.get_on_step_hook())
+                assert callable(self.get_on_episode_done_hook())
+                self.set_on_step_hook(None)
+                self.set_on_episode_done_hook(None)
+
+        return Swapping
+
+    hooks = {"hooks": lambda notes: {**noting_steps(notes), **noting_episodes(notes)}}
+    calls = [*collects({"n_step": 6}, {"n_episode": 3}), ("swap", {}), ("collect", {"n_episode": 3})]
+    ours, theirs = (play(module, Program(LENGTHS, calls, **hooks), swapping) for module in (dialect, data))
+    assert_same(ours, theirs)
+    assert len(ours[-1]["notes"]) == len(ours[-2]["notes"]) > len(ours[1]["notes"])
+
+
+def test_subclasses_may_take_the_place_of_hooks() -> None:
+    def subclass(module: Any) -> Any:
+        class Mine(module.Collector):  # type: ignore[misc]
+            def run_on_step_hook(self, action_batch: Any, rollout_batch: Any) -> None:
+                rollout_batch.rew = rollout_batch.rew - 3
+
+            def run_on_episode_done(self, episode_batch: Any) -> Any:
+                return {"twice": 2 * episode_batch.rew}
+
+        return Mine
+
+    program = Program(LENGTHS, collects({"n_episode": 4}, {"n_episode": 3}), true_rewards=False)
+    ours, theirs = (play(module, program, subclass) for module in (dialect, data))
+    assert_same(ours, theirs)
+    stored = ours[-1]["buffer"]["read"]
+    np.testing.assert_array_equal(stored["twice"], 2 * stored["rew"])
+
+
+@dataclass(kw_only=True)
+class Counted(CollectStats):
+    seen_steps: int = 0
+    seen_ends: int = 0
+
+    def update_at_step_batch(self, step_batch: Any, refresh_sequence_stats: bool = False) -> None:
+        super().update_at_step_batch(step_batch, refresh_sequence_stats)
+        self.seen_steps += int(step_batch.obs_next[:, 1].sum())
+
+    def update_at_episode_done(self, episode_batch: Any, *args: Any, **kwargs: Any) -> None:
+        super().update_at_episode_done(episode_batch, *args, **kwargs)
+        self.seen_ends += int(episode_batch.obs[0, 0])
+
+
+def test_a_class_of_statistics_is_updated_with_steps_and_episodes() -> None:
+    found: dict[Any, list[Any]] = {dialect: [], data: []}
+
+    def keeping(module: Any) -> Any:
+        class Keeping(module.Collector):  # type: ignore[misc]
+            def collect(self, *args: Any, **kwargs: Any) -> Any:
+                result = super().collect(*args, **kwargs)
+                assert type(result) is Counted
+                found[module].append((result.seen_steps, result.seen_ends))
+                return result
+
+        return Keeping
+
+    program = Program(LENGTHS, MIXED, "actor", collector={"collect_stats_class": Counted})
+    ours, theirs = (play(module, program, keeping) for module in (dialect, data))
+    assert_same(ours, theirs)
+    assert found[dialect] == found[data]
+
+
+def test_a_buffer_with_nan_is_refused() -> None:
+    def spoil(action: Any, step: Any) -> None:
+        step.rew = step.rew.astype(float) * np.nan
+
+    for module in (dialect, data):
+        hooks = {"on_step_hook": spoil, "raise_on_nan_in_buffer": True}
+        with pytest.raises(MalformedBufferError, match="NaN"):
+            play(module, Program(LENGTHS, MIXED, hooks=lambda notes, hooks=hooks: hooks))
+
+
+def test_environments_are_rendered_after_every_step() -> None:
+    calls = collects({"n_step": 6, "render": 1e-12}, {"n_episode": 4, "render": 1e-12}, {"n_step": 3, "render": 0.0})
+    seen = assert_equal_to_tianshou(Program(LENGTHS, calls))
+    assert ("render", 1) in seen[1]["envs"][0]
+    assert seen[2]["envs"][0].count(("render", 1)) == seen[3]["envs"][0].count(("render", 1))
