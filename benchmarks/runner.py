@@ -85,7 +85,7 @@ def peer_versions(pythons: Iterable[str | None]) -> dict[str, dict[str, str]]:
         "print(json.dumps({n: found[n] for n in sys.argv[1:] if n in found}))"
     )
     names = ("torch", "numpy", "gymnasium", "tensordict", "torchrl", "pandas", "tianshou", "ray", "pufferlib")
-    names += ("stable_baselines3", "stable-baselines3")
+    names += ("stable_baselines3", "stable-baselines3", "prt-rl")
     return {
         # by the environment's folder: where it lies on this machine is nobody's business
         Path(python).parent.parent.name: json.loads(
@@ -96,12 +96,12 @@ def peer_versions(pythons: Iterable[str | None]) -> dict[str, dict[str, str]]:
 
 
 class WorkerProcess:
-    """Handle of one ``benchmarks.worker``."""
+    """Handle of one ``benchmarks.worker``, or of a module that extends it."""
 
-    def __init__(self, python: str) -> None:
+    def __init__(self, python: str, module: str = "worker") -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the worker)
         self._process = subprocess.Popen(
-            [python, "-m", "benchmarks.worker"],
+            [python, "-m", f"benchmarks.{module}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

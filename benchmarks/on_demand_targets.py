@@ -1,0 +1,82 @@
+"""What ``collect`` and the dialects promise, how it is judged, and the tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from benchmarks.on_demand_cases import Case
+from benchmarks.report import Results, _aligned, median_iqr, ratio
+from benchmarks.systems import SYSTEMS
+from benchmarks.workers_targets import Figure, Speed
+
+EACH = ("steps-1", "steps-8", "steps-32")
+
+
+@dataclass(frozen=True)
+class Asked(Speed):
+    """``over`` against ``under``; ``limit``: the system that says what could be reached at best."""
+
+    limit: str = ""
+
+    def figure(self, results: Results) -> Figure:
+        found, series = super().figure(results), results[self.workload]
+        best = ratio(series[self.limit], series[self.under[0]]) if self.limit in series else None
+        if found.measured is None or best is None:
+            return found
+        return replace(found, note=f"at best {best[0]:.3g}")
+
+
+def _asked(case: str, over: str, under: str, at_least: float, limit: str = "") -> Asked:
+    return Asked(case, f"{over} / {under}", at_least, (over,), (under,), limit=limit)
+
+
+def _dialect(case: str, peer: str, kind: str, at_least: float) -> Asked:
+    return _asked(case, f"{peer}-dialect-{kind}", f"{peer}-{kind}", at_least, f"limit-{peer}-{kind}")
+
+
+TARGETS = (
+    *(_dialect(case, "tianshou", kind, 2.0) for case in EACH for kind in ("actor", "dqn")),
+    *(_dialect(case, "prt", kind, 3.0) for case in EACH for kind in ("sampled", "greedy")),
+    *(_asked(case, "prt-dialect-heads", "prt-sampled", 3.0) for case in EACH),
+    *(_asked(case, "collect-heads", "tianshou-actor", 5.0, "limit-heads") for case in EACH),
+    *(_asked(case, "collect-plain", "tianshou-actor", 4.0, "limit-plain") for case in EACH),
+    *(_asked(case, "collect-greedy", "tianshou-dqn", 5.0, "limit-greedy") for case in EACH),
+    *(_asked(case, "collect-critic", "sb3-critic", 1.0) for case in EACH),
+    *(_asked(case, f"collect-{kind}", f"muster-{kind}", 0.96) for case in EACH for kind in ("heads", "plain")),
+    _asked("episodes-8", "collect-last-even", "tianshou-actor", 5.0),
+    _asked("episodes-8", "collect-even-plain", "tianshou-actor", 4.0),
+    _asked("episodes-8", "tianshou-dialect-actor", "tianshou-actor", 2.0),
+    *(_asked("episodes-8", f"prt-dialect-{kind}", "prt-sampled", 3.0) for kind in ("sampled", "heads")),
+    *(_asked(case, "collect-critic", "sb3-critic", 1.0) for case in ("busy-8", "a2c-8")),
+    *(
+        _asked(case, over, under, 1.0)
+        for case in ("call-1", "call-8")
+        for over, under in (
+            ("collect-heads", "tianshou-actor"),
+            ("tianshou-dialect-actor", "tianshou-actor"),
+            ("prt-dialect-sampled", "prt-sampled"),
+        )
+    ),
+)
+
+
+def table(results: Results, case: Case) -> str:
+    """All systems of a case; ``us/step`` is of a time step of all environments."""
+    series = results[case.name]
+    bases = [name for name in ("bare", "collect-heads", "collect-per-env", "collect-critic-alone") if name in series][
+        :2
+    ]
+    columns = ["system", "frames/s", "IQR", "us/step", *(f"of {name}" for name in bases)]
+    rows = [[f"{case.name}: {case.describe}"], columns]
+    for name, own in series.items():
+        label = SYSTEMS[name].label
+        if not own.slices:
+            rows.append([label, own.note.partition("\n")[0][:120] or "no slices"])
+            continue
+        fps, spread = median_iqr(own.fps)
+        cells = [f"{fps:,.0f}", f"{spread / fps:.0%}", f"{1e6 * case.B / fps:.1f}"]
+        for base in bases:
+            got = ratio(own, series[base])
+            cells.append(f"{got[0]:.3g}" if got else "")
+        rows.append([label, *cells])
+    return _aligned(rows)
