@@ -26,6 +26,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AsyncCollector": "muster.collectors",
+    "CollectStats": "muster.collect_stats",
+    "CollectStatsBase": "muster.collect_stats",
     "Collector": "muster.collectors",
     "CollectorOptions": "muster.collectors",
     "CollectorStats": "muster.stats",
@@ -34,6 +36,8 @@ _HOMES = {
     "Evaluation": "muster.evaluation",
     "Evaluator": "muster.evaluation",
     "EvaluatorStats": "muster.evaluation",
+    "JsonlLogger": "muster.loggers",
+    "MetricsTracker": "muster.metrics",
     "MultiAsyncCollector": "muster.collectors",
     "MultiOptions": "muster.collectors",
     "MultiSyncCollector": "muster.collectors",
@@ -41,6 +45,8 @@ _HOMES = {
     "Recorder": "muster.recording",
     "Recording": "muster.recording",
     "ResumeReport": "muster.collectors.resume",
+    "SequenceSummaryStats": "muster.collect_stats",
+    "TensorBoardLogger": "muster.loggers",
     "Timeline": "muster.timeline",
     "Tuning": "muster.collectors.tuning",
     "UnfinishedEpisode": "muster.evaluation",
@@ -64,6 +70,9 @@ if TYPE_CHECKING:
     from muster import weights as weights
     from muster.checkpoint import load as load_state  # noqa: F401 (named by _HOMES)
     from muster.checkpoint import save as save_state  # noqa: F401
+    from muster.collect_stats import CollectStats as CollectStats
+    from muster.collect_stats import CollectStatsBase as CollectStatsBase
+    from muster.collect_stats import SequenceSummaryStats as SequenceSummaryStats
     from muster.collectors import AsyncCollector as AsyncCollector
     from muster.collectors import Collector as Collector
     from muster.collectors import CollectorOptions as CollectorOptions
@@ -78,6 +87,9 @@ if TYPE_CHECKING:
     from muster.evaluation import Evaluator as Evaluator
     from muster.evaluation import EvaluatorStats as EvaluatorStats
     from muster.evaluation import UnfinishedEpisode as UnfinishedEpisode
+    from muster.loggers import JsonlLogger as JsonlLogger
+    from muster.loggers import TensorBoardLogger as TensorBoardLogger
+    from muster.metrics import MetricsTracker as MetricsTracker
     from muster.profiling import ProfileConfig as ProfileConfig
     from muster.recording import Recorder as Recorder
     from muster.recording import Recording as Recording

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +36,12 @@ class Carry(dict[Key, Any]):
             self[column.key] = self._zeros(ArraySpec(column.shape, column.dtype))
             self[column.key][...] = column.key == IS_INIT
         return self[column.key]
+
+    def take(self, column: Column, row: Any, but: Collection[int]) -> None:
+        """The next row of a carried column, ``[B, *shape]``; environments ``but`` stay where they are."""
+        here = self.of(column)[0]
+        which: Any = [i for i in range(len(here)) if i not in but] if but else ...
+        here[which] = row[which]
 
     def begin_anew(self, which: Sequence[int]) -> None:
         """Recurrent states of ``which`` as at the beginning of an episode."""

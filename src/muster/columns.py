@@ -51,6 +51,7 @@ class RolloutOptions:
     max_decorrelation_steps: int = 0
     traj_done_key: str | None = None
     prev_action_reward: bool = False
+    on_step: Any = None
     marks_valid: bool = False
 
 

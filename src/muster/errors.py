@@ -87,6 +87,10 @@ class WorkerHung(MusterError, TimeoutError):
     """A worker got nowhere for longer than its deadline; the message has its stack."""
 
 
+class HookError(MusterError, RuntimeError):
+    """A hook or logger of the user's raised; the original is ``__cause__``. Nothing was lost."""
+
+
 class RemoteError(MusterError):
     """Stands in for an exception of a worker that could not be carried over; says its type and text.
 

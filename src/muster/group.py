@@ -6,16 +6,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from muster.acting import call_policy, keep, store_outputs
 from muster.carry import Carry
 from muster.columns import RolloutOptions
+from muster.episode_rules import Rule
 from muster.errors import BadEnvOutput, BadPolicyOutput
-from muster.keys import IS_INIT, POLICY_VERSION, RESUMED, STEP_COUNT, TRAJ_DONE, TRAJ_IDS, VALID, Key, next_of
-from muster.marks import NEVER, Final, NextRows, blank, clear_marks, cut_after_end
+from muster.keys import IS_INIT, POLICY_VERSION, RESUMED, STEP_COUNT, TRAJ_DONE, TRAJ_IDS, Key, next_of
+from muster.marks import NEVER, Final, NextRows, clear_marks, cut_after_end, mark_valid
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
 from muster.progress import BEFORE, Phase, Progress, Timing
@@ -50,12 +51,13 @@ class Group:
         delivered, rows: valid steps, and rows, of the last rollout.
         spans: somebody with ``Timeline.add``, while a timeline is running.
         in_background: says whether this thread runs beside the user's.
-        number: among all groups.
         places: numbers of its environments within a batch, and how many there are; for ``frame_limit``.
         progress: cells that say what it is doing, for whoever watches from outside; see ``muster.progress``.
         before_reset: called with the arguments of ``EnvBatch.reset``, but for the arrays.
         lost_track: called with environments that have made steps which no rollout shows.
-        waiting: who has ended in this rollout, without ``reset_when_done``.
+        waiting: who has ended in this rollout and is not stepped on, without ``reset_when_done`` or by the ``rule``.
+        rule: which episodes are wanted: the rollout ends with the last of them; None: all.
+        watch: called after every step with the lane and its row, which is complete.
         started, unreported: the first rollout has begun; random steps before it that none has counted yet.
     """
 
@@ -71,8 +73,7 @@ class Group:
     ) -> None:
         self.env, self.batch_shape, self.rng, self.options = env, batch_shape, rng, options
         self.B = env.num_envs
-        self.number = 0
-        self.places: tuple[Array, int] = (env_ids, total_envs)
+        self.number, self.places = 0, (env_ids, total_envs)
         self.progress = Progress()
         self.before_reset: Callable[[int, Sequence[int], Sequence[int] | None], None] | None = None
         self.lost_track: Callable[[Sequence[int]], None] = lambda which: None
@@ -83,7 +84,6 @@ class Group:
         self.executed = 0  # environment steps, whatever became of them
         self.discarded: Counter[str] = Counter()  # environment steps that no batch will show, by reason
         self.episodes: Episodes  # ended in the last rollout
-        self.delivered = self.rows = 0
         self.version: int | str = 0
         self.closes_batch = True
         self.frame_limit: int | None = None
@@ -98,15 +98,16 @@ class Group:
         self._limit = None if env.writes_next else options.max_frames_per_traj
         env.max_steps = options.max_frames_per_traj
         check_resets(env, options)
-        self.waiting = Waiting(env)
-        self.started, self.unreported = False, 0
+        self.waiting, self.rule = Waiting(env), cast("Rule | None", None)
+        self.watch: Callable[[Lane, int], object] | None = None
+        self.started, self.delivered, self.rows, self.unreported = False, 0, 0, 0
         self._traj_done = () if options.traj_done_key is None else (TRAJ_DONE,)
         self._states: list[tuple[Any, bool]] = []  # of the lane: other carried columns, and their value at a reset
 
     @property
     def pending(self) -> list[int]:
         """Environments that begin anew before the next step."""
-        return self.due.which
+        return [i for i in self.due.which if i not in self.waiting.absent]
 
     @property
     def finals(self) -> list[Final]:
@@ -146,10 +147,6 @@ class Group:
         """What the policy acts on next, ``[*batch_shape, *shape]`` per leaf."""
         return {key: self.carry.seen(key) for key in self._obs_keys}
 
-    def state(self, key: Key) -> torch.Tensor:
-        """What a carried column has for the next row."""
-        return self.carry.seen(key)
-
     def surroundings(self, *, first: bool = False) -> AbstractContextManager[None]:
         """What environments and policies run in; not in inference mode for the ``first`` call."""
         return surroundings(self.rng, self.options, background=self.in_background(), first=first)
@@ -158,8 +155,7 @@ class Group:
 
     def enter(self, lane: Lane) -> None:
         """Make row ``lane.done_steps`` the one to act on."""
-        begin = lane.done_steps
-        if begin == 0:
+        if (begin := lane.done_steps) == 0:
             self._enter_first(lane)
         elif self.pending:
             self._cut(lane, begin - 1)
@@ -188,20 +184,19 @@ class Group:
         if finished is not None:
             self._next.copy(t + 1)  # before the reset overwrites the true last observations
             if self.options.compact_obs:
-                self._next.keep(lane, t, finished, self.waiting.since)
-            if self._end(lane, t, finished, late):
-                lane.stopped = True
-                return STOP
-        elif t >= self._next.due:
+                self._next.keep(lane, t, finished, self.waiting.bypassed)
+            lane.stopped = self._end(lane, t, finished, late)
+        elif t >= self._next.due or self.watch is not None:
             self._next.copy(t + 1)
-        if self.options.interruptor is not None and self.options.interruptor.collection_stopped():
-            lane.stopped = True
-            return STOP
-        return self.next_call(t + 1)
+        if self.watch is not None:
+            self.watch(lane, t)
+        if self.options.interruptor is not None and not lane.stopped:
+            lane.stopped = self.options.interruptor.collection_stopped()
+        return STOP if lane.stopped else self.next_call(t + 1)
 
     def next_call(self, t: int) -> int:
         """The next row, from ``t`` on, after which ``after_step`` is due even if no episode ends."""
-        if self.options.interruptor is not None:
+        if self.options.interruptor is not None or self.watch is not None:
             return t
         return min(self._next.due, int(self._deadline.min())) if self._limit else self._next.due
 
@@ -213,7 +208,7 @@ class Group:
         lane.pull((reward_key, TERMINATED, TRUNCATED))
         reward, terminated, truncated, done = (arrays[k][:n] for k in (reward_key, TERMINATED, TRUNCATED, DONE))
         np.logical_or(terminated, truncated, out=done)
-        late = None if self.options.reset_when_done else cut_after_end(lane, done, reward_key)
+        late = self.waiting.late(n) if self.options.reset_when_done else cut_after_end(lane, done, reward_key)
         self._check_values(lane, late)
         over = done if self.options.traj_done_key is None else arrays[TRAJ_DONE][:n]
         self.clock.fill_ids(arrays[TRAJ_IDS][:n], over)
@@ -223,23 +218,30 @@ class Group:
         self.episodes = self.clock.advance(reward, terminated, truncated, over)
         if late is not None:  # whoever has ended begins anew with the next batch
             self.clock.steps -= late.sum(axis=0)
-            ended = np.flatnonzero(over.any(axis=0)).tolist()
+            ended = [i for i, t in self.waiting.since.items() if over[t, i]]
             self.clock.steps[ended], self.clock.returns[ended] = 0, 0.0
             self.due.add(ended)
         if self.options.compact_obs and n:
-            self._next.keep(lane, n - 1, np.flatnonzero(~done[-1]).tolist(), self.waiting.since)
+            self._next.keep(lane, n - 1, np.flatnonzero(~done[-1]).tolist(), self.waiting.bypassed)
         if self.options.set_truncated and self.closes_batch and n:  # a mark for the learner; the episode goes on
             truncated[-1] |= ~done[-1]
             done[-1] = True
         for column in lane.layout.columns:
             if column.carry:
-                self.carry.of(column)[0] = lane.data[column.key][n]
+                self.carry.take(column, lane.data[column.key][n], self.waiting.absent)
+        if self.rule is not None:
+            self.rule, self.waiting.absent = None, ()
         if going_on := self.waiting.resume(self.carry):
             self.env.restart_agent(self.carry, 0, going_on)
             self.carry.begin_anew(going_on)
-        self._mark(lane, n, late)
-        same = reward_key if late is None else None  # it came from there
-        lane.push(column.key for column in lane.layout.tensor_columns if column.host and column.key != same)
+        if late is not None and not self.env.bypasses:
+            self.discarded["after_done"] += int(late.sum())
+        shared = None if self.frame_limit is None else (*self.places, self.frame_limit)
+        marked = mark_valid(lane, n, late, repeat_flags=not self.options.reset_when_done, shared=shared)
+        (self.delivered, surplus), self.rows = marked, n
+        self.discarded["surplus"] += surplus
+        host = (column.key for column in lane.layout.tensor_columns if column.host)
+        lane.push(key for key in host if late is not None or key != reward_key)  # else it came from there
         if self.options.reset_at_each_iter and self.closes_batch:
             self.reset()
 
@@ -255,14 +257,17 @@ class Group:
     # --- parts ------------------------------------------------------------------------------------
 
     def _enter_first(self, lane: Lane) -> None:
+        let_go = self._unwanted(range(self.B))
+        held = self.due.leave_out(let_go)
         self._begin()
-        self.due.done()  # also what was reset early is going to be stepped
+        self.due.done(held)  # also what was reset early is going to be stepped
         if not self.started:
             self.executed += self.unreported
             self.discarded["decorrelation"] += self.unreported
             self.progress.cells[BEFORE] = self.unreported
         self.started, self.unreported = True, 0
-        self.waiting.begin()
+        self.waiting.begin(let_go)
+        lane.stopped = self.rule is not None and self.rule.complete
         self._next.begin(lane)
         data = lane.data
         self.progress.mark_unwritten(lane, self.env.reward_key, 0)
@@ -292,35 +297,32 @@ class Group:
         lost = self.env.lives_lost
         going_on = [i for i in finished if i in lost and i not in late] if lost else []
         over = [i for i in finished if i not in going_on] if going_on else finished
+        if self.rule is not None:
+            self.rule.ended(over)
         for key in self._traj_done:
             lane.arrays[key][t, over] = True
             lane.arrays[TRUNCATED][t, [i for i in late if i in lost]] = True
+        stop = self.rule is not None and self.rule.complete
         if not self.options.reset_when_done:
-            stop = self.waiting.add(lane, t, finished, going_on)
+            stop |= self.waiting.add(lane, t, finished, going_on)
             if stop or self.env.bypasses:
                 self._deadline[finished] = NEVER
                 return stop
+        elif let_go := self._unwanted(over):
+            stop |= self.waiting.add(lane, t, let_go)
+            self._deadline[let_go] = NEVER
+            over = [i for i in over if i not in let_go]
         self._reset_rows(lane, t + 1, over, None)
         if going_on:
             self.env.restart_agent(lane.data, t + 1, going_on)
             self._restart_states(t + 1, going_on)
-        return False
+        return stop
 
-    def _mark(self, lane: Lane, n: int, late: Array | None) -> None:
-        """Blank what is no transition, and count what is."""
-        valid = np.ones((n, self.B), bool) if late is None else ~late
-        if late is not None and not self.env.bypasses:
-            self.discarded["after_done"] += int(late.sum())
-        if late is not None or n < lane.T:
-            blank(lane, valid, repeat_flags=late is not None)
-        if self.frame_limit is not None:
-            place = np.arange(n)[:, None] * self.places[1] + self.places[0]
-            surplus = valid & (place >= self.frame_limit)
-            self.discarded["surplus"] += int(surplus.sum())
-            valid &= ~surplus
-        self.rows, self.delivered = n, int(valid.sum())
-        if VALID in lane.arrays:
-            lane.arrays[VALID][:n] = valid
+    def _unwanted(self, which: Sequence[int]) -> list[int]:
+        """Those of ``which`` that nobody needs to step; but whoever watches from outside counts on all being."""
+        if self.rule is None or not self.env.bypasses or self.progress.watched:
+            return []
+        return [i for i in which if self.rule.complete or not self.rule.awaits(i)]
 
     def _begin(self, *, early: bool = False) -> None:
         """Do the resets that are due before a lane's first row."""
@@ -355,7 +357,7 @@ class Group:
             self._deadline[cut] = NEVER
             return
         self._reset_rows(lane, t + 1, self.pending, self.due.seeds_of(self.pending))
-        self.due.done()
+        self.due.done(self.due.leave_out(self.waiting.absent))
 
     def _reset_rows(self, lane: Lane, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         started = time.perf_counter_ns()
@@ -381,10 +383,8 @@ class Group:
         found = first_bad_value(lane, self.env, self.options.validate, late)
         if found is None:
             return
-        # Take back the row and all after it: their values are wrong.
-        t, message, by_policy = found
-        reason = "bad_policy_output" if by_policy else "bad_env_output"
-        self.discarded[reason] += self.waiting.made(t, lane.done_steps)
+        t, message, by_policy = found  # take back the row and all after it: their values are wrong
+        self.discarded["bad_policy_output" if by_policy else "bad_env_output"] += self.waiting.made(t, lane.done_steps)
         lane.done_steps, lane.stopped = t, False
         self._unmark(lane)
         self.reset()

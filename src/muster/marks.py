@@ -122,3 +122,31 @@ def blank(lane: Lane, valid: Array, *, repeat_flags: bool) -> None:
         ended = np.logical_or.accumulate(lane.arrays[next_of(flag)], axis=0)
         for key in (flag, next_of(flag)):
             lane.arrays[key][cells] = ended[cells]
+
+
+def mark_valid(
+    lane: Lane, n: int, late: Array | None, *, repeat_flags: bool, shared: tuple[Array, int, int] | None
+) -> tuple[int, int]:
+    """Blank what is no transition, and say what is one.
+
+    Args:
+        late: ``[n, B]``, of the rows that were stepped, those that are none; None: all are.
+        repeat_flags: see ``blank``.
+        shared: places of the environments among those that share the frames of a batch, how many share them, and how
+            many frames there are; what is beyond is not valid. None: all is.
+
+    Returns:
+        number of valid cells, and of those beyond.
+    """
+    valid = np.ones((n, lane.B), bool) if late is None else ~late
+    surplus = 0
+    if late is not None or n < lane.T:
+        blank(lane, valid, repeat_flags=repeat_flags)
+    if shared is not None:
+        places, sharing, limit = shared
+        beyond = valid & (np.arange(n)[:, None] * sharing + places >= limit)
+        surplus = int(beyond.sum())
+        valid &= ~beyond
+    if VALID in lane.arrays:
+        lane.arrays[VALID][:n] = valid
+    return int(valid.sum()), surplus

@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from typing_extensions import Self
 
 from muster.columns import RolloutOptions, lane_columns
 from muster.errors import BadOption
 from muster.keys import Key
 from muster.memory.slots import Lane, Layout, Slot
+from muster.memory.specs import Array
 from muster.progress import ACTING, KNOWN, STEPPING, Phase, Progress
 from muster.protocols import Act, EnvBatch, Policy
 from muster.rng import GroupRng
@@ -68,10 +70,17 @@ class Due:
             raise error
         return [i for i in self.which if anew or i in self.seeds or i not in self._begun]
 
-    def done(self, *, early: bool = False) -> None:
-        """They have been reset; ``early``: to be stepped some time later."""
+    def leave_out(self, which: Collection[int]) -> Self:
+        """Do not reset these for now; returns what ``done`` takes back."""
+        due = [i for i in self.which if i in which]
+        held = type(self)(due, {i: self.seeds.pop(i) for i in due if i in self.seeds})
+        self.which = [i for i in self.which if i not in which]
+        return held
+
+    def done(self, held: Self | None = None, *, early: bool = False) -> None:
+        """They have been reset, and ``held`` are next; ``early``: to be stepped some time later."""
         self._begun = {*self._begun, *self.which} if early else set()
-        self.which, self.seeds = [], {}
+        self.which, self.seeds = (held.which, held.seeds) if held else ([], {})
 
 
 class Waiting:
@@ -81,7 +90,7 @@ class Waiting:
 
     Attributes:
         since: row at which each of them ended.
-        absent: environments that are bypassed in any case, without an end.
+        absent: environments that are bypassed from the first row on.
     """
 
     def __init__(self, env: EnvBatch) -> None:
@@ -90,9 +99,9 @@ class Waiting:
         self.absent: Collection[int] = ()
         self._kept: dict[int, dict[Key, Any]] = {}  # what those whose life was lost observe next
 
-    def begin(self) -> None:
-        """Nobody waits any more: a rollout begins."""
-        self.since, self._kept = {}, {}
+    def begin(self, absent: Collection[int] = ()) -> None:
+        """A rollout begins, in which nobody waits any more but those who are ``absent``."""
+        self.since, self._kept, self.absent = {}, {}, absent or self.absent
         self._bypass()
 
     def add(self, lane: Lane, t: int, which: Sequence[int], going_on: Collection[int] = ()) -> bool:
@@ -112,7 +121,7 @@ class Waiting:
                 if spec.is_tensor:
                     lane.arrays[key][t + 1, new] = 0
             self._bypass()
-        return len(self.since) == lane.B
+        return len(self.since) + len(self.absent) == lane.B
 
     def resume(self, carry: Mapping[Key, Any]) -> list[int]:
         """Write what environments that are not reset observe next into the carried rows; returns which these are."""
@@ -127,6 +136,21 @@ class Waiting:
         self._kept = {i: leaves for i, leaves in self._kept.items() if i in self.since}
         self._bypass()
 
+    @property
+    def bypassed(self) -> Collection[int]:
+        """Who is not stepped on, or need not be."""
+        return {*self.since, *self.absent}
+
+    def late(self, n: int) -> Array | None:
+        """Which of ``n`` rows are no transitions, ``[n, B]``, of environments that were bypassed; None: none."""
+        if not self.since and not self.absent:
+            return None
+        late = np.zeros((n, self._env.num_envs), bool)
+        for i, t in self.since.items():
+            late[t + 1 :, i] = True
+        late[:, list(self.absent)] = True
+        return late
+
     def made(self, begin: int, end: int) -> int:
         """Environment steps in rows ``begin`` to ``end``."""
         steps = (end - begin) * (self._env.num_envs - len(self.absent))
@@ -136,7 +160,7 @@ class Waiting:
 
     def _bypass(self) -> None:
         if self._env.bypasses:
-            self._env.bypass({*self.since, *self.absent})
+            self._env.bypass(self.bypassed)
 
 
 def decorrelate(group: Group, which: Sequence[int]) -> None:
@@ -152,10 +176,11 @@ def decorrelate(group: Group, which: Sequence[int]) -> None:
     steps[which] = 1 + rng.integers(options.max_decorrelation_steps, size=group.B)[which]
     lane = Slot(Layout(1, group.B, lane_columns(env, (), options), batch_shape=group.batch_shape)).lanes[0]
     before_reset, spans, limit, phase = group.before_reset, group.spans, group.frame_limit, track.begin(Phase.RESET)
+    rule, watch = group.rule, group.watch
     group.options = replace(
         options, interruptor=None, set_truncated=False, reset_when_done=True, reset_at_each_iter=False
     )
-    group.before_reset = group.spans = group.frame_limit = None
+    group.before_reset = group.spans = group.frame_limit = group.rule = group.watch = None
     group.progress, group.started = Progress(), True
     made = 0
     try:
@@ -170,6 +195,7 @@ def decorrelate(group: Group, which: Sequence[int]) -> None:
         group.unreported += made
         group.before_reset, group.spans, group.frame_limit = before_reset, spans, limit
         group.options, group.progress, group.started = options, track, False
+        group.rule, group.watch = rule, watch
         group.waiting.absent = ()
         group.lost_track(range(group.B))
     track.cells[STEPPING] = track.cells[ACTING]
@@ -180,15 +206,9 @@ def _step(group: Group, lane: Lane, absent: list[int]) -> int:
     """One random step of all but those who are absent; returns how many that were."""
     from muster.rollout import fill  # which imports the group
 
-    clock = group.clock
     lane.done_steps, lane.stopped, group.waiting.absent = 0, False, absent
-    kept = {key: row[:, absent].copy() for key, row in group.carry.items()}
-    steps = clock.steps[absent]
     fill(group, cast(Policy, _Uniform(group.env)), lane)
     group.leave(lane)
-    clock.steps[absent] = steps
-    for key, row in kept.items():
-        group.carry[key][:, absent] = row
     return group.waiting.made(0, 1)
 
 

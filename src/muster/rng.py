@@ -97,6 +97,21 @@ class GroupRng:
             self._cuda_state = state["cuda"]
 
     @contextmanager
+    def unmoved(self) -> Iterator[None]:
+        """What is drawn meanwhile is drawn again afterwards. Not within ``as_global``."""
+        known = dict(self._streams)
+        generators = [self.numpy.bit_generator, self._legacy.bit_generator, *(s.bit_generator for s in known.values())]
+        states = [generator.state for generator in generators]
+        others = self._python, self._torch, self._cuda_state, dict(self._legacy.in_hand)
+        try:
+            yield
+        finally:
+            self._streams = known
+            self._python, self._torch, self._cuda_state, self._legacy.in_hand = others
+            for generator, state in zip(generators, states, strict=True):
+                generator.state = state
+
+    @contextmanager
     def as_global(self) -> Iterator[None]:
         """Put the group's streams in the place of the global ones."""
         numpy_user = _user_stream()

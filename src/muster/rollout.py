@@ -45,7 +45,7 @@ def fill(group: Group, policy: Policy, lane: Lane) -> None:
     """The steps of ``rollout``, within the group's surroundings; ``Group.leave`` completes them."""
     group.enter(lane)
     begin = lane.done_steps
-    acted = begin == 0 and group.take_primed(lane)
+    acted = begin == 0 and not lane.stopped and group.take_primed(lane)
     lane.acts_from = begin + acted
     act = call_policy(policy, lambda: policy.start(lane, group.rng))
     step = group.env.start(lane)

@@ -64,6 +64,11 @@ class Episodes(Sequence[EpisodeRecord]):
         return self.traj_id, self.env_id, self.episode_return, self.length, self.terminated, self.truncated
 
 
+def no_episodes() -> Episodes:
+    """Where none has ended."""
+    return Episodes(*(np.empty(0, d) for d in (np.int64, np.int64, float, np.int64, bool, bool)))
+
+
 def join_episodes(parts: Sequence[Episodes]) -> Episodes:
     """The episodes of several groups, group by group."""
     columns = zip(*(part.columns() for part in parts), strict=True)
@@ -130,7 +135,7 @@ class TrajectoryClock:
         if not len(place):
             self.steps += T
             self.returns += reward.sum(axis=0, dtype=np.float64)
-            return Episodes(*(np.empty(0, d) for d in (np.int64, np.int64, float, np.int64, bool, bool)))
+            return no_episodes()
         total = np.cumsum(reward, axis=0, dtype=np.float64)
         by_env = np.argsort(place % B, kind="stable")  # from here on by environment, then time
         t, env = np.divmod(place[by_env], B)

@@ -148,9 +148,16 @@ def test_what_is_resolved_inside_is_no_option():
         options(devices={})
 
 
-def test_frames_per_batch_is_required():
-    with pytest.raises(UnknownOption, match="frames_per_batch is required"):
-        Collector(CountingEnv, None)
+def test_without_frames_per_batch_there_is_no_iterating():
+    with Collector(lambda: CountingEnv(3)) as collector:
+        for use in (lambda: iter(collector), collector.next, collector.rollout):
+            with pytest.raises(BadOption, match="nobody has said how much a batch is"):
+                use()
+        assert collector.collect(n_step=2).n_collected_steps == 2
+    with pytest.raises(BadOption, match="total_frames ends an iteration"):
+        Collector(lambda: CountingEnv(3), total_frames=10)
+    with pytest.raises(BadOption, match="frames_per_batch=0"):
+        Collector(lambda: CountingEnv(3), frames_per_batch=0)
 
 
 def test_keywords_and_options_have_the_same_fields_and_types():

@@ -52,7 +52,7 @@ def test_a_postproc_that_returns_nothing_has_changed_the_batch_in_place():
         assert [column(b, "next", "reward") for b in c] == [[2, 4, 6, 2], [4, 6, 2, 4]]
 
 
-def test_an_error_of_postproc_passes_and_the_next_batch_comes():
+def test_an_error_of_postproc_passes_and_the_batch_comes_with_the_next_call():
     calls = []
 
     def fail_once(batch: Any) -> Any:
@@ -64,6 +64,7 @@ def test_an_error_of_postproc_passes_and_the_next_batch_comes():
     with Collector(counting(3), None, frames_per_batch=4, postproc=fail_once) as c:
         with pytest.raises(ZeroDivisionError, match="mine"):
             next(iter(c))
+        assert column(next(iter(c)), "next", "reward") == [1, 2, 3, 1]
         assert column(next(iter(c)), "next", "reward") == [2, 3, 1, 2]
 
 
@@ -181,6 +182,25 @@ def test_an_error_of_the_buffer_passes_unchanged():
 # --- extend_buffer=False ---------------------------------------------------------------------------
 
 
+def test_a_time_step_that_the_buffer_refuses_is_there_when_it_takes_it_again():
+    class Full(Adds):
+        room = 3
+
+        def add(self, row: Any) -> None:
+            if len(self.rows) == self.room:
+                raise MemoryError("full")
+            super().add(row)
+
+    buffer = Full()
+    with Collector(counting(5), None, replay_buffer=buffer, extend_buffer=False, frames_per_batch=6) as collector:
+        with pytest.raises(MemoryError):
+            collector.next()
+        buffer.room = 100
+        collector.next()
+        assert [int(row["observation"].reshape(-1)[-1]) for row in buffer.rows] == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
+        assert_accounted(collector)
+
+
 @pytest.mark.parametrize("num_envs", [None, 2])
 def test_single_steps_are_in_the_buffer_as_soon_as_they_are_made(num_envs):
     buffer = Adds()
@@ -287,7 +307,6 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"return_same_td": True, "replay_buffer": Extends()}, "give one of them"),
     ({"return_same_td": True, "split_trajs": True}, "leave return_same_td out"),
     ({"split_trajs": True, "trajs_per_batch": 2}, "give one"),
-    ({"traj_format": "pad"}, "trajs_per_batch, which is not given"),
     ({"set_truncated": True, "trajs_per_batch": 2}, "waits for real ones"),
     ({"replay_buffer": 3}, "extend or add"),
     ({"replay_buffer": Extends}, "an object with a method"),

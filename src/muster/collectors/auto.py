@@ -26,7 +26,8 @@ def auto_workers(create_env_fn: Any, policy: Any, options: MultiOptions, *, alon
     """
     makers = makers_of(create_env_fn)
     told = worker_options(options, num_envs=None if options.num_envs is None else 1)
-    told = dataclasses.replace(told, rollout=dataclasses.replace(told.rollout, num_threads=options.num_sub_threads))
+    rollout = dataclasses.replace(told.rollout, num_threads=options.num_sub_threads, on_step=None)
+    told = dataclasses.replace(told, rollout=rollout)
     kwargs = keywords_of(options.create_env_kwargs, len(makers))[0]
     costs = measure(Subject(makers[0], kwargs, policy, told), SECONDS)
     groups = len(makers) if isinstance(create_env_fn, (list, tuple)) else None

@@ -15,12 +15,15 @@ from typing_extensions import Self
 
 from muster.collectors import resume
 from muster.collectors.background import Background
+from muster.collectors.collect_methods import CollectMethods
 from muster.collectors.delivery import final_observations
 from muster.collectors.engine import Engine
+from muster.collectors.on_demand import OnDemand
 from muster.collectors.options import CollectorOptions
 from muster.collectors.remote import RemoteAccess
 from muster.collectors.weight_methods import WeightMethods
 from muster.errors import BadOption, CollectorBusy, CollectorClosed, CollectorTimeout
+from muster.loggers import CollectionLog
 from muster.profiling import ProfileConfig
 from muster.stats import CollectorStats
 from muster.trajectories import EpisodeRecord
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 
-class BaseCollector(WeightMethods, RemoteAccess, ABC):
+class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
     """What all collectors have in common; they differ in where environments run, and in what comes when.
 
     Args:
@@ -79,6 +82,7 @@ class BaseCollector(WeightMethods, RemoteAccess, ABC):
             CollectorBusy: while another iterator is still in use.
         """
         self._check_open()
+        self._check_amount()
         live = self._iterator() if self._iterator is not None else None
         if self.is_running() or (live is not None and inspect.getgeneratorstate(live) != inspect.GEN_CLOSED):
             raise CollectorBusy(
@@ -96,6 +100,7 @@ class BaseCollector(WeightMethods, RemoteAccess, ABC):
     def rollout(self) -> TensorDict:
         """One more batch, now and as it is (no postproc, no buffer); it does not count towards ``total_frames``."""
         self._check_open()
+        self._check_amount()
         with self._exclusively():
             return self._engine.rollout()
 
@@ -292,8 +297,14 @@ class BaseCollector(WeightMethods, RemoteAccess, ABC):
 
     # --- parts ------------------------------------------------------------------------------------
 
+    def _log(self) -> None:
+        if self._logged is not None:
+            self._logged.wrote(self._engine.stats(), self._engine.episodes)
+
     def _set_up(self) -> None:
         options = self.options
+        self._on_demand = OnDemand(self._engine)
+        self._logged = None if options.logger is None else CollectionLog(options.logger)
         self._groups, self.timeline = self._engine.groups, self._engine.timeline
         self._receivers = Receivers(self._weights, self.get_model, options.worker_idx)
         if options.weight_recv_schemes:
@@ -317,6 +328,7 @@ class BaseCollector(WeightMethods, RemoteAccess, ABC):
                 self._autosave.now_and_then(self)  # the user is done with the batch before
                 self._before_batch()
                 engine.put_batch()
+                self._log()
 
     def _before_batch(self) -> None:
         """Whenever another batch is wanted."""
@@ -353,6 +365,12 @@ class BaseCollector(WeightMethods, RemoteAccess, ABC):
 
     def _release(self) -> None:
         """What there is besides environments."""
+
+    def _check_amount(self) -> None:
+        if not self.options.frames_per_batch:
+            raise BadOption(
+                "nobody has said how much a batch is: make it with frames_per_batch=, or use collect(n_step=...)"
+            )
 
     def _check_open(self) -> None:
         self._raise_from_background()

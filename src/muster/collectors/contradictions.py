@@ -91,15 +91,19 @@ def _of_batches(o: CollectorOptions) -> tuple[Check, ...]:
     """What a batch is and where it goes."""
     buffer = o.replay_buffer is not None
     per_step = not o.extend_buffer
+    waits = "trajs_per_batch" if o.trajs_per_batch else "on_episode_done"
     return (
         (per_step and not buffer, "extend_buffer=False needs a replay_buffer"),
         (
             per_step
             and any(
-                (o.postproc, o.split_trajs, o.trajs_per_batch, o.set_truncated, o.compact_obs, o.post_collect_hook)
+                (
+                    *(o.postproc, o.split_trajs, o.trajs_per_batch, o.set_truncated, o.compact_obs),
+                    *(o.post_collect_hook, o.on_episode_done, o.on_batch),
+                )
             ),
-            "postproc, split_trajs, trajs_per_batch, set_truncated, compact_obs and post_collect_hook need whole "
-            "batches: use extend_buffer=True",
+            "postproc, split_trajs, trajs_per_batch, set_truncated, compact_obs, post_collect_hook, on_episode_done "
+            "and on_batch need whole batches: use extend_buffer=True",
         ),
         (
             per_step and (not o.reset_when_done or o.interruptor is not None),
@@ -120,8 +124,8 @@ def _of_batches(o: CollectorOptions) -> tuple[Check, ...]:
             "split_trajs and trajs_per_batch: give one; traj_format='pad' pads too",
         ),
         (
-            not o.trajs_per_batch and (o.traj_format or o.traj_rule),
-            "traj_format and traj_rule are about trajs_per_batch, which is not given",
+            not o.trajs_per_batch and o.traj_rule,
+            "traj_rule is about trajs_per_batch, which is not given (collect(n_episode=...) has a rule of its own)",
         ),
         (
             o.on_policy_only and not (o.trajs_per_batch and o.track_policy_version),
@@ -133,8 +137,8 @@ def _of_batches(o: CollectorOptions) -> tuple[Check, ...]:
             "reset_at_each_iter takes them back before the first batch: give one of them",
         ),
         (
-            o.set_truncated and o.trajs_per_batch,
-            "set_truncated marks ends that are none, and trajs_per_batch waits for real ones: give one of them",
+            o.set_truncated and (o.trajs_per_batch or o.on_episode_done),
+            f"set_truncated marks ends that are none, and {waits} waits for real ones: give one of them",
         ),
     )
 

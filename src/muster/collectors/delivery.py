@@ -104,6 +104,11 @@ class Delivery:
         memory = torch.from_numpy(slot.block).to(self._storing or device or "cpu")
         return self._view_of(layout).tensordict(memory, slot)
 
+    def show_hidden(self) -> None:
+        """From now on."""
+        self._hidden = True
+        self._views.clear()
+
     def hidden_keys(self, layout: Layout) -> list[Key]:
         return [column.key for column in layout.columns if column.hidden] if self._hidden else []
 

@@ -16,16 +16,19 @@ from muster.collectors.options import CollectorOptions
 from muster.collectors.outlet import Outlet
 from muster.errors import BadOption
 from muster.group import Group
+from muster.keys import Key
 from muster.marks import Final
+from muster.memory.slots import Layout
 from muster.memory.specs import Array
 from muster.protocols import Policy
+from muster.sinks.episodes import WholeEpisodes
 from muster.sources.first_ready import FirstReady
 from muster.sources.schedule import Filled, Wanted
 from muster.sources.sync import Sync
 from muster.sources.worker import Worker
 from muster.stats import CollectorStats, EpisodeWindow
 from muster.timeline import Timeline
-from muster.trajectories import EpisodeRecord
+from muster.trajectories import no_episodes
 from muster.weights.local import LocalWeights
 from muster.weights.send import SentWeights
 
@@ -52,6 +55,10 @@ class Engine:
         episodes: that ended in it.
         finals: see ``Group.finals``, of the last batch.
         lag: how many batches acted with weights so many publishes old.
+        in_batch: the last rollout was not the end of a batch.
+        hidden: keys of the last batch that are for the outlet only.
+        rollouts: collected; of one group each, or of all.
+        values: of next observations, if they were asked for, by group of the last rollout; see ``Report``.
     """
 
     def __init__(
@@ -74,10 +81,13 @@ class Engine:
         self.timeline = Timeline()
         self.timeline.tracks[OWN_TRACK] = "collector"
         self.window = EpisodeWindow()
-        self.episodes: Sequence[EpisodeRecord] = ()
+        self.undelivered = 0  # frames of a call of ``collect`` that has not ended
+        self.kept: WholeEpisodes | None = None  # episodes of ``collect(n_episode=...)``, once it was called
+        self.episodes = no_episodes()
         self.finals: list[tuple[Array, list[Final]]] = []
         self.env_ids: Array = np.arange(self.num_envs)
-        self.frames = self.counted = self.batches = 0
+        self.frames = self.counted = self.batches = self.rollouts = 0
+        self.values: list[tuple[int, Any]] = []
         self.lag: Counter[int] = Counter()
         self._retired: set[int] = set()  # groups that were dropped
         self.acting = "random" if options.init_random_frames else "policy"
@@ -85,7 +95,9 @@ class Engine:
         self._elapsed = 0  # ns
         self._cut_short = 0
         self._ended_at = 0
-        self._in_batch = False
+        self.in_batch = False
+        self.hidden: list[Key] = []
+        self._step: TensorDict | None = None  # that is not in the buffer yet
 
     @property
     def groups(self) -> list[Group]:
@@ -125,9 +137,11 @@ class Engine:
         before = self.frames
         batch, hidden = self.collect(limit, ahead=ahead)
         self.counted += self.frames - before
-        if self.options.post_collect_hook is not None:
-            self.options.post_collect_hook(batch)
-        self.outlet.put(batch, hidden, self.env_ids)
+        try:
+            if self.options.post_collect_hook is not None:
+                self.options.post_collect_hook(batch)
+        finally:
+            self.outlet.put(batch, hidden, self.env_ids)
 
     def rollout(self) -> TensorDict:
         """See ``Collector.rollout``."""
@@ -137,17 +151,20 @@ class Engine:
             joined: TensorDict = torch.cat(steps, steps[0].names.index("time"))
             return joined
         batch, hidden = self.collect(limit)
-        if self.outlet.episodes is not None:
-            self.outlet.episodes.skip(batch, self.env_ids)
+        self.outlet.skip(batch, self.env_ids)
         return batch.exclude(*hidden) if hidden else batch
 
-    def collect(self, limit: int, *, closes: bool = True, ahead: bool = True) -> tuple[TensorDict, list[Any]]:
+    def collect(
+        self, limit: int | None, *, closes: bool = True, ahead: bool = True, acting: str | None = None, **others: Any
+    ) -> tuple[TensorDict, list[Any]]:
         """One rollout of every group.
 
         Args:
             limit: valid steps, at most.
             closes: it ends a batch.
             ahead: workers may begin other batches.
+            acting: who, "policy" or "random"; None: as the options say.
+            **others: see ``Wanted``.
 
         Returns:
             the batch, and the keys in it that are for the outlet only.
@@ -155,18 +172,22 @@ class Engine:
         began, timeline = time.perf_counter_ns(), self.timeline
         if timeline.running and self._ended_at:
             timeline.add("wait", self._ended_at, began, OWN_TRACK)
+        self.acting = acting or self.acting
+        others = {"batches": self._batches_left() if ahead else 0} | others
         wanted = Wanted(
-            (lambda ahead: self.acting) if self._in_batch else self._who_acts,
+            (lambda ahead: self.acting) if self.in_batch or acting else self._who_acts,
             limit=limit,
             closes=closes,
             spans=timeline.running,
-            batches=self._batches_left() if ahead else 0,
+            **others,
         )
-        self._in_batch = not closes
+        self.in_batch = not closes
         filled = self._fill(wanted)
         batch = self.delivery.batch(filled)
         self.frames += filled.frames
         self.batches += closes
+        self.rollouts += 1
+        self.values = list(zip(filled.groups, filled.values, strict=True))
         groups = self.source.crew.accounts
         self.env_ids = np.concatenate([groups[number].env_ids for number in filled.groups])
         self._retire_dropped()
@@ -182,12 +203,17 @@ class Engine:
             timeline.add(*span)
         if timeline.running:
             timeline.add("collect", began, self._ended_at, OWN_TRACK)
-        return batch, self.delivery.hidden_keys(filled.layout)
+        self.hidden = self.delivery.hidden_keys(filled.layout)
+        return batch, self.hidden
+
+    def layout(self) -> Layout:
+        """Of rollouts in which the policy acts; it is called once for it, if it never was."""
+        with self.weights.acting() as version:
+            return self.source.layout("policy", version)
 
     def blank(self) -> TensorDict:
         """A batch of zeros."""
-        with self.weights.acting() as version:
-            layout = dataclasses.replace(self.source.layout("policy", version), T=self.rows)
+        layout = dataclasses.replace(self.layout(), T=self.rows)
         return self.delivery.blank(layout, self.source.crew.accounts[0].info.device)
 
     def reset(self, index: Sequence[int] | int | None, kwargs: dict[str, Any]) -> None:
@@ -224,17 +250,13 @@ class Engine:
             sum(getattr(account.timing, part) for account in accounts) / 1e9
             for part in ("env", "policy", "copy", "total")
         )
-        discarded: Counter[str] = Counter()
-        for account in accounts:
-            discarded.update(account.discarded)
         workers = self.source.crew.worker_stats()
-        held, dropped = self.outlet.frames_held, self.outlet.dropped
-        discarded.update(dropped)
-        frames = self.frames - held - sum(dropped.values())
+        held = self.outlet.frames_held + (0 if self.kept is None else self.kept.frames_held) + self.undelivered
+        frames = self.frames - held - sum(self._dropped().values())
         return CollectorStats(
             frames=frames,
             executed=sum(account.executed for account in accounts),
-            discarded=+discarded,
+            discarded=+self._discarded(),
             in_flight=self.source.in_flight + held,
             batches=self.batches,
             episodes=self.window.count,
@@ -256,16 +278,33 @@ class Engine:
             inference=server.stats() if (server := self.source.crew.server) is not None else None,
         )
 
+    def _discarded(self) -> Counter[str]:
+        """Steps that no batch shows, by reason."""
+        counted = self._dropped()
+        for account in self.source.crew.accounts:
+            counted.update(account.discarded)
+        return counted
+
+    @property
+    def discarded_steps(self) -> int:
+        """All of these."""
+        own = sum(sum(account.discarded.values()) for account in self.source.crew.accounts)
+        return own + sum(self._dropped().values())
+
+    def _dropped(self) -> Counter[str]:
+        """Those of them that the source has delivered."""
+        return Counter(self.outlet.dropped) + (Counter() if self.kept is None else self.kept.dropped)
+
     def state_dict(self) -> dict[str, Any]:
         """Counters, and who acts, as plain data."""
-        counted = {"frames": self.frames, "counted": self.counted, "batches": self.batches}
+        counted = {"frames": self.frames - self.undelivered, "counted": self.counted, "batches": self.batches}
         return {**counted, "window": self.window.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state_dict()``. Policy and environments may be used once for it: load their state afterwards."""
         self.frames, self.counted, self.batches = state["frames"], state["counted"], state["batches"]
         self.window.load_state_dict(state["window"])
-        self.episodes, self._in_batch = (), False
+        self.episodes, self.in_batch = no_episodes(), False
 
     def _fill(self, wanted: Wanted) -> Filled:
         if isinstance(self.source, FirstReady):
@@ -282,6 +321,8 @@ class Engine:
                 self._retired.add(number)
                 if self.outlet.episodes is not None:
                     self.outlet.episodes.retire(account.env_ids)
+                if self.kept is not None:
+                    self.kept.flush(account.env_ids.tolist())
 
     def _count_lag(self, filled: Filled) -> None:
         lags = [self.weights.lag(version) for version in filled.versions]
@@ -307,12 +348,19 @@ class Engine:
 
     def _put_steps(self, limit: int) -> None:
         """``extend_buffer=False``: every time step is a rollout of its own, and in the buffer before the next one."""
-        assert self.outlet.sink is not None
+        self._write_step()  # that the buffer has refused
         before = self.frames
         for step in self._steps(limit):
             self.counted, before = self.counted + self.frames - before, self.frames
-            self.outlet.sink.write_frame(step.squeeze(step.names.index("time")))
+            self._step = step.squeeze(step.names.index("time"))
+            self._write_step()
         self.outlet.ready.append(None)
+
+    def _write_step(self) -> None:
+        if self._step is not None:
+            assert self.outlet.sink is not None
+            self.outlet.sink.write_frame(self._step)
+        self._step = None
 
     def _steps(self, limit: int) -> Iterator[TensorDict]:
         for begin in range(0, limit, self.num_envs):

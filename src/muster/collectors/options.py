@@ -17,6 +17,7 @@ from typing_extensions import Self
 from muster.collectors.contradictions import check_contradictions
 from muster.columns import Validate
 from muster.errors import BadOption, UnknownOption
+from muster.loggers import as_logger
 from muster.memory.views import Order
 
 Device = torch.device | str | int | None
@@ -55,6 +56,9 @@ class CollectorKeywords(TypedDict, total=False):
     local_init_rb: bool | None
     pre_collect_hook: Callable[[], Any] | None
     post_collect_hook: Callable[[Any], Any] | None
+    on_step: Callable[[Any], Any] | None
+    on_episode_done: Callable[[Any], Any] | None
+    on_batch: Callable[[Any], Any] | None
     track_policy_version: Any
     weight_updater: Any
     weight_sync_schemes: Any
@@ -79,6 +83,7 @@ class CollectorKeywords(TypedDict, total=False):
     max_decorrelation_steps: int
     traj_done_key: str | None
     prev_action_reward: bool
+    logger: Any
     slot_memory_limit: int | None
 
 
@@ -88,7 +93,8 @@ class CollectorOptions:
 
     Attributes:
         frames_per_batch: environment steps in each batch, over all environments. Where their number does not divide
-            it, batches have more cells and ``collector/valid`` marks exactly so many.
+            it, batches have more cells and ``collector/valid`` marks exactly so many. Left out, ``collect`` says how
+            much, and there is no iterating.
         total_frames: steps over the collector's life; a multiple of ``frames_per_batch``. -1: endless.
         num_envs: environments to make from an id or factory and to step together. None: one, and batches
             without a dimension for it.
@@ -112,7 +118,7 @@ class CollectorOptions:
         postproc: called with every batch; what it returns is yielded (the batch itself if that is None).
         split_trajs: one trajectory per row, ``[n, T_max]``, zero-padded, with ``collector/mask``; pad ids are -1.
         trajs_per_batch: yield so many complete episodes at a time, joined over batches, instead of the batches.
-        traj_format: of these: "cat" one after another, ``[sum of lengths]``, or "pad" ``[n, T_max]`` with
+        traj_format: of episodes: "cat" one after another, ``[sum of lengths]``, or "pad" ``[n, T_max]`` with
             ``collector/mask``. Default "cat".
         traj_rule: which episodes come first: "fair" in the order of their beginnings, so that the long ones are not
             late; "per_env" the same number from each environment; "first_done" in the order of their ends, biased
@@ -125,6 +131,11 @@ class CollectorOptions:
         extend_buffer: False adds every time step by itself as soon as it is made.
         local_init_rb: accepted for TorchRL's sake; in this process a buffer is always initialised here.
         pre_collect_hook, post_collect_hook: called before and after (with the batch) every collection.
+        on_step: called with a ``muster.hooks.StepView`` after every time step, where the environments are (a copy of it
+            in every worker process); what it writes there is in the batch.
+        on_episode_done: called with every whole episode, ``[L]``, in order of their ends; may return columns for it, a
+            dict of arrays ``[L, ...]``, where batches are whole episodes.
+        on_batch: called with every batch right before it is yielded, returned or written. docs/hooks.md has examples.
         track_policy_version: add ``collector/policy_version``, the version that chose the action. An object with
             ``version`` and ``increment_version()`` (TorchRL's ``PolicyVersion``) does the counting.
         weight_updater: an object with ``push_weights`` (TorchRL's ``WeightUpdaterBase``), or a function that makes it.
@@ -161,10 +172,12 @@ class CollectorOptions:
             environments.
         prev_action_reward: add the observations ``prev_action`` and ``prev_reward``, zero where an agent's episode
             begins. Modules and heads get a dict of all observations then.
+        logger: gets numbers after every batch; whatever ``muster.loggers.as_logger`` takes: TensorBoard's writer, a
+            function ``(metrics, step)``, ... You close it.
         slot_memory_limit: bytes of batches that may be referenced at once. None: half the machine's memory.
     """
 
-    frames_per_batch: int
+    frames_per_batch: int = 0
     total_frames: int = -1
     num_envs: int | None = None
     max_frames_per_traj: int | None = None
@@ -191,6 +204,9 @@ class CollectorOptions:
     local_init_rb: bool | None = None
     pre_collect_hook: Callable[[], Any] | None = None
     post_collect_hook: Callable[[Any], Any] | None = None
+    on_step: Callable[[Any], Any] | None = None
+    on_episode_done: Callable[[Any], Any] | None = None
+    on_batch: Callable[[Any], Any] | None = None
     track_policy_version: Any = False
     weight_updater: Any = None
     weight_sync_schemes: Any = None
@@ -215,6 +231,7 @@ class CollectorOptions:
     max_decorrelation_steps: int = 0
     traj_done_key: str | None = None
     prev_action_reward: bool = False
+    logger: Any = None
     slot_memory_limit: int | None = None
     devices: dict[str, torch.device | None] = field(init=False, repr=False)
 
@@ -232,8 +249,10 @@ class CollectorOptions:
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
                 hint = f"did you mean {near[0]!r}?" if near else f"known options are {', '.join(known)}."
                 raise UnknownOption(f"unknown option {name!r}; {hint}")
-        if "frames_per_batch" not in keywords:
-            raise UnknownOption("frames_per_batch is required: the number of environment steps in each batch")
+        if keywords.get("frames_per_batch", 1) == 0:
+            raise BadOption(
+                "frames_per_batch=0: expected an integer of at least 1; leave it out to use collect() alone"
+            )
         return cls(**keywords)
 
     def __post_init__(self) -> None:
@@ -246,6 +265,8 @@ class CollectorOptions:
                 object.__setattr__(self, name, None)
         if self.total_frames == 0:
             raise BadOption("total_frames=0: expected a positive number of steps, or -1 for an endless collector")
+        if self.total_frames > 0 and not self.frames_per_batch:
+            raise BadOption("total_frames ends an iteration, which needs frames_per_batch: give both or none")
         if self.total_frames > 0 and self.total_frames % self.frames_per_batch:
             low = self.total_frames // self.frames_per_batch * self.frames_per_batch
             near = [n for n in (low, low + self.frames_per_batch) if n]
@@ -262,10 +283,12 @@ class CollectorOptions:
                 raise BadOption(f"{f.name}={value!r}: expected a function")
         if self.traj_done_key is not None and not (isinstance(self.traj_done_key, str) and self.traj_done_key):
             raise BadOption(f"traj_done_key={self.traj_done_key!r}: expected the name of an entry of info, or None")
+        if self.logger is not None:
+            as_logger(self.logger)
         check_contradictions(self)
         check_choice("layout", self.layout, ("batch_major", "time_major"))
+        check_choice("traj_format", self.traj_format or "cat", ("cat", "pad"))
         if self.trajs_per_batch:
-            check_choice("traj_format", self.traj_format or "cat", ("cat", "pad"))
             check_choice("traj_rule", self.traj_rule or "fair", ("fair", "per_env", "first_done"))
         check_choice("validate", self.validate, ("off", "fast", "full"))
         exploration = getattr(self.exploration_type, "name", self.exploration_type)
@@ -283,7 +306,7 @@ class CollectorOptions:
 
     def rows_per_batch(self, num_envs: int) -> int:
         """Time steps per batch for so many environments, rounded up."""
-        return -(-self.frames_per_batch // num_envs)
+        return max(1, -(-self.frames_per_batch // num_envs))
 
     def _resolve_devices(self) -> dict[str, torch.device | None]:
         general = _device("device", self.device)
@@ -293,7 +316,7 @@ class CollectorOptions:
 
 _REQUIRED = ("frames_per_batch", "total_frames", "max_decorrelation_steps")
 _INTEGERS = {  # and the least value that makes sense
-    "frames_per_batch": 1,
+    "frames_per_batch": 0,
     "total_frames": -1,
     "num_envs": 1,
     "num_threads": 1,

@@ -1,12 +1,16 @@
-"""What becomes of a batch before it is yielded: whole episodes, splitting, postproc, replay buffer, in this order."""
+"""What becomes of a batch before it is yielded: whole episodes, splitting, hooks, postproc, replay buffer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from muster.collectors.options import CollectorOptions
+from muster.hooks import call_hook
 from muster.keys import TRAJ_DONE, Key
+from muster.sinks.episode_hook import EpisodeHook
 from muster.sinks.episodes import Envs, WholeEpisodes
 from muster.sinks.plain import from_plain, to_plain
 from muster.sinks.replay_buffer import ReplaySink
@@ -16,9 +20,31 @@ from muster.sinks.split import split_trajectories
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+Stage = Callable[[Any], Any]
+
+
+class Passage:
+    """An item on its way through stages. After an error it goes on with the stage that failed.
+
+    Attributes:
+        made: the item as it was before the first stage.
+    """
+
+    def __init__(self, made: TensorDict, stages: Iterable[Stage]) -> None:
+        self.made, self._item, self._stages = made, made, deque(stages)
+
+    def go_on(self) -> Any:
+        """To the end; the item as it is there."""
+        while self._stages:
+            self._item = self._stages[0](self._item)
+            self._stages.popleft()
+        return self._item
+
 
 class Outlet:
     """Turns a collected batch into what iteration yields.
+
+    Nothing is lost where a function of the user's raises: the item stays, and the next call goes on with that function.
 
     Args:
         num_envs: over all groups.
@@ -26,6 +52,7 @@ class Outlet:
 
     Attributes:
         episodes: the assembler of ``trajs_per_batch``.
+        episode_hook: of ``on_episode_done``.
         sink: of the replay buffer.
         ready: what is to be yielded before anything else is collected; None stands for what is in a buffer already.
         needs_flags: it looks at ``("next", "done")``, which an environment may not show.
@@ -33,6 +60,7 @@ class Outlet:
 
     def __init__(self, options: CollectorOptions, num_envs: int, *, pad_id: int = -1) -> None:
         self._options, self._pad_id = options, pad_id
+        done_key = ENDED if options.traj_done_key is None else TRAJ_DONE
         self.episodes = (
             WholeEpisodes(
                 options.trajs_per_batch,
@@ -40,16 +68,20 @@ class Outlet:
                 layout=options.traj_format or "cat",
                 rule=options.traj_rule or "fair",
                 on_policy_only=options.on_policy_only,
-                done_key=ENDED if options.traj_done_key is None else TRAJ_DONE,
+                done_key=done_key,
             )
             if options.trajs_per_batch
             else None
         )
+        self.episode_hook: EpisodeHook | None = None
+        if options.on_episode_done is not None:
+            self.episode_hook = EpisodeHook(options.on_episode_done, num_envs, done_key)
         self.sink: ReplaySink | None = None
         if options.replay_buffer is not None:
             self.sink = ReplaySink(options.replay_buffer, extend=options.extend_buffer)
-        self.ready: list[TensorDict | None] = []
-        self.needs_flags = bool(options.trajs_per_batch or options.split_trajs)
+        self.ready: list[Passage | None] = []
+        self._unfinished: Passage | None = None
+        self.needs_flags = bool(options.trajs_per_batch or options.split_trajs or options.on_episode_done)
 
     @property
     def frames_held(self) -> int:
@@ -68,32 +100,91 @@ class Outlet:
             made = [group.batch for group in self.episodes.push(batch, envs)]
         elif self._options.split_trajs:
             made = [split_trajectories(batch, pad_id=self._pad_id)]
-        self.ready += [item.exclude(*hidden) if hidden else item for item in made]
+        first = self.showing if self.episodes is not None else self.watching(batch, envs, hidden)
+        for item in made:
+            self.ready.append(Passage(item.exclude(*hidden) if hidden else item, [*first, *self._stages]))
 
     def take(self) -> Any:
         """The next of what is ready, as it is to be yielded; None in the place of what a buffer took."""
-        item: Any = self.ready.pop(0)
-        if item is None:
-            return None
-        if self._options.postproc is not None:
-            processed = self._options.postproc(item)
-            item = item if processed is None else processed
-        if self.sink is None:
-            return item
-        self.sink.write(item)
-        return None
+        first = self.ready[0]
+        item = None if first is None else first.go_on()
+        self.ready.pop(0)
+        return None if self.sink is not None else item
+
+    def finish(self, item: TensorDict, first: Sequence[Stage] = ()) -> Any:
+        """Postproc, ``on_batch`` and the replay buffer, for an item that never was ``ready``; what came of it.
+
+        After an error call it with the same item again.
+
+        Args:
+            first: stages before: of ``watching``, or ``showing``.
+        """
+        if self._unfinished is None or self._unfinished.made is not item:
+            self._unfinished = Passage(item, [*first, *self._stages])
+        finished = self._unfinished.go_on()
+        self._unfinished = None
+        return finished
+
+    def watching(self, batch: TensorDict, envs: Envs = None, hidden: Sequence[Key] = ()) -> list[Stage]:
+        """Take note of rows that go to the user as they come; what shows ``on_episode_done`` the episodes that end."""
+        if self.episode_hook is None:
+            return []
+        return [partial(self._show, self.episode_hook.watch(batch, envs, hidden))]
+
+    @property
+    def showing(self) -> list[Stage]:
+        """What shows it those of an item that is whole episodes, and adds its columns."""
+        return [] if self.episode_hook is None else [self.episode_hook.whole]
+
+    def skip(self, batch: TensorDict, envs: Envs = None) -> None:
+        """Take note of a batch that goes elsewhere: no episode with a part in it will be whole."""
+        for each in (self.episodes, self.episode_hook):
+            if each is not None:
+                each.skip(batch, envs)
 
     def state_dict(self) -> dict[str, Any]:
         """What has been collected and not yielded, as plain data that shares no memory with it."""
-        ready = [to_plain(item.clone()) for item in self.ready if item is not None]
+        ready = [to_plain(item.made.clone()) for item in self.ready if item is not None]
         return {"episodes": None if self.episodes is None else self.episodes.state_dict(), "ready": ready}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state_dict()``."""
+        """Go on from ``state_dict()``. ``on_episode_done`` sees what begins from now on."""
         if self.episodes is not None:
             self.episodes.load_state_dict(state["episodes"])
+        if self.episode_hook is not None:
+            self.episode_hook.begin_anew()
         self.ready = []
+        first = self.showing if self.episodes is not None else []  # rows that ``begin_anew`` has to do without
         for plain in state["ready"]:
             item = from_plain(plain)
             item.names = [*[None] * (item.ndim - 1), "time"]
-            self.ready.append(item)
+            self.ready.append(Passage(item, [*first, *self._stages]))
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    @property
+    def _stages(self) -> list[Stage]:
+        """What is done with every item."""
+        wanted = (self._options.postproc, self._options.on_batch, self.sink)
+        stages = (self._process, self._look, self._write)
+        return [stage for user, stage in zip(wanted, stages, strict=True) if user is not None]
+
+    def _show(self, episodes: deque[TensorDict], item: Any) -> Any:
+        assert self.episode_hook is not None
+        self.episode_hook.show(episodes)
+        return item
+
+    def _process(self, item: Any) -> Any:
+        assert self._options.postproc is not None
+        processed = self._options.postproc(item)
+        return item if processed is None else processed
+
+    def _look(self, item: Any) -> Any:
+        assert self._options.on_batch is not None
+        call_hook("on_batch", self._options.on_batch, item, "The batch is kept: the next call goes on with it.")
+        return item
+
+    def _write(self, item: Any) -> Any:
+        assert self.sink is not None
+        self.sink.write(item)
+        return item

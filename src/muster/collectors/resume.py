@@ -54,6 +54,7 @@ class ResumeReport:
 def state_of(collector: BaseCollector) -> dict[str, Any]:
     """The state of a collector between two batches."""
     policy, engine = collector.policy, collector._engine
+    collector._on_demand.settle()
     engine.settle()
     acting = _acting(collector)
     states = [state for worker in engine.source.crew.call("state") for state in worker]
@@ -66,9 +67,10 @@ def state_of(collector: BaseCollector) -> dict[str, Any]:
         "env_state_dict": [state["envs"] for state in states],
         "groups": [state["group"] for state in states],
         "engine": engine.state_dict(),
-        "in_flight": engine.source.in_flight,
+        "in_flight": engine.source.in_flight + engine.undelivered,
         "policy_version": collector._weights.version,
         "outlet": engine.outlet.state_dict(),
+        "on_demand": collector._on_demand.state_dict(),
         "options": _fingerprint(collector),
     }
 
@@ -93,8 +95,11 @@ def load(collector: BaseCollector, state: Any, *, trust: bool) -> ResumeReport:
         crew.call("mark_resumed")
     collector._weights.restore(state["policy_version"])
     engine.outlet.load_state_dict(state["outlet"])
+    collector._on_demand.load_state_dict(state["on_demand"])
     if engine.outlet.episodes is not None:
         engine.outlet.episodes.flush(failed)
+    if engine.kept is not None:
+        engine.kept.flush(failed)
     if state["in_flight"]:
         notes.append(f"{state['in_flight']} steps of a batch that an error had cut short are not restored")
         crew.accounts[0].discarded["not_saved"] += state["in_flight"]

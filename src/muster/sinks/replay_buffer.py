@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +37,7 @@ class ReplaySink:
             raise BadOption(f"extend_buffer=False needs replay_buffer.add, which {type(buffer).__name__} has not")
         self.buffer = buffer
         self._extends = extend and "extend" in methods
+        self._left: tuple[TensorDict, deque[TensorDict]] | None = None  # a batch, and what is to be added of it
 
     def write(self, batch: TensorDict) -> None:
         """Write ``[*lead, T]``.
@@ -43,15 +45,19 @@ class ReplaySink:
         ``extend`` gets the batch as it is: for TorchRL's one-dimensional storages a ``[B, T]`` batch is B items of
         shape ``[T]``, with ``ndim=2`` it is B * T items. ``add`` gets one transition at a time (a copy, shape
         ``[]``), environment by environment, each in order of time; rows that an interrupted rollout left over are
-        none.
+        none. After an error of ``add``, writing the same batch again goes on with the transition that failed.
         """
         if self._extends:
             self.buffer.extend(batch)
             return
-        batch = time_last(batch)
-        rows = np.flatnonzero(written(batch))
-        for transition in take(batch, rows).unbind(0) if len(rows) else ():
-            self.buffer.add(transition)
+        if self._left is None or self._left[0] is not batch:
+            ordered = time_last(batch)
+            rows = np.flatnonzero(written(ordered))
+            self._left = batch, deque(take(ordered, rows).unbind(0) if len(rows) else ())
+        while left := self._left[1]:
+            self.buffer.add(left[0])
+            left.popleft()
+        self._left = None
 
     def write_frame(self, frame: TensorDict) -> None:
         """Write one time step of all environments (``[*lead]``) with ``add``; for ``extend=False``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,16 +17,18 @@ import numpy as np
 import torch
 
 from muster.acting import call_policy, keep, store_outputs
+from muster.bootstrap import NextRows, fill_values, spare_lane
 from muster.envs.build import BuiltEnv
-from muster.errors import BadOption
-from muster.keys import IS_INIT, POLICY_VERSION, Key, dotted
+from muster.keys import IS_INIT, POLICY_VERSION, Key
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import Array, Column
 from muster.policies.adapt import place
+from muster.policies.gradients import gradients_enabled
 from muster.protocols import Act, Policy
 from muster.rng import GroupRng
 from muster.sources.build import WorkerOptions, build_policy
 from muster.sources.messages import GroupInfo
+from muster.sources.served import Described, check_alike
 from muster.weights.names import named_tensors
 from muster.weights.transport import Subscriber
 
@@ -98,12 +100,13 @@ class Actor:
         self._acted: set[int] = set()  # groups
         self._installed: GroupRng | None = None  # as global streams
         self._streams = ExitStack()
+        self._grad = False
         self._epoch = 0  # whoever has prepared for an earlier one does so again
 
     def open(self, infos: Sequence[GroupInfo]) -> None:
         """Learn of the groups. Raises ``BadOption`` if they cannot be acted for together."""
         for info in infos:
-            _check(info, infos[0])
+            check_alike(info, infos[0])
         self._infos = infos
 
     def adopt(self, groups: Mapping[int, tuple[dict[Key, Array], dict[str, Any]]]) -> list[Column]:
@@ -187,6 +190,29 @@ class Actor:
 
     def any_policy(self) -> Policy:
         return next(reversed(self._policies.values()))
+
+    def enable_grad(self, on: bool) -> None:
+        """See ``Worker``."""
+        self._grad = on
+        self._epoch += 1
+
+    def value(self, group: int, made: NextRows) -> None:
+        """Fill in the values of rows that a group would act on next."""
+        info, rng = self._infos[group], self._rngs[group]
+        lead, some = info.batch_shape, np.arange(info.num_envs) % len(made.t)
+        seen = {key: torch.as_tensor(rows[some]).reshape(*lead, *rows.shape[1:]) for key, rows in made.rows.items()}
+        policy = self._policy_for(lead, lambda: seen, rng)
+
+        @contextmanager
+        def around() -> Iterator[None]:
+            try:
+                with self._surroundings(policy, rng):
+                    yield
+            finally:
+                self.settle()
+
+        self.settle()  # streams that are installed can be neither saved nor restored
+        fill_values(made, policy, rng, spare_lane(made.columns, info.num_envs, lead), around())
 
     def _act_alone(self, rollout: Rollout, row: int, *, first: bool) -> None:
         """Where the rows lie."""
@@ -302,7 +328,7 @@ class Actor:
     def _policy_for(self, shape: tuple[int, ...], obs: Callable[[], dict[Key, Any]], rng: GroupRng) -> Policy:
         """The policy for a shape of batches. Before the first one it is called once, to see what it returns."""
         if shape not in self._policies:
-            built = BuiltEnv(cast("EnvBatch", _Described(self._infos[0])), shape)
+            built = BuiltEnv(cast("EnvBatch", Described(self._infos[0])), shape)
             policy = build_policy(self._policy, self._options, built, self._device)
             probe = self._restored(0, rng.state_dict())  # the group's own draws nothing for it
             try:
@@ -317,13 +343,15 @@ class Actor:
     def _surroundings(self, policy: Policy, rng: GroupRng, *, first: bool = False) -> Iterator[None]:
         """As ``Group.surroundings``."""
         alone = self._exclusive and (first or policy.draws_globally)
-        grad = torch.inference_mode() if self._options.rollout.inference_mode and not first else torch.no_grad()
+        inference = self._options.rollout.inference_mode and not (first or self._grad)
+        mode = torch.inference_mode() if inference else torch.no_grad()
+        called = gradients_enabled(policy) if self._grad else nullcontext()
         if alone and self._installed is not rng:  # it stays for the calls to come: a change costs as much as a network
             self.settle()
             self._streams.enter_context(rng.as_global())
             self._installed = rng
         try:
-            with grad:
+            with mode, called:
                 yield
         finally:
             if not self._keeps_streams:
@@ -339,17 +367,6 @@ class Actor:
             self._epoch += 1
 
 
-class _Described:
-    """What a policy has to know about environments that are elsewhere; as of ``EnvBatch``."""
-
-    device = sample = None
-
-    def __init__(self, info: GroupInfo) -> None:
-        self.name, self.num_envs = info.name, info.num_envs
-        self.observation_specs, self.action_specs = info.observation_specs, info.action_specs
-        self.bookkeeping = info.bookkeeping
-
-
 def _lie_evenly(lanes: Sequence[Lane]) -> bool:
     """They are lanes of one slot, one after another or at equal distances."""
     if len(lanes) < 2 or any(lane.layout != lanes[0].layout for lane in lanes):
@@ -363,19 +380,3 @@ def _lie_evenly(lanes: Sequence[Lane]) -> bool:
 
 def _address(array: Array) -> int:
     return int(array.ctypes.data)
-
-
-def _check(info: GroupInfo, first: GroupInfo) -> None:
-    specs = {**info.observation_specs, **info.action_specs}
-    if info.device is not None and info.device.type != "cpu":
-        raise BadOption(f"inference='server': {info.name} steps on {info.device} itself; leave inference out")
-    if objects := [dotted(key) for key, spec in specs.items() if not spec.is_tensor]:
-        raise BadOption(
-            f"inference='server' needs fixed shapes, and {info.name} has Python objects in {objects}: leave inference "
-            f"out, or encode them as arrays"
-        )
-    if (info.observations, info.actions) != (first.observations, first.actions):
-        raise BadOption(
-            f"inference='server' acts with one policy for all environments, and {info.name} and {first.name} differ in "
-            f"observations or actions: use a collector for each kind"
-        )

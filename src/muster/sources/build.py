@@ -14,6 +14,7 @@ from muster.envs.build import BuiltEnv, build_env
 from muster.envs.previous import with_previous
 from muster.errors import BadOption
 from muster.group import Group
+from muster.hooks import watching
 from muster.keys import STEP_COUNT, TRUNCATED
 from muster.protocols import EnvBatch, Policy
 from muster.rng import GroupRng
@@ -69,6 +70,8 @@ def make_group(
     ids = np.arange(first, first + built.env.num_envs)
     group = Group(built.env, batch_shape=built.batch_shape, env_ids=ids, total_envs=total, rng=rng, options=options)
     group.number = number
+    if options.on_step is not None:
+        group.watch = watching(group, options.on_step)
     if not shared:
         group.places = np.arange(group.B), group.B
     return group

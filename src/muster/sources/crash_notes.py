@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from muster.errors import MusterError
+from muster.errors import HookError, MusterError
 from muster.keys import TERMINATED, TRAJ_DONE, TRAJ_IDS, TRUNCATED, Key, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
@@ -82,6 +82,9 @@ class CrashNotes:
         """An environment or policy of a worker that lives has raised: a capsule of it."""
         begin, row = self._begun.get(report.number, 0), report.done_steps
         self._begun[report.number] = row
+        if isinstance(error, HookError):  # nothing of theirs went wrong
+            self._histories[report.group].forget()
+            return None, ""
         end = row + (report.phase == "step")
         known = {"error": error, "phase": report.phase, "index": index, "log": report.anchors}
         return self._save(report.group, lane, begin, end, **known)

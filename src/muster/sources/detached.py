@@ -364,7 +364,9 @@ class DetachedWorker:
         """What the server writes for it."""
         if self.setup.server is None or policy != "policy":
             return ()
-        return self.setup.server.adopt(self._call("observe"))
+        observed = self._call("observe")
+        columns: Sequence[Column] = self.setup.server.ask(lambda actor: actor.adopt(observed))
+        return columns
 
     def _send_ticket(self) -> None:
         ticket = self.setup.ticket()

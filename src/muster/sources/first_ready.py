@@ -66,6 +66,8 @@ class FirstReady(Schedule):
             MusterError: what went wrong; the next call goes on.
         """
         self._compare_shares()  # first, since a warning may be an error
+        if not self._ordered:  # else what is under way is finished first
+            self._resize(wanted.rows)
         self._resubmit()
         self._order(wanted, wanted.batches)
         while (found := self._deliverable()) is None:
@@ -87,6 +89,18 @@ class FirstReady(Schedule):
         self._finish(found.slot, 0, made)
         self._delivered += 1
         return filled(self.crew, [(found.ring, found.slot)], [made])
+
+    @property
+    def ahead_of_user(self) -> bool:
+        """Rollouts were begun that nobody has got."""
+        return bool(self._ordered)
+
+    def rollouts_for(self, frames: int, rows: int | None) -> int:
+        """How many rollouts have at least so many frames, whoever makes them."""
+        if not self._ordered:
+            self._resize(rows)
+        sizes = [T * account.info.num_envs for T, account in zip(self.T, self.crew.accounts, strict=True)]
+        return -(-frames // min(sizes))
 
     def _batch_groups(self) -> Sequence[int]:
         return self.bundles[0].groups
@@ -157,7 +171,9 @@ class FirstReady(Schedule):
         slot = bundle.ring.take()
         limit = self._limit(wanted.limit, [group])
         after = next((o.order.number for o in reversed(self._ordered) if o.order.group == group), None)
-        order = self.crew.submit(group, slot, 0, policy=policy, limit=limit, spans=wanted.spans, after=after)
+        order = self.crew.submit(
+            group, slot, 0, policy=policy, limit=limit, spans=wanted.spans, after=after, bootstrap=wanted.bootstrap
+        )
         self._begun[group] += 1
         self._ordered.append(_Ordered(order, bundle, bundle.ring, slot, self._publishes()))
         if self.ahead is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,6 @@ import torch
 
 from muster.acting import policy_error
 from muster.errors import MusterError
-from muster.keys import Key
-from muster.memory.specs import Array, Column
 from muster.sources.actor import Actor, Rollout
 from muster.sources.build import WorkerOptions
 from muster.sources.failures import on_server, server_hung
@@ -142,10 +140,9 @@ class InferenceServer:
         with self._between_calls():
             self.actor.settle()
 
-    def adopt(self, groups: Mapping[int, tuple[dict[Key, Array], dict[str, Any]]]) -> list[Column]:
-        """See ``Actor``."""
-        columns: list[Column] = self._in_thread(lambda: self.actor.adopt(groups))
-        return columns
+    def ask(self, question: Callable[[Actor], Any]) -> Any:
+        """What the actor answers in its thread."""
+        return self._in_thread(lambda: question(self.actor))
 
     def complete(self, report: Report) -> None:
         """Add what a worker does not know of its order: version, path, and why the policy failed."""

@@ -24,20 +24,20 @@ class OneAtATime:
     """
 
     def __init__(self, policy: Policy, lock: Any) -> None:
-        self._policy, self._lock = policy, lock
+        self.inner, self._lock = policy, lock
         self.name, self.draws_globally = policy.name, False
 
     @property
     def path(self) -> str:
-        return self._policy.path
+        return self.inner.path
 
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
         with self._lock, rng.as_global():
-            return self._policy.first(obs, rng)
+            return self.inner.first(obs, rng)
 
     def start(self, lane: Lane, rng: GroupRng) -> Act:
-        act = self._policy.start(lane, rng)
-        if not self._policy.draws_globally:
+        act = self.inner.start(lane, rng)
+        if not self.inner.draws_globally:
             return act
 
         def act_alone(t: int) -> None:
@@ -47,4 +47,4 @@ class OneAtATime:
         return act_alone
 
     def columns(self) -> Sequence[Column]:
-        return self._policy.columns()
+        return self.inner.columns()

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from muster.bootstrap import Bootstrap
+from muster.episode_rules import Rule
 from muster.keys import Key
 from muster.marks import Final
 from muster.memory.specs import Array, Specs
@@ -128,6 +130,8 @@ class Order:
         sharing: place of the group's first environment among those that share it, and their number; None: all do.
         spans: record what happens when.
         after: number of the order that it goes on from; while that is not complete, it is not followed.
+        rule: see ``Group``; the worker's own from here on.
+        bootstrap: values of which next observations to report; see ``muster.bootstrap``.
     """
 
     number: int
@@ -140,6 +144,8 @@ class Order:
     sharing: tuple[int, int] | None = None
     spans: bool = False
     after: int | None = None
+    rule: Rule | None = None
+    bootstrap: Bootstrap | None = None
 
 
 @dataclass
@@ -153,6 +159,7 @@ class Report:
         finals: see ``Group.finals``.
         clock: the group's episode numbers and steps since their beginnings, ``[2, B]``.
         objects: columns of Python objects, from another process.
+        values: of next observations, if they were asked for.
         error: why it is not complete; the same order continues it. An exception, or on its way a ``Failure``.
         phase: what the error interrupted.
         lost: it is to be ordered again, since its worker is gone.
@@ -172,6 +179,7 @@ class Report:
     finals: list[Final] = field(default_factory=list)
     clock: Array | None = None
     objects: dict[Key, Array] = field(default_factory=dict)
+    values: Any = None
     spans: list[Any] = field(default_factory=list)
     anchors: Any = None
     path: str = ""

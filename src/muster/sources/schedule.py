@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
+from muster.bootstrap import Bootstrap
+from muster.episode_rules import Rule
 from muster.errors import BadOption
 from muster.marks import Final, blank
 from muster.memory.slots import Layout, Slot, SlotRing, SlotState
@@ -34,6 +36,7 @@ class Filled:
         episodes: those that ended in it.
         versions: of the weights that acted, by group.
         finals: see ``Group.finals``; with the global numbers of the environments.
+        values: see ``Report``, by group.
     """
 
     slots: list[tuple[SlotRing, Slot]]
@@ -45,6 +48,7 @@ class Filled:
     finals: list[tuple[Array, list[Final]]]
     spans: list[Any]
     path: str
+    values: list[Any]
 
     @property
     def layout(self) -> Layout:
@@ -62,6 +66,9 @@ class Wanted:
         closes: it is a whole batch, and not a part of one.
         spans: record what happens when.
         batches: how many may be begun from now on; None: any number.
+        rows: time steps of rollouts; None: as many as always.
+        rule: which episodes are wanted of a group; see ``Group.rule``.
+        bootstrap: see ``Order``.
     """
 
     policy: Callable[[int], str]
@@ -70,6 +77,12 @@ class Wanted:
     closes: bool = True
     spans: bool = False
     batches: int | None = None
+    rows: int | None = None
+    rule: Callable[[int], Rule | None] = lambda group: None
+    bootstrap: Bootstrap | None = None
+
+
+RINGS = 4  # of different shapes, kept for when rollouts of an earlier length are wanted again
 
 
 class Bundle:
@@ -87,6 +100,7 @@ class Bundle:
         self.groups = list(groups)
         self._limit_bytes, self._memory = limit_bytes, memory
         self._ring: SlotRing | None = None
+        self._rings: list[SlotRing] = []  # that were used last, with the current one at the end
         self.laid_out = False
 
     @property
@@ -109,16 +123,18 @@ class Bundle:
         self.laid_out = True
         first = layouts[0]
         layout = Layout(first.T, first.B, first.columns, len(layouts), batch_shape=first.batch_shape)
-        if self._ring is None or self._ring.layout != layout:
+        self._ring = next((ring for ring in self._rings if ring.layout == layout), None)
+        if self._ring is None:
             self._ring = SlotRing(layout, limit_bytes=self._limit_bytes, memory=self._memory)
+        self._rings = [*[ring for ring in self._rings if ring is not self._ring][1 - RINGS :], self._ring]
 
     def slots(self, state: SlotState) -> int:
-        return self._ring.count(state) if self._ring else 0
+        return sum(ring.count(state) for ring in self._rings)
 
     def forget(self) -> None:
         """Look again what is to be written, and where."""
-        if self._ring is not None:
-            self._ring.forget_views()
+        for ring in self._rings:
+            ring.forget_views()
         self.laid_out = False
 
 
@@ -146,6 +162,7 @@ class Schedule:
 
     def __init__(self, crew: Crew, bundles: Sequence[Bundle], T: Sequence[int]) -> None:
         self.crew, self.bundles, self.T = crew, list(bundles), list(T)
+        self._usual_T = list(T)
         self.waited = 0  # ns, for workers
         self.ahead: Ahead | None = None
 
@@ -174,6 +191,16 @@ class Schedule:
             self.crew.close(close_env=close_env)
         finally:
             self._discard("shutdown")
+
+    def _resize(self, rows: int | None) -> bool:
+        """Let rollouts have so many time steps; whether that is a change."""
+        T = self._usual_T if rows is None else [rows] * len(self.T)
+        if self.T == T:
+            return False
+        self.T = list(T)
+        for bundle in self.bundles:
+            bundle.laid_out = False
+        return True
 
     def _batch_groups(self) -> Sequence[int]:
         """Of one batch."""
@@ -233,6 +260,7 @@ def filled(crew: Crew, slots: list[tuple[SlotRing, Slot]], reports: Sequence[Rep
         finals=[(crew.accounts[report.group].env_ids, report.finals) for report in reports],
         spans=[span for report in reports for span in report.spans],
         path=reports[0].path,
+        values=[report.values for report in reports],
     )
 
 

@@ -40,6 +40,8 @@ class Sync(Schedule):
         """
         self.crew.check_alive()
         policy = wanted.policy(0)
+        if self._resize(wanted.rows):
+            self.abandon("resized")
         self._prepare(policy, wanted.version)
         if not self._filling:
             again = into is not None and into.layout == self.bundles[0].ring.layout
@@ -59,6 +61,8 @@ class Sync(Schedule):
                         limit=limit,
                         sharing=self._sharing(group),
                         spans=wanted.spans,
+                        rule=wanted.rule(group),
+                        bootstrap=wanted.bootstrap,
                     )
                     self._begun[group] = order.number
         if self.ahead is not None:

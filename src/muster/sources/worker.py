@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from muster.attributes import resolve
+from muster.bootstrap import bootstrapping
 from muster.columns import lane_columns
 from muster.errors import BadOption, BadPolicyOutput, PolicyError
 from muster.group import Group
+from muster.hooks import rendering
 from muster.keys import Key, dotted
 from muster.memory.slots import Lane, Layout
 from muster.memory.specs import Array
@@ -63,6 +66,8 @@ class Worker:
         self.newest: Callable[[], int | str] | None = None
         self._device = device
         self._profiler: RolloutProfiler | None = None
+        self._watches: dict[int, Any] = {}  # that were there before ``render``
+        self._grad, self._inference_mode = False, self.groups[0].options.inference_mode
         for group in self.groups:
             group.progress = self.progress
 
@@ -98,7 +103,8 @@ class Worker:
                 if isinstance(policy, ServedPolicy):
                     group.begin()  # the server makes the first call
                 else:
-                    group.prime(policy)
+                    with self._gradients(policy):
+                        group.prime(policy)
             self.progress.begin(phase)
         self.acting = policy
         return policy
@@ -113,6 +119,8 @@ class Worker:
             first, sharing = order.sharing
             group.places = np.arange(first, first + group.B), sharing
         group.spans = spans = _Spans() if order.spans else None
+        if lane.done_steps == 0:  # else it goes on with the one that it has
+            group.rule = order.rule
         self.progress.take_up(order.number)
         report = Report(order.number, group.number)
         try:
@@ -121,7 +129,9 @@ class Worker:
                 group.version = self.newest()
             elif order.version is not None:
                 group.version = order.version
-            rollout(group, policy, lane)
+            with self._gradients(policy), bootstrapping(group, lane, order.bootstrap) as after:
+                rollout(group, policy, lane)
+                report.values = after.values(None if isinstance(policy, ServedPolicy) else policy)
         except BaseException as error:  # noqa: BLE001 (raised where the batch is waited for)
             report.error, report.phase = error, self._phase(error)
         else:
@@ -160,6 +170,34 @@ class Worker:
         for number, chosen in which.items():
             self.group(number).reset(chosen)
             self.group(number).env.reset_options = options
+
+    def render(self, seconds: float | None) -> None:
+        """Let environments render after every step, and wait so long then; None ends it."""
+        for group in self.groups:
+            group.watch = self._watches.pop(group.number, group.watch)
+            if seconds is not None:
+                self._watches[group.number] = group.watch
+                group.watch = rendering(group, seconds)
+
+    def enable_grad(self, on: bool) -> None:
+        """Let modules and functions of the user act with gradients enabled; what they return is detached."""
+        self._grad = on
+        for group in self.groups:
+            group.options = replace(group.options, inference_mode=self._inference_mode and not on)
+
+    def _gradients(self, policy: Policy) -> AbstractContextManager[None]:
+        if not self._grad or isinstance(policy, ServedPolicy):
+            return nullcontext()
+        from muster.policies.gradients import gradients_enabled
+
+        return gradients_enabled(policy)
+
+    def running(self) -> dict[int, list[int]]:
+        """Environments in the middle of an episode, by group."""
+        return {
+            group.number: [i for i in range(group.B) if group.clock.steps[i] and i not in group.pending]
+            for group in self.groups
+        }
 
     def seed(self, seed: int, static: bool) -> None:
         """See ``Collector.set_seed``."""

@@ -17,6 +17,7 @@ from torchrl.modules import RandomPolicy
 
 from muster.attributes import resolve
 from muster.collectors.background import Background
+from muster.collectors.on_demand import OnDemand
 from muster.collectors.setup import worker_options
 from muster.dialects.torchrl import batches, policies, setup
 from muster.dialects.torchrl.numbering import Numbering, TrajectoryPool
@@ -241,6 +242,7 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
         setup.warn_of_surplus(given, setup.count_of(self.env))
         with _original_errors():
             self._engine = setup.make_engine(self.env, self._wrapped_policy, device, self._weights, self.options)
+            self._on_demand = OnDemand(self._engine)
             self._acting, self._use_buffers = self._engine.policy, buffers
             self._random_policy: Any = None
             self.n_env, self.frames_per_batch = self._engine.num_envs, self._engine.rows
@@ -303,7 +305,7 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
         group = self._engine.groups[0]
         batch = batches.tidy(batch, track_traj_ids=self.track_traj_ids, limit=self._limit, dropped=self._compact)
         carried = {c.key for c in self._acting.columns() if c.carry} - {IS_INIT, *group.env.observation_specs}
-        batches.add_next_states(batch, {key: group.state(key) if key in group.carry else None for key in carried})
+        batches.add_next_states(batch, {key: group.carry.seen(key) if key in group.carry else None for key in carried})
         batches.restore_classes(batch, self._classes)
         return batch.clear_device_() if self.storing_device is None else batch
 

@@ -1,0 +1,169 @@
+"""Values of next observations, asked of the policy that acted, without anybody noticing.
+
+Where a rollout ends in the middle of an episode, or an episode was truncated, learners go on with the value of the
+true next observation (not of the one after the reset): V(s_T) in n-step returns and GAE (Schulman et al. 2016).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from muster.acting import call_policy
+from muster.errors import BadOption
+from muster.group import Group
+from muster.keys import IS_INIT, TERMINATED, TRAJ_IDS, TRUNCATED, Key, next_of
+from muster.memory.slots import Lane, Layout, Slot
+from muster.memory.specs import Array, Column
+from muster.protocols import Policy
+from muster.rng import GroupRng
+from muster.surroundings import surroundings
+
+Bootstrap = Literal["last", "truncations"]
+SPARE = "bootstrap"  # in a lane's cache
+VALUES: tuple[Key, ...] = (("state_value",), ("value",))  # what policies call them
+
+
+@dataclass
+class NextRows:
+    """Rows that a policy would act on next: ``t`` and ``env`` of the steps before them, ``[k]``, and their columns.
+
+    Attributes:
+        rows: observations and recurrent states by key, ``[k, *shape]``.
+        last: number of each environment's last row, ``[B]``; -1: it has none.
+        values: ``[k]``, as soon as they are known.
+    """
+
+    t: Array
+    env: Array
+    last: Array
+    rows: dict[Key, Any]
+    columns: tuple[Column, ...]
+    values: Array | None = None
+
+
+def check_bootstrap(columns: Sequence[Column], observed: Collection[Key], *, reset_when_done: bool) -> None:
+    """Raise ``BadOption`` if there is no telling values where these columns are written."""
+    if not any(column.key in VALUES for column in columns):
+        raise BadOption(
+            f"bootstrap: the policy gives no {' or '.join(repr(key[0]) for key in VALUES)}. Let it return one beside "
+            f"its action, as in (action, {{'state_value': value}}), or leave bootstrap out"
+        )
+    if not reset_when_done and any(column.carry and column.key not in observed for column in columns):
+        raise BadOption("bootstrap: reset_when_done=False forgets recurrent states at the ends of episodes")
+
+
+class After:
+    """What comes after the rows of a rollout that ended.
+
+    Args:
+        wanted: "last": after the last row of each environment; "truncations": also after every truncation.
+    """
+
+    def __init__(self, group: Group, lane: Lane, wanted: Bootstrap | None) -> None:
+        self._group, self._lane, self.wanted = group, lane, wanted
+        columns = lane.layout.columns
+        self._states = [c.key for c in columns if c.carry and c.key not in group.env.observation_specs]
+        self._kept: dict[tuple[int, int], dict[Key, Any]] = {}  # recurrent states that resets would overwrite
+
+    def keep(self, row: int, which: Sequence[int]) -> None:
+        """Environments ``which`` are about to be reset, and observe ``row`` then."""
+        for i in which if row else ():
+            self._kept[row - 1, i] = {key: _copy(self._lane.data[key][row, i]) for key in self._states}
+
+    def values(self, policy: Policy | None) -> NextRows | None:
+        """What ``wanted`` says, when the rollout is over; without a policy others have to fill in the values."""
+        if self.wanted is None:
+            return None
+        made = self._gather()
+        if policy is not None and len(made.t):
+            group, cache = self._group, self._lane.cache
+            if SPARE not in cache:
+                cache[SPARE] = spare_lane(made.columns, group.B, group.batch_shape, group.env.device)
+            options = group.options if policy.draws_globally else replace(group.options, own_rng=False)
+            around = surroundings(group.rng, options, background=group.in_background(), first=False)
+            fill_values(made, policy, group.rng, cache[SPARE], around)
+        elif policy is not None:
+            made.values = np.empty(0, np.float32)
+        return made
+
+    def _gather(self) -> NextRows:
+        lane, n = self._lane, self._lane.done_steps
+        terminated, truncated, ids = (
+            lane.arrays[key][:n] for key in (next_of(TERMINATED), next_of(TRUNCATED), TRAJ_IDS)
+        )
+        shown = ids >= 0
+        if (limit := self._group.frame_limit) is not None:
+            places, sharing = self._group.places
+            shown &= np.arange(n)[:, None] * sharing + places < limit
+        last = np.where(shown.any(axis=0), n - 1 - shown[::-1].argmax(axis=0), -1) if n else np.full(lane.B, -1)
+        cells = np.zeros(ids.shape, bool)
+        envs = np.flatnonzero(last >= 0)
+        cells[last[envs], envs] = True
+        if self.wanted == "truncations":
+            cells |= truncated
+        t, env = np.nonzero(cells & shown & ~terminated)
+        observed = self._group.env.observation_specs
+        rows: dict[Key, Any] = {key: _copy(lane.data[next_of(key)][t, env]) for key in observed}
+        for key in self._states:
+            rows[key] = _copy(lane.data[key][t + 1, env])
+            for place, cell in enumerate(zip(t.tolist(), env.tolist(), strict=True)):
+                if key == IS_INIT:
+                    rows[key][place] = False
+                elif cell in self._kept:
+                    rows[key][place] = self._kept[cell][key]
+        return NextRows(t, env, last, rows, lane.layout.columns)
+
+
+@contextmanager
+def bootstrapping(group: Group, lane: Lane, wanted: Bootstrap | None) -> Iterator[After]:
+    """Around a rollout: takes note of what is needed for ``After.values``."""
+    after, before = After(group, lane, wanted), group.before_reset
+    if wanted is not None:
+
+        def before_reset(row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+            after.keep(row, which)
+            if before is not None:
+                before(row, which, seeds)
+
+        group.before_reset = before_reset
+    try:
+        yield after
+    finally:
+        group.before_reset = before
+
+
+def spare_lane(columns: tuple[Column, ...], B: int, batch_shape: tuple[int, ...], device: Any = None) -> Lane:
+    """Memory for one row of such columns."""
+    return Slot(Layout(1, B, columns, batch_shape=batch_shape), "heap" if device is None else device).lanes[0]
+
+
+def fill_values(
+    made: NextRows, policy: Policy, rng: GroupRng, lane: Lane, around: AbstractContextManager[None]
+) -> None:
+    """Ask the policy, a row of ``lane`` at a time; random streams are as before afterwards.
+
+    Args:
+        around: what policies run in.
+    """
+    key, B = next(c.key for c in made.columns if c.key in VALUES), lane.B
+    made.values = np.zeros(len(made.t), np.float32)
+    with rng.unmoved(), around:
+        for begin in range(0, len(made.t), B):
+            k = min(B, len(made.t) - begin)
+            for name, rows in made.rows.items():
+                lane.data[name][0, :k] = rows[begin : begin + k]
+                if k < B:
+                    lane.data[name][0, k:] = rows[begin]
+            lane.done_steps = lane.acts_from = 0
+            act = call_policy(policy, lambda: policy.start(lane, rng))
+            act(0)
+            made.values[begin : begin + k] = lane.tensors[key][0].reshape(B)[:k].cpu().numpy()
+
+
+def _copy(rows: Any) -> Any:
+    return rows.clone() if hasattr(rows, "clone") else np.array(rows)

@@ -1,0 +1,381 @@
+"""``collect``: so many steps or episodes, when asked."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from muster.bootstrap import check_bootstrap
+from muster.collect_stats import CollectStats
+from muster.collectors.asked import Asked, Collected
+from muster.collectors.choice import Choice
+from muster.collectors.engine import Engine
+from muster.collectors.next_values import add_next_values
+from muster.collectors.outlet import Stage
+from muster.episode_rules import NobodyLetGo, PerEnv, Rule, RuleName
+from muster.errors import BadOption, UnsupportedEnv
+from muster.keys import TERMINATED, TRAJ_DONE, TRUNCATED, VALID, next_of
+from muster.memory.specs import Array
+from muster.sinks.episodes import WholeEpisodes
+from muster.sinks.rows import ENDED, find_pieces, time_last
+from muster.sinks.split import split_trajectories
+from muster.sources.first_ready import FirstReady
+from muster.trajectories import Episodes, join_episodes
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+RULE: RuleName = "per_env"  # makes no steps that nobody wants, and is never biased
+ROWS = 32  # time steps of rollouts for episodes, where frames_per_batch does not say it
+ENDLESS = 100_000  # steps of one episode after which a missing limit is an error
+
+
+class OnDemand:
+    """Collects what is asked for with a collector's engine.
+
+    Attributes:
+        batch: of the last call.
+        unreported: what it has collected, while nobody has been told.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._options = engine, engine.options
+        self.batch: TensorDict | None = None
+        self.unreported: Collected | None = None
+        self._waiting: Collected | None = None  # that a hook or buffer has refused
+        self._first: list[Stage] = []  # what is done first with it
+        self._seen = -1  # number of the last rollout that went into the store
+        self._interrupted: Asked | None = None  # by an error
+        self._choice: Choice  # of the call that collects episodes
+        self._parts: list[_Part] = []  # of the call that collects steps
+        self._random = False  # what is in the store
+
+    def collect(self, asked: Asked) -> Collected:
+        """See ``BaseCollector.collect_batch``."""
+        self._check(asked)
+        engine = self._engine
+        if self._waiting is None:
+            began, before = time.perf_counter(), engine.discarded_steps
+            if not self._resumes(asked):
+                self._begin_anew(asked)
+            with self._mode(asked):
+                steps = self._steps if asked.n_episode is None else self._episodes
+                batch, engine.episodes, frames, native = steps(asked)
+            engine.undelivered = frames
+            made = CollectStats.of(
+                engine.episodes,
+                frames,
+                time.perf_counter() - began,
+                n_discarded_steps=engine.discarded_steps - before,
+                n_kept_steps=0 if engine.kept is None else engine.kept.frames_held,
+                **native,
+            )
+            self._waiting = Collected(batch, made)
+        batch, made = self._waiting
+        self.batch = engine.outlet.finish(batch, self._first)
+        self._waiting, self._first, engine.undelivered = None, [], 0
+        return Collected(self.batch, made)
+
+    def settle(self) -> None:
+        """Let first-ready workers come to rest; what they have made for the next call is kept for it."""
+        source = self._engine.source
+        if not isinstance(source, FirstReady):
+            return
+        if self._goes_on:
+            while source.rest():
+                self._keep(self._engine.collect(None, closes=False, batches=0)[0])
+            self._engine.in_batch = False
+        elif not self._options.frames_per_batch:  # nobody will iterate over it
+            self._give_up_ahead()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Episodes that are held for the next call, as plain data."""
+        kept = self._engine.kept
+        if kept is None:
+            return None
+        return {"kept": kept.state_dict(), "goes_on": self._goes_on, "random": self._random}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from ``state_dict()``."""
+        self._waiting, self._interrupted, self._parts = None, None, []
+        self._engine.kept, self._engine.undelivered = None, 0
+        if state is not None:
+            self._store().load_state_dict(state["kept"])
+            self._seen = self._engine.rollouts if state["goes_on"] else -1
+            self._random = state["random"]
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def _steps(self, asked: Asked) -> _Made:
+        """``n_step``: one rollout of all groups; of first-ready groups as many as it takes."""
+        engine, n = self._engine, asked.n_step or 0
+        first_ready = isinstance(engine.source, FirstReady)
+        while (missing := n - engine.undelivered) > 0:
+            others: dict[str, Any] = {"acting": "random" if asked.random else None, "bootstrap": asked.values}
+            before = engine.frames
+            if isinstance(engine.source, FirstReady):
+                rows = self._rows(-(-n // engine.num_envs))
+                others |= {"rows": rows, "batches": engine.source.rollouts_for(missing, rows)}
+                batch, hidden = engine.collect(None, **others)
+            else:
+                sharing = sum(account.info.num_envs for account in engine.source.crew.accounts if not account.dropped)
+                batch, hidden = engine.collect(n, rows=-(-n // max(sharing, 1)), **others)
+                if n % sharing and VALID not in batch.keys(True):
+                    batch.set(VALID, self._valid(batch, n))
+            last = add_next_values(batch, engine) if asked.bootstrap else None
+            self._first += engine.outlet.watching(batch, engine.env_ids, hidden)
+            batch = split_trajectories(batch) if self._options.split_trajs else batch
+            self._parts.append(_Part(batch.exclude(*hidden) if hidden else batch, engine.episodes, last))
+            engine.undelivered += engine.frames - before
+            if not first_ready:
+                break  # where a worker was dropped or an interruptor came, there are fewer
+        parts, self._parts, self._interrupted = self._parts, [], None
+        values = [part.last for part in parts if part.last is not None]
+        native = {"last_value_est": torch.cat(values)} if values else {}
+        return _Made(_joined(parts), join_episodes([p.episodes for p in parts]), engine.undelivered, native)
+
+    def _valid(self, batch: TensorDict, n: int) -> torch.Tensor:
+        """Marks exactly ``n`` cells, time step by time step."""
+        accounts = self._engine.source.crew.accounts
+        living = np.concatenate([np.full(a.info.num_envs, not a.dropped) for a in accounts])
+        time_dim = batch.names.index("time")
+        T = batch.shape[time_dim]
+        place = np.arange(T) * living.sum() + (np.cumsum(living) - 1)[:, None]  # [environments, T]
+        valid = torch.from_numpy((place < n) & living[:, None])
+        lead = [size for dim, size in enumerate(batch.shape) if dim != time_dim]
+        return valid.reshape(*lead, T).movedim(-1, time_dim).to(batch.device or "cpu")
+
+    # --- episodes ---------------------------------------------------------------------------------
+
+    def _episodes(self, asked: Asked) -> _Made:
+        """``n_episode``: rollouts until the rule is content."""
+        engine, store = self._engine, self._store()
+        keep = self._keeps(asked)
+        steps = np.zeros(engine.num_envs, np.int64)  # without an end
+        while not self._choice.rule.complete:
+            batch, _ = engine.collect(
+                None,
+                closes=False,
+                rows=self._rows(ROWS),
+                rule=lambda group: self._rule_of(group, self._choice.rule, keep=keep),
+                acting="random" if asked.random else None,
+            )
+            self._keep(batch)
+            if self._living() == self._choice.envs:
+                self._choice.take(store.new_ends())
+            else:
+                self._choice.begin(self._living(), store)
+            self._check_that_they_end(steps, batch, store)
+        engine.batches, engine.in_batch = engine.batches + 1, False
+        self._interrupted, self._first = None, engine.outlet.showing
+        group = store.take(self._choice.numbers)
+        if not keep:
+            store.clear("surplus")
+            self._seen = -1  # what goes on from there will not be whole
+        if asked.special:
+            self._give_up_ahead()
+        hidden = [key for key in engine.hidden if key in group.batch.keys(True)]
+        episodes = self._ended_in(group.batch)
+        native = {"rule": asked.rule or RULE, "biased": self._choice.rule.biased}
+        return _Made(group.batch.exclude(*hidden) if hidden else group.batch, episodes, group.frames, native)
+
+    def _keep(self, batch: TensorDict) -> None:
+        self._store().push(batch, self._engine.env_ids)
+        self._engine.outlet.skip(batch, self._engine.env_ids)
+        self._seen = self._engine.rollouts
+
+    def _begin_anew(self, asked: Asked) -> None:
+        """Give up what an earlier call has left, unless this one goes on with it."""
+        engine, kwargs = self._engine, dict(asked.reset_kwargs or {})
+        if self._parts:
+            engine.source.crew.accounts[0].discarded["interrupted"] += engine.undelivered
+            engine.frames -= engine.undelivered
+            engine.undelivered, self._parts = 0, []
+        self._interrupted, self._first = asked, []
+        gone = asked.special and self._give_up_ahead()
+        if asked.n_episode is not None:
+            store, keep = self._store(), self._keeps(asked)
+            if asked.random != self._random:
+                store.clear("policy_changed")
+            elif asked.special or not keep:
+                store.clear("surplus")
+            goes_on = keep and self._goes_on and asked.random == self._random and not asked.special
+            if not goes_on:
+                store.flush()
+                self._give_up_ahead()
+            gone = not goes_on or gone
+            self._random, self._choice = asked.random, Choice(asked.rule or RULE, asked.n_episode)
+        if asked.reset_before_collect or (kwargs and gone):
+            engine.reset(None, kwargs)
+        elif gone:
+            self._reset_running()
+        if asked.n_episode is not None:
+            self._choice.begin(self._living(), self._store())
+            self._seen = engine.rollouts
+
+    def _give_up_ahead(self) -> bool:
+        """Rollouts that first-ready workers have begun for calls of another kind; whether there were any."""
+        source = self._engine.source
+        if not isinstance(source, FirstReady) or not source.ahead_of_user:
+            return False
+        source.abandon("surplus")
+        self._seen = -1
+        return True
+
+    def _reset_running(self) -> None:
+        """Environments in the middle of an episode begin anew."""
+        crew = self._engine.source.crew
+        parts = [part for part in crew.call("running") if part]
+        running = [int(crew.accounts[n].env_ids[i]) for part in parts for n, which in part.items() for i in which]
+        try:
+            self._engine.reset(running, {})
+        except UnsupportedEnv:  # some cannot be reset alone
+            self._engine.reset(None, {})
+
+    def _keeps(self, asked: Asked) -> bool:
+        first_ready = isinstance(self._engine.source, FirstReady)
+        return (asked.surplus or ("keep" if first_ready else "discard")) == "keep"
+
+    def _resumes(self, asked: Asked) -> bool:
+        """The last call was the same, and did not come to its end."""
+        return self._interrupted == asked and (asked.n_episode is None or self._goes_on)
+
+    @property
+    def _goes_on(self) -> bool:
+        """Nothing was collected since but what is in the store."""
+        return self._seen == self._engine.rollouts
+
+    def _store(self) -> WholeEpisodes:
+        engine, options = self._engine, self._options
+        if engine.kept is None:
+            engine.delivery.show_hidden()  # flags that an environment does not have say where episodes end
+            engine.kept = WholeEpisodes(
+                num_envs=engine.num_envs,
+                layout=options.traj_format or "cat",
+                rule=None,
+                on_policy_only=options.on_policy_only,
+                done_key=ENDED if options.traj_done_key is None else TRAJ_DONE,
+            )
+        return engine.kept
+
+    def _living(self) -> list[int]:
+        """Numbers of the environments that have not been dropped."""
+        return [int(i) for a in self._engine.source.crew.accounts if not a.dropped for i in a.env_ids]
+
+    def _rule_of(self, group: int, rule: Rule, *, keep: bool) -> Rule | None:
+        """What a group can know by itself of who is still wanted."""
+        accounts = self._engine.source.crew.accounts
+        if len(accounts) == 1:
+            return NobodyLetGo(copy.deepcopy(rule)) if keep else copy.deepcopy(rule)
+        if isinstance(rule, PerEnv) and not keep and not any(account.dropped for account in accounts):
+            return rule.part(accounts[group].env_ids.tolist())
+        return None
+
+    def _ended_in(self, batch: TensorDict) -> Episodes:
+        """The episodes of a batch of whole ones."""
+        pieces = find_pieces(batch if batch.ndim > 1 else batch.unsqueeze(0), ENDED)
+        rows = pieces.rows[pieces.first + pieces.length - 1]
+
+        def column(key: Any) -> Array:
+            array: Array = batch.get(key).detach().cpu().numpy()
+            return array.reshape(batch.numel(), -1)
+
+        reward_key = self._engine.source.crew.accounts[0].info.reward[0]
+        rewards = column(reward_key)[pieces.rows, 0].astype(np.float64)
+        flags = [column(next_of(flag))[rows, 0] for flag in (TERMINATED, TRUNCATED)]
+        returns = np.add.reduceat(rewards, pieces.first)
+        return Episodes(pieces.traj_id, pieces.traj_id % self._engine.num_envs, returns, pieces.length, *flags)
+
+    def _check_that_they_end(self, steps: Array, batch: TensorDict, store: WholeEpisodes) -> None:
+        """Raise for an episode that has no end, when it is long enough to be sure."""
+        envs = self._engine.env_ids
+        ended = batch.get(ENDED).cpu().numpy().reshape(len(envs), -1).any(axis=1)
+        steps[envs] = np.where(ended, 0, steps[envs] + batch.numel() // len(envs))
+        if (worst := int(steps.argmax())) >= 0 and steps[worst] > ENDLESS:
+            store.clear("endless")
+            raise BadOption(
+                f"environment {worst} has been in one episode for over {ENDLESS:,} steps, and collect(n_episode=...) "
+                f"waits for its end: give the collector max_frames_per_traj=, which truncates episodes"
+            )
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def _check(self, asked: Asked) -> None:
+        options, info = self._options, self._engine.source.crew.accounts[0].info
+        if asked.bootstrap:
+            columns = self._engine.layout().columns
+            check_bootstrap(columns, info.observation_keys, reset_when_done=options.reset_when_done)
+        if options.trajs_per_batch and asked.n_step:
+            raise BadOption(
+                "trajs_per_batch makes batches of episodes, and n_step of steps: use collect(n_episode=...)"
+            )
+        if options.compact_obs and (asked.n_episode or asked.bootstrap):
+            raise BadOption("compact_obs leaves out next observations, which n_episode and bootstrap need")
+        if asked.n_episode and not options.reset_when_done:
+            raise BadOption("reset_when_done=False has one episode of each environment in a batch: use n_step")
+        if asked.n_episode and options.return_same_td:
+            raise BadOption("return_same_td: episodes are put together in new memory every time; leave it out")
+
+    def _rows(self, rows: int) -> int | None:
+        """Time steps of one of several rollouts; None: as many as batches have."""
+        return None if self._options.frames_per_batch else min(rows, ROWS)
+
+    @contextmanager
+    def _mode(self, asked: Asked) -> Iterator[None]:
+        crew = self._engine.source.crew
+        if not asked.no_grad:
+            self._enable_grad(True)
+        if asked.render is not None:
+            crew.call("render", asked.render)
+        try:
+            yield
+        finally:
+            if asked.render is not None:
+                crew.call("render", None)
+            if not asked.no_grad:
+                self._enable_grad(False)
+
+    def _enable_grad(self, on: bool) -> None:
+        crew = self._engine.source.crew
+        crew.call("enable_grad", on)
+        if crew.server is not None:
+            crew.server.ask(lambda actor: actor.enable_grad(on))
+
+
+class _Part(NamedTuple):
+    """A rollout of a call."""
+
+    batch: TensorDict
+    episodes: Episodes
+    last: torch.Tensor | None
+
+
+class _Made(NamedTuple):
+    """What a call has collected; and what its statistics say besides."""
+
+    batch: TensorDict
+    episodes: Episodes
+    frames: int
+    native: dict[str, Any]
+
+
+def _joined(parts: Sequence[_Part]) -> TensorDict:
+    """Rollouts side by side; one after another if their shapes differ."""
+    batches = [part.batch for part in parts]
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    whole: TensorDict
+    if len({batch.shape for batch in batches}) == 1 and first.ndim > 1:
+        whole = torch.cat(batches, next(dim for dim, name in enumerate(first.names) if name != "time"))
+        whole.names = first.names
+    else:
+        whole = torch.cat([time_last(batch).reshape(-1) for batch in batches])
+        whole.names = ["time"]
+    return whole

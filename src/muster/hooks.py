@@ -1,0 +1,141 @@
+"""The user's functions that look on while experience is collected, and what those see that are called at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import Event
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from muster.errors import BadOption, HookError
+from muster.keys import (
+    DONE,
+    FLAGS,
+    IS_INIT,
+    NEXT_OBS_VALID,
+    POLICY_VERSION,
+    RESUMED,
+    STEP_COUNT,
+    TERMINATED,
+    TRAJ_DONE,
+    TRAJ_IDS,
+    TRUNCATED,
+    VALID,
+    Key,
+    dotted,
+    next_of,
+)
+from muster.memory.slots import Lane
+from muster.memory.specs import Array
+
+if TYPE_CHECKING:
+    from muster.group import Group
+    from muster.resets import Waiting
+
+Watch = Callable[[Lane, int], object]
+Value = TypeVar("Value")
+Result = TypeVar("Result")
+
+LATER = {DONE, next_of(DONE), TRAJ_IDS, STEP_COUNT, next_of(STEP_COUNT), VALID}  # filled when a rollout is complete
+FIXED = {*FLAGS, *map(next_of, FLAGS), TRAJ_DONE, IS_INIT, NEXT_OBS_VALID, POLICY_VERSION, RESUMED}
+
+
+class StepView:
+    """What ``on_step`` gets: one time step of a group of environments, to be used during the call only.
+
+    ``step["observation"]``, ``step["action"]``, ``step["next", "reward"]`` are rows of the batch's columns: views
+    ``[B, *shape]`` (of NumPy; tensors where environments step on a device), flags and rewards ``[B]``. What is written
+    into them is in the batch, and in the returns of episodes. Flags and Muster's own columns can only be read.
+
+    Attributes:
+        t: row of the rollout.
+        env_ids: ``[B]``, global numbers of the environments.
+    """
+
+    def __init__(self, lane: Lane, t: int, env_ids: Array, waiting: Waiting) -> None:
+        self.t, self.env_ids, self._lane, self._waiting = t, env_ids, lane, waiting
+
+    def keys(self) -> list[Key]:
+        """Of all columns that can be looked at."""
+        return [key for key in self._lane.data if key not in LATER]
+
+    @property
+    def valid(self) -> Array:
+        """``[B]`` bool: environments that made a step; others wait for the next rollout, and their cells are blank."""
+        valid = np.ones(self._lane.B, bool)
+        valid[[i for i, t in self._waiting.since.items() if t < self.t]] = False
+        valid[list(self._waiting.absent)] = False
+        return valid
+
+    @property
+    def finished(self) -> Array:
+        """``[n]``, ascending: environments whose episode ended with this step, by their places in the row."""
+        ended = self[next_of(TERMINATED)] | self[next_of(TRUNCATED)]
+        return np.flatnonzero(np.asarray(ended if isinstance(ended, np.ndarray) else ended.cpu()) & self.valid)
+
+    def __getitem__(self, key: str | Key) -> Any:
+        key = (key,) if isinstance(key, str) else key
+        if key in LATER:
+            raise BadOption(f"step[{key!r}] is made when the rollout is complete; step.finished says who has ended")
+        if key not in self._lane.data:
+            raise BadOption(f"step[{key!r}]: there is no such column; there are {', '.join(map(dotted, self.keys()))}")
+        row = self._lane.data[key][self.t]
+        if key not in FIXED:
+            return row
+        if not isinstance(row, np.ndarray):
+            return row.clone()
+        row.flags.writeable = False
+        return row
+
+    def __setitem__(self, key: str | Key, value: Any) -> None:
+        row = self[key]
+        if (key if isinstance(key, tuple) else (key,)) in FIXED:
+            raise BadOption(f"step[{key!r}]: that can only be read; it says what happened in the environment")
+        row[...] = value
+
+
+def watching(group: Group, on_step: Callable[[StepView], object]) -> Watch:
+    """A ``Group.watch`` that calls ``on_step``."""
+    env_ids, waiting = group.clock.env_ids, group.waiting
+
+    def watch(lane: Lane, t: int) -> None:
+        step = StepView(lane, t, env_ids, waiting)
+        call_hook("on_step", on_step, step, "The row is complete, and the next call goes on after it.")
+
+    return watch
+
+
+def rendering(group: Group, seconds: float) -> Watch:
+    """A ``Group.watch`` that does what the group's own does, lets every environment render, and waits ``seconds``.
+
+    Raises:
+        BadOption: ``seconds`` is no number, or below 0.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
+        raise BadOption(f"render={seconds!r}: expected seconds to wait after every step, at least 0")
+    env, before, pause = group.env, group.watch, Event()
+
+    def render(objects: Sequence[Any]) -> None:
+        for each in objects:
+            each.render()
+
+    def watch(lane: Lane, t: int) -> None:
+        if before is not None:
+            before(lane, t)
+        call_hook("render", render, env.objects(), f"Can {env.name} render? Gymnasium: render_mode='human'.")
+        pause.wait(seconds)
+
+    return watch
+
+
+def call_hook(name: str, function: Callable[[Value], Result], value: Value, advice: str) -> Result:
+    """Call a function of the user's.
+
+    Raises:
+        HookError: whatever it raised is the cause.
+    """
+    try:
+        return function(value)
+    except Exception as error:
+        raise HookError(f"{name} raised {type(error).__name__}: {error}. {advice}") from error

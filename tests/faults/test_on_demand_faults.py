@@ -1,0 +1,72 @@
+"""Workers that die while ``collect`` waits for them: amounts stay exact, and every step is accounted for."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from functools import partial
+
+import pytest
+
+from muster import MultiAsyncCollector, MultiSyncCollector
+from muster.errors import WorkerDied
+from muster.testing import CountingEnv
+from tests.fakes.mortal import Mortal
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="kills processes"),
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore:worker . is falling behind", "ignore:a worker is dropped"),
+]
+AMOUNTS = {
+    "steps": {"n_step": 80},
+    "episodes": {"n_episode": 6},
+    "kept": {"n_episode": 7, "rule": "fair", "surplus": "keep"},
+    "last_even": {"n_episode": 5, "rule": "last_even", "surplus": "discard"},
+}
+
+
+def adds_up(stats):
+    return stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+
+
+@pytest.mark.parametrize("amount", AMOUNTS)
+@pytest.mark.parametrize("on_failure", ["raise", "restart", "drop"])
+@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
+def test_amounts_stay_exact_when_a_worker_is_killed(tmp_path, cls, on_failure, amount):
+    mark, asked, raised = tmp_path / "died", AMOUNTS[amount], []
+    with cls([partial(CountingEnv, 3), partial(Mortal, 5, mark, at=7)], None, num_envs=2, on_failure=on_failure) as c:
+        for _ in range(4):
+            try:
+                stats = c.collect(**asked)
+            except WorkerDied as error:
+                raised.append((error.phase, error.exitcode))
+            else:
+                dropped = on_failure == "drop" and cls is MultiSyncCollector and stats.n_discarded_steps
+                if "n_step" in asked:
+                    assert stats.n_collected_steps == asked["n_step"] // (2 if dropped else 1)
+                else:
+                    assert stats.n_collected_episodes == asked["n_episode"]
+                    assert stats.n_collected_steps == len(c.buffer) == stats.lens.sum()
+                assert {*stats.lens.tolist()} <= {3, 5}
+                assert (stats.returns == stats.lens * (stats.lens + 1) / 2).all()
+            assert adds_up(c.stats())
+    assert mark.exists()
+    assert raised == [("step", -signal.SIGKILL)] * (on_failure == "raise")
+    assert c.stats().discarded["worker_died"] > 0
+    assert adds_up(c.stats())
+
+
+def test_a_call_that_failed_goes_on_where_it_stopped_when_it_is_repeated(tmp_path):
+    makers = [partial(CountingEnv, 4), partial(Mortal, 20, tmp_path / "died", at=50)]
+    with MultiSyncCollector(makers, None, num_envs=1, frames_per_batch=32) as collector:
+        with pytest.raises(WorkerDied):
+            collector.collect(n_episode=12, rule="fair")
+        before = collector.stats()
+        stats = collector.collect(n_episode=12, rule="fair")
+        after = collector.stats()
+    assert stats.lens.tolist().count(20) == 6
+    assert before.in_flight > 2 * 20  # two of the long ones were complete
+    assert after.executed - before.executed < 5 * 20 * 2
+    assert after.discarded.keys() <= {"worker_died", "surplus", "cut"}  # the last one: of the episode it died in
+    assert adds_up(after)
