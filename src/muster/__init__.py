@@ -28,6 +28,7 @@ _HOMES = {
     "AsyncCollector": "muster.collectors",
     "CollectStats": "muster.collect_stats",
     "CollectStatsBase": "muster.collect_stats",
+    "Collected": "muster.collectors.asked",
     "Collector": "muster.collectors",
     "CollectorOptions": "muster.collectors",
     "CollectorStats": "muster.stats",
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
     from muster.collectors import MultiAsyncCollector as MultiAsyncCollector
     from muster.collectors import MultiOptions as MultiOptions
     from muster.collectors import MultiSyncCollector as MultiSyncCollector
+    from muster.collectors.asked import Collected as Collected
     from muster.collectors.resume import ResumeReport as ResumeReport
     from muster.collectors.tuning import Tuning as Tuning
     from muster.collectors.tuning import tune as tune

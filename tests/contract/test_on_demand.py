@@ -15,6 +15,7 @@ import muster
 from muster.errors import BadOption, CollectorClosed, EnvError
 from muster.testing import ChainEnv
 from tests.contract.test_collectors import IDS, KINDS, VALID, Actor, B, Buffer, Kind, make, reference
+from tests.fakes.echo import EchoEnv, remembering
 from tests.fakes.patterned import PatternEnv, Whole, contest, length, return_of, walk, wholes
 from tests.tools import assert_accounted, assert_same
 
@@ -278,6 +279,23 @@ def test_reset_before_collect_begins_anew_with_the_given_keywords(kind, shared):
             assert of_env[0, 2] == 0, "of a whole episode"
             marked = of_env[:, 1] == of_env[0, 1]
             assert (of_env[:, 3] == torch.where(marked, 7.0, 0.0)).all(), "they are for this reset alone"
+
+
+@pytest.mark.parametrize("random", [False, True])
+def test_observation_action_next_observation_and_state_belong_together(kind, random):
+    with make(kind, EchoEnv, remembering, seed=0) as c:
+        for asked in ({"n_step": 30}, {"n_episode": 7}, {"n_step": 12}):
+            batch = c.collect_batch(**asked, random=random).batch
+            shown = valid(batch)
+            obs, action, after = (batch[key][shown] for key in ("observation", "action", ("next", "observation")))
+            assert len(obs) >= asked.get("n_step", 7)
+            assert torch.equal(after[:, 2:], action.reshape(-1, 4)), "it is the action that the environment was given"
+            assert torch.equal(after[:, :2] - obs[:, :2], torch.tensor([[0.0, 1.0]]).expand(len(obs), 2))
+            if not random:
+                t = obs[:, 1]
+                assert torch.equal(action[:, 0], obs[:, :2])
+                assert torch.equal(action[:, 1], torch.stack([t, (t - 1).clamp(min=0)], -1)), "its state is its own"
+            assert_accounted(c)
 
 
 # --- where it goes ---------------------------------------------------------------------------------

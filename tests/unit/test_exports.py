@@ -11,6 +11,7 @@ PUBLIC = [
     "AsyncCollector",
     "CollectStats",
     "CollectStatsBase",
+    "Collected",
     "Collector",
     "CollectorOptions",
     "CollectorStats",
