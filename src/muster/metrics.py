@@ -82,13 +82,29 @@ class MetricsTracker:
             raise BadOption(
                 f"done has shape {list(ended.shape)}: expected one flag for each of {self.num_envs} environments"
             )
-        self.collected_steps += self.num_envs
-        self.cumulative_reward += float(rewards.sum())
-        self._rewards += rewards
-        self._lengths += 1
-        finished = np.flatnonzero(ended)
-        if len(finished):
-            self._finish(finished)
+        self.update_rows(rewards[None], ended.reshape(1, -1))
+
+    def update_rows(self, reward: Array, done: Array) -> None:
+        """Count T steps of all environments, ``[T, N]`` arrays each, as ``update`` does one after another.
+
+        Raises:
+            HookError: see ``update``; the first one.
+        """
+        failure, begin, ended = None, 0, done.astype(bool)
+        for end in sorted({*(np.flatnonzero(ended.any(axis=1)) + 1).tolist(), len(reward)}):
+            rows = reward[begin:end]
+            self.collected_steps += rows.size
+            self.cumulative_reward += float(rows.sum(dtype=np.float64))
+            self._rewards += rows.sum(axis=0, dtype=np.float64)
+            self._lengths += len(rows)
+            if end > begin and len(finished := np.flatnonzero(ended[end - 1])):
+                try:
+                    self._finish(finished)
+                except HookError as error:
+                    failure = failure or error
+            begin = end
+        if failure is not None:
+            raise failure
 
     def state_dict(self) -> dict[str, Any]:
         """All counts, as plain data and copies of arrays."""

@@ -211,3 +211,37 @@ def test_a_logger_that_says_no_gets_nothing():
     for _ in range(8):
         tracker.update(1, True)
     assert sorted({step for _, _, step in logger.scalars}) == [3, 7]
+
+
+@given(
+    st.integers(1, 3).flatmap(
+        lambda n: st.lists(st.tuples(*[st.tuples(st.integers(-9, 9), st.booleans())] * n), max_size=9)
+    ),
+    st.data(),
+)
+def test_many_rows_at_once_are_counted_as_one_after_another(steps, data):
+    N = len(steps[0]) if steps else 2
+    rows = [([reward for reward, _ in step], [done for _, done in step]) for step in steps]
+    one_by_one, expected = tracked(N, rows)
+    tracker, records = tracked(N, [])
+    cut = data.draw(st.integers(0, len(rows)))
+    for part in (rows[:cut], rows[cut:]):
+        reward, done = (np.array([row[i] for row in part]).reshape(len(part), N) for i in (0, 1))
+        tracker.update_rows(reward.astype(np.float32), done.astype(bool))
+    assert records == expected
+    for name, value in one_by_one.state_dict().items():
+        assert np.array_equal(tracker.state_dict()[name], value)
+
+
+def test_an_error_of_the_logger_in_the_middle_of_many_rows_loses_no_count_and_no_later_record():
+    told: list[int] = []
+
+    def log(metrics: Any, step: int) -> None:
+        told.append(step)
+        if step == 2:
+            raise OSError("full")
+
+    tracker = MetricsTracker(1, log)
+    with pytest.raises(HookError):
+        tracker.update_rows(np.ones((5, 1)), np.array([[False], [True], [False], [True], [False]]))
+    assert (told, tracker.collected_steps, tracker.episode_count) == ([2, 4], 5, 2)

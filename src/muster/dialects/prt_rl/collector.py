@@ -203,13 +203,12 @@ class Collector:
 
     def _count(self, lane: Lane) -> None:
         """Let the tracker see what was stepped; what its logger raises has time."""
-        reward = lane.arrays[REWARD]  # of several agents the sum
-        done = lane.arrays[TERMINATED] | lane.arrays[TRUNCATED]
-        for t in range(lane.done_steps):
-            try:
-                self.metric.update(reward[t], done[t])
-            except HookError as error:
-                self._failure = self._failure or error
+        n = lane.done_steps
+        reward = lane.arrays[REWARD][:n]  # of several agents the sum
+        try:
+            self.metric.update_rows(reward, lane.arrays[TERMINATED][:n] | lane.arrays[TRUNCATED][:n])
+        except HookError as error:
+            self._failure = self._failure or error
 
     def _logged(self, found: Tensors) -> Tensors:
         failure, self._failure = self._failure, None
