@@ -289,10 +289,9 @@ class Group:
             self._deadline[list(self.waiting.absent)] = NEVER
 
     def _end(self, lane: Lane, t: int, finished: Sequence[int], late: Sequence[int]) -> bool:
-        """Agents' episodes ended at row ``t``: reset, go on, or let wait; whether nothing is left to be stepped.
+        """Agents' episodes ended at row ``t``, those of ``late`` by the limit: reset, go on, or let wait.
 
-        Args:
-            late: environments that have reached ``max_frames_per_traj``.
+        Returns: the rollout is over.
         """
         lost = self.env.lives_lost
         going_on = [i for i in finished if i in lost and i not in late] if lost else []
@@ -333,8 +332,8 @@ class Group:
         undone = self.due.undone(anew=bool(self.env.reset_options))
         self.clock.abandon(which)
         self.carry.begin_anew(which)
-        if undone:
-            self._reset_envs(self.carry, 0, undone, self.due.seeds_of(undone))
+        for part, seeds in self.due.parts(undone):
+            self._reset_envs(self.carry, 0, part, seeds)
         self._primed = None
         self.due.done(early=early)
         if self.options.max_decorrelation_steps and not self.started:
@@ -356,7 +355,8 @@ class Group:
             lane.stopped = self.waiting.add(lane, t, cut)
             self._deadline[cut] = NEVER
             return
-        self._reset_rows(lane, t + 1, self.pending, self.due.seeds_of(self.pending))
+        for part, seeds in self.due.parts(self.pending):
+            self._reset_rows(lane, t + 1, part, seeds)
         self.due.done(self.due.leave_out(self.waiting.absent))
 
     def _reset_rows(self, lane: Lane, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:

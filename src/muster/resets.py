@@ -56,8 +56,11 @@ class Due:
         self.which = sorted({*self.which, *which})
         self.seeds.update(zip(which, seeds, strict=True) if seeds is not None else ())
 
-    def seeds_of(self, which: Sequence[int]) -> list[int] | None:
-        return [self.seeds[i] for i in which] if self.seeds.keys() >= set(which) else None
+    def parts(self, which: Sequence[int]) -> list[tuple[list[int], list[int] | None]]:
+        """``which`` to be reset with seeds, and these; and which without."""
+        seeded, others = [i for i in which if i in self.seeds], [i for i in which if i not in self.seeds]
+        parts = (seeded, [self.seeds[i] for i in seeded]), (others, None)
+        return [(part, seeds) for part, seeds in parts if part]
 
     def undone(self, *, anew: bool) -> list[int]:
         """Those that are not at the beginning of an episode already, or are to begin in another way (``anew``).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 from typing import Any
 
@@ -15,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from muster import Collector
+from muster import Collector, MultiSyncCollector
 from muster.errors import BadOption, HookError, PolicyError
-from muster.testing import ChainEnv, SpaceEnv, TorchCartPole
+from muster.testing import ChainEnv, CountingEnv, SpaceEnv, TorchCartPole
 from tests.fakes.patterned import PatternEnv, contest, wholes
 from tests.tools import assert_accounted, assert_chain, assert_same, collect, column, recorded
 
@@ -421,3 +422,41 @@ def test_rows_of_collect_and_of_iteration_are_the_same_rows():
 def test_without_frames_per_batch_there_is_nothing_to_iterate():
     with make() as c, pytest.raises(BadOption, match="frames_per_batch"):
         iter(c)
+
+
+# --- who is left out -------------------------------------------------------------------------------
+
+
+def test_an_environment_that_is_left_out_keeps_the_seed_that_it_was_given():
+    envs = [CountingEnv(4) for _ in range(3)]
+    with Collector(lambda: envs.pop(0), None, num_envs=3) as c:
+        made = c._engine.groups[0].env.objects()
+        c.collect(n_step=3)
+        c.set_seed(5)
+        c.collect(n_episode=1, rule="per_env")
+        assert [env.executed for env in made] == [5, 1, 1]
+        assert [env.seeds[-1] for env in made] == [5, None, None]
+        c.collect(n_step=3)
+        assert [[seed for seed in env.seeds if seed is not None] for env in made] == [[5], [6], [7]]
+
+
+def draws_from_everywhere(obs: torch.Tensor) -> Any:
+    noise = torch.full(obs.shape[:-1], np.random.randn() + random.random() + np.random.default_rng(0).random())
+    return torch.randint(2, obs.shape[:-1]), {"noise": noise, "state_value": obs[..., 2:3]}
+
+
+def test_bootstrapping_moves_no_random_stream():
+    with make(draws_from_everywhere, LENGTHS) as c, make(draws_from_everywhere, LENGTHS) as other:
+        for n in (5 * len(LENGTHS), len(LENGTHS), 3 * len(LENGTHS)):
+            batch = c.collect_batch(n_step=n, bootstrap="truncations").batch
+            assert_same(batch, other.collect_batch(n_step=n).batch, ignore=[("next", "state_value")])
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
+def test_a_group_that_has_given_its_episodes_makes_no_step_while_others_do(cls):
+    with cls([partial(CountingEnv, 3), partial(CountingEnv, 50)], None, num_envs=2, frames_per_batch=32) as c:
+        for _ in range(2):
+            stats = c.collect(n_episode=8, rule="per_env")
+            assert sorted(stats.lens.tolist()) == [3] * 4 + [50] * 4
+            assert stats.n_discarded_steps == 0
+        assert c.stats().executed == c.stats().frames == 2 * 4 * 53
