@@ -26,12 +26,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for a machine in use by others")
     parser.add_argument("--soak", type=int, metavar="FRAMES", help="also watch memory over so many frames")
     parser.add_argument("--only", choices=PARTS, action="append", help="repeatable; default speed, growth, import")
-    parser.add_argument(
-        "--python",
-        action="append",
-        default=[p for p in os.environ.get("MUSTER_BENCH_PYTHONS", "").split(os.pathsep) if p],
-        help="another interpreter to look for peers in (repeatable; also $MUSTER_BENCH_PYTHONS, ':'-separated)",
-    )
+    runner.add_python_option(parser)
     parser.add_argument("--output", type=Path, help="JSON file (default benchmarks/results/<date>.json)")
     return parser.parse_args()
 

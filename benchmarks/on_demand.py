@@ -55,12 +55,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.3, help="per slice (default 0.3)")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for a machine in use by others")
-    parser.add_argument(
-        "--python",
-        action="append",
-        default=[p for p in os.environ.get("MUSTER_BENCH_PYTHONS", "").split(os.pathsep) if p],
-        help="another interpreter to look for peers in (repeatable; also $MUSTER_BENCH_PYTHONS, ':'-separated)",
-    )
+    runner.add_python_option(parser)
     parser.add_argument("--output", type=Path, default=report.RESULTS / "on_demand.json")
     return parser.parse_args()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import select
@@ -58,6 +59,16 @@ def environment() -> dict[str, str]:
     path = [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     quiet = {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore", "RAY_USAGE_STATS_ENABLED": "0"}
     return {**os.environ, **ONE_THREAD, **quiet, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def add_python_option(parser: argparse.ArgumentParser) -> None:
+    """Where to look for peers, besides this interpreter."""
+    parser.add_argument(
+        "--python",
+        action="append",
+        default=[p for p in os.environ.get("MUSTER_BENCH_PYTHONS", "").split(os.pathsep) if p],
+        help="another interpreter to look for peers in (repeatable; also $MUSTER_BENCH_PYTHONS, ':'-separated)",
+    )
 
 
 def find_pythons(systems: Iterable[str], extra: Sequence[str]) -> dict[str, str | None]:

@@ -148,12 +148,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workload", action="append", choices=SYSTEMS_OF, help="repeatable; default all")
     parser.add_argument("--system", action="append", choices=SYSTEMS, help="repeatable; default all")
     parser.add_argument("--only", choices=("speed", "micro"), help="default both")
-    parser.add_argument(
-        "--python",
-        action="append",
-        default=[p for p in os.environ.get("MUSTER_BENCH_PYTHONS", "").split(os.pathsep) if p],
-        help="another interpreter to look for peers in (repeatable; also $MUSTER_BENCH_PYTHONS, ':'-separated)",
-    )
+    runner.add_python_option(parser)
     parser.add_argument("--output", type=Path, default=report.RESULTS / "workers.json")
     return parser.parse_args()
 
