@@ -64,8 +64,8 @@ class After:
         wanted: "last": after the last row of each environment; "truncations": also after every truncation.
     """
 
-    def __init__(self, group: Group, lane: Lane, wanted: Bootstrap | None) -> None:
-        self._group, self._lane, self.wanted = group, lane, wanted
+    def __init__(self, group: Group, lane: Lane, wanted: Bootstrap) -> None:
+        self._group, self._lane, self._wanted = group, lane, wanted
         columns = lane.layout.columns
         self._states = [c.key for c in columns if c.carry and c.key not in group.env.observation_specs]
         self._kept: dict[tuple[int, int], dict[Key, Any]] = {}  # recurrent states that resets would overwrite
@@ -75,10 +75,8 @@ class After:
         for i in which if row else ():
             self._kept[row - 1, i] = {key: _copy(self._lane.data[key][row, i]) for key in self._states}
 
-    def values(self, policy: Policy | None) -> NextRows | None:
+    def values(self, policy: Policy | None) -> NextRows:
         """What ``wanted`` says, when the rollout is over; without a policy others have to fill in the values."""
-        if self.wanted is None:
-            return None
         made = self._gather()
         if policy is not None and len(made.t):
             group, cache = self._group, self._lane.cache
@@ -104,7 +102,7 @@ class After:
         cells = np.zeros(ids.shape, bool)
         envs = np.flatnonzero(last >= 0)
         cells[last[envs], envs] = True
-        if self.wanted == "truncations":
+        if self._wanted == "truncations":
             cells |= truncated
         t, env = np.nonzero(cells & shown & ~terminated)
         observed = self._group.env.observation_specs
@@ -120,17 +118,16 @@ class After:
 
 
 @contextmanager
-def bootstrapping(group: Group, lane: Lane, wanted: Bootstrap | None) -> Iterator[After]:
+def bootstrapping(group: Group, lane: Lane, wanted: Bootstrap) -> Iterator[After]:
     """Around a rollout: takes note of what is needed for ``After.values``."""
     after, before = After(group, lane, wanted), group.before_reset
-    if wanted is not None:
 
-        def before_reset(row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
-            after.keep(row, which)
-            if before is not None:
-                before(row, which, seeds)
+    def before_reset(row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        after.keep(row, which)
+        if before is not None:
+            before(row, which, seeds)
 
-        group.before_reset = before_reset
+    group.before_reset = before_reset
     try:
         yield after
     finally:

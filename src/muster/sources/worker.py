@@ -129,9 +129,13 @@ class Worker:
                 group.version = self.newest()
             elif order.version is not None:
                 group.version = order.version
-            with self._gradients(policy), bootstrapping(group, lane, order.bootstrap) as after:
-                rollout(group, policy, lane)
-                report.values = after.values(None if isinstance(policy, ServedPolicy) else policy)
+            with self._gradients(policy):
+                if order.bootstrap is None:
+                    rollout(group, policy, lane)
+                else:
+                    with bootstrapping(group, lane, order.bootstrap) as after:
+                        rollout(group, policy, lane)
+                        report.values = after.values(None if isinstance(policy, ServedPolicy) else policy)
         except BaseException as error:  # noqa: BLE001 (raised where the batch is waited for)
             report.error, report.phase = error, self._phase(error)
         else:
