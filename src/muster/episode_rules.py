@@ -8,6 +8,7 @@ from typing import Literal, Protocol, get_args
 from muster.errors import BadOption
 
 RuleName = Literal["fair", "last_even", "per_env", "first_done"]
+ENDLESS = 100_000  # steps of one episode that somebody waits for after which a missing limit is an error
 
 
 class Rule(Protocol):

@@ -106,14 +106,19 @@ def watching(group: Group, on_step: Callable[[StepView], object]) -> Watch:
     return watch
 
 
+def check_pause(seconds: Any) -> None:
+    """Raise ``BadOption`` unless it is a time that ``rendering`` can wait."""
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
+        raise BadOption(f"render={seconds!r}: expected seconds to wait after every step, at least 0")
+
+
 def rendering(group: Group, seconds: float) -> Watch:
     """A ``Group.watch`` that does what the group's own does, lets every environment render, and waits ``seconds``.
 
     Raises:
         BadOption: ``seconds`` is no number, or below 0.
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
-        raise BadOption(f"render={seconds!r}: expected seconds to wait after every step, at least 0")
+    check_pause(seconds)
     env, before, pause = group.env, group.watch, Event()
 
     def render(objects: Sequence[Any]) -> None:

@@ -826,11 +826,12 @@ def test_what_is_finished_on_demand_goes_on_where_it_failed():
     options: Any = {"on_batch": FailsAt(0), "replay_buffer": (buffer := Extends(refuses=1)), "postproc": calls.append}
     outlet = Outlet(CollectorOptions.parse(options), 1)
     first, second = (TensorDict({"a": torch.zeros(2)}, [2]) for _ in range(2))
+    passage = outlet.passage(first)
     for error in (HookError, OSError):
         with pytest.raises(error):
-            outlet.finish(first)
-    assert outlet.finish(first) is first
-    assert outlet.finish(second) is second
+            passage.go_on()
+    assert passage.go_on() is first
+    assert outlet.passage(second).go_on() is second
     assert [id(item) for item in calls] == [id(item) for item in buffer.batches] == [id(first), id(second)]
 
 

@@ -12,6 +12,7 @@ from muster.bootstrap import Bootstrap
 from muster.collect_stats import CollectStats
 from muster.episode_rules import RuleName, check_rule
 from muster.errors import BadOption
+from muster.hooks import check_pause
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -65,9 +66,8 @@ class Asked:
             check_rule(self.rule)
         if self.surplus not in (None, "discard", "keep"):
             raise BadOption(f"collect(surplus={self.surplus!r}): expected 'discard' or 'keep'")
-        wait = self.render
-        if wait is not None and (isinstance(wait, bool) or not isinstance(wait, (int, float)) or not wait >= 0):
-            raise BadOption(f"collect(render={wait!r}): expected seconds to wait after every step, at least 0")
+        if self.render is not None:
+            check_pause(self.render)
         if self.bootstrap not in (True, False, "truncations"):
             raise BadOption(f"collect(bootstrap={self.bootstrap!r}): expected True, False or 'truncations'")
         if self.n_step is not None and (self.rule or self.surplus):

@@ -17,8 +17,8 @@ from muster.collectors.asked import Asked, Collected
 from muster.collectors.choice import Choice
 from muster.collectors.engine import Engine
 from muster.collectors.next_values import add_next_values
-from muster.collectors.outlet import Stage
-from muster.episode_rules import NobodyLetGo, PerEnv, Rule, RuleName
+from muster.collectors.outlet import Passage, Stage
+from muster.episode_rules import ENDLESS, NobodyLetGo, PerEnv, Rule, RuleName
 from muster.errors import BadOption, UnsupportedEnv
 from muster.keys import TERMINATED, TRAJ_DONE, TRUNCATED, VALID, next_of
 from muster.memory.specs import Array
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 RULE: RuleName = "per_env"  # makes no steps that nobody wants, and is never biased
 ROWS = 32  # time steps of rollouts for episodes, where frames_per_batch does not say it
-ENDLESS = 100_000  # steps of one episode after which a missing limit is an error
 
 
 class OnDemand:
@@ -46,10 +45,10 @@ class OnDemand:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._options = engine, engine.options
+        self._first_ready = engine.source if isinstance(engine.source, FirstReady) else None
         self.batch: TensorDict | None = None
         self.unreported: Collected | None = None
-        self._waiting: Collected | None = None  # that a hook or buffer has refused
-        self._first: list[Stage] = []  # what is done first with it
+        self._waiting: tuple[Passage, CollectStats] | None = None  # that a hook or buffer has refused
         self._seen = -1  # number of the last rollout that went into the store
         self._interrupted: Asked | None = None  # by an error
         self._choice: Choice  # of the call that collects episodes
@@ -66,7 +65,7 @@ class OnDemand:
                 self._begin_anew(asked)
             with self._mode(asked):
                 steps = self._steps if asked.n_episode is None else self._episodes
-                batch, engine.episodes, frames, native = steps(asked)
+                batch, engine.episodes, frames, native, first = steps(asked)
             engine.undelivered = frames
             made = CollectStats.of(
                 engine.episodes,
@@ -76,19 +75,18 @@ class OnDemand:
                 n_kept_steps=0 if engine.kept is None else engine.kept.frames_held,
                 **native,
             )
-            self._waiting = Collected(batch, made)
-        batch, made = self._waiting
-        self.batch = engine.outlet.finish(batch, self._first)
-        self._waiting, self._first, engine.undelivered = None, [], 0
+            self._waiting = engine.outlet.passage(batch, first), made
+        passage, made = self._waiting
+        self.batch = passage.go_on()
+        self._waiting, engine.undelivered = None, 0
         return Collected(self.batch, made)
 
     def settle(self) -> None:
         """Let first-ready workers come to rest; what they have made for the next call is kept for it."""
-        source = self._engine.source
-        if not isinstance(source, FirstReady):
+        if self._first_ready is None:
             return
         if self._goes_on:
-            while source.rest():
+            while self._first_ready.rest():
                 self._keep(self._engine.collect(None, closes=False, batches=0)[0])
             self._engine.in_batch = False
         elif not self._options.frames_per_batch:  # nobody will iterate over it
@@ -115,30 +113,30 @@ class OnDemand:
     def _steps(self, asked: Asked) -> _Made:
         """``n_step``: one rollout of all groups; of first-ready groups as many as it takes."""
         engine, n = self._engine, asked.n_step or 0
-        first_ready = isinstance(engine.source, FirstReady)
         while (missing := n - engine.undelivered) > 0:
             others: dict[str, Any] = {"acting": "random" if asked.random else None, "bootstrap": asked.values}
             before = engine.frames
-            if isinstance(engine.source, FirstReady):
+            if self._first_ready is not None:
                 rows = self._rows(-(-n // engine.num_envs))
-                others |= {"rows": rows, "batches": engine.source.rollouts_for(missing, rows)}
+                others |= {"rows": rows, "batches": self._first_ready.rollouts_for(missing, rows)}
                 batch, hidden = engine.collect(None, **others)
             else:
-                sharing = sum(account.info.num_envs for account in engine.source.crew.accounts if not account.dropped)
+                sharing = len(self._living())
                 batch, hidden = engine.collect(n, rows=-(-n // max(sharing, 1)), **others)
                 if n % sharing and VALID not in batch.keys(True):
                     batch.set(VALID, self._valid(batch, n))
             last = add_next_values(batch, engine) if asked.bootstrap else None
-            self._first += engine.outlet.watching(batch, engine.env_ids, hidden)
+            first = engine.outlet.watching(batch, engine.env_ids, hidden)
             batch = split_trajectories(batch) if self._options.split_trajs else batch
-            self._parts.append(_Part(batch.exclude(*hidden) if hidden else batch, engine.episodes, last))
+            self._parts.append(_Part(batch.exclude(*hidden) if hidden else batch, engine.episodes, last, first))
             engine.undelivered += engine.frames - before
-            if not first_ready:
+            if self._first_ready is None:
                 break  # where a worker was dropped or an interruptor came, there are fewer
         parts, self._parts, self._interrupted = self._parts, [], None
         values = [part.last for part in parts if part.last is not None]
         native = {"last_value_est": torch.cat(values)} if values else {}
-        return _Made(_joined(parts), join_episodes([p.episodes for p in parts]), engine.undelivered, native)
+        episodes, first = join_episodes([part.episodes for part in parts]), [f for part in parts for f in part.first]
+        return _Made(_joined(parts), episodes, engine.undelivered, native, first)
 
     def _valid(self, batch: TensorDict, n: int) -> torch.Tensor:
         """Marks exactly ``n`` cells, time step by time step."""
@@ -173,7 +171,7 @@ class OnDemand:
                 self._choice.begin(self._living(), store)
             self._check_that_they_end(steps, batch, store)
         engine.batches, engine.in_batch = engine.batches + 1, False
-        self._interrupted, self._first = None, engine.outlet.showing
+        self._interrupted = None
         group = store.take(self._choice.numbers)
         if not keep:
             store.clear("surplus")
@@ -183,7 +181,8 @@ class OnDemand:
         hidden = [key for key in engine.hidden if key in group.batch.keys(True)]
         episodes = self._ended_in(group.batch)
         native = {"rule": asked.rule or RULE, "biased": self._choice.rule.biased}
-        return _Made(group.batch.exclude(*hidden) if hidden else group.batch, episodes, group.frames, native)
+        batch = group.batch.exclude(*hidden) if hidden else group.batch
+        return _Made(batch, episodes, group.frames, native, engine.outlet.showing)
 
     def _keep(self, batch: TensorDict) -> None:
         self._store().push(batch, self._engine.env_ids)
@@ -197,7 +196,7 @@ class OnDemand:
             engine.source.crew.accounts[0].discarded["interrupted"] += engine.undelivered
             engine.frames -= engine.undelivered
             engine.undelivered, self._parts = 0, []
-        self._interrupted, self._first = asked, []
+        self._interrupted = asked
         gone = asked.special and self._give_up_ahead()
         if asked.n_episode is not None:
             store, keep = self._store(), self._keeps(asked)
@@ -221,10 +220,9 @@ class OnDemand:
 
     def _give_up_ahead(self) -> bool:
         """Rollouts that first-ready workers have begun for calls of another kind; whether there were any."""
-        source = self._engine.source
-        if not isinstance(source, FirstReady) or not source.ahead_of_user:
+        if self._first_ready is None or not self._first_ready.ahead_of_user:
             return False
-        source.abandon("surplus")
+        self._first_ready.abandon("surplus")
         self._seen = -1
         return True
 
@@ -239,8 +237,7 @@ class OnDemand:
             self._engine.reset(None, {})
 
     def _keeps(self, asked: Asked) -> bool:
-        first_ready = isinstance(self._engine.source, FirstReady)
-        return (asked.surplus or ("keep" if first_ready else "discard")) == "keep"
+        return (asked.surplus or ("discard" if self._first_ready is None else "keep")) == "keep"
 
     def _resumes(self, asked: Asked) -> bool:
         """The last call was the same, and did not come to its end."""
@@ -297,7 +294,7 @@ class OnDemand:
         envs = self._engine.env_ids
         ended = batch.get(ENDED).cpu().numpy().reshape(len(envs), -1).any(axis=1)
         steps[envs] = np.where(ended, 0, steps[envs] + batch.numel() // len(envs))
-        if (worst := int(steps.argmax())) >= 0 and steps[worst] > ENDLESS:
+        if steps[worst := int(steps.argmax())] > ENDLESS:
             store.clear("endless")
             raise BadOption(
                 f"environment {worst} has been in one episode for over {ENDLESS:,} steps, and collect(n_episode=...) "
@@ -354,15 +351,17 @@ class _Part(NamedTuple):
     batch: TensorDict
     episodes: Episodes
     last: torch.Tensor | None
+    first: list[Stage]
 
 
 class _Made(NamedTuple):
-    """What a call has collected; and what its statistics say besides."""
+    """What a call has collected; what its statistics say besides, and what is done first with it."""
 
     batch: TensorDict
     episodes: Episodes
     frames: int
     native: dict[str, Any]
+    first: list[Stage]
 
 
 def _joined(parts: Sequence[_Part]) -> TensorDict:

@@ -80,7 +80,6 @@ class Outlet:
         if options.replay_buffer is not None:
             self.sink = ReplaySink(options.replay_buffer, extend=options.extend_buffer)
         self.ready: list[Passage | None] = []
-        self._unfinished: Passage | None = None
         self.needs_flags = bool(options.trajs_per_batch or options.split_trajs or options.on_episode_done)
 
     @property
@@ -102,7 +101,7 @@ class Outlet:
             made = [split_trajectories(batch, pad_id=self._pad_id)]
         first = self.showing if self.episodes is not None else self.watching(batch, envs, hidden)
         for item in made:
-            self.ready.append(Passage(item.exclude(*hidden) if hidden else item, [*first, *self._stages]))
+            self.ready.append(self.passage(item.exclude(*hidden) if hidden else item, first))
 
     def take(self) -> Any:
         """The next of what is ready, as it is to be yielded; None in the place of what a buffer took."""
@@ -111,19 +110,13 @@ class Outlet:
         self.ready.pop(0)
         return None if self.sink is not None else item
 
-    def finish(self, item: TensorDict, first: Sequence[Stage] = ()) -> Any:
-        """Postproc, ``on_batch`` and the replay buffer, for an item that never was ``ready``; what came of it.
-
-        After an error call it with the same item again.
+    def passage(self, item: TensorDict, first: Sequence[Stage] = ()) -> Passage:
+        """The way of an item through postproc, ``on_batch`` and the replay buffer.
 
         Args:
             first: stages before: of ``watching``, or ``showing``.
         """
-        if self._unfinished is None or self._unfinished.made is not item:
-            self._unfinished = Passage(item, [*first, *self._stages])
-        finished = self._unfinished.go_on()
-        self._unfinished = None
-        return finished
+        return Passage(item, [*first, *self._stages])
 
     def watching(self, batch: TensorDict, envs: Envs = None, hidden: Sequence[Key] = ()) -> list[Stage]:
         """Take note of rows that go to the user as they come; what shows ``on_episode_done`` the episodes that end."""
@@ -158,7 +151,7 @@ class Outlet:
         for plain in state["ready"]:
             item = from_plain(plain)
             item.names = [*[None] * (item.ndim - 1), "time"]
-            self.ready.append(Passage(item, [*first, *self._stages]))
+            self.ready.append(self.passage(item, first))
 
     # --- parts ------------------------------------------------------------------------------------
 

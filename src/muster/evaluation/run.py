@@ -8,14 +8,12 @@ from itertools import groupby
 
 import numpy as np
 
-from muster.episode_rules import RuleName, check_rule, make_rule
+from muster.episode_rules import ENDLESS, RuleName, check_rule, make_rule
 from muster.errors import BadOption
 from muster.evaluation.result import EvaluatedEpisode, Evaluation, UnfinishedEpisode
 from muster.evaluation.tape import Tape
 from muster.memory.specs import Array
 from muster.trajectories import EpisodeRecord
-
-ENDLESS = 100_000  # steps of one episode after which a missing limit is an error
 
 Progress = Callable[[int, int], object]
 
