@@ -91,8 +91,9 @@ class Server:
                 return
             while not self.ending:
                 self._attend()
+            self._closing = True  # in here: SIGTERM between the last message and this must not skip the closing
         except Terminated:
-            pass
+            self._closing = True
         self._close()
 
     def _attend(self) -> None:
@@ -160,7 +161,6 @@ class Server:
 
     def _close(self) -> None:
         """Close the environments, and say so."""
-        self._closing = True
         if not self.terminated:  # else it is known in what it was interrupted
             self.progress.begin(Phase.CLOSE)
         try:
