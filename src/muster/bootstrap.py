@@ -13,18 +13,18 @@ from typing import Any, Literal
 
 import numpy as np
 
-from muster.acting import call_policy
-from muster.errors import BadOption
+from muster.errors import BadOption, MusterError, PolicyError
 from muster.group import Group
 from muster.keys import IS_INIT, TERMINATED, TRAJ_IDS, TRUNCATED, Key, next_of
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import Array, Column
 from muster.protocols import Policy
 from muster.rng import GroupRng
+from muster.rollout import rollout
 from muster.surroundings import surroundings
 
 Bootstrap = Literal["last", "truncations"]
-SPARE = "bootstrap"  # in a lane's cache
+SPARE, KEPT, COMPLETE = "bootstrap", "bootstrap: kept states", "bootstrap: complete"  # in a lane's cache
 VALUES: tuple[Key, ...] = (("state_value",), ("value",))  # what policies call them
 
 
@@ -58,7 +58,7 @@ def check_bootstrap(columns: Sequence[Column], observed: Collection[Key], *, res
 
 
 class After:
-    """What comes after the rows of a rollout that ended.
+    """What comes after the rows of a rollout that ended; where it goes on after an error, also of those before it.
 
     Args:
         wanted: "last": after the last row of each environment; "truncations": also after every truncation.
@@ -68,12 +68,16 @@ class After:
         self._group, self._lane, self._wanted = group, lane, wanted
         columns = lane.layout.columns
         self._states = [c.key for c in columns if c.carry and c.key not in group.env.observation_specs]
-        self._kept: dict[tuple[int, int], dict[Key, Any]] = {}  # recurrent states that resets would overwrite
+        self._kept: dict[tuple[int, int], dict[Key, Any]]  # recurrent states that resets would overwrite
+        self._kept = lane.cache.setdefault(KEPT, {})
+        for cell in [cell for cell in self._kept if cell[0] >= lane.done_steps]:  # of rows that will be others
+            del self._kept[cell]
 
     def keep(self, row: int, which: Sequence[int]) -> None:
         """Environments ``which`` are about to be reset, and observe ``row`` then."""
         for i in which if row else ():
-            self._kept[row - 1, i] = {key: _copy(self._lane.data[key][row, i]) for key in self._states}
+            if (row - 1, i) not in self._kept:  # else it is reset again, after an error, and its states are new ones
+                self._kept[row - 1, i] = {key: _copy(self._lane.data[key][row, i]) for key in self._states}
 
     def values(self, policy: Policy | None) -> NextRows:
         """What ``wanted`` says, when the rollout is over; without a policy others have to fill in the values."""
@@ -117,8 +121,19 @@ class After:
         return NextRows(t, env, last, rows, lane.layout.columns)
 
 
+def rollout_and_values(group: Group, policy: Policy, lane: Lane, wanted: Bootstrap, asked: Policy | None) -> NextRows:
+    """``rollout``, and ``After.values`` of ``asked``; where only the values are missing, only these."""
+    if lane.done_steps == 0:
+        lane.cache.pop(COMPLETE, None)
+    with _noting(group, lane, wanted) as after:
+        if COMPLETE not in lane.cache:
+            rollout(group, policy, lane)
+            lane.cache[COMPLETE] = True  # the group's time has moved on: it must not do so again
+        return after.values(asked)
+
+
 @contextmanager
-def bootstrapping(group: Group, lane: Lane, wanted: Bootstrap) -> Iterator[After]:
+def _noting(group: Group, lane: Lane, wanted: Bootstrap) -> Iterator[After]:
     """Around a rollout: takes note of what is needed for ``After.values``."""
     after, before = After(group, lane, wanted), group.before_reset
 
@@ -157,9 +172,20 @@ def fill_values(
                 if k < B:
                     lane.data[name][0, k:] = rows[begin]
             lane.done_steps = lane.acts_from = 0
-            act = call_policy(policy, lambda: policy.start(lane, rng))
-            act(0)
+            _ask(policy, lane, rng)
             made.values[begin : begin + k] = lane.tensors[key][0].reshape(B)[:k].cpu().numpy()
+
+
+def _ask(policy: Policy, lane: Lane, rng: GroupRng) -> None:
+    try:
+        policy.start(lane, rng)(0)
+    except MusterError:
+        raise
+    except Exception as error:
+        raise PolicyError(
+            f"policy {policy.name} raised {type(error).__name__} when it was asked for the values of next observations "
+            f"(bootstrap): {error}. No environment was stepped since; the next call tries again."
+        ) from error
 
 
 def _copy(rows: Any) -> Any:

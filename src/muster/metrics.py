@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from muster.errors import BadCheckpoint, BadOption, HookError
+from muster.integers import integer
 from muster.loggers import as_logger
 from muster.memory.specs import Array
 
@@ -35,9 +36,7 @@ class MetricsTracker:
     """
 
     def __init__(self, num_envs: int, logger: Any = None) -> None:
-        if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:
-            raise BadOption(f"MetricsTracker(num_envs={num_envs!r}): expected an integer of at least 1")
-        self.num_envs = num_envs
+        self.num_envs = integer("num_envs", num_envs, of="MetricsTracker")
         self._log = None if logger is None else as_logger(logger)
         self._rewards = np.zeros(num_envs, np.float64)  # of the episodes going on
         self._lengths = np.zeros(num_envs, np.int64)

@@ -13,6 +13,7 @@ from muster.collect_stats import CollectStats
 from muster.episode_rules import RuleName, check_rule
 from muster.errors import BadOption
 from muster.hooks import check_pause
+from muster.integers import integer
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -53,9 +54,8 @@ class Asked:
 
     def __post_init__(self) -> None:
         for name in ("n_step", "n_episode"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1):
-                raise BadOption(f"collect({name}={value!r}): expected an integer of at least 1")
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, integer(name, value, of="collect"))
         if (self.n_step is None) == (self.n_episode is None):
             given = "both" if self.n_step is not None else "neither"
             raise BadOption(f"collect takes n_step= or n_episode=, exactly one of them; {given} came")

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
-import numpy as np
 import torch
 from typing_extensions import Self
 
 from muster.collectors.contradictions import check_contradictions
 from muster.columns import Validate
 from muster.errors import BadOption, UnknownOption
+from muster.integers import integer
 from muster.loggers import as_logger
 from muster.memory.views import Order
 
@@ -339,11 +338,7 @@ def _integer(name: str, value: Any, at_least: int | None) -> int | None:
         return None
     if name == "num_workers" and isinstance(value, str) and value == "auto":
         return value  # type: ignore[return-value]
-    number = None if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__") else operator.index(value)
-    if number is None or (at_least is not None and number < at_least):
-        bound = "" if at_least is None else f" of at least {at_least}"
-        raise BadOption(f"{name}={value!r}: expected an integer{bound}")
-    return number
+    return integer(name, value, at_least)
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

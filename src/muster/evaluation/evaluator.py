@@ -28,6 +28,7 @@ from muster.evaluation.copies import weights_of
 from muster.evaluation.result import Evaluation
 from muster.evaluation.run import Plan, Progress
 from muster.evaluation.stage import Stage
+from muster.integers import integer
 from muster.weights.names import Weights
 
 ATTEMPTS = 3
@@ -170,7 +171,10 @@ class Evaluator:
     ) -> None:
         check_choice("on_failure", on_failure, ("raise", "restart"))
         check_choice("when_busy", when_busy, ("queue", "skip", "raise"))
-        _check(options, num_workers, seed)
+        num_workers = integer("num_workers", num_workers, 0)
+        seed = None if seed is None else integer("seed", seed, 0, or_else="None")
+        num_envs = None if num_envs is None else integer("num_envs", num_envs, or_else="None")
+        _check_names(options)
         self.plan = Plan(episodes, max_frames, max_T, max_trajectories, rule)
         self.num_workers, self.on_failure, self.when_busy = num_workers, on_failure, when_busy
         self.seed, self.reseed = seed, reseed
@@ -348,13 +352,8 @@ class Evaluator:
             raise CollectorClosed("this evaluator was shut down; make a new one")
 
 
-def _check(options: dict[str, Any], num_workers: Any, seed: Any) -> None:
-    """Raise for what no collector is asked about."""
-    for name, value, least in (("num_workers", num_workers, 0), ("seed", seed, 0)):
-        if isinstance(value, bool) or not (isinstance(value, int) or (value is None and name == "seed")):
-            raise BadOption(f"{name}={value!r}: expected an integer of at least {least}")
-        if value is not None and value < least:
-            raise BadOption(f"{name}={value!r}: expected an integer of at least {least}")
+def _check_names(options: dict[str, Any]) -> None:
+    """Raise for options that no collector is asked about."""
     for name in options:
         if name not in PASSED_ON:
             near = difflib.get_close_matches(name, PASSED_ON, n=1, cutoff=0.6)

@@ -12,6 +12,7 @@ from muster.episode_rules import ENDLESS, RuleName, check_rule, make_rule
 from muster.errors import BadOption
 from muster.evaluation.result import EvaluatedEpisode, Evaluation, UnfinishedEpisode
 from muster.evaluation.tape import Tape
+from muster.integers import integer
 from muster.memory.specs import Array
 from muster.trajectories import EpisodeRecord
 
@@ -35,8 +36,8 @@ class Plan:
     def __post_init__(self) -> None:
         bounds = {name: getattr(self, name) for name in ("episodes", "max_frames", "max_T", "max_trajectories")}
         for name, value in bounds.items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise BadOption(f"{name}={value!r}: expected an integer of at least 1, or None")
+            if value is not None:
+                object.__setattr__(self, name, integer(name, value, or_else="None"))
         check_rule(self.rule)
         if all(value is None for value in bounds.values()):
             raise BadOption("nothing ends this evaluation: give episodes, max_trajectories, max_T or max_frames")

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from muster.errors import BadOption
+from muster.integers import integer
 from muster.keys import POLICY_VERSION, Key, dotted
 from muster.memory.specs import Array
 from muster.sinks.kept import KeptRows
@@ -105,16 +106,14 @@ class WholeEpisodes:
         on_policy_only: bool = False,
         done_key: Key = ENDED,
     ) -> None:
-        for name, number in (("n", 1 if rule is None else n), ("num_envs", num_envs)):
-            if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < 1:
-                raise BadOption(f"WholeEpisodes({name}={number!r}): expected an integer of at least 1")
+        self.n = 0 if rule is None else integer("n", n, of="WholeEpisodes")
+        self.num_envs = integer("num_envs", num_envs, of="WholeEpisodes")
         for name, value, known in (("layout", layout, get_args(Layout)), ("rule", rule, (*get_args(Rule), None))):
             if value not in known:
                 raise BadOption(f"WholeEpisodes({name}={value!r}): expected one of {', '.join(map(repr, known))}")
-        self.n = 0 if rule is None else int(n or 0)
         if rule == "per_env" and self.n % num_envs:
             raise BadOption(f'WholeEpisodes({n}, rule="per_env"): {n} is not a multiple of num_envs={num_envs}')
-        self.num_envs, self.layout, self.rule = int(num_envs), layout, rule
+        self.layout, self.rule = layout, rule
         self.on_policy_only, self.done_key = on_policy_only, done_key
         self.dropped: Counter[str] = Counter()
         self._time = np.zeros(self.num_envs, np.int64)  # rows so far, of each environment

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from muster.attributes import resolve
-from muster.bootstrap import bootstrapping
+from muster.bootstrap import rollout_and_values
 from muster.columns import lane_columns
 from muster.errors import BadOption, BadPolicyOutput, PolicyError
 from muster.group import Group
@@ -133,9 +133,8 @@ class Worker:
                 if order.bootstrap is None:
                     rollout(group, policy, lane)
                 else:
-                    with bootstrapping(group, lane, order.bootstrap) as after:
-                        rollout(group, policy, lane)
-                        report.values = after.values(None if isinstance(policy, ServedPolicy) else policy)
+                    asked = None if isinstance(policy, ServedPolicy) else policy
+                    report.values = rollout_and_values(group, policy, lane, order.bootstrap, asked)
         except BaseException as error:  # noqa: BLE001 (raised where the batch is waited for)
             report.error, report.phase = error, self._phase(error)
         else:

@@ -13,6 +13,7 @@ from muster.dialects.prt_rl.envs import PrtEnvs, Side, side_of
 from muster.dialects.prt_rl.selection import LastRow, Selection
 from muster.errors import BadOption, BadPolicyOutput, HookError
 from muster.group import Group
+from muster.integers import integer
 from muster.keys import DONE, OBSERVATION, REWARD, next_of
 from muster.memory.slots import Lane, Layout, Slot
 from muster.metrics import MetricsTracker
@@ -80,7 +81,7 @@ class Collector:
             EnvError, BadEnvOutput, PolicyError, BadPolicyOutput: see there.
             HookError: the logger raised; the experience is its attribute ``experience``.
         """
-        _check_number("num_steps", num_steps)
+        num_steps = integer("num_steps", num_steps)
         actor, found = self._roll(policy, -(-num_steps // self._side.env.num_envs))
         last = found["next_state"][-1], found["done"][-1]
         if self.flatten:
@@ -113,10 +114,9 @@ class Collector:
                 f"num_trajectories={num_trajectories} and min_num_steps={min_num_steps} were given: give one of them"
             )
         if min_num_steps is None:
-            num_trajectories = 1 if num_trajectories is None else num_trajectories
-            _check_number("num_trajectories", num_trajectories)
+            num_trajectories = integer("num_trajectories", 1 if num_trajectories is None else num_trajectories)
         else:
-            _check_number("min_num_steps", min_num_steps)
+            min_num_steps = integer("min_num_steps", min_num_steps)
         self._begin_anew()
         chosen = Selection(self._side.env.num_envs, num_trajectories, min_num_steps or 0)
         parts = []
@@ -227,8 +227,3 @@ def _actor_of(policy: Any, side: Side) -> Actor | HeadActor:
             f"dict), or a head such as muster.policies.categorical(net)"
         )
     return Actor(policy, side)
-
-
-def _check_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise BadOption(f"{name}={value!r}: expected an integer of at least 1")

@@ -1,0 +1,35 @@
+"""Whole numbers that users give."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+
+from muster.errors import BadOption
+
+
+def integer(name: str, value: Any, at_least: int | None = 1, *, of: str = "", or_else: str = "") -> int:
+    """``value`` as an ``int``: also what NumPy or torch have for one, but no truth value.
+
+    Args:
+        name: of the argument.
+        at_least: the least that is possible; None: there is none.
+        of: whose argument it is, for the message.
+        or_else: what would be possible besides, for the message.
+
+    Raises:
+        BadOption: it is something else.
+    """
+    number = None
+    if not isinstance(value, (bool, np.bool_)):
+        try:
+            number = operator.index(value)
+        except TypeError:  # also of arrays
+            number = None
+    if number is None or (at_least is not None and number < at_least):
+        given = f"{of}({name}={value!r})" if of else f"{name}={value!r}"
+        bound = "" if at_least is None else f" of at least {at_least}"
+        raise BadOption(f"{given}: expected an integer{bound}{or_else and f', or {or_else}'}")
+    return number
