@@ -125,7 +125,8 @@ def depths(trees: dict[Path, ast.Module]) -> list[Size]:
             base = base.value if isinstance(base, ast.Subscript) else base
             name = base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "")
             here = classes.get((path, name))
-            elsewhere = [(p, c) for (p, n), c in classes.items() if n == name]
+            here = None if here is node else here  # a dialect's class may have the name of its base
+            elsewhere = [(p, c) for (p, n), c in classes.items() if n == name and c is not node]
             if here is not None:
                 yield path, here
             elif len(elsewhere) == 1:

@@ -8,6 +8,7 @@ Layers, each importing only from those before it::
     rollout       the loop; trajectories
     weights/      publishing weights
     sources/      who fills slots
+    nodes/        workers on other machines
     tuning/       what things cost here
     sinks/        whole episodes, splitting, replay buffers; stats, recording, timeline, profiling; checkpoint
     collectors/   what the user holds
@@ -32,6 +33,8 @@ _HOMES = {
     "Collector": "muster.collectors",
     "CollectorOptions": "muster.collectors",
     "CollectorStats": "muster.stats",
+    "ClusterOptions": "muster.collectors.cluster_options",
+    "DistributedCollector": "muster.collectors.clusters",
     "EpisodeRecord": "muster.trajectories",
     "EvaluatedEpisode": "muster.evaluation",
     "Evaluation": "muster.evaluation",
@@ -43,6 +46,8 @@ _HOMES = {
     "MultiOptions": "muster.collectors",
     "MultiSyncCollector": "muster.collectors",
     "ProfileConfig": "muster.profiling",
+    "RPCCollector": "muster.collectors.clusters",
+    "RayCollector": "muster.collectors.clusters",
     "Recorder": "muster.recording",
     "Recording": "muster.recording",
     "ResumeReport": "muster.collectors.resume",
@@ -60,6 +65,7 @@ _HOMES = {
     "split_trajectories": "muster.sinks.split",
     "tune": "muster.collectors.tuning",
 }
+_OPTIONAL = {"RayBuffer": "muster.nodes.ray_buffer"}  # needs an extra
 _MODULES = ("errors", "policies", "testing", "weights")
 
 __all__ = ["__version__", *_HOMES, *_MODULES]
@@ -81,6 +87,10 @@ if TYPE_CHECKING:
     from muster.collectors import MultiOptions as MultiOptions
     from muster.collectors import MultiSyncCollector as MultiSyncCollector
     from muster.collectors.asked import Collected as Collected
+    from muster.collectors.cluster_options import ClusterOptions as ClusterOptions
+    from muster.collectors.clusters import DistributedCollector as DistributedCollector
+    from muster.collectors.clusters import RayCollector as RayCollector
+    from muster.collectors.clusters import RPCCollector as RPCCollector
     from muster.collectors.resume import ResumeReport as ResumeReport
     from muster.collectors.tuning import Tuning as Tuning
     from muster.collectors.tuning import tune as tune
@@ -107,8 +117,8 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """Load what is asked for: `import muster` alone loads neither torch nor gymnasium (PEP 562)."""
-    if name in _HOMES:
-        module, _, own_name = _HOMES[name].partition(":")
+    if home := _HOMES.get(name) or _OPTIONAL.get(name):
+        module, _, own_name = home.partition(":")
         return getattr(importlib.import_module(module), own_name or name)
     if name in _MODULES:
         return importlib.import_module(f"muster.{name}")

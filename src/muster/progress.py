@@ -35,6 +35,7 @@ class Phase(enum.IntEnum):
     WEIGHTS = 5
     CALL = 6
     CLOSE = 7
+    JOIN = 8  # its node is not there yet
 
 
 @dataclass
@@ -94,6 +95,11 @@ class Progress:
     def steps_known(self, steps: int) -> None:
         """The rollout is over after so many steps in all."""
         self.cells[KNOWN] = steps
+
+
+def reward_key(lane: Lane) -> Key:
+    """Of the column that ``step`` writes."""
+    return next(c.key for c in lane.layout.columns if c.key[-1] in ("reward", "team_reward") and c.host)
 
 
 def steps_made(cells: Any, lane: Lane, reward_key: Key) -> int:

@@ -18,7 +18,7 @@ class WorkerStats:
 
     Attributes:
         index: its number.
-        pid: of its process.
+        pid: of its process; 0 while its node has not started it.
         state: "working", "dead" (it is started again by the next batch, or soon) or "dropped".
         phase: what it is doing: "idle", "construct", "reset", "step", "policy", "weights", "call" or "close".
         env_ids: global numbers of its environments.
@@ -28,6 +28,7 @@ class WorkerStats:
         busy_s: seconds in which it did.
         restarts: so far.
         policy_lag: publishes between the weights that acted in its last batch and that batch's delivery.
+        node: number and host of its node; empty on this machine.
     """
 
     index: int
@@ -41,6 +42,7 @@ class WorkerStats:
     busy_s: float
     restarts: int
     policy_lag: int
+    node: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class CollectorStats:
         policy_lag: number of batches by how many publishes old their weights were when they were delivered.
         slots: blocks of memory in use, by state.
         restarts: of all workers.
+        unseen: steps at most that were executed and are in no other number here, since nodes were lost that alone knew
+            of them.
         cut_short: cells of batches that ``preemptive_threshold`` has left blank.
         workers: one by one; none for a collector in its own process.
         inference: of ``inference="server"``.
@@ -113,6 +117,7 @@ class CollectorStats:
     policy_lag: Mapping[int, int]
     slots: Mapping[str, int]
     restarts: int = 0
+    unseen: int = 0
     cut_short: int = 0
     workers: tuple[WorkerStats, ...] = ()
     inference: InferenceStats | None = None

@@ -25,6 +25,7 @@ from muster.errors import BadOption, BadWeights, CollectorBusy, CollectorClosed,
 from muster.testing import ChainEnv, CountingEnv, FaultyEnv
 from muster.weights import NoSync, Pipe, SharedMemory
 from muster.weights.updaters import VanillaWeightUpdater, WeightUpdaterBase
+from tests.fakes import on_nodes
 from tests.tools import assert_accounted, assert_chain, assert_same, column, counting
 
 B, T = 2, 4
@@ -47,7 +48,7 @@ class Kind:
     @property
     def alone(self) -> bool:
         """Every group fills batches of its own."""
-        return issubclass(self.cls, MultiAsyncCollector)
+        return issubclass(self.cls, (MultiAsyncCollector, *on_nodes.AS_READY))
 
     @property
     def frames(self) -> int:
@@ -71,6 +72,14 @@ KINDS = [
     Kind("sync-server-threads", MultiSyncCollector, options={"inference": "server", "backend": "threads"}),
     Kind("async-server", MultiAsyncCollector, options={"inference": "server"}),
     Kind("AsyncCollector-server", AsyncCollector, groups=1, options={"inference": "server"}),
+    Kind("nodes-sync", on_nodes.Together),
+    Kind("nodes-async", on_nodes.AsReady),
+    Kind("nodes-sync-server", on_nodes.Together, options={"inference": "server"}),
+    Kind("nodes-async-server", on_nodes.AsReady, options={"inference": "server"}),
+    Kind("rpc-sync", on_nodes.RpcTogether),
+    Kind("rpc-async", on_nodes.RpcAsReady),
+    Kind("ray-sync", on_nodes.RayTogether),
+    Kind("ray-async", on_nodes.RayAsReady),
 ]
 WITH_WORKERS = KINDS[1:]
 IN_PROCESSES = [kind for kind in WITH_WORKERS if "threads" not in kind.name]
@@ -328,6 +337,8 @@ def test_an_endless_collector_has_no_length(shared):
 
 
 def test_frames_that_cannot_be_shared_equally_are_marked(kind):
+    if kind.cls in on_nodes.TOGETHER:
+        pytest.skip("frames_per_batch counts per node")
     frames = kind.frames - 1
     with pytest.warns(UserWarning, match="cannot be shared equally"):
         c = make(kind, frames_per_batch=frames, total_frames=3 * frames)

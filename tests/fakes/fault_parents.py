@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 from muster import MultiAsyncCollector, MultiSyncCollector
 from muster.testing import Fault, OracleEnv
 from tests.fakes import faults
+from tests.fakes.lost_nodes import NodeSignalled
 
 T = 20
 
@@ -148,16 +151,63 @@ def served_and_forgotten(folder: Path) -> None:
     ready()
 
 
+def nodes(folder: Path, **options: Any) -> None:
+    from tests.fakes.node_runs import async_nodes
+
+    with collector(folder, kind=async_nodes, **options) as made:
+        for number, _ in enumerate(made):
+            if number == 5:
+                ready()
+
+
+def nodes_idle(folder: Path) -> None:
+    from tests.fakes.node_runs import sync_nodes
+
+    with collector(folder, kind=sync_nodes) as made:
+        made.next()
+        ready()
+        while True:
+            select.select([], [], [])
+
+
+def nodes_hung(folder: Path) -> None:
+    """A worker never ends a step, and its node never says anything again."""
+    from tests.fakes.node_runs import async_nodes
+
+    watch(folder)
+    with collector(
+        folder, Fault(NodeSignalled(signal.SIGSTOP), at=30), kind=async_nodes, timeouts={"heartbeat": 1000.0}
+    ) as made:
+        for _ in made:
+            pass
+
+
+def nodes_joining(folder: Path) -> None:
+    """They never come."""
+    from tests.fakes.node_runs import births, late
+
+    launcher = late(folder / "births", joins=0)
+    say_when(lambda: len(births(folder / "births")) == 2)
+    nodes(folder, launcher=launcher)
+
+
 def watch(folder: Path, begun: int = 31) -> None:
     """Say "ready" when environment 0 is made and has begun so many steps."""
 
+    def has_begun() -> bool:
+        counts = OracleEnv.read(folder / "counts")
+        return bool(len(counts) and counts[0, 0] and counts[0, 1] >= begun)
+
+    say_when(has_begun)
+
+
+def say_when(happened: Callable[[], bool]) -> None:
+    """Say "ready" then, wherever the program is."""
+
     def look() -> None:
-        while True:
-            counts = OracleEnv.read(folder / "counts")
-            if len(counts) and counts[0, 0] and counts[0, 1] >= begun:
-                ready()
-                return
+        while not happened():
             select.select([], [], [], 0.01)
+        ready()
 
     threading.Thread(target=look, daemon=True).start()
 

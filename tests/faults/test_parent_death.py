@@ -20,6 +20,7 @@ from tests.fakes.fault_runs import all_gone, family
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"), pytest.mark.timeout(90)]
 ROOT = Path(__file__).parents[2]
 PLACES = ["idle", "stepping", "waiting", "hung", "grandchildren", "starting", "threads", "spawned", "closing_hangs"]
+NODES = ["nodes", "nodes_idle", "nodes_hung", "nodes_joining"]
 
 
 class Program:
@@ -69,18 +70,19 @@ def start(tmp_path):
         all_gone(program.family(), 0.0)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", PLACES + NODES)
 def test_nothing_outlives_a_killed_program(start, place):
     program = start(place)
     family = program.family()
     expected = {"threads": 0, "spawned": 2, "grandchildren": 4, "closing_hangs": 2}.get(place, 3)  # and the fork server
+    expected = 7 if place in NODES and place != "nodes_joining" else expected  # two nodes, each with a fork server
     assert len(family) >= expected, "they are seen at all"
     program.process.kill()
     assert program.end()[1] == -signal.SIGKILL
     assert all_gone(family)
 
 
-@pytest.mark.parametrize("place", ["stepping", "hung"])
+@pytest.mark.parametrize("place", ["stepping", "hung", "nodes", "nodes_hung"])
 def test_nothing_outlives_a_program_that_is_asked_to_end(start, place):
     program = start(place)
     program.process.terminate()
@@ -99,6 +101,18 @@ def test_ctrl_c_is_one_traceback_and_a_clean_end(start, place, send):
     assert said.count("Traceback (most recent call last)") == 1
     assert said.rstrip().endswith("KeyboardInterrupt")
     if place != "waiting":  # that one had to be killed
+        assert OracleEnv.read(program.folder / "counts")[:, 3].tolist() == [1, 1], "environments were closed"
+
+
+@pytest.mark.parametrize(("place", "send"), [("nodes", os.kill), ("nodes", os.killpg), ("nodes_joining", os.kill)])
+def test_ctrl_c_ends_nodes_too(start, place, send):
+    program = start(place)
+    send(program.process.pid, signal.SIGINT)
+    said, code = program.end()
+    assert code == -signal.SIGINT, said
+    assert said.count("Traceback (most recent call last)") == 1, said
+    assert said.rstrip().endswith("KeyboardInterrupt")
+    if place == "nodes":
         assert OracleEnv.read(program.folder / "counts")[:, 3].tolist() == [1, 1], "environments were closed"
 
 
@@ -138,3 +152,17 @@ def test_the_workers_of_a_collector_that_is_thrown_away_end(tmp_path, kind, iter
     gc.collect()
     assert all_gone(pids)
     assert (batch == kept).all()  # what the user holds is still there
+
+
+def test_a_worker_closes_its_environments_wherever_it_is_when_it_is_told_to_end():
+    told = subprocess.run(
+        [sys.executable, "-m", "tests.fakes.terminated_servers"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(["src", os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        timeout=80,
+        check=True,
+    ).stdout.split()
+    assert told[1:] == ["instructions"]
+    assert int(told[0]) > 100

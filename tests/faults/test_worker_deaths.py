@@ -18,6 +18,7 @@ from muster.errors import EnvError, WorkerDied
 from muster.testing import Fault, OracleEnv, check_stream
 from tests.fakes import faults
 from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, all_gone, run
+from tests.fakes.node_runs import NODE_KINDS
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="kills processes"),
@@ -32,19 +33,20 @@ WAYS = {
     "os._exit(0)": (faults.exits_at_once, "ended with exit code 0", 0),
 }
 AT = 30  # the step at which it dies: row 10 of the second rollout
+ALL_KINDS = [*KINDS, *NODE_KINDS]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
-    return {kind: run(folder, None, kind) for kind in KINDS}
+    return {kind: run(folder, None, kind) for kind in ALL_KINDS}
 
 
 # --- one death --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("on_failure", MODES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_death_in_a_step_loses_the_rollout_at_work_and_nothing_else(tmp_path, undisturbed, way, kind, on_failure):
     do, how, exitcode = WAYS[way]
@@ -62,7 +64,7 @@ def test_a_death_in_a_step_loses_the_rollout_at_work_and_nothing_else(tmp_path, 
     assert got.error.phase == "step"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_death_in_a_reset_says_so(tmp_path, undisturbed, way, kind):
     do, how, _ = WAYS[way]
@@ -138,7 +140,9 @@ def test_a_death_while_weights_are_taken_says_so(tmp_path, kind):
 def assert_said(error, how, row=None):
     assert type(error) is WorkerDied
     place = r"(?:, row \d+)?(?:, seed \d+)?" if row is None else rf", row {row}, seed \d+"
-    found = re.match(rf"Worker (\d) \(pid \d+\), environment (\d){place} {how}\. [A-Z]", str(error))
+    found = re.match(
+        rf"Worker (\d) \(pid \d+(?:, node 0 \(\S+\))?\), environment (\d){place} {how}\. [A-Z]", str(error)
+    )
     assert found, str(error)
     assert (error.worker, error.env_id) == (int(found[1]), int(found[2]))
 
@@ -147,7 +151,7 @@ def assert_said(error, how, row=None):
 
 
 def test_a_death_at_the_same_step_gives_the_same_streams(tmp_path):
-    for kind in KINDS:
+    for kind in ALL_KINDS:
         first, second = (
             run(tmp_path, Fault(WAYS["SIGKILL"][0], at=AT, runs=3), kind, on_failure="restart") for _ in range(2)
         )
@@ -166,12 +170,12 @@ def test_a_successor_does_not_live_through_the_same_episodes_again(tmp_path):
     assert not torch.isin(torch.cat(state[1:]), state[0]).any()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_a_worker_that_dies_at_once_every_time_is_given_up_with_its_last_cause(tmp_path, kind):
     path = tmp_path / "counts"
     makers = [partial(OracleEnv, path, 0, 1, Fault(WAYS["SIGSEGV"][0], runs=None)), partial(OracleEnv, path, 1)]
     with kind(makers, None, frames_per_batch=2 * T, on_failure="restart", max_restarts=10) as collector:
-        with pytest.raises(WorkerDied, match=r"restart 3\), .*killed by SIGSEGV during step"):
+        with pytest.raises(WorkerDied, match=r"restart 3\b.*killed by SIGSEGV during step"):
             drain(collector)
         assert OracleEnv.read(path)[0, 0] == 4  # three restarts without a batch
 
@@ -247,7 +251,7 @@ def children(path):
 # --- at random --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_random_kills_lose_nothing_and_double_nothing(tmp_path, kind):
     kills, path = 30, tmp_path / "counts"
     makers = [partial(OracleEnv, path, 3 * i, 3) for i in range(2)]
@@ -290,6 +294,8 @@ class Killer:
     def run(self):
         while self.done < self.kills and not self.stopped.wait(self.rng.uniform(0, 0.3)):
             worker = self.rng.choice(self.collector.stats().workers)
+            if not worker.pid:  # its node has not started it yet
+                continue
             try:
                 os.kill(worker.pid, self.rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
             except ProcessLookupError:  # not started again yet

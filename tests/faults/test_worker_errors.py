@@ -13,6 +13,7 @@ from muster.errors import BadEnvOutput, BadOption, EnvError, PolicyError, Remote
 from muster.testing import Fault, OracleEnv
 from tests.fakes import faults
 from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, run
+from tests.fakes.node_runs import NODE_KINDS, sync_nodes
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="no worker processes"),
@@ -75,6 +76,49 @@ def test_an_error_in_a_step_ends_the_worker_where_errors_are_not_to_be_raised(tm
         assert got.stats.discarded == {"env_error": AT - T}
         assert rows[0, 0] == T
         assert got.counts[0, 0] == (2 if on_failure == "restart" else 1)
+
+
+@pytest.mark.parametrize("on_failure", MODES)
+@pytest.mark.parametrize("kind", NODE_KINDS)
+def test_an_error_in_a_step_on_a_node_in_all_modes(tmp_path, kind, on_failure):
+    for name in ("plain", "unpicklable", "sys.exit(3)") if on_failure == "raise" else ("plain",):
+        error, cause, text = ERRORS[name]
+        got = run(tmp_path, Fault(faults.Raising(error), at=AT), kind, on_failure=on_failure)
+        rows = got.check()
+        assert got.stats.discarded == ({} if on_failure == "raise" else {"env_error": AT - T})
+        assert got.counts[0, 0] == (2 if on_failure == "restart" else 1)
+        assert ((0, 1) in rows) == (on_failure == "restart")
+        assert len(got.errors) == (on_failure == "raise")
+        for said in got.errors:
+            assert isinstance(said.__cause__, cause)
+            assert_names(said, text, "step", row=AT - T)
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_bad_output_on_a_node_is_refused(tmp_path, name):
+    do, discarded, text = OUTPUTS[name]
+    got = run(tmp_path, Fault(do, at=AT), sync_nodes)
+    got.check(gaps=discarded)
+    assert got.stats.discarded == {"bad_env_output": discarded}
+    assert type(got.error) is BadEnvOutput
+    assert_names(got.error, text, "step", row=AT - T)
+
+
+@pytest.mark.parametrize("on", ["reset", "construct", "close", "policy"])
+def test_an_error_on_a_node_elsewhere_than_in_a_step(tmp_path, on):
+    error, cause, text = ERRORS["two arguments"]
+    if on == "construct":
+        with pytest.raises(EnvError, match=text) as caught:
+            run(tmp_path, Fault(faults.Raising(error), on), sync_nodes)
+        assert isinstance(caught.value.__cause__, cause)
+        return
+    policy = faults.FaultyPolicy(str(tmp_path / "mark"), faults.Raising(error), 3) if on == "policy" else None
+    fault = None if policy else Fault(faults.Raising(error), on, at=3 if on == "reset" else 0)
+    got = run(tmp_path, fault, sync_nodes, policy=policy)
+    got.check()
+    assert got.stats.discarded == {}
+    assert isinstance(got.error.__cause__, cause)
+    assert (type(got.error), got.error.phase) == (PolicyError if policy else EnvError, on)
 
 
 @pytest.mark.parametrize("on_failure", MODES)
@@ -231,7 +275,9 @@ def assert_names(error, text, phase, row=None):
     import re
 
     assert re.search(text, str(error), re.DOTALL), str(error)
-    assert re.search(r"In worker 0 \(pid \d+\), environment 0, step \d+ of its episode \d+, ", str(error)), str(error)
+    assert re.search(
+        r"In worker 0 \(pid \d+(?:, node 0 \(\S+\))?\), environment 0, step \d+ of its episode \d+, ", str(error)
+    ), str(error)
     assert f", seed 1, phase {phase}." in str(error), str(error)
     if row is not None:
         assert f"row {row}, seed" in str(error), str(error)

@@ -16,6 +16,7 @@ from muster.errors import WorkerHung
 from muster.testing import Fault, OracleEnv, check_stream
 from tests.fakes import faults
 from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, deadlines, run
+from tests.fakes.node_runs import NODE_KINDS, sync_nodes
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
@@ -131,6 +132,45 @@ def test_a_worker_that_was_stopped_from_outside_hangs(tmp_path):
         assert collector.next() is not None
 
 
+@pytest.mark.parametrize("on_failure", MODES)
+@pytest.mark.parametrize("kind", NODE_KINDS)
+def test_a_hang_of_a_worker_on_a_node_loses_the_rollout_at_work_and_nothing_else(tmp_path, kind, on_failure):
+    timeouts = {**deadlines(60.0), "step": DEADLINE_S}
+    for way in (faults.waits, faults.holds_the_gil) if on_failure == "raise" else (faults.waits,):
+        got = run(tmp_path, Fault(way, at=AT), kind, on_failure=on_failure, timeouts=timeouts)
+        got.check()
+        assert got.stats.discarded == {"worker_hung": AT - T}
+        assert len(got.errors) == (on_failure == "raise")
+        for error in got.errors:
+            assert_said(error, "step", way, row=AT - T)
+
+
+def test_a_worker_on_a_node_that_is_stopped_hangs(tmp_path):
+    timeouts = {**deadlines(60.0), "step": DEADLINE_S}
+    got = run(tmp_path, Fault(faults.stops, at=AT), sync_nodes, timeouts=timeouts)
+    got.check()
+    assert got.stats.discarded == {"worker_hung": AT - T}
+    assert re.search(r"has been in step for \d+\.\d s", str(got.error))
+
+
+@pytest.mark.parametrize("phase", ["reset", "construct", "close"])
+def test_a_hang_of_a_worker_on_a_node_elsewhere_than_in_a_step(tmp_path, phase):
+    timeouts = {**deadlines(60.0), phase: 2 * DEADLINE_S}
+    fault = Fault(faults.waits, phase, at=3 if phase == "reset" else 0)
+    if phase == "construct":
+        with pytest.raises(WorkerHung) as caught:
+            run(tmp_path, fault, sync_nodes, timeouts=timeouts)
+        assert_said(caught.value, phase, faults.waits)
+        return
+    got = run(tmp_path, fault, sync_nodes, timeouts=timeouts)
+    got.check()
+    if phase == "close":
+        assert (got.errors, got.stats.discarded, got.stats.executed) == ([], {}, FRAMES)
+        assert got.counts[:, 3].tolist() == [0, 1]  # the other one was closed in peace
+    else:
+        assert_said(got.error, phase, faults.waits)
+
+
 def test_slow_is_not_hung(tmp_path):
     """Every step takes a good part of the deadline; a rollout takes several deadlines."""
     path = tmp_path / "counts"
@@ -146,9 +186,9 @@ def test_slow_is_not_hung(tmp_path):
         env.step = slow_step
         return env
 
-    timeouts = {**deadlines(60.0), "step": DEADLINE_S}
-    for backend in ("processes", "threads"):
-        with MultiSyncCollector(make, None, frames_per_batch=10, timeouts=timeouts, backend=backend) as collector:
+    options = {"frames_per_batch": 10, "timeouts": {**deadlines(60.0), "step": DEADLINE_S}}
+    for kind in (MultiSyncCollector, partial(MultiSyncCollector, backend="threads"), sync_nodes):
+        with kind(make, None, **options) as collector:
             assert collector.next().numel() == 10
 
 
@@ -173,7 +213,7 @@ def assert_said(error, phase, where, row=None):
         if row is None
         else rf", environment (\d), row {row}, seed \d+"
     )
-    found = re.match(rf"Worker (\d) \(pid \d+\){place} has been in {phase} for (\d+\.\d) s", text)
+    found = re.match(rf"Worker (\d) \(pid \d+(?:, node 0 \(\S+\))?\){place} has been in {phase} for (\d+\.\d) s", text)
     assert found, text
     assert (error.worker, error.phase) == (int(found[1]), phase)
     if where is faults.stops:

@@ -769,6 +769,17 @@ def test_workers_have_a_line_each_as_far_as_they_fit() -> None:
     assert worker_lines([]) == []
 
 
+def test_workers_of_nodes_say_where_they_are() -> None:
+    nodes = [worker(0, node="0 (a)", share=0.25), worker(1, node="0 (a)", share=0.25), worker(2, node="1 (b)")]
+    assert worker_lines(nodes)[2].endswith("restarts 0  lag 0  node 1 (b)")
+    text = summary(stats(workers=tuple(nodes), unseen=2048), Returns(), recording_s=None)
+    assert "\nworkers   3 on 2 nodes: 0 (a) 50%, 1 (b) 50%  unseen at most 2,048 frames\n" in text
+    many = tuple(worker(n, node=f"{n} (a)", share=0.05) for n in range(20))
+    text = summary(stats(workers=many), Returns(), recording_s=None)
+    assert "workers   20 on 20 nodes: 0 (a) 5%, " in text
+    assert "15 (a) 5%, and 4 more\n" in text
+
+
 def test_the_bar_looks_for_itself_while_no_batch_comes() -> None:
     from rich.console import Console
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import Positional, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
+from muster.cli import cluster
 from muster.cli.numbers import frames_per_batch, parse_count
 from muster.cli.policies import Chosen, check_policy, choose_policy, needs_spaces
 from muster.cli.report import Returns, make_report, summary
@@ -53,22 +54,37 @@ class Collect:
     """Environments stepped together; with --workers, so many in each."""
 
     workers: Annotated[int | None, arg(metavar="N")] = None
-    """Worker processes, for N x B environments in all. Without it this process collects."""
+    """Worker processes, for N x B environments in all. Without it this one collects; with --backend: on each node."""
+
+    backend: cluster.Backend | None = None
+    """Workers on nodes: other machines, or processes of this one (mp). How, and what is there: muster cluster."""
+
+    nodes: Annotated[int | None, arg(metavar="N")] = None
+    """With --backend: how many; under torchrun, all ranks but the first."""
+
+    address: Annotated[str | None, arg(metavar="ADDRESS")] = None
+    """With --backend ray: of the cluster; auto: the one of this machine; local: start one."""
+
+    bind: Annotated[str | None, arg(metavar="HOST[:PORT]")] = None
+    """With other backends: address of this machine where nodes find this process, by default loopback."""
+
+    join_timeout: Annotated[float, arg(metavar="S")] = cluster.JOIN_S
+    """With --backend: seconds for nodes to come, and to come back."""
 
     asynchronous: Annotated[bool, arg(name="async")] = False
-    """With --workers: batches from one worker each, as they are ready; nobody waits for the slowest."""
+    """With workers: batches from one each, as they are ready; nobody waits for the slowest."""
 
     threads: bool = False
     """With --workers: threads instead of processes, for environments that mostly wait."""
 
     inference: Literal["worker", "server"] = "worker"
-    """With --workers: each acts with a copy of the policy, or all only step and this process acts for them together."""
+    """With workers: each acts with a copy of the policy; or they only step, and this process or a node acts for all."""
 
     alternating: bool = False
     """With --inference server: half of the workers step while the other half is acted for."""
 
     on_failure: Literal["raise", "restart", "drop"] = "raise"
-    """With --workers: what to do if one dies or hangs, or its environment raises."""
+    """With workers: what to do if one dies or hangs, or its environment raises."""
 
     policy: Annotated[str, arg(metavar="POLICY")] = "random"
     """random; mlp (fresh, 64x64 tanh); FILE.safetensors with the weights of such an MLP; FILE.py:NAME."""
@@ -95,6 +111,8 @@ def collect(command: Collect) -> int:
     Raises:
         MusterError: for whatever is wrong with the request, before anything is collected.
     """
+    if cluster.is_node(command):
+        return cluster.serve_rank(command)
     frames = _check_numbers(command)
     admit(command.env, command.policy, allow_import=command.allow_import)
     chosen = policy_for(command.env, command.policy, command.seed)
@@ -155,19 +173,20 @@ class _Run:
 
 def _check_numbers(command: Collect) -> int:
     """The size of a batch, if all numbers fit together."""
-    if command.workers is None:
+    cluster.check(command)
+    if command.workers is None and command.backend is None:
         given = {"async": command.asynchronous, "threads": command.threads, "on-failure": command.on_failure != "raise"}
         given |= {"inference": command.inference != "worker", "alternating": command.alternating}
         if useless := [f"--{name}" for name, is_given in given.items() if is_given]:
             raise BadOption(f"{useless[0]} is about workers: add --workers N, or leave it out.")
-    elif command.workers < 1:
+    elif command.workers is not None and command.workers < 1:
         raise BadOption(f"--workers {command.workers}: at least one is needed. Without --workers there are none.")
     if command.alternating and command.inference != "server":
         raise BadOption("--alternating is about --inference server: add that, or leave it out.")
     if command.seed < 0:
         raise BadOption(f"--seed {command.seed} is negative.")
-    sharing = 1 if command.workers is None or command.asynchronous else command.workers
-    return frames_per_batch(command.frames, command.envs, command.frames_per_batch, sharing)
+    workers, nodes = (1, 1) if command.asynchronous else (command.workers or 1, cluster.nodes_of(command) or 1)
+    return frames_per_batch(command.frames, command.envs, command.frames_per_batch, workers, nodes)
 
 
 def _make_collector(command: Collect, policy: Any, frames: int) -> BaseCollector:
@@ -179,6 +198,8 @@ def _make_collector(command: Collect, policy: Any, frames: int) -> BaseCollector
         "total_frames": command.frames,
         "seed": command.seed,
     }
+    if command.backend is not None:
+        return cluster.make_collector(command, policy, options)
     if command.workers is None:
         return Collector(command.env, policy, **options)
     return (MultiAsyncCollector if command.asynchronous else MultiSyncCollector)(
@@ -309,4 +330,5 @@ def _recorder(command: Collect, policy: str) -> Recorder:
 
     assert command.out is not None
     meta = {"env": command.env, "seed": command.seed, "policy": policy, "envs": command.envs, "frames": command.frames}
-    return Recorder(command.out, meta=meta | ({} if command.workers is None else {"workers": command.workers}))
+    where = {"workers": command.workers, "backend": command.backend, "nodes": cluster.nodes_of(command)}
+    return Recorder(command.out, meta=meta | {name: value for name, value in where.items() if value is not None})

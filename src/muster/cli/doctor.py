@@ -37,6 +37,7 @@ OPTIONAL = (
     "stable-baselines3",
     "tianshou",
     "ray",
+    "submitit",
 )
 SMALL_SHM_BYTES = 512 << 20  # Docker gives 64 MiB unless asked for more
 FEW_FILES = 1024

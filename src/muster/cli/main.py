@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Annotated
 
+from muster.cli.cluster import Cluster, Node, cluster, node
 from muster.cli.collect import Collect, collect
 from muster.cli.doctor import Doctor, doctor
 from muster.cli.eval import Eval, evaluate
@@ -25,6 +26,7 @@ examples:
   muster eval CartPole-v1 --policy net.safetensors --episodes 20 --video best,worst
   muster tune CartPole-v1 --policy mlp --num-envs 16 64
   muster replay /tmp/muster-crash-x1/env-3.capsule
+  muster cluster
   muster doctor
 
 Read a recording with:  python -c "import muster; print(muster.load('runs/a'))"
@@ -35,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (None: the process's own).
 
     Returns:
-        the exit code: 0; 1 if doctor found something or a replay failed; 2 for a wrong request, told in one message;
-        130 and 143 when stopped by Ctrl-C and SIGTERM.
+        the exit code: 0; 1 if doctor found something, a replay failed or a node has lost its collector; 2 for a wrong
+        request, told in one message; 130 and 143 when stopped by Ctrl-C and SIGTERM.
 
     Raises:
         SystemExit: from the parser, for ``--help`` (0) and arguments it does not understand (2).
@@ -55,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return evaluate(command)
         if isinstance(command, Tune):
             return tune(command)
+        if isinstance(command, (Node, Cluster)):
+            return node(command) if isinstance(command, Node) else cluster(command)
         return collect(command) if isinstance(command, Collect) else doctor(command)
     except MusterError as error:
         if isinstance(command, (Collect, Eval, Tune)) and command.allow_import and error.__cause__ is not None:
@@ -69,17 +73,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _parse(arguments: Sequence[str]) -> Collect | Eval | Doctor | Replay | Tune:
+def _parse(arguments: Sequence[str]) -> Collect | Eval | Doctor | Replay | Tune | Node | Cluster:
     import tyro
 
     command = (
         Annotated[Collect, tyro.conf.subcommand("collect", description=Collect.__doc__)]
         | Annotated[Eval, tyro.conf.subcommand("eval", description=Eval.__doc__)]
         | Annotated[Tune, tyro.conf.subcommand("tune", description=Tune.__doc__)]
+        | Annotated[Cluster, tyro.conf.subcommand("cluster", description=Cluster.__doc__)]
+        | Annotated[Node, tyro.conf.subcommand("node", description=Node.__doc__)]
         | Annotated[Replay, tyro.conf.subcommand("replay", description=Replay.__doc__)]
         | Annotated[Doctor, tyro.conf.subcommand("doctor", description=Doctor.__doc__)]
     )
-    parsed: Collect | Eval | Doctor | Replay | Tune = tyro.cli(
+    parsed: Collect | Eval | Doctor | Replay | Tune | Node | Cluster = tyro.cli(
         command,
         prog="muster",
         description=EXAMPLES,

@@ -29,14 +29,15 @@ def parse_count(text: str) -> int:
     return int(number)
 
 
-def frames_per_batch(frames: int, envs: int, wanted: int | None, workers: int = 1) -> int:
+def frames_per_batch(frames: int, envs: int, wanted: int | None, workers: int = 1, nodes: int = 1) -> int:
     """A batch size that gives exactly ``frames`` frames with ``envs`` environments of each worker.
 
     Args:
         frames: in total.
         envs: each makes the same number of steps.
         wanted: by the user; None takes the divisor nearest to ``TARGET_FRAMES``.
-        workers: that share a batch.
+        workers: of each node that share a batch.
+        nodes: that share a batch.
 
     Raises:
         BadOption: it does not come out even; the message names the nearest numbers that do.
@@ -44,7 +45,8 @@ def frames_per_batch(frames: int, envs: int, wanted: int | None, workers: int = 
     if envs < 1:
         raise BadOption(f"--envs {envs}: at least one environment is needed.")
     of = f"--envs {envs}" if workers == 1 else f"--workers {workers} x --envs {envs}"
-    envs *= workers
+    of = of if nodes == 1 else f"--nodes {nodes} x {of}"
+    envs *= workers * nodes
     if wanted is None:
         _check_multiple("--frames", frames, envs, of)
         steps = frames // envs

@@ -150,7 +150,7 @@ def worker_lines(workers: Sequence[WorkerStats]) -> list[str]:
     """One for each, as many as fit."""
     lines = [
         f"  worker {w.index:<3} {w.phase:<9} {short(w.frames_per_s):>6} frames/s  {w.share:4.0%} of frames  "
-        f"restarts {w.restarts}  lag {w.policy_lag}"
+        f"restarts {w.restarts}  lag {w.policy_lag}{f'  node {w.node}' if w.node else ''}"
         for w in workers[:MOST_LINES]
     ]
     more = len(workers) - len(lines)
@@ -187,7 +187,7 @@ def summary(stats: CollectorStats, returns: Returns, recording_s: float | None, 
     return "\n".join(
         [
             *lines,
-            f"workers   {len(stats.workers)}{_troubles(stats)}",
+            f"workers   {len(stats.workers)}{_nodes(stats)}{_troubles(stats)}",
             "in them   " + _shares({**parts, "idle": max(0.0, idle_s)}),
             "here      " + _shares({**here, "rest": max(0.0, elapsed_s - sum(here.values()))}),
         ]
@@ -200,11 +200,24 @@ def _shares(parts: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {s / total:.0%} {block * round(10 * s / total)}".rstrip() for name, s in parts.items())
 
 
+def _nodes(stats: CollectorStats) -> str:
+    """Which share of the frames is whose."""
+    shares: dict[str, float] = {}
+    for worker in stats.workers:
+        shares[worker.node] = shares.get(worker.node, 0.0) + worker.share
+    if set(shares) == {""}:
+        return ""
+    told = [f"{node} {share:.0%}" for node, share in list(shares.items())[:MOST_LINES]]
+    more = [f"and {len(shares) - len(told)} more"] if len(shares) > len(told) else []
+    return f" on {len(shares)} node{'s' * (len(shares) > 1)}: " + ", ".join(told + more)
+
+
 def _troubles(stats: CollectorStats) -> str:
     """Restarted and dropped workers."""
     restarted = ", ".join(f"worker {w.index}: {w.restarts}" for w in stats.workers if w.restarts)
     dropped = ", ".join(str(w.index) for w in stats.workers if w.state == "dropped")
     told = [(f"restarts {stats.restarts} ({restarted})", restarted), (f"dropped {dropped}", dropped)]
+    told.append((f"unseen at most {stats.unseen:,} frames", str(stats.unseen or "")))
     return "".join(f"  {text}" for text, happened in told if happened)
 
 

@@ -30,12 +30,7 @@ def check_multi(o: MultiOptions, *, alone: bool) -> None:
         alone: every group fills batches of its own.
     """
     cat, threshold = o.cat_dim is not None, o.preemptive_threshold
-    strange = set(o.weight_sync_schemes or ()) - {"policy"}
     for wrong, message in (
-        (
-            strange,
-            f"weight_sync_schemes: workers have one model, 'policy', with all its parts; not {sorted(strange)}",
-        ),
         (alone and cat, "cat_results joins the rollouts of a batch, and here every batch is one rollout: leave it out"),
         (
             alone and threshold is not None and threshold < 1,

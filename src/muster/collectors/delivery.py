@@ -124,7 +124,7 @@ class Delivery:
                 self._views.clear()
             self._views[id(layout)] = BatchView(
                 layout,
-                stacked=self._stacked,
+                stacked=self._stacked or layout.lanes > 1,
                 order=self._options.layout,
                 device=self._storing,
                 hidden=self._hidden,

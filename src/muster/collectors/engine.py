@@ -86,6 +86,7 @@ class Engine:
         self.episodes = no_episodes()
         self.finals: list[tuple[Array, list[Final]]] = []
         self.env_ids: Array = np.arange(self.num_envs)
+        self.contributors: list[int] = []  # groups of the last batch
         self.frames = self.counted = self.batches = self.rollouts = 0
         self.values: list[tuple[int, Any]] = []
         self.lag: Counter[int] = Counter()
@@ -189,6 +190,7 @@ class Engine:
         self.rollouts += 1
         self.values = list(zip(filled.groups, filled.values, strict=True))
         groups = self.source.crew.accounts
+        self.contributors = filled.groups
         self.env_ids = np.concatenate([groups[number].env_ids for number in filled.groups])
         self._retire_dropped()
         self.episodes, self.finals, self._path = filled.episodes, filled.finals, filled.path
@@ -273,6 +275,7 @@ class Engine:
             policy_lag=dict(sorted(self.lag.items())),
             slots=self.source.slots(),
             restarts=sum(worker.restarts for worker in workers),
+            unseen=sum(account.unseen for account in accounts),
             cut_short=self._cut_short,
             workers=workers,
             inference=server.stats() if (server := self.source.crew.server) is not None else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,6 +18,9 @@ from muster.collectors.engine import Engine
 from muster.collectors.multi_options import MultiKeywords, MultiOptions
 from muster.collectors.workers import Workers, count_workers
 from muster.errors import BadOption
+from muster.nodes.node import Nodes
+from muster.nodes.weights import nodes_scheme
+from muster.weights.schemes import one_scheme
 from muster.weights.send import SentWeights
 
 
@@ -43,11 +47,18 @@ class MultiCollector(BaseCollector):
             makers, count = count_workers(
                 create_env_fn, auto_workers(create_env_fn, policy, options, alone=self._alone)
             )
-        scheme = (options.weight_sync_schemes or {}).get("policy")
+        scheme = one_scheme(options.weight_sync_schemes)
         acting = 1 if options.inference == "server" and policy is not None else count
+        nodes, bundles = self._place(made)
+        if nodes is not None:
+            scheme, acting = nodes_scheme(nodes, scheme), len(nodes.nodes)
         self._weights = SentWeights(policy, acting, scheme, options.version_counter)
         made.callback(self._weights.close)
-        workers = Workers(options, makers, count, policy, self._weights, made, alone=self._alone)
+        for name in options.weight_sync_schemes or ():
+            self._part(name)  # raises where it is no part of the policy
+        workers = Workers(
+            options, makers, count, policy, self._weights, made, alone=self._alone, nodes=nodes, bundles=bundles
+        )
         weakref.finalize(self, workers.end)  # also if nobody shuts it down
         if options.num_threads is not None:
             made.callback(torch.set_num_threads, torch.get_num_threads())
@@ -56,6 +67,10 @@ class MultiCollector(BaseCollector):
         stacked = cat_dim is None and not self._alone
         engine = Engine(options, workers.schedule(), self._weights, stacked=stacked, cat_dim=cat_dim)
         return engine
+
+    def _place(self, made: ExitStack) -> tuple[Nodes | None, Sequence[Sequence[int]] | None]:
+        """Where workers are, and which groups share batches; see ``Workers``."""
+        return None, None
 
     @property
     def env(self) -> Any:

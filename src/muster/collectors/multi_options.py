@@ -16,11 +16,9 @@ Inference = Literal["worker", "server"]
 StartMethod = Literal["forkserver", "spawn"]
 
 
-class MultiKeywords(CollectorKeywords, total=False):
-    """The keywords of ``MultiOptions``, for signatures."""
+class WorkersKeywords(CollectorKeywords, total=False):
+    """Those keywords of ``MultiOptions`` that also collectors with nodes have."""
 
-    num_workers: int | Literal["auto"] | None
-    backend: Backend
     cat_results: Literal["stack", "cat"] | int
     update_at_each_batch: bool
     preemptive_threshold: float | None
@@ -35,6 +33,13 @@ class MultiKeywords(CollectorKeywords, total=False):
     alternating: bool
     max_batch: int | None
     max_wait_s: float | None
+
+
+class MultiKeywords(WorkersKeywords, total=False):
+    """The keywords of ``MultiOptions``, for signatures."""
+
+    num_workers: int | Literal["auto"] | None
+    backend: Backend
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from muster.collectors.engine import Engine
 from muster.errors import BadOption
 from muster.keys import Key
-from muster.sources.actor import Actor
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -38,7 +36,7 @@ def add_next_values(batch: TensorDict, engine: Engine) -> torch.Tensor:
         if made is not None:  # else its group was dropped
             if made.values is None and len(made.t):
                 assert engine.source.crew.server is not None
-                engine.source.crew.server.ask(partial(Actor.value, group=number, made=made))
+                made = engine.source.crew.server.ask("value", number, made, group=number)
             found = made.values if len(made.t) else np.empty(0, np.float32)
             values[first + made.env, made.t] = found
             at_last = made.t == made.last[made.env]

@@ -342,7 +342,7 @@ class OnDemand:
         crew = self._engine.source.crew
         crew.call("enable_grad", on)
         if crew.server is not None:
-            crew.server.ask(lambda actor: actor.enable_grad(on))
+            crew.server.ask("enable_grad", on)
 
 
 class _Part(NamedTuple):

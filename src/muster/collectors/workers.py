@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +19,8 @@ from muster.collectors.setup import keywords_of, makers_of, marks_valid, worker_
 from muster.envs.build import is_environment
 from muster.errors import BadOption
 from muster.memory.shared import Arena
+from muster.nodes.node import Nodes
+from muster.nodes.wire import NodeSetup, Service
 from muster.sources.build import WorkerOptions
 from muster.sources.capsule import CrashDirectory, Maker
 from muster.sources.crash_notes import CrashNotes
@@ -56,7 +61,9 @@ class Workers:
         policy: that acts, or None.
         weights: of the policy.
         made: ends the workers if anything fails later.
-        alone: every group fills batches of its own.
+        alone: every bundle of groups fills batches of its own.
+        nodes: where workers are; None: on this machine.
+        bundles: numbers of the groups that share a batch, where ``alone``; None: each has its own.
     """
 
     def __init__(
@@ -69,7 +76,10 @@ class Workers:
         made: ExitStack,
         *,
         alone: bool,
+        nodes: Nodes | None = None,
+        bundles: Sequence[Sequence[int]] | None = None,
     ) -> None:
+        self._nodes, self._bundles = nodes, bundles
         self._options, self._makers, self._policy, self._weights, self._alone = options, makers, policy, weights, alone
         self.arena = Arena.create("muster-slots")
         made.callback(self.arena.close)
@@ -82,10 +92,12 @@ class Workers:
         )
         self._prepare_threads(made)
         self._server: InferenceServer | None = None
+        self._served = options.inference == "server" and policy is not None  # else actions are drawn at random
+        self._prepare(count)
         if weights.lazy:
             self._materialise(made)
-        self._payloads = self._pickle()
-        if options.inference == "server" and policy is not None:  # random actions are drawn where they are needed
+            self._prepare(count)
+        if self._served and nodes is None:
             self._server = self._supervisor.server = self._make_server(count)
             made.callback(self._server.close)
         parts = [part.tolist() for part in np.array_split(np.arange(len(makers)), count)]
@@ -96,8 +108,10 @@ class Workers:
         self.crew = Crew(self._handles, infos, self._supervisor)
         self._supervisor.accounts = self.crew.accounts
         if self._server is not None:
-            self._server.open(self._handles, infos)
+            self._server.open(self._handles, dict(enumerate(infos)))
             self.crew.server = self._server
+        elif self._served:
+            self.crew.server = nodes
         self._assign()
 
     def end(self) -> None:
@@ -111,11 +125,14 @@ class Workers:
         """Who works when."""
         options, infos = self._options, [account.info for account in self.crew.accounts]
         one_slot = options.cat_dim is None and not self._alone
-        parts = [list(range(len(infos)))] if one_slot else [[number] for number in range(len(infos))]
+        parts = [list(range(len(infos)))] if one_slot else self._parts()
         limit = cast(int, options.slot_memory_limit) // len(parts)
         bundles = [Bundle(part, limit_bytes=limit, memory=self.arena) for part in parts]
         if self._alone:
-            T = [options.rows_per_batch(info.num_envs) for info in infos]
+            T = [0] * len(infos)
+            for part in parts:
+                for number in part:
+                    T[number] = options.rows_per_batch(sum(infos[other].num_envs for other in part))
             weights, max_lag = self._weights, options.max_policy_lag
             return FirstReady(self.crew, bundles, T, max_lag=max_lag, publishes=lambda: weights.publishes)
         rows = options.rows_per_batch(self.crew.num_envs) if options.extend_buffer else 1
@@ -123,7 +140,6 @@ class Workers:
 
     def _materialise(self, made: ExitStack) -> None:
         """Lazy layers: a worker's first call shows what weights there are; all workers then begin with these."""
-        self._payloads = self._pickle()
         probe = self._handle(0, [0], 1)
         self._supervisor.handles = [probe]
         made.callback(probe.end)
@@ -133,6 +149,8 @@ class Workers:
         probe.call("layouts", "policy", [1], None)
         self._weights.materialise(probe.call("weights"))
         probe.close()
+        if self._nodes is not None:
+            self._nodes.end_sessions()  # what they were told first has changed
 
     def _start(self) -> list[GroupInfo]:
         """Let workers make their environments."""
@@ -145,7 +163,9 @@ class Workers:
     def _assign(self) -> None:
         """Tell workers where they stand among all."""
         options, crew = self._options, self.crew
-        sharing = [account.info.num_envs for account in crew.accounts] if self._alone else [crew.num_envs]
+        sharing = [crew.num_envs]
+        if self._alone:
+            sharing = [sum(crew.accounts[n].info.num_envs for n in part) for part in self._parts()]
         masks = any([marks_valid(options, number) for number in sorted(set(sharing))])  # noqa: C419 (each may warn)
         masks |= options.enough(len(crew.accounts)) is not None or options.on_failure == "drop"
         kwargs = keywords_of(options.create_env_kwargs, len(self._makers))
@@ -170,32 +190,37 @@ class Workers:
         options = self._options
         makers, kwargs, policy, told = self._payloads
         threads = options.backend == "threads"
+        served = self._served and not self._weights.lazy
         kwargs = [kwargs[number] for number in groups]
         given = dumps if not threads else lambda value, what: value
         payload = Payload(
             [makers[number] for number in groups],
             given(kwargs, "create_env_kwargs"),
-            policy,
+            policy if self._nodes is None else b"",  # a node has it already
             options.policy_factory is not None,
-            given(told if self._server is None else _without_torch(told), "the options"),
+            given(_without_torch(told) if served else told, "the options"),
             self._policy_lock,
-            count if self._server is not None else None,
+            count if served else None,
         )
         setup = Setup(
             payload,
             groups,
             self.arena,
-            lambda: self._weights.ticket(index),
-            None if threads or self._server is not None else options.num_sub_threads,
-            self._launcher(),
+            lambda: self._weights.ticket(index if self._nodes is None else self._nodes.of_leaf[index]),
+            None if threads or served else options.num_sub_threads,
+            self._launcher(index),
             threads,
             self._supervisor.timeout("close"),
             stoppable=threads or options.enough(len(self._makers)) is not None,
             server=self._server,
+            remote=self._nodes is not None,
+            where=str if self._nodes is None else partial(self._nodes.where, index),
         )
         return DetachedWorker(index, setup, self._supervisor)
 
-    def _launcher(self) -> Callable[[str, bool], tuple[Any, Any, Any]]:
+    def _launcher(self, index: int) -> Callable[[str, bool], tuple[Any, Any, Any]]:
+        if self._nodes is not None:
+            return self._nodes.launch(index)
         if self._doorbell is not None:
             return in_thread(self._doorbell)
         return in_process(self._options.start_method, light=self._server is not None)
@@ -217,7 +242,54 @@ class Workers:
             deadline_s=self._supervisor.timeout("policy"),
         )
 
+    def _parts(self) -> Sequence[Sequence[int]]:
+        """Groups that share a slot, where not all do."""
+        return [[number] for number in range(len(self._makers))] if self._bundles is None else self._bundles
+
+    def _prepare(self, count: int) -> None:
+        """What workers and nodes will be told first."""
+        self._payloads = self._pickle()
+        options, (_, _, policy, told), nodes = self._options, self._payloads, self._nodes
+        if nodes is None:
+            return
+        setups, buffer = [], None
+        if nodes.write:
+            from muster.nodes.ray_buffer import for_nodes
+
+            buffer = dumps(for_nodes(options.replay_buffer), "replay_buffer")
+        for number in range(len(nodes.nodes)):
+            leaves = [index for index, node in enumerate(nodes.of_leaf) if node == number]
+            service = Service(
+                leaves,
+                dumps(told, "the options"),
+                options.policy_factory is not None,
+                options.alternating,
+                options.max_batch,
+                0.0 if self._alone and options.max_wait_s is None else options.max_wait_s,
+                options.num_sub_threads,
+                self._supervisor.timeout("policy"),
+            )
+            served = service if self._served else None
+            setups.append(
+                NodeSetup(
+                    number,
+                    count,
+                    tuple(sys.path),
+                    options.start_method,
+                    served,
+                    hashlib.sha256(policy).digest(),
+                    buffer,
+                    options.layout,
+                )
+            )
+        nodes.prepare(setups, policy)
+
     def _prepare_threads(self, made: ExitStack) -> None:
+        if self._nodes is not None:
+            self._doorbell = None
+            self._supervisor.doorbell = self._nodes.doorbell
+            self._policy_lock = None
+            return
         self._doorbell = self._supervisor.doorbell = Doorbell() if self._options.backend == "threads" else None
         self._policy_lock = threading.Lock() if self._doorbell is not None and not self._alone else None
         if self._doorbell is not None:

@@ -91,7 +91,7 @@ class Actor:
         self._policy, self._device = place(policy, options.policy_device)
         self._in_place = self._device is None or self._device.type == "cpu"
         self._into = named_tensors(self._policy)
-        self._infos: Sequence[GroupInfo] = ()
+        self._infos: Mapping[int, GroupInfo] = {}
         self._rngs: dict[int, GroupRng] = {}  # by group
         self._policies: dict[tuple[int, ...], Policy] = {}  # by shape of the batch
         self._stages: dict[tuple[int, int], Lane] = {}  # by number of environments and of steps
@@ -103,10 +103,10 @@ class Actor:
         self._grad = False
         self._epoch = 0  # whoever has prepared for an earlier one does so again
 
-    def open(self, infos: Sequence[GroupInfo]) -> None:
-        """Learn of the groups. Raises ``BadOption`` if they cannot be acted for together."""
-        for info in infos:
-            check_alike(info, infos[0])
+    def open(self, infos: Mapping[int, GroupInfo]) -> None:
+        """Learn of the groups, by number. Raises ``BadOption`` if they cannot be acted for together."""
+        for info in infos.values():
+            check_alike(info, next(iter(infos.values())))
         self._infos = infos
 
     def adopt(self, groups: Mapping[int, tuple[dict[Key, Array], dict[str, Any]]]) -> list[Column]:
@@ -196,7 +196,7 @@ class Actor:
         self._grad = on
         self._epoch += 1
 
-    def value(self, group: int, made: NextRows) -> None:
+    def value(self, group: int, made: NextRows) -> NextRows:
         """Fill in the values of rows that a group would act on next."""
         info, rng = self._infos[group], self._rngs[group]
         lead, some = info.batch_shape, np.arange(info.num_envs) % len(made.t)
@@ -213,6 +213,7 @@ class Actor:
 
         self.settle()  # streams that are installed can be neither saved nor restored
         fill_values(made, policy, rng, spare_lane(made.columns, info.num_envs, lead), around())
+        return made
 
     def _act_alone(self, rollout: Rollout, row: int, *, first: bool) -> None:
         """Where the rows lie."""
@@ -319,16 +320,16 @@ class Actor:
 
     def _written(self) -> set[Key]:
         """What the policy writes; where episodes begin only resets do."""
-        return {*self._infos[0].action_specs, *(column.key for column in self._columns)} - {IS_INIT}
+        return {*next(iter(self._infos.values())).action_specs, *(column.key for column in self._columns)} - {IS_INIT}
 
     def _seen(self, lane: Lane, row: int) -> dict[Key, Any]:
         """The observations of a row."""
-        return {key: lane.rows(key)[row] for key in self._infos[0].observation_specs}
+        return {key: lane.rows(key)[row] for key in next(iter(self._infos.values())).observation_specs}
 
     def _policy_for(self, shape: tuple[int, ...], obs: Callable[[], dict[Key, Any]], rng: GroupRng) -> Policy:
         """The policy for a shape of batches. Before the first one it is called once, to see what it returns."""
         if shape not in self._policies:
-            built = BuiltEnv(cast("EnvBatch", Described(self._infos[0])), shape)
+            built = BuiltEnv(cast("EnvBatch", Described(next(iter(self._infos.values())))), shape)
             policy = build_policy(self._policy, self._options, built, self._device)
             probe = self._restored(0, rng.state_dict())  # the group's own draws nothing for it
             try:

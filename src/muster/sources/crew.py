@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,10 +18,7 @@ from muster.progress import Timing
 from muster.sources.detached import DetachedWorker
 from muster.sources.handles import Handle
 from muster.sources.messages import GroupInfo, Order, Report
-from muster.stats import WorkerStats
-
-if TYPE_CHECKING:
-    from muster.sources.inference import InferenceServer
+from muster.stats import InferenceStats, WorkerStats
 
 
 @dataclass
@@ -36,6 +33,7 @@ class Account:
         lag: see ``WorkerStats.policy_lag``.
         clock: episode numbers and steps as of the last report, ``[2, B]``; None: nothing was reported.
         dropped: nobody runs it any more.
+        unseen: steps at most that were executed and nobody could count, since their node is lost.
     """
 
     info: GroupInfo
@@ -49,6 +47,7 @@ class Account:
     timing: Timing = field(default_factory=Timing)
     clock: Array | None = None
     dropped: bool = False
+    unseen: int = 0
 
     def add(self, report: Report) -> None:
         """Enter what came of an order."""
@@ -86,6 +85,15 @@ class Watch(Protocol):
         """Until some worker has something to say; reports in the place of workers that are lost."""
 
 
+class Servers(Protocol):
+    """Inference, as the collector sees it: one ``InferenceServer``, or those of all nodes."""
+
+    def held(self) -> AbstractContextManager[None]: ...
+    def settle(self) -> None: ...
+    def ask(self, method: str, *args: Any, group: int | None = None) -> Any: ...
+    def stats(self) -> InferenceStats: ...
+
+
 class Crew:
     """Workers, by the groups that they run.
 
@@ -109,7 +117,7 @@ class Crew:
         self._numbers = itertools.count(1)
         self._reports: deque[Report] = deque()  # of lost workers
         self._turn = 0
-        self.server: InferenceServer | None = None
+        self.server: Servers | None = None
 
     def handle(self, group: int) -> Handle:
         return self._of[group]
@@ -182,6 +190,7 @@ class Crew:
             busy,
             handle.incarnation,
             max(a.lag for a in accounts),
+            handle.setup.where(),
         )
 
     def call(self, method: str, *args: Any) -> list[Any]:

@@ -10,10 +10,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from muster.keys import Key
 from muster.memory.slots import Lane, Slot
 from muster.memory.specs import Column
-from muster.progress import ACTING, ORDER, PHASE, STEPPING, STOP, Phase, stepped_in_row, steps_made
+from muster.progress import ACTING, ORDER, PHASE, STEPPING, Phase, reward_key, stepped_in_row, steps_made
 from muster.sources.launch import Child
 from muster.sources.launchers import Setup
 from muster.sources.messages import Assignment, GroupInfo, Order, Report, Start
@@ -102,7 +101,8 @@ class DetachedWorker:
             self.index, self.incarnation, setup.payload, self.groups, setup.threads, setup.stoppable, setup.in_thread
         )
         line = setup.server.lines.fds_for(self.index) if setup.server is not None else []
-        self._send(start, [*([] if setup.in_thread else [self.ledger.fd]), setup.arena.fd, *line])
+        fds = [*([] if setup.in_thread else [self.ledger.fd]), setup.arena.fd, *line]
+        self._send(start, [] if setup.remote else fds)
         self._ignored = 0
         if self.incarnation:
             self._ignored = 1  # the groups that it has built
@@ -282,6 +282,11 @@ class DetachedWorker:
         in_row = self.steps_seen() if cells[PHASE] == Phase.STEP else 0
         return (*(cells[i] for i in (PHASE, ORDER, ACTING, STEPPING)), in_row, len(self.outstanding))
 
+    def as_of(self) -> float:
+        """When these were so (``time.monotonic``): what a node tells of its workers is a little old, or more."""
+        told_at: float = self.ledger.told_at if self.setup.remote else time.monotonic()
+        return told_at
+
     def under_way(self) -> list[Order]:
         """Orders that it has not reported on; oldest first."""
         return [self.outstanding[number] for number in self._slots]
@@ -308,19 +313,19 @@ class DetachedWorker:
         order = self.order_at_work()
         if order is None:
             return 0
-        return steps_made(self.ledger.cells, lane := self.lane_of(order.number), _reward_key(lane))
+        return steps_made(self.ledger.cells, lane := self.lane_of(order.number), reward_key(lane))
 
     def at_work(self, B: int) -> tuple[int, int | None]:
         """Row of the lane at work (-1: none yet), and which of B environments is being stepped, if that can be seen."""
         cells, order = self.ledger.cells, self.order_at_work()
         lane = None if order is None else self.lane_of(order.number)
-        index = None if lane is None else stepped_in_row(cells, lane, _reward_key(lane))
+        index = None if lane is None else stepped_in_row(cells, lane, reward_key(lane))
         return int(cells[ACTING]), index if self.phase is Phase.STEP and index is not None and index < B else None
 
     def stop(self, number: int) -> None:
         """Orders up to this number end after their current step."""
         if self.alive:
-            self.ledger.cells[STOP] = number
+            self.ledger.stop(number)
 
     def stack(self) -> str:
         """Of a process that hangs."""
@@ -365,7 +370,7 @@ class DetachedWorker:
         if self.setup.server is None or policy != "policy":
             return ()
         observed = self._call("observe")
-        columns: Sequence[Column] = self.setup.server.ask(lambda actor: actor.adopt(observed))
+        columns: Sequence[Column] = self.setup.server.ask("adopt", observed)
         return columns
 
     def _send_ticket(self) -> None:
@@ -375,6 +380,9 @@ class DetachedWorker:
 
     def _send_order(self, order: Order) -> None:
         slot = self._slots[order.number]
+        if self.setup.remote:
+            begin = order.lane * slot.layout.lane_bytes
+            self._channel.expect(slot.block[begin : begin + slot.layout.lane_bytes])
         self._send(("order", order, slot.offset, slot.layout.nbytes))
 
     def _send(self, message: Any, fds: Sequence[int] = (), timeout: float | None = SEND_S) -> None:
@@ -382,7 +390,3 @@ class DetachedWorker:
             self._channel.send(message, fds, timeout)
         except EOFError:
             pass  # whoever waits for it will find it dead
-
-
-def _reward_key(lane: Lane) -> Key:
-    return next(c.key for c in lane.layout.columns if c.key[-1] in ("reward", "team_reward") and c.host)

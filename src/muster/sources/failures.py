@@ -50,6 +50,7 @@ class Where:
         episode, step: of the environment: how many episodes it had ended before, and steps since.
         seed: that the environment was last given.
         incarnation: how often the worker had been restarted.
+        node: number and host of its node; empty on this machine.
     """
 
     worker: int | None = None
@@ -61,11 +62,13 @@ class Where:
     episode: int | None = None
     step: int | None = None
     seed: int | None = None
+    node: str = ""
 
     def __str__(self) -> str:
         parts = []
         if self.worker is not None:
             more = [] if self.pid is None else [f"pid {self.pid}"]
+            more += [f"node {self.node}"] if self.node else []
             more += [f"restart {self.incarnation}"] if self.incarnation else []
             parts.append(f"worker {self.worker}" + (f" ({', '.join(more)})" if more else ""))
         if self.env_ids:
@@ -180,6 +183,16 @@ def died(
     error = _dressed(WorkerDied(_sections(message, _hint(replay), stack)), where, phase, capsule)
     error.exitcode = exitcode
     return error
+
+
+def node_lost(where: Where, *, phase: str, why: str) -> WorkerDied:
+    """The error for a worker whose node is not there any more, or has not come.
+
+    Args:
+        why: as the node's link says it.
+    """
+    message = f"{_capital(where)} is lost with its node, during {phase}: {why}"
+    return _dressed(WorkerDied(message), where, phase, None)
 
 
 def hung(

@@ -1,13 +1,14 @@
-"""The schedule in which a batch is one rollout, whichever is complete first."""
+"""The schedule in which a batch is what is complete first."""
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import warnings
-from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import cast
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 
 from muster.errors import MusterError, SlotsExhausted
 from muster.memory.slots import Layout, Slot, SlotRing, SlotState
@@ -19,23 +20,80 @@ FAIR_AFTER = 8  # batches per group, before shares are compared
 FAIR_SHARE = 0.5  # of an equal share; less is worth a warning
 
 
-@dataclass
+@dataclass(eq=False)
 class _Ordered:
-    """A rollout that has been ordered and not delivered; ``born`` is the number of publishes before it."""
+    """Rollouts of a bundle that have been ordered and not delivered; ``born`` is the number of publishes before."""
 
-    order: Order
+    orders: list[Order]  # by lane
     bundle: Bundle
     ring: SlotRing
     slot: Slot
     born: int
-    report: Report | None = None
+    place: int  # among all that were ever ordered
+    reports: dict[int, Report] = field(default_factory=dict)  # by order
+
+    @property
+    def complete(self) -> bool:
+        return len(self.reports) == len(self.orders)
+
+
+class _Pool:
+    """What has been ordered and not delivered, oldest first. Nothing here takes longer with more workers."""
+
+    def __init__(self) -> None:
+        self._items: dict[int, _Ordered] = {}  # by place
+        self._of: dict[int, _Ordered] = {}  # by number of the order
+        self._waiting: defaultdict[int, list[_Ordered]] = defaultdict(list)  # by first group of the bundle
+        self._complete: list[int] = []  # places, sorted
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[_Ordered]:
+        return iter(list(self._items.values()))
+
+    def add(self, ordered: _Ordered) -> None:
+        """The newest, or one that was removed."""
+        is_newest = not self._items or ordered.place > next(reversed(self._items))
+        self._items[ordered.place] = ordered
+        self._of |= {order.number: ordered for order in ordered.orders}
+        waiting = self._waiting[ordered.bundle.groups[0]]
+        waiting.append(ordered)
+        if not is_newest:
+            self._items = dict(sorted(self._items.items()))
+            waiting.sort(key=lambda other: other.place)
+        self.note(ordered)
+
+    def remove(self, ordered: _Ordered) -> None:
+        del self._items[ordered.place]
+        for order in ordered.orders:
+            del self._of[order.number]
+        self._waiting[ordered.bundle.groups[0]].remove(ordered)
+        if ordered.place in self._complete:
+            self._complete.remove(ordered.place)
+
+    def find(self, number: int) -> _Ordered | None:
+        """That with an order of this number."""
+        return self._of.get(number)
+
+    def waiting(self, bundle: Bundle) -> list[_Ordered]:
+        """Those of a bundle, oldest first."""
+        return self._waiting[bundle.groups[0]]
+
+    def note(self, ordered: _Ordered) -> None:
+        """It may be complete now."""
+        if ordered.complete:
+            bisect.insort(self._complete, ordered.place)
+
+    def complete(self) -> list[_Ordered]:
+        return [self._items[place] for place in self._complete]
 
 
 class FirstReady(Schedule):
-    """Every batch is one rollout of one group, whichever is complete first. Workers go on while the user trains.
+    """Every batch has the rollouts of one bundle, whichever is complete first. Workers go on while the user trains.
 
     Args:
-        bundles: one for each group.
+        bundles: groups that share batches; most often one group each.
         lead: rollouts of a group that are ordered, made or waiting at a time.
         max_lag: publishes between the weights that act in a batch and its delivery, at most, if weights are published
             once per batch. Workers wait where it would be more.
@@ -54,7 +112,10 @@ class FirstReady(Schedule):
     ) -> None:
         super().__init__(crew, bundles, T)
         self._lead, self._max_lag, self._publishes = lead, max_lag, publishes
-        self._ordered: list[_Ordered] = []  # oldest first
+        self._ordered = _Pool()
+        self._places = itertools.count()
+        self._lacking = {bundle.groups[0]: bundle for bundle in self.bundles}  # those with fewer rollouts than ``lead``
+        self._unsure = False  # something was interrupted, and may have to be ordered again
         self._delivered = 0
         self._begun: Counter[int] = Counter()  # rollouts that were ordered, by group
         self._behind: set[int] = set()  # groups that were warned of
@@ -66,40 +127,45 @@ class FirstReady(Schedule):
             MusterError: what went wrong; the next call goes on.
         """
         self._compare_shares()  # first, since a warning may be an error
-        if not self._ordered:  # else what is under way is finished first
+        if not len(self._ordered):  # else what is under way is finished first
             self._resize(wanted.rows)
-        self._resubmit()
+        if self._unsure:
+            self._resubmit()
+        self._unsure = True
         self._order(wanted, wanted.batches)
         while (found := self._deliverable()) is None:
             self.crew.check_alive()
             report = self._next_report()
             self._take_note(report)
-            self._resubmit()
             if report.dropped or report.lost:
+                self._resubmit()
                 self._order(wanted, wanted.batches)  # the others do what it was to do
-        self._ordered.remove(found)
-        made = cast(Report, found.report)
+        self._remove(found)
+        reports = [found.reports[order.number] for order in found.orders]
         try:
             self._order(wanted, None if wanted.batches is None else wanted.batches - 1, delivered=1)
         except SlotsExhausted:
             pass  # which is for the next call to raise; this one has a batch
         except BaseException:
-            self._ordered.insert(0, found)
+            self._ordered.add(found)
             raise
-        self._finish(found.slot, 0, made)
+        for lane, report in enumerate(reports):
+            self._finish(found.slot, lane, report)
         self._delivered += 1
-        return filled(self.crew, [(found.ring, found.slot)], [made])
+        self._unsure = False
+        return filled(self.crew, [(found.ring, found.slot)], reports)
 
     @property
     def ahead_of_user(self) -> bool:
         """Rollouts were begun that nobody has got."""
-        return bool(self._ordered)
+        return len(self._ordered) > 0
 
     def rollouts_for(self, frames: int, rows: int | None) -> int:
         """How many rollouts have at least so many frames, whoever makes them."""
-        if not self._ordered:
+        if not len(self._ordered):
             self._resize(rows)
-        sizes = [T * account.info.num_envs for T, account in zip(self.T, self.crew.accounts, strict=True)]
+        accounts = self.crew.accounts
+        sizes = [sum(self.T[n] * accounts[n].info.num_envs for n in bundle.groups) for bundle in self.bundles]
         return -(-frames // min(sizes))
 
     def _batch_groups(self) -> Sequence[int]:
@@ -107,9 +173,10 @@ class FirstReady(Schedule):
 
     def rest(self) -> bool:
         """Wait until no worker has anything to do; whether rollouts are left that nobody has got."""
+        self._unsure = True
         while self.crew.outstanding:
             self._take_note(self._next_report())
-        return any(ordered.report is not None for ordered in self._ordered)
+        return bool(self._ordered.complete())
 
     def abandon(self, reason: str) -> None:
         """Give up all that nobody has got; the environments go on where they are."""
@@ -126,8 +193,12 @@ class FirstReady(Schedule):
     def _discard(self, reason: str) -> None:
         super()._discard(reason)
         for ordered in self._ordered:
+            self._remove(ordered)
             self._give_back(ordered.ring, ordered.slot)
-        self._ordered = []
+
+    def _remove(self, ordered: _Ordered) -> None:
+        self._ordered.remove(ordered)
+        self._lacking[ordered.bundle.groups[0]] = ordered.bundle
 
     def _compare_shares(self) -> None:
         """Warn, once, of each group that is left behind."""
@@ -152,61 +223,91 @@ class FirstReady(Schedule):
         lag = None if self._max_lag is None else self._max_lag + 1 - delivered
         bounds = [n for n in (batches, lag) if n is not None]
         most = min(bounds, default=self._lead * len(self.bundles))
-        waiting = Counter(ordered.order.group for ordered in self._ordered)
-        for level in range(self._lead):
-            for bundle in sorted(self.bundles, key=lambda bundle: self._begun[bundle.groups[0]]):
-                (group,) = bundle.groups
+        for level in range(self._lead if len(self._ordered) < most else 0):
+            for bundle in sorted(self._lacking.values(), key=lambda bundle: self._begun[bundle.groups[0]]):
                 if len(self._ordered) >= most:
                     return
-                if waiting[group] <= level and not self.crew.accounts[group].dropped:
+                if len(self._ordered.waiting(bundle)) <= level and not self._is_dropped(bundle):
                     self._submit(bundle, wanted, delivered)
-                    waiting[group] += 1
+
+    def _is_dropped(self, bundle: Bundle) -> bool:
+        return all(self.crew.accounts[group].dropped for group in bundle.groups)
 
     def _submit(self, bundle: Bundle, wanted: Wanted, delivered: int) -> None:
         policy = wanted.policy(len(self._ordered) + delivered)
         self._prepare(bundle, policy)
-        (group,) = bundle.groups
-        if self.crew.accounts[group].dropped:  # just now
+        if self._is_dropped(bundle):  # just now
             return
         slot = bundle.ring.take()
-        limit = self._limit(wanted.limit, [group])
-        after = next((o.order.number for o in reversed(self._ordered) if o.order.group == group), None)
-        order = self.crew.submit(
-            group, slot, 0, policy=policy, limit=limit, spans=wanted.spans, after=after, bootstrap=wanted.bootstrap
-        )
-        self._begun[group] += 1
-        self._ordered.append(_Ordered(order, bundle, bundle.ring, slot, self._publishes()))
+        limit = self._limit(wanted.limit, bundle.groups)
+        waiting = self._ordered.waiting(bundle)
+        before = waiting[-1].orders if waiting else None
+        with self.crew.together() if len(bundle.groups) > 1 else nullcontext():
+            orders = [
+                self.crew.submit(
+                    group,
+                    slot,
+                    lane,
+                    policy=policy,
+                    limit=limit,
+                    sharing=self._sharing(bundle, group),
+                    spans=wanted.spans,
+                    after=before[lane].number if before else None,
+                    bootstrap=wanted.bootstrap,
+                )
+                for lane, group in enumerate(bundle.groups)
+            ]
+        self._begun[bundle.groups[0]] += 1
+        self._ordered.add(_Ordered(orders, bundle, bundle.ring, slot, self._publishes(), next(self._places)))
+        if len(self._ordered.waiting(bundle)) >= self._lead:
+            self._lacking.pop(bundle.groups[0], None)
         if self.ahead is not None:
             self.ahead.prepare(bundle.ring, slot)
 
     def _prepare(self, bundle: Bundle, policy: str) -> None:
-        handle = self.crew.handle(bundle.groups[0])
-        if bundle.laid_out and handle.prepared(policy):
+        living = [group for group in bundle.groups if not self.crew.accounts[group].dropped]
+        handles = list(dict.fromkeys(self.crew.handle(group) for group in living))
+        if bundle.laid_out and all(handle.prepared(policy) for handle in handles):
             return
-        layouts = self._lay_out(handle, policy, None)  # when what was ordered before is done
+        layouts: dict[int, Layout] = {}
+        for handle in handles:
+            layouts |= self._lay_out(handle, policy, None)  # when what was ordered before is done
         for other in self.bundles:
-            if other.groups[0] in layouts:
-                other.lay_out([layouts[other.groups[0]]], self._names(other))
+            known = [group for group in other.groups if group in layouts]
+            if known:  # nobody can be asked about those that were dropped
+                other.lay_out([layouts.get(group, layouts[known[0]]) for group in other.groups], self._names(other))
+
+    def _sharing(self, bundle: Bundle, group: int) -> tuple[int, int] | None:
+        """Where a group stands among those that share batches; None: it has its own."""
+        if len(bundle.groups) == 1:
+            return None
+        accounts = [self.crew.accounts[number] for number in bundle.groups]
+        sizes = [0 if account.dropped else account.info.num_envs for account in accounts]
+        return sum(sizes[: bundle.groups.index(group)]), sum(sizes)
 
     def _deliverable(self) -> _Ordered | None:
         """A complete rollout, the oldest one first, that may overtake what is older and not complete."""
         now = self._publishes()
-        for place, ordered in enumerate(self._ordered):
-            if ordered.report is not None:
-                older = enumerate(self._ordered[:place])
-                if self._max_lag is None or all(now + 1 - o.born + ahead <= self._max_lag for ahead, o in older):
-                    return ordered
+        for ordered in self._ordered.complete():
+            if self._max_lag is None:
+                return ordered
+            older = enumerate(o for o in self._ordered if o.place < ordered.place)
+            if all(now + 1 - o.born + ahead <= self._max_lag for ahead, o in older):
+                return ordered
         return None
 
     def _take_note(self, report: Report) -> None:
-        ordered = next((o for o in self._ordered if o.order.number == report.number), None)
-        if ordered is None:  # its group was dropped
+        ordered = self._ordered.find(report.number)
+        if ordered is None:  # its bundle was dropped
             return
-        if report.dropped:
-            self._ordered.remove(ordered)
+        if report.dropped and self._is_dropped(ordered.bundle):
+            self._remove(ordered)
             self._give_back(ordered.ring, ordered.slot)
         elif report.error is None and not report.lost:
-            ordered.report, ordered.slot.state = report, SlotState.FULL
+            ordered.reports[report.number] = report
+            self._ordered.note(ordered)
+            if ordered.complete:
+                ordered.slot.state = SlotState.FULL
         if report.error is not None:
             raise report.error
 
@@ -214,10 +315,14 @@ class FirstReady(Schedule):
         """Go on with what an error interrupted."""
         under_way = {number for handle in self.crew.handles for number in handle.outstanding}
         for ordered in list(self._ordered):
-            if ordered.report is not None or ordered.order.number in under_way:
-                continue
-            if self.crew.accounts[ordered.order.group].dropped:
-                self._ordered.remove(ordered)
+            missing = [o for o in ordered.orders if o.number not in ordered.reports and o.number not in under_way]
+            if missing and self._is_dropped(ordered.bundle):
+                self._remove(ordered)
                 self._give_back(ordered.ring, ordered.slot)
-            else:
-                self.crew.handle(ordered.order.group).submit(ordered.order, ordered.slot)
+                continue
+            for order in missing:
+                if self.crew.accounts[order.group].dropped:
+                    ordered.reports[order.number] = Report(order.number, order.group, dropped=True)
+                    self._ordered.note(ordered)
+                else:
+                    self.crew.handle(order.group).submit(order, ordered.slot)

@@ -16,17 +16,30 @@ import random
 import select
 import signal
 import socket
+import subprocess
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 from muster.sources.channel import Channel
 
 STATUS_BYTES = 8  # of an exit code in the pipe that tells the parent of a worker's end
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
+
+# Heavy, and safe to import before a fork: they start no threads that a fork would lose. (Not jax.)
+PRELOADED = (
+    *("numpy", "numpy.random", "torch", "gymnasium", "gymnasium.wrappers", "gymnasium.vector", "tensordict"),
+    *("tensordict.nn", "torchrl.data", "torchrl.envs", "torchrl.modules", "cloudpickle", "pettingzoo", "dm_env"),
+    *("gymnasium.envs.classic_control", "gymnasium.envs.toy_text", "stable_baselines3.common.vec_env"),
+)
+LIGHT = (  # those that do not import torch
+    *("numpy", "numpy.random", "gymnasium", "gymnasium.wrappers", "gymnasium.vector", "cloudpickle", "dm_env"),
+    *("gymnasium.envs.classic_control", "gymnasium.envs.toy_text", "muster.sources.server"),
+)
 
 
 @dataclass(frozen=True)
@@ -119,6 +132,39 @@ class _Server:
             os._exit(0)
 
 
+class ForkedServer:
+    """A fork server that is a fork of its parent, which has one thread; as ``subprocess.Popen`` otherwise.
+
+    Args:
+        ours, theirs: the ends of the socket that it is told over; the second one is closed here.
+    """
+
+    def __init__(self, ours: Channel, theirs: Channel) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                ours.close()
+                serve(theirs.fileno())
+            finally:
+                os._exit(1)
+        theirs.close()
+
+    def wait(self, timeout: float) -> None:
+        """Until it has ended. Raises ``subprocess.TimeoutExpired``."""
+        fd = os.pidfd_open(self.pid)
+        try:
+            if self.returncode is None and not select.select([fd], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("fork server", timeout)
+            os.waitpid(self.pid, 0)
+            self.returncode = 0
+        finally:
+            os.close(fd)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
 def serve(fd: int) -> None:
     """Be the fork server of the process at the other end of the socket ``fd``."""
     _own_signals()
@@ -134,6 +180,14 @@ def spawned(lifeline_fd: int, channel_fd: int, target: str, name: str) -> NoRetu
     tie_life(lifeline)
     _show(name)
     run(target, Channel.adopt(channel_fd))
+
+
+def is_stopped(pid: int) -> bool:
+    """By SIGSTOP or a debugger, as far as one can see."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
+    except OSError:
+        return False
 
 
 def kill_group(pid: int, *, reaped: bool = False) -> None:

@@ -7,25 +7,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from muster.acting import policy_error
 from muster.errors import MusterError
+from muster.memory.slots import Lane
 from muster.sources.actor import Actor, Rollout
 from muster.sources.build import WorkerOptions
 from muster.sources.failures import on_server, server_hung
 from muster.sources.lines import LOOK_S, Lines
-from muster.sources.messages import GroupInfo, Report
+from muster.sources.messages import GroupInfo, Order, Report
 from muster.stats import InferenceStats
 from muster.weights.transport import Ticket
-
-if TYPE_CHECKING:
-    from muster.sources.detached import DetachedWorker
 
 LOST_S = 5.0  # for a call of the policy to end that writes into the lane of a worker that is gone
 
@@ -49,12 +47,22 @@ class Dispatch:
     keeps_streams: bool = True
 
 
+class Seated(Protocol):
+    """What a server needs to know of a worker; see ``DetachedWorker``."""
+
+    index: int
+    groups: list[int]
+    outstanding: dict[int, Order]
+
+    def lane_of(self, number: int) -> Lane: ...
+
+
 @dataclass
 class _Seat:
     """A worker as the server sees it."""
 
     worker: int
-    handle: DetachedWorker
+    handle: Seated
     envs: int  # of a group
     rollout: Rollout | None = None
     since: float = 0.0  # when its question was first seen
@@ -96,7 +104,7 @@ class InferenceServer:
         self.actor = Actor(
             policy, options, self._weights, exclusive=dispatch.exclusive, keeps_streams=dispatch.keeps_streams
         )
-        self._seats: list[_Seat] = []
+        self._seats: dict[int, _Seat] = {}  # by worker
         self._rollouts: dict[int, Rollout] = {}  # by order, until they are complete
         self._turn = 0  # of the teams
         self._chosen: list[_Seat] = []
@@ -111,14 +119,18 @@ class InferenceServer:
 
     # --- called by the collector ------------------------------------------------------------------
 
-    def open(self, handles: Sequence[DetachedWorker], infos: Sequence[GroupInfo]) -> None:
-        """Begin to act for these workers.
+    @property
+    def is_open(self) -> bool:
+        return bool(self._seats)
+
+    def open(self, handles: Sequence[Seated], infos: Mapping[int, GroupInfo]) -> None:
+        """Begin to act for these workers; ``infos`` are those of their groups, by number.
 
         Raises:
             BadOption: it cannot, for their environments.
         """
         self.actor.open(infos)
-        self._seats = [_Seat(handle.index, handle, infos[handle.groups[0]].num_envs) for handle in handles]
+        self._seats = {h.index: _Seat(h.index, h, infos[h.groups[0]].num_envs) for h in handles}
         self._thread.start()
         if (threads := self._threads) is not None:
             users = torch.get_num_threads()
@@ -140,23 +152,32 @@ class InferenceServer:
         with self._between_calls():
             self.actor.settle()
 
-    def ask(self, question: Callable[[Actor], Any]) -> Any:
-        """What the actor answers in its thread."""
-        return self._in_thread(lambda: question(self.actor))
+    def replace(self, handle: Seated) -> None:
+        """Another object stands for a worker now."""
+        if handle.index in self._seats:
+            self._seats[handle.index].handle = handle
 
-    def complete(self, report: Report) -> None:
-        """Add what a worker does not know of its order: version, path, and why the policy failed."""
+    def ask(self, method: str, *args: Any, group: int | None = None) -> Any:
+        """What a method of the actor returns, in its thread; ``group`` says which server, where there are several."""
+        return self._in_thread(lambda: getattr(self.actor, method)(*args))
+
+    def complete(self, report: Report, explain: Callable[[Exception, Any], Any] = on_server) -> None:
+        """Add what a worker does not know of its order: version, path, and why the policy failed.
+
+        Args:
+            explain: makes the report's error from the server's, and from what became of that in the worker.
+        """
         rollout = self._rollouts.pop(report.number, None)
         if rollout is None:  # nothing was asked
             return
-        for seat in self._seats:
+        for seat in self._seats.values():
             if seat.rollout is rollout:
                 seat.rollout = None  # if it goes on after an error, it does so with the newest weights
         report.version, report.path = rollout.version, self.actor.path(rollout)
         if report.error is not None and rollout.error is not None:
             again = rollout.error is self._told  # the same call, which failed for several workers
             seen = report.error
-            report.error, report.lost = (None, True) if again else (on_server(rollout.error, seen), False)
+            report.error, report.lost = (None, True) if again else (explain(rollout.error, seen), False)
             self._told = rollout.error
 
     def waits(self, worker: int) -> bool:
@@ -194,10 +215,10 @@ class InferenceServer:
         """A worker is gone: nobody waits for it."""
         with self._between_calls():  # its lane may be used again from here on
             self.lines.reset(worker)
-        for seat in self._seats:
-            if seat.worker == worker and seat.rollout is not None:
-                self._rollouts.pop(seat.rollout.number, None)
-                seat.rollout = None
+        seat = self._seats.get(worker)
+        if seat is not None and seat.rollout is not None:
+            self._rollouts.pop(seat.rollout.number, None)
+            seat.rollout = None
         self.lines.bell.ring()
 
     def close(self) -> None:
@@ -242,7 +263,7 @@ class InferenceServer:
         wait = self._dispatch.max_wait_s
         if wait is None or self._held.is_set():
             return LOOK_S
-        since = [seat.since for seat in self._seats if self.lines.question(seat.worker)]
+        since = [seat.since for seat in self._seats.values() if self.lines.question(seat.worker)]
         if not since:
             return LOOK_S
         return min(LOOK_S, max(0.0, min(since) + wait - time.monotonic()))

@@ -1,7 +1,4 @@
-"""Start a worker process, learn of its end, end it.
-
-Nothing of a worker outlives this process, and nothing of the user's main module is imported again.
-"""
+"""Start a worker process, learn of its end, end it. Nothing of a worker outlives this process."""
 
 from __future__ import annotations
 
@@ -20,29 +17,25 @@ from typing import ClassVar, Protocol
 
 from muster.errors import BadOption, CollectorTimeout, MusterError
 from muster.sources.channel import Channel
-from muster.sources.forkserver import STATUS_BYTES, Order, kill_group
+from muster.sources.forkserver import LIGHT, PRELOADED, STATUS_BYTES, ForkedServer, Order, is_stopped, kill_group
 
 UNKNOWN = 1 << 16  # the exit code of a worker whose end nobody has seen: the fork server was killed
 SPARE_DESCRIPTORS = 10  # what one more worker must find free
 START_S = 300.0  # for the fork server's answer; it may have to import torch on a busy machine
 END_S = 2.0
 
-# Heavy, and safe to import before a fork: they start no threads that a fork would lose. (Not jax.)
-PRELOADED = (
-    *("numpy", "numpy.random", "torch", "gymnasium", "gymnasium.wrappers", "gymnasium.vector", "tensordict"),
-    *("tensordict.nn", "torchrl.data", "torchrl.envs", "torchrl.modules", "cloudpickle", "pettingzoo", "dm_env"),
-    *("gymnasium.envs.classic_control", "gymnasium.envs.toy_text", "stable_baselines3.common.vec_env"),
-)
-LIGHT = (  # those that do not import torch
-    *("numpy", "numpy.random", "gymnasium", "gymnasium.wrappers", "gymnasium.vector", "cloudpickle", "dm_env"),
-    *("gymnasium.envs.classic_control", "gymnasium.envs.toy_text", "muster.sources.server"),
-)
 _OWN = ("envs", "group", "memory", "policies", "rollout", "sources", "testing", "weights")  # of muster
 
 
 class Child(Protocol):
-    """A worker process."""
+    """A worker process.
 
+    Attributes:
+        lost: why nobody knows how it ended; empty for processes on this machine.
+    """
+
+    @property
+    def lost(self) -> str: ...
     @property
     def pid(self) -> int: ...
 
@@ -51,6 +44,9 @@ class Child(Protocol):
 
     def exit_code(self) -> int | None:
         """As of ``subprocess``: negative is a signal; None while it runs; ``UNKNOWN`` if it ended unseen."""
+
+    def is_stopped(self) -> bool:
+        """By SIGSTOP or a debugger, as far as one can see."""
 
     def send_signal(self, number: int) -> None:
         """To the process alone; nothing if it has ended."""
@@ -112,17 +108,32 @@ def shutdown_forkserver() -> None:
             _Server.lock.release()
 
 
+def fork_server_here() -> None:
+    """Let this process' fork server be a fork of it, with all that it has imported: for processes with one thread."""
+    channel, theirs = Channel.pair()
+    _Server(False, channel, ForkedServer(channel, theirs))
+
+
+def has_fork_server() -> bool:
+    """There is one that has imported torch."""
+    return False in _Server.current
+
+
 class _Server:
     """The parent's side of a fork server: one for light workers, one for the others."""
 
     lock = threading.Lock()
     current: ClassVar[dict[bool, _Server]] = {}  # by whether it is for light ones
 
-    def __init__(self, light: bool) -> None:
-        self._light = light
-        self.channel, theirs = Channel.pair()
+    def __init__(self, light: bool, channel: Channel, process: subprocess.Popen[bytes] | ForkedServer) -> None:
+        self._light, self.channel, self.process = light, channel, process
+        self.current[light] = self
+
+    @classmethod
+    def start(cls, light: bool) -> None:
+        channel, theirs = Channel.pair()
         with contextlib.closing(theirs), _Streams() as streams:
-            self.process = _python(f"serve({theirs.fileno()})", [theirs.fileno()], streams)
+            cls(light, channel, _python(f"serve({theirs.fileno()})", [theirs.fileno()], streams))
 
     @classmethod
     def request(cls, order: Order, fds: list[int], light: bool) -> int:
@@ -146,7 +157,7 @@ class _Server:
     @classmethod
     def _running(cls, light: bool) -> _Server:
         if light not in cls.current:
-            cls.current[light] = cls(light)
+            cls.start(light)
         return cls.current[light]
 
     def _ask(self, order: Order, fds: list[int]) -> int | str:
@@ -184,12 +195,15 @@ class _Server:
 class _Forked:
     """A child of the fork server, which reaps it and writes its exit code into a pipe."""
 
+    lost = ""
+
     def __init__(self, target: str, channel_end: Channel, name: str, preload: bool, light: bool) -> None:
         self._owner = os.getpid()
         self._code: int | None = None
         self._fd, writer = os.pipe()
         os.set_blocking(self._fd, False)
         self._close = weakref.finalize(self, os.close, self._fd)
+        self._close.atexit = False  # whoever ends workers then still looks at it
         here = [*sys.modules] if preload or light not in _Server.current else []
         suits = LIGHT.__contains__ if light else _preloadable
         modules = [module for module in [*here, target.partition(":")[0]] if suits(module)]
@@ -203,6 +217,9 @@ class _Forked:
             raise
         finally:
             os.close(writer)
+
+    def is_stopped(self) -> bool:
+        return is_stopped(self.pid)
 
     def fileno(self) -> int:
         return self._fd
@@ -244,6 +261,8 @@ class _Spawned:
 
     all: ClassVar[weakref.WeakSet[_Spawned]] = weakref.WeakSet()
 
+    lost = ""
+
     def __init__(self, target: str, channel_end: Channel, name: str, preload: bool, light: bool) -> None:
         self._owner = os.getpid()
         self._swept = False  # what it had started is killed
@@ -253,6 +272,9 @@ class _Spawned:
             self._process = _python(f"spawned(*{ends}, {target!r}, {name!r})", ends, streams)
         self.pid = self._process.pid
         self.all.add(self)
+
+    def is_stopped(self) -> bool:
+        return is_stopped(self.pid)
 
     def fileno(self) -> int:
         return self._life.fileno()

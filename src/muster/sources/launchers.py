@@ -31,7 +31,9 @@ class Setup:
         in_thread: it is a thread.
         close_s: seconds for closing; None is for ever.
         stoppable: ``stop`` may be called.
-        server: acts for it; None: it acts by itself.
+        server: acts for it; None: it acts by itself, or a server elsewhere does.
+        remote: it is on a node, with memory of its own.
+        where: that node, for people.
     """
 
     payload: Payload
@@ -44,6 +46,8 @@ class Setup:
     close_s: float | None
     stoppable: bool
     server: InferenceServer | None = None
+    remote: bool = False
+    where: Callable[[], str] = str
 
 
 def in_process(method: str | None, *, light: bool = False) -> Callable[[str, bool], tuple[Child, Any, Any]]:
@@ -57,6 +61,7 @@ def in_process(method: str | None, *, light: bool = False) -> Callable[[str, boo
             return launch(target, theirs, name=name, method=method, preload=preload, light=light), ours, ledger
         except BaseException:
             ours.close()
+            theirs.close()
             ledger.close()
             raise
 

@@ -13,7 +13,7 @@ import signal
 import time
 
 from muster.memory.shared import Arena
-from muster.progress import CELLS
+from muster.progress import CELLS, STOP
 
 
 class Ledger:
@@ -52,6 +52,10 @@ class Ledger:
         """In a worker process: from now on SIGUSR1, and a crash of the interpreter, write the stacks of all threads."""
         faulthandler.register(signal.SIGUSR1, file=self.fd, all_threads=True)
         faulthandler.enable(file=self.fd, all_threads=True)
+
+    def stop(self, number: int) -> None:
+        """In the parent: orders up to this number end after their current step."""
+        self.cells[STOP] = number
 
     def stack(self, within_s: float = 0.0) -> str:
         """In the parent: what has been written since the last call; waits so long for something, and for its end."""

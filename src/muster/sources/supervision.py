@@ -8,7 +8,6 @@ import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -34,6 +33,8 @@ TIMEOUTS: dict[str, float | None] = {  # seconds
     "weights": 60.0,
     "call": 300.0,
     "close": 5.0,
+    "join": 600.0,
+    "heartbeat": 15.0,
 }
 SAMPLED_EVERY = 0.2  # seconds
 BACK_OFF = (0.0, 0.1, 0.5, 2.0)  # seconds before a restart, by restarts without a batch
@@ -168,6 +169,7 @@ class Supervisor:
                 self._notes.reported(report, handle.lane_of(report.number))
             elif report.error is not None:
                 failure: failures.Failure = report.error
+                failure = replace(failure, where=replace(failure.where, node=handle.setup.where()))
                 lane, index = handle.lane_of(report.number), failure.where.env_index
                 report.error = failure.error(*self._notes.failed(report, lane, failure.error(), index))
                 if self.server is not None:
@@ -192,14 +194,14 @@ class Supervisor:
                 self._take_note(handle)
                 self._died(handle)
                 continue
-            signs = handle.signs()
+            as_of, signs = handle.as_of(), handle.signs()
             if signs != record.signs:
                 record.signs, record.since = signs, now
                 continue
             phase = handle.phase.name.lower()
             deadline = self.timeout(phase)
-            if deadline is not None and now - record.since > deadline:
-                self._hung(handle, phase, now - record.since, deadline)
+            if deadline is not None and as_of - record.since > deadline:
+                self._hung(handle, phase, as_of - record.since, deadline)
 
     def _is_served(self, handle: DetachedWorker) -> bool:
         """It waits for the server, whose affair it then is; raises what keeps that from acting."""
@@ -220,6 +222,8 @@ class Supervisor:
         code = handle.child.exit_code()
         if failure is not None:
             error: MusterError = failure.error()
+        elif lost := handle.child.lost:
+            error = failures.node_lost(self._where(handle), phase=phase, why=lost)
         else:
             error = failures.died(
                 self._where(handle),
@@ -231,7 +235,7 @@ class Supervisor:
         self._lose(handle, self._with_capsule(handle, error), "worker_died")
 
     def _hung(self, handle: DetachedWorker, phase: str, seconds: float, deadline: float) -> None:
-        stopped = not handle.setup.in_thread and _is_stopped(handle.child.pid)
+        stopped = handle.child.is_stopped()
         stack = "" if stopped else handle.stack()
         where = self._where(handle)
         error = failures.hung(where, phase=phase, seconds=seconds, deadline=deadline, stack=stack, stopped=stopped)
@@ -239,7 +243,8 @@ class Supervisor:
 
     def _where(self, handle: DetachedWorker) -> failures.Where:
         order = handle.order_at_work() if self.accounts else None
-        known = {"worker": handle.index, "pid": handle.child.pid, "incarnation": handle.incarnation}
+        known: dict[str, Any] = {"worker": handle.index, "pid": handle.child.pid, "incarnation": handle.incarnation}
+        known["node"] = handle.setup.where()
         if order is None:
             ids = [int(i) for group in handle.groups for i in self.accounts[group].env_ids] if self.accounts else []
             return failures.Where(env_ids=tuple(ids), **known)
@@ -276,14 +281,29 @@ class Supervisor:
 
     def _lose(self, handle: DetachedWorker, error: Exception, reason: str, *, counted: bool = False) -> None:
         """End a worker, and do with its orders what is to be done."""
-        record = self._records[handle.index]
-        order = handle.order_at_work()
-        if order is not None and not counted:
-            self.accounts[order.group].cut_short(handle.steps_seen())
+        if handle.setup.remote:  # its node knows how far it had got
+            handle.child.kill()
+            handle.child.join(1.0)
+        at_work = handle.order_at_work()
+        steps = handle.steps_seen() if at_work is not None and not counted else 0
+        if at_work is not None and not counted:
+            self.accounts[at_work.group].cut_short(steps)
         for number in handle.groups if self.accounts else ():
             self.accounts[number].give_up(reason)
-        handle.end()
+        if handle.child.lost and self.accounts:
+            for order in handle.under_way():
+                lane = handle.lane_of(order.number)
+                seen = 0 if order is not at_work else steps
+                self.accounts[order.group].unseen += lane.T * lane.B - seen
         handle.cause = error
+        try:
+            handle.end()
+        finally:  # also after Ctrl-C, or its orders were nobody's
+            self._pass_on(handle, error)
+
+    def _pass_on(self, handle: DetachedWorker, error: Exception) -> None:
+        """Its orders, to a successor, to others or back."""
+        record = self._records[handle.index]
         if not self.accounts:
             return  # it was never part of the crew
         self._prepare_successor(handle)
@@ -339,10 +359,3 @@ class Supervisor:
                 report.error = None
         assert handle.cause is not None
         raise handle.cause
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
-    except OSError:
-        return False

@@ -39,9 +39,10 @@ class Doorbell:
             os.read(self._read, 1 << 16)
 
     def close(self) -> None:
+        """May be called again."""
         with self._closing:
-            self._closed = True
-            for fd in (self._read, self._write):
+            closed, self._closed = self._closed, True
+            for fd in () if closed else (self._read, self._write):
                 os.close(fd)
 
 
@@ -132,6 +133,10 @@ class LocalLedger:
         self.cells: Any = [0] * CELLS
         self.thread: ThreadChild | None = None
 
+    def stop(self, number: int) -> None:
+        """See ``Ledger.stop``."""
+        self.cells[STOP] = number
+
     def stack(self, within_s: float = 0.0) -> str:
         """Where the thread is now."""
         ident = self.thread.ident if self.thread is not None and within_s else None
@@ -145,7 +150,7 @@ class ThreadChild:
     """A thread in the place of a process. It cannot be killed: it is left alone, and what it writes goes nowhere."""
 
     def __init__(self, name: str, end: ThreadEnd, ledger: LocalLedger) -> None:
-        self._end, self._ledger, self.pid = end, ledger, os.getpid()
+        self._end, self._ledger, self.pid, self.lost = end, ledger, os.getpid(), ""
         self._server: Any = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         ledger.thread = self
@@ -160,6 +165,9 @@ class ThreadChild:
 
     def exit_code(self) -> int | None:
         return None if self._thread.is_alive() else 0
+
+    def is_stopped(self) -> bool:
+        return False
 
     def send_signal(self, number: int) -> None:
         """Of all signals a thread knows that it should stop."""

@@ -69,13 +69,16 @@ class Buffer:
     Args:
         memory: uint8 ``[manifest.nbytes]``; other processes may look at it too.
         manifest: what is where.
+
+    Attributes:
+        tensors: by name, in ``memory``.
     """
 
     def __init__(self, memory: Array, manifest: Manifest) -> None:
         self.memory = memory
         self._manifest = manifest
         self._header = memory[:HEADER_BYTES].view(np.int64)
-        self._tensors = {entry.name: _view(memory, entry) for entry in manifest.entries}
+        self.tensors = {entry.name: _view(memory, entry) for entry in manifest.entries}
 
     @classmethod
     def private(cls, manifest: Manifest) -> Buffer:
@@ -108,7 +111,7 @@ class Buffer:
         self._header[_TEXT_LENGTH] = len(text) if isinstance(version, str) else -1
         self._header[_NUMBER] = number
         self._header[_TEXT:].view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
-        _copy(weights, self._tensors)
+        _copy(weights, self.tensors)
         self._header[_SEQUENCE] = sequence
 
     def read(self, into: Mapping[str, torch.Tensor]) -> int | str:
@@ -118,7 +121,7 @@ class Buffer:
             BadWeights: they do not fit. Nothing was changed.
         """
         self._manifest.check(into)
-        _copy(self._tensors, into)
+        _copy(self.tensors, into)
         return self.version
 
 

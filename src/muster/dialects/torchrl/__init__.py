@@ -3,6 +3,7 @@
 ::
 
     from muster.dialects.torchrl import Collector  # was: from torchrl.collectors import Collector
+    from muster.dialects.torchrl.weight_update import WeightSyncScheme  # was: from torchrl.weight_update import ...
 
 What is equal and what differs: docs/torchrl.md.
 """

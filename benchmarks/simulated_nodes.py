@@ -1,0 +1,336 @@
+"""A process that plays any number of nodes with what one real leaf was heard to say; see ``schedule_simulation``."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import os
+import pickle
+import random
+import select
+import socket
+import statistics
+import struct
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from muster.memory.specs import Array
+from muster.nodes.link import Block, Link, LinkLost, Received
+from muster.nodes.wire import BEAT_S, NodeInfo
+
+HEADER = struct.Struct("=QQQ")  # bytes of the message, bytes of the block, tag
+READ = 1 << 20
+ONE_WAY_S = 0.2e-3  # of a message, in a data centre
+
+
+# --- a link over a socket pair ---------------------------------------------------------------------------
+
+
+class SocketLink:
+    """Implements ``Link``; blocks go from the socket straight into the memory that was expected."""
+
+    def __init__(self, sock: socket.socket, deadline_s: float = 120.0) -> None:
+        sock.settimeout(deadline_s)
+        self._sock = sock
+        self._expected: dict[int, Array] = {}
+
+    def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
+        array = b"" if block is None else memoryview(np.ascontiguousarray(block.array))
+        try:
+            self._sock.sendall(HEADER.pack(len(message), len(array), tag) + message)
+            if len(array):
+                self._sock.sendall(array)
+        except OSError as error:
+            raise LinkLost(str(error)) from None
+
+    def expect(self, tag: int, memory: Array) -> None:
+        self._expected[tag] = memory
+
+    def receive(self) -> Received:
+        length, size, tag = HEADER.unpack(self._read(bytearray(HEADER.size)))
+        message = bytes(self._read(bytearray(length)))
+        if not size:
+            return Received(message)
+        memory = self._expected.pop(tag, None)
+        block = np.empty(size, np.uint8) if memory is None else memory
+        self._read(block)
+        return Received(message, tag, block)
+
+    def close(self) -> None:
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def _read(self, into: Any) -> Any:
+        view = memoryview(into).cast("B")
+        while view:
+            try:
+                count = self._sock.recv_into(view)
+            except OSError as error:
+                raise LinkLost(str(error)) from None
+            if not count:
+                raise LinkLost("the other end is closed")
+            view = view[count:]
+        return into
+
+
+class Pairs:
+    """Implements ``Carrier`` with links that are there from the beginning."""
+
+    name = "socket pairs"
+
+    def __init__(self, links: list[Link]) -> None:
+        self._links = links
+
+    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> Link:
+        if epoch:
+            raise LinkLost("these nodes live once")
+        return self._links[node]
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+# --- recording -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Recording:
+    """What one leaf has said.
+
+    Attributes:
+        answers: to "start", "subscribe", and calls, by name.
+        report, lane: of a rollout.
+        cells: of the ledger, as beats tell them.
+        seconds: that rollouts took.
+    """
+
+    answers: dict[str, Any] = field(default_factory=dict)
+    report: Any = None
+    lane: bytes = b""
+    cells: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def latency(self) -> tuple[float, float]:
+        """Median, and standard deviation of the logarithm, of a lognormal."""
+        logs = [math.log(s) for s in self.seconds]
+        return math.exp(statistics.median(logs)), statistics.stdev(logs)
+
+
+class RecordingLink(SocketLink):
+    """Writes down what goes to and comes from a node with one leaf."""
+
+    def __init__(self, sock: socket.socket, recording: Recording) -> None:
+        super().__init__(sock)
+        self._recording = recording
+        self._asked: deque[str] = deque()
+
+    def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
+        kind, *content = pickle.loads(message)
+        if kind == "start":
+            self._asked.append("start")
+        elif kind == "to" and content[2][0] in ("call", "subscribe"):
+            self._asked.append(_name(content[2]))
+        super().send(message, block, tag)
+
+    def receive(self) -> Received:
+        received = super().receive()
+        kind, *content = pickle.loads(received.message)
+        if kind == "from" and content[1][0] == "reply":
+            self._recording.answers[self._asked.popleft()] = content[1][1]
+        elif kind == "from" and content[1][0] == "report" and received.block is not None:
+            self._recording.report = content[1][1]
+            self._recording.seconds.append(self._recording.report.timing.total / 1e9)
+            self._recording.lane = received.block.tobytes()
+        elif kind == "beat" and content[0]:
+            (self._recording.cells,) = content[0].values()
+        return received
+
+
+def _name(message: Any) -> str:
+    return str(message[1]) if message[0] == "call" else str(message[0])
+
+
+# --- playing ---------------------------------------------------------------------------------------------
+
+
+class Player:
+    """Plays one node with one leaf; see ``wire`` for what it hears and says."""
+
+    def __init__(self, farm: Farm, number: int, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.farm, self.number, self.sock = farm, number, sock
+        self.out: deque[memoryview] = deque()
+        self._data = bytearray()
+        self._skip = 0  # bytes of a block that nobody looks at
+        self._life, self._group = 0, number
+        self._busy_until = 0.0
+        self._say(0.0, ("joined", NodeInfo(f"node-{number}", os.getpid())))
+        self._beat()
+
+    def read(self) -> bool:
+        """What has come; False at the end."""
+        try:
+            data = self.sock.recv(READ)
+        except BlockingIOError:
+            return True
+        except ConnectionResetError:
+            return False
+        self._data += data
+        while self._next():
+            pass
+        return bool(data)
+
+    def write(self) -> bool:
+        """What can be sent now; whether that was all."""
+        while self.out:
+            try:
+                sent = self.sock.sendmsg(list(itertools.islice(self.out, 8)))
+            except BlockingIOError:
+                return False
+            except (BrokenPipeError, ConnectionResetError):
+                self.out.clear()
+                return True
+            while sent:
+                first = self.out[0]
+                if sent < len(first):
+                    self.out[0] = first[sent:]
+                    break
+                sent -= len(self.out.popleft())
+        return True
+
+    def _next(self) -> bool:
+        skipped = min(self._skip, len(self._data))
+        del self._data[:skipped]
+        self._skip -= skipped
+        if self._skip or len(self._data) < HEADER.size:
+            return False
+        length, size, _ = HEADER.unpack_from(self._data)
+        end = HEADER.size + length
+        if len(self._data) < end:
+            return False
+        message = pickle.loads(bytes(self._data[HEADER.size : end]))
+        del self._data[:end]
+        self._skip = size
+        self._follow(*message)
+        return True
+
+    def _follow(self, kind: str, *content: Any) -> None:
+        answers = self.farm.recording.answers
+        if kind == "start":
+            _, self._life, start = content
+            (self._group,) = start.groups
+            self._say(0.0, ("started", self._life, os.getpid()))
+            self._say(0.0, ("from", self._life, ("reply", answers["start"])))
+        elif kind == "to":
+            _, tag, message = content
+            if message[0] == "order":
+                self._roll(tag, message[1])
+            elif message[0] == "close":
+                self._say(0.0, ("from", self._life, ("closed", None)))
+                self._say(0.0, ("gone", self._life, 0, self.farm.recording.cells, ""))
+            else:
+                self._say(0.0, ("from", self._life, ("reply", answers.get(_name(message)))))
+        elif kind == "kill":
+            self._say(0.0, ("gone", content[0], -9, self.farm.recording.cells, ""))
+
+    def _roll(self, tag: int, order: Any) -> None:
+        """One rollout after the other, as in a leaf."""
+        begin = max(time.monotonic() + ONE_WAY_S, self._busy_until)
+        self._busy_until = begin + self.farm.rollout_s()
+        told = replace(self.farm.recording.report, number=order.number, group=self._group)
+        self.farm.at(self._busy_until + ONE_WAY_S, self, ("from", self._life, ("report", told)), tag)
+
+    def _beat(self) -> None:
+        cells = {self._life: self.farm.recording.cells} if self._life else {}
+        self._say(BEAT_S, ("beat", cells, None))
+        self.farm.at(time.monotonic() + BEAT_S, self, None, 0)
+
+    def due(self, message: Any, tag: int) -> None:
+        """Say what it is time for; None: one more beat."""
+        if message is None:
+            self._beat()
+            return
+        lane = self.farm.lane if tag else memoryview(b"")
+        told = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        self.out.append(memoryview(HEADER.pack(len(told), len(lane), tag) + told))
+        if tag:
+            self.out.append(lane)
+        self.farm.flush(self)
+
+    def _say(self, after_s: float, message: Any) -> None:
+        self.farm.at(time.monotonic() + after_s + ONE_WAY_S, self, message, 0)
+
+
+class Farm:
+    """All nodes, in one thread.
+
+    Args:
+        socks: their ends.
+        seed: of the latencies.
+    """
+
+    def __init__(self, recording: Recording, socks: list[socket.socket], seed: int = 0) -> None:
+        self.recording, self.lane = recording, memoryview(recording.lane)
+        self._median, self._sigma = recording.latency
+        self._random = random.Random(seed)
+        self._queue: list[tuple[float, int, Player, Any, int]] = []
+        self._turns = itertools.count()
+        self._poller = select.epoll()
+        self._players = {sock.fileno(): Player(self, i, sock) for i, sock in enumerate(socks)}
+        for fd in self._players:
+            self._poller.register(fd, select.EPOLLIN)
+
+    def rollout_s(self) -> float:
+        """Seconds of a rollout, as recorded."""
+        return self._random.lognormvariate(math.log(self._median), self._sigma)
+
+    def at(self, when: float, player: Player, message: Any, tag: int) -> None:
+        """Say something later."""
+        heapq.heappush(self._queue, (when, next(self._turns), player, message, tag))
+
+    def flush(self, player: Player) -> None:
+        """Send what can be sent; the rest when there is room."""
+        events = select.EPOLLIN if player.write() else select.EPOLLIN | select.EPOLLOUT
+        self._poller.modify(player.sock.fileno(), events)
+
+    def run(self) -> None:
+        """Until nobody listens any more."""
+        while self._players:
+            now = time.monotonic()
+            while self._queue and self._queue[0][0] <= now:
+                _, _, player, message, tag = heapq.heappop(self._queue)
+                if player.sock.fileno() in self._players:
+                    player.due(message, tag)
+            wait = max(0.0, self._queue[0][0] - time.monotonic()) if self._queue else 1.0
+            for fd, events in self._poller.poll(wait):
+                player = self._players[fd]
+                if events & select.EPOLLOUT:
+                    self.flush(player)
+                if events & ~select.EPOLLOUT and not player.read():
+                    self._poller.unregister(fd)
+                    del self._players[fd]
+
+
+def play(recording: Recording, nodes: int) -> tuple[int, list[Link]]:
+    """Start the process that plays the nodes; its id, and the links to them."""
+    pairs = [socket.socketpair() for _ in range(nodes)]
+    pid = os.fork()  # this process has no other thread yet
+    if not pid:
+        for here, _ in pairs:
+            here.close()
+        try:
+            Farm(recording, [there for _, there in pairs]).run()
+        finally:
+            os._exit(0)
+    for _, there in pairs:
+        there.close()
+    return pid, [SocketLink(here) for here, _ in pairs]

@@ -1,0 +1,285 @@
+"""``muster collect --backend``, ``muster node`` and ``muster cluster``: collecting with workers on other machines."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from tyro.conf import Positional, arg
+
+from muster.cli.doctor import installed
+from muster.errors import BadOption
+
+if TYPE_CHECKING:
+    from muster.cli.collect import Collect
+    from muster.collectors.base import BaseCollector
+
+Backend = Literal["ray", "torchrun", "manual", "mp"]
+JOIN_S = 600.0
+NO_TOKEN = (
+    "make a token, `openssl rand -hex 32 > token; chmod 600 token`, and set MUSTER_TOKEN_FILE to the path of that file "
+    "here, and of a copy where the others are."
+)
+
+
+@dataclass(frozen=True)
+class Node:
+    """Be a node of a collector with the same token (MUSTER_TOKEN_FILE): run what it sends, until it says goodbye."""
+
+    address: Annotated[Positional[str], arg(metavar="HOST:PORT")]
+    """Where muster collect --backend manual --bind HOST:PORT listens, or a DistributedCollector(launcher="manual")."""
+
+    number: Annotated[int | None, arg(metavar="N")] = None
+    """Which of its nodes to be, from 0; by default any that is missing."""
+
+    wait: Annotated[float, arg(metavar="S")] = JOIN_S
+    """Seconds for the collector to begin, and for which it may be out of reach later."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Say how to collect with workers on nodes (other machines), and which engines for that are here."""
+
+
+def node(command: Node) -> int:
+    """Run the command. Returns 0 after a goodbye, 1 if the collector ended without one, or cannot be reached.
+
+    Raises:
+        BadOption: no token, or an address that is none.
+    """
+    if command.number is not None and command.number < 0:
+        raise BadOption(f"--number {command.number}: nodes are numbered from 0.")
+    if not 0 < command.wait < math.inf:
+        raise BadOption(f"--wait {command.wait:g}: expected more than 0.")
+    from muster.nodes.meeting import read_token
+
+    token = read_token(None)
+    if token is None:
+        raise BadOption(f"A node needs the token of its collector: {NO_TOKEN}")
+    return _serve(command.address, command.number, token, command.wait, command.wait)
+
+
+def is_node(command: Collect) -> bool:
+    """Whether this process is a rank of torchrun other than the first: that one collects, the others are its nodes."""
+    return command.backend == "torchrun" and _rank() > 0
+
+
+def serve_rank(command: Collect) -> int:
+    """Be that node. Its first Ctrl-C or SIGTERM is left to the collector, which gets it too and then says goodbye."""
+    with _first_signal_ignored():
+        return _serve(None, None, None, command.join_timeout, command.join_timeout)
+
+
+def check(command: Collect) -> None:
+    """Refuse what does not go together.
+
+    Raises:
+        BadOption: see its text.
+    """
+    backend = command.backend
+    if backend is None:
+        given: dict[str, object] = {"nodes": command.nodes, "address": command.address, "bind": command.bind}
+        given |= {"join-timeout": None if command.join_timeout == JOIN_S else command.join_timeout}
+        if useless := [f"--{name}" for name, value in given.items() if value is not None]:
+            raise BadOption(f"{useless[0]} is about nodes: add --backend, or leave it out.")
+        return
+    if command.threads:
+        raise BadOption("--threads: the workers of nodes are processes; leave it out.")
+    if command.address is not None and backend != "ray":
+        raise BadOption("--address is about --backend ray: leave it out. (--bind HOST:PORT: where others listen.)")
+    if command.bind is not None and backend == "ray":
+        raise BadOption("--bind: Ray knows its own addresses; leave it out.")
+    if not 0 < command.join_timeout < math.inf:
+        raise BadOption(f"--join-timeout {command.join_timeout:g}: expected more than 0.")
+    _check_nodes(command.nodes, backend)
+    if backend == "manual":
+        _check_manual(command)
+
+
+def _check_nodes(nodes: int | None, backend: Backend) -> None:
+    if backend != "torchrun":
+        if nodes is None or nodes < 1:
+            raise BadOption(f"--backend {backend} needs --nodes N: how many there are, at least 1.")
+        return
+    if _rank() < 0:
+        raise BadOption(
+            "--backend torchrun is for processes of torchrun; with two nodes: torchrun --nproc-per-node=3 -m muster "
+            "collect ..."
+        )
+    if (ranks := int(os.environ["WORLD_SIZE"])) < 2:
+        raise BadOption("torchrun has started one process: at least two are needed, of which the first collects.")
+    if nodes is not None and nodes != ranks - 1:
+        raise BadOption(f"--nodes {nodes}, but torchrun has started {ranks} processes: {ranks - 1} nodes.")
+
+
+def _check_manual(command: Collect) -> None:
+    if not endpoint(command.bind)[1]:
+        raise BadOption("--backend manual needs --bind HOST:PORT, so that nodes can be told: muster node HOST:PORT.")
+    from muster.nodes.meeting import read_token
+
+    if read_token(None) is None:
+        raise BadOption(f"--backend manual needs a token, by which it knows its nodes: {NO_TOKEN}")
+
+
+def nodes_of(command: Collect) -> int | None:
+    """How many there are; None without any."""
+    return int(os.environ["WORLD_SIZE"]) - 1 if command.backend == "torchrun" else command.nodes
+
+
+def make_collector(command: Collect, policy: Any, options: dict[str, Any]) -> BaseCollector:
+    """The collector that ``--backend`` asks for.
+
+    Args:
+        command: that has passed ``check``.
+        policy: of its workers.
+        options: that all collectors have; ``frames_per_batch`` is that of a whole batch.
+
+    Raises:
+        MusterError: it cannot be made, or nodes do not come.
+    """
+    from muster.collectors.clusters import DistributedCollector, RayCollector
+
+    nodes, workers = nodes_of(command) or 1, command.workers or 1
+    sync = not command.asynchronous
+    options = options | {
+        "sync": sync,
+        "collector_class": "single" if workers == 1 else "sync" if sync else "async",
+        "num_workers_per_collector": workers,
+        "frames_per_batch": options["frames_per_batch"] // (nodes if sync else 1),  # of each node
+        "inference": command.inference,
+        "alternating": command.alternating,
+        "on_failure": command.on_failure,
+        "timeouts": {"join": command.join_timeout},
+    }
+    envs = [command.env] * nodes
+    if command.backend == "ray":
+        init = {"log_to_driver": False, "logging_level": "warning"}
+        init |= {} if command.address is None else {"address": command.address}
+        need = {"num_cpus": workers} if workers > 1 else None
+        return RayCollector(envs, policy, ray_init_config=init, remote_configs=need, **options)
+    host, port = endpoint(command.bind)
+    if command.backend == "manual" and not command.quiet:
+        at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        print(f"muster: waiting for {nodes} times `muster node {at}`, with the same token.", file=sys.stderr)
+    return DistributedCollector(envs, policy, launcher=command.backend, bind=host, tcp_port=port or None, **options)
+
+
+def endpoint(bind: str | None) -> tuple[str, int]:
+    """Host and port (0: any) of ``HOST``, ``HOST:PORT`` or ``[HOST]:PORT``; without all this, loopback.
+
+    Raises:
+        BadOption: the port is none.
+    """
+    if bind is None:
+        return "127.0.0.1", 0
+    host, colon, port = bind.rpartition(":")
+    if not colon or port.endswith("]") or (":" in host and not host.startswith("[")):  # no port; perhaps IPv6
+        return bind.strip("[]"), 0
+    if not port.isdecimal() or not 0 < int(port) < 1 << 16 or not host:
+        raise BadOption(f"--bind {bind}: expected HOST or HOST:PORT, with a port from 1 to 65535.")
+    return host.strip("[]"), int(port)
+
+
+def _serve(address: str | None, number: int | None, token: bytes | None, within_s: float, patience_s: float) -> int:
+    from muster.nodes.link import LinkLost
+    from muster.nodes.torch_distributed import run_node
+
+    try:
+        if run_node(address, number, token, within_s=within_s, patience_s=patience_s):
+            return 0
+        print("muster: the collector has ended without a goodbye.", file=sys.stderr)
+    except LinkLost as error:
+        print(f"muster: {error}", file=sys.stderr)
+    return 1
+
+
+def _rank() -> int:
+    """Of this process under torchrun; -1 elsewhere."""
+    has_all = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    return int(os.environ["RANK"]) if has_all else -1
+
+
+@contextlib.contextmanager
+def _first_signal_ignored() -> Iterator[None]:
+    """Ctrl-C and SIGTERM, once; the next one of either has its usual effect."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    old = {number: signal.getsignal(number) for number in numbers}
+
+    def ignore(*_: int | FrameType | None) -> None:
+        for number in numbers:
+            signal.signal(number, old[number])
+
+    for number in numbers:
+        signal.signal(number, ignore)
+    try:
+        yield
+    finally:
+        ignore()
+
+
+# --- what there is ------------------------------------------------------------------------------------
+
+
+def cluster(_: Cluster) -> int:
+    """Run the command."""
+    for name, (state, lines) in engines().items():
+        print(f"{name:<10} {state}")
+        for line in lines:
+            print(f"           {line}")
+    print(f"{'token':<10} {_token()}")
+    return 0
+
+
+def engines() -> dict[str, tuple[str, list[str]]]:
+    """What is installed, by backend, and how it is used. Nothing of it is imported or started."""
+    ray, submitit = installed("ray"), installed("submitit")
+    gloo = "torch.distributed of " + (installed("torch") or "torch")
+    return {
+        "mp": (
+            f"{gloo}: nodes are processes of this machine",
+            ["muster collect ENV --frames N --backend mp --nodes 2"],
+        ),
+        "torchrun": (
+            f"{gloo}: the first rank collects, the others are nodes",
+            ["torchrun --nproc-per-node=3 -m muster collect ENV --frames N --backend torchrun"],
+        ),
+        "manual": (
+            f"{gloo}: nodes are started by you, anywhere",
+            ["muster collect ENV --frames N --backend manual --nodes 2 --bind HOST:PORT", "muster node HOST:PORT"],
+        ),
+        "ray": (
+            f"Ray {ray}" if ray else "not installed: pip install 'muster-rl[ray]'",
+            ["muster collect ENV --frames N --backend ray --address auto --nodes 2"] if ray else [],
+        ),
+        "slurm": (
+            _slurm(submitit),
+            ['DistributedCollector(envs, policy, launcher="submitit", ...)'] if submitit else [],
+        ),
+    }
+
+
+def _slurm(submitit: str | None) -> str:
+    if submitit is None:
+        return "not installed: pip install 'muster-rl[slurm]'"
+    return f"submitit {submitit}" + (
+        "" if shutil.which("srun") else "; without SLURM, jobs are processes of this machine"
+    )
+
+
+def _token() -> str:
+    """Whether nodes of other hosts could be told from strangers."""
+    from muster.nodes.meeting import read_token
+
+    try:
+        found = read_token(None)
+    except BadOption as error:
+        return str(error)
+    return "found" if found is not None else f"none, which is enough on one machine. For several, {NO_TOKEN}"

@@ -1,0 +1,181 @@
+"""The options that only collectors with nodes have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from muster.collectors.multi_options import WorkersKeywords
+from muster.collectors.setup import makers_of
+from muster.errors import BadOption
+
+CLASSES = ("single", "sync", "async")
+_OF_CLASS = {
+    "Collector": "single",
+    "SyncDataCollector": "single",
+    "MultiSyncCollector": "sync",
+    "MultiSyncDataCollector": "sync",
+    "MultiAsyncCollector": "async",
+    "MultiaSyncDataCollector": "async",
+    "AsyncCollector": "async",
+}
+
+
+class ClusterKeywords(WorkersKeywords, total=False):
+    """The keywords of ``ClusterOptions`` and ``MultiOptions``, for signatures."""
+
+    sync: bool
+    collector_class: Any
+    collector_kwargs: Any
+    num_workers_per_collector: Any
+    update_after_each_batch: bool
+    max_weight_update_interval: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """How workers are spread over nodes, beside ``MultiOptions``.
+
+    Attributes:
+        sync: every batch has the rollouts of all nodes, ``frames_per_batch`` times their number; else batches come
+            from one node each, as they are ready.
+        collector_class: "single", "sync" or "async", or the collector of that kind: whether a node has one worker,
+            several that share its batches, or several whose batches are their own. One for all nodes, or a list.
+        collector_kwargs: options of the workers, such as ``inference``; a dict, or the same for each node.
+        num_workers_per_collector: workers of each node: one number, or a list.
+        update_after_each_batch: publish the policy's weights to the nodes of a batch before the next one.
+        max_weight_update_interval: the same, for nodes that have contributed to more batches than this since their last
+            weights; -1: never.
+    """
+
+    sync: bool = False
+    collector_class: Any = "single"
+    collector_kwargs: Any = None
+    num_workers_per_collector: Any = 1
+    update_after_each_batch: bool = False
+    max_weight_update_interval: int = -1
+
+    def __post_init__(self) -> None:
+        interval = self.max_weight_update_interval
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < -1:
+            raise BadOption(f"max_weight_update_interval={interval!r}: expected a number of batches, or -1 for never")
+        if self.update_after_each_batch and interval > -1:
+            raise BadOption("update_after_each_batch and max_weight_update_interval both say when to publish: give one")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Which workers are on which node, and whose batches are whose.
+
+    Args:
+        makers: of environments, one for each node.
+        kinds: by node "single", "sync" or "async".
+        workers: by node, their number.
+    """
+
+    options: ClusterOptions
+    makers: Sequence[Any]
+    kinds: Sequence[str]
+    workers: Sequence[int]
+
+    @property
+    def sync(self) -> bool:
+        return self.options.sync
+
+    @property
+    def of_leaf(self) -> list[int]:
+        """The node of every worker."""
+        return [node for node, count in enumerate(self.workers) for _ in range(count)]
+
+    @property
+    def create_env_fn(self) -> list[Any]:
+        """What makes the environments of every worker."""
+        return [self.makers[node] for node in self.of_leaf]
+
+    @property
+    def bundles(self) -> list[list[int]]:
+        """Workers whose rollouts are one batch, where nodes do not share batches."""
+        found: list[list[int]] = []
+        for leaf, node in enumerate(self.of_leaf):
+            if self.kinds[node] == "sync" and found and self.of_leaf[found[-1][0]] == node:
+                found[-1].append(leaf)
+            else:
+                found.append([leaf])
+        return found
+
+
+def cluster(create_env_fn: Any, num_nodes: int | None, keywords: dict[str, Any]) -> tuple[Cluster, dict[str, Any]]:
+    """The cluster that is asked for, and the keywords of its ``MultiOptions``.
+
+    Raises:
+        BadOption: something is not as expected.
+    """
+    names = {field.name for field in fields(ClusterOptions)}
+    options = ClusterOptions(**{name: keywords.pop(name) for name in names & keywords.keys()})
+    makers = _makers(create_env_fn, num_nodes)
+    kinds = [_kind(given) for given in spread("collector_class", options.collector_class, len(makers))]
+    workers = spread("num_workers_per_collector", options.num_workers_per_collector, len(makers))
+    for count, kind in zip(workers, kinds, strict=True):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise BadOption(f"num_workers_per_collector={count!r}: expected a number of workers, at least 1")
+        if kind == "single" and count > 1:
+            raise BadOption(
+                f"num_workers_per_collector={count} needs a collector_class with workers: 'sync' or 'async' "
+                f"(MultiSyncCollector, MultiAsyncCollector), not 'single'"
+            )
+    keywords |= _node_keywords(options.collector_kwargs, len(makers))
+    for name in ("num_workers", "backend"):
+        if name in keywords:
+            raise BadOption(f"{name}: workers of this collector are on nodes; give num_workers_per_collector")
+    if options.sync and isinstance(frames := keywords.get("frames_per_batch"), int):
+        keywords["frames_per_batch"] = frames * len(makers)
+    return Cluster(options, makers, kinds, workers), keywords
+
+
+def _makers(create_env_fn: Any, num_nodes: int | None) -> list[Any]:
+    """One for each node."""
+    makers = makers_of(create_env_fn)
+    if num_nodes is None:
+        return makers
+    if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
+        raise BadOption(f"num_collectors={num_nodes!r}: expected the number of nodes, at least 1")
+    makers = makers * num_nodes if len(makers) == 1 else makers
+    if len(makers) != num_nodes:
+        raise BadOption(f"num_collectors={num_nodes}, but create_env_fn has {len(makers)} entries: one for each node")
+    return makers
+
+
+def _node_keywords(collector_kwargs: Any, count: int) -> dict[str, Any]:
+    """The options in ``collector_kwargs``, which are those of all workers."""
+    every = [dict(given or {}) for given in spread("collector_kwargs", collector_kwargs, count)]
+    for other in every[1:]:
+        if differing := sorted(key for key in {*every[0], *other} if every[0].get(key) != other.get(key)):
+            raise BadOption(
+                f"collector_kwargs: nodes have different {', '.join(differing)}; all workers share their options. "
+                f"What an environment needs to differ in belongs into create_env_fn or create_env_kwargs."
+            )
+    return every[0]
+
+
+def spread(name: str, given: Any, count: int) -> list[Any]:
+    """One for each node, of a list or of one for all."""
+    if not isinstance(given, (list, tuple)):
+        return [given] * count
+    if len(given) != count:
+        raise BadOption(f"{name} has {len(given)} entries for {count} nodes: expected one for all, or one for each")
+    return list(given)
+
+
+def _kind(given: Any) -> str:
+    if isinstance(given, str):
+        if given in CLASSES:
+            return given
+    elif isinstance(given, type):
+        for cls in given.__mro__:
+            if cls.__name__ in _OF_CLASS:
+                return _OF_CLASS[cls.__name__]
+    raise BadOption(
+        f"collector_class={given!r}: expected 'single', 'sync' or 'async', or Collector, MultiSyncCollector or "
+        f"MultiAsyncCollector"
+    )

@@ -1,0 +1,230 @@
+"""Collectors whose workers are on other machines."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from typing_extensions import Unpack
+
+from muster.collectors.cluster_options import ClusterKeywords, cluster
+from muster.collectors.engine import Engine
+from muster.collectors.multi import MultiCollector
+from muster.errors import BadOption
+from muster.nodes.link import Carrier
+from muster.nodes.node import Nodes
+from muster.sinks.replay_buffer import WrittenElsewhere
+from muster.sources.supervision import TIMEOUTS
+
+
+class ClusterCollector(MultiCollector):
+    """What collectors with nodes share: which worker is where, and when weights go to whom."""
+
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any,
+        connect: Callable[[int, float], Carrier],
+        *,
+        num_nodes: int | None = None,
+        **options: Unpack[ClusterKeywords],
+    ) -> None:
+        """Args: ``connect`` makes the carrier for so many nodes, and links with such a deadline (seconds)."""
+        made, others = cluster(create_env_fn, num_nodes, dict(options))
+        self._cluster, self._carrier_for, self._alone = made, connect, not made.sync
+        self._since = [0] * len(made.makers)  # batches since its last weights, by node
+        super().__init__(made.create_env_fn, policy, **others)
+
+    def _place(self, made: ExitStack) -> tuple[Nodes | None, Sequence[Sequence[int]] | None]:
+        timeouts = {**TIMEOUTS, **self.options.timeouts}
+        heartbeat = timeouts["heartbeat"]
+        if heartbeat is None:
+            raise BadOption("timeouts['heartbeat'] is None: a node that is gone would be waited for for ever")
+        nodes = Nodes(self._carrier_for(len(self._cluster.makers), heartbeat), self._cluster.of_leaf, timeouts["join"])
+        nodes.write = self._nodes_write()
+        made.callback(nodes.close)
+        weakref.finalize(self, nodes.close)
+        return nodes, self._cluster.bundles if self._alone else None
+
+    def _nodes_write(self) -> bool:
+        """The replay buffer can be reached from nodes, and nothing here needs to see what goes into it."""
+        return False
+
+    def _connect(self, create_env_fn: Any, policy: Any, made: ExitStack) -> Engine:
+        engine = super()._connect(create_env_fn, policy, made)
+        if self._nodes_write():
+            engine.outlet.sink = WrittenElsewhere()
+        return engine
+
+    def _before_batch(self) -> None:
+        super()._before_batch()
+        told, groups = self._cluster, self._engine.contributors
+        if not groups:
+            return
+        nodes = {told.of_leaf[group] for group in groups}
+        for node in nodes:
+            self._since[node] += 1
+        if told.options.update_after_each_batch:
+            due = nodes
+        elif told.options.max_weight_update_interval > -1:
+            due = {node for node in nodes if self._since[node] > told.options.max_weight_update_interval}
+        else:
+            return
+        if due:
+            for node in due:
+                self._since[node] = 0
+            self.update_policy_weights_(worker_ids=sorted(due))
+
+
+class DistributedCollector(ClusterCollector):
+    """Workers on nodes that torch.distributed connects.
+
+    ::
+
+        with DistributedCollector(["CartPole-v1"] * 2, policy, num_envs=8, frames_per_batch=512, launcher="mp") as c:
+            for batch in c:  # of one node, whichever is ready
+                ...
+
+    Args:
+        create_env_fn: one entry for each node.
+        policy: see ``MultiSyncCollector``.
+        backend: "gloo", or what else torch has ("nccl", "mpi", "ucc") for the data; messages go through gloo.
+        launcher: "mp": processes of this machine. "submitit": SLURM jobs. "submitit_delayed": jobs of
+            ``submitit_delayed_launcher``. "torchrun": the other ranks, which call ``run_node()``. "manual": nodes come
+            by themselves (``muster node``). Or a ``Launcher`` (``muster.nodes.launchers``).
+        slurm_kwargs: of the jobs, for "submitit".
+        tcp_port: at which nodes find this process; None: a free one.
+        bind: address at which this process listens; others than loopback need a token.
+        token: the secret that nodes must know: bytes, or the path of a file with mode 0600. None: of the environment
+            variables MUSTER_TOKEN_FILE or MUSTER_TOKEN, else a random one.
+        **options: see ``ClusterOptions`` and ``MultiOptions``; ``frames_per_batch`` counts per node.
+
+    Raises:
+        BadOption: see above.
+        WorkerDied: a node did not come, or was lost.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        backend: str = "gloo",
+        launcher: Any = "submitit",
+        slurm_kwargs: Mapping[str, Any] | None = None,
+        tcp_port: int | None = None,
+        bind: str = "127.0.0.1",
+        token: Any = None,
+        **options: Unpack[ClusterKeywords],
+    ) -> None:
+        def connect(count: int, deadline_s: float) -> Carrier:
+            from muster.nodes.launch_nodes import Place
+            from muster.nodes.torch_distributed import DistributedCarrier
+
+            place = Place(launcher, slurm_kwargs, bind, tcp_port, token)
+            made, meeting = place.prepare(count, max(self._cluster.workers))
+            return DistributedCarrier(count, launcher=made, meeting=meeting, backend=backend, deadline_s=deadline_s)
+
+        super().__init__(create_env_fn, policy, connect, **options)
+
+
+class RPCCollector(ClusterCollector):
+    """Workers on nodes that torch RPC connects. Anybody who reaches its port can run code: for private networks only.
+
+    Args:
+        create_env_fn: one entry for each node.
+        policy: see ``MultiSyncCollector``.
+        launcher, slurm_kwargs, tcp_port, bind, token: see ``DistributedCollector``.
+        backend: as there; weights and data go through RPC all the same.
+        visible_devices: for each node, the device through which data travels; None is the host.
+        tensorpipe_options: keywords of ``torch.distributed.rpc.TensorPipeRpcBackendOptions``.
+        **options: see ``ClusterOptions`` and ``MultiOptions``; ``frames_per_batch`` counts per node.
+
+    Raises:
+        BadOption: see above; or this PyTorch was built without RPC.
+        WorkerDied: a node did not come, or was lost.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        backend: str = "gloo",
+        launcher: Any = "submitit",
+        slurm_kwargs: Mapping[str, Any] | None = None,
+        tcp_port: int | None = None,
+        visible_devices: Sequence[Any] | None = None,
+        tensorpipe_options: Mapping[str, Any] | None = None,
+        bind: str = "127.0.0.1",
+        token: Any = None,
+        **options: Unpack[ClusterKeywords],
+    ) -> None:
+        def connect(count: int, deadline_s: float) -> Carrier:
+            from muster.nodes.gloo import check_backend
+            from muster.nodes.launch_nodes import Place
+            from muster.nodes.torch_rpc import RpcCarrier
+
+            check_backend(backend)
+            place = Place(launcher, slurm_kwargs, bind, tcp_port, token)
+            made, meeting = place.prepare(count, max(self._cluster.workers))
+            return RpcCarrier(
+                count,
+                launcher=made,
+                meeting=meeting,
+                tensorpipe_options=None if tensorpipe_options is None else dict(tensorpipe_options),
+                visible_devices=None if visible_devices is None else list(visible_devices),
+                deadline_s=deadline_s,
+            )
+
+        super().__init__(create_env_fn, policy, connect, **options)
+
+
+class RayCollector(ClusterCollector):
+    """Workers on nodes that are Ray actors.
+
+    Args:
+        create_env_fn: one entry for each actor; or one for all, with ``num_collectors``.
+        policy: see ``MultiSyncCollector``.
+        num_collectors: number of actors.
+        ray_init_config: keywords of ``ray.init``, unless it was called before; ``{"address": "auto"}`` joins a cluster.
+        remote_configs: what ``ray.remote`` is told of each actor: a dict, or a list of them. None: one CPU and 2 GiB,
+            and a fifth of a GPU where the cluster has any.
+        **options: see ``ClusterOptions`` and ``MultiOptions``; ``frames_per_batch`` counts per actor. Into a
+            ``replay_buffer`` that is a ``RayBuffer``, or TorchRL's ``RayReplayBuffer``, actors write directly; unless a
+            hook, ``postproc`` or whole episodes have to see batches first, which then go through this process.
+
+    Raises:
+        BadOption: see above; or Ray is not installed.
+        WorkerDied: an actor could not be placed, or was lost.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        num_collectors: int | None = None,
+        ray_init_config: Mapping[str, Any] | None = None,
+        remote_configs: Any = None,
+        **options: Unpack[ClusterKeywords],
+    ) -> None:
+        def connect(count: int, deadline_s: float) -> Carrier:
+            from muster.nodes.ray_nodes import RayCarrier
+
+            return RayCarrier(
+                count, ray_init_config=ray_init_config, remote_configs=remote_configs, deadline_s=deadline_s
+            )
+
+        super().__init__(create_env_fn, policy, connect, num_nodes=num_collectors, **options)
+
+    def _nodes_write(self) -> bool:
+        options = self.options
+        names = {cls.__name__ for cls in type(options.replay_buffer).__mro__}
+        looks = (
+            *(options.trajs_per_batch, options.split_trajs, options.postproc, options.on_batch),
+            *(options.on_episode_done, options.post_collect_hook, not options.extend_buffer),
+        )
+        return not names.isdisjoint(("RayBuffer", "RayReplayBuffer")) and not any(looks)

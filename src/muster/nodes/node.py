@@ -1,0 +1,164 @@
+"""The nodes of a collector, as its main process sees them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from muster.nodes.link import Block, Carrier
+from muster.nodes.session import Newest, Session
+from muster.nodes.stand_ins import END_S, LeafChannel, LeafChild, LeafLedger
+from muster.nodes.wire import NodeInfo, NodeSetup
+from muster.sources.threads import Doorbell
+from muster.stats import InferenceStats
+from muster.weights.buffer import Manifest
+
+
+class Node:
+    """One node, over all sessions with it.
+
+    Args:
+        join_s: seconds for it to join; None is for ever.
+        doorbell: rung when a leaf has something to say.
+
+    Attributes:
+        setup, policy: what it is told first, in every session.
+        info: of the node that joined last.
+        inference: what its server has done, as far as it has told.
+    """
+
+    setup: NodeSetup
+    policy: Block
+
+    def __init__(self, carrier: Carrier, number: int, join_s: float | None, doorbell: Doorbell) -> None:
+        self.carrier, self.number, self.doorbell = carrier, number, doorbell
+        self.join_s = float("inf") if join_s is None else join_s
+        self.info: NodeInfo | None = None
+        self.inference: InferenceStats | None = None
+        self.newest: Newest | None = None
+        self._epochs = itertools.count()
+        self._session: Session | None = None
+
+    def session(self) -> Session:
+        """The present one; a new one if there is none that works."""
+        if self._session is None or self._session.lost:
+            self.inference = None
+            self._session = Session(self, next(self._epochs))
+        return self._session
+
+    @property
+    def joined(self) -> bool:
+        return self._session is not None and self._session.joined and not self._session.lost
+
+    def publish(self, manifest: Manifest, block: Block) -> None:
+        """These weights are what its leaves take from now on."""
+        self.newest = Newest(manifest, block)
+        if self._session is not None and not self._session.lost:
+            self._session.post_weights()
+
+    def tell(self, *message: Any) -> None:
+        """Anybody who is there."""
+        if self._session is not None and not self._session.lost:
+            self._session.post(*message)
+
+    def close(self, *, bye: bool = True) -> None:
+        if self._session is not None:
+            self._session.end(bye=bye)
+
+
+class Nodes:
+    """All nodes of a collector; also the weights' publisher for them, and what its schedule knows of their servers.
+
+    Args:
+        of_leaf: number of the node of every worker.
+        join_s: see ``Node``.
+
+    Attributes:
+        write: nodes write into the replay buffer themselves.
+    """
+
+    write = False
+
+    def __init__(self, carrier: Carrier, of_leaf: Sequence[int], join_s: float | None) -> None:
+        self.doorbell = Doorbell()
+        self._owner = os.getpid()
+        self.of_leaf, self.carrier = list(of_leaf), carrier  # a leaf has one group, of the same number
+        self.nodes = [Node(carrier, number, join_s, self.doorbell) for number in range(max(of_leaf) + 1)]
+
+    def prepare(self, setups: Sequence[NodeSetup], policy: bytes) -> None:
+        """Say what nodes are told first.
+
+        Args:
+            policy: pickled.
+        """
+        block = Block(np.frombuffer(policy, np.uint8))
+        for node, setup in zip(self.nodes, setups, strict=True):
+            node.setup, node.policy = setup, block
+
+    def launch(self, leaf: int) -> Callable[[str, bool], tuple[LeafChild, LeafChannel, LeafLedger]]:
+        """See ``Setup.launch``."""
+
+        def start(name: str, preload: bool) -> tuple[LeafChild, LeafChannel, LeafLedger]:
+            channel = self.node_of(leaf).session().start(leaf)
+            return channel.child, channel, channel.ledger
+
+        return start
+
+    def node_of(self, leaf: int) -> Node:
+        return self.nodes[self.of_leaf[leaf]]
+
+    def where(self, leaf: int) -> str:
+        """The host and number of a worker's node, for people."""
+        node = self.node_of(leaf)
+        return f"{node.number}" if node.info is None else f"{node.number} ({node.info.host})"
+
+    def close(self) -> None:
+        """Let all nodes end; may be called again. A fork of this process has none."""
+        if os.getpid() != self._owner:
+            return
+        self.end_sessions(bye=True)
+        self.carrier.close()
+        self.doorbell.close()
+
+    def end_sessions(self, *, bye: bool = False) -> None:
+        """Let nodes end or, without a goodbye, wait for the next session."""
+        ending = [threading.Thread(target=node.close, kwargs={"bye": bye}, daemon=True) for node in self.nodes]
+        for thread in ending:
+            thread.start()
+        for thread in ending:
+            thread.join(2 * END_S)
+
+    # --- as ``InferenceServer``, of which there is one on every node ---------------------------------
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """See ``InferenceServer.held``."""
+        try:
+            self._tell("hold")
+            yield
+        finally:
+            self._tell("release")
+
+    def settle(self) -> None:
+        """Nodes have no user whose random streams are to be kept."""
+
+    def ask(self, method: str, *args: Any, group: int | None = None) -> Any:
+        """What the server for a group answers; None asks all of them, and gives the first answer."""
+        nodes = self.nodes if group is None else [self.node_of(group)]
+        answers = [node.session().ask(method, args) for node in nodes]
+        return answers[0]
+
+    def stats(self) -> InferenceStats:
+        """Over all nodes."""
+        told = [node.inference for node in self.nodes if node.inference is not None]
+        return InferenceStats(sum(s.calls for s in told), sum(s.rows for s in told), sum(s.busy_s for s in told))
+
+    def _tell(self, *message: Any) -> None:
+        for node in self.nodes:
+            node.tell(*message)

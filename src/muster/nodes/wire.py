@@ -1,0 +1,77 @@
+"""What the main process and a node say to each other, inside the messages of a link.
+
+Main to node: ``("setup", NodeSetup)`` with the policy as a block, ``("weights", Manifest)`` with the weights as one,
+``("start", leaf, life, Start)``, ``("to", life, tag, message)``, ``("stop", life, order)``,
+``("signal", life, number)``, ``("stack", life, seconds)``, ``("kill", life)``, ``("hold",)``, ``("release",)``,
+``("ask", number, method, args)``, ``("beat",)`` and ``("bye",)``.
+
+Node to main: ``("joined", NodeInfo)``, ``("started", life, pid)``, ``("from", life, message)`` (a report with its lane
+as a block), ``("stack", life, text)``, ``("gone", life, exit code, cells, stack)`` (with the lane at work),
+``("answer", number, result, Failure or None)``, ``("failed", Failure)`` and ``("beat", {life: cells}, InferenceStats or
+None)``.
+
+A *life* is one process of a leaf (a worker on a node): what an earlier process says is told from what its successor
+does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from muster.memory.views import Order
+
+BEAT_S = 1.0  # seconds after which each end says something, if only that it is there
+
+
+@dataclass(frozen=True)
+class Service:
+    """How a node's inference server acts for its leaves; see ``MultiOptions``.
+
+    Attributes:
+        leaves: indices of all workers on the node.
+        options: ``WorkerOptions``, pickled.
+        is_factory: the policy of the setup makes the one that acts.
+    """
+
+    leaves: Sequence[int]
+    options: bytes
+    is_factory: bool
+    alternating: bool
+    max_batch: int | None
+    max_wait_s: float | None
+    threads: int | None
+    deadline_s: float | None
+
+
+@dataclass(frozen=True)
+class NodeSetup:
+    """What a node is told first.
+
+    Attributes:
+        node: its number.
+        workers: of all nodes.
+        path: of the main process, for what is unpickled.
+        start_method: of the leaves.
+        service: None: leaves act by themselves.
+        policy_digest: SHA-256 of the policy, which comes as a block: those are not authenticated.
+        buffer: pickled handle of a replay buffer that the node writes into; None: batches go to the main process.
+        layout: of those batches.
+    """
+
+    node: int
+    workers: int
+    path: Sequence[str]
+    start_method: str | None
+    service: Service | None
+    policy_digest: bytes
+    buffer: bytes | None = None
+    layout: Order = "batch_major"
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """What the main process wants to know of a node."""
+
+    host: str
+    pid: int

@@ -1,0 +1,67 @@
+"""Writes the rollouts of a node into a replay buffer elsewhere, past the main process."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from muster.memory.slots import Layout, Slot
+from muster.memory.views import BatchView, Order
+from muster.sources.messages import Report
+
+END_S = 5.0
+
+
+class Writer:
+    """A thread that writes what is put, in order.
+
+    Args:
+        buffer: with ``extend(TensorDict)``, which is done with the memory when it returns.
+        order: of the batches' dimensions.
+        written: called in the thread, for each report: None or what ``extend`` raised, its leaf's life, and it.
+    """
+
+    def __init__(self, buffer: Any, order: Order, written: Callable[[Exception | None, int, Report], None]) -> None:
+        self._buffer, self._order, self._written = buffer, order, written
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._views: dict[Layout, BatchView] = {}
+        self._thread = threading.Thread(target=self._run, name="muster-agent-writes", daemon=True)
+        self._thread.start()
+
+    def put(self, slot: Slot, life: int, report: Report) -> None:
+        """A rollout is in this slot, which is left alone until the report has gone."""
+        self._queue.put(partial(self._write, slot, life, report))
+
+    def then(self, function: Callable[[], None]) -> None:
+        """Call it in the thread, once all has been written that was put."""
+        self._queue.put(function)
+
+    def close(self) -> None:
+        """End the thread, once it has written what was put."""
+        self._queue.put(None)
+        self._thread.join(END_S)
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            job()
+
+    def _write(self, slot: Slot, life: int, report: Report) -> None:
+        error: Exception | None = None
+        try:
+            self._buffer.extend(self._batch(slot, report))
+        except Exception as raised:  # noqa: BLE001 (the main process's to raise)
+            error = raised
+        self._written(error, life, report)
+
+    def _batch(self, slot: Slot, report: Report) -> Any:
+        for key, array in report.objects.items():
+            slot.lanes[0].arrays[key][...] = array
+        layout = slot.layout
+        if layout not in self._views:
+            self._views = {layout: BatchView(layout, stacked=False, order=self._order)}
+        return self._views[layout].tensordict(torch.from_numpy(slot.block), slot)

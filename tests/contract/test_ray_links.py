@@ -1,0 +1,217 @@
+"""What links over Ray do besides what all links do: joining, dying machines, the object store, ports, tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from muster.errors import BadOption
+from muster.nodes.link import Block, LinkLost
+from tests.fakes.link_nodes import pattern
+from tests.fakes.ray_cluster import NODE, environment, needs_ray, ray_cluster  # noqa: F401 (a fixture)
+
+pytestmark = [needs_ray, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
+NODES = "tests.fakes.link_nodes:"
+
+
+@pytest.fixture
+def nodes():
+    """Open a carrier whose nodes run a function of ``link_nodes.py``."""
+    with contextlib.ExitStack() as stack:
+
+        def start(function, count=1, **options):
+            from muster.nodes.ray_nodes import RayCarrier
+
+            carrier = RayCarrier(count, target=options.pop("target", NODES + function), **options)
+            stack.callback(carrier.close)
+            return carrier
+
+        yield start
+
+
+def connected(carrier, node=0, epoch=0, within_s=90.0):
+    return carrier.connect(node, epoch, within_s, threading.Event())
+
+
+class TestJoining:
+    def test_is_waited_for_while_resources_lack_and_then_says_which(self, nodes):
+        carrier = nodes("echo", remote_configs={"num_cpus": 1000})
+        with pytest.raises(LinkLost, match=r"Node 0 .* within 1 s.*'num_cpus': 1000.*CPU 4.*remote_configs"):
+            connected(carrier, within_s=1.0)
+
+    def test_given_up(self, nodes):
+        carrier = nodes("echo", remote_configs={"num_cpus": 1000})
+        given_up = threading.Event()
+        threading.Timer(0.3, given_up.set).start()
+        begin = time.monotonic()
+        with pytest.raises(LinkLost, match="given up"):
+            carrier.connect(0, 0, 60.0, given_up)
+        assert time.monotonic() - begin < 10
+
+    def test_fails_at_once_with_the_reason(self, nodes):
+        with pytest.raises(LinkLost, match=r"^Node 0 could not be started: .*No module named 'tests.fakes.no_such'\.$"):
+            connected(nodes("", target="tests.fakes.no_such:thing"))
+
+    def test_agent_that_fails_is_quoted(self, nodes):
+        link = connected(nodes("sender"))
+        link.send(b"no numbers at all")
+        with pytest.raises(LinkLost, match="its agent failed: ValueError: invalid literal"):
+            link.receive()
+
+    def test_says_where_nodes_are(self, nodes):
+        carrier = nodes("introduced", count=2)
+        pids = [connected(carrier, node).receive().message.split()[1].decode() for node in range(2)]
+        assert [carrier.hosts[node].split()[-1] for node in range(2)] == pids
+        assert carrier.hosts[0].split()[3] != carrier.hosts[1].split()[3]  # spread over the machines
+
+
+class TestMachines:
+    def test_node_of_a_dead_machine_joins_on_another(self, nodes, ray_cluster):  # noqa: F811
+        spot = NODE | {"resources": {"spot": 1}}
+        machine = ray_cluster.add_node(**spot)
+        carrier = nodes("introduced", remote_configs={"num_cpus": 1, "resources": {"spot": 1}})
+        link = connected(carrier)
+        first = link.receive().message
+        ray_cluster.remove_node(machine, allow_graceful=False)
+        with pytest.raises(LinkLost, match="node 0 .* is lost"):
+            link.receive()
+        link.close()
+        seconds = []
+
+        def join():
+            again = connected(carrier, epoch=1)
+            seconds.append(time.monotonic())
+            assert again.receive().message != first
+            again.close()
+
+        joining = threading.Thread(target=join)
+        joining.start()  # while Ray still believes that the dead machine lives
+        machine = ray_cluster.add_node(**spot)
+        up = time.monotonic()
+        joining.join()
+        assert seconds[0] - up < 15  # 2 to 3 on a machine that is not too busy
+        carrier.close()
+        ray_cluster.remove_node(machine)
+
+    @pytest.mark.timeout(300)
+    def test_nothing_is_left_in_the_object_store(self, nodes, ray_cluster):  # noqa: F811
+        link = connected(nodes("echo", deadline_s=90.0))  # counting takes long where a machine has died
+        size = 1_000_000
+        memory = np.zeros(size, np.uint8)
+        for tag in range(1, 201):
+            link.expect(tag, memory)
+            link.send(b"block", Block(pattern(size, tag)), tag)
+            assert (link.receive().block == pattern(size, tag)).all()
+        deadline = time.monotonic() + 60
+        while (left := _objects(ray_cluster)) > 4:
+            assert time.monotonic() < deadline, f"{left} objects are left"
+
+    def test_a_block_for_two_nodes_is_put_there_once(self, nodes):
+        carrier = nodes("echo", count=2)
+        block = Block(pattern(2_000_000, 1))
+        for node in range(2):
+            link = connected(carrier, node)
+            link.send(b"weights", block, 1)
+            assert (link.receive().block == block.array).all()
+        assert block.form("ray", lambda _: pytest.fail("it was not kept")) is not None
+
+
+def _objects(made):
+    from ray._private.internal_api import memory_summary
+
+    text = memory_summary(address=made.address, stats_only=True)
+    return int(text.split(" objects")[0].split()[-1])
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("configs", "match"),
+        [
+            ([{"num_cpus": 1}], "1 entries for 2 nodes"),
+            ({"max_restarts": 3}, "max_restarts, which Muster sets"),
+            ({"num_cpu": 3}, "node 0: .*num_cpu"),
+        ],
+    )
+    def test_bad_remote_configs(self, nodes, configs, match):
+        with pytest.raises(BadOption, match=match):
+            nodes("echo", count=2, remote_configs=configs)
+
+    def test_defaults(self, nodes):
+        carrier = nodes("echo")
+        assert carrier._configs == [{"scheduling_strategy": "SPREAD", "num_cpus": 1, "memory": 2 * 1024**3}]
+
+    def test_one_config_per_node(self, nodes):
+        carrier = nodes("introduced", count=2, remote_configs=[{"num_cpus": 1}, {"num_cpus": 1000}])
+        assert connected(carrier, 0).receive().message.startswith(b"0 ")
+        with pytest.raises(LinkLost, match="Node 1 was not started"):
+            connected(carrier, 1, within_s=1.0)
+
+    def test_a_ray_of_the_users_is_left_running(self, nodes):
+        import ray
+
+        nodes("echo").close()
+        assert ray.is_initialized()
+
+
+def run(program, surroundings, timeout=100):
+    """Run a program in a Python of its own; what it prints last, as JSON."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    env |= surroundings | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], env=env, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+WRONG_TOKEN = """
+import json, sys
+from muster.nodes.ray_nodes import RayCarrier
+try:
+    RayCarrier(1, ray_init_config={{"address": "{address}", "log_to_driver": False}})
+except Exception as error:
+    print(json.dumps([type(error).__name__, str(error)]))
+"""
+
+OWN_RAY = """
+import json, threading
+import psutil, ray
+from muster.nodes.ray_nodes import RayCarrier
+config = {"address": "local", "num_cpus": 2, "object_store_memory": 100 * 2**20, "log_to_driver": False}
+carrier, second = (RayCarrier(1, ray_init_config=config, target="tests.fakes.link_nodes:introduced") for _ in range(2))
+link = carrier.connect(0, 0, 90.0, threading.Event())
+link.receive()
+processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+listening = sorted({c.laddr.ip for p in processes for c in p.net_connections("inet") if c.status == "LISTEN"})
+dashboard = ray._private.worker._global_node.webui_url
+link.close()
+carrier.close()
+still = ray.is_initialized()
+second.close()
+print(json.dumps([listening, dashboard, still, ray.is_initialized()]))
+"""
+
+
+class TestCluster:
+    def test_wrong_token_is_refused_with_what_to_do(self, ray_cluster, tmp_path):  # noqa: F811
+        (tmp_path / "token").write_text("00" * 32)
+        surroundings = environment(ray_cluster.folder) | {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
+        kind, text = run(WRONG_TOKEN.format(address=ray_cluster.address), surroundings)
+        assert kind == "BadOption"
+        assert "token" in text
+        assert "RAY_AUTH_TOKEN_PATH" in text
+
+    def test_of_its_own_listens_on_loopback_and_ends_with_its_last_user(self, ray_cluster):  # noqa: F811
+        listening, dashboard, still, after = run(OWN_RAY, environment(ray_cluster.folder))
+        assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
+        assert not dashboard
+        assert still
+        assert not after

@@ -1,0 +1,37 @@
+"""What goes wrong with nodes, from within. Light to import, since workers import it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+NAME = "muster-node-"  # of node processes, and of their fork servers
+
+
+def status(pid: int) -> tuple[str, int]:
+    """Name and parent of a process."""
+    name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+    return name, int(rest.split()[1])
+
+
+def node_of(worker: int) -> int:
+    """The pid of the node that a worker process was started by, through the node's fork server."""
+    above = [status(worker)[1]]
+    while status(above[-1])[0].startswith(NAME):
+        above.append(status(above[-1])[1])
+    return above[-2]
+
+
+class NodeSignalled:
+    """In an environment: a signal for the node that its worker runs on."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __call__(self, honest: Any) -> Any:
+        os.kill(node_of(os.getpid()), self.number)
+        if self.number == signal.SIGKILL:
+            signal.pause()  # ends with the node
+        return honest

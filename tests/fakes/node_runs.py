@@ -1,0 +1,156 @@
+"""Collections on nodes in which a node goes wrong, and what has to hold for all of them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from muster import DistributedCollector
+from muster.nodes import agent
+from muster.nodes.launchers import MpLauncher
+from muster.nodes.link import Link, Received
+from muster.nodes.torch_distributed import node_main
+from muster.sources.channel import Channel
+from muster.testing import OracleEnv
+from tests.fakes import faults
+from tests.fakes.fault_runs import alive
+from tests.fakes.lost_nodes import NAME, status
+
+ROOT = Path(__file__).parents[2]
+MARK, JOINS = "MUSTER_TEST_MARK", "MUSTER_TEST_JOINS"  # environment variables of nodes
+
+
+def sync_nodes(create_env_fn: Any, policy: Any = None, **options: Any) -> DistributedCollector:
+    """Two nodes of one worker each; a batch has the rollouts of both."""
+    return DistributedCollector(create_env_fn, policy, **{"launcher": "mp", "sync": True, **options})
+
+
+def async_nodes(create_env_fn: Any, policy: Any = None, **options: Any) -> DistributedCollector:
+    """The same; a batch has the rollout of one."""
+    return DistributedCollector(create_env_fn, policy, **{"launcher": "mp", "sync": False, **options})
+
+
+NODE_KINDS = [sync_nodes, async_nodes]
+
+
+def makers(path: Path, fault: Any = None) -> list[Any]:
+    """Environments of two nodes, of which number 0 goes wrong."""
+    return [partial(OracleEnv, path, 0, 1, fault), partial(OracleEnv, path, 1)]
+
+
+# --- processes --------------------------------------------------------------------------------------
+
+
+def node_pids() -> dict[int, int]:
+    """The node processes of this one, by number of the node."""
+    found = {}
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        try:
+            (name, parent), me = status(pid), os.getpid()
+            if name.startswith(NAME) and alive(pid) and me in (parent, status(parent)[1]):
+                found[int(name.removeprefix(NAME))] = pid
+        except (OSError, ValueError, IndexError):  # it has ended
+            continue
+    return found
+
+
+def wait_until(happened: Callable[[], Any], within_s: float = 20.0) -> None:
+    deadline = time.monotonic() + within_s
+    pause = threading.Event()
+    while not happened():
+        assert time.monotonic() < deadline, f"not within {within_s:g} s"
+        pause.wait(0.01)
+
+
+# --- what nodes run ---------------------------------------------------------------------------------
+
+
+def dies_at_birth(channel: Channel) -> None:
+    """Node 0, or whichever is first, is killed before it has joined, once."""
+    if faults.first_time(os.environ[MARK]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    node_main(channel)
+
+
+def late(births: Path, joins: int) -> MpLauncher:
+    """Nodes of which only the first few ever join; ``births`` will have a file for each, named after its pid."""
+    births.mkdir()
+    os.environ |= {MARK: str(births), JOINS: str(joins)}
+    return MpLauncher(entry=f"{__name__}:joins_or_waits")
+
+
+def births(folder: Path) -> list[int]:
+    """The pids of late nodes, by age."""
+    return [int(file.name) for file in sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns)]
+
+
+def joins_or_waits(channel: Channel) -> None:
+    """See ``late``."""
+    folder = Path(os.environ[MARK])
+    folder.joinpath(str(os.getpid())).touch()
+    if births(folder).index(os.getpid()) >= int(os.environ[JOINS]):
+        signal.pause()
+    node_main(channel)
+
+
+class Cut:
+    """A node's link, on which the node is killed right when a message of some kind arrives."""
+
+    def __init__(self, link: Link, kind: str, at: int) -> None:
+        self.link, self.kind, self.left = link, kind, at
+        self.send, self.expect, self.close = link.send, link.expect, link.close
+
+    def receive(self) -> Received:
+        received = self.link.receive()
+        if pickle.loads(received.message)[0] == self.kind:
+            if not self.left and faults.first_time(os.environ[MARK]):
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.left -= 1
+        return received
+
+
+def serve_until(kind: str, at: int, link: Link, node: int) -> bool:
+    cut: Any = Cut(link, kind, at) if node == 0 else link
+    return agent.serve(cut, node)
+
+
+dies_of_setup = partial(serve_until, "setup", 0)
+dies_of_weights = partial(serve_until, "weights", 0)
+dies_of_start = partial(serve_until, "start", 0)
+dies_of_orders = partial(serve_until, "to", 4)
+
+
+# --- nodes that come by themselves ------------------------------------------------------------------
+
+
+@contextmanager
+def came_by_themselves(address: str, token: Path, count: int = 2) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Node processes that nobody but this test can end or start again."""
+    code = (
+        "import sys; from muster.nodes.torch_distributed import run_node; a = sys.argv; run_node(a[1], int(a[2]), a[3])"
+    )
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, address, str(number), str(token)],
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,
+        )
+        for number in range(count)
+    ]
+    try:
+        yield nodes
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait(10)

@@ -1,0 +1,180 @@
+"""Links through memory, and nodes that are threads of this process: real agents, whose workers are processes."""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from muster.collectors.clusters import ClusterCollector
+from muster.memory.specs import Array
+from muster.nodes import agent
+from muster.nodes.link import Block, LinkLost, Received
+from muster.nodes.wire import BEAT_S
+
+JOIN_S = 30.0
+
+
+class QueueLink:
+    """Implements ``Link``; any thread may send.
+
+    Attributes:
+        other: the other end.
+        expected: by tag.
+        said: kinds of the messages that have come here, in order.
+    """
+
+    other: QueueLink
+
+    def __init__(self, deadline_s: float = 60.0) -> None:
+        self.expected: dict[int, Array] = {}
+        self.said: list[Any] = []
+        self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._deadline_s, self._lock, self._cause = deadline_s, threading.Lock(), ""
+
+    def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
+        if self._cause:
+            raise LinkLost(self._cause)
+        self.other._arrived.put((message, None if block is None else np.array(block.array), tag))
+
+    def expect(self, tag: int, memory: Array) -> None:
+        self.expected[tag] = memory
+
+    def receive(self) -> Received:
+        try:
+            item = self._arrived.get(timeout=self._deadline_s)
+        except queue.Empty:
+            raise LinkLost(f"nothing has come for {self._deadline_s:g} s") from None
+        if isinstance(item, Exception):
+            raise item
+        message, block, tag = item
+        with self._lock:
+            if self._cause:
+                raise LinkLost(self._cause)
+            memory = self.expected.pop(tag, None)
+            if memory is not None:
+                memory[:] = block
+        self.said.append(pickle.loads(message)[:3])
+        return Received(message, tag, block if memory is None else memory)
+
+    def fail(self, error: Exception) -> None:
+        """Let ``receive`` raise this next."""
+        self._arrived.put(error)
+
+    def close(self) -> None:
+        self.cut("it was closed")
+
+    def cut(self, cause: str) -> None:
+        """Lose it, at both ends."""
+        for end in (self, self.other):
+            with end._lock:
+                end._cause = end._cause or cause
+            end._arrived.put(LinkLost(cause))
+
+
+def pair() -> tuple[QueueLink, QueueLink]:
+    """Both ends."""
+    ours, theirs = QueueLink(), QueueLink()
+    ours.other, theirs.other = theirs, ours
+    return ours, theirs
+
+
+class QueueCarrier:
+    """Implements ``Carrier``.
+
+    Attributes:
+        links: the ends of the main process, by node and epoch.
+        threads: that were nodes.
+        ended: how these ended: what ``serve`` has returned or raised.
+    """
+
+    name = "queues"
+
+    def __init__(self) -> None:
+        self.links: defaultdict[int, list[QueueLink]] = defaultdict(list)
+        self.threads: list[threading.Thread] = []
+        self.ended: list[Any] = []
+        self.closed = False
+
+    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> QueueLink:
+        ours, theirs = pair()
+        self.links[node].append(ours)
+        self.threads.append(served(theirs, node, self.ended))
+        return ours
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def served(link: QueueLink, node: int, ended: list[Any]) -> threading.Thread:
+    """A thread in which an agent serves."""
+
+    def serve() -> None:
+        try:
+            ended.append(agent.serve(link, node))
+        except Exception as error:  # noqa: BLE001 (a test looks at it)
+            ended.append(error)
+
+    thread = threading.Thread(target=serve, name=f"test-node-{node}", daemon=True)
+    thread.start()
+    return thread
+
+
+class QueueCollector(ClusterCollector):
+    """With nodes in threads of this process."""
+
+    writes = False
+
+    def __init__(self, create_env_fn: Any, policy: Any = None, *, carrier: QueueCarrier, **options: Any) -> None:
+        super().__init__(create_env_fn, policy, lambda count, deadline_s: carrier, **{"sync": True, **options})
+
+    def _nodes_write(self) -> bool:
+        return self.writes
+
+
+class WritingCollector(QueueCollector):
+    """Whose nodes write into the replay buffer."""
+
+    writes = True
+
+
+class GatedBuffer:
+    """A replay buffer of this process, whichever copy is asked; ``open_`` lets writes end."""
+
+    open_ = threading.Event()
+    writing = threading.Event()
+    rows: list[Any] = []  # noqa: RUF012 (shared on purpose)
+
+    def extend(self, batch: Any) -> None:
+        self.writing.set()
+        assert self.open_.wait(JOIN_S)
+        self.rows.append(batch.clone())
+
+    def __len__(self) -> int:
+        return sum(batch.numel() for batch in self.rows)
+
+
+def wait_until(happened: Callable[[], Any], within_s: float = 60.0) -> Any:
+    """What it returns once that is true."""
+    pause = threading.Event()
+    for _ in range(int(within_s / 0.01)):
+        if found := happened():
+            return found
+        pause.wait(0.01)
+    raise AssertionError(f"not within {within_s:g} s")
+
+
+def beats(link: QueueLink) -> int:
+    """How many have come."""
+    return sum(said[0] == "beat" for said in list(link.said))
+
+
+def two_beats(link: QueueLink) -> None:
+    """Wait until the other end has had time for anything that it does at once."""
+    begun = beats(link)
+    wait_until(lambda: beats(link) >= begun + 2, 60 * BEAT_S)

@@ -1,0 +1,453 @@
+"""Nodes that are killed, stopped and cut off: at every kind of place; not a step is doubled or made up, and those that
+nobody could count are bounded.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
+from contextlib import suppress
+
+import pytest
+import torch
+
+from muster import MultiSyncCollector
+from muster.errors import CollectorTimeout, WorkerDied
+from muster.nodes.launchers import MpLauncher
+from muster.nodes.meeting import write_token
+from muster.testing import Fault, OracleEnv, check_stream
+from tests.fakes import faults
+from tests.fakes.fault_runs import FRAMES, MODES, T, alive, all_gone, deadlines, run
+from tests.fakes.lost_nodes import NodeSignalled, node_of
+from tests.fakes.node_runs import (
+    MARK,
+    NODE_KINDS,
+    async_nodes,
+    births,
+    came_by_themselves,
+    late,
+    makers,
+    node_pids,
+    sync_nodes,
+    wait_until,
+)
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="kills processes, and looks into /proc"),
+    pytest.mark.timeout(90),
+    pytest.mark.filterwarnings("ignore:worker . is falling behind"),
+]
+
+AT = 30  # row 10 of the second rollout
+KILLS = NodeSignalled(signal.SIGKILL)
+HEARTBEAT_S = 2.0
+FAKES = "tests.fakes.node_runs"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return {kind: run(folder, None, kind) for kind in NODE_KINDS}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    environ = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ |= environ
+    assert all_gone(node_pids().values()), "node processes are left"
+
+
+def check(got, *, losses=1, undisturbed=None):
+    """Books that are exact but for what only a lost node knew, which is bounded by the rollouts it was at."""
+    stats, truth = got.stats, got.counts[:, 2].sum()
+    rows = check_stream(got.batches)
+    assert stats.frames == sum(rows.values()) == FRAMES
+    assert stats.in_flight == 0
+    assert stats.executed == stats.frames + sum(stats.discarded.values())
+    assert stats.executed <= truth <= stats.executed + stats.unseen
+    assert stats.unseen <= losses * 2 * T
+    assert set(stats.discarded) <= {"worker_died", "shutdown"}
+    assert all(count <= got.counts[env, 2] for (env, _), count in rows.items())
+    if undisturbed is not None:
+        for mine, other in zip(got.rows_of(1), undisturbed.rows_of(1), strict=True):
+            both = min(len(mine), len(other))
+            assert both >= FRAMES // 2 - T
+            assert torch.equal(mine[:both], other[:both])
+    return rows
+
+
+def assert_said(error, node, phase=None, why=""):
+    assert type(error) is WorkerDied
+    found = re.match(r"Worker (\d) .*is lost with its node, during (\w+): (.*)", str(error), re.DOTALL)
+    assert found, str(error)
+    assert error.worker == int(found[1])
+    assert re.search(rf"\bnode {node}\b", str(error)), str(error)
+    assert phase is None or found[2] == error.phase == phase, str(error)
+    assert re.search(why, found[3]), str(error)
+
+
+# --- a node that is killed --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_failure", MODES)
+@pytest.mark.parametrize("kind", NODE_KINDS)
+def test_a_node_killed_in_the_middle_of_a_rollout_loses_that_and_nothing_else(tmp_path, undisturbed, kind, on_failure):
+    got = run(tmp_path, Fault(KILLS, at=AT), kind, on_failure=on_failure)
+    rows = check(got, undisturbed=undisturbed[kind])
+    assert rows[0, 0] == T
+    assert got.counts[0, 0] == (1 if on_failure == "drop" else 2)
+    assert len(got.errors) == (on_failure == "raise")
+    for error in got.errors:
+        assert_said(error, 0)
+
+
+@pytest.mark.parametrize("kind", NODE_KINDS)
+def test_a_node_killed_in_a_reset(tmp_path, undisturbed, kind):
+    got = run(tmp_path, Fault(KILLS, "reset", at=3), kind)
+    check(got, undisturbed=undisturbed[kind])
+    assert_said(got.error, 0)
+
+
+@pytest.mark.parametrize("on_failure", MODES)
+def test_a_node_killed_while_environments_are_made_ends_the_construction(tmp_path, on_failure):
+    with pytest.raises(WorkerDied) as caught:
+        run(tmp_path, Fault(KILLS, "construct"), sync_nodes, on_failure=on_failure)
+    assert_said(caught.value, 0, "construct")
+    assert all_gone(node_pids().values())
+
+
+@pytest.mark.parametrize("on_failure", MODES)
+def test_a_node_killed_between_batches_costs_nothing(tmp_path, on_failure):
+    path = tmp_path / "counts"
+    with sync_nodes(makers(path), frames_per_batch=T, on_failure=on_failure, seed=1) as collector:
+        batches = [collector.next().clone() for _ in range(2)]
+        pids = node_pids()
+        os.kill(pids[0], signal.SIGKILL)
+        assert all_gone([pids[0]])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "a worker is dropped")
+            if on_failure == "raise":
+                with pytest.raises(WorkerDied) as caught:
+                    while collector.next() is None:
+                        pass
+                assert_said(caught.value, 0)
+            batches += [collector.next().clone() for _ in range(2)]
+        assert alive(pids[1])
+        assert node_pids().get(1) == pids[1]
+        stats = collector.stats()
+    rows = check_stream(batches)
+    truth = OracleEnv.read(path)[:, 2].sum()
+    assert stats.frames == sum(rows.values())
+    assert stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+    assert stats.executed <= truth <= stats.executed + stats.unseen
+    assert rows[0, 0] == 2 * T
+    assert (0, 1) in rows or on_failure == "drop"
+
+
+@pytest.mark.parametrize("what", ["setup", "weights", "start", "orders"])
+def test_a_node_killed_when_something_reaches_it(tmp_path, monkeypatch, what):
+    """While it joins, and before its first step."""
+    monkeypatch.setenv(MARK, str(tmp_path / "mark"))
+    launcher = MpLauncher(f"{FAKES}:dies_of_{what}")
+    if what != "orders":
+        with pytest.raises(WorkerDied) as caught:
+            run(tmp_path, None, sync_nodes, launcher=launcher)
+        assert_said(caught.value, 0)
+        return
+    got = run(tmp_path, None, sync_nodes, launcher=launcher, on_failure="restart")
+    check(got)
+    assert got.counts[0, 0] == 2
+
+
+def test_a_node_killed_before_it_has_joined_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv(MARK, str(tmp_path / "mark"))
+    with pytest.raises(WorkerDied) as caught:
+        run(tmp_path, None, sync_nodes, launcher=MpLauncher(entry=f"{FAKES}:dies_at_birth"), on_failure="restart")
+    assert_said(caught.value, "[01]", why=r"has not joined: its process \d+ ended with exit code -9\. ")
+
+
+def test_a_node_that_does_not_join_in_time_says_so(tmp_path):
+    begin = time.monotonic()
+    with pytest.raises((WorkerDied, CollectorTimeout), match=r"has not joined at \S+ within 3 s"):
+        run(
+            tmp_path,
+            None,
+            sync_nodes,
+            launcher=late(tmp_path / "births", joins=0),
+            timeouts={**deadlines(30.0), "join": 3.0},
+        )
+    assert time.monotonic() - begin < 15
+    assert all_gone(node_pids().values())
+
+
+@pytest.mark.slow
+def test_a_node_killed_while_it_is_sent_weights(tmp_path):
+    """40 MB do not fit into any buffer: a stopped node has not got all of them."""
+    path, policy = tmp_path / "counts", Wide(10_000_000)
+    with async_nodes(makers(path), policy, frames_per_batch=T, on_failure="restart", seed=1) as collector:
+        batches = [collector.next().clone() for _ in range(4)]
+        pid = node_pids()[0]
+        os.kill(pid, signal.SIGSTOP)
+        policy.weight.data += 1
+        collector.update_policy_weights_()
+        batches += [collector.next().clone() for _ in range(3)]  # of the other
+        os.kill(pid, signal.SIGKILL)
+        until_run(collector, batches, env=0, run=1)
+        stats = collector.stats()
+    check_stream(batches)
+    assert stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+
+
+class Wide(torch.nn.Module):
+    """Always the same action, with many weights."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(count))
+
+    def forward(self, observation):
+        return torch.ones(observation.shape[:-1], dtype=torch.int64) + 0 * self.weight[0].long()
+
+
+def until_run(collector, batches, env, run, within_s=30.0):
+    """Collect until an environment's batches are those of its worker's successor."""
+    deadline = time.monotonic() + within_s
+    while not any((b["observation"][..., 0].eq(env) & b["observation"][..., 1].eq(run)).any() for b in batches[-1:]):
+        assert time.monotonic() < deadline, "it has not come back"
+        batches.append(collector.next().clone())
+
+
+# --- what follows -----------------------------------------------------------------------------------
+
+
+def test_streams_after_a_death_are_those_of_local_workers(tmp_path):
+    """Seeds and numbers of episodes go on likewise, whether a worker, its node or a local worker has died."""
+    ways = {
+        "local": (faults.Signalled(signal.SIGKILL), MultiSyncCollector),
+        "leaf": (faults.Signalled(signal.SIGKILL), sync_nodes),
+        "node": (KILLS, sync_nodes),
+    }
+    got = {name: run(tmp_path, Fault(do, at=AT), kind, on_failure="restart") for name, (do, kind) in ways.items()}
+    for name in ("leaf", "node"):
+        for env in (0, 1):
+            for mine, local in zip(got[name].rows_of(env), got["local"].rows_of(env), strict=True):
+                assert torch.equal(mine, local), name
+
+
+def test_all_workers_of_a_node_are_lost_with_it(tmp_path, undisturbed):
+    path = tmp_path / "counts"
+    four = [Maker(path, 2 * node, Fault(KILLS, at=AT) if node == 0 else None) for node in range(2)]
+    options = {"num_workers_per_collector": 2, "collector_class": "sync", "on_failure": "restart", "seed": 1}
+    with sync_nodes(four, frames_per_batch=2 * T, **options) as collector:
+        batches = [collector.next().clone() for _ in range(4)]
+        stats = collector.stats()
+        assert [worker.restarts for worker in stats.workers] == [1, 1, 0, 0]
+    rows = check_stream(batches)
+    counts = OracleEnv.read(path)
+    assert counts[:, 0].tolist() == [2, 2, 1, 1]
+    assert sum(rows.values()) == stats.frames == 16 * T
+    assert stats.executed <= counts[:, 2].sum() <= stats.executed + stats.unseen
+
+
+class Maker:
+    """Environments of the workers of a node, each with a number of its own, as they ask."""
+
+    def __init__(self, path, first, fault):
+        self.path, self.first, self.fault = path, first, fault
+
+    def __call__(self):
+        number = self.first
+        while not faults.first_time(f"{self.path}-{number}-{node_of(os.getpid())}"):
+            number += 1
+        return OracleEnv(self.path, number, 1, self.fault if number == self.first else None)
+
+
+@pytest.mark.slow
+def test_the_other_node_goes_on_while_one_is_away(tmp_path):
+    """Node 0 does not come back; shutdown does not wait for it."""
+    path, folder = tmp_path / "counts", tmp_path / "births"
+    launcher = late(folder, joins=2)
+    with async_nodes(makers(path), frames_per_batch=T, launcher=launcher, on_failure="restart") as collector:
+        batches = [collector.next().clone() for _ in range(4)]
+        os.kill(node_pids()[0], signal.SIGKILL)
+        wait_until(lambda: batches.append(collector.next().clone()) or len(births(folder)) == 3)
+        batches += [collector.next().clone() for _ in range(20)]
+        joining = births(folder)[-1]
+        assert alive(joining)
+        assert [worker.node[:1] for worker in collector.stats().workers] == ["0", "1"]
+        begin = time.monotonic()
+    assert time.monotonic() - begin < 10
+    assert all_gone([joining])
+    stats = collector.stats()
+    rows = check_stream(batches)
+    assert {env for batch in batches[-20:] for env in batch["observation"][..., 0].flatten().tolist()} == {1}
+    assert stats.executed == stats.frames + sum(stats.discarded.values())
+    assert stats.executed <= OracleEnv.read(path)[:, 2].sum() <= stats.executed + stats.unseen
+    assert stats.frames == sum(rows.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", NODE_KINDS)
+def test_a_node_that_dies_again_and_again_is_given_up(tmp_path, kind):
+    path = tmp_path / "counts"
+    fault = Fault(KILLS, at=5, runs=None)
+    with kind(makers(path, fault), frames_per_batch=T, on_failure="restart", max_restarts=10) as collector:
+        assert_said(drain(collector, match="restart 3"), 0)
+        assert OracleEnv.read(path)[0, 0] == 4  # three restarts without a batch
+        collector.shutdown()
+        stats, counts = collector.stats(), OracleEnv.read(path)
+    assert stats.executed <= counts[:, 2].sum() <= stats.executed + stats.unseen
+
+
+def test_a_node_that_dies_too_often_within_a_minute_is_given_up(tmp_path):
+    fault = Fault(KILLS, at=AT, runs=None)
+    options = {"on_failure": "restart", "max_restarts": 1}
+    with sync_nodes(makers(tmp_path / "counts", fault), frames_per_batch=T, **options) as collector:
+        drain(collector, match="restart 1")
+
+
+def test_when_all_nodes_are_dropped_the_end_is_said(tmp_path):
+    path = tmp_path / "counts"
+    fault = Fault(KILLS, at=AT, runs=None)
+    both = [makers(path, fault)[0], makers(path, fault)[0]]
+    with warnings.catch_warnings(), async_nodes(both, frames_per_batch=T, on_failure="drop") as collector:
+        warnings.filterwarnings("ignore", "a worker is dropped")
+        for _ in range(2):
+            drain(collector, match="all workers have been dropped")
+
+
+def drain(collector, match):
+    """Collect until the error that has to come."""
+    with pytest.raises(WorkerDied, match=match) as caught:
+        while collector.next() is not None:
+            pass
+    return caught.value
+
+
+# --- a node that is stopped, and wakes up -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", NODE_KINDS)
+def test_a_node_that_is_stopped_is_replaced(tmp_path, undisturbed, kind):
+    timeouts = {**deadlines(30.0), "heartbeat": HEARTBEAT_S}
+    got = run(tmp_path, Fault(NodeSignalled(signal.SIGSTOP), at=AT), kind, timeouts=timeouts)
+    rows = check(got)
+    assert rows[0, 0] == T
+    assert_said(got.error, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [None, Fault(faults.holds_the_gil, at=AT)])
+def test_a_node_that_wakes_up_is_not_heard_and_joins_again(tmp_path, fault):
+    """Nobody else can end it: what it had made meanwhile is not in any batch, and its successor begins after it."""
+    path, token = tmp_path / "counts", tmp_path / "token"
+    write_token(token, os.urandom(16))
+    port = free_port()
+    options = {"launcher": "manual", "tcp_port": port, "token": token, "on_failure": "restart", "seed": 1}
+    timeouts = {"heartbeat": HEARTBEAT_S}
+    with came_by_themselves(f"127.0.0.1:{port}", token) as nodes:
+        with async_nodes(makers(path, fault), frames_per_batch=T, timeouts=timeouts, **options) as collector:
+            batches = [collector.next().clone()]
+            wait_until(lambda: batches.append(collector.next().clone()) or OracleEnv.read(path)[0, 1] > AT)
+            worker = collector.stats().workers[0].pid
+            os.kill(nodes[0].pid, signal.SIGSTOP)
+            wait_until(lambda: batches.append(collector.next().clone()) or collector.stats().unseen)
+            before = collector.stats()
+            batches += [collector.next().clone() for _ in range(20)]  # of the other: it never stops
+            os.kill(nodes[0].pid, signal.SIGCONT)
+            begin = time.monotonic()
+            until_run(collector, batches, env=0, run=1)
+            assert time.monotonic() - begin < 10
+            assert all_gone([worker])
+            assert [node.poll() for node in nodes] == [None, None], "the same process"
+        stats, counts = collector.stats(), OracleEnv.read(path)
+        rows = check_stream(batches)
+        assert before.discarded["worker_died"] + before.unseen >= T
+        assert rows[0, 0] < counts[0, 2]
+        assert stats.frames == sum(rows.values())
+        assert stats.executed == stats.frames + sum(stats.discarded.values())
+        assert stats.executed <= counts[:, 2].sum() <= stats.executed + stats.unseen
+        assert [node.wait(20) for node in nodes] == [0, 0], "they heard the goodbye"
+
+
+def test_a_short_stop_is_no_loss(tmp_path):
+    path = tmp_path / "counts"
+    timeouts = {**deadlines(0.5), "construct": 60.0, "call": 60.0, "heartbeat": 20.0}
+    with async_nodes(makers(path), frames_per_batch=T, timeouts=timeouts) as collector:
+        batches = [collector.next().clone() for _ in range(4)]
+        pid, begin = node_pids()[0], time.monotonic()
+        os.kill(pid, signal.SIGSTOP)
+        while time.monotonic() < begin + 2.5:  # of the other; nobody takes the silence for a worker that hangs
+            batches.append(collector.next().clone())
+        os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: batches.append(collector.next().clone()) or (batches[-1]["observation"][..., 0] == 0).all())
+    stats, counts = collector.stats(), OracleEnv.read(path)
+    rows = check_stream(batches)
+    assert (stats.restarts, stats.unseen, rows[0, 1]) == (0, 0, 0)
+    assert stats.executed == stats.frames + sum(stats.discarded.values()) == counts[:, 2].sum()
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+# --- at random --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", NODE_KINDS)
+def test_random_kills_of_nodes_and_workers_lose_nothing_and_double_nothing(tmp_path, kind):
+    kills, path = 12, tmp_path / "counts"
+    killer = Killer(kills, random.Random(7))
+    options = {"on_failure": "restart", "max_restarts": None, "seed": 1}
+    with kind(makers(path), frames_per_batch=200, **options) as collector:
+        rows = check_stream(killer.until_done(collector))
+    stats, counts = collector.stats(), OracleEnv.read(path)
+    assert killer.done == kills
+    assert stats.frames == sum(rows.values())
+    assert stats.in_flight == 0
+    assert stats.executed == stats.frames + sum(stats.discarded.values())
+    # A worker that is killed after a step and before its reward is stored has made one that nobody can know of.
+    assert stats.executed <= counts[:, 2].sum() <= stats.executed + stats.unseen + kills
+    assert all(count <= counts[env, 2] for (env, _), count in rows.items())
+
+
+class Killer:
+    """Kills nodes and workers at random times, in a thread of its own, while batches are collected."""
+
+    def __init__(self, kills, rng):
+        self.kills, self.rng, self.done = kills, rng, 0
+        self.stopped = threading.Event()
+
+    def until_done(self, collector):
+        thread = threading.Thread(target=self.run, args=(collector,))
+        thread.start()
+        try:
+            for batch in collector:
+                yield batch
+                if not thread.is_alive():
+                    return
+        finally:
+            self.stopped.set()
+            thread.join()
+
+    def run(self, collector):
+        while self.done < self.kills and not self.stopped.wait(self.rng.uniform(0, 1.5)):
+            worker = self.rng.choice(collector.stats().workers)
+            nodes = list(node_pids().values())
+            pid = self.rng.choice([worker.pid, self.rng.choice(nodes or [0])])
+            with suppress(ProcessLookupError):  # not started again yet
+                if pid and worker.state == "working":
+                    os.kill(pid, signal.SIGKILL)
+                    self.done += 1

@@ -1,0 +1,335 @@
+"""Nodes on other machines: networks that are cut and healed, that are slow, and strangers in them.
+
+The machines are network namespaces; see ``tests/fakes/netns.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from muster.errors import BadOption
+from muster.nodes.launchers import WaitingLauncher
+from muster.nodes.link import Block, Link, LinkLost
+from muster.nodes.meeting import Meeting, write_token
+from muster.nodes.seal import WrongToken
+from muster.nodes.torch_distributed import DistributedCarrier
+from muster.nodes.torch_rpc import RpcCarrier
+from tests.fakes.netns import Host, listening, missing, network
+
+WHY_NOT = missing()
+pytestmark = [pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)), pytest.mark.timeout(180)]
+
+CARRIERS: dict[str, Callable[..., Any]] = {"torch.distributed": DistributedCarrier, "torch RPC": RpcCarrier}
+RPC_HERE = "MUSTER_TEST_RPC_HERE" in os.environ
+JOIN_S = 90.0
+REJOIN_S = 10.0
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, ...]]:
+    with network(3) as machines:
+        yield machines
+
+
+@pytest.fixture
+def token(tmp_path):
+    path = tmp_path / "token"
+    write_token(path, b"0123456789abcdef" * 2)
+    return path
+
+
+@pytest.fixture(params=["torch RPC" if RPC_HERE else "torch.distributed"])
+def serving(request, hosts, token):
+    """Open a carrier for one node on the first machine; closed in the end."""
+    with contextlib.ExitStack() as stack:
+
+        def open_(deadline_s: float = 2.0) -> Any:
+            with hosts[0].entered():
+                meeting = Meeting(1, bind=hosts[0].address, token=token)
+                stack.callback(meeting.close)
+                make = CARRIERS[request.param]
+                carrier = make(1, launcher=WaitingLauncher(), meeting=meeting, deadline_s=deadline_s)
+            stack.callback(carrier.close)
+            return carrier
+
+        yield open_
+
+
+class Node:
+    """A node's process on a machine, and what it says."""
+
+    def __init__(self, host: Host, carrier: Any, path: Any, what: str = "netns_nodes:beating") -> None:
+        command = [sys.executable, "-m", "tests.fakes.netns_nodes", what, carrier.meeting.address, str(path)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["src", *sys.path])}
+        self.process = host.start(command, stdout=-1, stderr=-1, env=environment)
+        self.said: list[str] = []
+        self.errors = ""
+        self._more = threading.Condition()
+        self._threads = [threading.Thread(target=self._listen), threading.Thread(target=self._read_errors)]
+        for thread in self._threads:
+            thread.start()
+
+    def says(self, word: str, times: int, within_s: float) -> str:
+        """The last of so many lines that begin with a word."""
+
+        def lines() -> list[str]:
+            return [line for line in self.said if line.startswith(word)]
+
+        with self._more:
+            assert self._more.wait_for(lambda: len(lines()) >= times, within_s), (self.said, self.errors)
+            return lines()[times - 1]
+
+    def ended(self, within_s: float) -> str:
+        """What it wrote on standard error until it ended."""
+        self.process.wait(within_s)
+        self._threads[1].join(5)
+        return self.errors
+
+    def _listen(self) -> None:
+        for line in self.process.stdout:
+            with self._more:
+                self.said.append(line.strip())
+                self._more.notify_all()
+
+    def _read_errors(self) -> None:
+        for line in self.process.stderr:
+            self.errors += line
+
+
+class Session:
+    """The main process' end of a link: sends beats, keeps what comes."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.came: list[bytes] = []
+        self.lost: str | None = None  # not the error: its frames would keep the link's connections
+        self._more = threading.Condition()
+        for run in (self._send, self._receive):
+            threading.Thread(target=run, daemon=True).start()
+
+    def has(self, count: int, within_s: float = 15.0) -> None:
+        with self._more:
+            assert self._more.wait_for(lambda: len(self.came) >= count, within_s), (self.came, self.lost)
+
+    def ends(self, within_s: float) -> str:
+        with self._more:
+            assert self._more.wait_for(lambda: self.lost is not None, within_s), "the link is not lost"
+        return self.lost
+
+    def _send(self) -> None:
+        pause = threading.Event()
+        with contextlib.suppress(LinkLost):
+            while not pause.wait(0.2):
+                self.link.send(b"beat")
+
+    def _receive(self) -> None:
+        while self.lost is None:
+            try:
+                message = self.link.receive().message
+            except LinkLost as lost:
+                with self._more:
+                    self.lost = str(lost)
+                    self._more.notify_all()
+            else:
+                with self._more:
+                    self.came.append(message)
+                    self._more.notify_all()
+
+
+def connect(main: Host, carrier: Any, epoch: int = 0) -> Link:
+    with main.entered():
+        return carrier.connect(0, epoch, JOIN_S, threading.Event())
+
+
+class Connecting:
+    """``connect`` in a thread."""
+
+    def __init__(self, main: Host, carrier: Any, epoch: int) -> None:
+        self.links: list[Link] = []
+        self._thread = threading.Thread(target=lambda: self.links.append(connect(main, carrier, epoch)))
+        self._thread.start()
+
+    def within(self, seconds: float) -> Link:
+        self._thread.join(seconds)
+        assert self.links, f"not joined within {seconds:g} s"
+        return self.links[0]
+
+
+def everywhere(main: Host) -> set[tuple[str, int]]:
+    """Where this process listens."""
+    with main.entered():
+        inside = listening(os.getpid())
+    return inside | listening(os.getpid())
+
+
+class TestMachines:
+    def test_cut_network_is_noticed_at_both_ends_and_the_node_comes_back(self, hosts, serving, token):
+        main, machine, _ = hosts
+        carrier = serving(deadline_s=2.0)
+        node = Node(machine, carrier, token)
+        old = Session(connect(main, carrier))
+        old.has(3)
+        machine.unplug()
+        cut = time.monotonic()
+        assert "2 s" in old.ends(10)
+        node.says("lost", 1, 10)
+        assert 1.5 < time.monotonic() - cut < 8
+        old.link.close()
+        number_of_old = len(old.came)
+
+        coming = Connecting(main, carrier, 1)
+        machine.plug_in()
+        new = Session(coming.within(REJOIN_S))
+        number = node.says("joined", 2, 10).split()[1].encode()
+        new.has(5)
+        assert set(new.came) == {number}
+        assert len(old.came) == number_of_old
+        with pytest.raises(LinkLost):
+            old.link.send(b"anybody?")
+        new.link.close()
+
+    def test_node_that_missed_its_own_end_is_not_heard_any_more(self, hosts, serving, token):
+        """The network is away for less than the deadline; meanwhile the main process has given the session up."""
+        main, machine, _ = hosts
+        carrier = serving(deadline_s=5.0)
+        node = Node(machine, carrier, token)
+        old = Session(connect(main, carrier))
+        old.has(3)
+        first = node.says("joined", 1, 5).split()[1].encode()
+        machine.unplug()
+        threading.Event().wait(1.0)  # it goes on sending, into nowhere
+        old.link.close()
+        coming = Connecting(main, carrier, 1)
+        machine.plug_in()
+        new = Session(coming.within(REJOIN_S))
+        new.has(10)
+        assert first not in new.came
+        node.says("lost", 1, 5)
+        new.link.close()
+
+    def test_short_cut_is_no_loss(self, hosts, serving, token):
+        main, machine, _ = hosts
+        carrier = serving(deadline_s=10.0)
+        node = Node(machine, carrier, token)
+        session = Session(connect(main, carrier))
+        session.has(3)
+        machine.unplug()
+        threading.Event().wait(1.0)
+        before = len(session.came)
+        machine.plug_in()
+        session.has(before + 10)
+        assert session.lost is None
+        assert not [line for line in node.said if line.startswith("lost")]
+        session.link.close()
+
+    def test_slow_network(self, hosts, serving, token):
+        main, machine, _ = hosts
+        carrier = serving(deadline_s=15.0)
+        machine.delay(0.05)
+        Node(machine, carrier, token, "link_nodes:echo")
+        link = connect(main, carrier)
+        block = np.random.default_rng(0).integers(0, 256, 300_000, np.uint8)
+        memory = np.zeros(300_000, np.uint8)
+        begin = time.monotonic()
+        for tag in range(1, 4):
+            link.expect(tag, memory)
+            link.send(b"there and back", Block(block), tag)
+            got = link.receive()
+            assert got.message == b"there and back"
+            assert np.shares_memory(got.block, memory)
+            assert (memory == block).all()
+        assert time.monotonic() - begin > 3 * 0.1
+        link.send(b"bye")
+        link.close()
+
+    def test_node_with_another_token_is_refused(self, hosts, serving, token, tmp_path):
+        main, machine, _ = hosts
+        carrier = serving(deadline_s=5.0)
+        write_token(tmp_path / "other", b"fedcba9876543210" * 2)
+        node = Node(machine, carrier, tmp_path / "other")
+        with pytest.raises(WrongToken, match="does not know the token"):
+            connect(main, carrier)
+        assert "has another token" in node.ended(30)
+        assert not node.said  # its function was never called
+        Node(machine, carrier, token)
+        link = connect(main, carrier, 1)
+        link.close()
+
+    def test_nothing_listens_but_at_the_bound_address(self, hosts, serving, token):
+        main, machine, _ = hosts
+        before = everywhere(main)
+        carrier = serving(deadline_s=10.0)
+        node = Node(machine, carrier, token)
+        session = Session(connect(main, carrier))
+        session.has(1)
+        here, there = everywhere(main) - before, listening(node.process.pid)
+        assert {host for host, _ in here} == {main.address}
+        assert {host for host, _ in there} <= {machine.address}
+        session.link.close()
+        carrier.close()
+        assert everywhere(main) == before
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(RPC_HERE, reason="this is the process that is meant")
+def test_machines_over_rpc():
+    """In a process of its own, since torch lets all RPC agents of a process listen where the first one did."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::TestMachines"]
+    environment = {**os.environ, "MUSTER_TEST_RPC_HERE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=380)
+    assert done.returncode == 0, done.stdout[-20_000:]
+    assert " passed" in done.stdout
+
+
+def test_nothing_is_unpickled_that_comes_from_strangers(hosts, token, tmp_path):
+    main, machine, stranger = hosts
+    with main.entered():
+        meeting = Meeting(1, bind=main.address, token=token)
+        carrier = DistributedCarrier(1, launcher=WaitingLauncher(), meeting=meeting, deadline_s=5.0)
+    try:
+        marker = tmp_path / "marker"
+        Node(stranger, carrier, marker, "hostile")
+        with pytest.raises(LinkLost, match="bytes where"):
+            connect(main, carrier)
+        assert not marker.exists()
+        Node(machine, carrier, token)  # which has the token
+        session = Session(connect(main, carrier, 1))
+        session.has(3)
+        session.link.close()
+    finally:
+        carrier.close()
+
+
+class TestListening:
+    @pytest.mark.parametrize("kind", sorted(CARRIERS))
+    def test_on_loopback_cannot_be_reached_from_another_machine(self, hosts, kind):
+        main, _, stranger = hosts
+        before = everywhere(main)
+        with main.entered():
+            carrier = CARRIERS[kind](1, launcher=WaitingLauncher(), meeting=Meeting(1))
+        try:
+            ports = [port for _, port in everywhere(main) - before]
+            assert ports
+            with stranger.entered():
+                for port in ports:
+                    with pytest.raises(ConnectionRefusedError):
+                        socket.create_connection((main.address, port), timeout=5)
+        finally:
+            carrier.close()
+
+    def test_elsewhere_needs_a_token(self, hosts, monkeypatch):
+        monkeypatch.delenv("MUSTER_TOKEN", raising=False)
+        monkeypatch.delenv("MUSTER_TOKEN_FILE", raising=False)
+        with hosts[0].entered(), pytest.raises(BadOption, match="token"):
+            Meeting(1, bind=hosts[0].address)

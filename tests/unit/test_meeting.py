@@ -1,0 +1,381 @@
+"""Where nodes and the main process meet: what listens where, tokens, invitations. Real sockets, real torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from muster.errors import BadOption
+from muster.nodes.launchers import MpLauncher, TorchrunLauncher, WaitingLauncher, torchrun_address
+from muster.nodes.link import LinkLost
+from muster.nodes.meeting import Guest, Meeting, is_loopback, local_address, read_token, write_token
+from muster.nodes.seal import WrongToken
+from muster.nodes.torch_distributed import DistributedCarrier, check_backend, join, run_node
+
+TOKEN = b"0123456789abcdef"
+INTRODUCED = "tests.fakes.link_nodes:introduced"
+
+
+@pytest.fixture
+def meeting():
+    with contextlib.closing(Meeting(3)) as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def _no_token_around(monkeypatch):
+    for name in ("MUSTER_TOKEN", "MUSTER_TOKEN_FILE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def outward_address():
+    """Of this machine, where others reach it; there need not be one."""
+    with contextlib.suppress(OSError):
+        if not is_loopback(address := local_address("192.0.2.1")):
+            return address
+    return pytest.skip("this machine has no address but loopback")
+
+
+def listening():
+    """(host, port) that this process listens at, as hexadecimal text of the system's."""
+    inodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(f"/proc/self/fd/{fd}"))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.add(tuple(fields[1].split(":")))
+    return found
+
+
+class TestListening:
+    @pytest.mark.skipif(not os.path.exists("/proc/self/net/tcp"), reason="needs Linux")
+    def test_on_loopback_only_with_nodes_there(self):
+        before = listening()
+        meeting = Meeting(1)
+        carrier = DistributedCarrier(1, launcher=MpLauncher(INTRODUCED), meeting=meeting)
+        try:
+            link = carrier.connect(0, 0, 60.0, threading.Event())
+            link.receive()
+            new = listening() - before
+            assert len(new) >= 1
+            assert {host for host, _ in new} == {"0100007F"}
+            link.close()
+        finally:
+            carrier.close()
+        assert listening() <= before
+
+    def test_at_the_given_port_and_address_of_ipv6(self):
+        with contextlib.closing(Meeting(1, bind="::1")) as meeting:
+            host, port = meeting.address.rsplit(":", 1)
+            assert host == "[::1]"
+            meeting.invite(0, 4)
+            assert Guest(meeting.address, 0).next().epoch == 4
+        with contextlib.closing(Meeting(1, bind="localhost", tcp_port=int(port))) as meeting:
+            assert meeting.address == f"{meeting.host}:{port}" or meeting.host == "::1"
+
+    def test_port_that_is_taken(self, meeting):
+        port = int(meeting.address.split(":")[1])
+        with pytest.raises(BadOption, match=rf"127.0.0.1:{port}: Address already in use.*ss -ltnp.*tcp_port=0"):
+            Meeting(1, tcp_port=port)
+
+    @pytest.mark.parametrize("bind", ["0.0.0.0", "::"])
+    def test_not_everywhere(self, bind):
+        with pytest.raises(BadOption, match="not one address"):
+            Meeting(1, bind=bind, token=TOKEN)
+
+    @pytest.mark.parametrize("bind", ["203.0.113.7", "no such host"])
+    def test_not_at_foreign_addresses(self, bind):
+        with pytest.raises(BadOption, match=bind):
+            Meeting(1, bind=bind, token=TOKEN)
+
+    @pytest.mark.parametrize("port", [-1, 70_000])
+    def test_not_at_impossible_ports(self, port):
+        with pytest.raises(BadOption, match="tcp_port"):
+            Meeting(1, tcp_port=port)
+
+    def test_beyond_loopback_only_with_a_token(self):
+        address = outward_address()
+        with pytest.raises(BadOption, match="need a token"):
+            Meeting(1, bind=address)
+        with contextlib.closing(Meeting(1, bind=address, token=TOKEN)) as meeting:
+            assert meeting.address.startswith(address)
+            assert meeting.token == TOKEN
+
+    def test_goes_on_after_garbage(self, meeting):
+        host, port = meeting.address.split(":")
+        for garbage in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(1000), b""):
+            with socket.create_connection((host, int(port)), 10) as stranger:
+                stranger.sendall(garbage)
+        meeting.invite(1, 0)
+        assert Guest(meeting.address, 1).next().node == 1
+
+
+class TestTokens:
+    def test_are_random(self, meeting):
+        with contextlib.closing(Meeting(1)) as other:
+            assert len(meeting.token) >= 32
+            assert meeting.token != other.token
+
+    def test_are_not_in_the_store(self, meeting):
+        meeting.invite(0, 0)
+        client = meeting.client()
+        assert meeting.token not in client.get("muster/board")
+
+    def test_come_from_the_environment(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("MUSTER_TOKEN", "text of some length")
+        assert read_token(None) == b"text of some length"
+        write_token(tmp_path / "token", TOKEN + b"\n")
+        monkeypatch.setenv("MUSTER_TOKEN_FILE", str(tmp_path / "token"))
+        assert read_token(None) == TOKEN
+        assert read_token(b"given, not found") == b"given, not found"
+        with contextlib.closing(Meeting(1)) as meeting:
+            assert meeting.token == TOKEN
+
+    def test_file_of_a_meeting_is_read_by_its_user_only_and_removed(self, meeting):
+        path = meeting.token_file()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        assert read_token(path) == meeting.token
+        assert meeting.token_file() == path
+        meeting.close()
+        meeting.close()
+        assert not path.parent.exists()
+
+    @pytest.mark.parametrize("mode", [0o640, 0o604])
+    def test_file_that_others_may_read_is_refused(self, tmp_path, mode):
+        write_token(tmp_path / "token", TOKEN)
+        (tmp_path / "token").chmod(mode)
+        with pytest.raises(BadOption, match=f"mode 0{mode:o}.*chmod 600"):
+            read_token(tmp_path / "token")
+
+    def test_missing_file_and_short_token(self, tmp_path):
+        with pytest.raises(BadOption, match="cannot be read: No such file"):
+            read_token(tmp_path / "none")
+        with pytest.raises(BadOption, match="has 5 bytes"):
+            read_token(b"12345")
+
+    def test_node_without_one(self):
+        with pytest.raises(BadOption, match="MUSTER_TOKEN_FILE"):
+            run_node("127.0.0.1:1")
+
+    def test_node_with_another_one_is_told_so_and_so_is_the_main_process(self):
+        meeting = Meeting(1)
+        carrier = DistributedCarrier(1, launcher=WaitingLauncher(), meeting=meeting)
+        ends = []
+
+        def node():
+            try:
+                run_node(meeting.address, 0, TOKEN, target=INTRODUCED)
+            except WrongToken as error:
+                ends.append(error)
+
+        thread = threading.Thread(target=node)
+        thread.start()
+        try:
+            with pytest.raises(WrongToken, match="node 0 does not know the token"):
+                carrier.connect(0, 0, 60.0, threading.Event())
+            thread.join(30)
+            assert "another token than this node 0" in str(ends[0])
+        finally:
+            carrier.close()
+
+
+class TestInvitations:
+    def test_are_accepted_once(self, meeting):
+        meeting.invite(1, 5)
+        first = Guest(meeting.address, 1).next()
+        assert (first.node, first.epoch, first.host) == (1, 5, "127.0.0.1")
+        assert meeting.joined(meeting.client(), 1, 5)
+        assert not meeting.joined(meeting.client(), 1, 6)
+        second = Guest(meeting.address, 1)
+        later = []
+        thread = threading.Thread(target=lambda: later.append(second.next()))
+        thread.start()
+        meeting.invite(1, 6)
+        thread.join(30)
+        assert later[0].epoch == 6
+
+    def test_are_not_lost_with_the_answer(self, meeting):
+        guest = Guest(meeting.address)
+        meeting.invite(0, 0)
+        client = meeting.client()
+        assert guest._look(client).node == 0  # say that this answer never came
+        assert guest.next().node == 0
+
+    def test_go_to_whoever_is_free(self, meeting):
+        guests = [Guest(meeting.address) for _ in range(3)]
+        for node in range(3):
+            meeting.invite(node, 0)
+        assert sorted(guest.next().node for guest in guests) == [0, 1, 2]
+        meeting.invite(1, 1)
+        invitation = guests[0].next()
+        assert (invitation.node, invitation.epoch) == (1, 1)
+
+    def test_tell_settings(self, meeting):
+        meeting.tell(backend="gloo", deadline_s=3.5)
+        meeting.invite(0, 0)
+        assert Guest(meeting.address, 0).next().settings == {"backend": "gloo", "deadline_s": 3.5}
+
+    def test_that_are_withdrawn(self, meeting):
+        meeting.invite(0, 0)
+        meeting.withdraw(0)
+        meeting.invite(2, 7)
+        assert Guest(meeting.address).next().node == 2
+
+    def test_end_with_the_main_process(self, meeting):
+        guest = Guest(meeting.address)
+        meeting.invite(0, 0)
+        assert guest.next().node == 0
+        ends = []
+        thread = threading.Thread(target=lambda: ends.append(guest.next()))
+        thread.start()
+        meeting.close()
+        thread.join(30)
+        assert ends == [None]
+
+    def test_guest_comes_first(self):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        found = []
+        thread = threading.Thread(target=lambda: found.append(Guest(f"127.0.0.1:{port}", 0).next()))
+        thread.start()
+        with contextlib.closing(Meeting(1, tcp_port=port)) as meeting:
+            meeting.invite(0, 3)
+            thread.join(30)
+            assert found[0].epoch == 3
+
+    def test_guest_does_not_wait_for_ever(self):
+        with socket.socket() as bound:  # nobody listens
+            bound.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{bound.getsockname()[1]}"
+            with pytest.raises(LinkLost, match=f"{address} could not be reached for 0.3 s"):
+                Guest(address, within_s=0.3).next()
+
+    @pytest.mark.parametrize("address", ["host", "host:", "host:port", ""])
+    def test_need_an_address(self, address):
+        with pytest.raises(BadOption, match="host:port"):
+            Guest(address)
+
+    def test_node_that_nobody_expects(self, meeting):
+        with pytest.raises(BadOption, match=r"node=3.*expects 3 nodes"):
+            Guest(meeting.address, 3).next()
+
+    def test_carrier_of_another_number_of_nodes(self, meeting):
+        with pytest.raises(BadOption, match="2 nodes, but the meeting is for 3"):
+            DistributedCarrier(2, launcher=WaitingLauncher(), meeting=meeting)
+
+
+class TestWaitingNodes:
+    def test_serve_session_after_session_until_goodbye(self):
+        meeting = Meeting(1)
+        carrier = DistributedCarrier(1, launcher=WaitingLauncher(), meeting=meeting)
+        ends = []
+        arguments = (meeting.address, None, meeting.token_file())
+        thread = threading.Thread(target=lambda: ends.append(run_node(*arguments, target=INTRODUCED)))
+        thread.start()
+        try:
+            for epoch in range(3):
+                link = carrier.connect(0, epoch, 60.0, threading.Event())
+                assert link.receive().message == f"0 {os.getpid()}".encode()
+                if epoch == 2:
+                    link.send(b"bye")
+                    thread.join(30)
+                link.close()
+            assert ends == [True]
+        finally:
+            carrier.close()
+
+    def test_end_with_a_main_process_that_says_nothing(self):
+        meeting = Meeting(1)
+        carrier = DistributedCarrier(1, launcher=WaitingLauncher(), meeting=meeting)
+        ends = []
+        arguments = (meeting.address, 0, meeting.token)
+        thread = threading.Thread(target=lambda: ends.append(run_node(*arguments, target=INTRODUCED)))
+        thread.start()
+        carrier.connect(0, 0, 60.0, threading.Event()).close()
+        carrier.close()
+        thread.join(30)
+        assert ends == [False]
+
+    def test_that_do_not_come_are_asked_for(self, meeting):
+        carrier = DistributedCarrier(3, launcher=WaitingLauncher("manual"), meeting=meeting)
+        begin = time.monotonic()
+        with pytest.raises(LinkLost, match=rf"Node 2 .*{meeting.address} within 0.2 s.*run_node\(address\)"):
+            carrier.connect(2, 0, 0.2, threading.Event())
+        assert time.monotonic() - begin < 10
+
+    def test_that_are_gone_before_the_group_is_made(self):
+        meeting = Meeting(1)
+        carrier = DistributedCarrier(1, launcher=WaitingLauncher(), meeting=meeting, deadline_s=1.0)
+        try:
+            accepted = []
+            thread = threading.Thread(target=lambda: accepted.append(Guest(meeting.address, 0).next()))
+            thread.start()
+            with pytest.raises(LinkLost, match="Node 0 has not joined"):
+                carrier.connect(0, 0, 60.0, threading.Event())
+            thread.join(30)
+            with pytest.raises((LinkLost, RuntimeError)):  # it comes late
+                join(accepted[0], meeting.token)
+        finally:
+            carrier.close()
+
+
+class TestBackends:
+    @pytest.mark.parametrize("backend", ["ucc", "mpi", "nccl"])
+    def test_that_this_torch_lacks(self, backend, meeting):
+        import torch.distributed as dist
+
+        if getattr(dist, f"is_{backend}_available")():
+            pytest.skip("it has it")
+        with pytest.raises(BadOption, match=f"backend='{backend}': this PyTorch was built without it"):
+            DistributedCarrier(3, launcher=WaitingLauncher(), meeting=meeting, backend=backend)
+
+    def test_that_nobody_has(self):
+        with pytest.raises(BadOption, match="'smoke' is unknown"):
+            check_backend("smoke")
+
+
+class TestTorchrun:
+    @pytest.mark.slow
+    def test_ranks_above_0_are_nodes(self):
+        command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["src", "."])}
+        run = subprocess.run(
+            [*command, "-m", "tests.fakes.link_nodes"],
+            cwd=Path(__file__).parents[2],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.splitlines() == ["node 0 is rank 1", "node 1 is rank 2"] * 2
+
+    def test_elsewhere(self, monkeypatch):
+        with pytest.raises(BadOption, match="address of its main process"):
+            run_node(token=TOKEN)
+        with pytest.raises(BadOption, match="in rank None"):
+            TorchrunLauncher()
+        for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(BadOption, match="in rank 0"):
+            torchrun_address(1.0)
+        with contextlib.closing(Meeting(5)) as meeting, pytest.raises(BadOption, match=r"3 ranks, but 5 .* start 6"):
+            TorchrunLauncher().start(0, 0, meeting)
+        monkeypatch.setenv("RANK", "1")
+        with pytest.raises(BadOption, match="in rank 1"):
+            TorchrunLauncher()

@@ -1,0 +1,400 @@
+"""Sessions, agents and leaves, where something ends while something else is under way."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import pickle
+import signal
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from tensordict.nn import TensorDictModule
+
+from muster.errors import WorkerDied
+from muster.nodes.link import Block, LinkLost
+from muster.nodes.node import Node, Nodes
+from muster.nodes.wire import NodeSetup
+from muster.progress import CELLS
+from muster.sources.failures import Failure
+from muster.sources.messages import Payload, Start
+from muster.sources.threads import Doorbell
+from muster.testing import Fault, OracleEnv
+from tests.fakes.queue_links import (
+    JOIN_S,
+    GatedBuffer,
+    QueueCarrier,
+    QueueCollector,
+    WritingCollector,
+    pair,
+    served,
+    two_beats,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore:worker . is falling behind")]
+
+POLICY = b""
+START = Start(0, 0, Payload([], b"", b"?", False, b""), [0], None, False, False)
+
+
+def setup(**changes):
+    known = {"start_method": None, "service": None, "policy_digest": hashlib.sha256(POLICY).digest()}
+    return NodeSetup(0, 1, (), **known | changes)
+
+
+@pytest.fixture
+def carrier():
+    return QueueCarrier()
+
+
+@pytest.fixture
+def agent():
+    """The main process' end of a link to an agent, and how that ends."""
+    ours, theirs = pair()
+    ended = []
+    thread = served(theirs, 0, ended)
+    yield ours, thread, ended
+    ours.close()
+    thread.join(JOIN_S)
+    assert not thread.is_alive()
+
+
+def say(link, *message, block=None, tag=0):
+    link.send(pickle.dumps(message), block, tag)
+
+
+def heard(link, kind):
+    """The next message of a kind."""
+    while True:
+        message = pickle.loads(link.receive().message)
+        if message[0] == kind:
+            return message[1:]
+
+
+def oracles(path, count=1, **options):
+    carrier = options.pop("carrier")
+    cls = options.pop("cls", QueueCollector)
+    makers = [partial(OracleEnv, path, node) for node in range(count)]
+    return cls(makers, None, carrier=carrier, frames_per_batch=20, seed=0, **options)
+
+
+class TestLeaves:
+    def test_a_leaf_that_dies_while_something_is_said_to_it_does_not_take_its_node_along(self, tmp_path, carrier):
+        with oracles(tmp_path / "o", carrier=carrier, on_failure="restart", total_frames=-1) as collector:
+            next(iter(collector))
+            (link,) = carrier.links[0]
+            pid = collector.stats().workers[0].pid
+            say(link, "stack", 1, 1.0)  # the agent looks nowhere else for a second
+            say(link, "to", 1, 0, ("call", "state", ()))
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: any(said[0] == "gone" for said in list(link.said)))
+            next(iter(collector))
+            assert collector.stats().workers[0].restarts == 1
+            assert len(carrier.links[0]) == 1, [link.said[-3:] for link in carrier.links[0]]
+
+    def test_ctrl_c_while_a_node_does_not_end_a_leaf_leaves_no_order_behind(self, tmp_path, carrier):
+        fault = Fault("hang", "step", at=30)
+        makers = [partial(OracleEnv, tmp_path / "o", 0, 1, fault)]
+        options = {"on_failure": "restart", "total_frames": -1, "timeouts": {"step": 1.0}, "frames_per_batch": 20}
+        with QueueCollector(makers, None, carrier=carrier, **options) as collector:
+            next(iter(collector))
+            (link,) = carrier.links[0]
+            say(link, "stack", 1, 30.0)  # the agent looks nowhere else for that long
+            main = threading.get_ident()
+
+            def interrupt():
+                wait_until(lambda: any(said[0] == "kill" for said in list(link.other.said)))
+                signal.pthread_kill(main, signal.SIGINT)
+
+            interrupting = threading.Thread(target=interrupt)
+            interrupting.start()
+            with pytest.raises(KeyboardInterrupt):
+                next(iter(collector))
+            interrupting.join(JOIN_S)
+            assert next(iter(collector)).numel() == 20
+
+    def test_a_call_right_after_a_restart_gets_its_own_answer(self, tmp_path, carrier):
+        gate = tmp_path / "gate"
+        gate.touch()
+        with served_collector(gate, carrier, workers=1, on_failure="raise") as collector:
+            next(iter(collector))
+            os.kill(collector.stats().workers[0].pid, signal.SIGKILL)
+            with pytest.raises(WorkerDied):
+                next(iter(collector))
+            (metadata,) = collector.getattr_env("metadata")
+            assert "render_modes" in metadata
+            next(iter(collector))
+
+    def test_a_leaf_that_cannot_be_started_is_told_of(self, agent):
+        link, thread, ended = agent
+        say(link, "setup", setup(start_method="teleport"), block=Block(np.frombuffer(POLICY, np.uint8)), tag=1)
+        say(link, "start", 0, 1, START)
+        (failure,) = heard(link, "failed")
+        assert isinstance(failure, Failure)
+        assert "teleport" in str(failure.error())
+        link.close()
+        thread.join(JOIN_S)
+        assert ended == [False]
+
+    def test_leaves_of_a_lost_session_leave_no_descriptors(self, tmp_path, carrier):
+        with oracles(tmp_path / "o", carrier=carrier, on_failure="restart", total_frames=-1) as collector:
+            next(iter(collector))
+            gc.disable()
+            try:
+                carrier.links[0][-1].cut("a test cuts it")
+                next(iter(collector))
+                before = len(os.listdir("/proc/self/fd"))
+                for _ in range(2):
+                    carrier.links[0][-1].cut("a test cuts it")
+                    next(iter(collector))
+                assert len(os.listdir("/proc/self/fd")) <= before + 2
+            finally:
+                gc.enable()
+
+
+class TestAgents:
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # its node's log shows it
+    def test_whatever_ends_the_reading_ends_the_session(self, agent):
+        link, thread, ended = agent
+        link.other.fail(MemoryError("no room for a block"))
+        thread.join(JOIN_S)
+        assert ended == [False]
+
+    def test_its_threads_have_ended_with_it(self, agent):
+        link, thread, _ = agent
+        heard(link, "joined")
+        before = {t.name for t in threading.enumerate()}
+        assert "muster-agent-receives" in before
+        say(link, "bye")
+        thread.join(JOIN_S)
+        assert not {t.name for t in threading.enumerate()} & {"muster-agent-receives", "muster-agent-sends"}
+
+
+class SlowToClose:
+    """A carrier with one link, whose ``close`` takes until it is let."""
+
+    name = "slow"
+
+    def __init__(self):
+        self.link, self.node_end = pair()
+        self.closing, self.may_close = threading.Event(), threading.Event()
+        close = self.link.close
+
+        def slowly():
+            self.closing.set()
+            assert self.may_close.wait(JOIN_S)
+            close()
+
+        self.link.close = slowly
+
+    def connect(self, node, epoch, within_s, given_up):
+        return self.link
+
+    def close(self): ...
+
+
+class Never:
+    """A carrier whose node never comes."""
+
+    name = "never"
+
+    def connect(self, node, epoch, within_s, given_up):
+        given_up.wait(JOIN_S)
+        raise LinkLost("given up")
+
+    def close(self): ...
+
+
+def node_of(carrier):
+    node = Node(carrier, 0, JOIN_S, Doorbell())
+    node.setup, node.policy = setup(), Block(np.frombuffer(POLICY, np.uint8))
+    return node
+
+
+class TestSessions:
+    def test_a_worker_counts_as_lost_once_nothing_can_be_written_into_its_lanes(self):
+        carrier = SlowToClose()
+        session = node_of(carrier).session()
+        channel = session.start(0)
+        wait_until(session.is_connected)
+        losing = threading.Thread(target=session.lose, args=("a test says so",))
+        losing.start()
+        assert carrier.closing.wait(JOIN_S)
+        ended = channel.child.exit_code(), channel.child.lost, channel.poll()
+        carrier.may_close.set()
+        losing.join(JOIN_S)
+        assert ended == (None, "", False)
+        assert channel.child.exit_code() is not None
+        assert "a test says so" in channel.child.lost
+
+    def test_whoever_ends_a_worker_waits_for_a_link_that_is_being_closed(self):
+        carrier = SlowToClose()
+        session = node_of(carrier).session()
+        channel = session.start(0)
+        wait_until(session.is_connected)
+        losing = threading.Thread(target=session.lose, args=("a test says so",))
+        losing.start()
+        assert carrier.closing.wait(JOIN_S)
+        ending = threading.Thread(target=lambda: (channel.child.kill(), channel.child.join(1.0)))
+        ending.start()
+        ending.join(0.2)
+        waited = ending.is_alive()
+        carrier.may_close.set()
+        ending.join(JOIN_S)
+        losing.join(JOIN_S)
+        assert waited
+        assert not ending.is_alive()
+
+    def test_a_worker_that_was_never_started_keeps_its_cells(self):
+        carrier = SlowToClose()
+        carrier.may_close.set()
+        session = node_of(carrier).session()
+        wait_until(session.is_connected)
+        channel = session.start(0)
+        say(carrier.node_end, "gone", channel.life, None, [], "")
+        wait_until(channel.child.gone.is_set)
+        assert len(channel.ledger.cells) == CELLS
+        session.lose("over")
+
+    def test_a_lost_session_does_not_keep_what_is_published(self):
+        node = node_of(Never())
+        session = node.session()
+        session.lose("over")
+        before = session._outbox.qsize()
+        for _ in range(5):
+            node.publish(None, Block(np.zeros(1, np.uint8)))
+        assert session._outbox.qsize() <= before
+
+    def test_its_threads_have_ended_when_it_has(self, tmp_path, carrier):
+        def running():
+            return {t.name for t in threading.enumerate() if t.name.startswith(("muster-node", "muster-agent"))}
+
+        with oracles(tmp_path / "o", carrier=carrier, total_frames=20) as collector:
+            next(iter(collector))
+            assert running()
+        for thread in carrier.threads:
+            thread.join(JOIN_S)
+        assert carrier.ended == [True]
+        assert not running()
+
+    def test_nothing_is_left_open(self, tmp_path, carrier):
+        def one(name):
+            with oracles(tmp_path / name, carrier=QueueCarrier(), total_frames=20) as collector:
+                next(iter(collector))
+
+        one("a")
+        gc.collect()
+        before = len(os.listdir("/proc/self/fd"))
+        for name in "bcd":
+            one(name)
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) <= before
+
+    def test_a_fork_of_the_main_process_ends_nothing(self):
+        carrier = QueueCarrier()
+        nodes = Nodes(carrier, [0], JOIN_S)
+        if (pid := os.fork()) == 0:
+            nodes.close()
+            os._exit(carrier.closed)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        nodes.close()
+        nodes.close()
+        assert carrier.closed
+
+
+class TestServers:
+    def test_a_node_comes_back_whose_leaves_are_built_one_after_another(self, tmp_path, carrier):
+        gate = tmp_path / "gate"
+        gate.touch()
+        with served_collector(gate, carrier, workers=2, on_failure="restart") as collector:
+            next(iter(collector))
+            gate.unlink()
+            (tmp_path / "first").touch()
+            carrier.links[0][0].cut("a test cuts it")
+            got = []
+            going_on = threading.Thread(target=lambda: got.append(next(iter(collector))))
+            going_on.start()
+            wait_until(lambda: len(carrier.links[0]) > 1)
+            wait_until(lambda: any(s[0] == "from" and s[2][0] == "reply" for s in list(carrier.links[0][1].said)))
+            two_beats(carrier.links[0][1])
+            gate.touch()
+            going_on.join(JOIN_S)
+            assert got
+            assert len(carrier.links[0]) == 2
+
+
+class TestWriters:
+    @pytest.fixture(autouse=True)
+    def shut(self):
+        GatedBuffer.open_.clear()
+        GatedBuffer.writing.clear()
+        GatedBuffer.rows.clear()
+        yield
+        GatedBuffer.open_.set()
+
+    def test_a_leaf_is_gone_once_its_rollouts_are_written(self, tmp_path, carrier):
+        options = {"on_failure": "restart", "total_frames": -1, "replay_buffer": GatedBuffer(), "cls": WritingCollector}
+        with oracles(tmp_path / "o", carrier=carrier, **options) as collector:
+            got = []
+            going_on = threading.Thread(target=lambda: got.append(next(iter(collector), None)))
+            going_on.start()
+            assert GatedBuffer.writing.wait(JOIN_S)
+            (link,) = carrier.links[0]
+            os.kill(next(said[2] for said in link.said if said[0] == "started"), signal.SIGKILL)
+            two_beats(link)
+            GatedBuffer.open_.set()
+            going_on.join(JOIN_S)
+            assert not going_on.is_alive()
+            next(iter(collector))
+            assert len(carrier.links[0]) == 1, link.said[-3:]
+            assert len(GatedBuffer()) == collector.stats().frames == 40
+
+    def test_what_never_comes_is_not_expected(self, tmp_path, carrier):
+        GatedBuffer.open_.set()
+        options = {"total_frames": 200, "replay_buffer": GatedBuffer(), "cls": WritingCollector}
+        with oracles(tmp_path / "o", carrier=carrier, **options) as collector:
+            for _ in collector:
+                pass
+            (link,) = carrier.links[0]
+            assert len(link.expected) <= 2
+            assert len(GatedBuffer()) == 200
+
+
+class Greedy(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(4, 2)
+
+    def forward(self, observation):
+        return super().forward(observation).argmax(-1)
+
+
+def served_collector(gate, carrier, *, workers, **options):
+    """One node with a server."""
+    return QueueCollector(
+        [partial(gated, gate)],
+        TensorDictModule(Greedy(), ["observation"], ["action"]),
+        carrier=carrier,
+        frames_per_batch=20,
+        collector_class="sync",
+        num_workers_per_collector=workers,
+        collector_kwargs={"inference": "server"},
+        total_frames=-1,
+        **options,
+    )
+
+
+def gated(gate):
+    """An environment; the second one that waits does so until there is a file again."""
+    import gymnasium
+
+    if not gate.exists():
+        try:
+            (gate.parent / "first").unlink()
+        except FileNotFoundError:
+            wait_until(gate.exists)
+    return gymnasium.make("CartPole-v1")

@@ -1,0 +1,179 @@
+"""TorchRL's collectors for many machines in Muster's dialect: arguments, batches, what is refused."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("torchrl")
+pytest.importorskip("gymnasium.envs.classic_control")
+
+import torchrl.collectors.distributed as theirs
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.envs.libs.gym import GymEnv
+
+import muster
+import muster.dialects.torchrl.distributed as ours
+from muster.errors import BadOption
+from tests.fakes.ray_cluster import needs_ray, ray_cluster
+
+__all__ = ["ray_cluster"]  # a fixture
+needs_rpc = pytest.mark.skipif(not torch.distributed.rpc.is_available(), reason="this PyTorch has no RPC")
+VERSION = ("collector", "policy_version")
+LAUNCHED = [
+    "DistributedCollector",
+    "DistributedSyncCollector",
+    pytest.param("RPCCollector", marks=needs_rpc),
+]
+
+
+def env_maker() -> GymEnv:
+    return GymEnv("Pendulum-v1", device="cpu")
+
+
+def linear() -> TensorDictModule:
+    torch.manual_seed(0)
+    return TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
+
+
+def printed(name: str) -> dict[str, Any]:
+    """TorchRL's keywords with its defaults."""
+    parameters = inspect.signature(getattr(theirs, name)).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "policy"}
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_every_argument_of_torchrl_with_its_default(name: str) -> None:
+    options = printed(name) | {"launcher": "mp", "total_frames": 50}
+    with getattr(ours, name)([env_maker] * 2, linear(), frames_per_batch=20, **options) as collector:
+        assert [batch.numel() for batch in collector] == [20, 20, 20], "the last batch is whole"
+
+
+@needs_ray
+@pytest.mark.slow
+def test_every_argument_of_torchrl_with_its_default_on_ray(ray_cluster: Any) -> None:
+    told = printed("RayCollector") | {"total_frames": 50, "sync": True}
+    told["remote_configs"] = [{"num_cpus": 1, "memory": 2**28}] * 2  # as many actors
+    with ours.RayCollector(env_maker, linear(), frames_per_batch=20, **told) as collector:
+        assert [batch.shape for batch in collector] == [(2, 10)] * 3
+
+
+def test_names_are_those_of_torchrl() -> None:
+    missing = {"DistributedWeightUpdater", "RPCWeightUpdater", "RayEvalWorker"}
+    assert set(ours.__all__) == set(theirs.__all__) - missing
+    for name in ("DistributedCollector", "RPCCollector", "RayCollector"):
+        assert issubclass(getattr(ours, name), getattr(muster, name))
+
+
+# --- batches ----------------------------------------------------------------------------------------
+
+SHAPES = """
+    import importlib, json, sys
+
+    from tensordict.nn import TensorDictModule
+    from torch import nn
+    from torchrl.envs.libs.gym import GymEnv
+
+    def env_maker():
+        return GymEnv("Pendulum-v1", device="cpu")
+
+    if __name__ == "__main__":
+        module, name = sys.argv[1:]
+        policy = TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
+        collector = getattr(importlib.import_module(module), name)(
+            [env_maker] * 2, policy, frames_per_batch=20, total_frames=40, sync=True,
+            launcher="mp", max_frames_per_traj=5,
+        )
+        found = []
+        for batch in collector:
+            leaves = {str(k): [list(v.shape), str(v.dtype)] for k, v in batch.items(True, True)}
+            steps = batch["next", "step_count"].flatten().tolist()
+            found.append([list(batch.shape), batch.names, str(batch.device), sorted(leaves.items()), steps])
+        collector.shutdown()
+        print("found", json.dumps(found), flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["DistributedCollector", pytest.param("RPCCollector", marks=needs_rpc)])
+def test_batches_look_like_those_of_torchrl(name: str, tmp_path: Path) -> None:
+    (tmp_path / "shapes.py").write_text(textwrap.dedent(SHAPES))
+    command = [sys.executable, "-W", "ignore", str(tmp_path / "shapes.py")]
+    runs = [
+        subprocess.Popen([*command, module, name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for module in ("muster.dialects.torchrl.distributed", "torchrl.collectors.distributed")
+    ]
+    try:
+        said = [run.communicate(timeout=280)[0] for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+            run.wait()
+    found = [[line for line in text.splitlines() if line.startswith("found ")] for text in said]
+    assert all(len(lines) == 1 for lines in found), said
+    mine, its = (json.loads(lines[0].removeprefix("found ")) for lines in found)
+    assert len(its) == 2
+    assert mine == its
+
+
+def test_trajectories_of_different_nodes_have_different_ids() -> None:
+    options: dict[str, Any] = {"max_frames_per_traj": 5, "launcher": "mp", "sync": True}
+    with ours.DistributedCollector([env_maker] * 2, linear(), frames_per_batch=20, **options) as collector:
+        ids = torch.cat([collector.next()["collector", "traj_ids"] for _ in range(3)], 1)
+    assert ids.unique().numel() == 12
+    assert not set(ids[0].tolist()) & set(ids[1].tolist())
+
+
+@pytest.mark.parametrize(("interval", "versions"), [({}, [0, 1, 2, 3]), ({"update_interval": 2}, [0, 0, 1, 1, 2])])
+def test_weights_are_published_every_so_many_batches(interval: dict[str, int], versions: list[int]) -> None:
+    options: dict[str, Any] = {**interval, "track_policy_version": True, "launcher": "mp"}
+    with ours.DistributedSyncCollector([env_maker] * 2, linear(), frames_per_batch=4, **options) as collector:
+        found = [collector.next()[VERSION].unique().tolist() for _ in versions]
+    assert found == [[version] for version in versions]
+
+
+# --- what is translated, and what is refused --------------------------------------------------------
+
+
+def test_lists_with_equal_entries_are_one_for_all() -> None:
+    options: dict[str, Any] = {"policy_factory": [linear, linear], "device": ["cpu", "cpu"], "launcher": "mp"}
+    with ours.DistributedCollector([env_maker] * 2, frames_per_batch=10, **options) as collector:
+        assert collector.next().device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sync": True, "frames_per_batch": 21}, "21 cannot be shared equally by 2 nodes"),
+        ({"storing_device": ["cpu", "meta"]}, "storing_device=.*all nodes share one"),
+        ({"policy_factory": [linear, env_maker]}, "policy_factory=.*all nodes share one"),
+        ({"device": []}, "device=.*all nodes share one"),
+        ({"update_interval": 0}, "update_interval=0"),
+        ({"update_interval": 1, "update_after_each_batch": True}, "update_interval, update_after_each_batch"),
+        ({"update_interval": 1, "max_weight_update_interval": 0}, "all say when to publish"),
+        ({"frames_per_batch": 0}, "frames_per_batch=0"),
+    ],
+)
+def test_what_nodes_cannot_do_is_refused(options: dict[str, Any], said: str) -> None:
+    told = {"frames_per_batch": 20, "launcher": "mp", **options}
+    with pytest.raises(BadOption, match=said):
+        ours.DistributedCollector([env_maker] * 2, **told)
+
+
+def test_arguments_of_torchrl_that_exclude_each_other() -> None:
+    with pytest.raises(TypeError, match="no argument 'sync'"):
+        ours.DistributedSyncCollector([env_maker], frames_per_batch=20, sync=False)
+    with pytest.raises(BadOption, match="give update_interval instead"):
+        ours.DistributedSyncCollector([env_maker], frames_per_batch=20, max_weight_update_interval=3)
+    with pytest.raises(TypeError, match="frames_per_batch"):
+        ours.RPCCollector([env_maker])  # type: ignore[call-arg]
