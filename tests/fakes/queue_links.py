@@ -133,8 +133,8 @@ class QueueCollector(ClusterCollector):
     def __init__(self, create_env_fn: Any, policy: Any = None, *, carrier: QueueCarrier, **options: Any) -> None:
         super().__init__(create_env_fn, policy, lambda count, deadline_s: carrier, **{"sync": True, **options})
 
-    def _nodes_write(self) -> bool:
-        return self.writes
+    def _buffer_of_nodes(self) -> Any:
+        return self.options.replay_buffer if self.writes else None
 
 
 class WritingCollector(QueueCollector):

@@ -167,7 +167,18 @@ class TestAgents:
 
     def test_its_threads_have_ended_with_it(self, agent):
         link, thread, _ = agent
+        receive = link.other.receive
+
+        def slowly():
+            try:
+                return receive()
+            except LinkLost:
+                threading.Event().wait(0.5)  # as one does that comes out of C++
+                raise
+
+        link.other.receive = slowly
         heard(link, "joined")
+        say(link, "beat")  # from here on the slow one receives
         before = {t.name for t in threading.enumerate()}
         assert "muster-agent-receives" in before
         say(link, "bye")

@@ -43,18 +43,18 @@ class ClusterCollector(MultiCollector):
         if heartbeat is None:
             raise BadOption("timeouts['heartbeat'] is None: a node that is gone would be waited for for ever")
         nodes = Nodes(self._carrier_for(len(self._cluster.makers), heartbeat), self._cluster.of_leaf, timeouts["join"])
-        nodes.write = self._nodes_write()
+        nodes.buffer = self._buffer_of_nodes()
         made.callback(nodes.close)
         weakref.finalize(self, nodes.close)
         return nodes, self._cluster.bundles if self._alone else None
 
-    def _nodes_write(self) -> bool:
-        """The replay buffer can be reached from nodes, and nothing here needs to see what goes into it."""
-        return False
+    def _buffer_of_nodes(self) -> Any:
+        """The replay buffer, if it can be reached from nodes, and nothing here needs to see what goes into it."""
+        return None
 
     def _connect(self, create_env_fn: Any, policy: Any, made: ExitStack) -> Engine:
         engine = super()._connect(create_env_fn, policy, made)
-        if self._nodes_write():
+        if self._buffer_of_nodes() is not None:
             engine.outlet.sink = WrittenElsewhere()
         return engine
 
@@ -220,11 +220,15 @@ class RayCollector(ClusterCollector):
 
         super().__init__(create_env_fn, policy, connect, num_nodes=num_collectors, **options)
 
-    def _nodes_write(self) -> bool:
+    def _buffer_of_nodes(self) -> Any:
         options = self.options
         names = {cls.__name__ for cls in type(options.replay_buffer).__mro__}
         looks = (
             *(options.trajs_per_batch, options.split_trajs, options.postproc, options.on_batch),
             *(options.on_episode_done, options.post_collect_hook, not options.extend_buffer),
         )
-        return not names.isdisjoint(("RayBuffer", "RayReplayBuffer")) and not any(looks)
+        if names.isdisjoint(("RayBuffer", "RayReplayBuffer")) or any(looks):
+            return None
+        from muster.nodes.ray_buffer import for_nodes
+
+        return for_nodes(options.replay_buffer)

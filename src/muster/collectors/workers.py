@@ -252,11 +252,8 @@ class Workers:
         options, (_, _, policy, told), nodes = self._options, self._payloads, self._nodes
         if nodes is None:
             return
-        setups, buffer = [], None
-        if nodes.write:
-            from muster.nodes.ray_buffer import for_nodes
-
-            buffer = dumps(for_nodes(options.replay_buffer), "replay_buffer")
+        setups: list[NodeSetup] = []
+        buffer = None if nodes.buffer is None else dumps(nodes.buffer, "replay_buffer")
         for number in range(len(nodes.nodes)):
             leaves = [index for index, node in enumerate(nodes.of_leaf) if node == number]
             service = Service(

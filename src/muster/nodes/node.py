@@ -80,10 +80,10 @@ class Nodes:
         join_s: see ``Node``.
 
     Attributes:
-        write: nodes write into the replay buffer themselves.
+        buffer: a replay buffer that nodes write into themselves; None: batches come here.
     """
 
-    write = False
+    buffer: Any = None
 
     def __init__(self, carrier: Carrier, of_leaf: Sequence[int], join_s: float | None) -> None:
         self.doorbell = Doorbell()
