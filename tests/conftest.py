@@ -1,9 +1,17 @@
-"""What all tests run under."""
+"""What all tests run under, and which of them an ordinary run leaves out.
+
+``MUSTER_TESTS=all`` runs all: also those that need a Ray cluster, several machines (network namespaces) or SLURM, and
+the whole suites of collectors once more for each engine. Nodes over torch.distributed are tested in every run; the
+other engines differ from it in their links only. A Ray actor takes seconds to import torch, and there are hundreds of
+tests.
+"""
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -29,3 +37,38 @@ def _temporary_files_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     before, tempfile.tempdir = tempfile.tempdir, str(tmp_path_factory.mktemp("temporary"))
     yield
     tempfile.tempdir = before
+
+
+MACHINES = (  # files
+    *("test_node_networks.py", "test_slurm.py", "test_rpc_links.py", "test_ray_links.py", "test_ray_buffer.py"),
+    *("test_ray_nodes.py", "test_cluster_benchmarks.py"),
+)
+WHERE_SLOW = ("test_torchrl_clusters.py", "test_sync_schemes.py", "test_hierarchies.py", "test_seed_clusters.py")
+ENGINES = ("ray", "rpc", "ray-sync", "ray-async", "rpc-sync", "rpc-async", "nodes-async-server")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
+    if os.environ.get("MUSTER_TESTS") == "all":
+        return
+    left_out = {item for item in items if _needs_machines(item)}
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _needs_machines(item: Any) -> bool:
+    file, parameters = item.path.name, getattr(getattr(item, "callspec", None), "params", {})
+    engines = {value if isinstance(value, str) else _name(value) for value in parameters.values()}
+    return bool(
+        file in MACHINES
+        or "ray_cluster" in item.fixturenames
+        or (file in WHERE_SLOW and item.get_closest_marker("slow"))
+        or "random_kills" in item.name
+        or not engines.isdisjoint(ENGINES)
+        or (file == "test_on_demand.py" and "nodes-sync-server" in engines)
+    )
+
+
+def _name(value: Any) -> str:
+    """Of a kind of collector."""
+    return str(value.name) if type(value).__name__ == "Kind" else ""

@@ -140,9 +140,7 @@ class Session:
             self._sender.join(END_S)
         self.lose("the collector was shut down")
         for thread in (self._sender, self._receiver):
-            if (
-                thread.ident is not None
-            ):  # it was started; a thread that waits in C++ at the interpreter's end aborts it
+            if thread.ident is not None:  # it was started; one that waits in C++ when the interpreter ends aborts it
                 thread.join(END_S)
 
     def is_connected(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -143,6 +143,11 @@ class Crew:
                 "cause; on_failure='restart' starts workers again."
             )
 
+    def has_bad_news(self) -> bool:
+        """An error is among the reports that nobody has taken: what failed with it is not to be repeated before."""
+        untaken = [*self._reports, *(report for handle in self.handles for report in _untaken(handle))]
+        return any(report.error is not None for report in untaken)
+
     @property
     def outstanding(self) -> int:
         """Orders without a report."""
@@ -259,3 +264,7 @@ class Crew:
                 self._turn = turn + 1
                 return report
         return None
+
+
+def _untaken(handle: Handle) -> Iterable[Report]:
+    return handle.reports if isinstance(handle, DetachedWorker) else ()

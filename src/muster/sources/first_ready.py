@@ -131,13 +131,13 @@ class FirstReady(Schedule):
             self._resize(wanted.rows)
         if self._unsure:
             self._resubmit()
-        self._unsure = True
+        self._unsure, postponed = True, False
         self._order(wanted, wanted.batches)
         while (found := self._deliverable()) is None:
             self.crew.check_alive()
             report = self._next_report()
             self._take_note(report)
-            if report.dropped or report.lost:
+            if (report.dropped or report.lost) and not (postponed := self.crew.has_bad_news()):
                 self._resubmit()
                 self._order(wanted, wanted.batches)  # the others do what it was to do
         self._remove(found)
@@ -152,7 +152,7 @@ class FirstReady(Schedule):
         for lane, report in enumerate(reports):
             self._finish(found.slot, lane, report)
         self._delivered += 1
-        self._unsure = False
+        self._unsure = postponed
         return filled(self.crew, [(found.ring, found.slot)], reports)
 
     @property
