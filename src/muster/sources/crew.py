@@ -143,6 +143,7 @@ class Crew:
                 "cause; on_failure='restart' starts workers again."
             )
 
+    @property
     def has_bad_news(self) -> bool:
         """An error is among the reports that nobody has taken: what failed with it is not to be repeated before."""
         untaken = [*self._reports, *(report for handle in self.handles for report in _untaken(handle))]

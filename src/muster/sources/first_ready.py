@@ -137,7 +137,7 @@ class FirstReady(Schedule):
             self.crew.check_alive()
             report = self._next_report()
             self._take_note(report)
-            if (report.dropped or report.lost) and not (postponed := self.crew.has_bad_news()):
+            if (report.dropped or report.lost) and not (postponed := self.crew.has_bad_news):
                 self._resubmit()
                 self._order(wanted, wanted.batches)  # the others do what it was to do
         self._remove(found)
