@@ -1,9 +1,7 @@
 """What all tests run under, and which of them an ordinary run leaves out.
 
-``MUSTER_TESTS=all`` runs all: also those that need a Ray cluster, several machines (network namespaces) or SLURM, and
-the whole suites of collectors once more for each engine. Nodes over torch.distributed are tested in every run; the
-other engines differ from it in their links only. A Ray actor takes seconds to import torch, and there are hundreds of
-tests.
+``MUSTER_TESTS=all`` runs all: also those of nodes, which start many processes, or need a Ray cluster, several machines
+(network namespaces) or SLURM; among them the whole suites of collectors once more for each engine.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ def _temporary_files_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 MACHINES = (  # files
     *("test_node_networks.py", "test_slurm.py", "test_rpc_links.py", "test_ray_links.py", "test_ray_buffer.py"),
-    *("test_ray_nodes.py", "test_cluster_benchmarks.py"),
+    *("test_ray_nodes.py", "test_nodes.py", "test_node_faults.py", "test_links.py", "test_hierarchies.py"),
 )
 WHERE_SLOW = ("test_torchrl_clusters.py", "test_sync_schemes.py", "test_hierarchies.py", "test_seed_clusters.py")
 ENGINES = ("ray", "rpc", "ray-sync", "ray-async", "rpc-sync", "rpc-async", "nodes-async-server")
@@ -61,6 +59,8 @@ def _needs_machines(item: Any) -> bool:
     engines = {value if isinstance(value, str) else _name(value) for value in parameters.values()}
     return bool(
         file in MACHINES
+        or "nodes" in item.nodeid
+        or "cluster" in file
         or "ray_cluster" in item.fixturenames
         or (file in WHERE_SLOW and item.get_closest_marker("slow"))
         or "random_kills" in item.name

@@ -72,6 +72,15 @@ class _Pool:
         if ordered.place in self._complete:
             self._complete.remove(ordered.place)
 
+    def mend(self) -> None:
+        """After an interruption (Ctrl-C in the middle of a change): all the rest follows from the items."""
+        items = list(self._items.values())
+        self._of = {order.number: ordered for ordered in items for order in ordered.orders}
+        self._waiting.clear()
+        for ordered in items:
+            self._waiting[ordered.bundle.groups[0]].append(ordered)
+        self._complete = [ordered.place for ordered in items if ordered.complete]
+
     def find(self, number: int) -> _Ordered | None:
         """That with an order of this number."""
         return self._of.get(number)
@@ -130,6 +139,7 @@ class FirstReady(Schedule):
         if not len(self._ordered):  # else what is under way is finished first
             self._resize(wanted.rows)
         if self._unsure:
+            self._mend()
             self._resubmit()
         self._unsure, postponed = True, False
         self._order(wanted, wanted.batches)
@@ -192,9 +202,15 @@ class FirstReady(Schedule):
 
     def _discard(self, reason: str) -> None:
         super()._discard(reason)
+        self._mend()
         for ordered in self._ordered:
             self._remove(ordered)
             self._give_back(ordered.ring, ordered.slot)
+
+    def _mend(self) -> None:
+        self._ordered.mend()
+        lacking = [bundle for bundle in self.bundles if len(self._ordered.waiting(bundle)) < self._lead]
+        self._lacking = {bundle.groups[0]: bundle for bundle in lacking}
 
     def _remove(self, ordered: _Ordered) -> None:
         self._ordered.remove(ordered)
