@@ -1,8 +1,9 @@
-"""Reaching into a collector by a path such as ``"policy.module[0].weight"``, without ``eval``."""
+"""Reaching into a collector by a path such as ``"policy.module[0].weight"``, or a module, without ``eval``."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 from typing import Any
 
 from muster.errors import BadOption
@@ -19,6 +20,12 @@ def resolve(root: Any, path: str) -> Any:
         return _walk(root, tree)
     except (SyntaxError, AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise BadOption(f"the path {path!r} leads nowhere from {type(root).__name__}: {error}") from error
+
+
+def named(target: str) -> Any:
+    """What ``"module:name"`` names; the module is imported."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _walk(root: Any, node: ast.expr) -> Any:

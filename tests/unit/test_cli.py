@@ -33,22 +33,7 @@ from muster.cli.report import Bar, Lines, Returns, clock, short, summary, worker
 from muster.errors import BadOption
 from muster.recording import Recorder, load
 from muster.stats import CollectorStats, WorkerStats
-
-
-def run(capsys: pytest.CaptureFixture[str], *argv: Any) -> tuple[int, str, str]:
-    code = main([str(arg) for arg in argv])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def refused(capsys: pytest.CaptureFixture[str], *argv: Any) -> str:
-    """One message, exit code 2, no traceback, nothing on stdout."""
-    code, out, err = run(capsys, *argv)
-    assert (code, out) == (2, "")
-    assert err.startswith("muster: ")
-    assert err.count("\n") == 1
-    return err
-
+from tests.command_line import refused, run
 
 # ------------------------------------------------------------------------------------------ collecting
 

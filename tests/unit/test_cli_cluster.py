@@ -20,25 +20,12 @@ from muster.cli.cluster import endpoint
 from muster.cli.main import main
 from muster.errors import BadOption
 from muster.recording import load
+from tests.command_line import refused, run
 from tests.fakes.ray_cluster import cluster, environment, needs_ray
 
 COLLECT = ("collect", "CartPole-v1", "--frames", "1600", "--envs", "4", "--seed", "5")
 BIN = Path(sys.executable).parent
 LIMIT_S = 110
-
-
-def run(capsys: pytest.CaptureFixture[str], *argv: Any) -> tuple[int, str, str]:
-    code = main([str(arg) for arg in argv])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def refused(capsys: pytest.CaptureFixture[str], *argv: Any) -> str:
-    """One message, exit code 2, nothing on stdout."""
-    code, out, err = run(capsys, *argv)
-    assert (code, out) == (2, "")
-    assert err.startswith("muster: ")
-    return err
 
 
 @contextmanager

@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from muster.cli.main import main
 from muster.evaluation import Evaluator
 from muster.policies import categorical
 from muster.testing import CountingEnv
+from tests import command_line
 
 
 class Signals(CountingEnv):
@@ -65,18 +65,11 @@ def _environments() -> Iterator[None]:
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: Any) -> tuple[int, str, str]:
-    code = main(["eval", *map(str, argv)])
-    out, err = capsys.readouterr()
-    return code, out, err
+    return command_line.run(capsys, "eval", *argv)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: Any) -> str:
-    """One message, exit code 2, no traceback, nothing on stdout."""
-    code, out, err = run(capsys, *argv)
-    assert (code, out) == (2, "")
-    assert err.startswith("muster: ")
-    assert err.count("\n") == 1
-    return err
+    return command_line.refused(capsys, "eval", *argv)
 
 
 @pytest.fixture

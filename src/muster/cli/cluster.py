@@ -69,7 +69,7 @@ def node(command: Node) -> int:
 
 def is_node(command: Collect) -> bool:
     """Whether this process is a rank of torchrun other than the first: that one collects, the others are its nodes."""
-    return command.backend == "torchrun" and _rank() > 0
+    return command.backend == "torchrun" and (_rank() or 0) > 0
 
 
 def serve_rank(command: Collect) -> int:
@@ -109,7 +109,7 @@ def _check_nodes(nodes: int | None, backend: Backend) -> None:
         if nodes is None or nodes < 1:
             raise BadOption(f"--backend {backend} needs --nodes N: how many there are, at least 1.")
         return
-    if _rank() < 0:
+    if _rank() is None:
         raise BadOption(
             "--backend torchrun is for processes of torchrun; with two nodes: torchrun --nproc-per-node=3 -m muster "
             "collect ..."
@@ -201,10 +201,10 @@ def _serve(address: str | None, number: int | None, token: bytes | None, within_
     return 1
 
 
-def _rank() -> int:
-    """Of this process under torchrun; -1 elsewhere."""
-    has_all = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-    return int(os.environ["RANK"]) if has_all else -1
+def _rank() -> int | None:
+    from muster.nodes.launchers import torchrun_rank
+
+    return torchrun_rank()
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from muster.collectors.multi_options import WorkersKeywords
@@ -83,7 +84,7 @@ class Cluster:
     def sync(self) -> bool:
         return self.options.sync
 
-    @property
+    @cached_property
     def of_leaf(self) -> list[int]:
         """The node of every worker."""
         return [node for node, count in enumerate(self.workers) for _ in range(count)]

@@ -35,6 +35,7 @@ class ClusterCollector(MultiCollector):
         made, others = cluster(create_env_fn, num_nodes, dict(options))
         self._cluster, self._carrier_for, self._alone = made, connect, not made.sync
         self._since = [0] * len(made.makers)  # batches since its last weights, by node
+        self._longest = 0 if made.options.update_after_each_batch else made.options.max_weight_update_interval
         super().__init__(made.create_env_fn, policy, **others)
 
     def _place(self, made: ExitStack) -> tuple[Nodes | None, Sequence[Sequence[int]] | None]:
@@ -42,7 +43,8 @@ class ClusterCollector(MultiCollector):
         heartbeat = timeouts["heartbeat"]
         if heartbeat is None:
             raise BadOption("timeouts['heartbeat'] is None: a node that is gone would be waited for for ever")
-        nodes = Nodes(self._carrier_for(len(self._cluster.makers), heartbeat), self._cluster.of_leaf, timeouts["join"])
+        carrier = self._carrier_for(len(self._cluster.makers), heartbeat)
+        nodes = self._nodes = Nodes(carrier, self._cluster.of_leaf, timeouts["join"])
         nodes.buffer = self._buffer_of_nodes()
         made.callback(nodes.close)
         weakref.finalize(self, nodes.close)
@@ -54,28 +56,22 @@ class ClusterCollector(MultiCollector):
 
     def _connect(self, create_env_fn: Any, policy: Any, made: ExitStack) -> Engine:
         engine = super()._connect(create_env_fn, policy, made)
-        if self._buffer_of_nodes() is not None:
+        if self._nodes.buffer is not None:
             engine.outlet.sink = WrittenElsewhere()
         return engine
 
     def _before_batch(self) -> None:
         super()._before_batch()
-        told, groups = self._cluster, self._engine.contributors
-        if not groups:
+        if self._longest < 0:
             return
-        nodes = {told.of_leaf[group] for group in groups}
+        of_leaf = self._cluster.of_leaf
+        nodes = {of_leaf[group] for group in self._engine.contributors}
         for node in nodes:
             self._since[node] += 1
-        if told.options.update_after_each_batch:
-            due = nodes
-        elif told.options.max_weight_update_interval > -1:
-            due = {node for node in nodes if self._since[node] > told.options.max_weight_update_interval}
-        else:
-            return
-        if due:
+        if due := sorted(node for node in nodes if self._since[node] > self._longest):
             for node in due:
                 self._since[node] = 0
-            self.update_policy_weights_(worker_ids=sorted(due))
+            self.update_policy_weights_(worker_ids=due)
 
 
 class DistributedCollector(ClusterCollector):

@@ -228,10 +228,13 @@ class Workers:
     def _make_server(self, count: int) -> InferenceServer:
         options, (_, _, pickled, told) = self._options, self._payloads
         policy = made_policy(Payload([], None, pickled, options.policy_factory is not None, None))
-        half = -(-count // 2) if options.alternating else count
-        teams = [part for part in (range(half), range(half, count)) if part]
-        wait = 0.0 if self._alone and options.max_wait_s is None else options.max_wait_s
-        dispatch = Dispatch(teams, options.max_batch, wait, exclusive=not self._alone, keeps_streams=not self._doorbell)
+        dispatch = Dispatch(
+            Dispatch.teams_of(range(count), alternating=options.alternating),
+            options.max_batch,
+            self._max_wait_s,
+            exclusive=not self._alone,
+            keeps_streams=not self._doorbell,
+        )
         return InferenceServer(
             policy,
             told,
@@ -241,6 +244,11 @@ class Workers:
             threads=options.num_sub_threads,
             deadline_s=self._supervisor.timeout("policy"),
         )
+
+    @property
+    def _max_wait_s(self) -> float | None:
+        wait = self._options.max_wait_s
+        return 0.0 if self._alone and wait is None else wait
 
     def _parts(self) -> Sequence[Sequence[int]]:
         """Groups that share a slot, where not all do."""
@@ -252,34 +260,31 @@ class Workers:
         options, (_, _, policy, told), nodes = self._options, self._payloads, self._nodes
         if nodes is None:
             return
-        setups: list[NodeSetup] = []
-        buffer = None if nodes.buffer is None else dumps(nodes.buffer, "replay_buffer")
-        for number in range(len(nodes.nodes)):
-            leaves = [index for index, node in enumerate(nodes.of_leaf) if node == number]
-            service = Service(
-                leaves,
-                dumps(told, "the options"),
-                options.policy_factory is not None,
-                options.alternating,
-                options.max_batch,
-                0.0 if self._alone and options.max_wait_s is None else options.max_wait_s,
-                options.num_sub_threads,
-                self._supervisor.timeout("policy"),
-            )
-            served = service if self._served else None
-            setups.append(
-                NodeSetup(
-                    number,
-                    count,
-                    tuple(sys.path),
-                    options.start_method,
-                    served,
-                    hashlib.sha256(policy).digest(),
-                    buffer,
-                    options.layout,
-                )
-            )
-        nodes.prepare(setups, policy)
+        setup = NodeSetup(
+            0,
+            count,
+            tuple(sys.path),
+            options.start_method,
+            self._service(told) if self._served else None,
+            hashlib.sha256(policy).digest(),
+            None if nodes.buffer is None else dumps(nodes.buffer, "replay_buffer"),
+            options.layout,
+        )
+        nodes.prepare([setup.of(number, nodes.leaves(number)) for number in range(len(nodes.nodes))], policy)
+
+    def _service(self, told: WorkerOptions) -> Service:
+        """What the inference servers of all nodes are told."""
+        options = self._options
+        return Service(
+            (),
+            dumps(told, "the options"),
+            options.policy_factory is not None,
+            options.alternating,
+            options.max_batch,
+            self._max_wait_s,
+            options.num_sub_threads,
+            self._supervisor.timeout("policy"),
+        )
 
     def _prepare_threads(self, made: ExitStack) -> None:
         if self._nodes is not None:

@@ -258,8 +258,7 @@ class Agent:
         options = loads(service.options, "the options")
         policy = made_policy(Payload([], None, self._policy, service.is_factory, None))
         leaves = list(service.leaves)
-        half = -(-len(leaves) // 2) if service.alternating else len(leaves)
-        teams = [part for part in (leaves[:half], leaves[half:]) if part]
+        teams = Dispatch.teams_of(leaves, alternating=service.alternating)
         dispatch = Dispatch(teams, service.max_batch, service.max_wait_s, exclusive=True)
         self.server = InferenceServer(
             policy,

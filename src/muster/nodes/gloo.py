@@ -34,14 +34,13 @@ import torch.distributed
 
 from muster.errors import BadOption
 from muster.memory.specs import Array
-from muster.nodes.link import Block, LinkLost, Received
+from muster.nodes.link import Block, LinkLost, Received, allowed_s
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 FRAME_BYTES = 1 << 16  # at most; a shorter one is sent as it is, and fits
 LONGEST = 1 << 40  # bytes; whoever announces more speaks something else
-SLOWEST = 10e6  # bytes per second; a block that comes more slowly counts as one that does not come
 _HEADER = struct.Struct("<QQQ")  # length of the message, tag, length of the block
 _ROOM = FRAME_BYTES - _HEADER.size
 _FRAMES, _RESTS, _BLOCKS, _DONE, _ACKS, _NEVER = range(1, 7)  # gloo's tags
@@ -177,7 +176,7 @@ class GlooLink:
             self._group = self._next = self._ack = None  # its port and threads; who waits has what it waits for
 
     def _finish(self, last: Transfer, before: list[Transfer], size: int) -> None:
-        patience = self._deadline_s + size / SLOWEST
+        patience = allowed_s(self._deadline_s, size)
         last.finish(patience)
         for transfer in before:
             transfer.finish(patience)
@@ -224,7 +223,7 @@ class _GlooBlocks:
         self._group, self._peer = group, peer
 
     def send(self, block: Block) -> Transfer:
-        tensor = block.form("torch", _tensor)
+        tensor = block.form("torch", as_tensor)
         return _Gloo(_open(self._group).send([tensor], self._peer, _BLOCKS), block.array)
 
     def receive(self, memory: Array) -> Transfer:
@@ -264,7 +263,7 @@ class _CudaBlocks:
         self._device = torch.device("cuda", torch.cuda.current_device())
 
     def send(self, block: Block) -> Transfer:
-        staging = block.form("torch", _tensor).to(self._device)
+        staging = block.form("torch", as_tensor).to(self._device)
         return _Cuda(self._out.send([staging], self._peer, 0), staging, None)
 
     def receive(self, memory: Array) -> Transfer:
@@ -333,7 +332,7 @@ def _open(part: Any) -> Any:
     return part
 
 
-def _tensor(array: Array) -> torch.Tensor:
+def as_tensor(array: Array) -> torch.Tensor:
     """The same memory, also of an array that may not be written (which torch would warn of)."""
     if not array.flags.writeable:
         same: Any = (ctypes.c_ubyte * array.size).from_address(array.ctypes.data)

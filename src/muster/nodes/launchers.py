@@ -7,20 +7,18 @@ import itertools
 import json
 import os
 import threading
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from muster.errors import BadOption
-from muster.nodes.link import LinkLost
-from muster.nodes.meeting import Meeting, is_loopback, open_store, read_token
+from muster.nodes.link import AGENT
+from muster.nodes.meeting import POLL_S, Meeting, is_loopback, open_store, read_token, wait_for
 from muster.sources.channel import Channel
 from muster.sources.launch import Child, launch
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-AGENT = "muster.nodes.agent:serve"  # what a node runs: ``serve(link, node)``; True: the main process said goodbye
 END_S = 5.0
 
 
@@ -152,8 +150,10 @@ class TorchrunLauncher(WaitingLauncher):
 
     def __init__(self) -> None:
         super().__init__("torchrun", "Ranks above 0 have to call muster.nodes.torch_distributed.run_node().")
-        if _rank() != 0:
-            raise BadOption(f"launcher='torchrun' in rank {_rank()}: the collector lives in rank 0, others are nodes.")
+        if torchrun_rank() != 0:
+            raise BadOption(
+                f"launcher='torchrun' in rank {torchrun_rank()}: the collector lives in rank 0, the others are nodes."
+            )
         self._key = f"muster/meeting/{next(_collectors)}"
         self._lock = threading.Lock()
         self._store: TCPStore | None = None
@@ -184,7 +184,7 @@ def torchrun_address(within_s: float) -> tuple[str, int, bytes | None]:
         BadOption: this is not a rank above 0 under torchrun.
         LinkLost: rank 0 has not opened a collector within so many seconds.
     """
-    rank = _rank()
+    rank = torchrun_rank()
     if rank is None:
         raise BadOption(
             "A node needs the address of its main process, 'host:port': only under torchrun it can be found."
@@ -193,17 +193,13 @@ def torchrun_address(within_s: float) -> tuple[str, int, bytes | None]:
         raise BadOption("run_node() in rank 0, which is the main process: make the collector there.")
     key = f"muster/meeting/{next(_collectors)}"
     store = _torchrun_store()
-    deadline = time.monotonic() + within_s
-    pause = threading.Event()
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise LinkLost(f"Rank 0 has not opened a collector with launcher='torchrun' within {within_s:g} s.")
-        pause.wait(0.1)
-    address, path = json.loads(store.get(key))
+    late = f"Rank 0 has not opened a collector with launcher='torchrun' within {within_s:g} s."
+    address, path = wait_for(store, key, within_s, POLL_S, late)
     return address, rank - 1, read_token(path) if path else None
 
 
-def _rank() -> int | None:
+def torchrun_rank() -> int | None:
+    """Of this process; None: it is not one of torchrun's."""
     has_all = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
     return int(os.environ["RANK"]) if has_all else None
 

@@ -22,6 +22,14 @@ from typing import Any, Protocol
 
 from muster.memory.specs import Array
 
+AGENT = "muster.nodes.agent:serve"  # what a node runs: ``serve(link, node)``; True: the main process said goodbye
+SLOWEST = 10e6  # bytes per second; a block that comes more slowly counts as one that does not come
+
+
+def allowed_s(deadline_s: float, nbytes: int) -> float:
+    """How long so many bytes may take, where messages may take ``deadline_s``."""
+    return deadline_s + nbytes / SLOWEST
+
 
 class LinkLost(EOFError):
     """Nothing more can be sent or received in this session; the text says why, for people."""

@@ -347,6 +347,17 @@ def open_store(host: str, port: int) -> TCPStore:
     return store
 
 
+def wait_for(store: Store, key: str, within_s: float, every_s: float, late: str) -> Any:
+    """What somebody else writes there, as JSON; raises LinkLost with the text ``late`` if it does not come."""
+    deadline = time.monotonic() + within_s
+    pause = threading.Event()
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise LinkLost(late)
+        pause.wait(every_s)
+    return json.loads(store.get(key))
+
+
 def _reach(endpoint: tuple[str, int]) -> str:
     """Whether it is "open", "refused" or "silent". (A TCPStore retries, and prints its stack, before it says that.)"""
     try:

@@ -113,6 +113,10 @@ class Nodes:
     def node_of(self, leaf: int) -> Node:
         return self.nodes[self.of_leaf[leaf]]
 
+    def leaves(self, node: int) -> list[int]:
+        """Its workers."""
+        return [leaf for leaf, of in enumerate(self.of_leaf) if of == node]
+
     def where(self, leaf: int) -> str:
         """The host and number of a worker's node, for people."""
         node = self.node_of(leaf)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import socket
 import threading
@@ -12,6 +11,7 @@ from typing import Any
 
 import ray
 
+from muster.attributes import named
 from muster.memory.specs import Array
 from muster.nodes.link import Block, LinkLost, Received
 from muster.nodes.ray_runtime import views_are_fine
@@ -21,12 +21,6 @@ GROUPS = {"serve": ("serve",), "arrive": ("arrive",), "depart": ("depart",), "co
 WAITING_BLOCKS = 4  # at either end, before the sender has to wait
 WAITING_MESSAGES = 1000
 POLL_S = 10.0  # for which an answer without messages is held back
-SLOWEST = 10e6  # bytes per second, of a network that is not broken
-
-
-def allowed_s(deadline_s: float, nbytes: int) -> float:
-    """How long so many bytes may take."""
-    return deadline_s + nbytes / SLOWEST
 
 
 class Landing:
@@ -180,8 +174,7 @@ class NodeActor:
 
     def __init__(self, node: int, target: str, deadline_s: float) -> None:
         views_are_fine()
-        module, _, name = target.partition(":")
-        self._function = getattr(importlib.import_module(module), name)
+        self._function = named(target)
         self._node, self._end = node, NodeEnd(deadline_s)
         self.arrive, self.depart, self.end = self._end.arrive, self._end.depart, self._end.end
 

@@ -19,11 +19,10 @@ from ray import exceptions
 
 from muster.errors import BadOption
 from muster.memory.specs import Array
-from muster.nodes.link import Block, LinkLost, Received
-from muster.nodes.ray_actor import GROUPS, WAITING_BLOCKS, Landing, allowed_s
+from muster.nodes.link import AGENT, Block, LinkLost, Received, allowed_s
+from muster.nodes.ray_actor import GROUPS, WAITING_BLOCKS, Landing
 from muster.nodes.ray_runtime import Lease, actor_class, arrived, first_line, listens, search_path
 
-AGENT = "muster.nodes.agent:serve"
 DEFAULT_CONFIG = {"num_cpus": 1, "memory": 2 * 1024**3}
 DEFAULT_GPUS = 0.2
 OURS = {  # options of an actor that are no user's business

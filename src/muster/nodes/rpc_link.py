@@ -16,7 +16,6 @@ the memory that was expected to take them.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import threading
 import time
@@ -24,7 +23,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch._C._distributed_rpc import WorkerInfo
 from torch.distributed import rpc
@@ -32,10 +30,10 @@ from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
 
 from muster.memory.specs import Array
-from muster.nodes.link import Block, LinkLost, Received
+from muster.nodes.gloo import as_tensor
+from muster.nodes.link import SLOWEST, Block, LinkLost, Received, allowed_s
 from muster.nodes.rpc_agent import RpcAgent
 
-SLOWEST = 10e6  # bytes per second; a block that comes more slowly counts as one that does not come
 ROOM_MESSAGES, ROOM_BYTES = 64, 1 << 26  # that have arrived, but were not received yet
 LEAVE_S = 1.0  # for which ``close`` waits for the other end
 ANNOUNCED = SLOWEST  # bytes; a smaller block is there within a second
@@ -158,7 +156,7 @@ class RpcLink:
     def announce(self, size: int) -> bool:
         """A block of so many bytes comes next."""
         with self._changed:
-            self._patience_s = self._deadline_s + size / SLOWEST
+            self._patience_s = allowed_s(self._deadline_s, size)
             self._changed.notify_all()
         return True
 
@@ -187,7 +185,7 @@ class RpcLink:
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], size: int) -> None:
         """Call a function of the other end, and wait until it has returned."""
-        within_s = self._deadline_s + size / SLOWEST
+        within_s = allowed_s(self._deadline_s, size)
         with self._changed:
             if self._cause is not None:
                 raise LinkLost(_CLOSED if self._closed else self._cause)
@@ -279,14 +277,6 @@ def watch(session: str) -> Future[bool]:
     """See the module."""
     link = _open.get(session)
     return _done(False) if link is None else link.watch()
-
-
-def as_tensor(array: Array) -> torch.Tensor:
-    """The same memory, also of an array that may not be written (which torch would warn of)."""
-    if not array.flags.writeable:
-        same: Any = (ctypes.c_ubyte * array.size).from_address(array.ctypes.data)
-        array = np.frombuffer(same, np.uint8)
-    return torch.from_numpy(array)
 
 
 def _done(result: bool) -> Future[bool]:

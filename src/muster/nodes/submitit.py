@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.errors import BadOption
-from muster.nodes.launchers import AGENT
-from muster.nodes.link import LinkLost
+from muster.nodes.link import AGENT, LinkLost
 from muster.nodes.meeting import Meeting, is_loopback, write_token
 
 FOLDER = "muster-jobs"  # in the current directory

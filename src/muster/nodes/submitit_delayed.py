@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from muster.errors import BadOption, MusterError
-from muster.nodes.launchers import AGENT
-from muster.nodes.link import LinkLost
+from muster.nodes.link import AGENT, LinkLost
 from muster.nodes.meeting import TOKEN_BYTES, TOKEN_FILE, Meeting, write_token
 from muster.nodes.submitit import Job, Jobs, check_host, die_when_told, node_job, private_folder
 from muster.whole_files import write_whole

@@ -5,21 +5,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from importlib import import_module
 from os import PathLike
 from typing import TYPE_CHECKING
 
+from muster.attributes import named
 from muster.errors import BadOption, MusterError
 from muster.nodes.gloo import check_backend, join_group, why
-from muster.nodes.launchers import AGENT, Launcher, Started, torchrun_address
-from muster.nodes.link import Link, LinkLost
+from muster.nodes.launchers import Launcher, Started, torchrun_address
+from muster.nodes.link import AGENT, Link, LinkLost
 from muster.nodes.meeting import Guest, Invitation, Meeting, local_address, read_token
 from muster.nodes.seal import WrongToken, seal
 from muster.sources.channel import Channel
+from muster.sources.launch import fork_server_here
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
-from muster.sources.launch import fork_server_here
 
 JOIN_POLL_S = 0.02
 ENGINES = {"rpc": "muster.nodes.torch_rpc:join_rpc"}  # other ones: a function of an invitation and a deadline
@@ -162,8 +162,7 @@ def run_node(
         secret = secret or published
     if secret is None:
         raise BadOption("A node needs the token of its main process: token=, or MUSTER_TOKEN_FILE (a file's path).")
-    module, _, function = target.partition(":")
-    serve: Callable[[Link, int], bool] = getattr(import_module(module), function)
+    serve: Callable[[Link, int], bool] = named(target)
     guest = Guest(address, node, within_s=within_s, patience_s=patience_s)
     while (invitation := guest.next()) is not None:
         try:
@@ -190,8 +189,7 @@ def join(invitation: Invitation, token: bytes) -> Link:
     settings = invitation.settings
     deadline_s = float(settings["deadline_s"])
     if engine := settings.get("engine"):
-        module, _, function = ENGINES[engine].partition(":")
-        link = getattr(import_module(module), function)(invitation, deadline_s)
+        link = named(ENGINES[engine])(invitation, deadline_s)
     else:
         backend = str(settings["backend"])
         check_backend(backend)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import secrets
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from muster.errors import BadOption
 from muster.nodes.launchers import Launcher
 from muster.nodes.link import Link, LinkLost
-from muster.nodes.meeting import Invitation, Meeting, local_address
+from muster.nodes.meeting import Invitation, Meeting, local_address, wait_for
 from muster.nodes.torch_distributed import DistributedCarrier
 
 if TYPE_CHECKING:
@@ -173,11 +172,6 @@ def check_devices(devices: Sequence[int | str | torch.device | None] | None, cou
 
 def _read(store: Store, key: str, within_s: float, who: str) -> dict[str, Any]:
     """What the other end has written there."""
-    deadline = time.monotonic() + within_s
-    pause = threading.Event()
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise LinkLost(f"{who} has not said within {within_s:g} s where its RPC agent listens.")
-        pause.wait(POLL_S)
-    card: dict[str, Any] = json.loads(store.get(key))
+    late = f"{who} has not said within {within_s:g} s where its RPC agent listens."
+    card: dict[str, Any] = wait_for(store, key, within_s, POLL_S, late)
     return card

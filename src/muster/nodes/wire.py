@@ -17,7 +17,7 @@ does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from muster.memory.views import Order
 
@@ -67,6 +67,11 @@ class NodeSetup:
     policy_digest: bytes
     buffer: bytes | None = None
     layout: Order = "batch_major"
+
+    def of(self, node: int, leaves: Sequence[int]) -> NodeSetup:
+        """The same for another node, with these workers."""
+        service = None if self.service is None else replace(self.service, leaves=leaves)
+        return replace(self, node=node, service=service)
 
 
 @dataclass(frozen=True)

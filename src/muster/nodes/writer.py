@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from muster.memory.slots import Layout, Slot
+from muster.memory.slots import Slot
 from muster.memory.views import BatchView, Order
 from muster.sources.messages import Report
 
@@ -29,7 +29,7 @@ class Writer:
     def __init__(self, buffer: Any, order: Order, written: Callable[[Exception | None, int, Report], None]) -> None:
         self._buffer, self._order, self._written = buffer, order, written
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._views: dict[Layout, BatchView] = {}
+        self._view: BatchView | None = None  # of the newest layout
         self._thread = threading.Thread(target=self._run, name="muster-agent-writes", daemon=True)
         self._thread.start()
 
@@ -61,7 +61,6 @@ class Writer:
     def _batch(self, slot: Slot, report: Report) -> Any:
         for key, array in report.objects.items():
             slot.lanes[0].arrays[key][...] = array
-        layout = slot.layout
-        if layout not in self._views:
-            self._views = {layout: BatchView(layout, stacked=False, order=self._order)}
-        return self._views[layout].tensordict(torch.from_numpy(slot.block), slot)
+        if self._view is None or self._view.layout is not slot.layout:
+            self._view = BatchView(slot.layout, stacked=False, order=self._order)
+        return self._view.tensordict(torch.from_numpy(slot.block), slot)

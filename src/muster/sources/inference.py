@@ -46,6 +46,12 @@ class Dispatch:
     exclusive: bool
     keeps_streams: bool = True
 
+    @staticmethod
+    def teams_of(workers: Sequence[int], *, alternating: bool) -> list[Sequence[int]]:
+        """All workers together, or half of them stepping while the other half is acted for."""
+        half = -(-len(workers) // 2) if alternating else len(workers)
+        return [part for part in (workers[:half], workers[half:]) if part]
+
 
 class Seated(Protocol):
     """What a server needs to know of a worker; see ``DetachedWorker``."""
