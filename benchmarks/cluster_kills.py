@@ -132,6 +132,24 @@ def summary(collector: Any, watch: Watch) -> dict[str, Any]:
     }
 
 
+def table(found: dict[str, Any]) -> str:
+    """What was asked for, and what came out."""
+    joined, first = found["joined_s"], found["first_batch_s"]
+    return report._aligned(
+        [
+            [f"{found['kills']} kills of a node, one after the other; {WORKLOAD.describe}"],
+            ["", "asked", "median", "maximum"],
+            ["seconds until the node has joined again", "<= 10", f"{joined['median']:g}", f"{joined['max']:g}"],
+            ["seconds until its first batch", "", f"{first['median']:g}", f"{first['max']:g}"],
+            ["longest wait for a batch of another node, seconds", "", "", f"{found['longest_wait_for_others_s']:g}"],
+            ["the same before the kills", "", "", f"{found['longest_wait_before_kills_s']:g}"],
+            ["frames unaccounted for", "0", "", f"{found['unaccounted']}"],
+            ["frames that were lost, and counted as such", "", "", f"{sum(found['discarded'].values()):,}"],
+            ["frames more that a node may have made unseen, at most", "", "", f"{found['unseen_at_most']:,}"],
+        ]
+    )
+
+
 def quantiles(values: list[float]) -> dict[str, float]:
     """Median, IQR and maximum."""
     median, spread = report.median_iqr(values)
@@ -146,7 +164,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    options = parse()
+    options, begin = parse(), time.perf_counter()
     os.environ.update(runner.ONE_THREAD)
     with muster.DistributedCollector(
         [WORKLOAD.make] * NODES,
@@ -162,7 +180,7 @@ def main() -> None:
         found = summary(collector, kills(collector, options.kills))
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps({"machine": report.machine(), "distributed": found}, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
+    print(f"{table(found)}\n\n{time.perf_counter() - begin:.0f} s; written to {options.output}")
 
 
 if __name__ == "__main__":

@@ -119,8 +119,15 @@ def distributed_options() -> dict[str, Any]:
     return {"launcher": "mp", "backend": "gloo", "tcp_port": 20_000 + os.getpid() % 20_000}
 
 
-def ray_options(nodes: int) -> dict[str, Any]:
-    """One actor on each of the cluster's nodes. For every whole CPU of a node Ray starts a process in advance."""
+def ray_options(nodes: int, *, one_store: bool = False) -> dict[str, Any]:
+    """One actor on each of the cluster's nodes. For every whole CPU of a node Ray starts a process in advance.
+
+    Args:
+        one_store: instead, all of them on the only node of a Ray of their own, as ``ray.init()`` starts it.
+    """
+    if one_store:
+        store = {"address": "local", "num_cpus": 1, "log_to_driver": False, **QUIET}
+        return {"ray_init_config": store, "remote_configs": {"num_cpus": 0.1, "num_gpus": 0, "memory": MEMORY}}
     each = [{"num_cpus": 0.1, "num_gpus": 0, "memory": MEMORY, "resources": {f"place-{i}": 1}} for i in range(nodes)]
     address = os.environ[RAY_ADDRESS]
     quiet = {"log_to_driver": False, "runtime_env": {"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}}}
@@ -220,11 +227,22 @@ class Nodes:
     Args:
         engine: "DistributedCollector" or "RayCollector".
         policy: "plain", "heads" or "heavy".
+        one_store: see ``ray_options``.
     """
 
-    def __init__(self, workload: Workload, engine: str, policy: str = "plain", nodes: int = 2, **options: Any) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        engine: str,
+        policy: str = "plain",
+        nodes: int = 2,
+        *,
+        one_store: bool = False,
+        **options: Any,
+    ) -> None:
         share = workload.B // nodes
-        own = {"launcher": "mp"} if engine == "DistributedCollector" else ray_options(nodes)
+        ray = engine == "RayCollector"
+        own = ray_options(nodes, one_store=one_store) if ray else {"launcher": "mp"}
         makes = {"plain": lambda: PlainPolicy(workload.make()).eval(), "heavy": lambda: Heavy(workload).eval()}
         makes["heads"] = lambda: head_for(workload.make())
         self.collector: Any = getattr(muster, engine)(
@@ -251,10 +269,11 @@ class Publish:
 
     Args:
         publish: else it is the step alone.
+        one_store: see ``ray_options``.
     """
 
-    def __init__(self, workload: Workload, engine: str, *, publish: bool) -> None:
-        self._nodes, self._publish = _heavy(workload, engine), publish
+    def __init__(self, workload: Workload, engine: str, *, publish: bool, one_store: bool = False) -> None:
+        self._nodes, self._publish = _heavy(workload, engine, one_store=one_store), publish
 
     def rollout(self) -> int:
         if self._publish:
@@ -267,8 +286,8 @@ class Publish:
 
 
 @functools.cache
-def _heavy(workload: Workload, engine: str) -> Nodes:
-    return Nodes(workload, engine, "heavy", nodes=4, sync=True)
+def _heavy(workload: Workload, engine: str, *, one_store: bool) -> Nodes:
+    return Nodes(workload, engine, "heavy", nodes=4, sync=True, one_store=one_store)
 
 
 # --- all systems, by name ----------------------------------------------------------------------------------
@@ -277,6 +296,7 @@ def _heavy(workload: Workload, engine: str) -> Nodes:
 _NEEDS = {"DistributedCollector": ("torch", "gymnasium", "tensordict")}
 _NEEDS["RayCollector"] = (*_NEEDS["DistributedCollector"], "ray")
 SHORT = {"DistributedCollector": "dist", "RayCollector": "ray"}
+OF_SHORT = {**{short: (engine, False) for engine, short in SHORT.items()}, "ray-one-store": ("RayCollector", True)}
 
 
 def _ours(engine: str, policy: str, *, sync: bool) -> dict[str, Crewed]:
@@ -300,12 +320,13 @@ def _theirs(engine: str, *, sync: bool) -> dict[str, Crewed]:
     }
 
 
-def _weights(engine: str) -> dict[str, Crewed]:
-    short = SHORT[engine]
+def _weights(short: str) -> dict[str, Crewed]:
+    engine, one_store = OF_SHORT[short]
+    where = ", one object store" if one_store else ""
     return {
         f"{short}-{name}": Crewed(
-            "cluster_peers:Publish", f"Muster {engine}, {label}", _NEEDS[engine], home=f"{short}-weights",
-            options={"engine": engine, "publish": name == "publish"},
+            "cluster_peers:Publish", f"Muster {engine}{where}, {label}", _NEEDS[engine], home=f"{short}-weights",
+            options={"engine": engine, "publish": name == "publish", "one_store": one_store},
         )
         for name, label in (("publish", "publish and one step"), ("step", "one step"))
     }  # fmt: skip
@@ -326,8 +347,14 @@ PLAIN = {
     "broadcast": Crewed("cluster_peers:Broadcast", "torch.distributed.broadcast", options={"collective": True}),
     "isends": Crewed("cluster_peers:Broadcast", "4 x torch.distributed.isend", options={"collective": False}),
 }
-OF_WEIGHTS = {name: entry for engine in _ENGINES for name, entry in _weights(engine).items()}
-SYSTEMS.update({**PAIRS, **SPEED, **PLAIN, **OF_WEIGHTS})
+ONE_STORE = {
+    "ray-one-store": Crewed(
+        "cluster_peers:Nodes", "Muster RayCollector, sync, plain, one object store", _NEEDS["RayCollector"],
+        options={"engine": "RayCollector", "sync": True, "one_store": True},
+    )
+}  # fmt: skip
+OF_WEIGHTS = {name: entry for short in OF_SHORT for name, entry in _weights(short).items()}
+SYSTEMS.update({**PAIRS, **SPEED, **PLAIN, **OF_WEIGHTS, **ONE_STORE})
 WORKLOADS.update({w.name: w for w in (CARTPOLE, FRAMES, SLOW_FRAMES, WEIGHTS)})
 
 

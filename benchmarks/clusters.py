@@ -27,6 +27,7 @@ from benchmarks import report, runner, workers_targets
 from benchmarks.cluster_peers import (
     CARTPOLE,
     FRAMES,
+    OF_SHORT,
     OF_WEIGHTS,
     PLAIN,
     RAY_ADDRESS,
@@ -49,7 +50,7 @@ SIOCSIFFLAGS, IFF_UP = 0x8914, 0x1
 # --- what is compared with what --------------------------------------------------------------------------
 
 
-_PAYLOAD = ("muster-sync-plain", "dist-sync-plain", "ray-sync-plain")
+_PAYLOAD = ("muster-sync-plain", "dist-sync-plain", "ray-sync-plain", "ray-one-store")
 CASES = {
     CARTPOLE.name: tuple(SPEED),
     FRAMES.name: _PAYLOAD,
@@ -74,9 +75,9 @@ SPEEDS = (
         for ours in (f"{short}-{how}-plain", f"{short}-{how}-heads")
     ),
     *(
-        Bound(w.name, f"wall of {short} over MultiSync", most, ("muster-sync-plain",), (f"{short}-sync-plain",))
+        Bound(w.name, f"wall of {name} over MultiSync", most, ("muster-sync-plain",), (name,))
         for w in (SLOW_FRAMES, FRAMES)
-        for short, most in (("dist", 1.2), ("ray", 1.3))
+        for name, most in (("dist-sync-plain", 1.2), ("ray-sync-plain", 1.3), ("ray-one-store", 1.3))
     ),
 )
 
@@ -171,7 +172,7 @@ def figures_of(results: report.Results, wire: Mapping[str, Any]) -> list[Figure]
                 over = wire[case][name][0] / payload
                 found.append(Figure(f"{case}: {name}, bytes on the wire / payload", 1.02, over, at_least=False))
     if WEIGHTS.name in results:
-        found += [publish_figure(results, short) for short in SHORT.values()]
+        found += [publish_figure(results, short) for short in OF_SHORT]
     return found
 
 
@@ -252,6 +253,7 @@ def main() -> None:
     with ExitStack() as stack:
         if any("ray" in name for names in cases.values() for name in names):
             os.environ.update(runner.environment())
+            os.environ.update({"RAY_worker_niceness": "0"})  # not 15, with which actors would come after all others
             os.environ[RAY_ADDRESS] = stack.enter_context(ray_cluster(4))
         results, wire = measure(cases, rounds=rounds, seconds=seconds, pythons=options.python)
     figures = figures_of(results, wire)

@@ -32,7 +32,7 @@ from benchmarks.workloads import WORKLOADS, Workload
 from muster.collectors.clusters import ClusterCollector
 from muster.nodes.wire import BEAT_S
 
-NODES = (8, 32, 64, 128, 256)
+NODES = (8, 64, 128, 256)
 KEEPING_UP = 0.9  # of what the nodes could deliver if the main process took no time
 RECORDED = 24  # rollouts
 LIMIT_S = 150.0  # for one point
@@ -157,10 +157,24 @@ def run(path: Path, case: str, nodes: tuple[int, ...], seconds: float, *, sync: 
             points.append({"nodes": count, "error": f"not over after {LIMIT_S:g} s"})
         except (IndexError, ValueError):
             points.append({"nodes": count, "error": (ran.stderr.strip().splitlines() or ["no output"])[-1][:300]})
-        print(f"  {points[-1]}", flush=True)
+        print(f"  {count} nodes: {points[-1].get('error', 'measured')}", flush=True)
     kept = [one["nodes"] for one in points if one.get("of_ideal", 0.0) >= KEEPING_UP]
     most = max((one["frames_per_s"] for one in points if "error" not in one), default=0.0)
     return {"points": points, "keeps_up_with": max(kept, default=0), "most_frames_per_s": most}
+
+
+def table(results: dict[str, Any]) -> str:
+    """All points."""
+    rows = [["", "nodes", "batches/s", "of ideal", "frames/s", "cores of main", "us of main per batch", "unaccounted"]]
+    for name, one in results.items():
+        for point in one["points"]:
+            if "error" in point:
+                rows.append([name, f"{point['nodes']}", point["error"][:60]])
+                continue
+            cells = [f"{point['batches_per_s']:,.0f}", f"{point['of_ideal']:.0%}", f"{point['frames_per_s']:,.0f}"]
+            cells += [f"{point['main_cores']:.2f}", f"{point['main_us_per_batch']:,.0f}", f"{point['unaccounted']}"]
+            rows.append([name, f"{point['nodes']}", *cells])
+    return report._aligned(rows)
 
 
 def parse() -> argparse.Namespace:
@@ -168,7 +182,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="two points of a case")
     parser.add_argument("--case", action="append", choices=CASES, help="repeatable; default all")
     parser.add_argument("--nodes", action="append", type=int, help=f"repeatable; default {NODES}")
-    parser.add_argument("--seconds", type=float, help="per point (default 4; quick 1)")
+    parser.add_argument("--seconds", type=float, help="per point (default 2; quick 1)")
     parser.add_argument("--point", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--sync", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, default=report.RESULTS / "schedule_simulation.json")
@@ -177,14 +191,15 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    seconds = options.seconds or (1.0 if options.quick else 4.0)
+    seconds = options.seconds or (1.0 if options.quick else 2.0)
     if options.point:
         path, case, nodes = options.point
         print(json.dumps(point(path, case, int(nodes), seconds, sync=options.sync)))
         return
     os.environ.update(runner.ONE_THREAD)
     begin = time.perf_counter()
-    results: dict[str, Any] = {"machine": report.machine(), "one_way_s": ONE_WAY_S, "seconds": seconds}
+    how = {"machine": report.machine(), "one_way_s": ONE_WAY_S, "seconds": seconds}
+    results: dict[str, Any] = {}
     counts = tuple(options.nodes or (NODES[:2] if options.quick else NODES))
     with tempfile.TemporaryDirectory() as folder:
         for case in options.case or (["cartpole-1k"] if options.quick else CASES):
@@ -195,8 +210,8 @@ def main() -> None:
                 print(f"{name}: {CASES[case].describe}", flush=True)
                 results[name] = run(recorded, case, counts, seconds, sync=sync)
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"{time.perf_counter() - begin:.0f} s; written to {options.output}")
+    options.output.write_text(json.dumps(how | results, indent=1) + "\n")
+    print(f"\n{table(results)}\n\n{time.perf_counter() - begin:.0f} s; written to {options.output}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ import pytest
 from muster.errors import BadOption
 from muster.nodes.link import Block, LinkLost
 from tests.fakes.link_nodes import pattern
-from tests.fakes.ray_cluster import NODE, environment, needs_ray, ray_cluster  # noqa: F401 (a fixture)
+from tests.fakes.ray_cluster import NODE, cluster, environment, leave, needs_ray, ray_cluster  # noqa: F401 (a fixture)
 
 pytestmark = [needs_ray, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 NODES = "tests.fakes.link_nodes:"
@@ -154,11 +155,22 @@ class TestOptions:
         with pytest.raises(LinkLost, match="Node 1 was not started"):
             connected(carrier, 1, within_s=1.0)
 
+    def test_clients_are_refused_also_where_ray_runs(self, nodes):
+        with pytest.raises(BadOption, match="'ray://somewhere:10001', a Ray client"):
+            nodes("echo", ray_init_config={"address": "ray://somewhere:10001"})
+
     def test_a_ray_of_the_users_is_left_running(self, nodes):
         import ray
 
         nodes("echo").close()
         assert ray.is_initialized()
+
+
+def listens(host, port):
+    with contextlib.suppress(OSError), socket.create_connection((host, port), 1.0):
+        return True
+    threading.Event().wait(0.1)
+    return False
 
 
 def run(program, surroundings, timeout=100):
@@ -181,6 +193,31 @@ except Exception as error:
     print(json.dumps([type(error).__name__, str(error)]))
 """
 
+NO_TOKEN = """
+import json
+from muster.nodes.ray_nodes import RayCarrier
+config = {{"address": "{address}", "log_to_driver": False}}
+try:
+    carrier = RayCarrier(1, ray_init_config=config, target="tests.fakes.link_nodes:introduced")
+    import threading
+    carrier.connect(0, 0, 90.0, threading.Event()).receive()
+    carrier.close()
+    print(json.dumps(["joined", ""]))
+except Exception as error:
+    print(json.dumps([type(error).__name__, str(error)]))
+"""
+
+CLIENT = """
+import json, ray
+from muster.nodes.ray_runtime import Lease
+ray.init("{address}", log_to_driver=False)
+try:
+    Lease()
+except Exception as error:
+    print(json.dumps([type(error).__name__, str(error)]))
+ray.shutdown()
+"""
+
 OWN_RAY = """
 import json, threading
 import psutil, ray
@@ -201,6 +238,21 @@ print(json.dumps([listening, dashboard, still, ray.is_initialized()]))
 
 
 class TestCluster:
+    def test_of_the_tests_is_no_part_of_this_process(self, ray_cluster):  # noqa: F811
+        import psutil
+        import ray
+
+        def sockets():
+            return {one.raddr for one in psutil.Process().net_connections("tcp") if one.status == "ESTABLISHED"}
+
+        assert len(ray.nodes()) >= 2
+        leave()
+        assert not ray.is_initialized()
+        assert len(sockets()) <= 1  # Ray keeps the one to its GCS
+        assert not {"raylet", "gcs_server"} & {child.name() for child in psutil.Process().children(recursive=True)}
+        assert cluster() is ray_cluster
+        assert len(ray.nodes()) >= 2
+
     def test_wrong_token_is_refused_with_what_to_do(self, ray_cluster, tmp_path):  # noqa: F811
         (tmp_path / "token").write_text("00" * 32)
         surroundings = environment(ray_cluster.folder) | {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
@@ -208,6 +260,37 @@ class TestCluster:
         assert kind == "BadOption"
         assert "token" in text
         assert "RAY_AUTH_TOKEN_PATH" in text
+
+    def test_without_a_token_a_cluster_that_has_one_is_not_joined(self, ray_cluster, tmp_path):  # noqa: F811
+        surroundings = {"RAY_TMPDIR": str(tmp_path), "HOME": str(tmp_path), "RAY_AUTH_MODE": "disabled"}
+        kind, text = run(NO_TOKEN.format(address=ray_cluster.address), surroundings)
+        assert kind == "BadOption"
+        assert "RAY_AUTH_MODE=token" in text
+
+    def test_its_token_lets_another_process_in(self, ray_cluster):  # noqa: F811
+        kind, text = run(NO_TOKEN.format(address=ray_cluster.address), environment(ray_cluster.folder))
+        assert (kind, text) == ("joined", "")
+
+    def test_clients_of_the_users_are_refused(self, ray_cluster):  # noqa: F811
+        with socket.create_server(("127.0.0.1", 0)) as found:
+            port = found.getsockname()[1]
+        argv = ["--host", "127.0.0.1", "--port", str(port), "--address", ray_cluster.address]
+        server = subprocess.Popen(
+            [sys.executable, "-m", "ray.util.client.server", *argv, "--mode", "specific-server"],
+            env=os.environ | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},  # 127.0.0.1 stays what it is
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            deadline = time.monotonic() + 60
+            while not listens("127.0.0.1", port):
+                assert time.monotonic() < deadline
+                assert server.poll() is None
+            kind, text = run(CLIENT.format(address=f"ray://127.0.0.1:{port}"), environment(ray_cluster.folder))
+        finally:
+            server.kill()
+            server.wait()
+        assert kind == "BadOption"
+        assert "connected to a Ray cluster as a client" in text
 
     def test_of_its_own_listens_on_loopback_and_ends_with_its_last_user(self, ray_cluster):  # noqa: F811
         listening, dashboard, still, after = run(OWN_RAY, environment(ray_cluster.folder))

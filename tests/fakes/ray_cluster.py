@@ -1,14 +1,25 @@
-"""One Ray cluster of two nodes on loopback for all tests of a process: starting it takes some 15 seconds."""
+"""One Ray cluster of two nodes on loopback for all tests of a process: starting it takes some 15 seconds.
+
+It runs in a session of processes of its own, which are no children of this one, and ends with it. This process is
+connected only while a test needs it (see ``leave``). Clusters of several test processes do not find one another: each
+has a folder, a token and ports of its own.
+"""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib.util
 import os
 import secrets
 import shutil
+import socket
+import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +28,7 @@ import pytest
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 STORE_BYTES = 400 * 2**20
 NODE = {"num_cpus": 4, "node_ip_address": "127.0.0.1", "object_store_memory": STORE_BYTES}
+START_S = 150.0
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -26,38 +38,146 @@ def environment(folder: Path) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # 15 unless said: on a busy machine actors would come last
     }
 
 
+class Remote:
+    """A ``ray.cluster_utils.Cluster`` in another process.
+
+    Attributes:
+        folder: of all that it writes.
+        address: for ``ray.init``.
+    """
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="muster-ray-", dir="/tmp"))  # sockets are in there: a short path
+        (self.folder / "token").write_text(secrets.token_hex(32))
+        here, there = socket.socketpair()
+        with there:
+            subprocess.run(
+                [sys.executable, "-m", "tests.fakes.ray_cluster", str(there.fileno()), str(self.folder)],
+                env={**os.environ, **environment(self.folder), "PYTHONPATH": os.pathsep.join(sys.path)},
+                pass_fds=[there.fileno()],
+                check=True,
+                timeout=START_S,
+            )
+        self._pipe = Connection(here.detach())
+        atexit.register(self.close)
+        self.address: str = self._answer()
+
+    def add_node(self, **options: Any) -> int:
+        """Its number, for ``remove_node``."""
+        return int(self._ask("add_node", options))
+
+    def remove_node(self, number: int, *, allow_graceful: bool = True) -> None:
+        self._ask("remove_node", {"number": number, "allow_graceful": allow_graceful})
+
+    def close(self) -> None:
+        """All its processes have ended when this returns."""
+        atexit.unregister(self.close)
+        with contextlib.suppress(EOFError, OSError):
+            self._ask("close", {})
+        self._pipe.close()
+
+    def _ask(self, what: str, options: dict[str, Any]) -> Any:
+        self._pipe.send((what, options))
+        return self._answer()
+
+    def _answer(self) -> Any:
+        if not self._pipe.poll(START_S):
+            raise TimeoutError(f"Ray's cluster has not answered in {START_S:g} s; its logs are in {self.folder}")
+        answer = self._pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
 @functools.cache
-def cluster() -> Any:
-    """A ``ray.cluster_utils.Cluster``, to which this process is connected."""
-    folder = Path(tempfile.mkdtemp(prefix="muster-ray-", dir="/tmp"))  # sockets are in there: a short path
-    (folder / "token").write_text(secrets.token_hex(32))
-    os.environ.update(environment(folder))
-    import ray
-    from ray._private import authentication_test_utils, ray_constants
-    from ray.cluster_utils import Cluster
+def _started() -> Remote:
+    made = Remote()
+    os.environ.update(environment(made.folder))
+    from ray._private import authentication_test_utils
 
     authentication_test_utils.reset_auth_token_state()  # Ray may have been imported before
-    ray_constants.ENABLE_RAY_CLUSTER = False  # 127.0.0.1 stays what it is
-    made = Cluster(initialize_head=True, head_node_args=NODE | {"include_dashboard": False})
-    made.folder = folder
-    atexit.register(_end, made)
-    made.add_node(**NODE)
-    ray.init(address=made.address, log_to_driver=False)
     return made
 
 
-def _end(made: Any) -> None:
+def cluster() -> Remote:
+    """The cluster, to which this process is connected until the test has ended."""
+    made = _started()
     import ray
 
-    ray.shutdown()
-    made.shutdown()
-    shutil.rmtree(made.folder, ignore_errors=True)
+    if not ray.is_initialized():
+        with _on_loopback():
+            ray.init(address=made.address, log_to_driver=False)
+    return made
+
+
+def leave() -> None:
+    """Disconnect this process, if it is connected to any Ray; see ``conftest``."""
+    if "ray" in sys.modules:
+        import ray
+
+        if ray.is_initialized():
+            ray.shutdown()
 
 
 @pytest.fixture
-def ray_cluster() -> Any:
+def ray_cluster() -> Remote:
     """The cluster; what a test adds to it, the test removes."""
     return cluster()
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """127.0.0.1 stays what it is."""
+    from ray._private import ray_constants
+
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+# --- in the other process -----------------------------------------------------------------------------
+
+
+def _serve(pipe: Connection, folder: Path) -> None:
+    """Follow what the test process says, until it ends."""
+    from ray._private import ray_constants
+    from ray.cluster_utils import Cluster
+
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    made = Cluster(initialize_head=True, head_node_args=NODE | {"include_dashboard": False})
+    nodes = [made.add_node(**NODE)]
+    answer: Any = made.address
+    try:
+        while True:
+            pipe.send(answer)
+            what, options = pipe.recv()
+            if what == "close":
+                break
+            try:
+                if what == "add_node":
+                    nodes.append(made.add_node(**options))
+                    answer = len(nodes) - 1
+                else:
+                    answer = made.remove_node(nodes[options.pop("number")], **options)
+            except Exception as error:  # noqa: BLE001 (raised in the test)
+                answer = RuntimeError(f"{type(error).__name__}: {error}")
+    except (EOFError, OSError):
+        pass  # the test process is gone
+    finally:
+        made.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        pipe.send(None)
+
+
+if __name__ == "__main__":
+    if os.fork():  # nobody's child any more
+        os._exit(0)
+    os.setsid()
+    _serve(Connection(int(sys.argv[1])), Path(sys.argv[2]))

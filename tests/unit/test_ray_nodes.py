@@ -118,6 +118,14 @@ class TestRayRuntime:
         with pytest.raises(BadOption, match="Ray client"):
             Lease({"address": "ray://somewhere:10001"})
 
+    @pytest.mark.parametrize("config", [None, {"address": "auto"}])
+    def test_clients_of_the_environment_are_refused(self, config, monkeypatch):
+        from muster.nodes.ray_runtime import Lease
+
+        monkeypatch.setenv("RAY_ADDRESS", "ray://somewhere:10001")
+        with pytest.raises(BadOption, match="RAY_ADDRESS is 'ray://somewhere:10001', a Ray client"):
+            Lease(config)
+
     def test_reasons_are_one_line(self):
         from ray.exceptions import RayError
 

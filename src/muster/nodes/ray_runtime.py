@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import ray
 from ray import exceptions
 from ray._private import ray_constants, services
+from ray.util import client
 
 from muster.errors import BadOption
 
@@ -47,10 +48,12 @@ class Lease:
     _run: ClassVar[_Run | None] = None
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        config = dict(config or {})
+        _refuse_clients(config.get("address"), running=ray.is_initialized())
         self._held = True
         with Lease._lock:
             if not ray.is_initialized():
-                _init(dict(config or {}))
+                _init(config)
                 Lease._run = _Run(ours=True)
             elif Lease._run is None:
                 Lease._run = _Run(ours=False)
@@ -70,14 +73,25 @@ class Lease:
                     ray.shutdown()
 
 
+def _refuse_clients(address: Any, *, running: bool) -> None:
+    """A Ray client has no object store."""
+    found, said = "", None if running or address not in (None, "auto") else os.environ.get("RAY_ADDRESS")
+    if isinstance(address, str) and address.startswith("ray://"):
+        found = f"ray_init_config has address={address!r}, a Ray client"
+    elif said is not None and said.startswith("ray://"):
+        found = f"RAY_ADDRESS is {said!r}, a Ray client"
+    elif client.ray.is_connected():  # type: ignore[no-untyped-call]
+        found = "this process is connected to a Ray cluster as a client (ray.init('ray://...'))"
+    if found:
+        raise BadOption(
+            f"{found}: all batches would pass through its proxy. Run this on a machine of the cluster "
+            f"(`ray start --address=...` makes it one) with address='auto'"
+        )
+
+
 def _init(config: dict[str, Any]) -> None:
     """``ray.init``; only on loopback where it starts a cluster and nobody has said otherwise."""
     address = config.get("address")
-    if isinstance(address, str) and address.startswith("ray://"):
-        raise BadOption(
-            f"ray_init_config has address={address!r}, a Ray client: all batches would pass through its proxy. Run "
-            f"this on a machine of the cluster (`ray start --address=...` makes it one) with address='auto'"
-        )
     existing = None
     try:
         existing = services.canonicalize_bootstrap_address(address, config.get("_temp_dir"))  # type: ignore[arg-type]
