@@ -14,12 +14,12 @@ code as this user: use a private network.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import socket
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -62,7 +62,8 @@ class RpcAgent:
     _host: ClassVar[str | None] = None  # torch asks only once in a process where agents are to listen
 
     def __init__(self, agent: TensorPipeAgent, terms: Terms | None) -> None:
-        self._agent, self._terms = agent, terms
+        self._agent: TensorPipeAgent | None = agent
+        self._terms = terms
         self._holders = 0
         self._last = max(info.id for info in agent.get_worker_infos())
         self._addresses = PrefixStore("addrs", agent.store)  # where the agent looks them up
@@ -116,10 +117,13 @@ class RpcAgent:
         """Not to be called by a thread that RPC has started."""
         with self._lock:
             self._holders -= 1
-            if self._holders == 0:
-                RpcAgent._current = None
-                if self._terms is not None:
-                    api._finalize_shutdown()  # type: ignore[no-untyped-call]
+            if self._holders == 0 and RpcAgent._current is self:
+                self._end()
+
+    def _end(self) -> None:
+        RpcAgent._current = self._agent = None  # its threads end when nobody has it any more
+        if self._terms is not None:
+            api._finalize_shutdown()  # type: ignore[no-untyped-call]
 
     def meet(self, name: str, url: str, devices: tuple[str, ...] = ()) -> WorkerInfo:
         """Let another process be called by this name, which nobody had before.
@@ -130,9 +134,11 @@ class RpcAgent:
             devices: of this process, to which it may send.
 
         Raises:
-            LinkLost: there have been too many.
+            LinkLost: there have been too many, or the agent has been released.
         """
         with self._lock:
+            if self._agent is None:
+                raise LinkLost("The RPC agent of this process has ended.")
             if self._last >= MOST_PEERS:
                 raise LinkLost(
                     f"RPC can connect to {MOST_PEERS} nodes, counted with every return; close the collector."
@@ -146,7 +152,7 @@ class RpcAgent:
     def forget(self, info: WorkerInfo) -> None:
         """The other process cannot be called any more."""
         with self._lock:
-            if RpcAgent._current is self:
+            if self._agent is not None:
                 self._agent._update_group_membership(info, [], {}, False)
 
 
@@ -171,8 +177,20 @@ def check_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
     return given
 
 
+def default_transports() -> list[str]:
+    """TensorPipe's, without its shared memory: that has a thread in every process that polls without a pause, and
+    keeps 24 open files of each connection after its end. (Blocks between processes of one machine do not need it:
+    they are copied from memory to memory.)
+    """
+    found = ["uv"]
+    with contextlib.suppress(RuntimeError):  # this PyTorch knows no InfiniBand
+        TensorPipeRpcBackendOptions(_transports=["ibv"])
+        found.insert(0, "ibv")
+    return found
+
+
 def _made(name: str, terms: Terms) -> TensorPipeAgent:
-    options = TensorPipeRpcBackendOptions(**terms.options)
+    options = TensorPipeRpcBackendOptions(**{"_transports": default_transports(), **terms.options})
     for other, map_ in terms.devices.items():
         options.set_device_map(other, {torch.device(here): torch.device(there) for here, there in map_.items()})
     init_autograd(0)  # calls fail without it
@@ -182,7 +200,6 @@ def _made(name: str, terms: Terms) -> TensorPipeAgent:
         except RuntimeError as error:
             raise BadOption(f"RPC cannot be set up: {str(error).splitlines()[0]}") from error
         api._init_rpc_states(agent)  # type: ignore[no-untyped-call]
-    atexit.register(_end_of_process)
     url = PrefixStore("addrs", agent.store).get(name).decode()
     if not _is_at(url, terms.host):
         api._finalize_shutdown()  # type: ignore[no-untyped-call]
@@ -246,7 +263,9 @@ def _is_at(url: str, host: str) -> bool:
 
 def _end_of_process() -> None:
     """An agent whose threads run while the interpreter is taken down can make it abort."""
-    if RpcAgent._current is not None and RpcAgent._current._terms is not None:
-        RpcAgent._current = None
+    if (one := RpcAgent._current) is not None:
         with contextlib.suppress(RuntimeError):
-            api._finalize_shutdown()  # type: ignore[no-untyped-call]
+            one._end()
+
+
+weakref.finalize(RpcAgent, _end_of_process)  # after those of the collectors, which are made later
