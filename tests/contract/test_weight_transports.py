@@ -398,6 +398,132 @@ def test_a_publisher_that_is_killed_in_the_middle_has_changed_nothing():
     reader.close()
 
 
+class Meddling(dict):  # type: ignore[type-arg]
+    """Tensors to take into; something happens after the first of them is in place."""
+
+    def __init__(self, like: dict[str, torch.Tensor], meddle: Callable[[], None]) -> None:
+        super().__init__({name: torch.zeros_like(tensor) for name, tensor in like.items()})
+        self.meddle = meddle
+
+    def items(self) -> Any:
+        for count, item in enumerate(super().items()):
+            if count == 1:
+                self.meddle()
+            yield item
+
+
+PAIR = {"a": torch.zeros(1000), "b": torch.zeros(1000)}
+
+
+def test_what_is_being_read_is_not_written():
+    publisher = SharedMemory().publisher(weights(1, PAIR), 2, 1)
+    ticket = publisher.ticket(0)
+    subscriber = ticket.open(ticket.fds)
+    ticket.close()
+
+    def publish() -> None:
+        for version in range(2, 12):
+            publisher.publish(weights(version, PAIR), version)
+        assert len(publisher._buffers) == 3, "two are enough beside the one that is read"
+
+    into = Meddling(PAIR, publish)
+    assert subscriber.take(into) == 1
+    assert [tensor.unique().tolist() for tensor in into.values()] == [[1], [1]]
+    into.meddle = lambda: None
+    assert subscriber.take(into) == 11
+    assert [tensor.unique().tolist() for tensor in into.values()] == [[11], [11]]
+    subscriber.close()
+    publisher.close()
+
+
+@pytest.mark.parametrize("publishes", [1, 2, 3, 4])
+def test_publishes_before_a_reader_has_marked_what_it_reads(publishes):
+    publisher = SharedMemory().publisher(weights(1, PAIR), 1, 1)
+    ticket = publisher.ticket(0)
+    subscriber = ticket.open(ticket.fds)
+    ticket.close()
+
+    class Slow(Buffer):
+        """Its reader is overtaken when it first looks in here."""
+
+        @property
+        def sequence(self) -> int:
+            found = Buffer.sequence.fget(self)  # type: ignore[attr-defined]
+            subscriber._buffers.clear()
+            for version in range(2, 2 + publishes):
+                publisher.publish(weights(version, PAIR), version)
+            return found
+
+    for offset, buffer in publisher._buffers.items():
+        subscriber._buffers[offset] = Slow(buffer.memory, publisher._manifest)
+    into = Meddling(PAIR, lambda: publisher.publish(weights(100, PAIR), 100))
+    assert subscriber.take(into) == publishes + 1
+    assert [tensor.unique().tolist() for tensor in into.values()] == [[publishes + 1], [publishes + 1]]
+    subscriber.close()
+    publisher.close()
+
+
+def test_what_a_reader_killed_in_the_middle_was_reading_is_free_once_its_successor_reads():
+    publisher = SharedMemory().publisher(weights(1, PAIR), 1, 1)
+    ticket = publisher.ticket(0)
+    child = os.fork()
+    if child == 0:
+        ticket.open(ticket.fds).take(Meddling(PAIR, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    used = []
+
+    def publish(versions: range) -> set[int]:
+        for version in versions:
+            publisher.publish(weights(version, PAIR), version)
+            used.append(int(publisher._cells[0]))
+        return set(used)
+
+    (first,) = publisher._buffers
+    assert first not in publish(range(2, 10))
+    reader = Reader(ticket, ticket.fds, PAIR)
+    assert reader.extremes() == (9, [9, 9])
+    assert first in publish(range(10, 20))
+    assert reader.extremes() == (19, [19, 19])
+    for thing in (ticket, reader, publisher):
+        thing.close()
+
+
+def test_weights_that_do_not_fit_keep_nothing_from_being_written():
+    publisher = SharedMemory().publisher(weights(1, PAIR), 1, 1)
+    ticket = publisher.ticket(0)
+    subscriber = ticket.open(ticket.fds)
+    with pytest.raises(BadWeights):
+        subscriber.take({"a": torch.zeros(1000)})
+    for version in range(2, 10):
+        publisher.publish(weights(version, PAIR), version)
+    assert len(publisher._buffers) == 3
+    assert not publisher._reading.any()
+    for thing in (ticket, subscriber, publisher):
+        thing.close()
+
+
+def test_weights_can_be_written_by_somebody_else_into_memory_that_is_lent():
+    publisher = SharedMemory().publisher(weights(1, PAIR), 2, 1)
+    tickets = [publisher.ticket(i) for i in range(2)]
+    one, two = (Reader(ticket, ticket.fds, PAIR) for ticket in tickets)
+    for version in range(2, 12, 2):
+        memory = publisher.lend()
+        assert publisher.lend() is memory
+        sent = Buffer.private(publisher._manifest)
+        sent.write(weights(version, PAIR), version, -1)
+        memory[: len(memory) // 2] = sent.memory[: len(memory) // 2]
+        assert one.extremes()[0] in (1, None), "half of it is there, and nobody sees it"
+        publisher.publish(weights(version - 1, PAIR), version - 1)  # goes elsewhere
+        assert two.extremes() == (version - 1, [version - 1, version - 1])
+        memory[len(memory) // 2 :] = sent.memory[len(memory) // 2 :]
+        publisher.publish_lent()
+        assert one.extremes() == two.extremes() == (version, [version, version])
+    assert len(publisher._buffers) <= 4
+    for thing in (*tickets, one, two, publisher):
+        thing.close()
+
+
 def test_every_dense_dtype_is_sent(scheme):
     given = {}
     for dtype in DTYPES:

@@ -23,11 +23,12 @@ from muster.testing import CountingEnv
 from muster.weights import NoSync, Pipe, SharedMemory
 from muster.weights import schemes as weight_schemes
 from muster.weights.local import LocalWeights
-from muster.weights.names import modules_of, named_tensors, named_weights
+from muster.weights.names import copy_tensor, modules_of, named_tensors, named_weights
 from muster.weights.receive import Receivers
 from muster.weights.schemes import default_scheme, scheme_for
 from muster.weights.send import SentWeights
 from muster.weights.updaters import VanillaWeightUpdater, WeightUpdaterBase
+from tests.tools import stable
 
 
 def net() -> nn.Sequential:
@@ -97,7 +98,7 @@ def test_what_does_not_fit_changes_nothing(change, message):
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
 
 
-@pytest.mark.parametrize("source", [3, "weights.pt", [torch.ones(1)], {"a": 1.0}, object()], ids=str)
+@pytest.mark.parametrize("source", [3, "weights.pt", [torch.ones(1)], {"a": 1.0}, object()], ids=stable)
 def test_what_holds_no_weights(source):
     with pytest.raises(BadWeights, match="cannot take weights from"):
         LocalWeights(net()).publish(source)
@@ -605,7 +606,7 @@ def test_what_a_parent_sends_goes_on_to_the_workers(sent):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [("shared", SharedMemory()), ("pipe", Pipe()), ("none", NoSync()), (Pipe(deadline_s=3.0), Pipe(deadline_s=3.0))],
-    ids=str,
+    ids=stable,
 )
 def test_schemes_by_name_and_by_object(given, expected):
     assert scheme_for(given) == expected
@@ -633,7 +634,7 @@ def test_torchrls_schemes_are_known_by_name(name, expected):
     assert scheme_for(type("Mine", (of_torchrl,), {})()) == expected
 
 
-@pytest.mark.parametrize("wrong", ["Shared", 3, SharedMemory, object(), {"policy": Pipe()}], ids=str)
+@pytest.mark.parametrize("wrong", ["Shared", 3, SharedMemory, object(), {"policy": Pipe()}], ids=stable)
 def test_other_schemes_are_refused(wrong):
     with pytest.raises(BadOption, match="is no way to send weights to workers on this machine: expected"):
         scheme_for(wrong)
@@ -749,3 +750,47 @@ def test_an_updater_knows_its_collectors_and_calls_its_hooks():
     assert len(updater.post_hooks) == 2
     collectors.pop()
     assert updater.collectors == [collectors[0], None]
+
+
+LARGE = (200, 300)  # enough for threads
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str
+)
+def test_large_tensors_are_copied_as_they_are(dtype):
+    source, into = (torch.rand(LARGE) * 5).to(dtype), torch.zeros(LARGE, dtype=dtype)
+    copy_tensor(into, source)
+    assert torch.equal(into, source)
+    turned = torch.zeros(LARGE[::-1], dtype=dtype)
+    copy_tensor(turned, source.T)
+    assert torch.equal(turned, source.T)
+    if dtype.is_complex:
+        copy_tensor(into, source.conj())
+        assert torch.equal(into, source.conj())
+
+
+def test_a_graph_does_not_outlive_the_weights_that_it_was_made_with():
+    weight = nn.Parameter(torch.ones(LARGE))
+    loss = (weight * weight).sum()
+    copy_tensor(weight, torch.zeros(LARGE))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize(
+    ("values", "fine"),
+    [((), True), ((torch.nan,), False), ((torch.inf,), False), ((torch.inf, -torch.inf), False)],
+    ids=["finite", "nan", "inf", "both"],
+)
+@pytest.mark.filterwarnings("error")
+def test_large_tensors_are_searched_for_what_is_not_finite(dtype, values, fine):
+    tensor = torch.full(LARGE, torch.finfo(dtype).max, dtype=dtype)  # their sum is not finite
+    tensor.view(-1)[7 : 7 + len(values)] = torch.tensor(values, dtype=dtype)
+    weights = LocalWeights(nn.ParameterDict({"w": nn.Parameter(torch.zeros(LARGE, dtype=dtype))}))
+    if fine:
+        weights.publish({"w": tensor})
+    else:
+        with pytest.raises(BadWeights, match="w is not finite"):
+            weights.publish({"w": tensor})

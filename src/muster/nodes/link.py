@@ -36,7 +36,7 @@ class LinkLost(EOFError):
 
 
 class Block:
-    """Bytes for one node or for many; not changed any more.
+    """Bytes for one node or for many; not changed as long as anybody has this object.
 
     Args:
         array: ``uint8 [n]``.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from muster.errors import BadOption
 from muster.nodes.link import Block
-from muster.weights.buffer import Buffer, Manifest
+from muster.weights.buffer import WRITING, Buffer, Manifest
 from muster.weights.no_sync import NoPublisher
 from muster.weights.schemes import OF_NODES, class_names
 from muster.weights.transport import Publisher, Subscriber, Ticket, chosen
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from muster.weights.transport import Weights
 
 
+KEPT = 2  # buffers that are free; one is written while the other is on its way
 _OF_ENGINE = {  # by ``Carrier.name``
     "torch.distributed": ("DistributedWeightSyncScheme",),
     "torch RPC": ("RPCWeightSyncScheme", "DistributedWeightSyncScheme"),
@@ -41,18 +44,23 @@ class NodesScheme:
 
 
 class NodesPublisher:
-    """Implements ``Publisher``."""
+    """Implements ``Publisher``. A buffer is written again when no node has its ``Block`` any more: fresh memory costs
+    several times as much as the copy into it.
+    """
 
     def __init__(self, nodes: Nodes, weights: Weights) -> None:
         self._nodes, self._manifest = nodes, Manifest.of(weights)
-        self._published = 0
+        self._free: deque[Buffer] = deque(maxlen=KEPT)
 
     def publish(self, weights: Weights, version: int | str, workers: Collection[int] | None = None) -> None:
         receiving = chosen(workers, len(self._nodes.nodes))
-        buffer = Buffer.private(self._manifest)
-        buffer.write(weights, version, self._published + 1)
-        self._published += 1
+        try:
+            buffer = self._free.pop()
+        except IndexError:
+            buffer = Buffer.private(self._manifest)
+        buffer.write(weights, version, WRITING)  # numbers are the nodes' own
         block = Block(buffer.memory)
+        weakref.finalize(block, self._free.append, buffer)
         for node in receiving:
             self._nodes.nodes[node].publish(self._manifest, block)
 

@@ -11,10 +11,12 @@ import torch
 
 from muster.errors import BadWeights
 from muster.memory.specs import Array
+from muster.weights.names import copy_tensor
 
 HEADER_BYTES = 128
 ALIGNMENT = 64
 TEXT_BYTES = 64
+WRITING = -1  # instead of a sequence number
 _SEQUENCE, _TEXT_LENGTH, _NUMBER, _TEXT = 0, 1, 2, 3  # int64 cells of the header; a number has no length (-1)
 
 
@@ -89,6 +91,10 @@ class Buffer:
         """Number of the publish that is in here, from 1; negative while it is being written."""
         return int(self._header[_SEQUENCE])
 
+    @sequence.setter
+    def sequence(self, number: int) -> None:
+        self._header[_SEQUENCE] = number
+
     @property
     def version(self) -> int | str:
         length = int(self._header[_TEXT_LENGTH])
@@ -107,7 +113,7 @@ class Buffer:
                 f"policy version {version!r} cannot be sent: expected a 64-bit integer, or text of at most "
                 f"{TEXT_BYTES} bytes as UTF-8"
             )
-        self._header[_SEQUENCE] = -1
+        self._header[_SEQUENCE] = WRITING
         self._header[_TEXT_LENGTH] = len(text) if isinstance(version, str) else -1
         self._header[_NUMBER] = number
         self._header[_TEXT:].view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
@@ -126,9 +132,8 @@ class Buffer:
 
 
 def _copy(source: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for name, tensor in into.items():
-            tensor.copy_(source[name])
+    for name, tensor in into.items():
+        copy_tensor(tensor, source[name])
 
 
 def _view(memory: Array, entry: Entry) -> torch.Tensor:

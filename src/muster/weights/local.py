@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from muster.errors import BadWeights
-from muster.weights.names import Weights, check_finite, modules_of, named_weights
+from muster.weights.names import Weights, check_finite, copy_tensor, modules_of, named_weights
 
 Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]  # new and old
 REMEMBERED = 10_000  # versions whose age is known
@@ -154,9 +154,8 @@ class LocalWeights:
 
 def copy_pairs(pairs: Waiting) -> None:
     """Copy each new tensor over its old one."""
-    with torch.no_grad():
-        for new, old in pairs.values():
-            old.copy_(new)
+    for new, old in pairs.values():
+        copy_tensor(old, new)
 
 
 def _fitting_pairs(new: Weights, policy: Any) -> Pairs:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from muster.errors import BadWeights
+from muster.memory.specs import Array
 
 Weights = dict[str, torch.Tensor]
 
 # Where modules are looked for:
 DEPTH = 6  # a function, in it an agent, in it a dict, in it a list, in it a module, and one more
+TORCH_GRAIN = 32_768  # elements; with more, torch may copy and add in several threads
 MAX_ITEMS = 256  # longer lists and dicts hold data
 LIBRARIES = {"torch", "numpy", "gymnasium"}  # hold no modules of the user, but thousands of functions
 
@@ -98,9 +102,45 @@ def _finite(tensor: torch.Tensor) -> bool:
         return True
     if tensor.itemsize == 1:  # float8 has no arithmetic
         tensor = tensor.float()
-    elif tensor.dtype != torch.complex32 and bool(torch.isfinite(tensor.sum())):
+    elif tensor.dtype != torch.complex32 and math.isfinite(abs(_sum(tensor))):
         return True  # a sum with one infinite or NaN term is one too, and takes a thirtieth of the time
     return bool(torch.isfinite(tensor).all())
+
+
+def _sum(tensor: torch.Tensor) -> complex:
+    if tensor.dtype not in (torch.float32, torch.float64) or not _is_large(tensor):
+        return complex(tensor.sum().item())
+    with np.errstate(all="ignore"):
+        return complex(np.add.reduce(tensor.detach().view(-1).numpy()))
+
+
+def copy_tensor(into: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy the values, on the CPU in this thread alone: those of torch's pool wait for one another, which takes long
+    while workers have the cores.
+    """
+    with torch.no_grad():
+        if into.dtype == source.dtype and into.shape == source.shape and _is_large(into) and _is_large(source):
+            np.copyto(_bytes(into), _bytes(source))
+            into.view(-1)[:0].zero_()  # autograd is to know
+        else:
+            into.copy_(source)
+
+
+def _is_large(tensor: torch.Tensor) -> bool:
+    """Enough for torch to use threads; and it is an array of the same memory."""
+    return (
+        tensor.numel() > TORCH_GRAIN
+        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> Array:
+    array: Array = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return array
 
 
 def _uncompiled(module: torch.nn.Module) -> torch.nn.Module:

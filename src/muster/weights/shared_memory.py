@@ -1,19 +1,22 @@
 """Weights through memory that processes share: one copy in, one out, no message.
 
-The block of a publisher holds one cell per worker, with the offset of its newest weights, and several buffers. A
-publish writes a buffer that no cell names, then sets the cells; so whoever dies in the middle has changed nothing that
-is read. A worker copies the buffer of its cell to memory of its own. If its cell still names that buffer then, and
-the buffer's sequence number has not changed since before the copy, that is what was published for it; else the buffer
-was written again in between, perhaps for others, and the worker begins anew.
+The block of a publisher holds several buffers and two cells per worker: the offset of its newest weights, and of the
+buffer that it is reading. A publish writes a buffer that no cell names, then sets the first cells; so whoever dies in
+the middle has changed nothing that is read. A worker marks the buffer of its first cell as the one that it reads, and
+looks whether the cell still names it. If so, the publisher writes elsewhere until the mark is gone, and the worker
+copies the weights right to where they act; else it begins anew, and has changed nothing. A worker that dies while it
+reads keeps one buffer from being used, until its successor reads.
 
 This relies on stores of one processor being seen in order by the others, and loads being done in order, as x86 does
-(what libc and torch copy past the caches they fence themselves). See ``default_scheme`` for other processors.
+(what libc and torch copy past the caches they fence themselves). A store and a load after it need a fence there, too.
+See ``default_scheme`` for other processors.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -23,13 +26,15 @@ import numpy as np
 
 from muster.errors import CollectorTimeout
 from muster.memory.shared import Arena
-from muster.weights.buffer import Buffer, Manifest
+from muster.memory.specs import Array
+from muster.weights.buffer import WRITING, Buffer, Manifest
 from muster.weights.transport import Ticket, chosen
 
 if TYPE_CHECKING:
     from muster.weights.transport import Weights
 
 BUFFERS = 3  # with two, a worker has to begin anew whenever a publish follows on a publish
+_NOTHING = 0  # is the offset of the cells
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class SharedMemory:
     """The scheme for workers on this machine; holds three copies of the weights, more where workers have others.
 
     Args:
-        deadline_s: how long ``take`` tries to find weights that are not replaced while it copies them; only a
+        deadline_s: how long ``take`` tries to find weights that are not replaced while it begins to copy them; only a
             publisher that does nothing else makes it begin anew at all.
     """
 
@@ -54,17 +59,37 @@ class SharedMemoryPublisher:
         self._manifest, self._deadline_s = Manifest.of(weights), deadline_s
         self._arena = Arena.create("muster-weights")
         self._workers, self._published = workers, 0
-        self._cells_at = self._arena.allocate(8 * workers)
-        self._cells = self._arena.view(self._cells_at, 8 * workers).view(np.int64)
+        self._cells_at = self._arena.allocate(2 * 8 * workers)
+        self._cells, self._reading = _cells(self._arena, self._cells_at, workers)
         self._buffers: dict[int, Buffer] = {}
+        self._lent: int | None = None
         self.publish(weights, version)
 
     def publish(self, weights: Weights, version: int | str, workers: Collection[int] | None = None) -> None:
         receiving = chosen(workers, self._workers)
         offset = self._spare()
         self._buffers[offset].write(weights, version, self._published + 1)
+        self._show(offset, receiving)
+
+    def lend(self) -> Array:
+        """Memory for the next weights, as a ``Buffer`` has them, for somebody who writes or receives them there.
+        The same until ``publish_lent``. The sequence number in them has to be negative.
+        """
+        if self._lent is None:
+            self._lent = self._spare()
+        self._buffers[self._lent].sequence = WRITING
+        return self._buffers[self._lent].memory
+
+    def publish_lent(self) -> None:
+        """Let all workers have the weights that are in the memory that was lent; nobody writes there any more."""
+        assert self._lent is not None, "nothing was lent"
+        offset, self._lent = self._lent, None
+        self._buffers[offset].sequence = self._published + 1
+        self._show(offset, range(self._workers))
+
+    def _show(self, offset: int, workers: Collection[int]) -> None:
         self._published += 1
-        for worker in receiving:
+        for worker in workers:
             self._cells[worker] = offset
 
     def catch_up(self) -> None:
@@ -80,9 +105,11 @@ class SharedMemoryPublisher:
         self._arena.close()
 
     def _spare(self) -> int:
-        """The buffer that was written longest ago, of those that are nobody's newest."""
-        newest = set(self._cells.tolist())
-        spare = [offset for offset in self._buffers if offset not in newest]
+        """The buffer that was written longest ago, of those that are nobody's newest and that nobody reads."""
+        newest = self._cells.tolist()
+        _fence()  # a reader has seen these cells, or its mark is seen now
+        taken = {*newest, *self._reading.tolist(), self._lent}
+        spare = [offset for offset in self._buffers if offset not in taken]
         if spare and len(self._buffers) >= BUFFERS:
             return min(spare, key=lambda offset: self._buffers[offset].sequence)
         offset = self._arena.allocate(self._manifest.nbytes)
@@ -98,31 +125,38 @@ class SharedMemorySubscriber:
         self._manifest, self._deadline_s = manifest, deadline_s
         self._arena = Arena.attach(os.dup(fds[0]))
         cells_at, workers, self._worker = place
-        self._cells = self._arena.view(cells_at, 8 * workers).view(np.int64)
+        self._cells, self._reading = _cells(self._arena, cells_at, workers)
         self._buffers: dict[int, Buffer] = {}
-        self._private = Buffer.private(manifest)
         self._taken = 0
 
     def take(self, into: Weights) -> int | str | None:
         until = time.monotonic() + self._deadline_s
         while True:
             offset = int(self._cells[self._worker])
-            shared = self._buffer(offset)
-            sequence = shared.sequence
+            sequence = self._buffer(offset).sequence
             if sequence == self._taken:
                 return None
-            if sequence > 0:
-                self._private.memory[:] = shared.memory
-                if self._cells[self._worker] == offset and shared.sequence == sequence:  # in this order
-                    break
+            if sequence > 0 and self._read(offset, sequence, into):
+                self._taken = sequence
+                return self.version
             if time.monotonic() > until:
                 raise CollectorTimeout(
                     f"weights were replaced faster than they could be read, for {self._deadline_s} s on end. Publish "
                     f"less often, or use weight_sync_schemes='pipe'."
                 )
-        self.version = self._private.read(into)
-        self._taken = sequence
-        return self.version
+
+    def _read(self, offset: int, sequence: int, into: Weights) -> bool:
+        """Copy a buffer, unless it has been given up for another, which may be written."""
+        shared = self._buffer(offset)
+        try:
+            self._reading[self._worker] = offset
+            _fence()  # the publisher sees this, or the cell is seen to be another
+            if self._cells[self._worker] != offset or shared.sequence != sequence:
+                return False
+            self.version = shared.read(into)
+            return shared.sequence == sequence  # always, unless this worker's number is somebody else's too
+        finally:
+            self._reading[self._worker] = _NOTHING
 
     def close(self) -> None:
         self._arena.close()
@@ -133,3 +167,16 @@ class SharedMemorySubscriber:
             memory = self._arena.view(offset, self._manifest.nbytes)
             found = self._buffers[offset] = Buffer(memory, self._manifest)
         return found
+
+
+def _cells(arena: Arena, at: int, workers: int) -> tuple[Array, Array]:
+    """``int64 [workers]`` each: the offsets of what is newest for them, and of what they read."""
+    newest, reading = arena.view(at, 2 * 8 * workers).view(np.int64).reshape(2, workers)
+    return newest, reading
+
+
+def _fence() -> None:
+    """What this thread has stored is seen by others before it loads anything more: a lock is taken by an instruction
+    that has to do so.
+    """
+    threading.Lock().acquire()
