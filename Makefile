@@ -19,7 +19,7 @@ PIP := "$(BIN)/python" -m pip --disable-pip-version-check install $(QUIET) -c co
 
 help:
 	@echo "make demo     collect 100,000 frames of CartPole, with progress and a summary"
-	@echo "make test     run the tests                 (ARGS='-k slots' goes to pytest)"
+	@echo "make test     run the tests                 (ARGS='-k slots' goes to pytest; MUSTER_TESTS=quick leaves out nodes)"
 	@echo "make check    lint, format, types, layers, size budget"
 	@echo "make format   let ruff rewrite what it can"
 	@echo "make bench    measure against a bare loop and the peers    (ARGS goes to the benchmarks)"
@@ -30,8 +30,9 @@ demo: $(STAMPS)/classic
 	"$(BIN)/muster" collect CartPole-v1 --frames 100k --envs 8 --policy mlp --seed 0 \
 	    --out "runs/demo-$$(date +%Y%m%d-%H%M%S)"
 
+# Two processes: that of the tests of nodes, and that of all others. See tests/conftest.py.
 test: $(STAMPS)/test
-	"$(BIN)/python" -m pytest $(ARGS)
+	"$(BIN)/python" -m pytest -n 2 $(ARGS)
 
 check: lint format-check types layers size
 

@@ -1,12 +1,16 @@
-"""What all tests run under, and which of them an ordinary run leaves out.
+"""What all tests run under, and in which of the two processes of ``make test`` each of them runs.
 
-``MUSTER_TESTS=all`` runs all: also those of nodes, which start many processes, or need a Ray cluster, several machines
-(network namespaces) or SLURM; among them the whole suites of collectors once more for each engine.
+The tests of nodes have a process of their own (``pytest -n 2 --dist loadgroup``): Ray, gloo and RPC start threads and
+open files in it that others would count. These tests start many processes, or need a Ray cluster, several machines
+(network namespaces) or SLURM; among them are the whole suites of collectors once more for each engine.
+``MUSTER_TESTS=quick`` leaves them out.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -37,38 +41,41 @@ def _temporary_files_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     tempfile.tempdir = before
 
 
-MACHINES = (  # files
-    *("test_node_networks.py", "test_slurm.py", "test_rpc_links.py", "test_ray_links.py", "test_ray_buffer.py"),
-    *("test_ray_nodes.py", "test_nodes.py", "test_node_faults.py", "test_links.py", "test_hierarchies.py"),
+@pytest.fixture(autouse=True, scope="module")
+def _ray_is_left() -> Iterator[None]:
+    """A connection to Ray's cluster lasts no longer than the tests of the file that has made it."""
+    yield
+    if (module := sys.modules.get("tests.fakes.ray_cluster")) is not None:
+        module.leave()
+
+
+OF_NODES = re.compile(
+    r"/test_(links|rpc_links|ray_\w+|slurm|hierarchies|elastic|sync_schemes|\w*nodes?\w*|\w*clusters?\w*)\.py"
+    r"|::.*(nodes|random_kills|[\[-](ray|rpc)\b)"  # also one engine of a suite that runs on all
 )
-WHERE_SLOW = ("test_torchrl_clusters.py", "test_sync_schemes.py", "test_hierarchies.py", "test_seed_clusters.py")
-ENGINES = ("ray", "rpc", "ray-sync", "ray-async", "rpc-sync", "rpc-async", "nodes-async-server")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
-    if os.environ.get("MUSTER_TESTS") == "all":
+    if os.environ.get("MUSTER_TESTS") != "quick":
         return
-    left_out = {item for item in items if _needs_machines(item)}
+    left_out = [item for item in items if OF_NODES.search(item.nodeid)]
     if left_out:
-        config.hook.pytest_deselected(items=list(left_out))
-        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not OF_NODES.search(item.nodeid)]
 
 
-def _needs_machines(item: Any) -> bool:
-    file, parameters = item.path.name, getattr(getattr(item, "callspec", None), "params", {})
-    engines = {value if isinstance(value, str) else _name(value) for value in parameters.values()}
-    return bool(
-        file in MACHINES
-        or "nodes" in item.nodeid
-        or "cluster" in file
-        or "ray_cluster" in item.fixturenames
-        or (file in WHERE_SLOW and item.get_closest_marker("slow"))
-        or "random_kills" in item.name
-        or not engines.isdisjoint(ENGINES)
-        or (file == "test_on_demand.py" and "nodes-sync-server" in engines)
-    )
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For ``pytest -n 2``; another ``--dist`` is left alone."""
+    if config.getvalue("dist") != "load":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
 
+    class Apart(LoadScopeScheduling):  # type: ignore[misc]
+        """One process takes all that are not of nodes, which come first, being the most; the others take the rest."""
 
-def _name(value: Any) -> str:
-    """Of a kind of collector."""
-    return str(value.name) if type(value).__name__ == "Kind" else ""
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid.partition("::")[0] if OF_NODES.search(nodeid) else "others"
+
+    return Apart(config, log)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,6 +11,11 @@ import torch
 
 from muster import Collector
 from muster.testing import ChainEnv, CountingEnv
+
+
+def stable(value: Any) -> str:
+    """What a parameter is called in every process: without the address of an object."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def counting(length: int = 3, **options: Any) -> Callable[[], CountingEnv]:
