@@ -163,7 +163,7 @@ def fill_values(
         around: what policies run in.
     """
     key, B = next(c.key for c in made.columns if c.key in VALUES), lane.B
-    made.values = np.zeros(len(made.t), np.float32)
+    values = np.zeros(len(made.t), np.float32)
     with rng.unmoved(), around:
         for begin in range(0, len(made.t), B):
             k = min(B, len(made.t) - begin)
@@ -173,7 +173,8 @@ def fill_values(
                     lane.data[name][0, k:] = rows[begin]
             lane.done_steps = lane.acts_from = 0
             _ask(policy, lane, rng)
-            made.values[begin : begin + k] = lane.tensors[key][0].reshape(B)[:k].cpu().numpy()
+            values[begin : begin + k] = lane.tensors[key][0].reshape(B)[:k].cpu().numpy()
+    made.values = values  # all of them, or none
 
 
 def _ask(policy: Policy, lane: Lane, rng: GroupRng) -> None:

@@ -19,8 +19,10 @@ class WorkerStats:
     Attributes:
         index: its number.
         pid: of its process; 0 while its node has not started it.
-        state: "working", "dead" (it is started again by the next batch, or soon) or "dropped".
-        phase: what it is doing: "idle", "construct", "reset", "step", "policy", "weights", "call" or "close".
+        state: "working", "dead" (it is started again by the next batch, or soon), "dropped", or "joining": with
+            ``min_nodes``, its node is not there.
+        phase: what it is doing: "idle", "construct", "reset", "step", "policy", "weights", "call" or "close"; or
+            "join": its node is not there yet.
         env_ids: global numbers of its environments.
         frames: delivered.
         share: of all frames delivered.
@@ -121,6 +123,11 @@ class CollectorStats:
     cut_short: int = 0
     workers: tuple[WorkerStats, ...] = ()
     inference: InferenceStats | None = None
+
+    @property
+    def nodes(self) -> int:
+        """How many have a worker that is at work now; 0 where workers are on this machine alone."""
+        return len({worker.node for worker in self.workers if worker.node and worker.state == "working"})
 
 
 class EpisodeWindow:

@@ -78,8 +78,8 @@ KINDS = [
     Kind("nodes-async-server", on_nodes.AsReady, options={"inference": "server"}),
     Kind("rpc-sync", on_nodes.RpcTogether),
     Kind("rpc-async", on_nodes.RpcAsReady),
-    Kind("ray-sync", on_nodes.RayTogether),
-    Kind("ray-async", on_nodes.RayAsReady),
+    Kind("ray-sync", on_nodes.RayTogether, groups=2),  # an actor takes seconds to start
+    Kind("ray-async", on_nodes.RayAsReady, groups=2),
 ]
 WITH_WORKERS = KINDS[1:]
 IN_PROCESSES = [kind for kind in WITH_WORKERS if "threads" not in kind.name]
@@ -167,6 +167,36 @@ def shared(kind: Kind) -> Iterator[Any]:
     """A collector for all tests that leave it as good as new."""
     with serial(kind, None, Two(), track_policy_version=True) as c:
         yield c
+
+
+AS_READY = {  # where it matters who comes when
+    "test_after_a_break_another_loop_goes_on_and_only_one_runs_at_a_time",
+    "test_in_the_background",
+    "test_every_row_says_which_weights_acted",
+    "test_shutdown_may_be_repeated_and_ends_everything_else",
+    "test_an_error_of_an_environment_is_typed_and_collecting_goes_on_with_the_rows_before_it",
+}
+IN_MAIN_PROCESS = {  # what is done with batches, wherever they are from
+    "test_final_observations_are_those_of_the_last_batch",
+    "test_split_trajectories_and_postproc_see_the_whole_batch",
+    "test_whole_episodes",
+    "test_a_replay_buffer_takes_the_batches",
+    "test_hooks_are_called_around_every_batch",
+    "test_the_context_manager_closes_also_after_an_error",
+}
+
+
+@pytest.fixture(autouse=True)
+def _actors_of_ray_are_slow_to_start(request: pytest.FixtureRequest) -> None:
+    """So of the tests that make collectors of their own, only some run there."""
+    names, name = request.fixturenames, request.node.originalname
+    if "kind" not in names or "shared" in names or not (kind := request.getfixturevalue("kind").name).startswith("ray"):
+        return
+    options = request.node.callspec.params.get("name")
+    if name in IN_MAIN_PROCESS or (kind == "ray-async" and name not in AS_READY):
+        pytest.skip("as on other nodes")
+    if name == "test_the_data_are_those_of_collector" and options not in ("postproc, cut episodes", "random frames"):
+        pytest.skip("as in other workers")
 
 
 # --- batches ---------------------------------------------------------------------------------------

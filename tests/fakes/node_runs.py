@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import signal
@@ -128,6 +129,31 @@ dies_of_setup = partial(serve_until, "setup", 0)
 dies_of_weights = partial(serve_until, "weights", 0)
 dies_of_start = partial(serve_until, "start", 0)
 dies_of_orders = partial(serve_until, "to", 4)
+
+
+def short_of_memory(link: Link, node: int) -> bool:
+    """This node finds the events of its control group in the file of ``MARK``."""
+    libc, new_mounts, all_private = ctypes.CDLL(None, use_errno=True), 0x20000, 1 << 14 | 1 << 18
+    above = b"/sys/fs/cgroup"
+    if (
+        libc.unshare(new_mounts)
+        or libc.mount(None, b"/", None, all_private, None)
+        or libc.mount(b"tmpfs", above, b"tmpfs", 0, None)
+    ):
+        raise OSError(ctypes.get_errno(), "this needs root")
+    Path(above.decode(), "memory.events").symlink_to(os.environ[MARK])
+    return agent.serve(link, node)
+
+
+class KilledForMemory:
+    """In an environment: what the kernel does, and writes into the events of the control group."""
+
+    def __init__(self, events: Path) -> None:
+        self.events = events
+
+    def __call__(self, _: object) -> None:
+        self.events.write_text("oom 1\noom_kill 5\n")
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 # --- nodes that come by themselves ------------------------------------------------------------------

@@ -15,7 +15,7 @@ import muster
 from muster import Collector
 from muster.errors import BadOption, BadPolicyOutput, MusterError, PolicyError
 from muster.testing import CountingEnv, SpaceEnv
-from tests.tools import assert_accounted, collect, column, counting, recorded
+from tests.tools import assert_accounted, collect, column, counting, recorded, stable
 
 T = 5  # rows per batch
 
@@ -152,7 +152,7 @@ def extras(**values: Any) -> Callable[[], Any]:
         (extras(value="high"), "value as str"),
         (extras(value={"v": torch.zeros(2)}), "value as dict"),
     ],
-    ids=str,
+    ids=stable,
 )
 @pytest.mark.parametrize("at", [1, 4])
 def test_extras_must_stay_as_they_were(later, message, at):
@@ -171,7 +171,7 @@ def test_floats_are_not_cut_to_integers():
         collect(counting(4), policy, num_envs=2, frames_per_batch=2 * T)
 
 
-@pytest.mark.parametrize("value", [torch.zeros(()), torch.zeros(3), torch.zeros(3, 2)], ids=str)
+@pytest.mark.parametrize("value", [torch.zeros(()), torch.zeros(3), torch.zeros(3, 2)], ids=stable)
 def test_extras_have_one_entry_per_environment_from_the_first_call(value):
     with pytest.raises(BadPolicyOutput, match=r"value with shape .* begin with \(2,\)"):
         collect(counting(), Flaky(extras(value=value), (0,)), num_envs=2, frames_per_batch=2 * T)
@@ -262,7 +262,7 @@ PARTS = spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Tuple((spaces.Discrete
         ({"a": 0.5, "b": (0, torch.zeros(2))}, "action.a with dtype torch.float32, expected int64"),
         ({"a": None, "b": (0, torch.zeros(2))}, "action.a as NoneType"),
     ],
-    ids=str,
+    ids=stable,
 )
 def test_parts_of_actions_are_named(action, message):
     env = SpaceEnv(spaces.Discrete(2), PARTS)
@@ -274,7 +274,7 @@ def test_parts_of_actions_are_named(action, message):
 # --- what is no policy -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [3, "ppo.pt", {}, [lambda obs: 0], torch.nn.Linear, object()], ids=str)
+@pytest.mark.parametrize("policy", [3, "ppo.pt", {}, [lambda obs: 0], torch.nn.Linear, object()], ids=stable)
 def test_what_is_no_policy_is_refused_at_construction(policy):
     factory, made = recorded(counting())
     with pytest.raises(BadOption, match="policy is .* expected None, an nn.Module"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from functools import partial
 from typing import Any
 
@@ -9,8 +11,9 @@ import pytest
 import torch
 
 from muster import Collector
-from muster.errors import BadEnvOutput, EnvError, MusterError, PolicyError
+from muster.errors import BadEnvOutput, EnvError, MusterError, PolicyError, WorkerDied
 from tests.contract.test_collectors import KINDS, Kind
+from tests.fakes.faults import first_time
 from tests.fakes.slipping import SlippingEnv, counts_time
 from tests.tools import assert_accounted, assert_same
 
@@ -104,3 +107,54 @@ def test_a_policy_that_fails_when_it_is_asked_for_values_is_asked_again_and_noth
             assert_same(found.batch, other.batch)
             assert found.stats.lens.tolist() == other.stats.lens.tolist()
         assert_accounted(c)
+
+
+SERVED = [kind for kind in KINDS if kind.name in ("sync-server", "async-server", "nodes-sync-server")]
+
+
+@pytest.mark.parametrize("at", range(ROWS, ROWS + 3))  # the last rows of the first batch, and its values
+@pytest.mark.parametrize("kind", SERVED, ids=lambda kind: kind.name)
+def test_a_batch_waits_for_the_values_of_a_server_whose_policy_has_failed(kind: Kind, at):
+    made = partial(kind.cls, [partial(SlippingEnv, LENGTHS, -1, "raise")], num_envs=2, seed=0, **kind.options)
+    n, errors = 2 * ROWS - 2, []
+    with made(Stuttering(at)) as c, made(counts_time) as sound:
+        for _ in range(4):
+            found, raised = collected(c, n, bootstrap="truncations")
+            other = sound.collect_batch(n_step=n, bootstrap="truncations")
+            assert_true_values(found, "truncations")
+            assert_same(found.batch, other.batch)
+            assert found.stats.lens.tolist() == other.stats.lens.tolist()
+            errors += raised
+        assert [type(error) for error in errors] == [PolicyError]
+        assert_accounted(c)
+        assert c.stats().frames == 4 * n
+
+
+class Deadly(Stuttering):
+    """Kills its process at the call ``at``, once."""
+
+    def __init__(self, at: int, mark: str) -> None:
+        super().__init__(-1)
+        self.deadly, self.mark = at, mark
+
+    def __call__(self, observation: torch.Tensor, state: Any) -> Any:
+        if self.calls + 1 == self.deadly and first_time(self.mark):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(observation, state)
+
+
+@pytest.mark.parametrize("at", [ROWS + 1, ROWS + 2])
+def test_a_batch_whose_values_are_lost_with_a_node_is_accounted_for(tmp_path, at):
+    (kind,) = [kind for kind in SERVED if kind.name == "nodes-sync-server"]
+    made = partial(kind.cls, [partial(SlippingEnv, LENGTHS, -1, "raise")], num_envs=2, seed=0, **kind.options)
+    n = 2 * ROWS - 2
+    with made(Deadly(at, str(tmp_path / "mark"))) as c:
+        for _ in range(3):
+            found, raised = collected(c, n, bootstrap="truncations")
+            assert {type(error) for error in raised} <= {WorkerDied}  # of the server, and of the worker with it
+            assert_true_values(found, "truncations")
+            assert_accounted(c)
+        stats = c.stats()
+    assert (tmp_path / "mark").exists()
+    assert stats.frames == 3 * n
+    assert stats.discarded["worker_died"] + stats.unseen >= n

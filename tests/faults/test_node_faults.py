@@ -9,6 +9,7 @@ import random
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -29,6 +30,7 @@ from tests.fakes.lost_nodes import NodeSignalled, node_of
 from tests.fakes.node_runs import (
     MARK,
     NODE_KINDS,
+    KilledForMemory,
     async_nodes,
     births,
     came_by_themselves,
@@ -153,6 +155,20 @@ def test_a_node_killed_between_batches_costs_nothing(tmp_path, on_failure):
     assert (0, 1) in rows or on_failure == "drop"
 
 
+def test_a_node_that_nobody_has_missed_before_the_shutdown_is_accounted_for(tmp_path):
+    path = tmp_path / "counts"
+    with async_nodes(makers(path, Fault(KILLS, at=AT)), frames_per_batch=T, seed=1) as collector:
+        doomed = node_pids()[0]
+        batches = [collector.next().clone()]  # two rollouts of each were ordered
+        wait_until(lambda: not alive(doomed))
+    stats, counts = collector.stats(), OracleEnv.read(path)
+    assert counts[0].tolist()[:3] == [1, AT + 1, AT]
+    assert stats.frames == sum(check_stream(batches).values()) == T
+    assert stats.executed == stats.frames + sum(stats.discarded.values())
+    assert stats.executed <= counts[:, 2].sum() <= stats.executed + stats.unseen
+    assert stats.unseen <= 2 * T
+
+
 @pytest.mark.parametrize("what", ["setup", "weights", "start", "orders"])
 def test_a_node_killed_when_something_reaches_it(tmp_path, monkeypatch, what):
     """While it joins, and before its first step."""
@@ -166,6 +182,19 @@ def test_a_node_killed_when_something_reaches_it(tmp_path, monkeypatch, what):
     got = run(tmp_path, None, sync_nodes, launcher=launcher, on_failure="restart")
     check(got)
     assert got.counts[0, 0] == 2
+
+
+@pytest.mark.skipif(subprocess.run(["unshare", "-m", "true"]).returncode != 0, reason="needs a mount namespace")
+def test_a_worker_that_its_node_had_no_memory_for_says_so(tmp_path, monkeypatch):
+    """The numbers are those of the node's machine, and since the worker started."""
+    events = tmp_path / "events"
+    events.write_text("oom 0\noom_kill 3\n")
+    monkeypatch.setenv(MARK, str(events))
+    launcher = MpLauncher(f"{FAKES}:short_of_memory")
+    got = run(tmp_path, Fault(KilledForMemory(events), at=AT), sync_nodes, launcher=launcher)
+    assert "Probably out of memory: the kernel has killed 2 processes" in str(got.error)
+    assert got.error.exitcode == -signal.SIGKILL
+    got.check()
 
 
 def test_a_node_killed_before_it_has_joined_says_so(tmp_path, monkeypatch):
@@ -256,6 +285,22 @@ def test_all_workers_of_a_node_are_lost_with_it(tmp_path, undisturbed):
     assert counts[:, 0].tolist() == [2, 2, 1, 1]
     assert sum(rows.values()) == stats.frames == 16 * T
     assert stats.executed <= counts[:, 2].sum() <= stats.executed + stats.unseen
+
+
+@pytest.mark.parametrize("kind", NODE_KINDS)
+def test_workers_of_a_node_that_was_lost_before_their_first_order_come_back_together(tmp_path, kind):
+    """The node's server acts once all of them are there, and nobody has an order for it before."""
+    four = [Maker(tmp_path / "counts", 2 * node, None) for node in range(2)]
+    options = {"num_workers_per_collector": 2, "collector_class": "sync", "collector_kwargs": {"inference": "server"}}
+    with kind(four, Wide(1), frames_per_batch=2 * T, seed=1, timeouts=deadlines(30.0), **options) as collector:
+        pid = node_pids()[0]
+        os.kill(pid, signal.SIGKILL)
+        assert all_gone([pid])
+        with pytest.raises(WorkerDied):
+            while collector.next() is not None:
+                pass
+        batches = [collector.next().clone() for _ in range(4)]
+    check_stream(batches)
 
 
 class Maker:

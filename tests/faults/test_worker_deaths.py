@@ -13,12 +13,12 @@ from functools import partial
 import pytest
 import torch
 
-from muster import MultiSyncCollector
+from muster import MultiAsyncCollector, MultiSyncCollector
 from muster.errors import EnvError, WorkerDied
 from muster.testing import Fault, OracleEnv, check_stream
 from tests.fakes import faults
-from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, all_gone, run
-from tests.fakes.node_runs import NODE_KINDS
+from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, alive, all_gone, run
+from tests.fakes.node_runs import NODE_KINDS, wait_until
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="kills processes"),
@@ -246,6 +246,50 @@ def test_what_a_worker_has_started_dies_with_it(tmp_path):
 
 def children(path):
     return [int(pid) for pid in path.read_text().split()]
+
+
+class Faulty(OracleEnv):
+    """Fails in a step of its first rollout, waits for a file in another, and is killed in its second rollout."""
+
+    def __init__(self, path, go):
+        super().__init__(path)
+        self.go = go
+
+    def step(self, action):
+        does = {5: faults.Raising(ValueError), 10: self.wait, T + 4: faults.Signalled(signal.SIGKILL)}
+        step = int(self._cells[1])
+        self.fault = Fault(does[step], at=step) if step in does else None
+        return super().step(action)
+
+    def wait(self, honest):
+        wait_until(self.go.exists)
+        return honest
+
+
+@pytest.mark.parametrize("ends", ["collects on", "shuts down"])
+def test_a_death_after_a_rollout_that_was_repeated_and_that_nobody_has_taken(tmp_path, ends):
+    path, go = tmp_path / "counts", tmp_path / "go"
+    makers = [partial(Faulty, path, go), partial(OracleEnv, path, 1)]
+    with MultiAsyncCollector(makers, None, frames_per_batch=T, seed=1) as collector:
+        batches = []
+        with pytest.raises(EnvError):
+            while True:
+                batches.append(collector.next().clone())
+        first = collector.stats().workers[0].pid
+        batches += [collector.next().clone() for _ in range(6)]  # of the other, while both rollouts are ordered again
+        go.touch()
+        wait_until(lambda: not alive(first))
+        if ends == "collects on":
+            with pytest.raises(WorkerDied):
+                while True:
+                    batches.append(collector.next().clone())
+            while (0, 0) not in check_stream(batches):
+                batches.append(collector.next().clone())
+    stats, counts = collector.stats(), OracleEnv.read(path)
+    assert stats.discarded["worker_died"] == (3 if ends == "collects on" else 0)
+    assert stats.frames == sum(check_stream(batches).values())
+    assert stats.in_flight == 0
+    assert stats.executed == stats.frames + sum(stats.discarded.values()) == counts[:, 2].sum()
 
 
 # --- at random --------------------------------------------------------------------------------------

@@ -144,3 +144,17 @@ def test_kills_are_summed_up() -> None:
     assert found["unaccounted"] == 1
     assert found["longest_wait_for_others_s"] == 0.3
     assert found["joined_s"] == {"median": 2.0, "iqr": 1.0, "max": 3.0}
+    found |= {"kills": 2, "longest_wait_before_kills_s": 0.1}
+    lines = cluster_kills.table(found).splitlines()
+    assert [line.split()[-1] for line in lines[-2:]] == ["6", "5"]
+    assert lines[2].split()[-4:] == ["<=", "10", "2", "3"]
+    assert lines[-3].split()[-2:] == ["0", "1"]
+
+
+def test_points_are_shown_with_those_that_failed() -> None:
+    point = {"nodes": 8, "batches_per_s": 1234.0, "of_ideal": 0.5, "frames_per_s": 9.0, "main_cores": 0.25}
+    point |= {"main_us_per_batch": 77.0, "unaccounted": 0}
+    results = {"cartpole, Sync": {"points": [point, {"nodes": 256, "error": "not over after 150 s"}]}}
+    _, first, second = schedule_simulation.table(results).splitlines()
+    assert first.split() == ["cartpole,", "Sync", "8", "1,234", "50%", "9", "0.25", "77", "0"]
+    assert second.split("256")[1].strip() == "not over after 150 s"

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from muster import Collector
 from muster.errors import BadOption, EnvError
 from muster.testing import CountingEnv, FaultyEnv
-from tests.tools import assert_accounted, assert_same, column, counting
+from tests.tools import assert_accounted, assert_same, column, counting, stable
 
 
 class Extends:
@@ -317,7 +317,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), IMPOSSIBLE, ids=str)
+@pytest.mark.parametrize(("options", "message"), IMPOSSIBLE, ids=stable)
 def test_what_contradicts_itself_is_refused_before_an_environment_is_made(options, message):
     def make() -> Any:
         raise AssertionError("made")

@@ -28,7 +28,7 @@ from muster.rollout import rollout
 from muster.sinks.episode_hook import EpisodeHook
 from muster.sinks.replay_buffer import ReplaySink
 from muster.testing import CountingEnv, TorchCartPole
-from tests.tools import assert_accounted, assert_same, column, counting, recorded
+from tests.tools import assert_accounted, assert_same, column, counting, recorded, stable
 
 REWARD, DONE, IDS = ("next", "reward"), ("next", "done"), ("collector", "traj_ids")
 
@@ -602,7 +602,7 @@ def test_an_error_in_the_middle_of_a_group_shows_nothing_twice_and_keeps_the_col
         ({"a": np.zeros((2, 1))}, r"returned a \[1\] torch.float64"),
         ({"a": np.zeros(2, np.float32)}, r"returned a \[\] torch.float32"),
     ],
-    ids=str,
+    ids=stable,
 )
 def test_columns_that_do_not_fit_are_refused_and_the_group_comes_when_they_do(columns, message):
     answers = iter([{"a": np.ones(2)}, columns, {"a": np.zeros(2)}])
@@ -845,7 +845,7 @@ def test_what_is_finished_on_demand_goes_on_where_it_failed():
         ({"on_batch": print, "extend_buffer": False, "replay_buffer": Adds(-1)}, "on_batch need whole batches"),
         ({"on_episode_done": print, "extend_buffer": False, "replay_buffer": Adds(-1)}, "need whole batches"),
     ],
-    ids=str,
+    ids=stable,
 )
 def test_what_cannot_be_is_refused(options, message):
     with pytest.raises(BadOption, match=message):

@@ -10,20 +10,26 @@ import signal
 import threading
 from functools import partial
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
 from tensordict.nn import TensorDictModule
 
-from muster.errors import WorkerDied
+from muster.errors import EnvError, WorkerDied, WorkerError
+from muster.nodes import stand_ins
 from muster.nodes.link import Block, LinkLost
 from muster.nodes.node import Node, Nodes
-from muster.nodes.wire import NodeSetup
+from muster.nodes.weights import NodesPublisher
+from muster.nodes.wire import WEIGHTS, NodeSetup
 from muster.progress import CELLS
+from muster.sources.capsule import Capsule
 from muster.sources.failures import Failure
 from muster.sources.messages import Payload, Start
 from muster.sources.threads import Doorbell
 from muster.testing import Fault, OracleEnv
+from muster.testing.oracle import EXECUTED
+from muster.weights.buffer import Buffer
 from tests.fakes.queue_links import (
     JOIN_S,
     GatedBuffer,
@@ -184,6 +190,74 @@ class TestAgents:
         say(link, "bye")
         thread.join(JOIN_S)
         assert not {t.name for t in threading.enumerate()} & {"muster-agent-receives", "muster-agent-sends"}
+
+    def test_a_goodbye_is_answered(self, agent):
+        link, thread, ended = agent
+        heard(link, "joined")
+        sent, send = [], link.other.send
+        link.other.send = lambda message, *rest: (sent.append(pickle.loads(message)[0]), send(message, *rest))
+        say(link, "bye")
+        thread.join(JOIN_S)
+        assert sent[-1] == "bye"
+        assert ended == [True]
+
+    def test_a_goodbye_that_has_come_counts_although_nothing_more_can_be_sent(self, agent):
+        link, thread, ended = agent
+        heard(link, "joined")
+
+        def closed(*args):
+            raise LinkLost("the other end has closed it")
+
+        link.other.send = closed
+        wait_until(lambda: "muster-agent-sends" not in {t.name for t in threading.enumerate()})
+        say(link, "bye")
+        thread.join(JOIN_S)
+        assert ended == [True]
+
+
+class TestWeights:
+    def test_they_arrive_where_workers_read_them(self, carrier):
+        policy = TensorDictModule(Greedy(), ["observation"], ["action"])
+        options = {"carrier": carrier, "frames_per_batch": 20, "total_frames": -1}
+        with QueueCollector([partial(gymnasium.make, "CartPole-v1")], policy, **options) as collector:
+            node_end = carrier.links[0][0].other
+            for number in range(1, 6):
+                with torch.no_grad():
+                    policy.module.bias.copy_(torch.tensor([number % 2, 1 - number % 2]) * 1e6)
+                collector.update_policy_weights_()
+                actions = next(iter(collector))["action"].flatten()
+                assert actions[1:].unique().tolist() == [1 - number % 2]  # the first may be one that was asked before
+                assert list(node_end.expected) == [WEIGHTS + number + 1], "the next, and nothing that has come"
+
+    def test_some_that_come_before_they_are_expected_are_as_good(self, carrier):
+        policy = TensorDictModule(Greedy(), ["observation"], ["action"])
+        options = {"carrier": carrier, "frames_per_batch": 20, "total_frames": -1}
+        with QueueCollector([partial(gymnasium.make, "CartPole-v1")], policy, **options) as collector:
+            node_end = carrier.links[0][0].other
+            for number in range(1, 4):
+                node_end.expected.clear()
+                with torch.no_grad():
+                    policy.module.bias.copy_(torch.tensor([number % 2, 1 - number % 2]) * 1e6)
+                collector.update_policy_weights_()
+                assert next(iter(collector))["action"].flatten()[1:].unique().tolist() == [1 - number % 2]
+
+    def test_a_buffer_is_written_again_once_no_node_has_it(self):
+        nodes = Nodes(Never(), [0, 1], JOIN_S)
+        weights = {"w": torch.zeros(1000)}
+        publisher = NodesPublisher(nodes, weights)
+        places, kept = set(), []
+        for version in range(8):
+            publisher.publish({"w": torch.full((1000,), float(version))}, version)
+            newest = nodes.nodes[0].newest
+            places.add(newest.block.array.ctypes.data)
+            if version == 3:
+                kept.append(newest.block)
+        assert len(places) == 3, "one is kept, two take turns"
+        found = Buffer(kept[0].array, newest.manifest)
+        assert found.version == 3
+        assert found.tensors["w"].unique().tolist() == [3]
+        assert found.sequence < 0, "only its nodes count"
+        nodes.close()
 
 
 class SlowToClose:
@@ -374,6 +448,131 @@ class TestWriters:
             (link,) = carrier.links[0]
             assert len(link.expected) <= 2
             assert len(GatedBuffer()) == 200
+
+    @pytest.fixture
+    def failing(self):
+        """Sets how many writes fail."""
+        GatedBuffer.open_.set()
+        yield partial(FullBuffer.failures.__setitem__, 0)
+        FullBuffer.failures[0] = 0
+
+    def test_a_buffer_that_fails_is_an_error_of_the_worker_whose_rollout_it_was(self, tmp_path, carrier, failing):
+        failing(1)
+        options = {"total_frames": -1, "replay_buffer": FullBuffer(), "cls": WritingCollector}
+        with oracles(tmp_path / "o", 2, carrier=carrier, **options) as collector:
+            with pytest.raises(
+                WorkerError, match=r"a FullBuffer, raised OSError: no space left.* node [01] "
+            ) as caught:
+                next(iter(collector))
+            assert isinstance(caught.value.__cause__, OSError)
+            assert caught.value.capsule is None, "nothing is known that could be replayed"
+            for _ in range(2):
+                next(iter(collector))
+        self.check_books(collector, tmp_path)
+        assert collector.stats().discarded == {"worker_died": 20}
+        assert [len(links) for links in carrier.links.values()] == [1, 1], "no node was lost"
+
+    def test_a_buffer_that_fails_for_good_uses_up_the_restarts(self, tmp_path, carrier, failing):
+        failing(1000)
+        options = {"on_failure": "restart", "replay_buffer": FullBuffer(), "cls": WritingCollector}
+        with oracles(tmp_path / "o", carrier=carrier, total_frames=-1, **options) as collector:
+            with pytest.raises(WorkerError, match="no space left"):
+                next(iter(collector))
+            assert collector.stats().workers[0].restarts == 3
+        self.check_books(collector, tmp_path)
+
+    @pytest.mark.parametrize("at", [None, 35], ids=["finished", "at work"])
+    def test_what_a_worker_has_begun_while_a_write_fails_is_counted_too(self, tmp_path, carrier, failing, at):
+        failing(1)
+        GatedBuffer.open_.clear()
+        fault = None if at is None else Fault(partial(waits, tmp_path / "never"), at=at)
+        makers = [partial(OracleEnv, tmp_path / "o", 0, 1, fault)]
+        options = {"on_failure": "restart", "replay_buffer": FullBuffer(), "sync": False, "frames_per_batch": 20}
+        with WritingCollector(makers, None, carrier=carrier, total_frames=200, seed=0, **options) as collector:
+            going_on = threading.Thread(target=lambda: [None for _ in collector])
+            going_on.start()
+            assert GatedBuffer.writing.wait(JOIN_S)
+            wait_until(lambda: OracleEnv.read(tmp_path / "o")[:, EXECUTED].sum() > 30)
+            GatedBuffer.open_.set()
+            going_on.join(JOIN_S)
+            assert collector.stats().frames == 200
+        self.check_books(collector, tmp_path, kills=1)
+        assert collector.stats().discarded["worker_died"] > 30
+
+    def check_books(self, collector, tmp_path, kills=0):
+        """Everything that was done is accounted for, but for a step in which a worker may have been killed."""
+        stats = collector.stats()
+        assert len(GatedBuffer()) == stats.frames
+        assert stats.executed == stats.frames + sum(stats.discarded.values())
+        assert stats.unseen == 0
+        assert 0 <= OracleEnv.read(tmp_path / "o")[:, EXECUTED].sum() - stats.executed <= kills
+
+    def test_a_slow_buffer_does_not_lose_the_node_of_a_worker_that_is_ended(self, tmp_path, carrier, monkeypatch):
+        monkeypatch.setattr(stand_ins, "END_S", 0.1)
+        makers = [partial(failing_when, tmp_path)]
+        options = {"on_failure": "restart", "total_frames": -1, "replay_buffer": GatedBuffer(), "sync": True}
+        options |= {"collector_class": "sync", "num_workers_per_collector": 2, "frames_per_batch": 20}
+        (tmp_path / "first").touch()
+        with WritingCollector(makers, None, carrier=carrier, **options) as collector:
+            going_on = threading.Thread(target=lambda: next(iter(collector)))
+            going_on.start()
+            assert GatedBuffer.writing.wait(JOIN_S)
+            (tmp_path / "fail").touch()
+            (link,) = carrier.links[0]
+            wait_until(lambda: any(said[0] == "kill" for said in list(link.other.said)))
+            two_beats(link)
+            GatedBuffer.open_.set()
+            going_on.join(JOIN_S)
+            assert not going_on.is_alive()
+            assert len(carrier.links[0]) == 1, link.said[-3:]
+
+    def test_histories_for_replays_begin_anew_with_every_rollout_that_is_elsewhere(self, tmp_path, carrier, failing):
+        fault = Fault(raises, at=21)
+        makers = [partial(OracleEnv, tmp_path / "o", 0, 1, fault)]
+        options = {"total_frames": -1, "replay_buffer": FullBuffer(), "frames_per_batch": 20, "seed": 0}
+        with WritingCollector(makers, None, carrier=carrier, **options) as collector:
+            next(iter(collector))
+            with pytest.raises(EnvError) as caught:
+                next(iter(collector))
+        capsule = Capsule.load(caught.value.capsule, trust=True)
+        assert "cannot be replayed" in capsule.missing
+        assert not capsule.actions
+
+
+class FullBuffer(GatedBuffer):
+    """Whose next writes fail."""
+
+    failures = [0]  # noqa: RUF012 (shared on purpose)
+
+    def extend(self, batch):
+        self.writing.set()
+        assert self.open_.wait(JOIN_S)
+        if self.failures[0]:
+            self.failures[0] -= 1
+            raise OSError("no space left")
+        self.rows.append(batch.clone())
+
+
+def waits(path, result):
+    wait_until(path.exists)
+
+
+def raises(result):
+    raise ValueError("a test says so")
+
+
+def failing_when(path):
+    """An environment; the step 5 of one of them fails when there is a file "fail"."""
+
+    def fails(result):
+        wait_until((path / "fail").exists)
+        raise ValueError("a test says so")
+
+    try:
+        (path / "first").unlink()
+    except FileNotFoundError:
+        return OracleEnv(path / "o", 0)
+    return OracleEnv(path / "o", 1, fault=Fault(fails, at=5))
 
 
 class Greedy(torch.nn.Linear):

@@ -356,6 +356,7 @@ def test_ray_collector(ray_cluster: Any) -> None:
             "num_gpus": 0,
             "memory": 1 * 1024**3,
         },
+        max_weight_update_interval=2,
     )
     batches = 0
     for batch in collector:
@@ -383,12 +384,15 @@ def test_ray_broadcasts_and_takes_lists(ray_cluster: Any) -> None:
         collector_kwargs=[{"storing_device": "cpu"}] * 2,
         remote_configs=[small, small | {"num_cpus": 2}],
         weight_sync_schemes={"policy": RayWeightSyncScheme()},
+        update_after_each_batch=True,
     )
     zero(policy, 0.25)
     collector.update_policy_weights_(policy)
     batch = collector.next()
     assert batch.shape == (2, 50)
     assert batch["action"].unique().tolist() == [0.25]
+    zero(policy, 0.5)
+    assert collector.next()["action"].unique().tolist() == [0.5], "without a call"
     collector.shutdown()
 
 
@@ -406,6 +410,7 @@ def test_ray_actors_write_into_a_replay_buffer(ray_cluster: Any) -> None:
             num_collectors=2,
             remote_configs=small,
             replay_buffer=replay_buffer,
+            local_init_rb=True,
         )
         assert list(collector) == [None] * 4, "they do not come by here"
         assert_accounted(collector)

@@ -15,7 +15,7 @@ from muster import Collector
 from muster.errors import BadOption, EnvError, UnsupportedEnv, UnsupportedSpace
 from muster.policies import tanh_gaussian
 from muster.testing import ChainEnv, CountingEnv, SpaceEnv
-from tests.tools import assert_chain, assert_same, collect, column, counting, recorded
+from tests.tools import assert_chain, assert_same, collect, column, counting, recorded, stable
 
 # --- what can be given -----------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ def test_each_group_has_a_policy_call_of_its_own():
         ("NoSuchEnv-v0", {}, EnvError, "NoSuchEnv-v0.*NameNotFound"),
         ([counting(), counting(2), 7], {}, UnsupportedEnv, "int 7"),
     ],
-    ids=str,
+    ids=stable,
 )
 def test_what_is_no_environment_is_refused(source, options, error, message):
     with pytest.raises(error, match=message):
@@ -159,7 +159,7 @@ def test_a_failing_group_closes_the_groups_before_it():
         ({"frames_per_batch": 4, "policy": 3}, BadOption),
         ({"frames_per_batch": 4, "policy": tanh_gaussian(torch.nn.Identity())}, BadOption),
     ],
-    ids=str,
+    ids=stable,
 )
 def test_a_refused_collector_closes_its_environments(options, error):
     factory, made = recorded(counting())
@@ -204,7 +204,7 @@ def test_a_step_that_returns_a_list_of_five_is_taken_as_it_unpacks():
     assert column(collect(Lists, frames_per_batch=3), "next", "reward") == [1, 2, 3]
 
 
-@pytest.mark.parametrize("number", [int, float, bool, np.float64, np.float32, np.int8, np.asarray], ids=str)
+@pytest.mark.parametrize("number", [int, float, bool, np.float64, np.float32, np.int8, np.asarray], ids=stable)
 def test_rewards_of_any_kind_of_number(number):
     class Rewards(CountingEnv):
         def step(self, action: int) -> Any:
@@ -214,7 +214,9 @@ def test_rewards_of_any_kind_of_number(number):
     assert column(collect(Rewards, frames_per_batch=3), "next", "reward") == [0, 1, 0]
 
 
-@pytest.mark.parametrize("flag", [bool, int, np.bool_, np.int8, np.asarray, lambda x: np.asarray(x, np.uint8)], ids=str)
+@pytest.mark.parametrize(
+    "flag", [bool, int, np.bool_, np.int8, np.asarray, lambda x: np.asarray(x, np.uint8)], ids=stable
+)
 def test_flags_of_any_kind_of_bool(flag):
     class Flags(CountingEnv):
         def step(self, action: int) -> Any:

@@ -87,6 +87,7 @@ def check(command: Collect) -> None:
     backend = command.backend
     if backend is None:
         given: dict[str, object] = {"nodes": command.nodes, "address": command.address, "bind": command.bind}
+        given |= {"min-nodes": command.min_nodes}
         given |= {"join-timeout": None if command.join_timeout == JOIN_S else command.join_timeout}
         if useless := [f"--{name}" for name, value in given.items() if value is not None]:
             raise BadOption(f"{useless[0]} is about nodes: add --backend, or leave it out.")
@@ -100,6 +101,8 @@ def check(command: Collect) -> None:
     if not 0 < command.join_timeout < math.inf:
         raise BadOption(f"--join-timeout {command.join_timeout:g}: expected more than 0.")
     _check_nodes(command.nodes, backend)
+    if command.min_nodes is not None and not command.asynchronous:
+        raise BadOption("--min-nodes: batches of all nodes need all of them; add --async, or leave it out.")
     if backend == "manual":
         _check_manual(command)
 
@@ -158,6 +161,7 @@ def make_collector(command: Collect, policy: Any, options: dict[str, Any]) -> Ba
         "alternating": command.alternating,
         "on_failure": command.on_failure,
         "timeouts": {"join": command.join_timeout},
+        "min_nodes": command.min_nodes,
     }
     envs = [command.env] * nodes
     if command.backend == "ray":

@@ -62,6 +62,9 @@ class Collect:
     nodes: Annotated[int | None, arg(metavar="N")] = None
     """With --backend: how many; under torchrun, all ranks but the first."""
 
+    min_nodes: Annotated[int | None, arg(metavar="N")] = None
+    """With --backend and --async: begin when so many have come; the others are used from when they do."""
+
     address: Annotated[str | None, arg(metavar="ADDRESS")] = None
     """With --backend ray: of the cluster; auto: the one of this machine; local: start one."""
 

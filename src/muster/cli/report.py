@@ -209,7 +209,9 @@ def _nodes(stats: CollectorStats) -> str:
         return ""
     told = [f"{node} {share:.0%}" for node, share in list(shares.items())[:MOST_LINES]]
     more = [f"and {len(shares) - len(told)} more"] if len(shares) > len(told) else []
-    return f" on {len(shares)} node{'s' * (len(shares) > 1)}: " + ", ".join(told + more)
+    missing = len(shares) - stats.nodes
+    there = f" ({missing} not there)" if missing else ""
+    return f" on {len(shares)} node{'s' * (len(shares) > 1)}{there}: " + ", ".join(told + more)
 
 
 def _troubles(stats: CollectorStats) -> str:

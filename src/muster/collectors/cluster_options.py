@@ -32,6 +32,7 @@ class ClusterKeywords(WorkersKeywords, total=False):
     num_workers_per_collector: Any
     update_after_each_batch: bool
     max_weight_update_interval: int
+    min_nodes: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +44,14 @@ class ClusterOptions:
             from one node each, as they are ready.
         collector_class: "single", "sync" or "async", or the collector of that kind: whether a node has one worker,
             several that share its batches, or several whose batches are their own. One for all nodes, or a list.
-        collector_kwargs: options of the workers, such as ``inference``; a dict, or the same for each node.
+        collector_kwargs: options of the workers, such as ``inference``: a dict, or one for each node. These may differ
+            in ``create_env_kwargs`` alone.
         num_workers_per_collector: workers of each node: one number, or a list.
         update_after_each_batch: publish the policy's weights to the nodes of a batch before the next one.
         max_weight_update_interval: the same, for nodes that have contributed to more batches than this since their last
             weights; -1: never.
+        min_nodes: collecting begins when so many have come, with ``sync=False``. The others are used from when they
+            come, and what a lost one had to do is done by others. None: all have to come first.
     """
 
     sync: bool = False
@@ -56,6 +60,7 @@ class ClusterOptions:
     num_workers_per_collector: Any = 1
     update_after_each_batch: bool = False
     max_weight_update_interval: int = -1
+    min_nodes: int | None = None
 
     def __post_init__(self) -> None:
         interval = self.max_weight_update_interval
@@ -63,6 +68,14 @@ class ClusterOptions:
             raise BadOption(f"max_weight_update_interval={interval!r}: expected a number of batches, or -1 for never")
         if self.update_after_each_batch and interval > -1:
             raise BadOption("update_after_each_batch and max_weight_update_interval both say when to publish: give one")
+        least = self.min_nodes
+        if least is not None and (isinstance(least, bool) or not isinstance(least, int) or least < 1):
+            raise BadOption(f"min_nodes={least!r}: expected a number of nodes, at least 1, or None for all")
+        if least is not None and self.sync:
+            raise BadOption(
+                f"min_nodes={least} with sync=True: a synchronous batch has the rollouts of all nodes, so all have to "
+                f"be there. Leave min_nodes out, or take sync=False."
+            )
 
 
 @dataclass(frozen=True)
@@ -125,7 +138,12 @@ def cluster(create_env_fn: Any, num_nodes: int | None, keywords: dict[str, Any])
                 f"num_workers_per_collector={count} needs a collector_class with workers: 'sync' or 'async' "
                 f"(MultiSyncCollector, MultiAsyncCollector), not 'single'"
             )
+    if (options.min_nodes or 1) > len(makers):
+        raise BadOption(f"min_nodes={options.min_nodes}, but there are {len(makers)} nodes: expected at most as many")
     keywords |= _node_keywords(options.collector_kwargs, len(makers))
+    if isinstance(given := keywords.get("create_env_kwargs"), (list, tuple)):
+        by_node = spread("create_env_kwargs", given, len(makers))
+        keywords["create_env_kwargs"] = [by_node[node] for node, count in enumerate(workers) for _ in range(count)]
     for name in ("num_workers", "backend"):
         if name in keywords:
             raise BadOption(f"{name}: workers of this collector are on nodes; give num_workers_per_collector")
@@ -148,15 +166,27 @@ def _makers(create_env_fn: Any, num_nodes: int | None) -> list[Any]:
 
 
 def _node_keywords(collector_kwargs: Any, count: int) -> dict[str, Any]:
-    """The options in ``collector_kwargs``, which are those of all workers."""
+    """The options in ``collector_kwargs``: those of all workers, with ``create_env_kwargs`` as a list if it is one."""
     every = [dict(given or {}) for given in spread("collector_kwargs", collector_kwargs, count)]
-    for other in every[1:]:
-        if differing := sorted(key for key in {*every[0], *other} if every[0].get(key) != other.get(key)):
+    shared = dict(every[0])
+    if isinstance(collector_kwargs, (list, tuple)) and any("create_env_kwargs" in given for given in every):
+        shared["create_env_kwargs"] = [given.pop("create_env_kwargs", None) for given in every]
+    for number, other in enumerate(every):
+        if differing := sorted(key for key in {*every[0], *other} if not _equal(every[0].get(key), other.get(key))):
             raise BadOption(
-                f"collector_kwargs: nodes have different {', '.join(differing)}; all workers share their options. "
-                f"What an environment needs to differ in belongs into create_env_fn or create_env_kwargs."
+                f"collector_kwargs[{number}] differs from collector_kwargs[0] in {', '.join(differing)}: all workers "
+                f"share their options, and only create_env_kwargs can differ. Give the same to all nodes, or let "
+                f"create_env_fn (an entry for each node) make the difference."
             )
-    return every[0]
+    return shared
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Arrays are equal to themselves alone."""
+    try:
+        return one is other or bool(one == other)
+    except (ValueError, RuntimeError):
+        return False
 
 
 def spread(name: str, given: Any, count: int) -> list[Any]:

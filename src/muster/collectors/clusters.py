@@ -45,7 +45,7 @@ class ClusterCollector(MultiCollector):
             raise BadOption("timeouts['heartbeat'] is None: a node that is gone would be waited for for ever")
         carrier = self._carrier_for(len(self._cluster.makers), heartbeat)
         nodes = self._nodes = Nodes(carrier, self._cluster.of_leaf, timeouts["join"])
-        nodes.buffer = self._buffer_of_nodes()
+        nodes.buffer, nodes.enough = self._buffer_of_nodes(), self._cluster.options.min_nodes
         made.callback(nodes.close)
         weakref.finalize(self, nodes.close)
         return nodes, self._cluster.bundles if self._alone else None

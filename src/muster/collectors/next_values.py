@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from muster.collectors.engine import Engine
 from muster.errors import BadOption
 from muster.keys import Key
+from muster.sources.crew import Crew
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -17,15 +18,18 @@ if TYPE_CHECKING:
 NEXT_VALUE: Key = ("next", "state_value")
 
 
-def add_next_values(batch: TensorDict, engine: Engine) -> torch.Tensor:
-    """Add ``("next", "state_value")``, what the policy says of next observations, to an engine's last rollout.
+def add_next_values(batch: TensorDict, values_of: Sequence[tuple[int, Any]], crew: Crew) -> torch.Tensor:
+    """Add ``("next", "state_value")``, what the policy says of next observations, to a rollout.
 
     It is ``[*batch, 1]``, and 0 where nothing was asked.
+
+    Args:
+        values_of: see ``Engine.values``.
 
     Returns:
         the values after the last rows, ``[*lead, 1]``; 0 where an episode has terminated there.
     """
-    groups = [(engine.source.crew.accounts[number].info.num_envs, number, made) for number, made in engine.values]
+    groups = [(crew.accounts[number].info.num_envs, number, made) for number, made in values_of]
     num_envs, time_dim = sum(B for B, *_ in groups), batch.names.index("time")
     T = batch.shape[time_dim]
     if batch.numel() != num_envs * T:
@@ -35,8 +39,8 @@ def add_next_values(batch: TensorDict, engine: Engine) -> torch.Tensor:
     for B, number, made in groups:
         if made is not None:  # else its group was dropped
             if made.values is None and len(made.t):
-                assert engine.source.crew.server is not None
-                made = engine.source.crew.server.ask("value", number, made, group=number)
+                assert crew.server is not None
+                made = crew.server.ask("value", number, made, group=number)
             found = made.values if len(made.t) else np.empty(0, np.float32)
             values[first + made.env, made.t] = found
             at_last = made.t == made.last[made.env]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,13 +17,14 @@ from muster.collectors.asked import Asked, Collected
 from muster.collectors.choice import Choice
 from muster.collectors.engine import Engine
 from muster.collectors.next_values import add_next_values
-from muster.collectors.outlet import Passage, Stage
+from muster.collectors.on_demand_parts import Made, Part, Rollout, joined
+from muster.collectors.outlet import Passage
 from muster.episode_rules import ENDLESS, NobodyLetGo, PerEnv, Rule, RuleName
-from muster.errors import BadOption, UnsupportedEnv
+from muster.errors import BadOption, CollectorTimeout, UnsupportedEnv, WorkerDied
 from muster.keys import TERMINATED, TRAJ_DONE, TRUNCATED, VALID, next_of
 from muster.memory.specs import Array
 from muster.sinks.episodes import WholeEpisodes
-from muster.sinks.rows import ENDED, find_pieces, time_last
+from muster.sinks.rows import ENDED, find_pieces
 from muster.sinks.split import split_trajectories
 from muster.sources.first_ready import FirstReady
 from muster.trajectories import Episodes, join_episodes
@@ -52,7 +53,8 @@ class OnDemand:
         self._seen = -1  # number of the last rollout that went into the store
         self._interrupted: Asked | None = None  # by an error
         self._choice: Choice  # of the call that collects episodes
-        self._parts: list[_Part] = []  # of the call that collects steps
+        self._parts: list[Part] = []  # of the call that collects steps
+        self._rollout: Rollout | None = None  # that is to be one, and has no values of next observations yet
         self._random = False  # what is in the store
 
     def collect(self, asked: Asked) -> Collected:
@@ -101,7 +103,7 @@ class OnDemand:
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from ``state_dict()``."""
-        self._waiting, self._interrupted, self._parts = None, None, []
+        self._waiting, self._interrupted, self._parts, self._rollout = None, None, [], None
         self._engine.kept, self._engine.undelivered = None, 0
         if state is not None:
             self._store().load_state_dict(state["kept"])
@@ -110,33 +112,52 @@ class OnDemand:
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def _steps(self, asked: Asked) -> _Made:
+    def _steps(self, asked: Asked) -> Made:
         """``n_step``: one rollout of all groups; of first-ready groups as many as it takes."""
         engine, n = self._engine, asked.n_step or 0
-        while (missing := n - engine.undelivered) > 0:
-            others: dict[str, Any] = {"acting": "random" if asked.random else None, "bootstrap": asked.values}
-            before = engine.frames
-            if self._first_ready is not None:
-                rows = self._rows(-(-n // engine.num_envs))
-                others |= {"rows": rows, "batches": self._first_ready.rollouts_for(missing, rows)}
-                batch, hidden = engine.collect(None, **others)
-            else:
-                sharing = len(self._living())
-                batch, hidden = engine.collect(n, rows=-(-n // max(sharing, 1)), **others)
-                if n % sharing and VALID not in batch.keys(True):
-                    batch.set(VALID, self._valid(batch, n))
-            last = add_next_values(batch, engine) if asked.bootstrap else None
-            first = engine.outlet.watching(batch, engine.env_ids, hidden)
-            batch = split_trajectories(batch) if self._options.split_trajs else batch
-            self._parts.append(_Part(batch.exclude(*hidden) if hidden else batch, engine.episodes, last, first))
-            engine.undelivered += engine.frames - before
+        while self._rollout is not None or (missing := n - engine.undelivered) > 0:
+            if self._rollout is None:
+                self._rollout = self._roll_out(asked, missing)
+            self._parts.append(self._part(asked, self._rollout))
+            self._rollout = None
             if self._first_ready is None:
                 break  # where a worker was dropped or an interruptor came, there are fewer
         parts, self._parts, self._interrupted = self._parts, [], None
         values = [part.last for part in parts if part.last is not None]
         native = {"last_value_est": torch.cat(values)} if values else {}
         episodes, first = join_episodes([part.episodes for part in parts]), [f for part in parts for f in part.first]
-        return _Made(_joined(parts), episodes, engine.undelivered, native, first)
+        return Made(joined(parts), episodes, engine.undelivered, native, first)
+
+    def _roll_out(self, asked: Asked, missing: int) -> Rollout:
+        """One of those that make up ``missing`` steps."""
+        engine, n = self._engine, asked.n_step or 0
+        others: dict[str, Any] = {"acting": "random" if asked.random else None, "bootstrap": asked.values}
+        before = engine.frames
+        if self._first_ready is not None:
+            rows = self._rows(-(-n // engine.num_envs))
+            others |= {"rows": rows, "batches": self._first_ready.rollouts_for(missing, rows)}
+            batch, hidden = engine.collect(None, **others)
+        else:
+            sharing = len(self._living())
+            batch, hidden = engine.collect(n, rows=-(-n // max(sharing, 1)), **others)
+            if n % sharing and VALID not in batch.keys(True):
+                batch.set(VALID, self._valid(batch, n))
+        frames = engine.frames - before
+        engine.undelivered += frames
+        return Rollout(batch, hidden, frames, engine.episodes, engine.env_ids, engine.values)
+
+    def _part(self, asked: Asked, rollout: Rollout) -> Part:
+        """What is shown of a rollout. If the policy fails when it is asked for values, the next call asks again."""
+        engine, batch, hidden = self._engine, rollout.batch, rollout.hidden
+        try:
+            last = add_next_values(batch, rollout.values, engine.source.crew) if asked.bootstrap else None
+        except (WorkerDied, CollectorTimeout):  # of a server that knew recurrent states, and is gone
+            self._give_up("worker_died", rollout.frames)
+            self._rollout = None
+            raise
+        first = engine.outlet.watching(batch, rollout.env_ids, hidden)
+        batch = split_trajectories(batch) if self._options.split_trajs else batch
+        return Part(batch.exclude(*hidden) if hidden else batch, rollout.episodes, last, first)
 
     def _valid(self, batch: TensorDict, n: int) -> torch.Tensor:
         """Marks exactly ``n`` cells, time step by time step."""
@@ -151,7 +172,7 @@ class OnDemand:
 
     # --- episodes ---------------------------------------------------------------------------------
 
-    def _episodes(self, asked: Asked) -> _Made:
+    def _episodes(self, asked: Asked) -> Made:
         """``n_episode``: rollouts until the rule is content."""
         engine, store = self._engine, self._store()
         keep = self._keeps(asked)
@@ -182,7 +203,7 @@ class OnDemand:
         episodes = self._ended_in(group.batch)
         native = {"rule": asked.rule or RULE, "biased": self._choice.rule.biased}
         batch = group.batch.exclude(*hidden) if hidden else group.batch
-        return _Made(batch, episodes, group.frames, native, engine.outlet.showing)
+        return Made(batch, episodes, group.frames, native, engine.outlet.showing)
 
     def _keep(self, batch: TensorDict) -> None:
         self._store().push(batch, self._engine.env_ids)
@@ -192,10 +213,9 @@ class OnDemand:
     def _begin_anew(self, asked: Asked) -> None:
         """Give up what an earlier call has left, unless this one goes on with it."""
         engine, kwargs = self._engine, dict(asked.reset_kwargs or {})
-        if self._parts:
-            engine.source.crew.accounts[0].discarded["interrupted"] += engine.undelivered
-            engine.frames -= engine.undelivered
-            engine.undelivered, self._parts = 0, []
+        if self._parts or self._rollout is not None:
+            self._give_up("interrupted", engine.undelivered)
+            self._parts, self._rollout = [], None
         self._interrupted = asked
         gone = asked.special and self._give_up_ahead()
         if asked.n_episode is not None:
@@ -301,6 +321,13 @@ class OnDemand:
                 f"waits for its end: give the collector max_frames_per_traj=, which truncates episodes"
             )
 
+    def _give_up(self, reason: str, frames: int) -> None:
+        """That were collected, and that nobody will see."""
+        engine = self._engine
+        engine.source.crew.accounts[0].discarded[reason] += frames
+        engine.frames -= frames
+        engine.undelivered -= frames
+
     # --- parts ------------------------------------------------------------------------------------
 
     def _check(self, asked: Asked) -> None:
@@ -343,38 +370,3 @@ class OnDemand:
         crew.call("enable_grad", on)
         if crew.server is not None:
             crew.server.ask("enable_grad", on)
-
-
-class _Part(NamedTuple):
-    """A rollout of a call."""
-
-    batch: TensorDict
-    episodes: Episodes
-    last: torch.Tensor | None
-    first: list[Stage]
-
-
-class _Made(NamedTuple):
-    """What a call has collected; what its statistics say besides, and what is done first with it."""
-
-    batch: TensorDict
-    episodes: Episodes
-    frames: int
-    native: dict[str, Any]
-    first: list[Stage]
-
-
-def _joined(parts: Sequence[_Part]) -> TensorDict:
-    """Rollouts side by side; one after another if their shapes differ."""
-    batches = [part.batch for part in parts]
-    first = batches[0]
-    if len(batches) == 1:
-        return first
-    whole: TensorDict
-    if len({batch.shape for batch in batches}) == 1 and first.ndim > 1:
-        whole = torch.cat(batches, next(dim for dim, name in enumerate(first.names) if name != "time"))
-        whole.names = first.names
-    else:
-        whole = torch.cat([time_last(batch).reshape(-1) for batch in batches])
-        whole.names = ["time"]
-    return whole

@@ -179,7 +179,8 @@ def _with_workers(costs: Costs, create_env_fn: Any, policy: Any, options: dict[s
     """What batches cost, and what it costs that others work on the same machine: seen in two collectors."""
     maker = makers_of(create_env_fn)[0]
     B = costs.env_batch if costs.env_batch > 1 else 8
-    T = max(1, min(64, int(seconds / 8 / (B * costs.frame_s))))
+    frame_s = max(costs.frame_s, 1e-9)  # on a busy machine a short measurement finds nothing
+    T = max(1, min(64, int(seconds / 8 / (B * frame_s))))
     alone = Setup(num_envs=B, together=costs.env_batch > 1, T=T)
     with make(alone, maker, policy, **options) as collector:
         here = _Pace(collector, seconds * 0.3)

@@ -24,7 +24,7 @@ from muster.nodes.wire import NodeSetup, Service
 from muster.sources.build import WorkerOptions
 from muster.sources.capsule import CrashDirectory, Maker
 from muster.sources.crash_notes import CrashNotes
-from muster.sources.crew import Crew
+from muster.sources.crew import Crew, is_absent
 from muster.sources.detached import DetachedWorker
 from muster.sources.first_ready import FirstReady
 from muster.sources.inference import Dispatch, InferenceServer
@@ -106,6 +106,9 @@ class Workers:
         made.callback(self.end)
         infos = self._start()
         self.crew = Crew(self._handles, infos, self._supervisor)
+        self.crew.elastic = self._supervisor.elastic = self._is_elastic
+        for number, account in enumerate(self.crew.accounts):
+            account.late = is_absent(self.crew.handle(number))
         self._supervisor.accounts = self.crew.accounts
         if self._server is not None:
             self._server.open(self._handles, dict(enumerate(infos)))
@@ -152,13 +155,39 @@ class Workers:
         if self._nodes is not None:
             self._nodes.end_sessions()  # what they were told first has changed
 
+    @property
+    def _is_elastic(self) -> bool:
+        """Nodes may come later, and go."""
+        return self._nodes is not None and self._nodes.enough is not None
+
     def _start(self) -> list[GroupInfo]:
         """Let workers make their environments."""
         for handle in self._handles:
+            handle.absent = self._is_elastic
             handle.start()
         importlib.import_module("tensordict")  # for batches; it takes seconds, and workers are busy meanwhile
+        if self._is_elastic:
+            return self._infos_of_enough()
         infos: list[GroupInfo] = [info for handle in self._handles for info in handle.built()]
         return infos
+
+    def _infos_of_enough(self) -> list[GroupInfo]:
+        """As soon as enough nodes are there; the groups of all others are taken to be like one of theirs."""
+        nodes, makers = self._nodes, self._makers
+        assert nodes is not None
+
+        def lack(missing: list[DetachedWorker]) -> int:
+            away = {nodes.of_leaf[handle.index] for handle in missing}
+            return (nodes.enough or 0) - (len(nodes.nodes) - len(away))
+
+        self._supervisor.wait_for_enough(lack)
+        known: dict[int, GroupInfo] = {}
+        for handle in self._handles:
+            known |= zip(handle.groups, handle.infos or (), strict=False)
+            handle.infos = None
+        first = next(iter(known.values()))
+        alike = {id(makers[number]): info for number, info in known.items()}
+        return [known.get(number) or alike.get(id(maker), first) for number, maker in enumerate(makers)]
 
     def _assign(self) -> None:
         """Tell workers where they stand among all."""
@@ -176,7 +205,7 @@ class Workers:
         if options.seed is not None:
             seed = options.seed
             self._notes.seeded(range(len(infos)), lambda ids: [seed + i for i in ids])
-        for handle in self._handles:
+        for handle in sorted(self._handles, key=lambda handle: not handle.absent):  # they may come from here on
             firsts = [int(crew.accounts[number].env_ids[0]) for number in handle.groups]
             handle.assign(Assignment(firsts, crew.num_envs, masks, options.seed))
         for handle in self._handles:

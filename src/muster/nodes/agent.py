@@ -37,6 +37,7 @@ from muster.sources.server import made_policy
 from muster.sources.threads import Doorbell
 from muster.weights.buffer import Buffer, Manifest
 from muster.weights.schemes import default_scheme
+from muster.weights.shared_memory import SharedMemoryPublisher
 from muster.weights.transport import Publisher, Ticket
 
 END_S = 5.0  # for a thread whose link is closed
@@ -77,13 +78,13 @@ class Agent:
         self._infos: dict[int, GroupInfo] = {}  # by group
         self._policy: Any = b""
         self._publisher: Publisher | None = None
-        self._manifest: Manifest | None = None
         self.server: InferenceServer | None = None
         self._hold: ExitStack | None = None
         self.writer: Writer | None = None
         self._setup: NodeSetup
         self._over: bool | None = None  # the main process said goodbye; False: it is lost
         self._waiting: list[Callable[[], None]] = []  # for the server to begin
+        self._unwritten: deque[int] = deque()  # lives of leaves that have failed, since the buffer did
         self._threads = threads
         made.callback(self.arena.close)
         made.callback(self._doorbell.close)
@@ -154,6 +155,9 @@ class Agent:
             if leaf.has_ended():
                 leaf.say_goodbye()
                 del self._leaves[leaf.life]
+        while self._unwritten:
+            if (life := self._unwritten.popleft()) in self._leaves:
+                self._on_kill(life)
         while self._inbox and self._over is None:
             received = self._inbox.popleft()
             if isinstance(received, LinkLost):
@@ -173,7 +177,7 @@ class Agent:
     def _follow(self, received: Received) -> None:
         kind, *content = pickle.loads(received.message)
         if kind in ("setup", "weights"):
-            getattr(self, f"_on_{kind}")(*content, received.block)
+            getattr(self, f"_on_{kind}")(*content, received.block, received.tag)
         elif kind in ("to", "stop", "signal", "stack"):
             if content[0] in self._leaves:
                 getattr(self._leaves[content[0]], kind)(*content[1:])
@@ -182,7 +186,7 @@ class Agent:
 
     # --- what the main process says ---------------------------------------------------------------
 
-    def _on_setup(self, setup: NodeSetup, policy: Any) -> None:
+    def _on_setup(self, setup: NodeSetup, policy: Any, tag: int) -> None:
         pickled = policy.tobytes()
         if not hmac.compare_digest(hashlib.sha256(pickled).digest(), setup.policy_digest):
             raise MusterError("the policy has changed on its way here: somebody interferes with the network")
@@ -192,14 +196,20 @@ class Agent:
             self.writer = Writer(loads(setup.buffer, "replay_buffer"), setup.layout, self._on_written)
             self._made.callback(self.writer.close)
 
-    def _on_weights(self, manifest: Manifest, block: Any) -> None:
-        received = Buffer(block, manifest)
-        if self._publisher is None or manifest != self._manifest:
-            self._publisher = default_scheme().publisher(received.tensors, self._setup.workers, received.version)
-            self._manifest = manifest
-            self._made.callback(self._publisher.close)
+    def _on_weights(self, manifest: Manifest, block: Any, tag: int) -> None:
+        if isinstance(self._publisher, SharedMemoryPublisher):
+            if block is not (room := self._publisher.lend()):  # they came before they were expected
+                room[:] = block
+            self._publisher.publish_lent()
         else:
-            self._publisher.publish(received.tensors, received.version)
+            received = Buffer(block, manifest)
+            if self._publisher is None:
+                self._publisher = default_scheme().publisher(received.tensors, self._setup.workers, received.version)
+                self._made.callback(self._publisher.close)
+            else:
+                self._publisher.publish(received.tensors, received.version)
+        if isinstance(self._publisher, SharedMemoryPublisher):
+            self.link.expect(tag + 1, self._publisher.lend())
         if self._setup.service is not None and self.server is None:
             self._make_server()
 
@@ -217,7 +227,7 @@ class Agent:
             leaf.kill()
             leaf.say_goodbye()
         else:
-            self.say("gone", life, None, [], "")
+            self.say("gone", life, None, [], "", 0)
 
     def _on_hold(self) -> None:
         if self.server is not None and self._hold is None:
@@ -243,14 +253,22 @@ class Agent:
         """It is there."""
 
     def _on_bye(self) -> None:
+        self.say("bye")
         self._over = True
 
     def _on_written(self, error: Exception | None, life: int, report: Report) -> None:
-        """In the writer's thread: a report may go, without its lane."""
+        """In the writer's thread: a report may go, without its lane. If that was not written, its leaf has failed."""
         if error is None:
-            self.say("from", life, ("report", report))
-        else:
-            self.say("failed", self._pack(error))
+            self.say("from", life, ("report", replace(report, elsewhere=True)))
+            return
+        if (leaf := self._leaves.get(life)) is not None:
+            leaf.unwritten += report.executed - sum(report.discarded.values())
+        known = {} if leaf is None else {"worker": leaf.index, "pid": leaf.pid}
+        failure = pack(error, phase="call", node=f"{self.node} ({socket.gethostname()})", **known)
+        self.say("from", life, ("unfinished", replace(report, error=failure)))
+        self.say("from", life, ("failed", failure))
+        self._unwritten.append(life)
+        self._doorbell.ring()
 
     def _make_server(self) -> None:
         service = self._setup.service
@@ -300,11 +318,11 @@ class Agent:
                     return
                 message, block, tag = item
                 self.link.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), block, tag)
-        except BaseException as error:
-            self._inbox.append(LinkLost(f"this node cannot send: {error!r}"))
-            self._doorbell.ring()
-            if not isinstance(error, LinkLost):
-                raise
+        except LinkLost:
+            pass  # this is received as well, after what had come before: perhaps a goodbye
+        except BaseException:
+            self.link.close()
+            raise
 
     def _beat(self) -> tuple[Any, ...]:
         stats = None if self.server is None else self.server.stats()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from muster.memory.slots import Lane, Layout, Slot
 from muster.nodes.link import Block
 from muster.progress import KNOWN, ORDER, reward_key, steps_made
-from muster.sources.failures import Failure, pack
+from muster.sources.failures import Failure, oom_kills, pack
 from muster.sources.launch import has_fork_server
 from muster.sources.launchers import in_process
 from muster.sources.messages import Assignment, GroupInfo, Order, Report, Start
@@ -31,6 +31,7 @@ class Leaf:
         index: of the worker, among those of all nodes.
         life: of the process; see ``wire``.
         groups, outstanding: see ``Handle``.
+        unwritten: steps that were reported, but not written into the buffer that they were for.
     """
 
     def __init__(self, agent: Agent, index: int, life: int, start: Start, method: str | None) -> None:
@@ -48,11 +49,17 @@ class Leaf:
         self._early: list[tuple[int, Any]] = []  # what waits for that: a successor is told everything at once
         self._replies: deque[Replied] = deque([self._built])  # what to do with the next ones
         self._killed = False
+        self.unwritten = 0
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
 
     def launch(self) -> None:
         """Start the process."""
         name = f"muster-worker-{self.index}"
         light = self._served and not has_fork_server()
+        self._oom_kills = oom_kills()
         self._child, self._channel, self._ledger = in_process(self._method, light=light)(name, True)
         line = self._agent.server.lines.fds_for(self.index) if self._served and self._agent.server else []
         self._tell(self._start, [self._ledger.fd, self._agent.arena.fd, *line])
@@ -251,17 +258,24 @@ class Leaf:
         cells = self.cells() if self._killed else self._ledger.cells.tolist()  # then the lane goes along
         slot, tag = self._slot_of.get(cells[ORDER]), self._tags.get(cells[ORDER], 0)
         stack = "" if self._killed else self._ledger.stack()
-        gone = "gone", self.life, self._child.exit_code(), cells, stack
+        gone = "gone", self.life, self._child.exit_code(), cells, stack, oom_kills() - self._oom_kills
         say = partial(self._agent.say, *gone)
         if slot is not None and not self._killed:
             say = partial(say, block=Block(slot.block, slot), tag=tag)
         if self._agent.writer is None:
             say()
         else:
-            self._agent.writer.then(say)  # after its reports
+            self._agent.writer.then(partial(self._say_after_writing, say, cells, slot))
         self.close()
         if self._served and self._agent.server is not None:
             self._agent.server.lost(self.index)
+
+    def _say_after_writing(self, say: Callable[[], None], cells: list[int], slot: Slot | None) -> None:
+        """In the writer's thread: what was not written belongs to what it was at."""
+        if self.unwritten:
+            lane = None if slot is None else slot.lanes[0]
+            cells[KNOWN] = self.unwritten + (0 if lane is None else steps_made(cells, lane, reward_key(lane)))
+        say()
 
     def close(self) -> None:
         """Release descriptors, once it has ended."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from muster.errors import WorkerDied
 from muster.nodes.link import Block, Carrier
 from muster.nodes.session import Newest, Session
 from muster.nodes.stand_ins import END_S, LeafChannel, LeafChild, LeafLedger
@@ -31,6 +32,7 @@ class Node:
         setup, policy: what it is told first, in every session.
         info: of the node that joined last.
         inference: what its server has done, as far as it has told.
+        server_knows: what servers were told last, by method; those of later sessions are told again.
     """
 
     setup: NodeSetup
@@ -42,6 +44,7 @@ class Node:
         self.info: NodeInfo | None = None
         self.inference: InferenceStats | None = None
         self.newest: Newest | None = None
+        self.server_knows: dict[str, Sequence[Any]] = {}
         self._epochs = itertools.count()
         self._session: Session | None = None
 
@@ -50,17 +53,31 @@ class Node:
         if self._session is None or self._session.lost:
             self.inference = None
             self._session = Session(self, next(self._epochs))
+            for method, args in self.server_knows.items():
+                self._session.post("ask", 0, method, args)  # nobody waits for an answer with that number
         return self._session
 
     @property
-    def joined(self) -> bool:
-        return self._session is not None and self._session.joined and not self._session.lost
+    def present(self) -> Session | None:
+        """The session with it, if it has joined and was not lost since."""
+        session = self._session
+        return session if session is not None and session.joined and not session.lost else None
 
     def publish(self, manifest: Manifest, block: Block) -> None:
         """These weights are what its leaves take from now on."""
         self.newest = Newest(manifest, block)
         if self._session is not None and not self._session.lost:
             self._session.post_weights()
+
+    def ask(self, method: str, args: Sequence[Any]) -> Any:
+        """What its server answers, once its workers are there.
+
+        Raises:
+            WorkerDied: the node is lost: who waits would wait for workers that nobody has started.
+        """
+        if self._session is None:
+            raise WorkerDied(f"node {self.number} was never asked to come")
+        return self._session.ask(method, args)
 
     def tell(self, *message: Any) -> None:
         """Anybody who is there."""
@@ -81,9 +98,11 @@ class Nodes:
 
     Attributes:
         buffer: a replay buffer that nodes write into themselves; None: batches come here.
+        enough: how many have to be there for a beginning; None: all.
     """
 
     buffer: Any = None
+    enough: int | None = None
 
     def __init__(self, carrier: Carrier, of_leaf: Sequence[int], join_s: float | None) -> None:
         self.doorbell = Doorbell()
@@ -153,10 +172,19 @@ class Nodes:
         """Nodes have no user whose random streams are to be kept."""
 
     def ask(self, method: str, *args: Any, group: int | None = None) -> Any:
-        """What the server for a group answers; None asks all of them, and gives the first answer."""
-        nodes = self.nodes if group is None else [self.node_of(group)]
-        answers = [node.session().ask(method, args) for node in nodes]
-        return answers[0]
+        """What the server for a group answers. None: all of them are told, those that are not there when they come; the
+        first answer.
+        """
+        if group is not None:
+            return self.node_of(group).ask(method, args)
+        answers = []
+        for node in self.nodes:
+            node.server_knows[method] = args
+            if (session := node.present) is not None:
+                answers.append(session.ask(method, args))
+            else:
+                node.tell("ask", 0, method, args)
+        return answers[0] if answers else None
 
     def stats(self) -> InferenceStats:
         """Over all nodes."""

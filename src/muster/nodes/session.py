@@ -15,7 +15,7 @@ from muster.errors import CollectorTimeout, WorkerDied
 from muster.memory.specs import Array
 from muster.nodes.link import Block, Link, LinkLost
 from muster.nodes.stand_ins import END_S, LeafChannel
-from muster.nodes.wire import BEAT_S, NodeInfo
+from muster.nodes.wire import BEAT_S, WEIGHTS, NodeInfo
 from muster.progress import ORDER, PHASE, Phase
 from muster.sources.failures import Failure, Where
 from muster.sources.launch import UNKNOWN
@@ -30,12 +30,18 @@ ASK_S = 60.0  # for an answer of a node's inference server
 
 @dataclass(frozen=True)
 class _Item:
-    """Something to be sent; ``expects`` is the memory that the block with this tag will come back in."""
+    """Something to be sent, pickled by whom it comes from; ``expects`` is the memory that the block with this tag will
+    come back in, and ``life`` the process of a leaf that the message is for.
+    """
 
-    message: tuple[Any, ...]
+    message: bytes
+    life: int | None = None
     block: Block | None = None
     tag: int = 0
     expects: Array | None = None
+
+
+_LAST = _Item(b"")  # is not sent: nothing comes after it
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,7 @@ class Session:
         self._lives, self._tags, self._numbers = itertools.count(1), itertools.count(1), itertools.count(1)
         self._outbox: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._sent: Newest | None = None
+        self._weights_tags = itertools.count(WEIGHTS)
         self._killed: set[int] = set()  # lives
         self._given_up = threading.Event()
         self._answers: dict[int, queue.SimpleQueue[tuple[Any, Failure | None]]] = {}
@@ -77,16 +84,17 @@ class Session:
 
     def start(self, leaf: int) -> LeafChannel:
         """The channel to a new process of a leaf; what is sent first starts it."""
-        channel = LeafChannel(self, leaf, next(self._lives))
         with self._losing:
+            channel = LeafChannel(self, leaf, next(self._lives))
             self._leaves[channel.life] = channel
             if self.lost:
                 channel.end()
         return channel
 
     def post(self, *message: Any, block: Block | None = None, tag: int = 0, expects: Array | None = None) -> None:
-        """Have it sent after all that was posted before."""
-        self._outbox.put(_Item(message, block, tag, expects))
+        """Have it sent after all that was posted before. Raises what pickling it does."""
+        life = message[2] if message[0] == "start" else message[1] if message[0] == "to" else None
+        self._outbox.put(_Item(_pickled(*message), life, block, tag, expects))
 
     def post_weights(self) -> None:
         """Have the newest weights sent; those that are newest when it is their turn."""
@@ -137,7 +145,10 @@ class Session:
         """Say goodbye; or let the node wait for the next session."""
         if bye and not self.lost and (self.joined or self._link is not None):
             self.post("bye")
+            self._outbox.put(_LAST)
             self._sender.join(END_S)
+            if self._receiver.ident is not None:
+                self._receiver.join(END_S)  # a link that is closed at once may be found so before the goodbye is read
         self.lose("the collector was shut down")
         for thread in (self._sender, self._receiver):
             if thread.ident is not None:  # it was started; one that waits in C++ when the interpreter ends aborts it
@@ -149,45 +160,48 @@ class Session:
     # --- threads ----------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        node = self.node
         try:
-            self._link = link = node.carrier.connect(node.number, self.epoch, node.join_s, self._given_up)
+            self._link = link = self._connect()
             if self.lost:
                 link.close()
             self._receiver.start()
             while not self.lost:
-                if (item := self._next()) is not None and not self._is_for_the_dead(item):
-                    self._send_item(link, item)
-                    if item.message[0] == "bye":
-                        return
+                item = self._next()
+                if item is _LAST:
+                    return
+                if item is not None and item.life not in self._killed:
+                    if item.expects is not None:
+                        link.expect(item.tag, item.expects)
+                    link.send(item.message, item.block, item.tag if item.block else 0)
         except LinkLost as error:
             self.lose(str(error) or "the link was closed")
         except Exception as error:  # noqa: BLE001 (whoever waits for a leaf raises it)
             self.lose(f"{type(error).__name__}: {error}")
 
-    def _send_item(self, link: Link, item: _Item) -> None:
-        if item.expects is not None:
-            link.expect(item.tag, item.expects)
-        link.send(pickle.dumps(item.message, pickle.HIGHEST_PROTOCOL), item.block, item.tag if item.block else 0)
-
-    def _is_for_the_dead(self, item: _Item) -> bool:
-        kind, *content = item.message
-        life = content[1] if kind == "start" else content[0] if kind == "to" else None
-        return life in self._killed
+    def _connect(self) -> Link:
+        node, began = self.node, time.monotonic()
+        try:
+            return node.carrier.connect(node.number, self.epoch, node.join_s, self._given_up)
+        except LinkLost:
+            if time.monotonic() - began >= node.join_s:
+                with self._losing:
+                    for leaf in self._leaves.values():
+                        leaf.child.late = True
+            raise
 
     def _next(self) -> _Item | None:
         """What to send next, if only a beat; None if there are no newer weights."""
         try:
             item = self._outbox.get(timeout=BEAT_S)
         except queue.Empty:
-            return _Item(("beat",))
+            return _Item(_pickled("beat"))
         if item is not None:
             return item
         newest = self.node.newest
         if newest is None or newest is self._sent:
             return None
         self._sent = newest
-        return _Item(("weights", newest.manifest), newest.block, self.next_tag())
+        return _Item(_pickled("weights", newest.manifest), None, newest.block, next(self._weights_tags))
 
     def _receive(self) -> None:
         assert self._link is not None
@@ -205,7 +219,10 @@ class Session:
     # --- what nodes say ---------------------------------------------------------------------------
 
     def _on_joined(self, info: NodeInfo) -> None:
-        self.node.info, self.joined = info, True
+        with self._losing:
+            self.node.info, self.joined = info, True
+            for leaf in self._leaves.values():  # a process takes a while to start, too
+                leaf.ledger.cells[PHASE] = int(Phase.CONSTRUCT)
 
     def _on_started(self, life: int, pid: int) -> None:
         leaf = self._leaves[life]
@@ -215,6 +232,9 @@ class Session:
         if message[0] in ("report", "unfinished"):
             self._ended(self._leaves[life], message[1].number)
         self._leaves[life].put(message)
+
+    def _on_bye(self) -> None:
+        self.lose("it was told goodbye")
 
     def _on_beat(self, cells: dict[int, list[int]], inference: InferenceStats | None) -> None:
         self.node.inference = inference
@@ -226,7 +246,7 @@ class Session:
     def _on_stack(self, life: int, text: str) -> None:
         self._leaves[life].ledger.texts.put(text)
 
-    def _on_gone(self, life: int, code: int | None, cells: list[int], stack: str) -> None:
+    def _on_gone(self, life: int, code: int | None, cells: list[int], stack: str, oom_kills: int) -> None:
         leaf = self._leaves.pop(life, None)
         self._killed.discard(life)
         if leaf is None:  # that was said before
@@ -234,6 +254,7 @@ class Session:
         if cells:  # it was started
             leaf.ledger.cells[:] = cells
             self._ended(leaf, cells[ORDER])
+        leaf.ledger.oom_kills = oom_kills
         leaf.ledger.texts.put(stack)
         leaf.child.code = UNKNOWN if code is None else code
         leaf.end()
@@ -249,3 +270,7 @@ class Session:
 
     def _on_failed(self, failure: Failure) -> None:
         self.lose(str(failure.error()))
+
+
+def _pickled(*message: Any) -> bytes:
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)

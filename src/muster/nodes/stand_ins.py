@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from muster.nodes.session import Session
 
 END_S = 5.0  # for a node to end a leaf, or to hear that it is not needed any more
+WRITTEN_S = 60.0  # for the first, where the leaf's rollouts have to be written into a buffer before
 
 
 class LeafChannel(LocalChannel):
@@ -70,13 +71,18 @@ class LeafChannel(LocalChannel):
 
 
 class LeafLedger(LocalLedger):
-    """Implements what ``DetachedWorker`` needs of ``Ledger``: the cells are those that the node told last."""
+    """Implements what ``DetachedWorker`` needs of ``Ledger``: the cells are those that the node told last.
+
+    Attributes:
+        oom_kills: by how much ``failures.oom_kills()`` of the node has grown since the process was started.
+    """
 
     def __init__(self, channel: LeafChannel) -> None:
         super().__init__()
         self._channel = channel
         self.texts: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.cells[PHASE] = int(Phase.JOIN)
+        self.oom_kills = 0
+        self.cells[PHASE] = int(Phase.CONSTRUCT if channel.session.joined else Phase.JOIN)
 
     @property
     def told_at(self) -> float:
@@ -102,6 +108,7 @@ class LeafChild:
         self._channel = channel
         self.pid = 0  # until it has started
         self.code: int | None = None
+        self.late = False
         self.gone = threading.Event()  # also once its session is lost and nothing can come through the link any more
 
     @property
@@ -116,6 +123,7 @@ class LeafChild:
         return UNKNOWN if self.code is None and self.gone.is_set() else self.code
 
     def is_stopped(self) -> bool:
+        """Not known here: it could be only as of its node's last beat, and then be wrong. A stack shows it, or none."""
         return False
 
     def send_signal(self, number: int) -> None:
@@ -132,11 +140,12 @@ class LeafChild:
         """
         session = self._channel.session
         if self._channel.needs_end and session.is_connected():
+            within_s = max(timeout, END_S if session.node.setup.buffer is None else WRITTEN_S)
             try:
-                self.gone.wait(max(timeout, END_S))
+                self.gone.wait(within_s)
             finally:  # also after Ctrl-C: nobody else waits for it
                 if not self.gone.is_set():
-                    session.lose(f"it has not ended a worker within {END_S:g} s")
+                    session.lose(f"it has not ended a worker within {within_s:g} s")
                     self.gone.wait(END_S)  # another thread may be about to lose it
         return self.exit_code() is not None
 

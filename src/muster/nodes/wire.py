@@ -6,9 +6,9 @@ Main to node: ``("setup", NodeSetup)`` with the policy as a block, ``("weights",
 ``("ask", number, method, args)``, ``("beat",)`` and ``("bye",)``.
 
 Node to main: ``("joined", NodeInfo)``, ``("started", life, pid)``, ``("from", life, message)`` (a report with its lane
-as a block), ``("stack", life, text)``, ``("gone", life, exit code, cells, stack)`` (with the lane at work),
-``("answer", number, result, Failure or None)``, ``("failed", Failure)`` and ``("beat", {life: cells}, InferenceStats or
-None)``.
+as a block), ``("stack", life, text)``, ``("gone", life, exit code, cells, stack, oom kills)`` (with the lane at work),
+``("answer", number, result, Failure or None)``, ``("failed", Failure)``, ``("beat", {life: cells}, InferenceStats or
+None)`` and, to a goodbye, ``("bye",)``.
 
 A *life* is one process of a leaf (a worker on a node): what an earlier process says is told from what its successor
 does.
@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from muster.memory.views import Order
 
+WEIGHTS = 1 << 62  # tag of the first weights of a session; the next ones have the next, so that nodes can expect them
 BEAT_S = 1.0  # seconds after which each end says something, if only that it is there
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from muster.errors import WorkerError
 from muster.memory.slots import Slot
 from muster.memory.views import BatchView, Order
 from muster.sources.messages import Report
@@ -23,13 +24,14 @@ class Writer:
     Args:
         buffer: with ``extend(TensorDict)``, which is done with the memory when it returns.
         order: of the batches' dimensions.
-        written: called in the thread, for each report: None or what ``extend`` raised, its leaf's life, and it.
+        written: called in the thread, for each report: None or what went wrong, its leaf's life, and it.
     """
 
     def __init__(self, buffer: Any, order: Order, written: Callable[[Exception | None, int, Report], None]) -> None:
         self._buffer, self._order, self._written = buffer, order, written
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._view: BatchView | None = None  # of the newest layout
+        self._failed: dict[int, Exception] = {}  # by life; what follows on a rollout that is missing is not written
         self._thread = threading.Thread(target=self._run, name="muster-agent-writes", daemon=True)
         self._thread.start()
 
@@ -51,12 +53,17 @@ class Writer:
             job()
 
     def _write(self, slot: Slot, life: int, report: Report) -> None:
-        error: Exception | None = None
-        try:
-            self._buffer.extend(self._batch(slot, report))
-        except Exception as raised:  # noqa: BLE001 (the main process's to raise)
-            error = raised
-        self._written(error, life, report)
+        if life not in self._failed:
+            try:
+                self._buffer.extend(self._batch(slot, report))
+            except Exception as raised:  # noqa: BLE001 (the main process's to raise)
+                error = WorkerError(
+                    f"the replay buffer that this node writes into, a {type(self._buffer).__name__}, raised "
+                    f"{type(raised).__name__}: {raised}. The rollout is not in it, and counts as discarded"
+                )
+                error.__cause__ = raised
+                self._failed[life] = error
+        self._written(self._failed.get(life), life, report)
 
     def _batch(self, slot: Slot, report: Report) -> Any:
         for key, array in report.objects.items():

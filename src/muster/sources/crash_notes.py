@@ -46,6 +46,12 @@ class CrashNotes:
                 max_frames_per_traj=limit,
             )
 
+    def joined(self, number: int, info: GroupInfo) -> None:
+        """A group was made that had been taken to be like another until now."""
+        self._infos[number] = info
+        history = self._histories[number]
+        history.name, history.alone = info.name, info.replays_alone
+
     def told(self, groups: Sequence[int], method: str, args: Sequence[Any]) -> None:
         """A worker of these groups was asked for something."""
         if method == "reset":
@@ -74,6 +80,9 @@ class CrashNotes:
     def reported(self, report: Report, lane: Lane) -> None:
         """A rollout is complete."""
         begin = self._begun.pop(report.number, 0)
+        if report.elsewhere:
+            self._histories[report.group].forget()
+            return
         end = report.done_steps
         stepped = lane.arrays[TRAJ_IDS][begin:end] >= 0 if self._infos[report.group].replays_alone else None
         self._histories[report.group].add(self._actions(report.group, lane, begin, end), report.anchors, stepped)

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 
@@ -33,6 +33,7 @@ class Account:
         lag: see ``WorkerStats.policy_lag``.
         clock: episode numbers and steps as of the last report, ``[2, B]``; None: nothing was reported.
         dropped: nobody runs it any more.
+        late: its node was not there all the time.
         unseen: steps at most that were executed and nobody could count, since their node is lost.
     """
 
@@ -47,10 +48,14 @@ class Account:
     timing: Timing = field(default_factory=Timing)
     clock: Array | None = None
     dropped: bool = False
+    late: bool = False
     unseen: int = 0
 
     def add(self, report: Report) -> None:
-        """Enter what came of an order."""
+        """Enter what came of an order, once."""
+        if report.entered:
+            return
+        report.entered = True
         self.executed += report.executed
         self.discarded.update(report.discarded)
         kept = report.executed - sum(report.discarded.values())
@@ -104,6 +109,7 @@ class Crew:
 
     Attributes:
         server: acts for the workers; None: they do.
+        elastic: workers may be absent (see ``DetachedWorker``) from the beginning, and again later.
     """
 
     def __init__(self, handles: Sequence[Handle], infos: Sequence[GroupInfo], watch: Watch | None = None) -> None:
@@ -118,6 +124,7 @@ class Crew:
         self._reports: deque[Report] = deque()  # of lost workers
         self._turn = 0
         self.server: Servers | None = None
+        self.elastic = False
 
     def handle(self, group: int) -> Handle:
         return self._of[group]
@@ -130,6 +137,14 @@ class Crew:
         else:
             self._of[group].submit(made, slot)
         return made
+
+    def welcome(self) -> None:
+        """Take in which workers have come meanwhile, and call again those whose absence has been raised."""
+        for handle in self.handles:
+            if is_absent(handle) and not (handle.alive or handle.reviving or self._is_dropped(handle)):
+                handle.start()
+        if self._watch is not None:
+            self._reports += self._watch.wait(0.0)
 
     def together(self) -> AbstractContextManager[None]:
         """Workers that are given work in this context begin at the same time, as a server sees it."""
@@ -183,12 +198,13 @@ class Crew:
     def _stats_of(self, handle: DetachedWorker, every: int) -> WorkerStats:
         accounts = [self.accounts[number] for number in handle.groups]
         frames, busy = sum(a.delivered for a in accounts), sum(a.timing.total for a in accounts) / 1e9
-        state = "dropped" if self._is_dropped(handle) else "working" if handle.alive else "dead"
+        state = "working" if handle.alive else "dead"
+        state = "dropped" if self._is_dropped(handle) else "joining" if handle.absent else state
         return WorkerStats(
             handle.index,
             handle.child.pid,
             state,
-            handle.phase.name.lower() if handle.alive else state,
+            handle.phase.name.lower() if handle.alive else "join" if handle.absent else state,
             tuple(int(i) for a in accounts for i in a.env_ids),
             frames,
             frames / every if every else 0.0,
@@ -249,10 +265,6 @@ class Crew:
         for handle in self.handles:
             while (report := handle.take()) is not None:
                 self.accounts[report.group].add(report)
-            if isinstance(handle, DetachedWorker) and handle.cut_short is not None:
-                group, steps = handle.cut_short
-                self.accounts[group].cut_short(steps)
-                handle.cut_short = None
 
     def _is_dropped(self, handle: Handle) -> bool:
         return self.accounts[handle.groups[0]].dropped
@@ -265,6 +277,11 @@ class Crew:
                 self._turn = turn + 1
                 return report
         return None
+
+
+def is_absent(handle: Handle) -> TypeGuard[DetachedWorker]:
+    """Nothing can be ordered from it; see ``DetachedWorker``."""
+    return isinstance(handle, DetachedWorker) and handle.absent
 
 
 def _untaken(handle: Handle) -> Iterable[Report]:

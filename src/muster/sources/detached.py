@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from muster.memory.slots import Lane, Slot
 from muster.memory.specs import Column
@@ -16,35 +16,15 @@ from muster.progress import ACTING, ORDER, PHASE, STEPPING, Phase, reward_key, s
 from muster.sources.launch import Child
 from muster.sources.launchers import Setup
 from muster.sources.messages import Assignment, GroupInfo, Order, Report, Start
+from muster.sources.patience import Patience, Restarted
 from muster.sources.pickling import dumps
 
 if TYPE_CHECKING:
     from muster.sources.failures import Failure
 
 SEND_S = 60.0  # for a message to a worker that does not read
+WHEN_THERE = ("seed", "check_reset", "reset", "profile")  # calls that absent workers need not hear, or hear later
 STACK_S = 0.5  # for the stack of one that hangs
-
-
-class Restarted(Exception):
-    """The worker that was asked has a successor, who has to be asked again."""
-
-
-class Patience(Protocol):
-    """Waits for workers in a crew's name; see ``supervision``."""
-
-    def wait_for(self, handle: DetachedWorker, ready: Callable[[], bool]) -> None:
-        """Until something is so.
-
-        Raises:
-            Restarted: see there.
-            Exception: what became of the worker instead.
-        """
-
-    def told(self, handle: DetachedWorker, method: str, args: Sequence[Any]) -> None:
-        """A worker has followed a call."""
-
-    def restarted(self, handle: DetachedWorker) -> None:
-        """A worker has a successor."""
 
 
 class DetachedWorker:
@@ -57,7 +37,8 @@ class DetachedWorker:
         reports: that have come and nobody has taken.
         unfinished: what it had done of an order when it was terminated from outside; the order is under way.
         reviving: it will be started again by whoever watches over it.
-        cut_short: the group, and the steps in its lane, that it was closed in the middle of without a word.
+        absent: its node may never come, so nobody waits for its environments to be made; nothing is ordered from it.
+        infos: of its groups, once they were made after all; whoever watches over it lets it ``enlist`` then.
         fresh: those of them that the supervisor has not seen.
         assignment: that a successor will get.
         cause: why it is not alive.
@@ -70,8 +51,8 @@ class DetachedWorker:
         self.outstanding: dict[int, Order] = {}
         self.reports: deque[Report] = deque()
         self.unfinished: list[Report] = []
-        self.reviving = False
-        self.cut_short: tuple[int, int] | None = None
+        self.reviving = self.absent = False
+        self.infos: list[GroupInfo] | None = None
         self.fresh: list[Report] = []
         self.assignment: Assignment
         self.cause: Exception | None = None
@@ -83,16 +64,16 @@ class DetachedWorker:
         self._reported: dict[int, Slot] = {}  # of those with a report, too
         self._replies: deque[tuple[str, Any]] = deque()
         self._ignored = 0  # replies that nobody waits for
-        self._asked = self._closing = False
+        self._asked = self._closing = self._grad = False
         self._laid_out: tuple[Any, ...] = ()
 
     # --- a process --------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start a process, which makes its environments; ``built`` waits for them. A successor is told all that its
-        predecessor was, and what it had not done.
+        predecessor was, and what it had not done; one that is absent, when it is there.
         """
-        self.incarnation += 1
+        self.incarnation = max(0, self.incarnation) if self.absent else self.incarnation + 1
         self._replies.clear()
         setup = self.setup
         self.child, self._channel, self.ledger = setup.launch(f"muster-worker-{self.index}", not self.incarnation)
@@ -103,20 +84,27 @@ class DetachedWorker:
         line = setup.server.lines.fds_for(self.index) if setup.server is not None else []
         fds = [*([] if setup.in_thread else [self.ledger.fd]), setup.arena.fd, *line]
         self._send(start, [] if setup.remote else fds)
-        self._ignored = 0
-        if self.incarnation:
+        self._ignored, self.infos = 0, None
+        if self.incarnation and not self.absent:
             self._ignored = 1  # the groups that it has built
+            self.enlist()
+
+    def enlist(self) -> None:
+        """Tell a process all that it needs to know, and what is left to do, without waiting for an answer."""
+        if self.incarnation:
             self._patience.restarted(self)
-            self._post("assign", self.assignment)
-            if setup.server is None:
-                self._ignored += 1
-                self._send_ticket()
-            else:
-                setup.server.actor.reseed(self.groups, self.assignment.seed, self.incarnation)
-            if self._laid_out:
-                self._post("lay_out", *self._laid_out)
-            for order in self.under_way():
-                self._send_order(order)
+        self._post("assign", self.assignment)
+        if self._grad:
+            self._post("enable_grad", True)
+        if self.setup.server is None:
+            self._ignored += 1
+            self._send_ticket()
+        else:
+            self.setup.server.actor.reseed(self.groups, self.assignment.seed, self.incarnation)
+        if self._laid_out:
+            self._post("lay_out", *self._laid_out)
+        for order in self.under_way():
+            self._send_order(order)
 
     def built(self) -> list[GroupInfo]:
         """The groups that the first incarnation has made."""
@@ -126,11 +114,12 @@ class DetachedWorker:
     def assign(self, assignment: Assignment) -> None:
         """Tell it its place among all workers."""
         self.assignment = assignment
-        self._call("assign", assignment)
+        if not self.absent:
+            self._call("assign", assignment)
 
     def subscribe(self) -> None:
         """Let it have the weights, if it acts."""
-        if self.setup.server is None:
+        if self.setup.server is None and not self.absent:
             self._send_ticket()
             self._reply()
 
@@ -159,6 +148,8 @@ class DetachedWorker:
                     self._note_report(content)
                 elif kind == "unfinished":
                     self.unfinished.append(content)
+                elif self.absent and kind == "reply":
+                    self.infos, self.absent = content, False
                 elif self._ignored and kind == "reply":
                     self._ignored -= 1
                 elif kind == "closed":  # unasked; it says next how it ended
@@ -208,16 +199,23 @@ class DetachedWorker:
         return []  # it has seen all of them
 
     def call(self, method: str, *args: Any) -> Any:
-        if self.reviving:
-            with suppress(Restarted):
-                self._patience.wait_for(self, lambda: self.alive)
-        elif not self.alive:
+        if self.absent and method in WHEN_THERE:
+            if method == "seed":
+                self.assignment = replace(self.assignment, seed=args[0], static=args[1])
+                self._patience.told(self, method, args)
+            return None
+        if not self.alive and not self.reviving:
             self.start()
+        while self.reviving or self.absent:
+            with suppress(Restarted):
+                self._patience.wait_for(self, lambda: self.alive and not self.absent)
         if method == "layouts":
             self._laid_out = (*args, self._served_columns(args[0]))
             return self._call("lay_out", *self._laid_out)
         if method == "profile" and args[0] is not None and not self.setup.in_thread:
             args = dumps(args[0], "on_trace_ready"), args[1]
+        if method == "enable_grad":
+            self._grad = bool(args[0])
         if method == "seed":
             seed, static = args
             self.assignment = replace(self.assignment, seed=seed, static=static)
@@ -245,7 +243,8 @@ class DetachedWorker:
 
     def close(self) -> None:
         self.begin_close()
-        deadline = None if self.setup.close_s is None else time.monotonic() + self.setup.close_s
+        within_s = 0.0 if self.absent else self.setup.close_s  # nobody may ever answer
+        deadline = None if within_s is None else time.monotonic() + within_s
         error: Exception | None = None
         try:
             while self.alive:
@@ -260,8 +259,8 @@ class DetachedWorker:
         except (EOFError, TimeoutError):
             pass
         finally:
-            if self.alive and (order := self.order_at_work()) is not None:
-                self.cut_short = order.group, self.steps_seen()
+            if self.alive:
+                self._patience.ends(self)
             self.end()
         if error is not None:
             raise error
@@ -298,7 +297,7 @@ class DetachedWorker:
 
     def awaited(self) -> bool:
         """There is something that it should be doing."""
-        return self.alive and (bool(self._slots) or self._asked)
+        return self.alive and (bool(self._slots) or self._asked or self.absent)
 
     def order_at_work(self) -> Order | None:
         number = self.ledger.cells[ORDER]

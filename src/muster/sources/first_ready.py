@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from muster.errors import MusterError, SlotsExhausted
 from muster.memory.slots import Layout, Slot, SlotRing, SlotState
-from muster.sources.crew import Crew
+from muster.sources.crew import Crew, is_absent
 from muster.sources.messages import Order, Report
 from muster.sources.schedule import Bundle, Filled, Schedule, Wanted, filled
 
@@ -136,6 +136,8 @@ class FirstReady(Schedule):
             MusterError: what went wrong; the next call goes on.
         """
         self._compare_shares()  # first, since a warning may be an error
+        if self.crew.elastic:
+            self.crew.welcome()
         if not len(self._ordered):  # else what is under way is finished first
             self._resize(wanted.rows)
         if self._unsure:
@@ -147,7 +149,8 @@ class FirstReady(Schedule):
             self.crew.check_alive()
             report = self._next_report()
             self._take_note(report)
-            if (report.dropped or report.lost) and not (postponed := self.crew.has_bad_news):
+            is_away = self.crew.elastic and not self._is_there(report.group)
+            if (report.dropped or report.lost or is_away) and not (postponed := self.crew.has_bad_news):
                 self._resubmit()
                 self._order(wanted, wanted.batches)  # the others do what it was to do
         self._remove(found)
@@ -196,9 +199,10 @@ class FirstReady(Schedule):
         self._discard(reason)
 
     def layout(self, policy: str, version: int | str | None = None) -> Layout:
-        """Of the slots of the first group."""
-        self._prepare(self.bundles[0], policy)
-        return self.bundles[0].ring.layout
+        """Of the slots of the first group that is there."""
+        bundle = next(filter(self._can_work, self.bundles), self.bundles[0])
+        self._prepare(bundle, policy)
+        return bundle.ring.layout
 
     def _discard(self, reason: str) -> None:
         super()._discard(reason)
@@ -223,7 +227,8 @@ class FirstReady(Schedule):
             return
         fair = sum(account.delivered for account in accounts) / len(accounts)
         for number, account in enumerate(accounts):
-            if account.delivered < fair * FAIR_SHARE and number not in self._behind and not account.dropped:
+            there = not (account.dropped or account.late)
+            if account.delivered < fair * FAIR_SHARE and number not in self._behind and there:
                 self._behind.add(number)
                 warnings.warn(
                     f"worker {self.crew.handle(number).index} is falling behind: environments "
@@ -243,11 +248,17 @@ class FirstReady(Schedule):
             for bundle in sorted(self._lacking.values(), key=lambda bundle: self._begun[bundle.groups[0]]):
                 if len(self._ordered) >= most:
                     return
-                if len(self._ordered.waiting(bundle)) <= level and not self._is_dropped(bundle):
+                if len(self._ordered.waiting(bundle)) <= level and self._can_work(bundle):
                     self._submit(bundle, wanted, delivered)
 
     def _is_dropped(self, bundle: Bundle) -> bool:
         return all(self.crew.accounts[group].dropped for group in bundle.groups)
+
+    def _is_there(self, group: int) -> bool:
+        return self.crew.accounts[group].dropped or not is_absent(self.crew.handle(group))
+
+    def _can_work(self, bundle: Bundle) -> bool:
+        return not self._is_dropped(bundle) and all(self._is_there(group) for group in bundle.groups)
 
     def _submit(self, bundle: Bundle, wanted: Wanted, delivered: int) -> None:
         policy = wanted.policy(len(self._ordered) + delivered)
@@ -314,9 +325,9 @@ class FirstReady(Schedule):
 
     def _take_note(self, report: Report) -> None:
         ordered = self._ordered.find(report.number)
-        if ordered is None:  # its bundle was dropped
-            return
-        if report.dropped and self._is_dropped(ordered.bundle):
+        if ordered is None:  # its bundle was dropped, or it is about no order
+            pass
+        elif report.dropped and self._is_dropped(ordered.bundle):
             self._remove(ordered)
             self._give_back(ordered.ring, ordered.slot)
         elif report.error is None and not report.lost:
@@ -327,6 +338,13 @@ class FirstReady(Schedule):
         if report.error is not None:
             raise report.error
 
+    def _withdraw(self, ordered: _Ordered) -> None:
+        """A node that is gone cannot follow these orders, and others shall do the work."""
+        for report in ordered.reports.values():
+            self.crew.accounts[report.group].discard("worker_died", report.frames)
+        self._remove(ordered)
+        self._give_back(ordered.ring, ordered.slot)
+
     def _resubmit(self) -> None:
         """Go on with what an error interrupted."""
         under_way = {number for handle in self.crew.handles for number in handle.outstanding}
@@ -335,6 +353,10 @@ class FirstReady(Schedule):
             if missing and self._is_dropped(ordered.bundle):
                 self._remove(ordered)
                 self._give_back(ordered.ring, ordered.slot)
+                continue
+            if missing and not self._can_work(ordered.bundle):
+                if len(missing) + len(ordered.reports) == len(ordered.orders):  # else somebody writes into the slot
+                    self._withdraw(ordered)
                 continue
             for order in missing:
                 if self.crew.accounts[order.group].dropped:

@@ -31,8 +31,10 @@ class Child(Protocol):
     """A worker process.
 
     Attributes:
-        lost: why nobody knows how it ended; empty for processes on this machine.
+        lost, late: why nobody knows how it ended, and whether its node has never come; nothing on this machine.
     """
+
+    late: bool
 
     @property
     def lost(self) -> str: ...
@@ -195,7 +197,7 @@ class _Server:
 class _Forked:
     """A child of the fork server, which reaps it and writes its exit code into a pipe."""
 
-    lost = ""
+    lost, late = "", False
 
     def __init__(self, target: str, channel_end: Channel, name: str, preload: bool, light: bool) -> None:
         self._owner = os.getpid()
@@ -260,8 +262,7 @@ class _Spawned:
     """
 
     all: ClassVar[weakref.WeakSet[_Spawned]] = weakref.WeakSet()
-
-    lost = ""
+    lost, late = "", False
 
     def __init__(self, target: str, channel_end: Channel, name: str, preload: bool, light: bool) -> None:
         self._owner = os.getpid()

@@ -164,6 +164,8 @@ class Report:
         phase: what the error interrupted.
         lost: it is to be ordered again, since its worker is gone.
         dropped: its group is gone for good.
+        entered: its steps are in the account of its group.
+        elsewhere: its lane is not in the slot: a node has written it into a buffer.
     """
 
     number: int
@@ -187,3 +189,5 @@ class Report:
     phase: str = ""
     lost: bool = False
     dropped: bool = False
+    entered: bool = False
+    elsewhere: bool = False

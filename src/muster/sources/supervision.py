@@ -5,9 +5,9 @@ from __future__ import annotations
 import select
 import time
 import warnings
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -16,8 +16,10 @@ from muster.errors import BadEnvOutput, EnvError, MusterError
 from muster.sources import failures
 from muster.sources.crash_notes import CrashNotes
 from muster.sources.crew import Account
-from muster.sources.detached import DetachedWorker, Restarted
-from muster.sources.messages import Report
+from muster.sources.detached import DetachedWorker
+from muster.sources.messages import GroupInfo, Report
+from muster.sources.patience import Restarted
+from muster.sources.restarts import Record, news, unlike
 from muster.sources.threads import Doorbell
 
 if TYPE_CHECKING:
@@ -37,19 +39,6 @@ TIMEOUTS: dict[str, float | None] = {  # seconds
     "heartbeat": 15.0,
 }
 SAMPLED_EVERY = 0.2  # seconds
-BACK_OFF = (0.0, 0.1, 0.5, 2.0)  # seconds before a restart, by restarts without a batch
-FRUITLESS = 3  # restarts without a batch are enough
-
-
-@dataclass
-class _Record:
-    """What is remembered of a worker."""
-
-    signs: tuple[Any, ...] = ()
-    since: float = 0.0
-    restarts: deque[float] = field(default_factory=deque)  # times within the last minute
-    fruitless: int = 0
-    revive_at: float | None = None
 
 
 class Supervisor:
@@ -67,6 +56,7 @@ class Supervisor:
         accounts: of the groups.
         doorbell: of threads.
         server: acts for all workers; None: they act by themselves.
+        elastic: nodes may come and go: what a lost one had to do is for others.
         restarts: of all workers, by index.
     """
 
@@ -81,12 +71,13 @@ class Supervisor:
         self.handles: Sequence[DetachedWorker] = ()
         self.doorbell: Doorbell | None = None
         self.server: InferenceServer | None = None
+        self.elastic = False
         self._on_failure = on_failure
         self._timeouts = {**TIMEOUTS, **timeouts}
         self._max_restarts = max_restarts
         self._notes = notes
         self.accounts: Sequence[Account] = ()
-        self._records: defaultdict[int, _Record] = defaultdict(_Record)
+        self._records: defaultdict[int, Record] = defaultdict(Record)
         self._oom_kills = failures.oom_kills()
         self._look_at = 0.0
         self._listening: tuple[list[int], select.poll, dict[int, list[DetachedWorker]]] | None = None
@@ -108,13 +99,27 @@ class Supervisor:
         lost, self._lost = self._lost, []
         return lost
 
+    def wait_for_enough(self, lack: Callable[[list[DetachedWorker]], int]) -> None:
+        """Until there are enough workers for a crew; raises what became of one of them instead.
+
+        Args:
+            lack: how many nodes are too few if these workers are not there; 0 or less: enough.
+        """
+        while lack([handle for handle in self.handles if handle.absent]) > 0:
+            self._poll(None)
+            gone = [handle for handle in self.handles if not handle.alive]
+            for handle in gone:
+                if not handle.child.late or lack(gone) > 0:
+                    self._raise_once(handle)
+
     def wait_for(self, handle: DetachedWorker, ready: Callable[[], bool]) -> None:
         """See ``Patience``."""
         while not ready():
-            if handle.alive:
+            if was_alive := handle.alive:
                 self._poll(None)
             if not handle.alive and not ready():
-                if self._records[handle.index].revive_at is None:
+                has_waited = was_alive and self.elastic and handle.child.late
+                if self._records[handle.index].revive_at is None or has_waited:
                     self._raise_once(handle)
                 while not handle.alive:
                     self._poll(None)  # of others, until this one is due
@@ -158,6 +163,8 @@ class Supervisor:
 
     def _take_note(self, handle: DetachedWorker) -> None:
         """Of reports that have come."""
+        if handle.infos is not None and self.accounts:
+            self._welcome(handle, handle.infos)
         fresh, handle.fresh = handle.fresh, []
         for report in fresh:
             if report.clock is not None:
@@ -175,9 +182,24 @@ class Supervisor:
                 if self.server is not None:
                     self.server.complete(report)
                 if self._on_failure != "raise" and isinstance(report.error, (EnvError, BadEnvOutput)):
+                    for earlier in handle.reports:  # in this order, since only the last is of a partial lane
+                        self.accounts[earlier.group].add(earlier)
                     handle.take_back(report)
-                    self.accounts[report.group].add(report)
                     self._lose(handle, report.error, "env_error", counted=True)
+
+    def _welcome(self, handle: DetachedWorker, infos: Sequence[GroupInfo]) -> None:
+        """A worker that was absent has made its environments, which have to be as many as was taken for granted."""
+        handle.infos = None
+        for number, info in zip(handle.groups, infos, strict=True):
+            account = self.accounts[number]
+            if (info.num_envs, info.batch_shape) != (account.info.num_envs, account.info.batch_shape):
+                handle.absent = True
+                self._lose(handle, unlike(self._where(handle), account.info, info), "env_error")
+                return
+            account.info = info
+            self._notes.joined(number, info)
+        handle.enlist()
+        self._lost.append(news(handle.groups[0]))
 
     def _look_for_hangs(self) -> None:
         now = time.monotonic()
@@ -215,9 +237,6 @@ class Supervisor:
     def _died(self, handle: DetachedWorker) -> None:
         if not handle.alive:
             return
-        while handle.unfinished:
-            report = handle.unfinished.pop()
-            self.accounts[report.group].add(report)
         failure, phase = handle.failure(), handle.phase.name.lower()
         code = handle.child.exit_code()
         if failure is not None:
@@ -229,17 +248,20 @@ class Supervisor:
                 self._where(handle),
                 phase=phase,
                 exitcode=None if code is None or abs(code) > 255 else code,
-                oom_kills=failures.oom_kills() - self._oom_kills,
+                oom_kills=handle.ledger.oom_kills if handle.setup.remote else failures.oom_kills() - self._oom_kills,
                 stack=handle.ledger.stack(),
             )
-        self._lose(handle, self._with_capsule(handle, error), "worker_died")
+            error = self._with_capsule(handle, error)  # its lane is here; what is lost with its node left none
+        self._lose(handle, error, "worker_died")
 
     def _hung(self, handle: DetachedWorker, phase: str, seconds: float, deadline: float) -> None:
         stopped = handle.child.is_stopped()
         stack = "" if stopped else handle.stack()
-        where = self._where(handle)
-        error = failures.hung(where, phase=phase, seconds=seconds, deadline=deadline, stack=stack, stopped=stopped)
-        self._lose(handle, self._with_capsule(handle, error), "worker_hung")
+        known: dict[str, Any] = {"phase": phase, "seconds": seconds, "deadline": deadline}
+        error: MusterError = failures.hung(self._where(handle), stack=stack, stopped=stopped, **known)
+        if not handle.setup.remote:  # its lane comes with its end, if it ends by itself
+            error = self._with_capsule(handle, error)
+        self._lose(handle, error, "worker_hung")
 
     def _where(self, handle: DetachedWorker) -> failures.Where:
         order = handle.order_at_work() if self.accounts else None
@@ -267,6 +289,10 @@ class Supervisor:
         given = handle.assignment
         self._notes.restarted(handle.groups, given.seed, given.static, handle.incarnation)
 
+    def ends(self, handle: DetachedWorker) -> None:
+        """See ``Patience``."""
+        self._enter_end(handle)
+
     def _with_capsule(self, handle: DetachedWorker, error: MusterError) -> MusterError:
         """The error, with the file that replays it if there is one."""
         order = handle.order_at_work() if self.accounts else None
@@ -281,25 +307,31 @@ class Supervisor:
 
     def _lose(self, handle: DetachedWorker, error: Exception, reason: str, *, counted: bool = False) -> None:
         """End a worker, and do with its orders what is to be done."""
-        if handle.setup.remote:  # its node knows how far it had got
-            handle.child.kill()
-            handle.child.join(1.0)
-        at_work = handle.order_at_work()
-        steps = handle.steps_seen() if at_work is not None and not counted else 0
-        if at_work is not None and not counted:
-            self.accounts[at_work.group].cut_short(steps)
+        self._enter_end(handle, counted=counted)
         for number in handle.groups if self.accounts else ():
             self.accounts[number].give_up(reason)
-        if handle.child.lost and self.accounts:
-            for order in handle.under_way():
-                lane = handle.lane_of(order.number)
-                seen = 0 if order is not at_work else steps
-                self.accounts[order.group].unseen += lane.T * lane.B - seen
         handle.cause = error
         try:
             handle.end()
         finally:  # also after Ctrl-C, or its orders were nobody's
             self._pass_on(handle, error)
+
+    def _enter_end(self, handle: DetachedWorker, *, counted: bool = False) -> None:
+        """The steps of a worker that ends, as far as they can be known; ``counted``: those of its order at work are."""
+        if handle.setup.remote:  # its node knows how far it had got
+            handle.child.kill()
+            handle.child.join(1.0)
+        if not self.accounts:
+            return  # it was never part of the crew
+        for report in [*handle.reports, *handle.unfinished]:  # in this order, since only the last is of a partial lane
+            self.accounts[report.group].add(report)
+        handle.unfinished.clear()
+        steps, at_work = 0, handle.order_at_work()
+        if at_work is not None and not counted:
+            self.accounts[at_work.group].cut_short(steps := handle.steps_seen())
+        for order in handle.under_way() if handle.child.lost else ():
+            lane = handle.lane_of(order.number)
+            self.accounts[order.group].unseen += lane.T * lane.B - (steps if order is at_work else 0)
 
     def _pass_on(self, handle: DetachedWorker, error: Exception) -> None:
         """Its orders, to a successor, to others or back."""
@@ -307,29 +339,30 @@ class Supervisor:
         if not self.accounts:
             return  # it was never part of the crew
         self._prepare_successor(handle)
-        if self._on_failure == "restart" and self._may_restart(record):
-            record.revive_at = time.monotonic() + BACK_OFF[min(record.fruitless, len(BACK_OFF)) - 1]
+        away = self.elastic and bool(handle.child.lost)
+        if away:
+            handle.incarnation += not handle.absent
+            handle.absent = True
+            for number in handle.groups:
+                self.accounts[number].late = True
+        if self._on_failure == "restart" and ((away and handle.child.late) or record.may_restart(self._max_restarts)):
+            record.plan()
             handle.reviving = True
+            if away:
+                self._lost += [Report(o.number, o.group, lost=True) for o in handle.give_back()]
+                self._lost.append(news(handle.groups[0]))
             return
         if self._on_failure == "drop":
             warnings.warn(f"a worker is dropped, and the others go on without it: {error}", stacklevel=2)
             for number in handle.groups:
                 self.accounts[number].dropped = True
             self._lost += [Report(order.number, order.group, dropped=True) for order in handle.give_back()]
+            self._lost += [news(handle.groups[0])] if self.elastic else []
             return
         orders = handle.give_back()
+        if handle.absent and not orders:
+            self._lost.append(news(handle.groups[0], error))
         self._lost += [Report(o.number, o.group, lost=True, error=None if i else error) for i, o in enumerate(orders)]
-
-    def _may_restart(self, record: _Record) -> bool:
-        """Within the budget; one more is counted."""
-        now = time.monotonic()
-        while record.restarts and record.restarts[0] < now - 60:
-            record.restarts.popleft()
-        record.restarts.append(now)
-        record.fruitless += 1
-        if self._max_restarts is None:
-            return True
-        return len(record.restarts) <= self._max_restarts and record.fruitless <= FRUITLESS
 
     def _prepare_successor(self, handle: DetachedWorker) -> None:
         """Its environments begin episodes of new numbers."""
