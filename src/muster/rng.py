@@ -123,10 +123,11 @@ class GroupRng:
             with self._torch_as_global() if "torch" in sys.modules else nullcontext():
                 yield
         finally:
-            self._python = random.getstate()
-            self._legacy.remember()
-            numpy_user.install()
-            random.setstate(python_user)
+            if not sys.is_finalizing():  # else a thread was acting when the program ended, and nobody draws any more
+                self._python = random.getstate()
+                self._legacy.remember()
+                numpy_user.install()
+                random.setstate(python_user)
 
     @contextmanager
     def _torch_as_global(self) -> Iterator[None]:

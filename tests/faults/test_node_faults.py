@@ -26,7 +26,7 @@ from muster.nodes.meeting import write_token
 from muster.testing import Fault, OracleEnv, check_stream
 from tests.fakes import faults
 from tests.fakes.fault_runs import FRAMES, MODES, T, alive, all_gone, deadlines, run
-from tests.fakes.lost_nodes import NodeSignalled, node_of
+from tests.fakes.lost_nodes import NodeSignalled
 from tests.fakes.node_runs import (
     MARK,
     NODE_KINDS,
@@ -82,7 +82,7 @@ def check(got, *, losses=1, undisturbed=None):
     if undisturbed is not None:
         for mine, other in zip(got.rows_of(1), undisturbed.rows_of(1), strict=True):
             both = min(len(mine), len(other))
-            assert both >= FRAMES // 2 - T
+            assert both >= (FRAMES // 2 - T if len(got.batches[0]) == 2 else T)  # as they are ready, shares differ
             assert torch.equal(mine[:both], other[:both])
     return rows
 
@@ -105,7 +105,7 @@ def assert_said(error, node, phase=None, why=""):
 def test_a_node_killed_in_the_middle_of_a_rollout_loses_that_and_nothing_else(tmp_path, undisturbed, kind, on_failure):
     got = run(tmp_path, Fault(KILLS, at=AT), kind, on_failure=on_failure)
     rows = check(got, undisturbed=undisturbed[kind])
-    assert rows[0, 0] == T
+    assert rows[0, 0] == T or (kind is async_nodes and not rows[0, 0])  # which may not have left the node yet
     assert got.counts[0, 0] == (1 if on_failure == "drop" else 2)
     assert len(got.errors) == (on_failure == "raise")
     for error in got.errors:
@@ -274,7 +274,7 @@ def test_streams_after_a_death_are_those_of_local_workers(tmp_path):
 
 def test_all_workers_of_a_node_are_lost_with_it(tmp_path, undisturbed):
     path = tmp_path / "counts"
-    four = [Maker(path, 2 * node, Fault(KILLS, at=AT) if node == 0 else None) for node in range(2)]
+    four = [Maker(path, 4 * node, Fault(KILLS, at=AT) if node == 0 else None) for node in range(2)]
     options = {"num_workers_per_collector": 2, "collector_class": "sync", "on_failure": "restart", "seed": 1}
     with sync_nodes(four, frames_per_batch=2 * T, **options) as collector:
         batches = [collector.next().clone() for _ in range(4)]
@@ -282,7 +282,7 @@ def test_all_workers_of_a_node_are_lost_with_it(tmp_path, undisturbed):
         assert [worker.restarts for worker in stats.workers] == [1, 1, 0, 0]
     rows = check_stream(batches)
     counts = OracleEnv.read(path)
-    assert counts[:, 0].tolist() == [2, 2, 1, 1]
+    assert counts[:, 0].tolist() == [1] * 6
     assert sum(rows.values()) == stats.frames == 16 * T
     assert stats.executed <= counts[:, 2].sum() <= stats.executed + stats.unseen
 
@@ -290,7 +290,7 @@ def test_all_workers_of_a_node_are_lost_with_it(tmp_path, undisturbed):
 @pytest.mark.parametrize("kind", NODE_KINDS)
 def test_workers_of_a_node_that_was_lost_before_their_first_order_come_back_together(tmp_path, kind):
     """The node's server acts once all of them are there, and nobody has an order for it before."""
-    four = [Maker(tmp_path / "counts", 2 * node, None) for node in range(2)]
+    four = [Maker(tmp_path / "counts", 4 * node, None) for node in range(2)]
     options = {"num_workers_per_collector": 2, "collector_class": "sync", "collector_kwargs": {"inference": "server"}}
     with kind(four, Wide(1), frames_per_batch=2 * T, seed=1, timeouts=deadlines(30.0), **options) as collector:
         pid = node_pids()[0]
@@ -304,14 +304,14 @@ def test_workers_of_a_node_that_was_lost_before_their_first_order_come_back_toge
 
 
 class Maker:
-    """Environments of the workers of a node, each with a number of its own, as they ask."""
+    """Environments of the workers of a node, and of their successors, each with a number of its own, as they ask."""
 
     def __init__(self, path, first, fault):
         self.path, self.first, self.fault = path, first, fault
 
     def __call__(self):
         number = self.first
-        while not faults.first_time(f"{self.path}-{number}-{node_of(os.getpid())}"):
+        while not faults.first_time(f"{self.path}-{number}"):
             number += 1
         return OracleEnv(self.path, number, 1, self.fault if number == self.first else None)
 

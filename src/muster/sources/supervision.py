@@ -139,13 +139,19 @@ class Supervisor:
             self.doorbell.clear()
         for handle in dict.fromkeys(handle for fd, _ in ready for handle in of[fd]):
             if not handle.pump() or handle.child.exit_code() is not None:
-                handle.child.join(1.0)
-                handle.pump()  # what it said before
-                self._take_note(handle)
-                self._died(handle)
+                self._has_ended(handle)
             else:
                 self._take_note(handle)
         self._look_for_hangs()
+
+    def _has_ended(self, handle: DetachedWorker) -> None:
+        handle.child.join(1.0)
+        handle.pump()  # what it said before
+        self._take_note(handle)
+        self._died(handle)
+        for other in self.handles if handle.child.lost else ():  # so are all of its node; they start again together
+            if other.alive and other.child.lost:
+                self._has_ended(other)
 
     def _listen(self) -> tuple[select.poll, dict[int, list[DetachedWorker]]]:
         """What to wait on, and whose it is; made anew when workers come or go."""
