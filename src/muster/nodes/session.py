@@ -136,6 +136,8 @@ class Session:
         self.post("beat")  # wakes the sender
         if self._link is not None:
             self._link.close()
+        for leaf in leaves:  # all of them, before anybody hears of one
+            leaf.child.gone.set()
         for leaf in leaves:
             leaf.end()
         for answer in list(self._answers.values()):

@@ -114,7 +114,7 @@ class LeafChild:
     @property
     def lost(self) -> str:
         session = self._channel.session
-        return f"node {session.node.number}: {session.lost}" if self.code is None and session.lost else ""
+        return f"node {session.node.number}: {session.lost}" if self.code is None and self.gone.is_set() else ""
 
     def fileno(self) -> int:
         return -1
