@@ -15,6 +15,7 @@ import numpy as np
 
 from muster.errors import BadOption, MusterError, PolicyError
 from muster.group import Group
+from muster.interrupts import allowed
 from muster.keys import IS_INIT, TERMINATED, TRAJ_IDS, TRUNCATED, Key, next_of
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import Array, Column
@@ -129,7 +130,8 @@ def rollout_and_values(group: Group, policy: Policy, lane: Lane, wanted: Bootstr
         if COMPLETE not in lane.cache:
             rollout(group, policy, lane)
             lane.cache[COMPLETE] = True  # the group's time has moved on: it must not do so again
-        return after.values(asked)
+        with allowed():
+            return after.values(asked)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import time
 from muster.acting import call_policy, policy_error
 from muster.errors import BadEnvOutput, EnvError, MusterError, UnsupportedEnv
 from muster.group import STOP, Group
+from muster.interrupts import allowed
 from muster.memory.slots import Lane
 from muster.progress import ACTING, STEPPING, Phase
 from muster.protocols import Act, Policy, Step
@@ -27,7 +28,7 @@ def rollout(group: Group, policy: Policy, lane: Lane) -> None:
     """
     started = time.perf_counter_ns()
     group.progress.begin(Phase.STEP)
-    with group.surroundings():
+    with allowed(), group.surroundings():
         fill(group, policy, lane)
     completing = time.perf_counter_ns()
     group.leave(lane)

@@ -216,30 +216,32 @@ class TestAgents:
 
 
 class TestWeights:
-    def test_they_arrive_where_workers_read_them(self, carrier):
+    @pytest.fixture
+    def act_with(self, carrier):
+        """Publishes weights with which only one action is taken; the actions of the next batch."""
         policy = TensorDictModule(Greedy(), ["observation"], ["action"])
         options = {"carrier": carrier, "frames_per_batch": 20, "total_frames": -1}
         with QueueCollector([partial(gymnasium.make, "CartPole-v1")], policy, **options) as collector:
-            node_end = carrier.links[0][0].other
-            for number in range(1, 6):
-                with torch.no_grad():
-                    policy.module.bias.copy_(torch.tensor([number % 2, 1 - number % 2]) * 1e6)
-                collector.update_policy_weights_()
-                actions = next(iter(collector))["action"].flatten()
-                assert actions[1:].unique().tolist() == [1 - number % 2]  # the first may be one that was asked before
-                assert list(node_end.expected) == [WEIGHTS + number + 1], "the next, and nothing that has come"
 
-    def test_some_that_come_before_they_are_expected_are_as_good(self, carrier):
-        policy = TensorDictModule(Greedy(), ["observation"], ["action"])
-        options = {"carrier": carrier, "frames_per_batch": 20, "total_frames": -1}
-        with QueueCollector([partial(gymnasium.make, "CartPole-v1")], policy, **options) as collector:
-            node_end = carrier.links[0][0].other
-            for number in range(1, 4):
-                node_end.expected.clear()
+            def publish(action):
                 with torch.no_grad():
-                    policy.module.bias.copy_(torch.tensor([number % 2, 1 - number % 2]) * 1e6)
+                    policy.module.bias.copy_(torch.tensor([1 - action, action]) * 1e6)
                 collector.update_policy_weights_()
-                assert next(iter(collector))["action"].flatten()[1:].unique().tolist() == [1 - number % 2]
+                return next(iter(collector))["action"].flatten()[1:]  # the first may be one that was asked before
+
+            yield publish
+
+    def test_they_arrive_where_workers_read_them(self, carrier, act_with):
+        for number in range(1, 6):
+            action = 1 - number % 2
+            assert act_with(action).unique().tolist() == [action]
+            expected = list(carrier.links[0][0].other.expected)
+            assert expected == [WEIGHTS + number + 1], "the next, and nothing that has come"
+
+    def test_some_that_come_before_they_are_expected_are_as_good(self, carrier, act_with):
+        for action in (0, 1, 0):
+            carrier.links[0][0].other.expected.clear()
+            assert act_with(action).unique().tolist() == [action]
 
     def test_a_buffer_is_written_again_once_no_node_has_it(self):
         nodes = Nodes(Never(), [0, 1], JOIN_S)

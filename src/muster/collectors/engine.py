@@ -16,6 +16,7 @@ from muster.collectors.options import CollectorOptions
 from muster.collectors.outlet import Outlet
 from muster.errors import BadOption
 from muster.group import Group
+from muster.interrupts import allowed, postponed
 from muster.keys import Key
 from muster.marks import Final
 from muster.memory.slots import Layout
@@ -135,14 +136,16 @@ class Engine:
         if not self.options.extend_buffer:
             self._put_steps(limit)
             return
-        before = self.frames
-        batch, hidden = self.collect(limit, ahead=ahead)
-        self.counted += self.frames - before
-        try:
-            if self.options.post_collect_hook is not None:
-                self.options.post_collect_hook(batch)
-        finally:
-            self.outlet.put(batch, hidden, self.env_ids)
+        with postponed():
+            before = self.frames
+            batch, hidden = self.collect(limit, ahead=ahead)
+            self.counted += self.frames - before
+            try:
+                if self.options.post_collect_hook is not None:
+                    with allowed():
+                        self.options.post_collect_hook(batch)
+            finally:
+                self.outlet.put(batch, hidden, self.env_ids)
 
     def rollout(self) -> TensorDict:
         """See ``Collector.rollout``."""
@@ -151,10 +154,12 @@ class Engine:
             steps = list(self._steps(limit))
             joined: TensorDict = torch.cat(steps, steps[0].names.index("time"))
             return joined
-        batch, hidden = self.collect(limit)
-        self.outlet.skip(batch, self.env_ids)
+        with postponed():
+            batch, hidden = self.collect(limit)
+            self.outlet.skip(batch, self.env_ids)
         return batch.exclude(*hidden) if hidden else batch
 
+    @postponed()
     def collect(
         self, limit: int | None, *, closes: bool = True, ahead: bool = True, acting: str | None = None, **others: Any
     ) -> tuple[TensorDict, list[Any]]:
@@ -352,12 +357,18 @@ class Engine:
     def _put_steps(self, limit: int) -> None:
         """``extend_buffer=False``: every time step is a rollout of its own, and in the buffer before the next one."""
         self._write_step()  # that the buffer has refused
-        before = self.frames
-        for step in self._steps(limit):
-            self.counted, before = self.counted + self.frames - before, self.frames
-            self._step = step.squeeze(step.names.index("time"))
+        steps = self._steps(limit)
+        while self._take_step(steps):
             self._write_step()
         self.outlet.ready.append(None)
+
+    @postponed()
+    def _take_step(self, steps: Iterator[TensorDict]) -> bool:
+        before = self.frames
+        if (step := next(steps, None)) is not None:
+            self.counted += self.frames - before
+            self._step = step.squeeze(step.names.index("time"))
+        return step is not None
 
     def _write_step(self) -> None:
         if self._step is not None:

@@ -21,6 +21,7 @@ from muster.collectors.on_demand_parts import Made, Part, Rollout, joined
 from muster.collectors.outlet import Passage
 from muster.episode_rules import ENDLESS, NobodyLetGo, PerEnv, Rule, RuleName
 from muster.errors import BadOption, CollectorTimeout, UnsupportedEnv, WorkerDied
+from muster.interrupts import postponed
 from muster.keys import TERMINATED, TRAJ_DONE, TRUNCATED, VALID, next_of
 from muster.memory.specs import Array
 from muster.sinks.episodes import WholeEpisodes
@@ -60,29 +61,33 @@ class OnDemand:
     def collect(self, asked: Asked) -> Collected:
         """See ``BaseCollector.collect_batch``."""
         self._check(asked)
-        engine = self._engine
         if self._waiting is None:
-            began, before = time.perf_counter(), engine.discarded_steps
-            if not self._resumes(asked):
-                self._begin_anew(asked)
-            with self._mode(asked):
-                steps = self._steps if asked.n_episode is None else self._episodes
-                batch, engine.episodes, frames, native, first = steps(asked)
-            engine.undelivered = frames
-            made = CollectStats.of(
-                engine.episodes,
-                frames,
-                time.perf_counter() - began,
-                n_discarded_steps=engine.discarded_steps - before,
-                n_kept_steps=0 if engine.kept is None else engine.kept.frames_held,
-                **native,
-            )
-            self._waiting = engine.outlet.passage(batch, first), made
+            with postponed():
+                self._waiting = self._make(asked)
         passage, made = self._waiting
         self.batch = passage.go_on()
-        self._waiting, engine.undelivered = None, 0
+        self._waiting, self._engine.undelivered = None, 0
         return Collected(self.batch, made)
 
+    def _make(self, asked: Asked) -> tuple[Passage, CollectStats]:
+        engine, began, before = self._engine, time.perf_counter(), self._engine.discarded_steps
+        if not self._resumes(asked):
+            self._begin_anew(asked)
+        with self._mode(asked):
+            steps = self._steps if asked.n_episode is None else self._episodes
+            batch, engine.episodes, frames, native, first = steps(asked)
+        engine.undelivered = frames
+        made = CollectStats.of(
+            engine.episodes,
+            frames,
+            time.perf_counter() - began,
+            n_discarded_steps=engine.discarded_steps - before,
+            n_kept_steps=0 if engine.kept is None else engine.kept.frames_held,
+            **native,
+        )
+        return engine.outlet.passage(batch, first), made
+
+    @postponed()
     def settle(self) -> None:
         """Let first-ready workers come to rest; what they have made for the next call is kept for it."""
         if self._first_ready is None:

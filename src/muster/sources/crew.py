@@ -140,9 +140,7 @@ class Crew:
 
     def welcome(self) -> None:
         """Take in which workers have come meanwhile, and call again those whose absence has been raised."""
-        for handle in self.handles:
-            if is_absent(handle) and not (handle.alive or handle.reviving or self._is_dropped(handle)):
-                handle.start()
+        start_dead(self, absent=True)
         if self._watch is not None:
             self._reports += self._watch.wait(0.0)
 
@@ -282,6 +280,15 @@ class Crew:
 def is_absent(handle: Handle) -> TypeGuard[DetachedWorker]:
     """Nothing can be ordered from it; see ``DetachedWorker``."""
     return isinstance(handle, DetachedWorker) and handle.absent
+
+
+def start_dead(crew: Crew, *, absent: bool) -> None:
+    """Start workers that are dead and that nobody else will start: those that are absent, or all others."""
+    for handle in crew.handles:
+        if not isinstance(handle, DetachedWorker) or handle.absent is not absent:
+            continue
+        if not (handle.alive or handle.reviving or crew._is_dropped(handle)):
+            handle.start()
 
 
 def _untaken(handle: Handle) -> Iterable[Report]:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from muster.interrupts import postponed
 from muster.memory.slots import Lane, Slot
 from muster.memory.specs import Column
 from muster.progress import ACTING, ORDER, PHASE, STEPPING, Phase, reward_key, stepped_in_row, steps_made
@@ -198,6 +199,7 @@ class DetachedWorker:
     def withdraw(self) -> list[Order]:
         return []  # it has seen all of them
 
+    @postponed()
     def call(self, method: str, *args: Any) -> Any:
         if self.absent and method in WHEN_THERE:
             if method == "seed":
@@ -351,6 +353,11 @@ class DetachedWorker:
         self._asked = True
         try:
             self._patience.wait_for(self, lambda: bool(self._replies))
+        except Restarted:
+            raise
+        except BaseException:
+            self._ignored += self.alive  # it comes when nobody waits for it any more
+            raise
         finally:
             self._asked = False
         kind, content = self._replies.popleft()

@@ -11,6 +11,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 
 from muster.errors import MusterError, SlotsExhausted
+from muster.interrupts import postponed
 from muster.memory.slots import Layout, Slot, SlotRing, SlotState
 from muster.sources.crew import Crew, is_absent
 from muster.sources.messages import Order, Report
@@ -184,6 +185,7 @@ class FirstReady(Schedule):
     def _batch_groups(self) -> Sequence[int]:
         return self.bundles[0].groups
 
+    @postponed()
     def rest(self) -> bool:
         """Wait until no worker has anything to do; whether rollouts are left that nobody has got."""
         self._unsure = True
@@ -191,6 +193,7 @@ class FirstReady(Schedule):
             self._take_note(self._next_report())
         return bool(self._ordered.complete())
 
+    @postponed()
     def abandon(self, reason: str) -> None:
         """Give up all that nobody has got; the environments go on where they are."""
         while self.crew.outstanding:

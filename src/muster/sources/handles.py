@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from muster.interrupts import allowed
 from muster.memory.slots import Slot
 from muster.sources.messages import Order, Report
 from muster.sources.worker import Worker
@@ -89,7 +90,8 @@ class Inline:
         return orders
 
     def call(self, method: str, *args: Any) -> Any:
-        return getattr(self.worker, method)(*args)
+        with allowed():
+            return getattr(self.worker, method)(*args)
 
     def begin_close(self) -> None:
         self.withdraw()

@@ -16,6 +16,7 @@ import torch
 
 from muster.acting import policy_error
 from muster.errors import MusterError
+from muster.interrupts import allowed
 from muster.memory.slots import Lane
 from muster.sources.actor import Actor, Rollout
 from muster.sources.build import WorkerOptions
@@ -369,8 +370,9 @@ class _Job:
 
     def result(self, check: Callable[[], None]) -> Any:
         """What it returns or raises; ``check`` raises if that will never be."""
-        while not self._done.wait(LOOK_S):
-            check()
+        with allowed():
+            while not self._done.wait(LOOK_S):
+                check()
         if self._error is not None:
             raise self._error
         return self._value

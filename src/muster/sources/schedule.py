@@ -15,8 +15,7 @@ from muster.errors import BadOption
 from muster.marks import Final, blank
 from muster.memory.slots import Layout, Slot, SlotRing, SlotState
 from muster.memory.specs import Array
-from muster.sources.crew import Crew
-from muster.sources.detached import DetachedWorker
+from muster.sources.crew import Crew, start_dead
 from muster.sources.handles import Handle
 from muster.sources.messages import Report
 from muster.trajectories import Episodes, join_episodes
@@ -231,7 +230,7 @@ class Schedule:
 
     def _lay_out(self, handle: Handle, policy: str, version: int | str | None) -> dict[int, Layout]:
         """What a worker's groups write when this policy acts; nothing if it is dropped."""
-        _wake(self.crew)
+        start_dead(self.crew, absent=False)  # those of one node wait for one another, where its server acts for them
         made = self.crew.ask(handle, "layouts", policy, [self.T[number] for number in handle.groups], version)
         return dict(zip(handle.groups, made[0], strict=True)) if made else {}
 
@@ -264,14 +263,6 @@ def filled(crew: Crew, slots: list[tuple[SlotRing, Slot]], reports: Sequence[Rep
         path=reports[0].path,
         values=[report.values for report in reports],
     )
-
-
-def _wake(crew: Crew) -> None:
-    """Start workers that are dead: those of one node wait for one another, where a server there acts for them."""
-    for handle in crew.handles:
-        dropped = crew.accounts[handle.groups[0]].dropped
-        if isinstance(handle, DetachedWorker) and not (dropped or handle.alive or handle.reviving or handle.absent):
-            handle.start()
 
 
 def _shape(layout: Layout) -> object:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from muster.errors import BadEnvOutput, EnvError, MusterError
+from muster.interrupts import allowed
 from muster.sources import failures
 from muster.sources.crash_notes import CrashNotes
 from muster.sources.crew import Account
@@ -134,7 +135,8 @@ class Supervisor:
         now = time.monotonic()
         due = [record.revive_at - now for record in self._records.values() if record.revive_at is not None]
         longest = min([SAMPLED_EVERY, *due, *([] if timeout is None else [timeout])])
-        ready = poller.poll(max(0.0, longest) * 1000)
+        with allowed():
+            ready = poller.poll(max(0.0, longest) * 1000)
         if self.doorbell is not None and ready:  # else it may have begun to ring just now, for what nobody looks at
             self.doorbell.clear()
         for handle in dict.fromkeys(handle for fd, _ in ready for handle in of[fd]):
@@ -218,9 +220,7 @@ class Supervisor:
                 record.signs = ()
                 continue
             if handle.child.exit_code() is not None:  # without a sign, where something it has started lives on
-                handle.pump()
-                self._take_note(handle)
-                self._died(handle)
+                self._has_ended(handle)
                 continue
             as_of, signs = handle.as_of(), handle.signs()
             if signs != record.signs:

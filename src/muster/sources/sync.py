@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
+from muster.interrupts import postponed
 from muster.memory.slots import Layout, Slot, SlotState
 from muster.sources.crew import Crew
 from muster.sources.messages import Report
@@ -76,6 +77,7 @@ class Sync(Schedule):
         self.crew.check_alive()
         return self._filled()
 
+    @postponed()
     def abandon(self, reason: str) -> None:
         """Give up slots that are not complete; the environments begin anew."""
         if not self._filling:
