@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -9,11 +10,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from tensordict.nn import TensorDictModule
 
 import muster
 from muster import Collector, MultiAsyncCollector, MultiSyncCollector
 from muster.interrupts import allowed, postponed
-from muster.testing import OracleEnv, check_stream
+from muster.testing import CountingEnv, OracleEnv, check_stream
 
 ROOT = Path(muster.__file__).parent
 BOOKS = [str(ROOT / part) for part in ("sources", "interrupts.py", "collectors/engine.py", "collectors/delivery.py")]
@@ -21,6 +24,14 @@ BOOKS = [str(ROOT / part) for part in ("sources", "interrupts.py", "collectors/e
 
 def press():
     signal.raise_signal(signal.SIGINT)
+
+
+def iterated(collector):
+    return collector.next()
+
+
+def on_demand(collector, **options):
+    return collector.collect_batch(n_step=6, **options).batch
 
 
 # --- the two contexts -------------------------------------------------------------------------------
@@ -136,10 +147,125 @@ def test_other_threads_have_no_part_in_it():
     assert done == [1]
 
 
-# --- collectors -------------------------------------------------------------------------------------
+# --- code of the user's -----------------------------------------------------------------------------
 
 
-class Presses:
+REACHED, GO_ON = [], threading.Event()
+
+
+class Presses(CountingEnv):
+    """And calls of a policy or hook, of which one presses Ctrl-C; nothing that comes after that is to be reached.
+
+    Args:
+        where: "step", "reset" or "call".
+        at: which of them.
+    """
+
+    def __init__(self, where, at=1):
+        super().__init__()
+        self.where, self.left = where, at
+
+    def come_to(self, where):
+        self.left -= where == self.where
+        if where == self.where and not self.left:
+            press()
+            REACHED.append(where)
+
+    def step(self, action):
+        self.come_to("step")
+        return super().step(action)
+
+    def reset(self, **given):
+        self.come_to("reset")
+        return super().reset(**given)
+
+    def __call__(self, *given):
+        self.come_to("call")
+        if isinstance(given[0], torch.Tensor):  # observations
+            lead = given[0].shape[:-1]
+            return torch.zeros(lead, dtype=torch.int64), torch.zeros((*lead, 1))
+        return None
+
+
+def acting(at):
+    return TensorDictModule(Presses("call", at), ["observation"], ["action", "state_value"])
+
+
+WRITTEN = {
+    "step": ({"create_env_fn": partial(Presses, "step", 3)}, iterated),
+    "reset": ({"create_env_fn": partial(Presses, "reset", 3)}, iterated),
+    "policy": ({"policy": acting(5)}, iterated),
+    "policy, called once for its columns": ({"policy": acting(1)}, iterated),
+    "policy, asked for values": ({"policy": acting(7)}, partial(on_demand, bootstrap=True)),
+    "hook": ({"post_collect_hook": Presses("call")}, iterated),
+}
+
+
+@pytest.mark.parametrize("what", WRITTEN)
+def test_what_the_user_has_written_is_interrupted_at_once(what):
+    options, ask = WRITTEN[what]
+    REACHED.clear()
+    given = {"create_env_fn": partial(CountingEnv, 4), "policy": None, "frames_per_batch": 6} | options
+    with Collector(**given) as collector:
+        with pytest.raises(KeyboardInterrupt):
+            ask(collector)
+        assert REACHED == []
+        assert ask(collector).numel() == 6
+
+
+class HangsOnServer:
+    """A policy that interrupts the collector's process, which waits for it, and goes on when that has ended."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, observation):
+        self.calls += 1
+        if self.calls == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            if not GO_ON.wait(30):
+                REACHED.append("the answer")
+        return torch.zeros(observation.shape[:-1], dtype=torch.int64)
+
+
+def test_waiting_for_the_server_is_interrupted_at_once():
+    REACHED.clear()
+    options = {"backend": "threads", "inference": "server", "frames_per_batch": 6}
+    with MultiSyncCollector([CountingEnv] * 2, HangsOnServer(), **options) as collector:
+        with pytest.raises(KeyboardInterrupt):
+            collector.next()
+        assert REACHED == []
+        GO_ON.set()
+        assert collector.next().numel() == 6
+
+
+class InterruptsCaller(CountingEnv):
+    """Interrupts, in its first reset, the process that waits for it."""
+
+    def __init__(self, caller):
+        super().__init__()
+        self.caller = caller
+
+    def reset(self, **given):
+        if not self.seeds:
+            os.kill(self.caller, signal.SIGINT)
+        return super().reset(**given)
+
+
+def test_an_answer_that_nobody_waits_for_any_more_is_not_taken_for_another():
+    with MultiSyncCollector(
+        [partial(InterruptsCaller, os.getpid()), CountingEnv], None, frames_per_batch=6
+    ) as collector:
+        with pytest.raises(KeyboardInterrupt):
+            collector.next()
+        assert collector.collect(n_episode=2).n_collected_episodes == 2  # asks workers this and that
+        assert collector.next().numel() == 6
+
+
+# --- the books --------------------------------------------------------------------------------------
+
+
+class PressesInBooks:
     """Traces this thread, and presses Ctrl-C at a line of those that keep the books."""
 
     def __init__(self, at):
@@ -179,14 +305,6 @@ KINDS = {
 }
 
 
-def iterated(collector):
-    return collector.next()
-
-
-def on_demand(collector):
-    return collector.collect_batch(n_step=6).batch
-
-
 @pytest.mark.parametrize("ask", [iterated, on_demand])
 @pytest.mark.parametrize("kind", KINDS)
 def test_wherever_it_comes_collecting_goes_on_as_if_nothing_had_been(tmp_path, kind, ask):
@@ -198,7 +316,7 @@ def test_wherever_it_comes_collecting_goes_on_as_if_nothing_had_been(tmp_path, k
         batches += [ask(collector).clone() for _ in range(3)]
         at = 1
         while True:
-            with Presses(at) as presses:
+            with PressesInBooks(at) as presses:
                 try:
                     batches.append(ask(collector).clone())
                 except KeyboardInterrupt:
