@@ -33,9 +33,6 @@ PATIENCE = 30.0  # seconds after which a test gives up
 IDS, VERSION, VALID = (("collector", name) for name in ("traj_ids", "policy_version", "valid"))
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:worker . is falling behind")  # as threads do on a busy machine
-
-
 @dataclass(frozen=True)
 class Kind:
     """A collector, where its workers run, and how many groups it has."""

@@ -28,8 +28,6 @@ PATIENCE = 60.0
 VERSION = ("collector", "policy_version")
 STEPS = 3  # of every environment in a batch
 
-pytestmark = pytest.mark.filterwarnings("ignore:worker . is falling behind")  # as threads do on a busy machine
-
 
 class Actor(nn.Module):
     """Shows its weight in every row."""

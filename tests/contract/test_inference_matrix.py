@@ -33,7 +33,6 @@ INFERENCE = {
     "server": {"inference": "server"},
     "alternating": {"inference": "server", "alternating": True},
 }
-pytestmark = pytest.mark.filterwarnings("ignore:worker . is falling behind")  # as threads do on a busy machine
 
 SCHEDULES = {"sync": MultiSyncCollector, "first-ready": MultiAsyncCollector}
 

@@ -19,8 +19,6 @@ from tests.fakes.echo import EchoEnv, remembering
 from tests.fakes.patterned import PatternEnv, Whole, contest, length, return_of, walk, wholes
 from tests.tools import assert_accounted, assert_same
 
-pytestmark = pytest.mark.filterwarnings("ignore:worker . is falling behind")
-
 LENGTHS = [[3], [1, 4], [2], [9, 2], [5], [1]]
 RULES = ["fair", "last_even", "per_env", "first_done"]
 IN_STEP = [kind for kind in KINDS if not kind.alone]

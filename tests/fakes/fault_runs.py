@@ -78,7 +78,7 @@ def run(folder: Path, fault: Fault | None, kind: Any = MultiSyncCollector, **opt
     batches: list[Any] = []
     errors: list[BaseException] = []
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "a worker is dropped|.*falling behind")
+        warnings.filterwarnings("ignore", "a worker is dropped")
         collector = kind(**given)
         try:
             while collector.stats().frames < FRAMES:

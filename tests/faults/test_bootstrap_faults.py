@@ -17,8 +17,6 @@ from tests.fakes.faults import first_time
 from tests.fakes.slipping import SlippingEnv, counts_time
 from tests.tools import assert_accounted, assert_same
 
-pytestmark = pytest.mark.filterwarnings("ignore:worker . is falling behind")
-
 LENGTHS = [[1, 3], [2, 4]]  # every other episode is truncated
 ROWS = 12
 WORKERS = [kind for kind in KINDS if kind.name in ("sync-2", "sync-threads", "async", "AsyncCollector", "sync-server")]

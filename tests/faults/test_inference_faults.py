@@ -30,7 +30,7 @@ from tests.faults.test_worker_resources import more_than, resources
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="kills processes"),
     pytest.mark.timeout(60),
-    pytest.mark.filterwarnings("ignore:worker . is falling behind", "ignore:a worker is dropped"),
+    pytest.mark.filterwarnings("ignore:a worker is dropped"),
 ]
 
 AT = 30  # row 10 of the second rollout
@@ -122,7 +122,9 @@ def test_a_worker_may_die_while_it_waits_for_the_server(tmp_path, kind, watched,
     got.counts = OracleEnv.read(path)
     got.check()
     assert set(got.stats.discarded) <= {"worker_died"}
-    assert got.counts[0, 0] == (1 if on_failure == "drop" else 2)
+    if kind is MultiSyncCollector:  # elsewhere the others may have made all the rest before it would be started again
+        assert got.counts[0, 0] == 1 + got.stats.restarts == (1 if on_failure == "drop" else 2)
+    assert got.counts[0, 0] <= 1 + got.stats.restarts
     assert got.counts[1, 0] == 1
     for error in got.errors:
         assert type(error) is WorkerDied

@@ -44,7 +44,6 @@ from tests.fakes.node_runs import (
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="kills processes, and looks into /proc"),
     pytest.mark.timeout(90),
-    pytest.mark.filterwarnings("ignore:worker . is falling behind"),
 ]
 
 AT = 30  # row 10 of the second rollout

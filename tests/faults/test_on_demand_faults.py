@@ -16,7 +16,7 @@ from tests.fakes.mortal import Mortal
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="kills processes"),
     pytest.mark.timeout(60),
-    pytest.mark.filterwarnings("ignore:worker . is falling behind", "ignore:a worker is dropped"),
+    pytest.mark.filterwarnings("ignore:a worker is dropped"),
 ]
 AMOUNTS = {
     "steps": {"n_step": 80},

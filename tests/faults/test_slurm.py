@@ -107,7 +107,6 @@ def test_a_cancelled_job_is_replaced_by_a_new_one(slurm, carrier_of):
     assert not list(launcher.folder.glob("token-*"))
 
 
-@pytest.mark.filterwarnings("ignore:worker 0 is falling behind")
 def test_a_collector_goes_on_while_the_job_of_a_node_is_replaced(slurm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # jobs' files go to "muster-jobs" in it
     options = {"num_envs": 2, "frames_per_batch": 32, "total_frames": -1, "on_failure": "restart"}

@@ -23,7 +23,6 @@ from tests.fakes.node_runs import NODE_KINDS, wait_until
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="kills processes"),
     pytest.mark.timeout(60),
-    pytest.mark.filterwarnings("ignore:worker . is falling behind"),
 ]
 
 WAYS = {

@@ -21,7 +21,6 @@ from tests.fakes.node_runs import NODE_KINDS, sync_nodes
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
     pytest.mark.timeout(60),
-    pytest.mark.filterwarnings("ignore:worker . is falling behind"),
 ]
 
 WAYS = {"wait": faults.waits, "GIL": faults.holds_the_gil, "SIGSTOP": faults.stops}

@@ -30,7 +30,6 @@ from tests.tools import assert_accounted, assert_same, counting
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="no worker processes"),
     pytest.mark.timeout(60),
-    pytest.mark.filterwarnings("ignore:worker . is falling behind"),  # on a busy machine
 ]
 KINDS = [MultiSyncCollector, MultiAsyncCollector]
 THREADS: dict[str, Any] = {"inference": "server", "backend": "threads"}

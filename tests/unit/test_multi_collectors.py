@@ -498,7 +498,6 @@ def test_who_falls_behind_is_named_once(gates):
 
 
 @pytest.mark.parametrize("bound", [0, 1, 4])
-@pytest.mark.filterwarnings("ignore:worker 2 is falling behind:UserWarning")
 def test_the_lag_of_weights_is_bounded(gates, bound):
     """One worker gets on slowly; weights are published with every batch."""
     makers = [gates.env(0), gates.env(1), gates.env(2, gated=True)]

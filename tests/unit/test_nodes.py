@@ -42,7 +42,7 @@ from tests.fakes.queue_links import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore:worker . is falling behind")]
+pytestmark = pytest.mark.timeout(180)
 
 POLICY = b""
 START = Start(0, 0, Payload([], b"", b"?", False, b""), [0], None, False, False)
