@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -394,7 +395,7 @@ def test_a_node_that_is_stopped_is_replaced(tmp_path, undisturbed, kind):
 def test_a_node_that_wakes_up_is_not_heard_and_joins_again(tmp_path, fault):
     """Nobody else can end it: what it had made meanwhile is not in any batch, and its successor begins after it."""
     path, token = tmp_path / "counts", tmp_path / "token"
-    write_token(token, os.urandom(16))
+    write_token(token, secrets.token_hex(16).encode())
     port = free_port()
     options = {"launcher": "manual", "tcp_port": port, "token": token, "on_failure": "restart", "seed": 1}
     timeouts = {"heartbeat": HEARTBEAT_S}

@@ -18,7 +18,7 @@ from muster.errors import EnvError, WorkerDied
 from muster.testing import Fault, OracleEnv, check_stream
 from tests.fakes import faults
 from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, alive, all_gone, run
-from tests.fakes.node_runs import NODE_KINDS, wait_until
+from tests.fakes.node_runs import NODE_KINDS, sync_nodes, wait_until
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="kills processes"),
@@ -67,7 +67,7 @@ def test_a_death_in_a_step_loses_the_rollout_at_work_and_nothing_else(tmp_path, 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_death_in_a_reset_says_so(tmp_path, undisturbed, way, kind):
     do, how, _ = WAYS[way]
-    got = run(tmp_path, Fault(do, "reset", at=3), kind)
+    got = run(tmp_path, Fault(do, "reset", at=1), kind)  # soon, or the other worker may have made all by then
     got.check(undisturbed=undisturbed[kind])
     assert list(got.stats.discarded) == ["worker_died"]
     assert_said(got.error, rf"{how} during reset")
@@ -155,11 +155,12 @@ def test_a_death_at_the_same_step_gives_the_same_streams(tmp_path):
             run(tmp_path, Fault(WAYS["SIGKILL"][0], at=AT, runs=3), kind, on_failure="restart") for _ in range(2)
         )
         first.check()
-        assert first.stats.restarts >= 2
+        if in_lockstep := kind in (MultiSyncCollector, sync_nodes):  # else the other worker may make all there is
+            assert first.stats.restarts >= 2
         for env in (0, 1):
             for a, b in zip(first.rows_of(env), second.rows_of(env), strict=True):
                 both = min(len(a), len(b))
-                assert both >= 2 * T
+                assert both >= 2 * T * in_lockstep
                 assert torch.equal(a[:both], b[:both])
 
 
