@@ -39,9 +39,9 @@ class Outcome:
         return error
 
     @property
-    def least(self) -> int:
-        """Rows that each environment must have; where batches come as they are ready, its share may be any."""
-        return FRAMES // 2 - T if len(self.batches[0]) == 2 else T
+    def in_lockstep(self) -> bool:
+        """Batches have rows of both environments; else the share of each may be any."""
+        return len(self.batches[0]) == 2
 
     def check(self, *, gaps: int = 0, undisturbed: Outcome | None = None) -> Counter[tuple[int, int]]:
         """Nothing is lost, doubled or made up, and the other environment has noticed nothing."""
@@ -52,11 +52,19 @@ class Outcome:
         assert stats.executed == stats.frames + sum(stats.discarded.values())
         assert stats.executed == counts[:, 2].sum(), "as many steps as the environments themselves have counted"
         if undisturbed is not None:
-            for mine, other in zip(self.rows_of(1), undisturbed.rows_of(1), strict=True):
-                both = min(len(mine), len(other))
-                assert both >= self.least
-                assert torch.equal(mine[:both], other[:both])
+            self.check_same(undisturbed)
         return rows
+
+    def check_same(self, undisturbed: Outcome) -> None:
+        """The other environment has noticed nothing."""
+        self.check_rows(undisturbed, 1, FRAMES // 2 - T if self.in_lockstep else T)
+
+    def check_rows(self, other: Outcome, env: int, least: int) -> None:
+        """An environment's rows are the same as far as both go, which is for so many at least."""
+        for mine, theirs in zip(self.rows_of(env), other.rows_of(env), strict=True):
+            both = min(len(mine), len(theirs))
+            assert both >= least
+            assert torch.equal(mine[:both], theirs[:both])
 
     def rows_of(self, env: int) -> list[torch.Tensor]:
         """All columns of an environment, joined in time; ids but for their common factor."""

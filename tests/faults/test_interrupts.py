@@ -166,10 +166,11 @@ class Presses(CountingEnv):
         self.where, self.left = where, at
 
     def come_to(self, where):
-        self.left -= where == self.where
-        if where == self.where and not self.left:
-            press()
-            REACHED.append(where)
+        if where == self.where:
+            self.left -= 1
+            if not self.left:
+                press()
+                REACHED.append(where)
 
     def step(self, action):
         self.come_to("step")

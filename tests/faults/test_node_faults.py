@@ -80,10 +80,7 @@ def check(got, *, losses=1, undisturbed=None):
     assert set(stats.discarded) <= {"worker_died", "shutdown"}
     assert all(count <= got.counts[env, 2] for (env, _), count in rows.items())
     if undisturbed is not None:
-        for mine, other in zip(got.rows_of(1), undisturbed.rows_of(1), strict=True):
-            both = min(len(mine), len(other))
-            assert both >= got.least
-            assert torch.equal(mine[:both], other[:both])
+        got.check_same(undisturbed)
     return rows
 
 

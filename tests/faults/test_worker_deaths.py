@@ -18,7 +18,7 @@ from muster.errors import EnvError, WorkerDied
 from muster.testing import Fault, OracleEnv, check_stream
 from tests.fakes import faults
 from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, alive, all_gone, run
-from tests.fakes.node_runs import NODE_KINDS, sync_nodes, wait_until
+from tests.fakes.node_runs import NODE_KINDS, wait_until
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="kills processes"),
@@ -155,13 +155,10 @@ def test_a_death_at_the_same_step_gives_the_same_streams(tmp_path):
             run(tmp_path, Fault(WAYS["SIGKILL"][0], at=AT, runs=3), kind, on_failure="restart") for _ in range(2)
         )
         first.check()
-        if in_lockstep := kind in (MultiSyncCollector, sync_nodes):  # else the other worker may make all there is
+        if first.in_lockstep:  # else the other worker may make all there is
             assert first.stats.restarts >= 2
         for env in (0, 1):
-            for a, b in zip(first.rows_of(env), second.rows_of(env), strict=True):
-                both = min(len(a), len(b))
-                assert both >= 2 * T * in_lockstep
-                assert torch.equal(a[:both], b[:both])
+            first.check_rows(second, env, 2 * T if first.in_lockstep else 0)
 
 
 def test_a_successor_does_not_live_through_the_same_episodes_again(tmp_path):
