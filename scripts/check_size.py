@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 EXCEPTIONS = ROOT / "docs" / "decisions" / "size-exceptions.md"
 
-LIMITS = {"file lines": 400, "function lines": 60, "public methods": 12, "inheritance depth": 1}
+LIMITS = {"file lines": 500, "function lines": 60, "public methods": 12, "inheritance depth": 1}
 
 # Deriving from these is how Python spells an interface, an error, or a network: it is not reuse.
 INTERFACES = {"Protocol", "ABC", "Exception", "BaseException", "Module"}
