@@ -9,11 +9,9 @@ Layers, each importing only from those before it::
     weights/      publishing weights
     sources/      who fills slots
     nodes/        workers on other machines
-    tuning/       what things cost here
     sinks/        whole episodes, splitting, replay buffers; stats, recording, timeline, profiling; checkpoint
     collectors/   what the user holds
-    evaluation/   how good a policy is
-    evaluation/   exact numbers of episodes
+    evaluation/ tuning/   how good a policy is; which setup is fastest
     dialects/     other systems' names and semantics
     cli/          the muster command
 """
@@ -54,7 +52,7 @@ _HOMES = {
     "SequenceSummaryStats": "muster.collect_stats",
     "TensorBoardLogger": "muster.loggers",
     "Timeline": "muster.timeline",
-    "Tuning": "muster.collectors.tuning",
+    "Tuning": "muster.tuning",
     "UnfinishedEpisode": "muster.evaluation",
     "VanillaWeightUpdater": "muster.weights.updaters",
     "WeightUpdaterBase": "muster.weights.updaters",
@@ -63,7 +61,7 @@ _HOMES = {
     "load_state": "muster.checkpoint:load",
     "save_state": "muster.checkpoint:save",
     "split_trajectories": "muster.sinks.split",
-    "tune": "muster.collectors.tuning",
+    "tune": "muster.tuning",
 }
 _OPTIONAL = {"RayBuffer": "muster.nodes.ray_buffer"}  # needs an extra
 _MODULES = ("errors", "policies", "testing", "weights")
@@ -92,8 +90,6 @@ if TYPE_CHECKING:
     from muster.collectors.clusters import RayCollector as RayCollector
     from muster.collectors.clusters import RPCCollector as RPCCollector
     from muster.collectors.resume import ResumeReport as ResumeReport
-    from muster.collectors.tuning import Tuning as Tuning
-    from muster.collectors.tuning import tune as tune
     from muster.evaluation import EvaluatedEpisode as EvaluatedEpisode
     from muster.evaluation import Evaluation as Evaluation
     from muster.evaluation import Evaluator as Evaluator
@@ -111,6 +107,8 @@ if TYPE_CHECKING:
     from muster.stats import WorkerStats as WorkerStats
     from muster.timeline import Timeline as Timeline
     from muster.trajectories import EpisodeRecord as EpisodeRecord
+    from muster.tuning import Tuning as Tuning
+    from muster.tuning import tune as tune
     from muster.weights.updaters import VanillaWeightUpdater as VanillaWeightUpdater
     from muster.weights.updaters import WeightUpdaterBase as WeightUpdaterBase
 

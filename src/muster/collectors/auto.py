@@ -1,59 +1,194 @@
-"""``num_workers="auto"``: as many workers as pay here, found out in a second or two."""
+"""``num_workers="auto"``: as many workers as keep the cores busy, measured for about a second."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
+import time
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from muster.collectors.multi_options import MultiOptions
+from muster.collectors.options import CollectorOptions
 from muster.collectors.setup import keywords_of, makers_of, worker_options
-from muster.tuning.measure import Subject, measure
-from muster.tuning.model import Costs, Setup, fewest, worker_numbers
+from muster.columns import lane_columns
+from muster.memory.slots import Layout, Slot
+from muster.policies.adapt import place
+from muster.rng import GroupRng
+from muster.rollout import rollout
+from muster.sources.build import build_envs, build_policy, make_group
+from muster.sources.pickling import dumps, loads
 
-SECONDS = 1.0  # for measuring
+SECONDS = 1.0  # of measuring
+ROWS = 32  # of each measured rollout
+MOST_WORKERS = 64
+WAITING = 0.5  # CPU share below which environments count as waiting for something else
+_PLAIN: dict[str, Any] = {  # the measured rollouts go on until the time is over, with random streams of their own
+    "on_step": None,
+    "own_rng": False,
+    "reset_when_done": True,
+    "reset_at_each_iter": False,
+    "max_decorrelation_steps": 0,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """How one worker uses its core.
+
+    Attributes:
+        cpu_share: CPU time divided by wall time of rollouts, in (0, 1]. Small: the environment waits for a simulator, a
+            network or a timer, and leaves its core to other workers.
+        env_batch: environments that one entry of ``create_env_fn`` makes, e.g. those of a vector environment.
+    """
+
+    cpu_share: float
+    env_batch: int = 1
+
+    @property
+    def waits(self) -> bool:
+        return self.cpu_share < WAITING
 
 
 def auto_workers(create_env_fn: Any, policy: Any, options: MultiOptions, *, alone: bool) -> int:
-    """The fewest workers that are about as fast as any number of them.
+    """The number of workers that keeps the cores of this machine busy.
 
-    Makes one environment in this process, steps it, and closes it. The user's random streams, and those of the groups,
-    stay as they are.
+    Makes the environments of one group in this process (one environment where ``num_envs`` is given), runs rollouts for
+    about a second with a copy of the policy, and closes them. The user's random streams, and those of the groups, do
+    not move.
 
     Args:
-        create_env_fn: see ``MultiSyncCollector``; of a list, the first entry is looked at.
+        create_env_fn: see ``MultiSyncCollector``; of a list, the first entry is measured.
         policy: that acts, or None.
         alone: every group fills batches of its own.
     """
-    makers = makers_of(create_env_fn)
-    told = worker_options(options, num_envs=None if options.num_envs is None else 1)
-    rollout = dataclasses.replace(told.rollout, num_threads=options.num_sub_threads, on_step=None)
-    told = dataclasses.replace(told, rollout=rollout)
-    kwargs = keywords_of(options.create_env_kwargs, len(makers))[0]
-    costs = measure(Subject(makers[0], kwargs, policy, told), SECONDS)
-    groups = len(makers) if isinstance(create_env_fn, (list, tuple)) else None
-    return choose_workers(costs, options, groups, alone=alone)
+    load = measure(create_env_fn, policy, options, SECONDS)
+    groups = len(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else None
+    return choose_workers(load, options, groups, usable_cores(), alone=alone)
 
 
-def choose_workers(costs: Costs, options: MultiOptions, groups: int | None, *, alone: bool) -> int:
-    """What follows from the costs.
+def choose_workers(load: Load, options: MultiOptions, groups: int | None, cores: float, *, alone: bool) -> int:
+    """The number of workers for a measured load.
 
     Args:
-        groups: that there are; None: as many as workers.
+        groups: number of groups; None: one for each worker.
+        cores: that this process may use.
     """
-    B = costs.env_batch if costs.env_batch > 1 else options.num_envs or 1
-    most = groups or (1 << 10 if alone else max(1, options.frames_per_batch // B))  # with a step for each environment
-    setups = []
-    for workers in worker_numbers(costs, most):
-        n = groups or workers
-        setup = Setup(
-            num_envs=B,
-            groups=n,
-            T=options.rows_per_batch(B if alone else n * B),
-            workers=workers,
-            backend=options.backend,
-            inference=options.inference,
-            alternating=options.alternating,
-            asynchronous=alone,
-        )
-        setups.append(setup)
-    return fewest(costs, setups).workers
+    B = load.env_batch if load.env_batch > 1 else options.num_envs or 1
+    most = groups or (MOST_WORKERS if alone else max(1, options.frames_per_batch // B))  # one step for each environment
+    return min(most, busy_workers(load, 1.0 if options.backend == "threads" else cores))
+
+
+def busy_workers(load: Load, cores: float) -> int:
+    """Workers that together use all cores, at most ``MOST_WORKERS``."""
+    return min(MOST_WORKERS, max(1, math.floor(cores / load.cpu_share + 0.1)))
+
+
+def measure(create_env_fn: Any, policy: Any, options: CollectorOptions, seconds: float) -> Load:
+    """Runs rollouts of the first group, or of one environment of it, for about ``seconds``.
+
+    Raises:
+        MusterError: the environments or the policy raised; the environments are closed.
+    """
+    makers = makers_of(create_env_fn)
+    kwargs = keywords_of(options.create_env_kwargs, len(makers))
+    told = worker_options(options, num_envs=None if options.num_envs is None else 1)
+    changes = {**_PLAIN, "num_threads": getattr(options, "num_sub_threads", None)}
+    rng, policy = GroupRng(0), loads(dumps(policy, "policy"), "policy")
+    with ExitStack() as made, rng.as_global():
+        (built,) = build_envs(makers[:1], kwargs[:1], told, made)
+        policy, device = place(policy, told.policy_device)
+        queued = _QueuedTime()
+        made.callback(queued.close)
+
+        def run(seconds: float) -> None:
+            until = _Until(seconds)
+            rollout_options = dataclasses.replace(told.rollout, **changes, interruptor=until)
+            group = make_group(built, 0, 0, B, rollout_options, rng, shared=True)
+            acting = build_policy(policy, told, group, device)
+            group.prime(acting)
+            columns = lane_columns(built.env, acting.columns(), rollout_options)
+            layout = Layout(ROWS, B, columns, batch_shape=built.batch_shape)
+            (lane,) = Slot(layout, built.env.device or "heap").lanes
+            while True:
+                lane.done_steps, lane.stopped = 0, False
+                rollout(group, acting, lane)
+                if until.collection_stopped():
+                    return
+
+        B = built.env.num_envs
+        run(0.1 * seconds)  # the first reset and the first calls of a policy take longer
+        wall, cpu, waited = time.perf_counter(), time.process_time(), queued.seconds()
+        run(0.9 * seconds)
+        cpu = time.process_time() - cpu
+        wall = time.perf_counter() - wall - (queued.seconds() - waited)
+    return Load(min(1.0, max(1e-3, cpu / max(wall, 1e-9))), B)
+
+
+class _Until:
+    """An interruptor that stops rollouts at a point in time."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.perf_counter() + seconds
+
+    def collection_stopped(self) -> bool:
+        return time.perf_counter() >= self._end
+
+
+def usable_cores(root: Path = Path("/")) -> float:
+    """Cores that this process may run on, or the share of them that its container may use.
+
+    Args:
+        root: where ``proc`` and ``sys`` are.
+    """
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return min([cores, *(quota for folder in _cpu_cgroups(root) if (quota := _quota(folder)) > 0)])
+
+
+class _QueuedTime:
+    """How long this thread has waited for a core that other programs used. 0 if the system does not say."""
+
+    def __init__(self) -> None:
+        try:
+            self._fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        except OSError:  # not Linux, or not permitted
+            self._fd = -1
+
+    def seconds(self) -> float:
+        return int(os.pread(self._fd, 64, 0).split()[1]) * 1e-9 if self._fd >= 0 else 0.0
+
+    def close(self) -> None:
+        """Called once."""
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+def _quota(folder: Path) -> float:
+    """Cores by a cgroup's limit; 0: no limit."""
+    text = _read(folder / "cpu.max").split()  # version 2: "200000 100000", or "max 100000"
+    if not text:
+        text = [_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")]
+    quota, period = [int(number) if number.isdigit() else 0 for number in (*text, "", "")[:2]]
+    return quota / period if quota and period else 0.0
+
+
+def _cpu_cgroups(root: Path) -> list[Path]:
+    """The folders of this process's CPU cgroup and of those around it, of both versions."""
+    found: list[Path] = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        inner = top / path.lstrip("/")
+        found += [folder for folder in (inner, *inner.parents) if folder == top or top in folder.parents]
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -49,7 +49,7 @@ class MultiOptions(CollectorOptions):
     Attributes:
         num_workers: processes or threads for the groups of ``create_env_fn``, at most one for each. Of a
             ``create_env_fn`` that is no list, so many groups are made. None: one for each entry. "auto": as many as
-            pay on this machine, measured for a second on an environment made for that purpose (docs/tuning.md).
+            keep the cores busy, measured for a second on an environment made for that purpose (docs/tuning.md).
         backend: "processes", or "threads" for environments that mostly wait (for a simulator or a network): hundreds of
             them at once.
         cat_results: how the rollouts of a batch are joined: "stack" gives them a dimension of their own and copies

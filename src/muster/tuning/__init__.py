@@ -1,1 +1,6 @@
-"""Which setup of a collector is fastest here: what things cost (``measure``), and what follows (``model``)."""
+"""``muster.tune``: times a grid of collectors on this machine and names the fastest."""
+
+from muster.tuning.grid import Setup as Setup
+from muster.tuning.search import Candidate as Candidate
+from muster.tuning.search import Tuning as Tuning
+from muster.tuning.search import tune as tune

@@ -1,0 +1,197 @@
+"""``tune``: times every setup of the grid once, then the fastest in turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from muster.collectors.auto import measure, usable_cores
+from muster.collectors.base import BaseCollector
+from muster.collectors.options import CollectorOptions
+from muster.collectors.setup import makers_of
+from muster.envs.build import is_environment
+from muster.errors import BadOption, UnsupportedEnv
+from muster.sources.pickling import dumps, loads
+from muster.tuning.grid import Setup, grid
+
+TOTALS = (8, 32)  # environments
+FINALISTS = 3
+SLICES = 5  # in which finalists take turns
+MEASURING, SURVEY = 0.05, 0.45  # shares of the time; the rest is for the finalists
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A setup and its rate.
+
+    Attributes:
+        rate: frames per second; None where the setup is refused.
+        final: the rate is the median of several slices of time, taken in turns with those of the other finalists.
+        refused: why the collector cannot be made.
+    """
+
+    setup: Setup
+    rate: float | None = None
+    final: bool = False
+    refused: str | None = None
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The result of ``tune``.
+
+    Attributes:
+        candidates: all setups of the grid; finalists first, then by rate.
+        cpu_share: CPU time divided by wall time of one worker: small where the environment waits.
+        cores: that this process may use.
+        groups_given: ``create_env_fn`` was a list, so the setups differ in workers only.
+    """
+
+    candidates: tuple[Candidate, ...]
+    cpu_share: float
+    cores: float
+    groups_given: bool = False
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest finalist."""
+        return self.candidates[0]
+
+    def constructor_call(self, env: str = "create_env_fn", policy: str = "policy", more: str = "") -> str:
+        """Python code that makes the best collector.
+
+        Args:
+            env, policy: expressions; ``env`` is the ``create_env_fn`` that ``tune`` was called with.
+            more: further arguments, as Python code that begins with a comma.
+        """
+        setup = self.best.setup
+        options = "".join(f", {name}={value!r}" for name, value in setup.options().items())
+        makers = f"[{env}] * {setup.groups}" if setup.workers and not self.groups_given else env
+        return f"{setup.collector_class.__name__}({makers}, {policy}{options}{more})"
+
+    def make(self, create_env_fn: Any, policy: Any = None, **options: Any) -> BaseCollector:
+        """The best collector. ``options`` are further ones, and may replace those of the setup."""
+        return self.best.setup.make(create_env_fn, policy, **options)
+
+
+def tune(
+    create_env_fn: Any,
+    policy: Any = None,
+    *,
+    seconds: float = 20.0,
+    num_envs: Sequence[int] | int | None = None,
+    frames_per_batch: int = 2048,
+    say: Callable[[str], None] = lambda text: None,
+    **options: Any,
+) -> Tuning:
+    """Finds the fastest way to collect, on this machine, from these environments with this policy.
+
+    ::
+
+        tuning = muster.tune("CartPole-v1", policy)
+        print(tuning.constructor_call('"CartPole-v1"'))
+        collector = tuning.make("CartPole-v1", policy, total_frames=1_000_000)
+
+    Runs every setup of a grid (number of environments, workers, processes or threads, central inference) once, and then
+    the fastest three in turns. Collects with a copy of the policy; global random generators do not move.
+
+    Args:
+        create_env_fn: see ``Collector``; no environment object. A list fixes the groups: then the setups differ in
+            workers and inference only, and all of them collect the same data.
+        policy: see ``Collector``.
+        seconds: of collecting in all, about; starting workers takes time besides.
+        num_envs: numbers of environments to try, over all groups. None: 8 and 32.
+        frames_per_batch: about; rounded to whole time steps.
+        say: is called with a line of progress.
+        **options: further ones of the collector, for all setups.
+
+    Raises:
+        BadOption: an option is wrong, or the policy cannot be pickled.
+        MusterError: environments or policy raised.
+    """
+    makers = makers_of(create_env_fn)
+    groups = len(makers) if isinstance(create_env_fn, (list, tuple)) else None
+    if not seconds > 0:
+        raise BadOption(f"seconds={seconds!r}: expected more than 0")
+    _check_totals(num_envs, groups)
+    if any(is_environment(maker) for maker in makers):
+        raise BadOption("create_env_fn is an environment: give an id, or a function that makes one")
+    checked = CollectorOptions.parse({**options, "frames_per_batch": frames_per_batch, "num_envs": 1})
+    if checked.policy_factory is not None:
+        raise BadOption("policy_factory: give tune the policy that it makes")
+    copied = loads(dumps(policy, "policy"), "policy")
+    cores = usable_cores()
+    say("measuring how much the environment computes")
+    load = measure(create_env_fn, copied, checked, seconds * MEASURING)
+    totals = _totals(num_envs, groups, load.env_batch, cores)
+    setups = grid(load, cores, totals, frames_per_batch, groups=groups, policy=policy is not None)
+    if not setups:
+        raise BadOption(f"num_envs={num_envs}: environments come {load.env_batch} at a time; give a multiple of that")
+    candidates = []
+    for n, setup in enumerate(setups, 1):
+        say(f"{n} of {len(setups)}: {setup.kind}, {setup.groups} x {setup.num_envs} environments")
+        candidates.append(_timed(setup, create_env_fn, copied, options, seconds * SURVEY / len(setups)))
+    candidates.sort(key=lambda c: -(c.rate or 0.0))
+    say(f"the fastest {FINALISTS}, in turns")
+    finalists = [c.setup for c in candidates[:FINALISTS] if c.rate is not None]
+    if not finalists:
+        raise BadOption(f"no setup can collect from this environment with these options: {candidates[0].refused}")
+    final = _in_turns(finalists, create_env_fn, copied, options, seconds * (1 - MEASURING - SURVEY))
+    return Tuning((*final, *candidates[len(final) :]), load.cpu_share, cores, groups is not None)
+
+
+def _check_totals(num_envs: Sequence[int] | int | None, groups: int | None) -> None:
+    for total in () if num_envs is None else [num_envs] if isinstance(num_envs, int) else num_envs:
+        if isinstance(total, bool) or not isinstance(total, int) or total < 1 or total % (groups or 1):
+            of = f"multiples of the {groups} groups" if groups else "integers of at least 1"
+            raise BadOption(f"num_envs={num_envs!r}: expected {of}")
+
+
+def _totals(num_envs: Sequence[int] | int | None, groups: int | None, env_batch: int, cores: float) -> list[int]:
+    """Numbers of environments to try, over all groups."""
+    if num_envs is not None:
+        return [num_envs] if isinstance(num_envs, int) else list(num_envs)
+    if groups:
+        return [groups * env_batch]
+    if env_batch > 1:
+        return [env_batch * n for n in range(1, 1 + max(1, int(2 * cores)))]
+    return list(TOTALS)
+
+
+def _timed(setup: Setup, create_env_fn: Any, policy: Any, options: dict[str, Any], seconds: float) -> Candidate:
+    try:
+        with setup.make(create_env_fn, policy, **options) as collector:
+            collector.rollout()  # first calls take longer
+            return Candidate(setup, _rate(collector, seconds))
+    except (BadOption, UnsupportedEnv) as error:
+        return Candidate(setup, refused=str(error))
+
+
+def _in_turns(
+    setups: Sequence[Setup], create_env_fn: Any, policy: Any, options: dict[str, Any], seconds: float
+) -> list[Candidate]:
+    """The setups with their rates, the fastest first: what else the machine does meanwhile slows all of them."""
+    with ExitStack() as made:
+        collectors = [made.enter_context(setup.make(create_env_fn, policy, **options)) for setup in setups]
+        for collector in collectors:
+            collector.rollout()
+        rates = [
+            [_rate(collector, seconds / SLICES / len(collectors)) for collector in collectors] for _ in range(SLICES)
+        ]
+    medians = [statistics.median(of_one) for of_one in zip(*rates, strict=True)]
+    found = [Candidate(setup, rate, final=True) for setup, rate in zip(setups, medians, strict=True)]
+    return sorted(found, key=lambda c: -(c.rate or 0.0))
+
+
+def _rate(collector: BaseCollector, seconds: float) -> float:
+    """Frames per second over at least ``seconds``."""
+    frames, began = collector.stats().executed, time.perf_counter()
+    while True:
+        collector.rollout()
+        took = time.perf_counter() - began
+        if took >= seconds:
+            return (collector.stats().executed - frames) / took
