@@ -215,11 +215,11 @@ class Server:
         if self.line is not None:
             return ServedPolicy(self.line, self.progress)
         policy = build_policy(self._policy, self.options, group, device)
-        if (lock := self.start.payload.policy_lock) is None:
+        if (turns := self.start.payload.policy_turns) is None:
             return policy
         from muster.sources.locked import OneAtATime
 
-        return OneAtATime(policy, lock)
+        return OneAtATime(policy, turns, self.progress)
 
     def observe(self) -> dict[int, tuple[dict[Key, Array], dict[str, Any]]]:
         """What a server needs to act for the first time: by group, observations and the state of random streams."""
