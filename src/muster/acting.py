@@ -1,33 +1,44 @@
-"""Calling a policy: its errors as the user should see them, and its first outputs into a lane."""
+"""Errors of policies and environments as the user should see them, and a policy's first outputs into a lane."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeVar
 
-from muster.errors import MusterError, PolicyError
+from muster.errors import BadOption, BadPolicyOutput, EnvError, MusterError, PolicyError, described
 from muster.memory.slots import Lane
 from muster.protocols import Outputs, Policy
 
 Result = TypeVar("Result")
+OWN = (PolicyError, BadPolicyOutput, BadOption)  # what the adapters of policies raise
 
 
 def call_policy(policy: Policy, call: Callable[[], Result]) -> Result:
     """What ``call`` returns; what it raises as a ``PolicyError``."""
     try:
         return call()
-    except MusterError:
+    except OWN:
         raise
     except Exception as error:
         raise policy_error(policy, error) from error
 
 
 def policy_error(policy: Policy, error: BaseException, t: int = 0) -> PolicyError:
-    """The error that says which policy raised what, at which row."""
+    """The error that says which policy raised what, at which row.
+
+    Whatever it is: a policy can raise any of Muster's errors, too, for instance by collecting with Muster itself.
+    """
     return PolicyError(
-        f"policy {policy.name} raised {type(error).__name__} at row {t} of the batch: {error}. No environment was "
-        f"stepped since; the next call tries again from there."
+        f"policy {policy.name} raised {described(error, f' at row {t} of the batch')}. No environment was stepped "
+        f"since; the next call tries again from there."
     )
+
+
+def env_error(name: str, method: str, error: BaseException) -> BaseException:
+    """The error that says what environments raised: that of their adapter, which knows more, if there is one."""
+    if issubclass(type(error), MusterError) and not issubclass(type(error), (PolicyError, BadPolicyOutput)):
+        return error
+    return EnvError(f"{name}.{method} raised {described(error)}")
 
 
 def keep(outputs: Outputs) -> Outputs:

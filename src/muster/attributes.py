@@ -6,7 +6,7 @@ import ast
 import importlib
 from typing import Any
 
-from muster.errors import BadOption
+from muster.errors import BadOption, text_of
 
 
 def resolve(root: Any, path: str) -> Any:
@@ -19,7 +19,7 @@ def resolve(root: Any, path: str) -> Any:
         tree = ast.parse(f"root.{path}" if not path.startswith("[") else f"root{path}", mode="eval").body
         return _walk(root, tree)
     except (SyntaxError, AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise BadOption(f"the path {path!r} leads nowhere from {type(root).__name__}: {error}") from error
+        raise BadOption(f"the path {path!r} leads nowhere from {type(root).__name__}: {text_of(error)}") from error
 
 
 def named(target: str) -> Any:

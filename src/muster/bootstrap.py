@@ -13,12 +13,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from muster.errors import BadOption, MusterError, PolicyError
+from muster.acting import OWN
+from muster.errors import BadOption, PolicyError, described
 from muster.group import Group
 from muster.interrupts import allowed
 from muster.keys import IS_INIT, TERMINATED, TRAJ_IDS, TRUNCATED, Key, next_of
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import Array, Column
+from muster.progress import Phase
 from muster.protocols import Policy
 from muster.rng import GroupRng
 from muster.rollout import rollout
@@ -130,8 +132,11 @@ def rollout_and_values(group: Group, policy: Policy, lane: Lane, wanted: Bootstr
         if COMPLETE not in lane.cache:
             rollout(group, policy, lane)
             lane.cache[COMPLETE] = True  # the group's time has moved on: it must not do so again
+        phase = group.progress.begin(Phase.POLICY)
         with allowed():
-            return after.values(asked)
+            made = after.values(asked)
+        group.progress.begin(phase)
+        return made
 
 
 @contextmanager
@@ -182,12 +187,12 @@ def fill_values(
 def _ask(policy: Policy, lane: Lane, rng: GroupRng) -> None:
     try:
         policy.start(lane, rng)(0)
-    except MusterError:
+    except OWN:
         raise
     except Exception as error:
         raise PolicyError(
-            f"policy {policy.name} raised {type(error).__name__} when it was asked for the values of next observations "
-            f"(bootstrap): {error}. No environment was stepped since; the next call tries again."
+            f"policy {policy.name} raised {described(error, ' for the values of next observations (bootstrap)')}. "
+            f"No environment was stepped since; the next call tries again."
         ) from error
 
 

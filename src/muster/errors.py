@@ -6,7 +6,11 @@ exception carry it as ``__cause__``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+
+MAX_TEXT = 20_000  # characters of a message or traceback of a foreign exception
+_NAME: Callable[[type], str] = type.__dict__["__name__"].__get__  # which no metaclass can change
 
 
 class MusterError(Exception):
@@ -134,3 +138,30 @@ class BadCapsule(MusterError, ValueError):
 
 class ImportRefused(MusterError, PermissionError):
     """An env id or a file would run foreign code, which the command line does not do unasked."""
+
+
+# --- texts of exceptions that are not Muster's ------------------------------------------------------
+
+
+def described(error: BaseException, where: str = "") -> str:
+    """``ValueError: boom``, or ``ValueError at row 3: boom``. Never raises, whatever the exception's methods do."""
+    name, text = _NAME(type(error)) + where, text_of(error)
+    return f"{name}: {text}" if text else name
+
+
+def text_of(error: BaseException) -> str:
+    """``str(error)``. Never raises."""
+    return shown(lambda: str(error))
+
+
+def shown(look: Callable[[], str]) -> str:
+    """The text that ``look`` makes of a foreign object, shortened to ``MAX_TEXT``; or why there is none.
+
+    Never raises: an error that replaces the one at hand would hide it, and where it came from.
+    """
+    try:
+        # A plain string that every stream can write, also of a subclass of str, or with lone surrogates.
+        text = str.encode(look(), "utf-8", "backslashreplace").decode()
+    except BaseException as problem:  # noqa: BLE001 (foreign code)
+        return f"<could not be shown: {_NAME(type(problem))}>"
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]}\n[...]\n{text[-MAX_TEXT // 2 :]}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from muster.acting import call_policy, keep, store_outputs
+from muster.acting import call_policy, env_error, keep, store_outputs
 from muster.carry import Carry
 from muster.columns import RolloutOptions
 from muster.episode_rules import Rule
@@ -372,10 +372,15 @@ class Group:
             array[row, which] = value
 
     def _reset_envs(self, data: Any, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        phase = self.progress.begin(Phase.RESET)
         if self.before_reset is not None:
             self.before_reset(row, which, seeds)
-        phase = self.progress.begin(Phase.RESET)
-        self.env.reset(data, row, which, seeds)
+        try:
+            self.env.reset(data, row, which, seeds)
+        except Exception as error:
+            if (raised := env_error(self.env.name, "reset", error)) is error:
+                raise
+            raise raised from error
         self.progress.begin(phase)
 
     def _check_values(self, lane: Lane, late: Array | None) -> None:
@@ -386,6 +391,7 @@ class Group:
         t, message, by_policy = found  # take back the row and all after it: their values are wrong
         self.discarded["bad_policy_output" if by_policy else "bad_env_output"] += self.waiting.made(t, lane.done_steps)
         lane.done_steps, lane.stopped = t, False
+        self.progress.begin(Phase.POLICY if by_policy else Phase.STEP)
         self._unmark(lane)
         self.reset()
         error = BadPolicyOutput if by_policy else BadEnvOutput

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from muster.errors import BadOption, HookError
+from muster.errors import BadOption, HookError, described
 from muster.keys import (
     DONE,
     FLAGS,
@@ -143,4 +143,4 @@ def call_hook(name: str, function: Callable[[Value], Result], value: Value, advi
     try:
         return function(value)
     except Exception as error:
-        raise HookError(f"{name} raised {type(error).__name__}: {error}. {advice}") from error
+        raise HookError(f"{name} raised {described(error)}. {advice}") from error

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from typing_extensions import Self
 
 from muster.collect_stats import SequenceSummaryStats
-from muster.errors import BadOption, HookError
+from muster.errors import BadOption, HookError, described
 from muster.memory.specs import Array
 from muster.stats import CollectorStats
 from muster.trajectories import EpisodeRecord, Episodes
@@ -103,8 +103,8 @@ class _Log:
         except Exception as error:  # whatever it raises
             name = getattr(self._given, "__qualname__", type(self._given).__qualname__)
             raise HookError(
-                f"the logger {name} raised {type(error).__name__} at step {step}: {error}. The data is not "
-                f"touched by that; mend the logger, or go on without it."
+                f"the logger {name} raised {described(error, f' at step {step}')}. No data was lost. "
+                f"Fix the logger, or remove it with logger=None."
             ) from error
 
     def _wants(self, step: int) -> bool:

@@ -36,6 +36,7 @@ class Phase(enum.IntEnum):
     CALL = 6
     CLOSE = 7
     JOIN = 8  # its node is not there yet
+    WAIT = 9  # another thread has the policy: it may take as long as that one may
 
 
 @dataclass

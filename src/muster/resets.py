@@ -48,7 +48,7 @@ class Due:
 
     def __init__(self, which: Sequence[int], seeds: Mapping[int, int] | None = None) -> None:
         self.which, self.seeds = list(which), dict(seeds or {})
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._begun: set[int] = set()  # those that were reset early, and not stepped since
 
     def add(self, which: Sequence[int], seeds: Sequence[int] | None = None) -> None:
@@ -66,7 +66,7 @@ class Due:
         """Those that are not at the beginning of an episode already, or are to begin in another way (``anew``).
 
         Raises:
-            Exception: ``error``, once.
+            BaseException: ``error``, once.
         """
         if (error := self.error) is not None:
             self.error = None

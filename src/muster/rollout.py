@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 
-from muster.acting import call_policy, policy_error
-from muster.errors import BadEnvOutput, EnvError, MusterError, UnsupportedEnv
+from muster.acting import OWN, call_policy, env_error, policy_error
+from muster.errors import BadEnvOutput
 from muster.group import STOP, Group
 from muster.interrupts import allowed
 from muster.memory.slots import Lane
-from muster.progress import ACTING, STEPPING, Phase
+from muster.progress import ACTING, PHASE, STEPPING, Phase
 from muster.protocols import Act, Policy, Step
 
+IN_POLICY, IN_STEP, AFTER_STEP = range(3)  # where in a row the loop is
 TIMED_EVERY = 16  # a power of two; steps between two that are timed, so that timing costs next to nothing
 
 
@@ -23,8 +24,9 @@ def rollout(group: Group, policy: Policy, lane: Lane) -> None:
     call with the same lane goes on after them.
 
     Raises:
-        EnvError, BadEnvOutput: the environments begin anew at the next call.
-        PolicyError, BadPolicyOutput: nothing was stepped; the next call repeats the policy's call.
+        EnvError, BadEnvOutput: the environments are reset by the next call.
+        PolicyError, BadPolicyOutput: nothing was stepped since the last complete row. The next call repeats the
+            policy's call.
     """
     started = time.perf_counter_ns()
     group.progress.begin(Phase.STEP)
@@ -48,7 +50,9 @@ def fill(group: Group, policy: Policy, lane: Lane) -> None:
     begin = lane.done_steps
     acted = begin == 0 and not lane.stopped and group.take_primed(lane)
     lane.acts_from = begin + acted
+    phase = group.progress.begin(Phase.POLICY)
     act = call_policy(policy, lambda: policy.start(lane, group.rng))
+    group.progress.begin(phase)
     step = group.env.start(lane)
     if acted:
         _run(group, policy, _already_acted, step, lane, begin, begin + 1)
@@ -62,20 +66,25 @@ def _run(group: Group, policy: Policy, act: Act, step: Step, lane: Lane, begin: 
     spans, track = group.spans, int(group.clock.env_ids[0])
     cells = group.progress.cells
     in_env = in_policy = timed = 0
-    t = begin
+    t, at = begin, IN_POLICY
     try:
         for t in range(begin, end):
+            at = IN_POLICY
             cells[ACTING] = t
             if t & (TIMED_EVERY - 1):
                 act(t)
+                at = IN_STEP
                 cells[STEPPING] = t
                 finished = step(t)
+                at = AFTER_STEP
             else:
                 before = clock()
                 act(t)
                 between = clock()
+                at = IN_STEP
                 cells[STEPPING] = t
                 finished = step(t)
+                at = AFTER_STEP
                 in_env += clock() - between
                 in_policy += between - before
                 timed += 1
@@ -87,28 +96,46 @@ def _run(group: Group, policy: Policy, act: Act, step: Step, lane: Lane, begin: 
                 if call_at == STOP:
                     return
         lane.done_steps = end
-    except (EnvError, BadEnvOutput, UnsupportedEnv) as error:
-        reset_failed = lane.done_steps > t
-        reason = "bad_env_output" if isinstance(error, BadEnvOutput) else "env_error"
-        group.fail(lane, t, reason, 0 if reset_failed else group.env.executed_in_row)
-        raise
-    except MusterError:
-        lane.done_steps = max(lane.done_steps, t)
-        raise
-    except Exception as error:
-        if lane.done_steps > t:  # the row is complete: it was the interruptor
+    except BaseException as error:
+        raised = _cut_short(group, policy, lane, t, at, error)
+        if raised is error:
             raise
-        lane.done_steps = t
-        raise policy_error(policy, error, t) from error
-    except BaseException:  # Ctrl-C: who knows where
-        group.fail(lane, t, "interrupted", group.env.executed_in_row)
-        raise
+        raise raised from error
     finally:
         steps = lane.done_steps - begin
         group.executed += group.waiting.made(begin, lane.done_steps)
         if timed:
             group.timing.env += in_env / timed * steps
             group.timing.policy += in_policy / timed * steps
+
+
+def _cut_short(group: Group, policy: Policy, lane: Lane, t: int, at: int, error: BaseException) -> BaseException:
+    """Enter what was executed when ``error`` was raised in row ``t``; returns the error to raise.
+
+    What was executed is decided by where that was (``at``, and the phase of a reset), and never by what was raised:
+    an environment can raise the error of a policy, and a policy that of an environment.
+    """
+    resetting = at == AFTER_STEP and group.progress.cells[PHASE] == Phase.RESET
+    if at == IN_POLICY:
+        group.progress.begin(Phase.POLICY)
+    if not issubclass(type(error), Exception):  # Ctrl-C, sys.exit(): passed on as it is
+        group.fail(lane, t, "interrupted", _executed(group, lane, t, at))
+        return error
+    if at == IN_POLICY:
+        lane.done_steps = max(lane.done_steps, t)
+        return error if issubclass(type(error), OWN) else policy_error(policy, error, t)
+    if at == AFTER_STEP and lane.done_steps > t and not resetting:
+        return error  # of the user's functions that look on: the row is complete, and the next call goes on after it
+    reason = "bad_env_output" if issubclass(type(error), BadEnvOutput) else "env_error"
+    group.fail(lane, t, reason, _executed(group, lane, t, at))
+    return env_error(group.env.name, f"{'reset' if resetting else 'step'} (row {t} of the batch)", error)
+
+
+def _executed(group: Group, lane: Lane, t: int, at: int) -> int:
+    """Environments that were stepped in row ``t``, if it is not among the complete ones."""
+    if at == IN_STEP:
+        return group.env.executed_in_row
+    return group.waiting.made(t, t + 1) if at == AFTER_STEP and lane.done_steps <= t else 0
 
 
 def _already_acted(t: int) -> None:

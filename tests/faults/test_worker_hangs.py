@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import sys
 import threading
 from functools import partial
 
+import numpy as np
 import pytest
+import torch
 
 from muster import MultiSyncCollector
 from muster.errors import WorkerHung
@@ -89,6 +92,89 @@ def test_a_hang_in_the_policy_says_so(tmp_path, way, backend, at):
     got = run(tmp_path, None, alone, policy=policy, backend=backend, timeouts=timeouts)
     got.check()
     assert_said(got.error, "policy", WAYS[way])
+
+
+class Noting:
+    """Hangs, and notes in which thread."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __call__(self, _):
+        self.path.write_text(threading.current_thread().name)
+        threading.Event().wait()  # HERE
+
+
+@pytest.mark.parametrize("at", [0, 25])
+@pytest.mark.parametrize("on_failure", MODES)
+def test_a_hang_in_the_policy_of_one_thread_is_not_that_of_those_who_wait_for_their_turn(tmp_path, on_failure, at):
+    if (on_failure, at) == ("drop", 0):
+        return  # nobody has told yet what there is in a batch
+    noting = Noting(tmp_path / "thread")
+    policy = faults.FaultyPolicy(str(tmp_path / "mark"), noting, at)
+    timeouts = {**deadlines(60.0), "policy": DEADLINE_S}
+    got = run(tmp_path, None, policy=policy, backend="threads", on_failure=on_failure, timeouts=timeouts)
+    got.check()
+    assert set(got.stats.discarded) <= {"worker_hung"}
+    worker = int(noting.path.read_text().removeprefix("muster-worker-"))
+    assert got.counts[:, 0].tolist() == [1 + (on_failure != "drop" and number == worker) for number in range(2)]
+    assert len(got.errors) == (on_failure == "raise" or at == 0)
+    for error in got.errors:
+        assert (error.worker, error.phase) == (worker, "policy")
+        assert f" at {faults.line_of(noting)} in __call__; its deadline is " in str(error)
+
+
+HUNG = []  # threads
+WAKE = threading.Event()
+
+
+class HangsUntilWoken(torch.nn.Module):
+    """Hangs in the 26th call of the first copy that gets there."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, obs):
+        self.calls += 1
+        if self.calls > 25 and not HUNG:
+            HUNG.append(threading.current_thread())
+            WAKE.wait(50)
+            return torch.full(obs.shape[:-1], 4)
+        return torch.randint(5, obs.shape[:-1])
+
+
+def test_a_thread_that_wakes_up_after_it_was_given_up_changes_nothing(tmp_path):
+    HUNG.clear()
+    WAKE.clear()
+    makers = [partial(OracleEnv, tmp_path / "counts", number) for number in range(3)]
+    timeouts = {**deadlines(60.0), "policy": DEADLINE_S}
+    options = {
+        "frames_per_batch": 3 * T,
+        "on_failure": "restart",
+        "backend": "threads",
+        "timeouts": timeouts,
+        "seed": 1,
+    }
+    users = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    with MultiSyncCollector(makers, HangsUntilWoken(), **options) as collector:
+        batches = []
+        while collector.stats().restarts == 0:
+            batches.append(collector.next())
+        batches += [collector.next() for _ in range(2)]
+        copies = [batch.clone() for batch in batches]
+        WAKE.set()
+        HUNG[0].join(30)
+        assert not HUNG[0].is_alive()
+        assert all((batch == copy).all() for batch, copy in zip(batches, copies, strict=True))
+        batches += [collector.next() for _ in range(2)]
+        stats = collector.stats()
+        rows = check_stream(batches)
+    assert torch.equal(torch.get_rng_state(), users[0])
+    assert (np.random.get_state()[1].tolist(), random.getstate()) == users[1:]
+    assert (stats.restarts, list(stats.discarded)) == (1, ["worker_hung"])
+    executed = OracleEnv.read(tmp_path / "counts")[:, 2].sum()
+    assert executed == stats.executed == sum(rows.values()) + sum(stats.discarded.values())
 
 
 def test_a_hang_while_weights_are_taken_says_so(tmp_path):

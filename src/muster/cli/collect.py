@@ -22,7 +22,7 @@ from muster.cli.numbers import frames_per_batch, parse_count
 from muster.cli.policies import Chosen, check_policy, choose_policy, needs_spaces
 from muster.cli.report import Returns, make_report, summary
 from muster.cli.signals import StopSignals
-from muster.errors import BadOption, EnvError, ImportRefused, MusterError
+from muster.errors import BadOption, EnvError, ImportRefused, MusterError, described
 
 if TYPE_CHECKING:
     from muster.collectors.base import BaseCollector
@@ -321,7 +321,7 @@ def env_spaces(env: str) -> tuple[Any, Any]:
     try:
         one = make(env)
     except Exception as error:  # whatever a foreign constructor raises; it is the cause
-        raise EnvError(f"Making {env} raised {type(error).__name__}: {error}") from error
+        raise EnvError(f"Making {env} raised {described(error)}") from error
     try:
         return one.observation_space, one.action_space
     finally:

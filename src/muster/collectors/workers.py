@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import importlib
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -29,6 +28,7 @@ from muster.sources.detached import DetachedWorker
 from muster.sources.first_ready import FirstReady
 from muster.sources.inference import Dispatch, InferenceServer
 from muster.sources.launchers import Setup, in_process, in_thread
+from muster.sources.locked import Turns
 from muster.sources.messages import Assignment, GroupInfo, Payload
 from muster.sources.pickling import dumps
 from muster.sources.schedule import Bundle
@@ -228,7 +228,7 @@ class Workers:
             policy if self._nodes is None else b"",  # a node has it already
             options.policy_factory is not None,
             given(_without_torch(told) if served else told, "the options"),
-            self._policy_lock,
+            self._policy_turns,
             count if served else None,
         )
         setup = Setup(
@@ -319,10 +319,10 @@ class Workers:
         if self._nodes is not None:
             self._doorbell = None
             self._supervisor.doorbell = self._nodes.doorbell
-            self._policy_lock = None
+            self._policy_turns = None
             return
         self._doorbell = self._supervisor.doorbell = Doorbell() if self._options.backend == "threads" else None
-        self._policy_lock = threading.Lock() if self._doorbell is not None and not self._alone else None
+        self._policy_turns = Turns() if self._doorbell is not None and not self._alone else None
         if self._doorbell is not None:
             made.callback(self._doorbell.close)
 

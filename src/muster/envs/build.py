@@ -14,7 +14,7 @@ from gymnasium.vector import VectorEnv
 from muster.envs.checks import the_only
 from muster.envs.stacked import StackedEnvs
 from muster.envs.vector import VectorEnvBatch
-from muster.errors import BadOption, EnvError, UnsupportedEnv
+from muster.errors import BadOption, EnvError, UnsupportedEnv, described
 from muster.protocols import EnvBatch
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _make(factory: Callable[[], Any], num_envs: int | None, name: str, device: t
             try:
                 envs.append(factory())
             except Exception as error:
-                raise EnvError(f"making env {i} from {name} raised {type(error).__name__}: {error}") from error
+                raise EnvError(f"making env {i} from {name} raised {described(error)}") from error
         return _wrap(envs, num_envs, name, device)
     except BaseException:
         for env in envs:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from muster.errors import BadEnvOutput, BadOption
+from muster.errors import BadEnvOutput, BadOption, shown
 from muster.memory.specs import OBJECT, Array, ArraySpec
 
 FIX = "Fix the environment, or correct its space with a gymnasium wrapper."
@@ -25,6 +25,14 @@ def the_only(envs: Sequence[Any]) -> Any:
             f"many where it is made, or pass a list of factories for several groups."
         )
     return envs[0]
+
+
+def explains_itself(env: Any) -> bool:
+    """``env`` is an adapter of Muster's that looks at values itself, so its ``BadEnvOutput`` is passed on as it is.
+
+    The same error from any other environment is only something that it raised, perhaps of a collector inside.
+    """
+    return type(env).__module__.startswith("muster.envs.")
 
 
 def leaf_problem(value: Any, spec: ArraySpec) -> str | None:
@@ -86,5 +94,5 @@ def _bound(bound: Array) -> str:
 def _describe(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"an array of shape {value.shape} and dtype {value.dtype}"
-    text = repr(value)
+    text = shown(lambda: repr(value))
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import numpy as np
 
+from muster.errors import described
+
 if TYPE_CHECKING:
     import torch
 else:
@@ -329,5 +331,5 @@ def _failure(value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any]) -> str
     try:
         dump(value, fixed, mujoco)
     except Exception as error:  # noqa: BLE001  (foreign code; the question is what it says)
-        return f"{type(error).__name__}: {error}"
+        return described(error)
     return None

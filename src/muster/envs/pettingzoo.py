@@ -30,7 +30,7 @@ from pettingzoo.utils.conversions import aec_to_parallel
 
 from muster.envs.checks import FIX, as_flag, leaf_problem, reward_problem
 from muster.envs.spaces import SpaceCodec
-from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv, UnsupportedSpace
+from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv, UnsupportedSpace, described
 from muster.keys import FLAGS, RESERVED, TEAM_REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec, Specs
@@ -303,7 +303,7 @@ class ParallelEnvs(EnvBatch):
         try:
             return getattr(self.envs[b], method)(*args, **kwargs)
         except Exception as error:
-            message = f"{self.name}[{b}].{method} raised {type(error).__name__}: {error}"
+            message = f"{self.name}[{b}].{method} raised {described(error)}"
             raise EnvError(message, env_index=b) from error
 
     # --- what there is ----------------------------------------------------------------------------

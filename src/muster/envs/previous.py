@@ -70,10 +70,14 @@ class _WithPrevious:
 
         def step_and_note(t: int) -> Sequence[int] | None:
             finished = step(t)
-            for after, before in pairs:
-                after[t + 1] = before[t]
-            if out := own["_out"]:
-                self.restart_agent(data, t + 1, out)
+            try:
+                for after, before in pairs:
+                    after[t + 1] = before[t]
+                if out := own["_out"]:
+                    self.restart_agent(data, t + 1, out)
+            except BaseException:  # Ctrl-C, after the step
+                self.executed_in_row = self.num_envs - len(own["_out"])
+                raise
             return finished
 
         return step_and_note

@@ -18,6 +18,7 @@ from gymnasium.spaces import Space
 
 from muster.envs.graph import culprit, dump, is_env, keeps_all_in_dict, load
 from muster.envs.plain_state import Decoder, Encoder, Mismatch, NotPlain, same
+from muster.errors import described
 
 Snapshot = dict[str, Any]  # plain data: see ``muster.checkpoint``
 
@@ -53,7 +54,7 @@ def take(env: Any) -> Snapshot:
     except Mismatch as error:
         return {"way": "none", "reason": str(error)}
     except Exception as error:  # noqa: BLE001  (foreign code: whatever it raises, there is no snapshot)
-        return {"way": "none", "reason": f"saving {_name(env)} raised {type(error).__name__}: {error}"}
+        return {"way": "none", "reason": f"saving {_name(env)} raised {described(error)}"}
 
 
 def restore(env: Any, snapshot: Snapshot, trust: bool) -> str | None:
@@ -87,7 +88,7 @@ def restore(env: Any, snapshot: Snapshot, trust: bool) -> str | None:
     except Mismatch as error:
         return f"{error}."
     except Exception as error:  # noqa: BLE001  (foreign code: whatever it raises, the state is not restored)
-        return f"Restoring {_name(env)} raised {type(error).__name__}: {error}"
+        return f"Restoring {_name(env)} raised {described(error)}"
     return ALE_INEXACT if any(type(layer).__module__.startswith("ale_py.") for layer in layers) else None
 
 

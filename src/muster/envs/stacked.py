@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 import gymnasium
 import numpy as np
 
-from muster.envs.checks import FIX, as_flag, leaf_problem, reward_problem
+from muster.envs.checks import FIX, as_flag, explains_itself, leaf_problem, reward_problem
 from muster.envs.spaces import SpaceCodec, action_codec, observation_codec
-from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv
+from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv, described, shown, text_of
 from muster.keys import REWARD, Key, dotted, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
@@ -54,6 +54,7 @@ class StackedEnvs(EnvBatch):
         (key, spec), *_ = self.observation_specs.items()
         self._plain = self.observations.single and spec.is_tensor, key, spec.shape, spec.dtype
         self.executed_in_row = 0  # environments stepped in a row that an error cut short
+        self._explained = all(map(explains_itself, self.envs))
         self.bypasses = True
         self.lives_lost: set[int] = set()
         self._bypassed: frozenset[int] = frozenset()
@@ -69,10 +70,10 @@ class StackedEnvs(EnvBatch):
         for n, i in enumerate(which):
             try:
                 got = self.envs[i].reset(seed=None if seeds is None else seeds[n], **options)
-            except (BadEnvOutput, UnsupportedEnv):
-                raise
             except Exception as error:
-                message = f"{self.name}[{i}].reset raised {type(error).__name__}: {error}"
+                if self._explained and issubclass(type(error), (BadEnvOutput, UnsupportedEnv)):
+                    raise
+                message = f"{self.name}[{i}].reset raised {described(error)}"
                 raise EnvError(message, env_index=i) from error
             if not isinstance(got, tuple) or len(got) != 2 or not isinstance(got[1], dict):
                 raise BadEnvOutput(
@@ -249,15 +250,15 @@ class StackedEnvs(EnvBatch):
     def _explain(self, error: BaseException, got: Any, t: int, b: int) -> NoReturn:
         """Turn what went wrong in env ``b`` at row ``t`` into the error that says so."""
         self.executed_in_row = b + (got is not ...) - sum(i < b for i in self._bypassed)
-        if not isinstance(error, Exception):  # Ctrl-C
+        if not issubclass(type(error), Exception):  # Ctrl-C
             raise error
         who = f"{self.name}[{b}].step (row {t} of the batch)"
-        if got is ... and isinstance(
-            error, (BadEnvOutput, UnsupportedEnv)
-        ):  # from an adapter that looks at values itself
+        if got is ... and self._explained and issubclass(type(error), (BadEnvOutput, UnsupportedEnv)):
             raise error
         if got is ...:
-            raise EnvError(f"{who} raised {type(error).__name__}: {error}", env_index=b) from error
+            raise EnvError(f"{who} raised {described(error)}", env_index=b) from error
+        if type(got) is _Refused:
+            raise got.error from None
         if not isinstance(got, tuple) or len(got) != 5:
             size = f" of {len(got)}" if isinstance(got, tuple) else ""
             raise BadEnvOutput(
@@ -270,7 +271,15 @@ class StackedEnvs(EnvBatch):
         if problem:
             raise BadEnvOutput(f"{who}: {problem}. {FIX}") from error
         as_flag(got[2], "terminated", who), as_flag(got[3], "truncated", who)
-        raise BadEnvOutput(f"{who} returned {got!r}, which could not be stored: {error}") from error
+        returned = shown(lambda: repr(got))
+        raise BadEnvOutput(f"{who} returned {returned}, which could not be stored: {text_of(error)}") from error
+
+
+class _Refused:
+    """In the place of what a step returned, which says nothing about lives."""
+
+    def __init__(self, error: BadEnvOutput) -> None:
+        self.error = error
 
 
 def _counting_lives(step: Callable[[Any], Any], who: str, key: str, i: int, lost: set[int]) -> Callable[[Any], Any]:
@@ -282,9 +291,13 @@ def _counting_lives(step: Callable[[Any], Any], who: str, key: str, i: int, lost
             return got  # whoever takes it will say what is wrong
         obs, reward, terminated, truncated, info = got
         if not isinstance(info, dict):
-            raise BadEnvOutput(f"{who}.step returned an info that is {type(info).__name__}, expected a dict. {FIX}")
-        ended = as_flag(terminated, "terminated", who) or as_flag(truncated, "truncated", who)
-        over = as_flag(info.get(key, ended), f"info[{key!r}]", who)
+            problem = f"{who}.step returned an info that is {type(info).__name__}, expected a dict. {FIX}"
+            return _Refused(BadEnvOutput(problem))
+        try:
+            ended = as_flag(terminated, "terminated", who) or as_flag(truncated, "truncated", who)
+            over = as_flag(info.get(key, ended), f"info[{key!r}]", who)
+        except BadEnvOutput as error:
+            return _Refused(error)
         (lost.add if ended and not over else lost.discard)(i)
         return got if ended or not over else (obs, reward, terminated, True, info)
 

@@ -21,7 +21,7 @@ from gymnasium.vector import AutoresetMode
 from muster.envs.checks import FIX, the_only
 from muster.envs.spaces import SpaceCodec, action_codec, observation_codec
 from muster.envs.torch_spaces import drawing, single_space
-from muster.errors import BadEnvOutput, BadOption, EnvError, UnsupportedEnv, UnsupportedSpace
+from muster.errors import BadEnvOutput, BadOption, EnvError, UnsupportedEnv, UnsupportedSpace, described
 from muster.keys import IS_INIT, NEXT_OBS_VALID, REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
 from muster.memory.slots import Lane, torch_dtype
 from muster.protocols import EnvBatch, Step
@@ -348,7 +348,7 @@ class TorchEnvs(EnvBatch):
         try:
             return getattr(self.env, method)(*args, **kwargs)
         except Exception as error:
-            raise EnvError(f"{self.name}.{method} raised {type(error).__name__}: {error}") from error
+            raise EnvError(f"{self.name}.{method} raised {described(error)}") from error
 
 
 @dataclass(frozen=True)

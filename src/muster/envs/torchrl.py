@@ -147,12 +147,14 @@ class TorchRLEnvs(EnvBatch):
             finished: list[int] | None = None
             n = 0
             try:
-                for n, advance in enumerate(advances):  # noqa: B007
+                for advance in advances:
                     ended = advance(t)
+                    ones[n].executed = False  # counted by ``n`` from here on
+                    n += 1
                     if ended is not None:
                         finished = ended if finished is None else finished + ended
             except BaseException:
-                self.executed_in_row = sum(one.count for one in ones[:n]) + ones[n].executed * ones[n].count
+                self.executed_in_row = sum(one.count for i, one in enumerate(ones) if i < n or one.executed)
                 raise
             return finished
 

@@ -21,7 +21,7 @@ from torchrl.envs import EnvBase, GymEnv, GymWrapper, SerialEnv, TransformedEnv
 from muster.envs.checks import FIX, as_flag
 from muster.envs.torchrl_one import Advance, OneEnv
 from muster.envs.torchrl_specs import Declared, declared
-from muster.errors import BadEnvOutput
+from muster.errors import BadEnvOutput, shown
 from muster.keys import FLAGS, REWARD, Key, next_of
 from muster.memory.slots import Lane
 
@@ -150,12 +150,17 @@ class PlainGym(OneEnv):
     def _read(self, obs: Any, key: Key, method: str) -> Any:
         """The observation as TorchRL would read it."""
         spec = self.specs.observations[key]
+
+        def misfit() -> BadEnvOutput:
+            returned = shown(lambda: repr(obs))
+            return BadEnvOutput(f"{self.name}.{method} returned {returned}, its spec says {spec}. {FIX}")
+
         try:
             value = self.env.read_obs(obs)[key[0]].numpy()
         except Exception as error:
-            raise BadEnvOutput(f"{self.name}.{method} returned {obs!r}, its spec says {spec}. {FIX}") from error
+            raise misfit() from error
         if value.shape != spec.shape or value.dtype != spec.dtype:
-            raise BadEnvOutput(f"{self.name}.{method} returned {obs!r}, its spec says {spec}. {FIX}")
+            raise misfit()
         return value
 
 

@@ -13,7 +13,7 @@ from torchrl.envs import EnvBase
 
 from muster.envs.torchrl_seeds import seed
 from muster.envs.torchrl_specs import Declared, Node
-from muster.errors import BadEnvOutput, EnvError
+from muster.errors import BadEnvOutput, EnvError, described, text_of
 from muster.keys import FLAGS, NEXT_OBS_VALID, RESERVED, REWARD, Key, dotted, next_of
 from muster.memory.cells import assemble, take
 from muster.memory.slots import MAX_ROW_VIEWS, Lane
@@ -35,7 +35,7 @@ class OneEnv:
         step: instead of ``env._step``.
 
     Attributes:
-        executed: the step that was called last came back.
+        executed: the step that is being taken came back; to be set to False by the caller of ``advance``.
         choosing: the environment chooses actions itself (``rand_action``).
     """
 
@@ -184,7 +184,7 @@ class OneEnv:
         try:
             self.env._complete_done(self.env.full_done_spec, after)
         except Exception as error:
-            raise BadEnvOutput(f"{self.name}.step: {error} {FIX}") from error
+            raise BadEnvOutput(f"{self.name}.step: {text_of(error)} {FIX}") from error
 
     def _end(self, lane: Lane, t: int, after: Any) -> list[int] | None:
         """Write the flags of a row in which some are set."""
@@ -303,7 +303,7 @@ class OneEnv:
 
     def failed(self, method: str, error: Exception) -> EnvError:
         """What to raise from an error of the environment's own."""
-        return EnvError(f"{self.name}.{method} raised {type(error).__name__}: {error}")
+        return EnvError(f"{self.name}.{method} raised {described(error)}")
 
     # --- TensorDicts of rows ----------------------------------------------------------------------
 

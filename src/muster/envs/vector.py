@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
-from muster.envs.checks import FIX, leaf_problem
+from muster.envs.checks import FIX, explains_itself, leaf_problem
 from muster.envs.spaces import SpaceCodec, action_codec, observation_codec
-from muster.errors import BadEnvOutput, BadOption, EnvError, UnsupportedEnv
+from muster.errors import BadEnvOutput, BadOption, EnvError, UnsupportedEnv, described
 from muster.keys import NEXT_OBS_VALID, REWARD, Key, dotted, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec
@@ -91,17 +91,14 @@ class VectorEnvBatch(EnvBatch):
             rewards[t] = self._column(reward, "reward", "biuf")
             terminated[t] = self._column(ended, "terminated", "b")
             truncated[t] = self._column(cut, "truncated", "b")
-            done = terminated[t] | truncated[t]
-            self.executed_in_row = 0
-            if not done.any():
-                return None
-            finished: list[int] = np.flatnonzero(done).tolist()
-            if self.mode is AutoresetMode.SAME_STEP:
+            finished: list[int] = np.flatnonzero(terminated[t] | truncated[t]).tolist()
+            if finished and self.mode is AutoresetMode.SAME_STEP:
                 self._fresh = finished, leaves
                 rows = [array[t + 1] for array in obs_arrays]
                 for i in finished:
                     self._take_final(i, info, rows, known, t)
-            return finished
+            self.executed_in_row = 0
+            return finished or None
 
         return step
 
@@ -215,10 +212,10 @@ class VectorEnvBatch(EnvBatch):
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         try:
             return getattr(self.env, method)(*args, **kwargs)
-        except (BadEnvOutput, UnsupportedEnv):  # from an adapter that looks at values itself
-            raise
         except Exception as error:
-            raise EnvError(f"{self.name}.{method} raised {type(error).__name__}: {error}") from error
+            if explains_itself(self.env) and issubclass(type(error), (BadEnvOutput, UnsupportedEnv)):
+                raise
+            raise EnvError(f"{self.name}.{method} raised {described(error)}") from error
 
     def _pair(self, got: Any) -> Any:
         if not isinstance(got, tuple) or len(got) != 2:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from muster.errors import BadWeights
+from muster.errors import BadWeights, described
 from muster.sources.pickling import dumps, loads
 from muster.weights.names import Weights, modules_of, named_weights, weight_bearer
 
@@ -28,7 +28,7 @@ def private_copy(policy: Any) -> Any:
     try:
         own = copy.deepcopy(policy) if isinstance(policy, torch.nn.Module) else loads(dumps(policy, "policy"), "policy")
     except (RuntimeError, TypeError) as error:
-        raise BadWeights(f"the policy cannot be copied: {type(error).__name__}: {error}") from error
+        raise BadWeights(f"the policy cannot be copied: {described(error)}") from error
     for module in modules_of(own):
         if not shares_modules(module, policy):
             module.eval()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from muster.errors import HookError
+from muster.errors import HookError, text_of
 from muster.hooks import call_hook
 from muster.keys import TRAJ_IDS, VALID, Key, dotted
 from muster.sinks.episodes import Envs, WholeEpisodes
@@ -136,7 +136,8 @@ class EpisodeHook:
             try:
                 tensor = value.detach() if torch.is_tensor(value) else torch.from_numpy(np.array(value))
             except (TypeError, ValueError) as error:
-                raise HookError(f"on_episode_done: {dotted(key)} is no array of numbers ({error}). {KEPT}") from error
+                why = text_of(error)
+                raise HookError(f"on_episode_done: {dotted(key)} is no array of numbers ({why}). {KEPT}") from error
             if tensor.shape[:1] != (length,) or key[0] == "collector":
                 raise HookError(
                     f"on_episode_done: {dotted(key)} has shape {list(tensor.shape)}, and the episode {length} steps: "

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from muster.errors import BadCapsule, BadOption, ImportRefused
+from muster.errors import BadCapsule, BadOption, ImportRefused, described
 from muster.keys import Key
 from muster.memory.specs import Array
 from muster.sources.pickling import dumps, loads
@@ -172,7 +172,7 @@ class Capsule:
         except BadOption:
             raise
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise BadCapsule(f"{path} is damaged: {type(error).__name__}: {error}.") from error
+            raise BadCapsule(f"{path} is damaged: {described(error)}.") from error
 
     def _header(self) -> dict[str, Any]:
         plain = ("name", "env_ids", "alone", "phase", "kind", "message", "max_frames_per_traj", "caveat", "versions")
@@ -234,7 +234,7 @@ class CrashDirectory:
             path = self.path / f"{stamp}-{os.getpid()}-{self._written:02d}-env-{who}.capsule"
             capsule.save(path)
         except Exception as error:  # noqa: BLE001  (nothing that happens here may hide the failure)
-            warnings.warn(f"No crash capsule was written: {type(error).__name__}: {error}", stacklevel=2)
+            warnings.warn(f"No crash capsule was written: {described(error)}", stacklevel=2)
             return None
         return path
 
@@ -267,7 +267,7 @@ def _read(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
     except OSError as error:
         raise BadCapsule(f"{path} cannot be read: {error.strerror or error}.") from error
     except Exception as error:  # zipfile and numpy raise nearly anything on damaged files
-        raise BadCapsule(f"{path} is no crash capsule, or damaged: {type(error).__name__}: {error}.") from error
+        raise BadCapsule(f"{path} is no crash capsule, or damaged: {described(error)}.") from error
 
 
 def _by_key(header: Mapping[str, Any], arrays: Mapping[str, Array], part: str) -> dict[Key, Array]:

@@ -9,23 +9,34 @@ import site
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import cloudpickle
 
 from muster import errors
-from muster.errors import EnvError, MusterError, PolicyError, RemoteError, WorkerDied, WorkerError, WorkerHung
+from muster.errors import (
+    EnvError,
+    MusterError,
+    PolicyError,
+    RemoteError,
+    WorkerDied,
+    WorkerError,
+    WorkerHung,
+    shown,
+    text_of,
+)
 
 MAX_PICKLE_BYTES = 1 << 20  # an exception can hold an environment, or all of its data
-MAX_TEXT = 20_000  # characters of a message or traceback that are sent
 CLASSES: dict[str, type[MusterError]] = {  # of what is none of Muster's errors, by phase
     **dict.fromkeys(("construct", "reset", "step", "close"), EnvError),
     "policy": PolicyError,
 }
 CRASHES = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT")
+
+_MUSTERS = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, MusterError)]
+_CAUSE, _TRACEBACK = (vars(BaseException)[name].__get__ for name in ("__cause__", "__traceback__"))  # not a subclass's
 
 Kind = TypeVar("Kind", bound=MusterError)
 
@@ -122,7 +133,9 @@ class Failure:
             try:
                 original: BaseException = cloudpickle.loads(self.pickled)
                 return original
-            except Exception:  # noqa: BLE001  (its module can be missing here; the text is not)
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # noqa: BLE001  (its module can be missing here; the text is not)
                 pass
         return RemoteError(f"{self.type_name}: {self.text}", self.type_name, self.traceback)
 
@@ -137,11 +150,11 @@ def pack(error: BaseException, *, phase: str, **where: Any) -> Failure:
     Never raises, whatever the exception does when it is looked at.
     """
     place = Where(**where)
-    kind = next((c.__name__ for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c), None)
-    if isinstance(error, MusterError) and error.env_index is not None:
-        ids = place.env_ids[error.env_index : error.env_index + 1] or place.env_ids
-        place = replace(place, env_index=error.env_index, env_ids=ids)
-    original = error if kind is None else error.__cause__
+    nearest = _nearest(error)
+    kind = None if nearest is None else nearest.__name__
+    if (index := env_index_of(error, phase)) is not None:
+        place = replace(place, env_index=index, env_ids=place.env_ids[index : index + 1] or place.env_ids)
+    original = error if kind is None else _CAUSE(error)
     said = _text(error)
     text = said if kind else f"{_type_name(error)} was raised" + (f": {said}" if said else "")
     if original is None:
@@ -149,6 +162,17 @@ def pack(error: BaseException, *, phase: str, **where: Any) -> Failure:
     return Failure(
         kind, text, phase, place, _type_name(original), _text(original), _traceback(original), _pickled(original)
     )
+
+
+def env_index_of(error: BaseException, phase: str) -> int | None:
+    """Number of the environment that an adapter's error is about, in its group. Never raises.
+
+    An error of a policy, or of the user's own class, may come from another collector inside, with other numbers.
+    """
+    if phase == "policy" or type(error) is not _nearest(error):
+        return None
+    index = vars(error).get("env_index")
+    return index if type(index) is int and index >= 0 else None
 
 
 def died(
@@ -233,10 +257,10 @@ def on_server(error: Exception, seen: MusterError) -> MusterError:
     Args:
         seen: what became of it in the worker that it acted for, which knows where that was.
     """
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    made = _made(cast(type[MusterError], type(error)), _sections(str(error), f"Traceback on the server:\n{trace}"))
+    cls = _nearest(error) or PolicyError
+    made = _made(cls, _sections(text_of(error), f"Traceback on the server:\n{_traceback(error)}"))
     vars(made).update(vars(seen))
-    made.__cause__ = error.__cause__
+    made.__cause__ = _CAUSE(error)
     return made
 
 
@@ -340,25 +364,23 @@ def _pickled(error: BaseException) -> bytes | None:
 
 def _traceback(error: BaseException) -> str:
     """The user's frames last."""
-    return _guarded(lambda: "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip())
+    return shown(lambda: "".join(traceback.format_exception(type(error), error, _TRACEBACK(error))).rstrip())
 
 
 def _text(error: BaseException) -> str:
-    notes = getattr(error, "__notes__", ())
-    return _guarded(lambda: "\n".join([str(error), *map(str, notes)]))
-
-
-def _guarded(look: Callable[[], str]) -> str:
-    try:
-        text = look()
-    except BaseException as problem:  # noqa: BLE001  (foreign code, which must not end the worker)
-        return f"<could not be shown: {type(problem).__name__}>"
-    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]}\n[...]\n{text[-MAX_TEXT // 2 :]}"
+    """With its notes."""
+    text, notes = text_of(error), shown(lambda: "\n".join(map(str, getattr(error, "__notes__", ()))))
+    return f"{text}\n{notes}" if notes else text
 
 
 def _type_name(error: BaseException) -> str:
     cls = type(error)
-    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    return shown(lambda: cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}")
+
+
+def _nearest(error: BaseException) -> type[MusterError] | None:
+    """The class of Muster's that it is, or is derived from."""
+    return next((cls for cls in reversed(_MUSTERS) if issubclass(type(error), cls)), None)  # bases are defined first
 
 
 def _signal_name(number: int) -> str:

@@ -90,8 +90,12 @@ class Inline:
         return orders
 
     def call(self, method: str, *args: Any) -> Any:
-        with allowed():
-            return getattr(self.worker, method)(*args)
+        try:
+            with allowed():
+                return getattr(self.worker, method)(*args)
+        except BaseException as error:
+            self.worker.interrupted_by(error)
+            raise
 
     def begin_close(self) -> None:
         self.withdraw()

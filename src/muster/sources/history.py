@@ -14,6 +14,7 @@ import numpy as np
 
 from muster.envs.previous import previous_of
 from muster.envs.stacked import StackedEnvs
+from muster.errors import text_of
 from muster.keys import Key
 from muster.memory.specs import Array
 from muster.protocols import EnvBatch
@@ -279,7 +280,7 @@ class History:
             alone=self.alone,
             phase=phase,
             kind=type(error).__name__,
-            message=str(error),
+            message=text_of(error),
             max_frames_per_traj=self.max_frames_per_traj,
             observation={key: np.array(array[chosen]) for key, array in (observation or {}).items()},
         )

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from muster.acting import policy_error
+from muster.acting import OWN, policy_error
 from muster.errors import MusterError
 from muster.interrupts import allowed
 from muster.memory.slots import Lane
@@ -314,7 +314,7 @@ class InferenceServer:
             try:
                 asked += [(self._rollout(seat), self.lines.row(seat.worker)) for seat in seats]
                 self.actor.act(asked)
-            except MusterError as known:
+            except OWN as known:
                 error = known
             except BaseException as unknown:  # noqa: BLE001 (raised where the batch is waited for)
                 error = policy_error(self.actor.any_policy(), unknown, asked[0][1] if asked else 0)

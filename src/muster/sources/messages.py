@@ -59,8 +59,8 @@ class Payload:
         policy: what acts, or what makes it.
         is_factory: the latter.
         options: ``WorkerOptions``.
-        policy_lock: held while the policy acts, with the group's random streams as global ones; for threads whose
-            user's thread waits for them.
+        policy_turns: ``Turns`` of threads with the policy, whose group's random streams are the global ones meanwhile;
+            None: there are none, because these are processes, or because the user's thread does not wait for them.
         served_by: a server acts, with lines to so many workers; None: this worker does.
     """
 
@@ -69,7 +69,7 @@ class Payload:
     policy: bytes
     is_factory: bool
     options: Any
-    policy_lock: Any = None
+    policy_turns: Any = None
     served_by: int | None = None
 
 

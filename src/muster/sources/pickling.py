@@ -12,7 +12,7 @@ from typing import Any
 
 import cloudpickle
 
-from muster.errors import BadOption
+from muster.errors import BadOption, described, text_of
 
 DEEPEST = 50  # levels that a search for the culprit goes down
 
@@ -43,7 +43,7 @@ def loads(data: bytes, what: str) -> Any:
         return cloudpickle.loads(data)
     except Exception as error:
         raise BadOption(
-            f"{what} was pickled, but could not be unpickled in another process: {type(error).__name__}: {error}. "
+            f"{what} was pickled, but could not be unpickled in another process: {described(error)}. "
             f"What it uses must be importable there, and its own __reduce__ or __setstate__ must take what it gave."
         ) from error
 
@@ -68,7 +68,7 @@ def _culprit(obj: Any, error: BaseException) -> str:
                 break
         else:
             break
-    reason = "" if "cannot pickle" in str(error) else f" ({type(error).__name__}: {error})"
+    reason = "" if "cannot pickle" in text_of(error) else f" ({described(error)})"
     where = f": {' -> '.join(path)}" if path else ""
     return f"{where} is a {_type_name(type(obj))}, which cannot be pickled{reason}."
 

@@ -23,7 +23,7 @@ from muster.progress import ALL_ORDERS, ORDER, PHASE, STOP, Phase, Progress
 from muster.protocols import Policy
 from muster.sources.build import WorkerOptions, build_envs, build_policy, make_group, restarted_rng, restarted_seeds
 from muster.sources.channel import Channel
-from muster.sources.failures import Failure, pack
+from muster.sources.failures import Failure, env_index_of, pack
 from muster.sources.history import Anchors
 from muster.sources.ledger import Ledger
 from muster.sources.lines import Line
@@ -109,7 +109,7 @@ class Server:
                 self.progress.begin(Phase[report.phase.upper()])
             self._send("unfinished" if self.terminated else "report", report)
             if report.error is None and not report.lost:
-                self.worker.group(report.group).begin(early=True)
+                self._begin_early(self.worker.group(report.group))
         elif kind == "call":
             method, args = content
             self.progress.begin(Phase.CALL)
@@ -215,11 +215,11 @@ class Server:
         if self.line is not None:
             return ServedPolicy(self.line, self.progress)
         policy = build_policy(self._policy, self.options, group, device)
-        if (lock := self.start.payload.policy_lock) is None:
+        if (turns := self.start.payload.policy_turns) is None:
             return policy
         from muster.sources.locked import OneAtATime
 
-        return OneAtATime(policy, lock)
+        return OneAtATime(policy, turns, self.progress)
 
     def observe(self) -> dict[int, tuple[dict[Key, Array], dict[str, Any]]]:
         """What a server needs to act for the first time: by group, observations and the state of random streams."""
@@ -296,6 +296,15 @@ class Server:
         report.anchors = self._anchors[order.group].take(begin, group.pending)
         return report
 
+    def _begin_early(self, group: Group) -> None:
+        """Reset what waits for the next rollout, which will raise the error of it: also SystemExit and the like."""
+        try:
+            group.begin(early=True)
+        except (EOFError, Terminated):
+            raise
+        except BaseException as error:  # noqa: BLE001 (of the environment)
+            group.due.error = error
+
     def _lane(self, order: Order, offset: int, nbytes: int) -> tuple[Lane, Lane]:
         layout = self._layouts[order.group]
         place_ = (order.group, offset)
@@ -313,10 +322,10 @@ class Server:
         """The error with what is known of where it happened."""
         row, clock = lane.done_steps, group.clock
         where: dict[str, Any] = {"env_ids": tuple(clock.env_ids.tolist()), "row": row}
-        index = getattr(error, "env_index", None)
-        if index is None and group.B == 1:
+        index = env_index_of(error, phase)
+        if (index is None or index >= group.B) and group.B == 1:
             index = 0
-        if index is not None:
+        if index is not None and index < group.B:
             ended = (lane.arrays[next_of(TERMINATED)] | lane.arrays[next_of(TRUNCATED)])[:row, index].nonzero()[0]
             steps = row - 1 - int(ended[-1]) if len(ended) else int(clock.steps[index]) + row
             where |= {"env_index": index, "episode": int(clock.episode[index]) + len(ended), "step": steps}

@@ -14,6 +14,7 @@ import numpy as np
 
 from muster.errors import BadEnvOutput, EnvError, MusterError
 from muster.interrupts import allowed
+from muster.progress import Phase
 from muster.sources import failures
 from muster.sources.crash_notes import CrashNotes
 from muster.sources.crew import Account
@@ -223,7 +224,7 @@ class Supervisor:
                 self._has_ended(handle)
                 continue
             as_of, signs = handle.as_of(), handle.signs()
-            if signs != record.signs:
+            if signs != record.signs or handle.phase is Phase.WAIT:  # for another one, whose deadline runs
                 record.signs, record.since = signs, now
                 continue
             phase = handle.phase.name.lower()

@@ -174,10 +174,16 @@ class ThreadChild:
         self._ledger.cells[STOP] = ALL_ORDERS
 
     def kill(self) -> None:
-        """Let it write into memory of its own, if it is still at work."""
+        """Let it write into memory of its own, if it is still at work, and give its turn with the policy to others."""
         self._ledger.cells[STOP] = ALL_ORDERS
-        if self._thread.is_alive() and self._server is not None:
-            self._server.arena.isolate()
+        if self._thread.is_alive() and (server := self._server) is not None:
+            try:
+                server.arena.isolate()
+            except OSError:
+                if server.arena.fd >= 0:
+                    raise  # else it has just ended by itself, and writes nothing any more
+            if (turns := server.start.payload.policy_turns) is not None:
+                turns.revoke(self.ident)
 
     def join(self, timeout: float) -> bool:
         self._thread.join(timeout)

@@ -13,14 +13,14 @@ import numpy as np
 from muster.attributes import resolve
 from muster.bootstrap import rollout_and_values
 from muster.columns import lane_columns
-from muster.errors import BadOption, BadPolicyOutput, PolicyError
+from muster.errors import BadOption, MusterError
 from muster.group import Group
 from muster.hooks import rendering
 from muster.keys import Key, dotted
 from muster.memory.slots import Lane, Layout
 from muster.memory.specs import Array
 from muster.profiling import ProfileConfig, RolloutProfiler
-from muster.progress import ACTING, PHASE, STEPPING, Phase, Progress, Timing
+from muster.progress import Phase, Progress, Timing
 from muster.protocols import EnvBatch, Policy
 from muster.rng import GroupRng
 from muster.rollout import rollout
@@ -136,7 +136,7 @@ class Worker:
                     asked = None if isinstance(policy, ServedPolicy) else policy
                     report.values = rollout_and_values(group, policy, lane, order.bootstrap, asked)
         except BaseException as error:  # noqa: BLE001 (raised where the batch is waited for)
-            report.error, report.phase = error, self._phase(error)
+            report.error, report.phase = error, self.interrupted_by(error)
         else:
             report.frames, report.rows, report.episodes = group.delivered, group.rows, group.episodes
             if self._profiler is not None:
@@ -148,13 +148,12 @@ class Worker:
         report.spans = spans.kept if spans is not None else []
         return report
 
-    def _phase(self, error: BaseException) -> str:
-        """What an error interrupted."""
-        phase = Phase(self.progress.cells[PHASE])
-        if isinstance(error, (PolicyError, BadPolicyOutput)):
-            return "policy"
-        rolling = phase is Phase.STEP and self.progress.cells[STEPPING] != self.progress.cells[ACTING]
-        return "policy" if rolling else phase.name.lower()
+    def interrupted_by(self, error: BaseException) -> str:
+        """The phase that an error has ended, whatever the error is; it is noted there, if that is one of Muster's."""
+        phase = Phase(self.progress.begin(Phase.IDLE))
+        if phase is not Phase.IDLE and issubclass(type(error), MusterError):
+            vars(error)["phase"] = phase.name.lower()
+        return phase.name.lower()
 
     def group(self, number: int) -> Group:
         return self.groups[number - self.groups[0].number]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from muster.errors import BadWeights
+from muster.errors import BadWeights, described
 from muster.weights.local import LocalWeights, Waiting, copy_pairs
 from muster.weights.names import Weights, named_tensors, weight_bearer
 from muster.weights.schemes import scheme_for
@@ -173,5 +173,5 @@ def _copy_on_cpu(module: torch.nn.Module | None) -> torch.nn.Module | None:
         return None if module is None else copy.deepcopy(module).cpu()
     except Exception as error:
         raise BadWeights(
-            f"the policy cannot be copied for its workers: copy.deepcopy raised {type(error).__name__}: {error}"
+            f"the policy cannot be copied for its workers: copy.deepcopy raised {described(error)}"
         ) from error

@@ -10,7 +10,7 @@ import torch
 
 from muster.envs.build import build_env
 from muster.envs.stacked import StackedEnvs
-from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv
+from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv, described
 from muster.keys import OBSERVATION, REWARD, Key, next_of
 from muster.memory.slots import Lane, torch_dtype
 from muster.memory.specs import Array, ArraySpec
@@ -132,12 +132,11 @@ class PrtEnvs(EnvBatch):
             flags = torch.as_tensor(done).reshape(-1).tolist()
             if len(flags) != B:
                 raise BadEnvOutput(f"{self.name}.step returned {len(flags)} done flags for {B} environments")
-            self.executed_in_row = 0
-            if not any(flags):
-                return None
             finished = [i for i, over in enumerate(flags) if over]
-            terminated[t, finished] = True
-            return finished
+            if finished:
+                terminated[t, finished] = True
+            self.executed_in_row = 0
+            return finished or None
 
         return step
 
@@ -197,7 +196,7 @@ class PrtEnvs(EnvBatch):
         try:
             return getattr(self.env, method)(*args)
         except Exception as error:
-            raise EnvError(f"{self.name}.{method} raised {type(error).__name__}: {error}") from error
+            raise EnvError(f"{self.name}.{method} raised {described(error)}") from error
 
 
 def _gymnasium(env: EnvBatch, device: torch.device) -> Side:

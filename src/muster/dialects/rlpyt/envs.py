@@ -9,7 +9,7 @@ import numpy as np
 
 from muster.dialects.rlpyt.trees import Part, mapped
 from muster.envs.checks import as_flag, reward_problem
-from muster.errors import BadEnvOutput, EnvError, MusterError
+from muster.errors import BadEnvOutput, EnvError, MusterError, described
 from muster.keys import REWARD, Key, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
@@ -78,7 +78,7 @@ class RlpytEnvs(EnvBatch):
             try:
                 observation = self.resets_made.pop(b) if b in self.resets_made else self.envs[b].reset()
             except Exception as error:
-                message = f"{self._who(b, 'reset')} raised {type(error).__name__}: {error}"
+                message = f"{self._who(b, 'reset')} raised {described(error)}"
                 raise EnvError(message, env_index=b) from error
             self._must(self.observation.write(arrays, (row, b), observation), b, "reset")
 
@@ -134,7 +134,7 @@ class RlpytEnvs(EnvBatch):
         try:
             got = self.envs[env].step(action)
         except Exception as error:
-            message = f"{self._who(env, 'step')} raised {type(error).__name__}: {error}"
+            message = f"{self._who(env, 'step')} raised {described(error)}"
             raise EnvError(message, env_index=env) from error
         self.executed_in_row = env + 1
         if not isinstance(got, tuple) or len(got) != 4:
@@ -158,7 +158,7 @@ class RlpytEnvs(EnvBatch):
                 self.deliver(ended)
         except Exception as error:
             who = f"{self.TrajInfoCls.__name__} of {type(self.envs[env]).__name__}[{env}]"
-            raise MusterError(f"{who}: recording a step raised {type(error).__name__}: {error}") from error
+            raise MusterError(f"{who}: recording a step raised {described(error)}") from error
 
     def _must(self, problem: str | None, env: int, method: str) -> None:
         if problem is not None:

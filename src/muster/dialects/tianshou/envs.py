@@ -10,7 +10,7 @@ from tianshou.data import Batch
 from tianshou.env import DummyVectorEnv
 from tianshou.env.worker import DummyEnvWorker
 
-from muster.errors import BadEnvOutput, EnvError, MusterError
+from muster.errors import BadEnvOutput, EnvError, described
 from muster.keys import OBSERVATION, REWARD, TERMINATED, TRUNCATED, Key, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import OBJECT, Array, ArraySpec
@@ -125,7 +125,6 @@ class VectorEnvs(EnvBatch):
                 rewards[t] = 0
                 observations[t + 1] = 0 if self.spec.is_tensor else observations[t]
             rew, finished, flags = advance(actions, observations, t + 1)
-            self.executed_in_row = 0
             if rew.ndim == 1:
                 rewards[t, ids if partial else slice(None)] = rew
             infos = [self.infos[i] for i in ids.tolist()]
@@ -138,6 +137,7 @@ class VectorEnvs(EnvBatch):
             if finished:
                 terminated[t, finished], truncated[t, finished] = flags
                 self._reset_ahead(finished)
+            self.executed_in_row = 0
             return finished or None
 
         return step
@@ -156,9 +156,11 @@ class VectorEnvs(EnvBatch):
     def _by_vector(self, actions: Actions, observations: Array, row: int) -> tuple[Array, list[int], Any]:
         """Step through the vector environment: rewards, who has ended, and their terminated and truncated flags."""
         try:
-            obs, rew, terminated, truncated, infos = self.venv.step(actions.mapped, actions.ids)
+            got = self.venv.step(actions.mapped, actions.ids)
         except Exception as error:
             raise self._failure("step", error) from error
+        self.executed_in_row = len(actions.ids)
+        obs, rew, terminated, truncated, infos = got
         terminated, truncated = np.asarray(terminated, bool), np.asarray(truncated, bool)
         self._take(actions.ids, infos)
         self._write_all(observations, row, actions.ids, obs)
@@ -177,10 +179,13 @@ class VectorEnvs(EnvBatch):
         def advance(actions: Actions, observations: Array, row: int) -> tuple[Array, list[int], Any]:
             after, rewards, finished, flags = observations[row], [], list[int](), (list[bool](), list[bool]())
             mapped, i = actions.mapped, 0
+            got: Any = ...  # nothing yet
             try:
                 for k, i in enumerate(actions.ids.tolist()):
-                    self.executed_in_row = k
-                    obs, reward, terminated, truncated, info = steps[i](mapped[k])
+                    got = ...
+                    got = steps[i](mapped[k])
+                    self.executed_in_row = k + 1
+                    obs, reward, terminated, truncated, info = got
                     info["env_id"] = i
                     infos[i] = info if len(info) == 1 else copied(info)
                     rewards.append(reward)
@@ -192,9 +197,9 @@ class VectorEnvs(EnvBatch):
                         finished.append(i)
                         flags[0].append(bool(terminated))
                         flags[1].append(bool(truncated))
-            except MusterError:
-                raise
             except Exception as error:
+                if got is not ... and type(error) is BadEnvOutput:  # of ``_write``
+                    raise
                 raise self._failure("step", error, i) from error
             return np.array(rewards), finished, flags
 
@@ -235,7 +240,7 @@ class VectorEnvs(EnvBatch):
 
     def _failure(self, method: str, error: Exception, env: int | None = None) -> EnvError:
         who = self.name if env is None else f"environment {env} of {self.name}"
-        return EnvError(f"{who}: {method} raised {type(error).__name__}: {error}", env_index=env)
+        return EnvError(f"{who}: {method} raised {described(error)}", env_index=env)
 
 
 def _one_by_one(obs: Any) -> Any:
