@@ -167,9 +167,9 @@ def never_joins(channel):
 
 def under_torchrun():
     """Rank 0 echoes through each of the others, twice; they are nodes. Run by ``torchrun -m``."""
-    from muster.nodes.launchers import TorchrunLauncher
     from muster.nodes.meeting import Meeting
     from muster.nodes.torch_distributed import DistributedCarrier, run_node
+    from muster.nodes.torchrun import TorchrunLauncher
 
     for _ in range(2):  # collectors, one after the other
         if os.environ["RANK"] != "0":

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pickle
 import secrets
+import socket
 import sys
 import threading
 from pathlib import Path
 
-from muster.nodes.gloo import join_group
 from muster.nodes.link import LinkLost
-from muster.nodes.meeting import Guest, local_address
+from muster.nodes.seal import MAGIC, NONCE_BYTES
+from muster.nodes.socket_link import SocketLink
 from muster.nodes.torch_distributed import run_node
 
 BEAT_S = 0.2
@@ -55,17 +56,18 @@ class Bomb:
 
 
 def hostile(address, marker):
-    """Join without the token, and send what must not be unpickled wherever a message may be."""
-    invitation = Guest(address, 0, within_s=60).next()
-    link = join_group(invitation.store, 1, local_address(invitation.host), "gloo", 10.0)
+    """Without the token, send what must not be unpickled wherever a message may be."""
+    host, _, port = address.rpartition(":")
     bomb = pickle.dumps(Bomb(marker))
-    try:
-        for _ in range(3):
-            link.send(bomb)
-        link.receive()
-        link.receive()
-    except LinkLost as lost:
-        print("lost", lost, flush=True)
+    for first in (bomb, MAGIC + bytes(NONCE_BYTES)):
+        link = SocketLink(socket.create_connection((host, int(port)), 60.0), 10.0)
+        try:
+            for message in (first, bomb, bomb):
+                link.send(message)
+            while True:
+                link.receive()
+        except LinkLost as lost:
+            print("lost", lost, flush=True)
 
 
 def main():

@@ -22,7 +22,6 @@ from muster.errors import BadOption
 from muster.nodes.launchers import WaitingLauncher
 from muster.nodes.link import Block, Link, LinkLost
 from muster.nodes.meeting import Meeting, write_token
-from muster.nodes.seal import WrongToken
 from muster.nodes.torch_distributed import DistributedCarrier
 from muster.nodes.torch_rpc import RpcCarrier
 from tests.fakes.netns import Host, listening, missing, network
@@ -258,13 +257,12 @@ class TestMachines:
         carrier = serving(deadline_s=5.0)
         write_token(tmp_path / "other", b"fedcba9876543210" * 2)
         node = Node(machine, carrier, tmp_path / "other")
-        with pytest.raises(WrongToken, match="does not know the token"):
-            connect(main, carrier)
+        coming = Connecting(main, carrier, 0)
         assert "has another token" in node.ended(30)
         assert not node.said  # its function was never called
+        assert "does not know the token" in carrier.meeting.refused()
         Node(machine, carrier, token)
-        link = connect(main, carrier, 1)
-        link.close()
+        coming.within(JOIN_S).close()
 
     def test_nothing_listens_but_at_the_bound_address(self, hosts, serving, token):
         main, machine, _ = hosts
@@ -300,12 +298,12 @@ def test_nothing_is_unpickled_that_comes_from_strangers(hosts, token, tmp_path):
         carrier = DistributedCarrier(1, launcher=WaitingLauncher(), meeting=meeting, deadline_s=5.0)
     try:
         marker = tmp_path / "marker"
-        Node(stranger, carrier, marker, "hostile")
-        with pytest.raises(LinkLost, match="bytes where"):
-            connect(main, carrier)
+        coming = Connecting(main, carrier, 0)
+        Node(stranger, carrier, marker, "hostile").says("lost", 2, 60)
         assert not marker.exists()
+        assert "2 connections were refused" in carrier.meeting.refused()
         Node(machine, carrier, token)  # which has the token
-        session = Session(connect(main, carrier, 1))
+        session = Session(coming.within(JOIN_S))
         session.has(3)
         session.link.close()
     finally:

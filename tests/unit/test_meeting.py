@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 
 from muster.errors import BadOption
-from muster.nodes.launchers import MpLauncher, TorchrunLauncher, WaitingLauncher, torchrun_address
+from muster.nodes.launchers import MpLauncher, WaitingLauncher
 from muster.nodes.link import LinkLost
-from muster.nodes.meeting import Guest, Meeting, is_loopback, local_address, read_token, write_token
-from muster.nodes.seal import WrongToken
+from muster.nodes.meeting import Guest, Meeting, hear, is_loopback, local_address, read_token, say, write_token
+from muster.nodes.seal import MEETING, WrongToken, seal
+from muster.nodes.socket_link import SocketLink
 from muster.nodes.torch_distributed import DistributedCarrier, check_backend, join, run_node
+from muster.nodes.torchrun import TorchrunLauncher, torchrun_meeting
 
 TOKEN = b"0123456789abcdef"
 INTRODUCED = "tests.fakes.link_nodes:introduced"
@@ -82,7 +84,7 @@ class TestListening:
             host, port = meeting.address.rsplit(":", 1)
             assert host == "[::1]"
             meeting.invite(0, 4)
-            assert Guest(meeting.address, 0).next().epoch == 4
+            assert Guest(meeting.address, meeting.token, 0).next().epoch == 4
         with contextlib.closing(Meeting(1, bind="localhost", tcp_port=int(port))) as meeting:
             assert meeting.address == f"{meeting.host}:{port}" or meeting.host == "::1"
 
@@ -120,7 +122,7 @@ class TestListening:
             with socket.create_connection((host, int(port)), 10) as stranger:
                 stranger.sendall(garbage)
         meeting.invite(1, 0)
-        assert Guest(meeting.address, 1).next().node == 1
+        assert Guest(meeting.address, meeting.token, 1).next().node == 1
 
 
 class TestTokens:
@@ -128,11 +130,6 @@ class TestTokens:
         with contextlib.closing(Meeting(1)) as other:
             assert len(meeting.token) >= 32
             assert meeting.token != other.token
-
-    def test_are_not_in_the_store(self, meeting):
-        meeting.invite(0, 0)
-        client = meeting.client()
-        assert meeting.token not in client.get("muster/board")
 
     def test_come_from_the_environment(self, monkeypatch, tmp_path):
         monkeypatch.setenv("MUSTER_TOKEN", "text of some length")
@@ -174,21 +171,21 @@ class TestTokens:
     def test_node_with_another_one_is_told_so_and_so_is_the_main_process(self):
         meeting = Meeting(1)
         carrier = DistributedCarrier(1, launcher=WaitingLauncher(), meeting=meeting)
-        ends = []
-
-        def node():
-            try:
-                run_node(meeting.address, 0, TOKEN, target=INTRODUCED)
-            except WrongToken as error:
-                ends.append(error)
-
-        thread = threading.Thread(target=node)
-        thread.start()
         try:
-            with pytest.raises(WrongToken, match="node 0 does not know the token"):
-                carrier.connect(0, 0, 60.0, threading.Event())
-            thread.join(30)
-            assert "another token than this node 0" in str(ends[0])
+            with pytest.raises(WrongToken, match="another token than this node"):
+                run_node(meeting.address, 0, TOKEN, target=INTRODUCED)
+            with pytest.raises(LinkLost, match=r"1 connections were refused; .* does not know the token"):
+                carrier.connect(0, 0, 0.1, threading.Event())
+        finally:
+            carrier.close()
+
+    def test_stranger_does_not_keep_the_right_node_out(self):
+        meeting = Meeting(1)
+        carrier = DistributedCarrier(1, launcher=MpLauncher(INTRODUCED), meeting=meeting)
+        try:
+            with pytest.raises(WrongToken):
+                run_node(meeting.address, 0, TOKEN, target=INTRODUCED)
+            carrier.connect(0, 0, 60.0, threading.Event()).close()
         finally:
             carrier.close()
 
@@ -196,11 +193,14 @@ class TestTokens:
 class TestInvitations:
     def test_are_accepted_once(self, meeting):
         meeting.invite(1, 5)
-        first = Guest(meeting.address, 1).next()
+        first = Guest(meeting.address, meeting.token, 1).next()
         assert (first.node, first.epoch, first.host) == (1, 5, "127.0.0.1")
-        assert meeting.joined(meeting.client(), 1, 5)
-        assert not meeting.joined(meeting.client(), 1, 6)
-        second = Guest(meeting.address, 1)
+        assert meeting.joined(1, 6, 0) is None
+        channel = meeting.joined(1, 5, 30)
+        say(first.channel, text="through this channel")
+        assert hear(channel) == {"text": "through this channel"}
+        assert meeting.joined(1, 5, 0) is None
+        second = Guest(meeting.address, meeting.token, 1)
         later = []
         thread = threading.Thread(target=lambda: later.append(second.next()))
         thread.start()
@@ -209,14 +209,33 @@ class TestInvitations:
         assert later[0].epoch == 6
 
     def test_are_not_lost_with_the_answer(self, meeting):
-        guest = Guest(meeting.address)
         meeting.invite(0, 0)
-        client = meeting.client()
-        assert guest._look(client).node == 0  # say that this answer never came
-        assert guest.next().node == 0
+        host, port = meeting.address.split(":")
+        for answers in (1, 2):
+            with contextlib.closing(SocketLink(socket.create_connection((host, int(port))), 10.0)) as connection:
+                channel = seal(connection, meeting.token, main=False, purpose=MEETING)
+                say(channel, node=None)
+                assert hear(channel)["node"] == 0
+                assert answers  # and it is gone without having accepted
+        assert Guest(meeting.address, meeting.token).next().node == 0
+
+    def test_that_are_accepted_too_late_are_none(self, meeting):
+        meeting.invite(0, 0)
+        host, port = meeting.address.split(":")
+        with contextlib.closing(SocketLink(socket.create_connection((host, int(port))), 10.0)) as connection:
+            channel = seal(connection, meeting.token, main=False, purpose=MEETING)
+            say(channel, node=0)
+            assert hear(channel)["epoch"] == 0
+            meeting.withdraw(0)
+            meeting.invite(0, 1)
+            say(channel, accepted=True)
+            with pytest.raises(LinkLost):
+                hear(channel)
+        assert meeting.joined(0, 0, 0) is None
+        assert Guest(meeting.address, meeting.token, 0).next().epoch == 1
 
     def test_go_to_whoever_is_free(self, meeting):
-        guests = [Guest(meeting.address) for _ in range(3)]
+        guests = [Guest(meeting.address, meeting.token) for _ in range(3)]
         for node in range(3):
             meeting.invite(node, 0)
         assert sorted(guest.next().node for guest in guests) == [0, 1, 2]
@@ -227,16 +246,16 @@ class TestInvitations:
     def test_tell_settings(self, meeting):
         meeting.tell(backend="gloo", deadline_s=3.5)
         meeting.invite(0, 0)
-        assert Guest(meeting.address, 0).next().settings == {"backend": "gloo", "deadline_s": 3.5}
+        assert Guest(meeting.address, meeting.token, 0).next().settings == {"backend": "gloo", "deadline_s": 3.5}
 
     def test_that_are_withdrawn(self, meeting):
         meeting.invite(0, 0)
         meeting.withdraw(0)
         meeting.invite(2, 7)
-        assert Guest(meeting.address).next().node == 2
+        assert Guest(meeting.address, meeting.token).next().node == 2
 
     def test_end_with_the_main_process(self, meeting):
-        guest = Guest(meeting.address)
+        guest = Guest(meeting.address, meeting.token)
         meeting.invite(0, 0)
         assert guest.next().node == 0
         ends = []
@@ -251,9 +270,9 @@ class TestInvitations:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         found = []
-        thread = threading.Thread(target=lambda: found.append(Guest(f"127.0.0.1:{port}", 0).next()))
+        thread = threading.Thread(target=lambda: found.append(Guest(f"127.0.0.1:{port}", TOKEN, 0).next()))
         thread.start()
-        with contextlib.closing(Meeting(1, tcp_port=port)) as meeting:
+        with contextlib.closing(Meeting(1, tcp_port=port, token=TOKEN)) as meeting:
             meeting.invite(0, 3)
             thread.join(30)
             assert found[0].epoch == 3
@@ -263,16 +282,16 @@ class TestInvitations:
             bound.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{bound.getsockname()[1]}"
             with pytest.raises(LinkLost, match=f"{address} could not be reached for 0.3 s"):
-                Guest(address, within_s=0.3).next()
+                Guest(address, TOKEN, within_s=0.3).next()
 
     @pytest.mark.parametrize("address", ["host", "host:", "host:port", ""])
     def test_need_an_address(self, address):
         with pytest.raises(BadOption, match="host:port"):
-            Guest(address)
+            Guest(address, TOKEN)
 
     def test_node_that_nobody_expects(self, meeting):
         with pytest.raises(BadOption, match=r"node=3.*expects 3 nodes"):
-            Guest(meeting.address, 3).next()
+            Guest(meeting.address, meeting.token, 3).next()
 
     def test_carrier_of_another_number_of_nodes(self, meeting):
         with pytest.raises(BadOption, match="2 nodes, but the meeting is for 3"):
@@ -323,7 +342,7 @@ class TestWaitingNodes:
         carrier = DistributedCarrier(1, launcher=WaitingLauncher(), meeting=meeting, deadline_s=1.0)
         try:
             accepted = []
-            thread = threading.Thread(target=lambda: accepted.append(Guest(meeting.address, 0).next()))
+            thread = threading.Thread(target=lambda: accepted.append(Guest(meeting.address, meeting.token, 0).next()))
             thread.start()
             with pytest.raises(LinkLost, match="Node 0 has not joined"):
                 carrier.connect(0, 0, 60.0, threading.Event())
@@ -373,7 +392,7 @@ class TestTorchrun:
         for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(BadOption, match="in rank 0"):
-            torchrun_address(1.0)
+            torchrun_meeting(None, 1.0)
         with contextlib.closing(Meeting(5)) as meeting, pytest.raises(BadOption, match=r"3 ranks, but 5 .* start 6"):
             TorchrunLauncher().start(0, 0, meeting)
         monkeypatch.setenv("RANK", "1")

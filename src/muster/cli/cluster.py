@@ -40,6 +40,9 @@ class Node:
     number: Annotated[int | None, arg(metavar="N")] = None
     """Which of its nodes to be, from 0; by default any that is missing."""
 
+    engine: Literal["distributed", "rpc"] = "distributed"
+    """How it is connected. rpc, for an RPCCollector only: every process that reaches the node can run code in it."""
+
     wait: Annotated[float, arg(metavar="S")] = JOIN_S
     """Seconds for the collector to begin, and for which it may be out of reach later."""
 
@@ -64,7 +67,7 @@ def node(command: Node) -> int:
     token = read_token(None)
     if token is None:
         raise BadOption(f"A node needs the token of its collector: {NO_TOKEN}")
-    return _serve(command.address, command.number, token, command.wait, command.wait)
+    return _serve(command.address, command.number, token, command.wait, command.engine)
 
 
 def is_node(command: Collect) -> bool:
@@ -75,7 +78,7 @@ def is_node(command: Collect) -> bool:
 def serve_rank(command: Collect) -> int:
     """Be that node. Its first Ctrl-C or SIGTERM is left to the collector, which gets it too and then says goodbye."""
     with _first_signal_ignored():
-        return _serve(None, None, None, command.join_timeout, command.join_timeout)
+        return _serve(None, None, None, command.join_timeout, "distributed")
 
 
 def check(command: Collect) -> None:
@@ -192,12 +195,12 @@ def endpoint(bind: str | None) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _serve(address: str | None, number: int | None, token: bytes | None, within_s: float, patience_s: float) -> int:
+def _serve(address: str | None, number: int | None, token: bytes | None, wait_s: float, engine: str) -> int:
     from muster.nodes.link import LinkLost
     from muster.nodes.torch_distributed import run_node
 
     try:
-        if run_node(address, number, token, within_s=within_s, patience_s=patience_s):
+        if run_node(address, number, token, engine=engine, within_s=wait_s, patience_s=wait_s):
             return 0
         print("muster: the collector has ended without a goodbye.", file=sys.stderr)
     except LinkLost as error:
@@ -206,7 +209,7 @@ def _serve(address: str | None, number: int | None, token: bytes | None, within_
 
 
 def _rank() -> int | None:
-    from muster.nodes.launchers import torchrun_rank
+    from muster.nodes.torchrun import torchrun_rank
 
     return torchrun_rank()
 

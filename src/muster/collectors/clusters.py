@@ -120,8 +120,8 @@ class DistributedCollector(ClusterCollector):
             from muster.nodes.torch_distributed import DistributedCarrier
 
             place = Place(launcher, slurm_kwargs, bind, tcp_port, token)
-            made, meeting = place.prepare(count, max(self._cluster.workers))
-            return DistributedCarrier(count, launcher=made, meeting=meeting, backend=backend, deadline_s=deadline_s)
+            workers = max(self._cluster.workers)
+            return place.carrier(count, workers, DistributedCarrier, backend=backend, deadline_s=deadline_s)
 
         super().__init__(create_env_fn, policy, connect, **options)
 
@@ -165,11 +165,10 @@ class RPCCollector(ClusterCollector):
 
             check_backend(backend)
             place = Place(launcher, slurm_kwargs, bind, tcp_port, token)
-            made, meeting = place.prepare(count, max(self._cluster.workers))
-            return RpcCarrier(
+            return place.carrier(
                 count,
-                launcher=made,
-                meeting=meeting,
+                max(self._cluster.workers),
+                RpcCarrier,
                 tensorpipe_options=None if tensorpipe_options is None else dict(tensorpipe_options),
                 visible_devices=None if visible_devices is None else list(visible_devices),
                 deadline_s=deadline_s,

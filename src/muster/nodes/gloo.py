@@ -34,7 +34,8 @@ import torch.distributed
 
 from muster.errors import BadOption
 from muster.memory.specs import Array
-from muster.nodes.link import Block, LinkLost, Received, allowed_s
+from muster.nodes.link import Block, Link, LinkLost, Received, allowed_s
+from muster.nodes.seal import HANDSHAKE
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -46,6 +47,7 @@ _ROOM = FRAME_BYTES - _HEADER.size
 _FRAMES, _RESTS, _BLOCKS, _DONE, _ACKS, _NEVER = range(1, 7)  # gloo's tags
 _NOTHING = np.empty(0, np.uint8)
 _c10d: Any = torch.distributed  # whose types do not say that it has groups
+_Store: Any = getattr(_c10d, "Store", object)
 
 
 class Transfer(Protocol):
@@ -73,10 +75,14 @@ class GlooLink:
         rank: of this end.
         deadline_s: seconds for which nothing may come.
         blocks: how these travel; through ``group`` by default.
+        store: in which ``group`` was made; closed with the link.
     """
 
-    def __init__(self, group: Any, rank: int, deadline_s: float, blocks: Blocks | None = None) -> None:
-        self._group, self._peer, self._deadline_s = group, 1 - rank, deadline_s
+    def __init__(
+        self, group: Any, rank: int, deadline_s: float, blocks: Blocks | None = None, store: LinkStore | None = None
+    ) -> None:
+        self._group, self._peer, self._deadline_s, self._store = group, 1 - rank, deadline_s, store
+        self._short = HANDSHAKE  # what comes from an unknown process must fit into a frame
         self._blocks = blocks or _GlooBlocks(group, self._peer)
         self._expected: dict[int, Array] = {}
         self._outgoing, self._incoming = np.zeros(FRAME_BYTES, np.uint8), np.zeros(FRAME_BYTES, np.uint8)
@@ -119,8 +125,9 @@ class GlooLink:
         try:
             _open(self._next).finish(self._deadline_s)
             length, tag, size = _HEADER.unpack_from(self._incoming.data)
-            if max(length, size) > LONGEST:
+            if max(length, size) > LONGEST or (self._short and not _fits(length, size)):
                 raise RuntimeError(f"the other end announced a message of {length} and a block of {size} bytes")
+            self._short = max(0, self._short - 1)
             end = _HEADER.size + min(length, _ROOM)
             message = self._incoming[_HEADER.size : end].tobytes()
             block = self._place(tag, size) if tag else None
@@ -172,6 +179,8 @@ class GlooLink:
             except RuntimeError:  # always, and the connections are closed
                 pass
             self._blocks.close()
+            if self._store is not None:
+                self._store.close()
             self._expected.clear()
             self._group = self._next = self._ack = None  # its port and threads; who waits has what it waits for
 
@@ -204,6 +213,44 @@ class GlooLink:
         self._cause = self._cause or (late if _is_late(error) else why(error))
         self.close()
         return LinkLost(self._cause)
+
+
+class LinkStore(_Store):  # type: ignore[misc]
+    """The store in which two ends make a group: what one sets, it sends to the other through their private channel.
+
+    Groups made in it connect to addresses that the other end itself has said, and to no others.
+
+    Args:
+        channel: nothing else is said through it from now on; closed by ``close``.
+    """
+
+    def __init__(self, channel: Link) -> None:
+        super().__init__()
+        self._channel = channel
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: bytes | str) -> None:
+        content = value.encode() if isinstance(value, str) else bytes(value)
+        self._values[key] = content
+        self._channel.send(key.encode() + b"\0" + content)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return self._values.keys() >= set(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Raises LinkLost if the other end does not set them within the channel's deadline."""
+        with self._lock:
+            while not self.check(keys):
+                key, _, content = self._channel.receive().message.partition(b"\0")
+                self._values[key.decode()] = content
+
+    def close(self) -> None:
+        self._channel.close()
 
 
 class _Gloo:
@@ -292,17 +339,34 @@ def check_backend(backend: str) -> None:
         )
 
 
-def join_group(store: Store, rank: int, host: str, backend: str, deadline_s: float) -> GlooLink:
-    """Meet the other end in a group; raises RuntimeError if it does not come within the deadline."""
+def join_group(channel: Link, rank: int, host: str, backend: str, deadline_s: float) -> GlooLink:
+    """Meet the other end in a group.
+
+    Args:
+        channel: to the other end; closed with the link, or if there is none.
+        rank: of this end.
+        host: address of this machine at which the group listens.
+
+    Raises:
+        RuntimeError, LinkLost: the other end does not come within the deadline.
+    """
+    try:
+        return _group_link(LinkStore(channel), rank, host, backend, deadline_s)
+    except BaseException:
+        channel.close()
+        raise
+
+
+def _group_link(store: LinkStore, rank: int, host: str, backend: str, deadline_s: float) -> GlooLink:
     options = _c10d.ProcessGroupGloo._Options()
     options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=host)]  # listens there only
     options._timeout = timedelta(seconds=deadline_s)
     options._threads = 1  # for collective operations, of which there are none
     group = _c10d.ProcessGroupGloo(_c10d.PrefixStore("gloo", store), rank, 2, options)
     if backend == "gloo":
-        return GlooLink(group, rank, deadline_s)
+        return GlooLink(group, rank, deadline_s, store=store)
     make = {"nccl": _nccl, "ucc": _ucc}[backend]
-    return GlooLink(group, rank, deadline_s, make(store, rank, deadline_s))
+    return GlooLink(group, rank, deadline_s, make(store, rank, deadline_s), store)
 
 
 def _nccl(store: Store, rank: int, deadline_s: float) -> Blocks:

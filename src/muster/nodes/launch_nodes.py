@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from muster.errors import BadOption
-from muster.nodes.launchers import Launcher, MpLauncher, TorchrunLauncher, WaitingLauncher
+from muster.nodes.launchers import Launcher, MpLauncher, WaitingLauncher
+from muster.nodes.link import Carrier
 from muster.nodes.meeting import Meeting, read_token
+from muster.nodes.torchrun import TorchrunLauncher
 
 NAMES = ("mp", "submitit", "submitit_delayed", "torchrun", "manual")
 
@@ -23,8 +25,11 @@ class Place:
     tcp_port: int | None
     token: Any
 
-    def prepare(self, nodes: int, workers: int) -> tuple[Launcher, Meeting]:
+    def carrier(self, nodes: int, workers: int, make: Callable[..., Carrier], **options: Any) -> Carrier:
         """For so many nodes with so many workers each.
+
+        Args:
+            make: the carrier, called with their number, ``launcher``, ``meeting`` and the options.
 
         Raises:
             BadOption: something is not as expected, or missing.
@@ -35,7 +40,12 @@ class Place:
                 "0600 in MUSTER_TOKEN_FILE, here and on every node"
             )
         launcher = _launcher(self.launcher, self.slurm_kwargs, self.bind, workers)
-        return launcher, Meeting(nodes, bind=self.bind, tcp_port=self.tcp_port or 0, token=self.token)
+        meeting = Meeting(nodes, bind=self.bind, tcp_port=self.tcp_port or 0, token=self.token)
+        try:
+            return make(nodes, launcher=launcher, meeting=meeting, **options)
+        except BaseException:
+            meeting.close()
+            raise
 
 
 def _launcher(given: Any, slurm_kwargs: Mapping[str, Any] | None, bind: str, workers: int) -> Launcher:

@@ -1,7 +1,15 @@
-"""Where nodes find the main process: a TCPStore, a token, and the epoch in which every node may join.
+"""Where nodes find the main process: a port, a token, and the epoch in which every node may join.
 
-The store holds addresses and numbers only. Whoever reaches its port can read and change them, and so keep nodes from
-joining; whoever wants to be heard as a node must know the token (``seal``).
+Every connection is sealed (``seal``) before either end acts on anything that the other says. So all fields of an
+invitation come from a process that knows the token, belong to this connection alone, and cannot be repeated in another
+one. The connection then is the session's private channel: the ends tell each other through it where the engine
+listens. A process that reaches the port without the token can keep nodes from joining, and nothing else.
+
+::
+
+    node -> main   {"node": number or null}                          what it wants to be
+    main -> node   {"count", "engine", "node", "epoch", "settings"}  an invitation; "node" is null if there is none yet
+    node -> main   {"accepted": true}                                afterwards the connection is the session's
 """
 
 from __future__ import annotations
@@ -10,37 +18,38 @@ import contextlib
 import json
 import os
 import secrets
+import select
 import shutil
 import socket
 import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch.distributed
 
 from muster.errors import BadOption
-from muster.nodes.link import LinkLost
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store, TCPStore
+from muster.nodes.link import Link, LinkLost
+from muster.nodes.seal import MEETING, WrongToken, seal
+from muster.nodes.socket_link import SocketLink
 
 TOKEN_BYTES = 32
 SHORTEST_TOKEN = 16  # bytes; what people make up is to be no shorter
+LONGEST_TOKEN = 4096
 TOKEN_FILE, TOKEN = "MUSTER_TOKEN_FILE", "MUSTER_TOKEN"
-ANSWER_S = 5.0  # within which a store that can be reached answers
+ANSWER_S = 5.0  # within which a main process that can be reached answers
+PAUSE_S = 1.0  # after which a node without an invitation is told that there is none
 POLL_S = 0.1
 BACKLOG = 512
-BOARD = "muster/board"
+STRANGERS = 128  # connections at a time that have not proved yet that they know the token
+DISTRIBUTED, RPC = "distributed", "rpc"  # engines
+ENGINES = {DISTRIBUTED: "torch.distributed", RPC: "torch RPC"}
 
 _c10d: Any = torch.distributed  # whose types do not say that it has stores
-_T = TypeVar("_T")
 
 
 class Meeting:
@@ -56,11 +65,15 @@ class Meeting:
     Attributes:
         address: "host:port".
         host: the address that ``bind`` stands for.
+        token: the secret.
+        engine: that nodes must have been started for, "distributed" or "rpc"; set by the carrier.
 
     Raises:
         BadOption: the port is taken, ``bind`` is no address of this machine, or others can reach it and no token was
             given.
     """
+
+    engine = DISTRIBUTED
 
     def __init__(
         self,
@@ -80,73 +93,177 @@ class Meeting:
                 f"path of a file with mode 0600 in {TOKEN_FILE}, here and on every node. (bind='127.0.0.1' needs none.)"
             )
         self.token = given or secrets.token_hex(TOKEN_BYTES).encode()
-        self._board: dict[str, Any] = {"run": secrets.token_hex(16), "epochs": [None] * count, "settings": {}}
+        self._settings: dict[str, Any] = {}
+        self._open: dict[int, int] = {}  # by node, the epoch in which it may join
+        self._offered: set[tuple[int, int]] = set()  # invitations that a connection has, but has not accepted yet
+        self._joined: dict[tuple[int, int], Link] = {}  # by node and epoch, until ``joined`` takes it
+        self._connections: dict[SocketLink, bool] = {}  # and whether they know the token
+        self._refused, self._last_refused = 0, ""
         self._folder: Path | None = None
-        self._lock = threading.Lock()
-        listener = _listen(self.host, tcp_port)
-        self._endpoint = self.host, listener.getsockname()[1]
-        self.address = "[{}]:{}".format(*self._endpoint) if ":" in self.host else "{}:{}".format(*self._endpoint)
-        self._server: TCPStore | None = _c10d.TCPStore(
-            *self._endpoint,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),  # without it, the store would listen on all addresses
-            use_libuv=True,
-            timeout=timedelta(seconds=ANSWER_S),
-        )
-        self._write()
+        self._closed = False
+        self._changed = threading.Condition()
+        self._listener = _listen(self.host, tcp_port)
+        self._bell, self._rope = socket.socketpair()
+        port = self._listener.getsockname()[1]
+        self.address = f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+        threading.Thread(target=self._accept, name="muster-meeting", daemon=True).start()
 
     def tell(self, **settings: str | float) -> None:
-        """Have nodes learn this with their invitations; it is not secret."""
-        with self._lock:
-            self._board["settings"].update(settings)
-            self._write()
+        """Have nodes learn this with their invitations."""
+        with self._changed:
+            self._settings.update(settings)
 
     def invite(self, node: int, epoch: int) -> None:
         """Let a node join with this epoch, and no other any more."""
-        self._put(node, epoch)
+        with self._changed:
+            self._open[node] = epoch
+            self._changed.notify_all()
 
     def withdraw(self, node: int) -> None:
         """Let nobody join as this node until the next invitation."""
-        self._put(node, None)
+        with self._changed:
+            self._open.pop(node, None)
+            unused = [self._joined.pop(key) for key in list(self._joined) if key[0] == node]
+        for channel in unused:
+            channel.close()
 
-    def joined(self, client: TCPStore, node: int, epoch: int) -> bool:
-        """Whether somebody has accepted the invitation."""
-        return bool(client.check([_key(self._board["run"], node, epoch) + "/joined"]))
+    def joined(self, node: int, epoch: int, within_s: float) -> Link | None:
+        """The session's channel to a node that knows the token and has accepted the invitation; to be closed by the
+        caller. None: there is none after so many seconds.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: (node, epoch) in self._joined or self._closed, within_s)
+            return self._joined.pop((node, epoch), None)
 
-    def group_store(self, client: TCPStore, node: int, epoch: int) -> Store:
-        """For the process group of this session alone."""
-        store: Store = _c10d.PrefixStore(_key(self._board["run"], node, epoch), client)
-        return store
-
-    def client(self) -> TCPStore:
-        """A connection of one's own: one that waits keeps its other users waiting."""
-        return open_store(*self._endpoint)
+    def refused(self) -> str:
+        """For people: who has tried to join without the token; empty if nobody has."""
+        with self._changed:
+            if not self._refused:
+                return ""
+            return f" {self._refused} connections were refused; the last one, {self._last_refused}"
 
     def token_file(self) -> Path:
         """A file with the token that only this user can read; removed by ``close``."""
-        with self._lock:
+        with self._changed:
             if self._folder is None:
                 self._folder = Path(tempfile.mkdtemp(prefix="muster-token-"))  # mode 0700
                 write_token(self._folder / "token", self.token)
             return self._folder / "token"
 
     def close(self) -> None:
-        """Stop listening. May be called again."""
-        with self._lock:
-            self._server = None
+        """Stop listening, and close the channels of sessions that have not begun. May be called again."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
             folder, self._folder = self._folder, None
+            connections: list[SocketLink | Link] = [*self._connections, *self._joined.values()]
+            self._joined.clear()
+            self._changed.notify_all()
+        self._rope.close()  # wakes the thread that accepts
+        self._listener.close()
+        for connection in connections:
+            connection.close()
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _put(self, node: int, epoch: int | None) -> None:
-        with self._lock:
-            self._board["epochs"][node] = epoch
-            self._write()
+    # --- threads ----------------------------------------------------------------------------------
 
-    def _write(self) -> None:
-        if self._server is not None:
-            self._server.set(BOARD, json.dumps(self._board))
+    def _accept(self) -> None:
+        poller = select.poll()
+        poller.register(self._bell, select.POLLIN)
+        with contextlib.suppress(OSError, ValueError):  # it was closed
+            poller.register(self._listener, select.POLLIN)
+        while not self._closed:
+            poller.poll()
+            try:
+                connected, who = self._listener.accept()
+            except BlockingIOError:
+                continue
+            except OSError:  # closed; or no descriptors are left, and those who wait have to wait
+                threading.Event().wait(POLL_S)
+                continue
+            connection = SocketLink(connected, ANSWER_S)
+            with self._changed:
+                strangers = sum(not known for known in self._connections.values())
+                if is_full := self._closed or strangers >= STRANGERS:
+                    connection.close()
+                else:
+                    self._connections[connection] = False
+            if not is_full:
+                where = f"from {who[0]}:{who[1]}"
+                arguments = (connection, where)
+                threading.Thread(target=self._attend, args=arguments, name="muster-meets", daemon=True).start()
+        self._bell.close()
+
+    def _attend(self, connection: SocketLink, where: str) -> None:
+        """To one connection, until it is the channel of a session, or ends."""
+        keep = False
+        try:
+            channel = seal(connection, self.token, main=True, purpose=MEETING)
+            with self._changed:
+                self._connections[connection] = True
+            keep = self._offer(connection, channel)
+        except WrongToken:
+            self._refuse(f"{where}, does not know the token of this collector.")
+        except (LinkLost, ValueError, TypeError, KeyError) as error:
+            if not self._connections.get(connection):
+                self._refuse(f"{where}, is no node: {error}")
+        finally:
+            with self._changed:
+                self._connections.pop(connection, None)
+            if not keep:
+                connection.close()
+
+    def _refuse(self, whom: str) -> None:
+        with self._changed:
+            self._refused, self._last_refused = self._refused + 1, whom
+
+    def _offer(self, connection: SocketLink, channel: Link) -> bool:
+        """Invitations, until one is accepted; False: it does not count any more."""
+        while True:
+            wanted = hear(channel)["node"]
+            offered = self._free(wanted, PAUSE_S)
+            if offered is None:
+                self._tell(channel, None, None)
+                continue
+            try:
+                self._tell(channel, *offered)
+                hear(channel)["accepted"]
+                return self._accepted(connection, channel, *offered)
+            finally:
+                with self._changed:
+                    self._offered.discard(offered)
+                    self._changed.notify_all()
+
+    def _tell(self, channel: Link, node: int | None, epoch: int | None) -> None:
+        with self._changed:
+            told = {"count": self.count, "engine": self.engine, "settings": dict(self._settings)}
+        say(channel, **told, node=node, epoch=epoch)
+
+    def _accepted(self, connection: SocketLink, channel: Link, node: int, epoch: int) -> bool:
+        with self._changed:
+            connection.deadline_s = self._settings.get("deadline_s", ANSWER_S)
+            if self._open.get(node) != epoch or self._closed:  # it was withdrawn meanwhile
+                return False
+            del self._open[node]
+            self._joined[node, epoch] = channel
+            return True
+
+    def _free(self, wanted: int | None, within_s: float) -> tuple[int, int] | None:
+        """An invitation that no other connection has."""
+
+        def find() -> tuple[int, int] | None:
+            nodes = sorted(self._open) if wanted is None else [wanted] if wanted in self._open else []
+            free = [(node, self._open[node]) for node in nodes if (node, self._open[node]) not in self._offered]
+            return free[0] if free else None
+
+        with self._changed:
+            self._changed.wait_for(lambda: find() or self._closed, within_s)
+            found = find()
+            if found is not None:
+                self._offered.add(found)
+            return found
 
 
 @dataclass(frozen=True)
@@ -154,18 +271,16 @@ class Invitation:
     """To join as one node for one session.
 
     Attributes:
-        run: a name of the meeting.
-        store: for the process group of this session alone.
         host: of the main process.
         settings: that the main process has told.
+        channel: to the main process, for this session alone; to be closed by whoever has the invitation.
     """
 
-    run: str
     node: int
     epoch: int
-    store: Store
     host: str
     settings: dict[str, Any]
+    channel: Link
 
 
 class Guest:
@@ -173,78 +288,103 @@ class Guest:
 
     Args:
         address: "host:port".
+        token: the secret, as the main process has it.
         node: its number; None: any that nobody has.
+        engine: "distributed" or "rpc". The main process cannot choose another one.
         within_s: seconds until the main process must listen there.
-        patience_s: how long a main process that listened once may be out of reach (a network that is cut). One whose
+        patience_s: how long a main process that was met once may be out of reach (a network that is cut). One whose
             machine says that nobody listens any more has ended.
+
+    Raises:
+        BadOption: the address or the engine is none.
     """
 
     def __init__(
-        self, address: str, node: int | None = None, *, within_s: float = 600.0, patience_s: float = 600.0
+        self,
+        address: str,
+        token: bytes,
+        node: int | None = None,
+        *,
+        engine: str = DISTRIBUTED,
+        within_s: float = 600.0,
+        patience_s: float = 600.0,
     ) -> None:
         host, colon, port = address.rpartition(":")
         if not colon or not port.isdecimal():
             raise BadOption(f"address={address!r} should be 'host:port'; the main process' Meeting.address is.")
-        self._endpoint = host.strip("[]"), int(port)
+        if engine not in ENGINES:
+            raise BadOption(f"engine={engine!r} is unknown; there are {', '.join(ENGINES)}.")
+        self._endpoint, self._token, self._engine = (host.strip("[]"), int(port)), token, engine
         self._node, self._within_s, self._patience_s = node, within_s, patience_s
-        self._name = secrets.token_hex(16)
-        self._seen: set[str] = set()  # invitations that this or another process has accepted
         self._met = False
 
     def next(self) -> Invitation | None:
-        """Wait for an invitation that nobody has accepted, and accept it.
+        """Wait for an invitation, and accept it.
 
         Returns:
             None: the main process has ended.
 
         Raises:
+            WrongToken: what listens there does not know the token.
+            BadOption: the main process has no node of this number, or another engine.
             LinkLost: it was out of reach for too long.
         """
-        begin = reached = time.monotonic()
-        client: TCPStore | None = None
+        reached = time.monotonic()
         pause = threading.Event()
         while True:
-            state = _reach(self._endpoint)
-            if state == "open":
-                self._met, reached = True, time.monotonic()
-                try:
-                    client = client or _within(ANSWER_S, lambda: open_store(*self._endpoint))
-                    if found := _within(ANSWER_S, lambda c=client: self._look(c)):  # type: ignore[misc]
-                        self._seen.add(_key(found.run, found.node, found.epoch))
-                        return found
-                except (RuntimeError, TimeoutError):  # it has just ended, or the network was just cut
-                    client = None
-            elif state == "refused" and self._met:
-                return None
-            else:
-                client = None
-            now = time.monotonic()
+            try:
+                with contextlib.ExitStack() as failed:
+                    connection = self._connected()
+                    failed.callback(connection.close)
+                    channel = seal(connection, self._token, main=False, purpose=MEETING)
+                    self._met, reached = True, time.monotonic()
+                    while (found := self._ask(channel)) is None:
+                        reached = time.monotonic()
+                    connection.deadline_s = found.settings.get("deadline_s", ANSWER_S)
+                    failed.pop_all()
+                    return found
+            except WrongToken:
+                raise
+            except ConnectionRefusedError:
+                if self._met:
+                    return None
+            except (LinkLost, OSError):  # it has just ended, or the network was cut, or something else listens there
+                pass
             limit = self._patience_s if self._met else self._within_s
-            if now - (reached if self._met else begin) > limit:
+            if time.monotonic() - reached > limit:
                 host, port = self._endpoint
                 raise LinkLost(f"The main process at {host}:{port} could not be reached for {limit:g} s.")
             pause.wait(POLL_S)
 
-    def _look(self, client: TCPStore) -> Invitation | None:
-        if not client.check([BOARD]):
+    def _connected(self) -> SocketLink:
+        return SocketLink(socket.create_connection(self._endpoint, timeout=1.0), ANSWER_S)
+
+    def _ask(self, channel: Link) -> Invitation | None:
+        say(channel, node=self._node)
+        told = hear(channel)
+        if told["engine"] != self._engine:
+            theirs = ENGINES.get(told["engine"], told["engine"])
+            raise BadOption(
+                f"The collector connects its nodes by {theirs}, but this node was started for {ENGINES[self._engine]}: "
+                f"start it with `muster node --engine {told['engine']}`, or run_node(engine={told['engine']!r})."
+            )
+        if self._node is not None and self._node >= told["count"]:
+            raise BadOption(f"node={self._node}: the main process expects {told['count']} nodes, numbered from 0.")
+        if told["node"] is None:
             return None
-        board = json.loads(client.get(BOARD))
-        epochs = board["epochs"]
-        if self._node is not None and self._node >= len(epochs):
-            raise BadOption(f"node={self._node}: the main process expects {len(epochs)} nodes, numbered from 0.")
-        for node in range(len(epochs)) if self._node is None else (self._node,):
-            epoch = epochs[node]
-            key = _key(board["run"], node, epoch)
-            if epoch is None or key in self._seen:
-                continue
-            # Not a counter: where the answer to this is lost, it is asked again.
-            if client.compare_set(key + "/claim", "", self._name).decode() == self._name:
-                client.set(key + "/joined", "1")
-                return Invitation(
-                    board["run"], node, epoch, _c10d.PrefixStore(key, client), self._endpoint[0], board["settings"]
-                )
-            self._seen.add(key)
-        return None
+        say(channel, accepted=True)
+        return Invitation(told["node"], told["epoch"], self._endpoint[0], told["settings"], channel)
+
+
+def say(channel: Link, **record: Any) -> None:
+    """Send a record through a session's channel; raises LinkLost."""
+    channel.send(json.dumps(record).encode())
+
+
+def hear(channel: Link) -> dict[str, Any]:
+    """Receive one; raises LinkLost."""
+    record: dict[str, Any] = json.loads(channel.receive().message)
+    return record
 
 
 def read_token(given: bytes | str | os.PathLike[str] | None) -> bytes | None:
@@ -262,9 +402,9 @@ def read_token(given: bytes | str | os.PathLike[str] | None) -> bytes | None:
         else:
             return None
     token = given.strip() if isinstance(given, bytes) else _read_secret(Path(given))
-    if len(token) < SHORTEST_TOKEN:
+    if not SHORTEST_TOKEN <= len(token) <= LONGEST_TOKEN:
         raise BadOption(
-            f"The token has {len(token)} bytes; at least {SHORTEST_TOKEN} are needed: `openssl rand -hex 32`."
+            f"The token has {len(token)} bytes; {SHORTEST_TOKEN} to {LONGEST_TOKEN} are needed: `openssl rand -hex 32`."
         )
     return token
 
@@ -299,8 +439,9 @@ def torch_has_distributed() -> bool:
 
 def _read_secret(path: Path) -> bytes:
     try:
-        mode = path.stat().st_mode
-        text = path.read_bytes().strip()
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read(LONGEST_TOKEN + 1).strip() if stat.S_ISREG(mode) else b""  # a pipe could give for ever
     except OSError as error:
         raise BadOption(
             f"The token file {path} cannot be read: {error.strerror}. (A token itself is given as bytes.)"
@@ -326,6 +467,7 @@ def _resolved(bind: str) -> str:
 def _listen(bind: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setblocking(False)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not held up by connections that have ended
         listener.bind((bind, port))
@@ -338,58 +480,3 @@ def _listen(bind: str, port: int) -> socket.socket:
             "tcp_port=0 takes a free one, and bind= must be an address of this machine."
         ) from error
     return listener
-
-
-def open_store(host: str, port: int) -> TCPStore:
-    """A connection to the store that somebody keeps there."""
-    timeout = timedelta(seconds=ANSWER_S)
-    store: TCPStore = _c10d.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    return store
-
-
-def wait_for(store: Store, key: str, within_s: float, every_s: float, late: str) -> Any:
-    """What somebody else writes there, as JSON; raises LinkLost with the text ``late`` if it does not come."""
-    deadline = time.monotonic() + within_s
-    pause = threading.Event()
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise LinkLost(late)
-        pause.wait(every_s)
-    return json.loads(store.get(key))
-
-
-def _reach(endpoint: tuple[str, int]) -> str:
-    """Whether it is "open", "refused" or "silent". (A TCPStore retries, and prints its stack, before it says that.)"""
-    try:
-        socket.create_connection(endpoint, timeout=1.0).close()
-    except ConnectionRefusedError:
-        return "refused"
-    except OSError:
-        return "silent"
-    return "open"
-
-
-def _within(seconds: float, call: Callable[[], _T]) -> _T:
-    """The result of a call of the store. Where the network is cut it waits far longer than its own timeout, in a
-    thread that is then left behind.
-    """
-    results: list[Any] = []
-
-    def run() -> None:
-        try:
-            results.extend((call(), None))
-        except BaseException as error:  # noqa: BLE001 (raised below)
-            results.extend((None, error))
-
-    thread = threading.Thread(target=run, name="muster-store", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not results:
-        raise TimeoutError
-    if results[1] is not None:
-        raise results[1]
-    return results[0]  # type: ignore[no-any-return]
-
-
-def _key(run: str, node: int, epoch: int | None) -> str:
-    return f"muster/{run}/{node}/{epoch}"

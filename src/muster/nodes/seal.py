@@ -3,7 +3,7 @@
 ::
 
     main -> node, node -> main   a magic word and a random number of 32 bytes, both at once
-    main -> node, node -> main   HMAC(key, "proof", who); key = HMAC(token, both numbers, node, epoch)
+    main -> node, node -> main   HMAC(key, "proof", who); key = HMAC(token, purpose, both numbers, node, epoch)
     afterwards                   HMAC(key, "message", who, sequence number, tag, length of the block, message), message
 
 All HMACs are HMAC-SHA256. A message is given to the caller, who may unpickle it, only after its own has been compared.
@@ -25,10 +25,12 @@ from typing import NoReturn
 from muster.memory.specs import Array
 from muster.nodes.link import Block, Link, LinkLost, Received
 
-MAGIC = b"muster-1"
+MAGIC = b"muster-2"
+SESSION, MEETING = b"session", b"meeting"  # purposes: what is sealed for one is worth nothing for the other
 NONCE_BYTES = 32
 MAC_BYTES = 32
-_SESSION = struct.Struct("<QQ")
+HANDSHAKE = 2  # messages that each end receives before it knows the other; they are short
+_NUMBERS = struct.Struct("<QQ")
 _PLACE = struct.Struct("<QQQ")  # sequence number, tag, length of the block
 _MAIN, _NODE = b"main", b"node"
 
@@ -74,15 +76,18 @@ class SealedLink:
         raise LinkLost(f"{what}: it was changed, repeated or made up on its way. The link is closed.")
 
 
-def seal(link: Link, token: bytes, *, main: bool, node: int, epoch: int) -> SealedLink:
+def seal(
+    link: Link, token: bytes, *, main: bool, node: int = 0, epoch: int = 0, purpose: bytes = SESSION
+) -> SealedLink:
     """Prove to the other end that this one knows the token, and have it do the same; closes the link if it does not.
 
     Args:
         link: nothing has been sent through it.
         token: the secret.
         main: whether this is the main process.
-        node: number of the node.
+        node: number of the node, if it has one yet.
         epoch: of the session.
+        purpose: SESSION, or MEETING for a connection through which sessions are agreed.
 
     Raises:
         WrongToken: the other end does not know it.
@@ -96,13 +101,13 @@ def seal(link: Link, token: bytes, *, main: bool, node: int, epoch: int) -> Seal
         if not theirs.startswith(MAGIC):
             raise LinkLost(f"The {other.decode()} speaks another version of this protocol: {theirs[: len(MAGIC)]!r}.")
         nonces = (nonce, theirs[len(MAGIC) :]) if main else (theirs[len(MAGIC) :], nonce)
-        key = _hmac(token, b"session", *nonces, _SESSION.pack(node, epoch))
+        key = _hmac(token, purpose, *nonces, _NUMBERS.pack(node, epoch))
         link.send(_hmac(key, b"proof", own))
         if not hmac.compare_digest(_handshake(link, other, MAC_BYTES), _hmac(key, b"proof", other)):
             raise WrongToken(
-                f"What joined as node {node} does not know the token of this main process."
+                "The other end does not know the token of this main process."
                 if main
-                else f"The main process has another token than this node {node}; give both the same."
+                else "The main process has another token than this node: give both the same token."
             )
     except BaseException:
         link.close()
@@ -115,6 +120,11 @@ def _handshake(link: Link, other: bytes, length: int) -> bytes:
     if got.block is not None or len(got.message) != length:
         raise LinkLost(f"The {other.decode()} sent {len(got.message)} bytes where {length} were expected.")
     return got.message
+
+
+def signature(token: bytes, text: bytes) -> str:
+    """For a text that is left where others could change it."""
+    return _hmac(token, b"text", text).hex()
 
 
 def _hmac(key: bytes, *parts: bytes) -> bytes:

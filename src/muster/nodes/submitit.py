@@ -102,7 +102,7 @@ class SubmititLauncher:
         token = self.folder / f"token-{secrets.token_hex(8)}"
         write_token(token, meeting.token)
         try:
-            arguments = (meeting.address, node, str(token), self._target)
+            arguments = (meeting.address, node, str(token), self._target, meeting.engine)
             return self._jobs.submit(f"muster-node-{node}", node_job, *arguments, secret=token)
         except BaseException:
             token.unlink(missing_ok=True)
@@ -283,7 +283,7 @@ class Queue:
             self._states.update({job: states.get(job, GONE) for job in jobs})
 
 
-def node_job(address: str, node: int, token: str, target: str) -> bool:
+def node_job(address: str, node: int, token: str, target: str, engine: str) -> bool:
     """What the job of a node runs; see ``run_node``.
 
     Args:
@@ -292,7 +292,7 @@ def node_job(address: str, node: int, token: str, target: str) -> bool:
     die_when_told()
     from muster.nodes.torch_distributed import run_node
 
-    return run_node(address, node, token, target=target)
+    return run_node(address, node, token, target=target, engine=engine)
 
 
 def die_when_told() -> None:

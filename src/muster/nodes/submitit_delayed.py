@@ -68,7 +68,7 @@ class DelayedLauncher:
         with self._lock:
             if self._published != meeting.address:
                 self.check(meeting.address.rpartition(":")[0].strip("[]"))
-                told = json.dumps([meeting.address, self._target]).encode()
+                told = json.dumps([meeting.address, self._target, meeting.engine]).encode()
                 write_whole(self._folder / ADDRESS, [told], mode=0o600)
                 self._published = meeting.address
 
@@ -186,8 +186,8 @@ def delayed_node_job(folder: str, node: int) -> None:
     here, pause = Path(folder), threading.Event()
     while not (here / ADDRESS).exists():
         pause.wait(POLL_S)
-    address, target = json.loads((here / ADDRESS).read_bytes())
-    if node_job(address, node, str(here / "token"), target):
+    address, target, engine = json.loads((here / ADDRESS).read_bytes())
+    if node_job(address, node, str(here / "token"), target, engine):
         _done(here, node).touch()
 
 

@@ -6,23 +6,19 @@ import threading
 import time
 from collections.abc import Callable
 from os import PathLike
-from typing import TYPE_CHECKING
 
 from muster.attributes import named
 from muster.errors import BadOption, MusterError
 from muster.nodes.gloo import check_backend, join_group, why
-from muster.nodes.launchers import Launcher, Started, torchrun_address
+from muster.nodes.launchers import Launcher, Started
 from muster.nodes.link import AGENT, Link, LinkLost
-from muster.nodes.meeting import Guest, Invitation, Meeting, local_address, read_token
+from muster.nodes.meeting import DISTRIBUTED, RPC, Guest, Invitation, Meeting, local_address, read_token
 from muster.nodes.seal import WrongToken, seal
+from muster.nodes.torchrun import torchrun_meeting
 from muster.sources.channel import Channel
 from muster.sources.launch import fork_server_here
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store, TCPStore
-
 JOIN_POLL_S = 0.02
-ENGINES = {"rpc": "muster.nodes.torch_rpc:join_rpc"}  # other ones: a function of an invitation and a deadline
 
 
 class DistributedCarrier:
@@ -44,6 +40,7 @@ class DistributedCarrier:
     """
 
     name = "torch.distributed"
+    engine = DISTRIBUTED
 
     def __init__(
         self, count: int, *, launcher: Launcher, meeting: Meeting, backend: str = "gloo", deadline_s: float = 15.0
@@ -55,6 +52,7 @@ class DistributedCarrier:
         self._started: dict[int, Started] = {}
         self._lock = threading.Lock()
         self._closed = False
+        meeting.engine = self.engine
         meeting.tell(backend=backend, deadline_s=deadline_s)
 
     def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> Link:
@@ -64,17 +62,12 @@ class DistributedCarrier:
         self.meeting.invite(node, epoch)
         try:
             self._start(node, epoch)
-            client = self.meeting.client()
-            self._wait(client, node, epoch, deadline, within_s, given_up)
-            store = self.meeting.group_store(client, node, epoch)
-            link = self.meet(store, node, epoch)
-            return seal(link, self.meeting.token, main=True, node=node, epoch=epoch)
-        except BaseException as error:
+            channel = self._wait(node, epoch, deadline, within_s, given_up)
+            return self._opened(channel, node, epoch)
+        except BaseException:
             self.meeting.withdraw(node)
             self._end(node)
-            if isinstance(error, MusterError) or not isinstance(error, RuntimeError):
-                raise
-            raise LinkLost(f"Node {node} has not joined: {why(error)}") from error  # of the store or of the group
+            raise
 
     def close(self) -> None:
         with self._lock:
@@ -85,13 +78,27 @@ class DistributedCarrier:
         self._launcher.close()
         self.meeting.close()
 
-    def meet(self, store: Store, node: int, epoch: int) -> Link:
-        """A link to a node that does the same at its end; ``store`` is this session's alone. Other engines override it.
+    def meet(self, channel: Link, node: int, epoch: int) -> Link:
+        """A link to a node that does the same at its end. Other engines override it.
+
+        Args:
+            channel: to that node, of this session alone; closed by this, or with the link.
+            node: its number.
+            epoch: of the session.
 
         Raises:
-            RuntimeError: the node does not come within the deadline.
+            RuntimeError, LinkLost: the node does not come within the deadline.
         """
-        return join_group(store, 0, self.meeting.host, self._backend, self.deadline_s)
+        return join_group(channel, 0, self.meeting.host, self._backend, self.deadline_s)
+
+    def _opened(self, channel: Link, node: int, epoch: int) -> Link:
+        try:
+            link = self.meet(channel, node, epoch)
+            return seal(link, self.meeting.token, main=True, node=node, epoch=epoch)
+        except MusterError:
+            raise
+        except (LinkLost, RuntimeError) as error:  # the latter of the group
+            raise LinkLost(f"Node {node} has not joined: {why(error)}") from error
 
     def _start(self, node: int, epoch: int) -> None:
         started = self._launcher.start(node, epoch, self.meeting)
@@ -109,12 +116,11 @@ class DistributedCarrier:
         if started is not None:
             started.end()
 
-    def _wait(
-        self, client: TCPStore, node: int, epoch: int, deadline: float, within_s: float, given_up: threading.Event
-    ) -> None:
+    def _wait(self, node: int, epoch: int, deadline: float, within_s: float, given_up: threading.Event) -> Link:
+        """For the node to join; the channel to it."""
         with self._lock:
             started = self._started.get(node)
-        while not self.meeting.joined(client, node, epoch):
+        while (channel := self.meeting.joined(node, epoch, JOIN_POLL_S)) is None:
             if given_up.is_set():
                 raise LinkLost(f"Node {node} was given up before it had joined.")
             if started is not None and (reason := started.ended()):
@@ -123,9 +129,9 @@ class DistributedCarrier:
                 state = "" if started is None else f" Its {started} is {started.state}."
                 raise LinkLost(
                     f"Node {node} has not joined at {self.meeting.address} within {within_s:g} s.{state} "
-                    f"{self._launcher.advice}"
+                    f"{self._launcher.advice}{self.meeting.refused()}"
                 )
-            given_up.wait(JOIN_POLL_S)
+        return channel
 
 
 def run_node(
@@ -133,6 +139,7 @@ def run_node(
     node: int | None = None,
     token: bytes | str | PathLike[str] | None = None,
     *,
+    engine: str = DISTRIBUTED,
     target: str = AGENT,
     within_s: float = 600.0,
     patience_s: float = 600.0,
@@ -143,6 +150,8 @@ def run_node(
         address: "host:port" of the main process; None: under torchrun.
         node: its number; None: any that is free (under torchrun: the rank less 1).
         token: bytes, or the path of a file; None: as MUSTER_TOKEN_FILE or MUSTER_TOKEN say.
+        engine: how it is connected: "distributed", or "rpc", for an ``RPCCollector`` only: every process that reaches
+            the node can then run code in it. The main process has no say in this.
         target: the function that serves, ``"module:function"``.
         within_s: seconds until the main process must listen.
         patience_s: seconds for which it may be out of reach later.
@@ -153,20 +162,19 @@ def run_node(
     Raises:
         WrongToken: this node has another token than the main process.
         LinkLost: the main process could not be reached for too long.
-        BadOption: there is no token, or no address.
+        BadOption: there is no token, no address, or the main process wants another engine.
     """
     secret = read_token(token)
     if address is None:
-        address, number, published = torchrun_address(within_s)
+        address, number, secret = torchrun_meeting(secret, within_s)
         node = number if node is None else node
-        secret = secret or published
     if secret is None:
         raise BadOption("A node needs the token of its main process: token=, or MUSTER_TOKEN_FILE (a file's path).")
     serve: Callable[[Link, int], bool] = named(target)
-    guest = Guest(address, node, within_s=within_s, patience_s=patience_s)
+    guest = Guest(address, secret, node, engine=engine, within_s=within_s, patience_s=patience_s)
     while (invitation := guest.next()) is not None:
         try:
-            link = join(invitation, secret)
+            link = join(invitation, secret, engine)
         except WrongToken:
             raise
         except (LinkLost, RuntimeError):  # the main process has given this session up: there will be another
@@ -179,8 +187,13 @@ def run_node(
     return False
 
 
-def join(invitation: Invitation, token: bytes) -> Link:
+def join(invitation: Invitation, token: bytes, engine: str = DISTRIBUTED) -> Link:
     """The node's end of the session that it was invited to.
+
+    Args:
+        invitation: its channel is closed by this, or with the link.
+        token: the secret.
+        engine: see ``run_node``.
 
     Raises:
         WrongToken: the main process has another.
@@ -188,17 +201,24 @@ def join(invitation: Invitation, token: bytes) -> Link:
     """
     settings = invitation.settings
     deadline_s = float(settings["deadline_s"])
-    if engine := settings.get("engine"):
-        link = named(ENGINES[engine])(invitation, deadline_s)
+    if engine == RPC:
+        from muster.nodes.torch_rpc import join_rpc
+
+        link = join_rpc(invitation, deadline_s)
     else:
         backend = str(settings["backend"])
-        check_backend(backend)
-        link = join_group(invitation.store, 1, local_address(invitation.host), backend, deadline_s)
+        try:
+            check_backend(backend)
+            here = local_address(invitation.host)
+        except BaseException:
+            invitation.channel.close()
+            raise
+        link = join_group(invitation.channel, 1, here, backend, deadline_s)
     return seal(link, token, main=False, node=invitation.node, epoch=invitation.epoch)
 
 
 def node_main(channel: Channel) -> None:
     """The process of a node that ``MpLauncher`` has started."""
     fork_server_here()  # while there is one thread
-    (address, node, token, target), _ = channel.receive()
-    run_node(address, node, token, target=target)
+    (address, node, token, target, engine), _ = channel.receive()
+    run_node(address, node, token, target=target, engine=engine)

@@ -1,12 +1,12 @@
 """Nodes over torch RPC: they are found, started and authenticated as those of torch.distributed.
 
-RPC has no password: see ``rpc_agent``. The token keeps nodes of others out of the collector, and keeps nobody from
-running code in a process whose RPC ports he can reach.
+RPC has no password: see ``rpc_agent``. The token keeps nodes of others out of the collector. It does not protect a
+process whose RPC ports others can reach. So a node has such ports only if its own command line (or the launcher that
+has started it) asks for RPC.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
@@ -18,17 +18,13 @@ import torch.distributed as dist
 from muster.errors import BadOption
 from muster.nodes.launchers import Launcher
 from muster.nodes.link import Link, LinkLost
-from muster.nodes.meeting import Invitation, Meeting, local_address, wait_for
+from muster.nodes.meeting import RPC, Invitation, Meeting, hear, local_address, say
 from muster.nodes.torch_distributed import DistributedCarrier
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
     from muster.nodes.rpc_agent import RpcAgent
 
-POLL_S = 0.01
 MAIN_DEVICE = "cuda:0"  # where blocks of nodes with a visible device arrive
-_MAIN, _NODE = "rpc/main", "rpc/node"  # keys of the session's store
 
 
 class RpcCarrier(DistributedCarrier):
@@ -48,6 +44,7 @@ class RpcCarrier(DistributedCarrier):
     """
 
     name = "torch RPC"
+    engine = RPC
 
     def __init__(
         self,
@@ -67,26 +64,26 @@ class RpcCarrier(DistributedCarrier):
         self._devices = check_devices(visible_devices, count)
         self._agent: RpcAgent | None = RpcAgent.hold("muster-main", Terms(meeting.host, self._options))
         self._closing = threading.Lock()
-        meeting.tell(engine="rpc")
 
-    def meet(self, store: Store, node: int, epoch: int) -> Link:
+    def meet(self, channel: Link, node: int, epoch: int) -> Link:
         """Tell the node where this process listens, and learn where it does."""
         from muster.nodes.rpc_link import RpcLink
 
         agent = self._agent
-        if agent is None:
-            raise LinkLost("The collector is closed.")
         session, device = secrets.token_hex(16), self._devices[node]
         link = RpcLink(session, self.deadline_s)
         try:
-            card = {"url": agent.url, "session": session, "options": self._options, "device": device}
-            store.set(_MAIN, json.dumps(card))
-            url = _read(store, _NODE, self.deadline_s, f"Node {node}")["url"]
-            name = f"muster-node-{node}-{epoch}-{session[:8]}"
+            if agent is None:
+                raise LinkLost("The collector is closed.")
+            say(channel, url=agent.url, session=session, options=self._options, device=device)
+            url = hear(channel)["url"]
+            name = f"muster-node-{node}-{epoch}-{session}"
             link.begin(agent, agent.meet(name, url, () if device is None else (MAIN_DEVICE,)))
         except BaseException:
             link.close()
             raise
+        finally:
+            channel.close()
         return link
 
     def close(self) -> None:
@@ -107,14 +104,21 @@ def join_rpc(invitation: Invitation, deadline_s: float) -> Link:
         LinkLost: the main process has given it up.
         BadOption: this PyTorch has no RPC, or RPC cannot listen at this machine's address.
     """
-    check_rpc()
+    try:
+        check_rpc()
+        return _join_rpc(invitation, deadline_s)
+    finally:
+        invitation.channel.close()
+
+
+def _join_rpc(invitation: Invitation, deadline_s: float) -> Link:
     from muster.nodes.rpc_agent import RpcAgent, Terms
     from muster.nodes.rpc_link import RpcLink
 
     global _node_agent
-    card = _read(invitation.store, _MAIN, deadline_s, "The main process")
+    card = hear(invitation.channel)
     session, device = card["session"], card["device"]
-    main = f"muster-main-{session[:8]}"
+    main = f"muster-main-{session}"
     if _node_agent is not None:
         _node_agent.release()
         _node_agent = None
@@ -124,7 +128,7 @@ def join_rpc(invitation: Invitation, deadline_s: float) -> Link:
     link = RpcLink(session, deadline_s, device)
     try:
         link.begin(_node_agent, _node_agent.meet(main, card["url"]))
-        invitation.store.set(_NODE, json.dumps({"url": _node_agent.url}))
+        say(invitation.channel, url=_node_agent.url)
     except BaseException:
         link.close()
         raise
@@ -168,10 +172,3 @@ def check_devices(devices: Sequence[int | str | torch.device | None] | None, cou
             "leave visible_devices out."
         )
     return found
-
-
-def _read(store: Store, key: str, within_s: float, who: str) -> dict[str, Any]:
-    """What the other end has written there."""
-    late = f"{who} has not said within {within_s:g} s where its RPC agent listens."
-    card: dict[str, Any] = wait_for(store, key, within_s, POLL_S, late)
-    return card
