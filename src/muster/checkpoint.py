@@ -170,7 +170,9 @@ class _Reader:
             return [self.decode(item) for item in value]
         if not isinstance(value, dict):
             return value
-        kind, content = next(iter(value.items()), ("", None))
+        if not value:
+            raise ValueError("an empty entry")
+        kind, content = next(iter(value.items()))
         if kind in ("float", "int"):
             return struct.unpack(">d", bytes.fromhex(content))[0] if kind == "float" else int(content, 16)
         if kind == "tuple":

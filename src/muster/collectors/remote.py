@@ -82,7 +82,6 @@ class RemoteAccess:
             raise BadOption(f"cascade_execute({attr_path!r}): that is {type(found).__name__}, which cannot be called")
         return found(*args, **kwargs)
 
-
     def _raise_from_background(self) -> None:
         raise NotImplementedError
 
