@@ -45,6 +45,7 @@ _HOMES = {
     "MultiSyncCollector": "muster.collectors",
     "ProfileConfig": "muster.profiling",
     "RPCCollector": "muster.collectors.clusters",
+    "RayBuffer": "muster.nodes.ray_buffer",
     "RayCollector": "muster.collectors.clusters",
     "Recorder": "muster.recording",
     "Recording": "muster.recording",
@@ -63,7 +64,6 @@ _HOMES = {
     "split_trajectories": "muster.sinks.split",
     "tune": "muster.tuning",
 }
-_OPTIONAL = {"RayBuffer": "muster.nodes.ray_buffer"}  # needs an extra
 _MODULES = ("errors", "policies", "testing", "weights")
 
 __all__ = ["__version__", *_HOMES, *_MODULES]
@@ -98,6 +98,7 @@ if TYPE_CHECKING:
     from muster.loggers import JsonlLogger as JsonlLogger
     from muster.loggers import TensorBoardLogger as TensorBoardLogger
     from muster.metrics import MetricsTracker as MetricsTracker
+    from muster.nodes.ray_buffer import RayBuffer as RayBuffer
     from muster.profiling import ProfileConfig as ProfileConfig
     from muster.recording import Recorder as Recorder
     from muster.recording import Recording as Recording
@@ -115,7 +116,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """Load what is asked for: `import muster` alone loads neither torch nor gymnasium (PEP 562)."""
-    if home := _HOMES.get(name) or _OPTIONAL.get(name):
+    if home := _HOMES.get(name):
         module, _, own_name = home.partition(":")
         return getattr(importlib.import_module(module), own_name or name)
     if name in _MODULES:

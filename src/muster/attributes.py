@@ -1,9 +1,11 @@
-"""Reaching into a collector by a path such as ``"policy.module[0].weight"``, or a module, without ``eval``."""
+"""Reaching into a collector by a path such as ``"policy.module[0].weight"``, or into modules, without ``eval``."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from muster.errors import BadOption, text_of
@@ -26,6 +28,21 @@ def named(target: str) -> Any:
     """What ``"module:name"`` names; the module is imported."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+@contextmanager
+def optional(who: str, package: str, extra: str) -> Iterator[None]:
+    """For imports of a package that is an extra of Muster.
+
+    Raises:
+        BadOption: it is not installed; the message says how to install it.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != package:
+            raise  # it is there, and something else is wrong
+        raise BadOption(f"{who} needs {package}, which is not installed: pip install 'muster-rl[{extra}]'.") from error
 
 
 def _walk(root: Any, node: ast.expr) -> Any:

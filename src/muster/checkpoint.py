@@ -20,7 +20,7 @@ import torch
 from muster.errors import BadCheckpoint
 from muster.recording.chunks import ALIGNMENT, DTYPE_NAMES, DTYPES, as_bytes
 from muster.recording.files import UNSEALED, is_sealed, seal
-from muster.whole_files import write_whole
+from muster.whole_files import read_json, write_whole
 
 MAX_HEADER_BYTES = 100_000_000  # what safetensors allows
 FORMAT = 1
@@ -63,14 +63,14 @@ def load(path: str | Path) -> Any:
     if not 8 < 8 + length <= min(len(content), MAX_HEADER_BYTES) or not is_sealed(header):
         raise BadCheckpoint(f"{path} is no checkpoint of Muster's, or its header is damaged.")
     try:
-        fields = json.loads(header)
-        about = json.loads(fields.pop("__metadata__")["muster"])
+        fields = read_json(header)
+        about = read_json(fields.pop("__metadata__")["muster"])
         if about["format"] != FORMAT:
             raise BadCheckpoint(f"{path} has format {about['format']}, and this version of Muster reads {FORMAT}.")
         return _Reader(content, 8 + length, fields, about["crc32"]).decode(about["state"])
     except BadCheckpoint:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # a RecursionError, too
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, struct.error) as error:
         raise BadCheckpoint(f"{path} is damaged: {error}. Restore it from a copy.") from error
 
 
@@ -170,6 +170,8 @@ class _Reader:
             return [self.decode(item) for item in value]
         if not isinstance(value, dict):
             return value
+        if not value:
+            raise ValueError("an empty entry")
         kind, content = next(iter(value.items()))
         if kind in ("float", "int"):
             return struct.unpack(">d", bytes.fromhex(content))[0] if kind == "float" else int(content, 16)
@@ -188,6 +190,6 @@ class _Reader:
 
 
 def _as_tensor(blob: bytes, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
-    if not blob:
+    if not blob and not math.prod(shape):
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(blob), dtype=torch.uint8).view(dtype).reshape(shape)

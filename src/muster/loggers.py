@@ -9,9 +9,11 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from typing_extensions import Self
 
@@ -20,6 +22,7 @@ from muster.errors import BadOption, HookError, described
 from muster.memory.specs import Array
 from muster.stats import CollectorStats
 from muster.trajectories import EpisodeRecord, Episodes
+from muster.whole_files import read_json, try_lock
 
 Log = Callable[[Mapping[str, float], int], None]
 
@@ -135,13 +138,13 @@ class JsonlLogger:
 
     ``time`` is Unix time. NaN and infinite values, which JSON does not have, are null. A record is with the operating
     system when the call returns, whole or not at all; half a line that a crash has left is removed when the file is
-    opened again. Threads may share a logger; processes may not share a file.
+    opened again. Threads may share a logger; processes may not share a file, and a second one is refused.
 
     Args:
         path: of the file; folders are made, and what the file holds stays.
 
     Raises:
-        BadOption: the file ends with half a line of something else.
+        BadOption: the file ends with half a line of something else, or another process appends to it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -150,6 +153,7 @@ class JsonlLogger:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115 (closed by close)
         try:
+            self._claim: _Claim | None = _Claim.on(self._file.fileno(), self.path)
             self._mend()
         except BaseException:
             self._file.close()
@@ -176,6 +180,7 @@ class JsonlLogger:
         """Close the file; again is allowed."""
         with self._lock:
             self._file.close()
+            self._claim = None
 
     def __enter__(self) -> Self:
         return self
@@ -193,11 +198,31 @@ class JsonlLogger:
         if half[: len(_HEAD)] != _HEAD[: len(half)]:
             raise BadOption(f"{self.path} does not end with a record of a JsonlLogger; give another path")
         try:
-            json.loads(half)
+            read_json(half)
         except ValueError:
             self._file.truncate(size - len(half))
         else:
             self._file.write(b"\n")  # a whole record, but for its end of line
+
+
+class _Claim:
+    """A file that other processes may not append to; shared by the loggers of this one."""
+
+    _all: ClassVar[weakref.WeakValueDictionary[tuple[int, int, int], _Claim]] = weakref.WeakValueDictionary()
+
+    def __init__(self, fd: int) -> None:
+        weakref.finalize(self, os.close, fd)
+
+    @classmethod
+    def on(cls, fd: int, path: Path) -> _Claim:
+        status = os.fstat(fd)
+        key = (os.getpid(), status.st_dev, status.st_ino)
+        if (claim := cls._all.get(key)) is None:
+            with suppress(OSError):  # a file system without locks
+                if not try_lock(fd):
+                    raise BadOption(f"{path}: another process appends to this file. Give each process its own path.")
+            claim = cls._all[key] = cls(os.dup(fd))
+        return claim
 
 
 _HEAD = b'{"step": '  # what every record begins with

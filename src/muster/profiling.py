@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muster.errors import BadOption
+from muster.whole_files import written_elsewhere
 
 if TYPE_CHECKING:
     import torch
@@ -144,7 +145,8 @@ class RolloutProfiler:
 
 def _export(path: Path, profile: torch.profiler.profile) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    profile.export_chrome_trace(str(path))
+    with written_elsewhere(path) as made:
+        profile.export_chrome_trace(str(made))
 
 
 def _available(activities: Sequence[str]) -> list[torch.profiler.ProfilerActivity]:

@@ -98,6 +98,7 @@ class CollectorStats:
         cut_short: cells of batches that ``preemptive_threshold`` has left blank.
         workers: one by one; none for a collector in its own process.
         inference: of ``inference="server"``.
+        ended_by: type and message of the error that ended the background thread of ``start()``; else empty.
     """
 
     frames: int
@@ -123,6 +124,7 @@ class CollectorStats:
     cut_short: int = 0
     workers: tuple[WorkerStats, ...] = ()
     inference: InferenceStats | None = None
+    ended_by: str = ""
 
     @property
     def nodes(self) -> int:

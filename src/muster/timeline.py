@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.errors import BadOption
+from muster.whole_files import write_whole
 
 Span = tuple[str, int, int, int]  # name, begin and end in ns, track
 
@@ -90,12 +91,7 @@ class Timeline:
         trace = {"traceEvents": events, "displayTimeUnit": "ns", "metadata": metadata}
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{pid}.part")
-        try:
-            part.write_text(json.dumps(trace), "utf-8")
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        write_whole(path, [json.dumps(trace).encode()])
 
 
 def _label(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:

@@ -553,6 +553,73 @@ def test_other_files_and_formats_are_refused(tmp_path: Path) -> None:
         Capsule.load(tmp_path / "zip")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"plain": {"name": 5}},
+        {"plain": {"message": None}},
+        {"plain": {"env_ids": []}},
+        {"plain": {"env_ids": ["0"]}},
+        {"plain": {"env_ids": 0}},
+        {"plain": {"alone": "yes"}},
+        {"plain": {"versions": []}},
+        {"plain": {"max_frames_per_traj": "9"}},
+        {"missing": None},
+        {"source": 5},
+        {"maker": {"num_envs": "2"}},
+        {"maker": {"kwargs": []}},
+        {"maker": {"device": 0}},
+        {"special": {"0": ["1", None, None]}},
+        {"special": {"0": [1, 2, None]}},
+        {"special": {"x": [1, None, None]}},
+        {"special": {"0": [1]}},
+    ],
+)
+def test_fields_of_another_type_are_refused(tmp_path: Path, changes: Any) -> None:
+    path = tmp_path / "c"
+    Capsule("x", Maker("CartPole-v1"), [0], True, "step", "EnvError", "").save(path)
+    with np.load(path) as archive:
+        header = json.loads(archive["header"].tobytes())
+    for name, change in changes.items():
+        whole = {**header[name], **change} if isinstance(change, dict) else change
+        with pytest.raises(BadCapsule, match="is damaged"):
+            Capsule.load(rewritten(path, **{name: whole}))
+
+
+@pytest.mark.parametrize("what", [b"[" * 100_000 + b"]" * 100_000, b"9" * 5000, b"\xff", b"[]", b"5"])
+def test_a_header_that_is_no_json_is_refused(tmp_path: Path, what: bytes) -> None:
+    path = tmp_path / "c"
+    Capsule("x", Maker("CartPole-v1"), [0], True, "step", "EnvError", "").save(path)
+    with np.load(path) as archive:
+        arrays = {name: archive[name] for name in archive.files}
+    with path.open("wb") as file:
+        np.savez(file, **arrays | {"header": np.frombuffer(what, np.uint8)})
+    with pytest.raises(BadCapsule, match="no crash capsule, or damaged"):
+        Capsule.load(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "array"),
+    [
+        ("actions", {("action",): np.zeros((3, 1, 2), np.int64)}),
+        ("actions", {("other",): np.zeros((3, 1), np.int64)}),
+        ("resets", np.array([[0, 0, 1]])),
+        ("resets", np.array([[0, 0, -1]])),
+    ],
+)
+def test_a_capsule_that_does_not_fit_its_environment_is_refused(tmp_path: Path, field: str, array: Any) -> None:
+    capsule = Capsule("x", Maker("CartPole-v1"), [0], True, "step", "EnvError", "", **{field: array})
+    with pytest.raises(BadCapsule, match="x takes actions" if field == "actions" else "beyond the 1"):
+        Player(saved(capsule, tmp_path / "c"))
+
+
+def test_two_crash_directories_at_one_place_keep_all_their_files(tmp_path: Path) -> None:
+    capsule = Capsule("x", Maker("CartPole-v1"), [7], True, "step", "EnvError", "")
+    paths = {CrashDirectory(tmp_path / "d").save(capsule) for _ in range(8)}
+    assert {path.name for path in paths if path is not None} == {*os.listdir(tmp_path / "d")}
+    assert len(paths) == 8
+
+
 def test_a_crash_directory_is_made_when_needed_and_never_fills_the_disk(tmp_path: Path) -> None:
     capsule = Capsule("x", Maker("CartPole-v1"), [7], True, "step", "EnvError", "")
     own = CrashDirectory()

@@ -18,6 +18,7 @@ from hypothesis.extra import numpy as npst
 
 from muster.checkpoint import load, save
 from muster.errors import BadCheckpoint
+from muster.recording.files import seal
 from muster.trajectories import TrajectoryClock
 
 DTYPES = [
@@ -250,3 +251,31 @@ def test_a_clock_goes_on_with_its_episodes(file):
     for stranger in (TrajectoryClock(np.arange(3), 9), TrajectoryClock(np.arange(4, 7), 8)):
         with pytest.raises(BadCheckpoint, match=r"those of environments \[4, 5, 6\] of 9"):
             stranger.load_state_dict(state)
+
+
+@pytest.mark.parametrize("what", [b"[" * 100_000 + b"]" * 100_000, b"9" * 5000, b'"\xff"', b"{"])
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_sealed_header_that_is_no_json_is_refused(file, what, inner):
+    quoted = json.dumps(what.decode("latin1")).encode()
+    text = seal(b'{"__metadata__": {"crc32": "00000000", "muster": ' + (quoted if inner else what) + b"}}")
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(BadCheckpoint, match="damaged"):
+        load(file)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        *({"bytes": 1}, {"tensor": -2}, {"tuple": 5}, {"dict": [[[], 1]]}, {}, {"float": "1e"}, {"int": "x"}),
+        *({"tensor": 0, "shape": [10**18]}, {"tensor": 0, "shape": [-1]}, {"tensor": 0, "dtype": "load", "shape": []}),
+        *({"array": 0, "dtype": "O"}, {"array": 0, "dtype": "i8", "shape": [10**18]}),
+    ],
+)
+def test_a_sealed_header_that_lies_is_refused(file, state):
+    about = {"format": 1, "state": state, "crc32": [0]}
+    header = {"crc32": "00000000", "muster": json.dumps(about)}
+    empty = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+    text = seal(json.dumps({"__metadata__": header, "0": empty}).encode())
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(BadCheckpoint, match="damaged"):
+        load(file)

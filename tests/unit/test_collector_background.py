@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from muster.errors import BadOption, CollectorBusy, CollectorClosed, CollectorTi
 from muster.testing import CountingEnv, FaultyEnv
 from tests.tools import assert_accounted, column, counting
 
-PATIENCE = 20.0  # seconds after which a test gives up
+PATIENCE = 100.0  # seconds after which a test gives up; importing torch can take long on a busy machine
 
 
 class Gate:
@@ -99,6 +100,11 @@ def ended(collector: Collector) -> None:
     thread = collector._background._thread  # type: ignore[union-attr]
     thread.join(PATIENCE)
     assert not thread.is_alive()
+
+
+def run_to_its_end(collector: Collector) -> None:
+    collector.start()
+    ended(collector)
 
 
 @contextmanager
@@ -303,6 +309,15 @@ CALLS: list[Callable[[Collector], Any]] = [
     Collector.shutdown,
     lambda c: c.set_seed(1),
     lambda c: c.receive_weights(),
+    lambda c: c.collect(n_step=2),
+    Collector.increment_version,
+    Collector.init_updater,
+    Collector.disable_profile,
+    Collector.final_observations,
+    lambda c: c.getattr_env("length"),
+    lambda c: c.getattr_policy("__class__"),
+    lambda c: c.getattr_rb("batches"),
+    lambda c: c.cascade_execute("is_running"),
 ]
 
 
@@ -310,14 +325,98 @@ CALLS: list[Callable[[Collector], Any]] = [
 def test_an_error_in_the_thread_reaches_the_user_at_the_next_call_once(call):
     env = FaultyEnv(3, error=lambda: RuntimeError("boom"), length=9)
     c = Collector(env, None, frames_per_batch=2, replay_buffer=Buffer())
-    c.start()
-    ended(c)
+    with pytest.warns(RuntimeWarning, match="(?s)stopped collecting, because of EnvError: .*boom.*start"):
+        run_to_its_end(c)
     assert not c.is_running()
+    assert c.stats().ended_by.startswith("EnvError: ")
+    assert (repr(c), c.episodes, c.policy_version, c.env) is not None  # looking at it raises nothing
     with pytest.raises(EnvError, match="boom") as caught:
         call(c)
     assert isinstance(caught.value.__cause__, RuntimeError)
+    assert c.stats().ended_by.startswith("EnvError: ")
     c.shutdown()
     assert env.closed == 1
+
+
+def test_a_loop_that_only_looks_at_the_buffer_is_warned_while_it_does():
+    warned = threading.Event()
+
+    def show(message: Any, *_: Any, **__: Any) -> None:
+        if "boom" in str(message):
+            warned.set()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = show
+        c = Collector(
+            FaultyEnv(3, error=lambda: RuntimeError("boom")), None, frames_per_batch=2, replay_buffer=Buffer()
+        )
+        c.start()
+        assert warned.wait(PATIENCE)
+    c.shutdown(raise_on_error=False)
+
+
+def test_filters_that_make_warnings_errors_do_not_hide_the_error():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        c = Collector(
+            FaultyEnv(3, error=lambda: RuntimeError("boom")), None, frames_per_batch=2, replay_buffer=Buffer()
+        )
+        c.start()
+        ended(c)
+    with pytest.raises(EnvError, match="boom"):
+        c.rollout()
+    c.shutdown()
+
+
+def test_what_waits_for_the_batch_that_fails_raises_its_error():
+    gate = Gate()
+
+    class Failing(GatedEnv):
+        def step(self, action: int) -> Any:
+            super().step(action)
+            raise RuntimeError("boom")
+
+    with running(gate, Failing(gate)) as (c, _):
+        gate.until_blocked()
+        waiting = threading.Event()
+        failing = threading.Thread(target=lambda: (waiting.wait(PATIENCE), gate.allow(1)))
+        failing.start()
+        pause = c.pause()  # so far nothing has failed
+        waiting.set()
+        with pytest.warns(RuntimeWarning, match="boom"), pytest.raises(EnvError, match="boom"), pause:
+            raise AssertionError("the thread is in the middle of a batch")
+        failing.join()
+
+
+def test_an_error_of_a_thread_that_is_being_ended_is_raised_and_not_announced_too(recwarn):
+    gate = Gate()
+
+    class Failing(GatedEnv):
+        def step(self, action: int) -> Any:
+            super().step(action)
+            raise RuntimeError("boom")
+
+    with running(gate, Failing(gate)) as (c, _):
+        gate.until_blocked()
+        with pytest.raises(CollectorTimeout):
+            c.async_shutdown(timeout=0.0)
+        gate.allow(1)
+        with pytest.raises(EnvError, match="boom"):
+            c.async_shutdown()
+    assert not [w for w in recwarn if "stopped collecting" in str(w.message)]
+
+
+def test_after_the_error_was_raised_a_new_start_has_none():
+    env = FaultyEnv(3, error=lambda: RuntimeError("boom"), length=9)
+    with Collector(env, None, frames_per_batch=2, total_frames=8, replay_buffer=Buffer()) as c:
+        with pytest.warns(RuntimeWarning, match="boom"):
+            run_to_its_end(c)
+        with pytest.raises(EnvError):
+            c.start()
+        c.start()
+        ended(c)
+        assert c.stats().ended_by == ""
 
 
 def test_after_an_error_it_can_be_started_again():

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import math
+import multiprocessing
 import subprocess
 import sys
 import threading
@@ -257,6 +258,33 @@ def test_threads_may_share_a_file(tmp_path):
     found = records(tmp_path / "log")
     assert len(found) == 400
     assert [[step for step, metrics in found if metrics["k"] == k] for k in range(4)] == [list(range(100))] * 4
+
+
+def test_processes_may_not_share_a_file(tmp_path):
+    path, context = tmp_path / "log", multiprocessing.get_context("fork")
+
+    def append(answers: Any) -> None:
+        try:
+            with JsonlLogger(path) as logger:
+                logger({"a": 1}, 1)
+            answers.put("appended")
+        except BadOption as error:
+            answers.put(str(error))
+
+    def elsewhere() -> str:
+        answers = context.SimpleQueue()
+        process = context.Process(target=append, args=(answers,))
+        process.start()
+        process.join(60)
+        return answers.get()
+
+    with JsonlLogger(path) as first:
+        second = JsonlLogger(path)  # a notebook's cell that is run again
+        first.close()
+        assert "another process appends to this file" in elsewhere()
+        second.close()
+    assert elsewhere() == "appended"
+    assert records(path) == [(1, {"a": 1})]
 
 
 def test_a_closed_logger_says_so(tmp_path):

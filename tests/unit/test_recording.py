@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import resource
 import shutil
 import signal
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -540,6 +542,8 @@ def test_another_version_is_refused_with_the_way_out(small: tuple[Path, list[Ten
         ("batch_size", [4, 2]),
         ("batch_size", [10**12, 4]),
         ("batch_size", []),
+        ("batch_size", [0, 5]),
+        ("batches", 0),
         ("order", [0, 0]),
         ("names", ["time"]),
         ("names", [{}, "time"]),
@@ -557,6 +561,73 @@ def test_headers_that_lie_are_refused(
     rewrite(path / chunk_name(1), lambda header, about: about.update({field: value}))
     with pytest.raises(BadRecording, match="chunk-000001"):
         load(path)
+
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+UNREADABLE = [DEEP, b"9" * 5000, b'"\xff"', b"{", b"nothing"]
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_a_sealed_manifest_that_is_no_json_is_refused(small: tuple[Path, Any], tmp_path: Path, what: bytes) -> None:
+    path = copied(small, tmp_path / "r")
+    (path / "recording.json").write_bytes(seal(b'{"crc32": "00000000", "x": ' + what + b"}"))
+    with pytest.raises(BadRecording, match=r"recording\.json is not as Muster writes it"):
+        load(path)
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_a_sealed_header_that_is_no_json_is_refused(small: tuple[Path, Any], tmp_path: Path, what: bytes) -> None:
+    path = copied(small, tmp_path / "r")
+    for text in (
+        b'{"crc32": "00000000", "x": ' + what + b"}",
+        b'{"__metadata__": {"crc32": "00000000", "muster": ' + json.dumps(what.decode("latin1")).encode() + b"}}",
+    ):
+        (path / chunk_name(3)).write_bytes(len(text).to_bytes(8, "little") + seal(text))
+        with pytest.raises(BadRecording, match="chunk-000003"):
+            load(path)
+
+
+@pytest.mark.parametrize("depth", range(50, 1000, 50))
+def test_a_manifest_of_any_depth_is_refused_for_its_format(small: tuple[Path, Any], tmp_path: Path, depth: int) -> None:
+    path = copied(small, tmp_path / "r")
+    what = b"[" * depth + b"]" * depth
+    (path / "recording.json").write_bytes(seal(b'{"crc32": "00000000", "format": ' + what + b"}"))
+    with pytest.raises(BadRecording, match=r"recording\.json is"):
+        load(path)
+
+
+def test_objects_that_are_no_json_are_refused(tmp_path: Path) -> None:
+    for what in UNREADABLE:
+        deep = TensorDict({"o": NonTensorStack(NonTensorData("x" * len(what)), NonTensorData(""))}, [2])
+        path = record(tmp_path / f"r{UNREADABLE.index(what)}", [deep])
+        content = (path / chunk_name(0)).read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        data = content[8 + length :]
+        text = what + b"\n" * (len(data) - len(what))
+        (path / chunk_name(0)).write_bytes(content[: 8 + length] + text)
+        crc = f"{zlib.crc32(text):08x}"
+        rewrite(path / chunk_name(0), lambda _, about, crc=crc: about["crc32"].update(o=crc))
+        recording = load(path)
+        with pytest.raises(BadRecording, match="objects are not what the header says"):
+            recording.batch(0)
+
+
+@pytest.mark.parametrize("key", ["collector/traj_ids", "next/reward", "next/done"])
+def test_a_table_of_episodes_needs_numbers(small: tuple[Path, Any], tmp_path: Path, key: str) -> None:
+    path = copied(small, tmp_path / "r")
+    first = key.split("/")
+
+    def objects(batch: TensorDict) -> TensorDict:
+        size = list(batch.batch_size)
+        return batch.clone().set(tuple(first), lazy_stack([NonTensorStack(*["x"] * size[1])] * size[0]))
+
+    def nothing(batch: TensorDict) -> TensorDict:
+        return batch.clone().set(tuple(first), torch.zeros(*batch.batch_size, 0))
+
+    for number, change in enumerate((objects, nothing)):
+        other = record(tmp_path / f"o{number}", [change(batch) for batch in load(path)])
+        with pytest.raises(BadRecording, match=f"no table of episodes.*{first[1]}"):
+            _ = load(other).episodes
 
 
 @pytest.mark.parametrize(
@@ -638,13 +709,14 @@ def test_the_writer_follows_no_links_and_keys_are_no_paths(tmp_path: Path, batch
     victim.write_text("precious")
     target = tmp_path / "r"
     target.mkdir()
-    for name in ("recording.json.tmp", chunk_name(0) + ".tmp"):
+    links = ["recording.json.0123456789ab.tmp", chunk_name(0) + ".0123456789ab.tmp"]
+    for name in links:
         (target / name).symlink_to(victim)
     evil = batches[0].clone().set(("../../../x", "/etc/y\x00"), torch.zeros(3, 5))
     record(target, [evil])
     assert victim.read_text() == "precious"
     assert sorted(os.listdir(tmp_path)) == ["r", "victim"]
-    assert sorted(os.listdir(target)) == [chunk_name(0), "recording.json"]
+    assert sorted({*os.listdir(target)} - {*links}) == [chunk_name(0), "recording.json"]
     assert same(load(target).batch(0), evil)
     for name in ("recording.json", chunk_name(0), ".lock"):
         other = tmp_path / f"s{name}"
@@ -694,20 +766,99 @@ def test_a_full_disk_keeps_what_was_written_and_can_be_made_good(tmp_path: Path,
     recorder = Recorder(tmp_path / "r", meta={}, chunk_bytes=1)
     recorder.write(batches[0])
     with files_limited_to(1000):
-        with pytest.raises(
-            BadRecording, match=r"15 frames in 1 chunks are on disk.*15 frames are still in memory"
-        ) as e:
-            recorder.write(batches[1])
-        assert isinstance(e.value.__cause__, OSError)
-        assert e.value.__cause__.errno == errno.EFBIG
-        with pytest.raises(BadRecording, match="still in memory"):
-            recorder.write(batches[2])  # not taken
-        assert recorder.pending_frames == 15
+        for _ in range(2):
+            with pytest.raises(BadRecording, match=r"15 frames in 1 chunks are on disk.*was not recorded") as e:
+                recorder.write(batches[1])
+            assert isinstance(e.value.__cause__, OSError)
+            assert e.value.__cause__.errno == errno.EFBIG
+            assert recorder.pending_frames == 0
         assert load(tmp_path / "r").batches == 1
         assert not list((tmp_path / "r").glob("chunk*.tmp"))
+    recorder.write(batches[1])
     recorder.write(batches[2])
     recorder.close()
     assert [same(a, b) for a, b in zip(load(tmp_path / "r"), batches[:3], strict=True)] == [True] * 3
+
+
+def numbered(i: int, objects: bool) -> TensorDict:
+    """400 bytes that say which batch it is."""
+    batch = TensorDict({"i": torch.full((50,), i)}, [50])
+    if objects:
+        batch["name"] = NonTensorStack(*[NonTensorData(f"batch {i}")] * 50)
+    return batch
+
+
+def numbers(path: Path) -> list[int]:
+    recording = load(path)
+    assert all(batch["i"].unique().numel() == 1 for batch in recording)
+    if "name" in (recording.batch(0).keys() if recording.batches else ()):
+        assert [b["name"][0] for b in recording] == [f"batch {int(b['i'][0])}" for b in recording]
+    return [int(batch["i"][0]) for batch in recording]
+
+
+@pytest.mark.parametrize("objects", [False, True])
+@pytest.mark.parametrize("per_chunk", [1, 2, 3])
+@pytest.mark.parametrize("again", [True, False])
+def test_a_write_that_raises_has_not_taken_its_batch_and_may_be_repeated(
+    tmp_path: Path, per_chunk: int, again: bool, objects: bool
+) -> None:
+    recorder = Recorder(tmp_path / "r", meta={}, chunk_bytes=400 * per_chunk)
+    expected: list[int] = []
+    for i in range(12):
+        full = i in (2, 3, 4, 8)
+        before = recorder.frames + recorder.pending_frames
+        with files_limited_to(10 if full else resource.RLIM_INFINITY):
+            try:
+                recorder.write(numbered(i, objects))
+            except BadRecording:
+                assert full
+                assert recorder.frames + recorder.pending_frames == before
+                raised = True
+            else:
+                assert recorder.frames + recorder.pending_frames == before + 50
+                raised = False
+        if raised and again:
+            recorder.write(numbered(i, objects))
+        if again or not raised:
+            expected.append(i)
+    recorder.close()
+    assert numbers(tmp_path / "r") == expected
+    assert load(tmp_path / "r").lost is None
+    assert not again or expected == list(range(12))
+
+
+def test_a_first_batch_whose_description_cannot_be_written_is_not_taken(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "r", meta={})
+    with files_limited_to(10), pytest.raises(BadRecording, match=r"recording\.json"):
+        recorder.write(numbered(0, objects=False))
+    recorder.write(numbered(0, objects=True))  # which may be another one
+    recorder.flush()
+    assert load(tmp_path / "r").manifest["keys"].keys() == {"i", "name"}
+    recorder.close()
+    assert numbers(tmp_path / "r") == [0]
+
+
+def test_an_interrupted_write_has_not_taken_its_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(tmp_path / "r", meta={}, chunk_bytes=800)
+    recorder.write(numbered(0, objects=True))
+    fsync, calls = os.fsync, 0
+
+    def interrupted(fd: int) -> None:
+        nonlocal calls
+        calls += 1
+        fsync(fd)
+        if calls == 2:  # of the directory, after the chunk is in its place
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        recorder.write(numbered(1, objects=True))
+    assert recorder.pending_frames == 50
+    assert not list((tmp_path / "r").glob("chunk*"))
+    for i in (1, 2):
+        recorder.write(numbered(i, objects=True))
+    recorder.close()
+    assert numbers(tmp_path / "r") == [0, 1, 2]
 
 
 def test_a_full_disk_to_the_end_is_told(tmp_path: Path, batches: list[TensorDict]) -> None:
@@ -717,12 +868,12 @@ def test_a_full_disk_to_the_end_is_told(tmp_path: Path, batches: list[TensorDict
             limit.enter_context(files_limited_to(1000))
             recorder.write(batches[1])
 
-    with pytest.raises(BadRecording, match="15 frames are still in memory"):
+    with pytest.raises(BadRecording, match=r"15 frames in 1 chunks are on disk.*was not recorded"):
         fill_up()
     recording = load(tmp_path / "r")
     assert same(recording.batch(0), batches[0])
     assert recording.batches == 1
-    assert "not closed" in (recording.lost or "")
+    assert recording.lost is None  # of what write() took
     with pytest.raises(BadRecording, match="already holds"):
         Recorder(tmp_path / "r", meta={})  # and not "another recorder": the lock was let go of
 
@@ -732,8 +883,49 @@ def test_a_disk_that_is_full_at_the_end_is_told_by_close(tmp_path: Path, batches
     recorder.write(batches[0])
     with files_limited_to(1000), pytest.raises(BadRecording, match="0 frames in 0 chunks are on disk"):
         recorder.close()
-    assert "closed" in repr(recorder)
+    assert recorder.pending_frames == 15
+    assert "open" in repr(recorder)
+    with pytest.raises(BadRecording, match="another recorder"):
+        Recorder(tmp_path / "r", meta={})
     recorder.close()
+    assert same(load(tmp_path / "r").batch(0), batches[0])
+    assert load(tmp_path / "r").lost is None
+
+
+def test_a_disk_that_is_full_at_the_end_of_with_loses_nothing(tmp_path: Path, batches: list[TensorDict]) -> None:
+    recorder = Recorder(tmp_path / "r", meta={})
+
+    def fill_up() -> None:
+        with ExitStack() as limit, recorder:
+            recorder.write(batches[0])
+            limit.enter_context(files_limited_to(1000))
+
+    with pytest.raises(BadRecording, match="0 frames in 0 chunks"):
+        fill_up()
+    recorder.close()
+    assert same(load(tmp_path / "r").batch(0), batches[0])
+
+
+def test_a_manifest_that_does_not_fit_at_the_end_is_written_by_the_next_close(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "r", meta={"long": "x" * 3000})
+    recorder.write(numbered(0, objects=False))
+    recorder.flush()
+    with files_limited_to(2900), pytest.raises(BadRecording, match=r"recording\.json.*50 frames in 1 chunks"):
+        recorder.close()
+    recorder.close()
+    assert numbers(tmp_path / "r") == [0]
+    assert load(tmp_path / "r").lost is None
+
+
+def test_a_recorder_that_is_thrown_away_lets_go_of_its_directory(tmp_path: Path, batches: list[TensorDict]) -> None:
+    recorder = Recorder(tmp_path / "r", meta={})
+    recorder.write(batches[0])
+    with pytest.raises(BadRecording, match="another recorder"):
+        Recorder(tmp_path / "r", meta={})
+    del recorder
+    gc.collect()
+    with pytest.raises(BadRecording, match="already holds"):
+        Recorder(tmp_path / "r", meta={})
     assert "not closed" in (load(tmp_path / "r").lost or "")
 
 

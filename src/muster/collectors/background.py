@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from muster.errors import CollectorTimeout
 from muster.group import Group
@@ -21,7 +22,8 @@ class Background:
         groups: that it runs.
 
     Attributes:
-        error: what ``step`` raised, until somebody takes it.
+        error: what ``step`` raised, until it is raised in another thread.
+        ended_by: type and message of what ``step`` raised; empty while nothing was.
     """
 
     def __init__(self, step: Callable[[], bool], name: str, groups: Sequence[Group] = ()) -> None:
@@ -30,6 +32,7 @@ class Background:
         self._busy = False  # in the middle of a batch
         self._pauses = 0  # how many want it to be in none
         self.error: BaseException | None = None
+        self.ended_by = ""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         for group in groups:
             group.in_background = self.here
@@ -87,9 +90,23 @@ class Background:
                 more = self._step()
                 self._rest()
         except BaseException as error:  # noqa: BLE001 (handed to the user's thread)
-            self.error = error
+            self.error, self.ended_by = error, f"{type(error).__name__}: {error}"
+            self._warn()
         finally:
             self._rest()
+
+    def _warn(self) -> None:
+        """Tell a user who only looks at the buffer, and so makes no call that could raise."""
+        if self._stopping or not threading.main_thread().is_alive():  # it is raised now; or the program ends
+            return
+        with suppress(Warning):  # where filters make it an exception: ``error`` is there all the same
+            warnings.warn(
+                f"The background thread {self._thread.name} stopped collecting, because of {self.ended_by}\n"
+                f"The replay buffer gets no more data. The next call of a method of the collector raises this error; "
+                f"after that, start() goes on, and shutdown() ends.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _may_begin(self) -> bool:
         with self._changed:

@@ -7,7 +7,8 @@ import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +151,10 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
         ``update_policy_weights_()`` takes them over for the next one. What environments and policies draw from the
         process's global generators they share with you then.
 
+        An error ends the thread. It is announced at once with a ``RuntimeWarning``, shown by ``stats().ended_by``, and
+        raised once by the next call of a method that does or changes something, at the latest by ``shutdown()``.
+        ``is_running()``, ``stats()`` and the properties never raise it. ``start()`` goes on after that.
+
         Raises:
             BadOption: without a replay buffer.
         """
@@ -190,7 +195,9 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
 
     def stats(self) -> CollectorStats:
         """A snapshot; cheap, also after ``shutdown``."""
-        return self._engine.stats()
+        stats = self._engine.stats()
+        ended_by = "" if self._background is None else self._background.ended_by
+        return replace(stats, ended_by=ended_by) if ended_by else stats
 
     def __repr__(self) -> str:
         names = ", ".join(sorted({account.info.name for account in self._engine.source.crew.accounts}))
@@ -205,6 +212,7 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
 
         ``env`` and ``row`` say where: after the last step of every episode that ended, and after the last row.
         """
+        self._raise_from_background()
         return final_observations(self._engine.finals)
 
     def fake_tensordict(self) -> TensorDict:
@@ -225,6 +233,7 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
 
     def disable_profile(self) -> None:
         """End profiling; what was recorded is written."""
+        self._raise_from_background()
         if self.profile_config is not None:
             self._engine.source.crew.call("profile", None, 0)
         self.profile_config = None
@@ -336,8 +345,14 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
     def _go_into_background(self) -> None:
         """Before a thread begins to collect."""
 
-    def _exclusively(self) -> AbstractContextManager[None]:
-        return self._background.paused() if self._background is not None else nullcontext()
+    @contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        if self._background is None:
+            yield
+            return
+        with self._background.paused():
+            self._raise_from_background()  # the batch that was waited for may have failed
+            yield
 
     def _stop_background(self, timeout: float | None) -> None:
         if self._background is None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from typing_extensions import Unpack
 
+from muster.attributes import optional
 from muster.collectors.cluster_options import ClusterKeywords, cluster
 from muster.collectors.engine import Engine
 from muster.collectors.multi import MultiCollector
@@ -207,7 +208,8 @@ class RayCollector(ClusterCollector):
         **options: Unpack[ClusterKeywords],
     ) -> None:
         def connect(count: int, deadline_s: float) -> Carrier:
-            from muster.nodes.ray_nodes import RayCarrier
+            with optional("RayCollector", "ray", "ray"):
+                from muster.nodes.ray_nodes import RayCarrier
 
             return RayCarrier(
                 count, ray_init_config=ray_init_config, remote_configs=remote_configs, deadline_s=deadline_s

@@ -52,15 +52,18 @@ class RemoteAccess:
 
     def getattr_env(self, attr: str) -> Any:
         """An attribute of the environment (a list with one for each, where there are several)."""
+        self._raise_from_background()
         env = self.env
         return [getattr(one, attr) for one in env] if isinstance(env, list) else getattr(env, attr)
 
     def getattr_policy(self, attr: str) -> Any:
         """An attribute of the policy."""
+        self._raise_from_background()
         return getattr(self.policy, attr)
 
     def getattr_rb(self, attr: str) -> Any:
         """An attribute of the replay buffer."""
+        self._raise_from_background()
         if self.options.replay_buffer is None:
             raise BadOption(f"getattr_rb({attr!r}): this collector has no replay buffer")
         return getattr(self.options.replay_buffer, attr)
@@ -73,10 +76,14 @@ class RemoteAccess:
         Raises:
             BadOption: it names nothing, or nothing that can be called.
         """
+        self._raise_from_background()
         found = resolve(self, attr_path)
         if not callable(found):
             raise BadOption(f"cascade_execute({attr_path!r}): that is {type(found).__name__}, which cannot be called")
         return found(*args, **kwargs)
+
+    def _raise_from_background(self) -> None:
+        raise NotImplementedError
 
 
 class NoWorkerIndex(BadOption, RuntimeError):

@@ -108,6 +108,7 @@ class WeightMethods:
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """Call the ``weight_updater``'s ``init``; without one, nothing happens."""
+        self._raise_from_background()
         if self._updater is not None:
             self._updater.init(*args, **kwargs)
 
@@ -127,6 +128,7 @@ class WeightMethods:
 
     def increment_version(self) -> None:
         """Count a version, for weights that were changed in another way."""
+        self._raise_from_background()
         self._weights.increment()
 
     def _part(self, model_id: str) -> torch.nn.Module | None:
@@ -139,6 +141,7 @@ class WeightMethods:
 
         def get_model(self, model_id: str) -> Any: ...
         def _check_open(self) -> None: ...
+        def _raise_from_background(self) -> None: ...
 
 
 def _the_one(*sources: Any) -> Any:

@@ -19,6 +19,7 @@ from muster.evaluation.tape import Tape
 from muster.memory.specs import Array
 from muster.sources.capsule import Maker
 from muster.sources.player import Player
+from muster.whole_files import written_elsewhere
 
 FPS = 30.0  # where the environment does not say
 
@@ -115,16 +116,13 @@ def writer() -> Any:
 
 def _write(path: Path, frames: Iterator[Array], fps: float, write_frames: Any) -> None:
     """Write the file, whole or not at all."""
-    temporary = path.with_name(f".{path.name}")
     first = next(frames)
     height, width = first.shape[:2]
-    output = write_frames(str(temporary), (width, height), fps=fps, macro_block_size=2, output_params=["-f", "mp4"])
-    try:
-        with closing(output):
-            output.send(None)
-            output.send(first)
-            for frame in frames:
-                output.send(frame)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with (
+        written_elsewhere(path) as made,
+        closing(write_frames(str(made), (width, height), fps=fps, macro_block_size=2)) as output,
+    ):
+        output.send(None)
+        output.send(first)
+        for frame in frames:
+            output.send(frame)

@@ -13,18 +13,19 @@ import io
 import pickle
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import numpy as np
-import ray
 import torch
-from ray import exceptions
 
+from muster.attributes import optional
 from muster.errors import BadOption, CollectorTimeout, WorkerDied
 from muster.memory.specs import Array
-from muster.nodes.ray_runtime import Lease, actor_class, arrived, first_line, search_path, views_are_fine
 from muster.sources.pickling import dumps, loads
+
+if TYPE_CHECKING:
+    from muster.nodes.ray_runtime import Lease
 
 STEP_S = 1.0
 METHOD, VALUE, MISSING = "method", "value", "missing"
@@ -48,7 +49,7 @@ class RayBuffer:
         remote_options: options of a Ray actor, such as ``num_cpus`` (0 unless given) or ``memory``.
 
     Raises:
-        BadOption: it is no buffer, cannot be pickled, or an option is none of Ray's.
+        BadOption: Ray is not installed; or it is no buffer, cannot be pickled, or an option is none of Ray's.
         WorkerDied: the buffer could not be made in the actor, or (from any method) the actor has ended.
         CollectorTimeout: no answer within ``timeout_s``.
     """
@@ -61,6 +62,8 @@ class RayBuffer:
         timeout_s: float = 60.0,
         **remote_options: Any,
     ) -> None:
+        with optional("RayBuffer", "ray", "ray"):
+            from muster.nodes.ray_runtime import Lease, actor_class, first_line, search_path
         if not callable(buffer) and not _is_buffer(buffer):
             raise BadOption(
                 f"RayBuffer got a {type(buffer).__name__}: expected a function that makes a buffer, or an object with "
@@ -117,6 +120,8 @@ class RayBuffer:
         """End the buffer, if this is the handle that has made it. May be called again."""
         lease, self._lease = self._lease, None
         if lease is not None:
+            import ray
+
             self._closed = True
             if ray.is_initialized():
                 ray.kill(self._actor, no_restart=True)
@@ -129,6 +134,11 @@ class RayBuffer:
         return self._answer(self._actor.look, name, name)  # type: ignore[no-any-return]
 
     def _answer(self, method: Any, what: str, *args: Any) -> Any:
+        import ray
+        from ray import exceptions
+
+        from muster.nodes.ray_runtime import arrived, first_line
+
         if self._closed:
             raise WorkerDied("the replay buffer (a Ray actor) was closed")
         try:
@@ -161,6 +171,8 @@ class Keeper:
     """What runs in the actor."""
 
     def __init__(self, made: bytes) -> None:
+        from muster.nodes.ray_runtime import views_are_fine
+
         views_are_fine()
         buffer = loads(made, "buffer")
         self._buffer = buffer if _is_buffer(buffer) else buffer()

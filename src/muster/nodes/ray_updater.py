@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import ray
-
+from muster.attributes import optional
 from muster.weights.updaters import WeightUpdaterBase
 
 
@@ -20,9 +19,15 @@ class RayWeightUpdater(WeightUpdaterBase):
         policy_weights: what is pushed where nothing is given: a module, TensorDict or dict.
         remote_collectors: handles of the actors.
         max_interval: how many pushes pass an actor by before one reaches it.
+
+    Raises:
+        BadOption: Ray is not installed.
     """
 
     def __init__(self, policy_weights: Any, remote_collectors: Sequence[Any], max_interval: int = 0) -> None:
+        with optional("RayWeightUpdater", "ray", "ray"):
+            import ray
+        self._ray: Any = ray
         self.policy_weights, self.remote_collectors = policy_weights, list(remote_collectors)
         self.max_interval = max(0, max_interval)
         self._passed_by = [0] * len(self.remote_collectors)
@@ -35,7 +40,7 @@ class RayWeightUpdater(WeightUpdaterBase):
         return self.policy_weights
 
     def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
-        return ray.put(super()._maybe_map_weights(policy_or_weights))
+        return self._ray.put(super()._maybe_map_weights(policy_or_weights))
 
     def _skip_update(self, worker_id: int) -> bool:
         self._passed_by[worker_id] += 1
@@ -43,8 +48,8 @@ class RayWeightUpdater(WeightUpdaterBase):
 
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
         before = self._asked.pop(worker_id, None)
-        if before is not None and ray.wait([before], timeout=0)[0]:
-            ray.get(before)  # raises what it raised
+        if before is not None and self._ray.wait([before], timeout=0)[0]:
+            self._ray.get(before)  # raises what it raised
         collector = self.remote_collectors[worker_id]
         self._asked[worker_id] = collector.update_policy_weights_.remote(server_weights)
         self._passed_by[worker_id] = 0

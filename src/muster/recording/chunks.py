@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import torch
 from muster.errors import BadRecording
 from muster.keys import Key
 from muster.recording.files import UNSEALED, is_sealed, open_regular, seal
+from muster.whole_files import read_json
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -132,11 +134,12 @@ def read_chunk(path: Path) -> Chunk:
     if not is_sealed(text):
         raise BadRecording(f"{path}: the header does not match its checksum, so it was changed or damaged. {_REMEDY}")
     try:
-        chunk = _parse(path, size, json.loads(text), 8 + length)
+        chunk = _parse(path, size, read_json(text), 8 + length)
     except BadRecording:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise BadRecording(f"{path} has a header that Muster does not write ({error!r}). {_REMEDY}") from error
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+        what = reprlib.repr(str(error))
+        raise BadRecording(f"{path} has a header that Muster does not write ({what}). {_REMEDY}") from error
     end = max((leaf.stop for leaf in chunk.leaves.values()), default=8 + length)
     if size < end:
         raise Cut(f"{path} is cut after {size:,} of {end:,} bytes")
@@ -163,10 +166,12 @@ _REMEDY = (
 
 
 def _parse(path: Path, size: int, header: dict[str, Any], data: int) -> Chunk:
-    about = json.loads(header.pop("__metadata__")["muster"])
+    about = read_json(header.pop("__metadata__")["muster"])
     batches, batch_size = _size(about["batches"]), _shape(about["batch_size"])
     order = _shape(about["order"])
     names = tuple(about["names"])
+    if not batches or not all(batch_size):
+        raise ValueError("batches without frames")
     if sorted(order) != list(range(len(batch_size))) or len(names) != len(batch_size) or not batch_size:
         raise ValueError("order, names and batch_size disagree")
     known = [name for name in names if name is not None]

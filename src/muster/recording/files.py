@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import re
 import stat
-import sys
+import weakref
 import zlib
 from pathlib import Path
 from typing import IO
 
 from muster.errors import BadRecording
-from muster.whole_files import NO_LINKS
-
-if sys.platform != "win32":
-    import fcntl
+from muster.whole_files import NO_LINKS, is_at, try_lock, unlock
 
 MANIFEST = "recording.json"
 LOCK = ".lock"
@@ -68,29 +65,40 @@ def open_regular(path: Path) -> tuple[IO[bytes], int]:
 
 
 class DirectoryLock:
-    """Held by the one process that records into a directory; the kernel lets go of it when that process dies."""
+    """Held by the one recorder that records into a directory; the kernel lets go of it when its process dies.
+
+    Raises:
+        BadRecording: another recorder holds it.
+        OSError: the directory cannot be written to, or its file system has no locks.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / LOCK
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | NO_LINKS, 0o666)
-        self._file = open(fd, "r+b")  # noqa: SIM115  (open means held)
-        if not _try_lock(fd):
-            holder = self._file.read(32).decode("ascii", "replace").strip() or "unknown"
-            self._file.close()
-            raise BadRecording(
-                f"{directory} is being recorded into by another recorder (pid {holder}). "
-                f"Choose another directory, or close that one."
-            )
-        self._file.truncate(0)
-        self._file.write(f"{os.getpid()}\n".encode())
-        self._file.flush()
+        while True:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | NO_LINKS, 0o666)
+            self._close = weakref.finalize(self, os.close, fd)
+            try:
+                if not try_lock(fd):
+                    holder = os.read(fd, 32).decode("ascii", "replace").strip() or "unknown"
+                    raise BadRecording(
+                        f"{directory} is being recorded into by another recorder (pid {holder}). "
+                        f"Choose another directory, or close that one."
+                    )
+            except BaseException:
+                self._close()
+                raise
+            if is_at(self._path, fd):
+                break
+            self._close()  # the recorder before has removed it since it was opened
+        os.ftruncate(fd, 0)
+        os.write(fd, f"{os.getpid()}\n".encode())
+        self._fd = fd
 
     def release(self) -> None:
-        if not self._file.closed:
+        if self._close.alive:
             self._path.unlink(missing_ok=True)
-            if sys.platform != "win32":
-                fcntl.flock(self._file.fileno(), fcntl.LOCK_UN)  # also for forked children that share it
-            self._file.close()
+            unlock(self._fd)
+            self._close()
 
 
 def is_locked(directory: Path) -> bool:
@@ -100,15 +108,8 @@ def is_locked(directory: Path) -> bool:
     except OSError:
         return False
     try:
-        return not _try_lock(fd)
+        return not try_lock(fd)
+    except OSError:
+        return False
     finally:
         os.close(fd)
-
-
-def _try_lock(fd: int) -> bool:
-    if sys.platform != "win32":  # elsewhere the refusal to overwrite a manifest has to do
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-    return True

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
+import reprlib
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from muster.errors import BadRecording
-from muster.keys import DONE, REWARD, TERMINATED, TRAJ_IDS, TRUNCATED, Key, next_of
+from muster.keys import DONE, REWARD, TERMINATED, TRAJ_IDS, TRUNCATED, Key, dotted, next_of
 from muster.recording import files
 from muster.recording.chunks import MAX_HEADER_BYTES, Chunk, Cut, Leaf, as_bytes, damaged, read_chunk
 from muster.recording.episodes import Episode, Rows, find_episodes
 from muster.recording.writer import FORMAT, VERSION
-from muster.whole_files import TEMPORARY
+from muster.whole_files import TEMPORARY, read_json
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -202,7 +202,10 @@ class Recording:
             missing = [key for key in needed if key not in chunk.leaves]
             if missing:
                 raise BadRecording(f"{self.directory} has no table of episodes: {missing} were not recorded.")
-            optional = [IS_INIT] if IS_INIT in chunk.leaves else []
+            empty = [dotted(key) for key in needed if not _has_numbers(chunk, key)]
+            if empty:
+                raise BadRecording(f"{self.directory} has no table of episodes: {empty} are no columns of numbers.")
+            optional = [IS_INIT] if IS_INIT in chunk.leaves and _has_numbers(chunk, IS_INIT) else []
             values = self._read(i, needed + optional)
             column = {key: _flat(chunk, value) for key, value in values.items()}
             reward = column[REWARD]
@@ -231,6 +234,11 @@ def _flat(chunk: Chunk, tensor: torch.Tensor) -> Array:
     frames = chunk.batch_size[time]
     array: Array = tensor.numpy()
     return array.reshape(math.prod(chunk.batch_size) // frames, frames, -1)
+
+
+def _has_numbers(chunk: Chunk, key: Key) -> bool:
+    leaf = chunk.leaves[key]
+    return not leaf.is_object and math.prod(leaf.shape) > 0
 
 
 def _time_dim(chunk: Chunk) -> int:
@@ -262,7 +270,7 @@ def _tensor(chunk: Chunk, leaf: Leaf, storage: torch.UntypedStorage, place: int)
 
 def _objects(chunk: Chunk, text: bytes, place: int) -> Any:
     try:
-        return _stack(json.loads(text.split(b"\n")[place]), chunk.batch_size)
+        return _stack(read_json(text.split(b"\n")[place]), chunk.batch_size)
     except (ValueError, IndexError, RecursionError) as error:
         raise damaged(chunk, f"objects are not what the header says ({error})") from error
 
@@ -291,15 +299,19 @@ def _read_manifest(root: Path, lost: list[str]) -> dict[str, Any] | None:
     if not files.is_sealed(text):
         lost.append(f"{path} is damaged; what it says was taken from the chunks, which cannot tell whether some miss.")
         return None
-    manifest: dict[str, Any] = json.loads(text)
+    try:
+        manifest: dict[str, Any] = read_json(text)
+    except ValueError as error:
+        raise BadRecording(f"{path} is not as Muster writes it: {error}.") from error
     return manifest
 
 
 def _check_manifest(path: Path, manifest: dict[str, Any]) -> None:
     if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
+        found = [reprlib.repr(manifest.get(key)) for key in ("format", "version", "muster")]  # whatever they are
         raise BadRecording(
-            f"{path} is of format {manifest.get('format')!r} version {manifest.get('version')!r}; this Muster reads "
-            f"{FORMAT!r} version {VERSION}. Read it with the version that wrote it: muster {manifest.get('muster')}."
+            f"{path} is of format {found[0]} version {found[1]}; this Muster reads {FORMAT!r} version {VERSION}. "
+            f"Read it with the version that wrote it: muster {found[2]}."
         )
     expected = {"id": str, "meta": dict, "fresh": bool} | ({"chunks": int} if manifest.get("closed") else {})
     wrong = [key for key, kind in expected.items() if not isinstance(manifest.get(key), kind)]

@@ -9,6 +9,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -36,7 +37,8 @@ class Recorder:
     """Writes batches into a directory of its own, which ``load`` reads back bit for bit.
 
     Batches are copied by ``write`` and written to disk in chunks. Whatever happens to the process or to the
-    disk, chunks that were written stay readable. Not thread-safe.
+    disk, chunks that were written stay readable. Where the disk is full, make room and repeat the call that raised:
+    nothing is lost or recorded twice. Not thread-safe.
 
     Args:
         directory: made if missing; must not hold a recording, finished or not.
@@ -95,9 +97,11 @@ class Recorder:
     def write(self, batch: TensorDictBase) -> None:
         """Add a batch; it may be changed or dropped afterwards.
 
+        When this raises, the batch was not added. The same call may be repeated.
+
         Raises:
-            BadRecording: the disk took no more (see the message for what is kept), the batch has other keys,
-                shapes or dtypes than those before, or the recorder is closed.
+            BadRecording: the disk is full or fails; the batch has other keys, shapes or dtypes than those before; or
+                the recorder is closed. Batches added before are kept.
             UnsupportedSpace: a leaf is neither a plain tensor nor JSON-able objects.
         """
         if self._lock is None:
@@ -113,27 +117,30 @@ class Recorder:
             self._pending = _Pending(content, self._chunk_bytes)
         self._pending.add(content)
         if self._pending.full or time.monotonic() - self._pending.since > self._max_age_s:
-            self.flush()
+            try:
+                self.flush()
+            except BaseException:
+                self._pending.remove_last()
+                raise
 
     def flush(self) -> None:
         """Write what is pending as a chunk of its own.
 
         Raises:
-            BadRecording: the disk took no more. What was pending still is.
+            BadRecording: the disk is full or fails. What was pending still is: repeat the call.
         """
         if self._pending is None or not self._pending.count:
             return
         about = {"chunk": self._chunks, "first_batch": self._batches, "manifest": self._manifest}
-        parts = self._pending.encode(about)
+        path, parts = self.directory / files.chunk_name(self._chunks), self._pending.encode(about)
         try:
-            write_whole(self.directory / files.chunk_name(self._chunks), parts)
-        except OSError as error:
-            raise BadRecording(
-                f"Could not write {files.chunk_name(self._chunks)} of {self.directory}: {error.strerror}. "
-                f"{self._frames:,} frames in {self._chunks} chunks are on disk and readable; "
-                f"{self._pending.frames:,} frames are still in memory. Make room, and the next write(), flush() or "
-                f"close() tries again."
-            ) from error
+            write_whole(path, parts)
+        except BaseException as error:
+            with suppress(OSError):  # written, but perhaps not for good; what is pending may become less
+                path.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise self._not_written(path.name, error) from error
+            raise
         self._chunks += 1
         self._batches += self._pending.count
         self._frames += self._pending.frames
@@ -143,16 +150,16 @@ class Recorder:
         """Write what is pending and finish. May be called again.
 
         Raises:
-            BadRecording: the disk took no more; the pending frames are lost, and the recording says so.
+            BadRecording: the disk is full or fails. The recorder stays open and keeps what is pending: repeat the
+                call. Without that, the pending frames end with the process, and the recording says that it was not
+                closed.
         """
         if self._lock is None:
             return
-        try:
-            self.flush()
-            self._write_manifest(closed=True, frames=self._frames, batches=self._batches, chunks=self._chunks)
-        finally:
-            self._lock.release()
-            self._lock = self._pending = None
+        self.flush()
+        self._write_manifest(closed=True, frames=self._frames, batches=self._batches, chunks=self._chunks)
+        self._lock.release()
+        self._lock = self._pending = None
 
     def __enter__(self) -> Recorder:
         return self
@@ -191,23 +198,32 @@ class Recorder:
 
     def _begin(self, content: _Content) -> None:
         """Complete the manifest with what the first batch shows."""
-        self._signature = content.signature
-        self._manifest |= {
+        before = self._manifest
+        self._manifest = before | {
             "frames_per_batch": content.frames,
             "batch_size": list(content.batch_size),
             "keys": {dotted(key): {"dtype": d, "shape": list(s)} for key, (d, s) in content.signature.items()},
         }
-        self._write_manifest(closed=False)
+        try:
+            self._write_manifest(closed=False)
+        except BaseException:
+            self._manifest = before
+            raise
+        self._signature = content.signature
 
     def _write_manifest(self, **state: Any) -> None:
         text = json.dumps(self._manifest | state, indent=1).encode()
         try:
             write_whole(self.directory / files.MANIFEST, [files.seal(text)])
         except OSError as error:
-            raise BadRecording(
-                f"Could not write {files.MANIFEST} of {self.directory}: {error.strerror}. {self._frames:,} frames in "
-                f"{self._chunks} chunks are on disk and readable."
-            ) from error
+            raise self._not_written(files.MANIFEST, error) from error
+
+    def _not_written(self, name: str, error: OSError) -> BadRecording:
+        return BadRecording(
+            f"Could not write {name} of {self.directory}: {error.strerror}. {self._frames:,} frames in "
+            f"{self._chunks} chunks are on disk and readable. Free some space, then repeat the call that raised this: "
+            f"what it was given was not recorded, and what was pending before it still is."
+        )
 
     def _difference(self, content: _Content) -> str:
         old, new = self._signature or {}, content.signature
@@ -287,10 +303,17 @@ class _Pending:
         for key, tensor in content.tensors.items():
             self._buffers[key][self.count].copy_(self._permute(tensor))
         for key, line in content.objects.items():
-            self._lines[key].append(line)
+            self._lines[key][self.count :] = [line]
             self._text_bytes += len(line)
         self.count += 1
         self.since = min(self.since, time.monotonic())
+
+    def remove_last(self) -> None:
+        """Undo the last ``add``."""
+        self.count -= 1
+        self._text_bytes -= sum(len(lines.pop()) for lines in self._lines.values())
+        if not self.count:
+            self.clear()
 
     def encode(self, about: dict[str, Any]) -> list[Any]:
         size = {"batches": self.count, "batch_size": list(self.batch_size), "names": self.names, "order": self.order}

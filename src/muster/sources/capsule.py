@@ -11,6 +11,7 @@ import io
 import json
 import os
 import platform
+import secrets
 import tempfile
 import warnings
 import zipfile
@@ -26,12 +27,13 @@ from muster.errors import BadCapsule, BadOption, ImportRefused, described
 from muster.keys import Key
 from muster.memory.specs import Array
 from muster.sources.pickling import dumps, loads
-from muster.whole_files import write_whole
+from muster.whole_files import read_json, write_whole
 
 FORMAT = 1
 MOST_FILES = 32  # that one collector writes
 PACKAGES = ("muster-rl", "gymnasium", "numpy", "torch")
 SCALARS = (str, int, float, bool, type(None))
+NOTHING = type(None)
 
 
 class Special(NamedTuple):
@@ -144,6 +146,7 @@ class Capsule:
         """
         arrays, header = _read(Path(path))
         try:
+            _check(header)
             pickled = arrays["pickle"].tobytes()
             named = header["source"] or ""
             if (pickled or ":" in named) and not trust:
@@ -166,12 +169,12 @@ class Capsule:
                 missing=header["missing"],
                 actions=_by_key(header, arrays, "actions") | parts.get("actions", {}),
                 observation=_by_key(header, arrays, "observation") | parts.get("observation", {}),
-                resets=arrays["resets"].reshape(-1, 3),
+                resets=arrays["resets"].astype(np.int64, casting="safe").reshape(-1, 3),
                 special=special,
             )
         except BadOption:
             raise
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
             raise BadCapsule(f"{path} is damaged: {described(error)}.") from error
 
     def _header(self) -> dict[str, Any]:
@@ -231,7 +234,8 @@ class CrashDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
             who = capsule.env_ids[0] if len(capsule.env_ids) == 1 else "all"
-            path = self.path / f"{stamp}-{os.getpid()}-{self._written:02d}-env-{who}.capsule"
+            token = secrets.token_hex(3)  # other collectors, perhaps of other machines, may write here, too
+            path = self.path / f"{stamp}-{os.getpid()}-{token}-{self._written:02d}-env-{who}.capsule"
             capsule.save(path)
         except Exception as error:  # noqa: BLE001  (nothing that happens here may hide the failure)
             warnings.warn(f"No crash capsule was written: {described(error)}", stacklevel=2)
@@ -258,7 +262,7 @@ def _read(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
             raise ValueError(f"{packed[0]} is compressed")
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-        header = json.loads(arrays["header"].tobytes())
+        header = read_json(arrays["header"].tobytes())
         if header["format"] != FORMAT:
             raise BadCapsule(f"{path} has format {header['format']}, and this version of Muster reads {FORMAT}.")
         return arrays, header
@@ -268,6 +272,34 @@ def _read(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
         raise BadCapsule(f"{path} cannot be read: {error.strerror or error}.") from error
     except Exception as error:  # zipfile and numpy raise nearly anything on damaged files
         raise BadCapsule(f"{path} is no crash capsule, or damaged: {described(error)}.") from error
+
+
+_PLAIN: dict[str, type | tuple[type, ...]] = {  # types of a header's fields
+    **dict.fromkeys(("name", "phase", "kind", "message", "caveat", "time"), str),
+    **{"env_ids": list, "alone": bool, "max_frames_per_traj": (int, NOTHING), "versions": dict},
+}
+_MAKER: dict[str, type | tuple[type, ...]] = {
+    "num_envs": (int, NOTHING),
+    "kwargs": (dict, NOTHING),
+    "device": (str, NOTHING),
+}
+_SPECIAL = ((int, NOTHING), (dict, NOTHING), (dict, NOTHING))  # a seed, a state, options
+
+
+def _check(header: Mapping[str, Any]) -> None:
+    """Raise ``TypeError``, or ``LookupError``, unless the fields are of the types that ``save`` writes."""
+    told = [(name, header["plain"][name], kind) for name, kind in _PLAIN.items()]
+    told += [("env_ids", number, int) for number in header["plain"]["env_ids"]]
+    told += [(name, header["maker"][name], kind) for name, kind in _MAKER.items()]
+    told += [("missing", header["missing"], str), ("source", header["source"], (str, NOTHING))]
+    told += [
+        (n, part, kind) for n, entry in header["special"].items() for part, kind in zip(entry, _SPECIAL, strict=True)
+    ]
+    for name, value, kind in told:
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} is {type(value).__name__}")
+    if not header["plain"]["env_ids"]:
+        raise ValueError("no environment")
 
 
 def _by_key(header: Mapping[str, Any], arrays: Mapping[str, Array], part: str) -> dict[Key, Array]:

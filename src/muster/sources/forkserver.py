@@ -1,8 +1,9 @@
 """A process that has imported what workers need, and forks them: a worker starts in milliseconds.
 
 One per parent process, started by ``launch``. It runs no code of the user's, initialises no device and starts no
-threads. It is told what to do over the one socket that it was started with, and ends all workers, with everything they
-have started, when that socket ends: when the parent has died, however it has died.
+threads. It is told what to do over a socket. What it forks are keepers (``muster.sources.keeper``), each of which forks
+a worker. A second socket ties its life to the parent's: when the parent has died, however it has died, the kernel kills
+the fork server, whatever it is doing; its keepers see that, and end their workers with everything they have started.
 """
 
 from __future__ import annotations
@@ -18,17 +19,22 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import process
 from pathlib import Path
 from typing import Any, NoReturn
 
 from muster.sources.channel import Channel
+from muster.sources.keeper import become_subreaper, children, keep
+from muster.sources.lifeline import kill_group, tie_life, untie_life
 
 STATUS_BYTES = 8  # of an exit code in the pipe that tells the parent of a worker's end
-_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
+END_S = 1.5  # for the end of all workers, when the parent has ended
+KEEPER = "muster-keeper"
 
 # Heavy, and safe to import before a fork: they start no threads that a fork would lose. (Not jax.)
 PRELOADED = (
@@ -58,24 +64,19 @@ class Order:
     environ: dict[str, str] = field(repr=False)
     cwd: str | None
     umask: int | None
+    authkey: bytes = field(repr=False)  # of multiprocessing: opens the parent's managers
 
 
 class _Server:
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
+    def __init__(self, sock: socket.socket, lifeline: socket.socket) -> None:
+        self.sock, self.lifeline = sock, lifeline
         self.orders = Channel(sock)
-        self.workers: dict[int, tuple[int, socket.socket]] = {}  # by pid: exit pipe, lifeline
+        self.keepers: dict[int, socket.socket] = {}  # by pid: the other end of its lifeline
 
     def serve(self) -> None:
         """Until the parent ends."""
         signal.signal(signal.SIGCHLD, lambda *_: self.reap())
-        # Also in the middle of an import: that can take long, and the parent can die meanwhile.
-        signal.signal(signal.SIGIO, lambda *_: self.end() if _hung_up(self.sock) else None)
-        _signal_on_change(self.sock, os.getpid(), signal.SIGIO)
-        if sys.platform == "linux":  # what dead workers leave behind is reaped here, not left to a careless init
-            import ctypes
-
-            ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+        become_subreaper()  # for what keepers leave that were killed
         with contextlib.suppress(EOFError):
             while True:
                 order, fds = self.orders.receive()
@@ -90,46 +91,44 @@ class _Server:
                 if module not in sys.modules:
                     importlib.import_module(module)
                     gc.freeze()  # the collector of a worker leaves these pages alone, so that they stay shared
-        exit_pipe = fds[1]
+        told, tell = os.pipe()
         try:
             ours, lifeline = socket.socketpair()
             with lifeline, _uninterrupted(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # OpenBLAS has threads, which it stops before a fork
-                pid = os.fork()
-                if pid == 0:
+                keeper = os.fork()
+                if keeper == 0:
                     ours.close()
-                    _in_worker(self, order, fds, lifeline)
-                self.workers[pid] = exit_pipe, ours
-            fds.remove(exit_pipe)
-            return pid
+                    os.close(told)
+                    _keep(self, order, fds, lifeline, tell)
+                self.keepers[keeper] = ours
+            os.close(tell)
+            tell = -1
+            answer = os.read(told, 512).decode()  # a part of a page: it arrives whole
+            return int(answer) if answer.isdecimal() else answer or "its keeper was killed"
         except OSError as error:
             return str(error)
         finally:
-            for fd in fds:
+            for fd in (*fds, told, *(() if tell < 0 else (tell,))):
                 os.close(fd)
 
     def reap(self) -> None:
-        """Tell the parent how workers ended, after killing whatever they have started."""
+        """Wait for keepers that have ended, and kill what became an orphan because one was killed."""
         with _uninterrupted(), contextlib.suppress(ChildProcessError):
-            while dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                pid = dead.si_pid
-                if pid not in self.workers:  # a grandchild that became an orphan
-                    os.waitpid(pid, 0)
-                    continue
-                exit_pipe, lifeline = self.workers.pop(pid)
-                kill_group(pid)  # before its number can be given to another process
-                _, status = os.waitpid(pid, 0)
-                with contextlib.suppress(BrokenPipeError):
-                    os.write(exit_pipe, os.waitstatus_to_exitcode(status).to_bytes(STATUS_BYTES, "little", signed=True))
-                os.close(exit_pipe)
-                lifeline.close()
+            while pid := os.waitpid(-1, os.WNOHANG)[0]:
+                if (lifeline := self.keepers.pop(pid, None)) is not None:
+                    lifeline.close()
+            for pid in set(children()) - self.keepers.keys():
+                kill_group(pid)
 
     def end(self) -> NoReturn:
-        # The kernel would do it (see ``tie_life``), but not every sandbox's.
-        with _uninterrupted():
-            for pid in self.workers:
-                kill_group(pid)
-            os._exit(0)
+        """Let keepers end their workers, and wait for that: nothing is left when the parent sees the end of this."""
+        deadline = time.monotonic() + END_S
+        for lifeline in list(self.keepers.values()):
+            lifeline.close()
+        while self.keepers and time.monotonic() < deadline:  # `reap` takes them out
+            select.select([], [], [], 0.01)
+        os._exit(0)
 
 
 class ForkedServer:
@@ -137,18 +136,22 @@ class ForkedServer:
 
     Args:
         ours, theirs: the ends of the socket that it is told over; the second one is closed here.
+        life, lifeline: the ends of its lifeline; likewise.
     """
 
-    def __init__(self, ours: Channel, theirs: Channel) -> None:
+    def __init__(self, ours: Channel, theirs: Channel, life: socket.socket, lifeline: socket.socket) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
             try:
                 ours.close()
-                serve(theirs.fileno())
+                life.close()
+                tie_life(lifeline)
+                serve(theirs.fileno(), lifeline.fileno())
             finally:
                 os._exit(1)
         theirs.close()
+        lifeline.close()
 
     def wait(self, timeout: float) -> None:
         """Until it has ended. Raises ``subprocess.TimeoutExpired``."""
@@ -165,21 +168,41 @@ class ForkedServer:
         os.kill(self.pid, signal.SIGKILL)
 
 
-def serve(fd: int) -> None:
-    """Be the fork server of the process at the other end of the socket ``fd``."""
+def serve(fd: int, lifeline_fd: int) -> None:
+    """Be the fork server of the process at the other ends of two sockets; the life of this one is tied already."""
     _own_signals()
-    _Server(socket.socket(fileno=fd)).serve()
+    for inherited in (fd, lifeline_fd):
+        os.set_inheritable(inherited, False)
+    _Server(socket.socket(fileno=fd), socket.socket(fileno=lifeline_fd)).serve()
 
 
-def spawned(lifeline_fd: int, channel_fd: int, target: str, name: str) -> NoReturn:
-    """Be a worker in an interpreter of its own."""
+def spawned(lifeline_fd: int, channel_fd: int, hello_fd: int, target: str, name: str) -> NoReturn:
+    """Be a worker in an interpreter of its own, or on Linux its keeper; the life of this process is tied already."""
     _own_signals()
-    os.set_inheritable(lifeline_fd, False)
-    os.set_inheritable(channel_fd, False)
-    lifeline = socket.socket(fileno=lifeline_fd)
-    tie_life(lifeline)
-    _show(name)
-    run(target, Channel.adopt(channel_fd))
+    for fd in (lifeline_fd, channel_fd, hello_fd):
+        os.set_inheritable(fd, False)
+    lifeline, hello = socket.socket(fileno=lifeline_fd), socket.socket(fileno=hello_fd)
+    authkey = hello.recv(1 << 16)[1:]
+
+    def begin(life: socket.socket) -> NoReturn:
+        tie_life(life)
+        hello.close()
+        _show(name)
+        process.current_process().authkey = authkey
+        run(target, Channel.adopt(channel_fd))
+
+    def started(pid: int) -> None:
+        hello.sendall(str(pid).encode())
+        hello.close()
+        os.close(channel_fd)
+        _show(KEEPER)
+
+    if sys.platform != "linux":
+        begin(lifeline)
+    codes: list[int] = []
+    untie_life(lifeline)
+    keep(lifeline, begin, started, codes.append)
+    _exit_like(codes[0] if codes else 1)
 
 
 def is_stopped(pid: int) -> bool:
@@ -188,26 +211,6 @@ def is_stopped(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
     except OSError:
         return False
-
-
-def kill_group(pid: int, *, reaped: bool = False) -> None:
-    """Kill a worker (unless it was reaped: its number may be another's) and all it has started, if anything is left."""
-    for kill in (os.killpg,) if reaped else (os.killpg, os.kill):  # only just forked, it has no group yet
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)
-
-
-def tie_life(lifeline: socket.socket) -> None:
-    """Have the kernel kill this process and all it starts when the other end of ``lifeline`` is closed.
-
-    It needs no thread, which a C function holding the GIL would keep from running, and, other than PR_SET_PDEATHSIG,
-    reaches grandchildren and does not depend on the thread that started this process.
-    """
-    if os.getsid(0) != os.getpid():
-        os.setsid()
-    _signal_on_change(lifeline, -os.getpid(), signal.SIGKILL)
-    if _hung_up(lifeline):  # before the kernel was told to look
-        os._exit(1)
 
 
 def run(target: str, channel: Channel) -> NoReturn:
@@ -233,28 +236,57 @@ def run(target: str, channel: Channel) -> NoReturn:
         os._exit(code)
 
 
-def _in_worker(server: _Server, order: Order, fds: list[int], lifeline: socket.socket) -> NoReturn:
-    """In the fork: become a process of its own, in the surroundings of the parent."""
+def _keep(server: _Server, order: Order, fds: list[int], lifeline: socket.socket, tell: int) -> NoReturn:
+    """In the fork of the server: keep a worker, which is a fork of this."""
+    code = 1
     try:
-        server.sock.close()
-        for exit_pipe, ours in server.workers.values():
-            os.close(exit_pipe)
-            ours.close()
-        channel, own_exit_pipe, out, err = fds
-        os.close(own_exit_pipe)
-        os.dup2(out, 1)
-        os.dup2(err, 2)
-        os.close(out)
-        os.close(err)
-        tie_life(lifeline)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGIO, signal.SIG_DFL)
+        channel, exit_pipe, out, err = fds
+        os.setsid()  # the kernel kills the session of the server, when the parent has died
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        server.sock.close()
+        server.lifeline.close()
+        for other in server.keepers.values():
+            other.close()
+
+        def begin(life: socket.socket) -> NoReturn:
+            os.close(exit_pipe)
+            os.close(tell)
+            _in_worker(order, channel, (out, err), life)
+
+        def started(pid: int) -> None:
+            os.write(tell, str(pid).encode())
+            for fd in (tell, channel, out, err):
+                os.close(fd)
+            _show(KEEPER)
+
+        def ended(exit_code: int) -> None:
+            with contextlib.suppress(BrokenPipeError):
+                os.write(exit_pipe, exit_code.to_bytes(STATUS_BYTES, "little", signed=True))
+
+        try:
+            keep(lifeline, begin, started, ended)
+        except OSError as error:
+            os.write(tell, str(error).encode())
+        code = 0
+    except BaseException:  # noqa: BLE001 (never return into the server's loop)
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _in_worker(order: Order, channel: int, streams: Sequence[int], lifeline: socket.socket) -> NoReturn:
+    """In the fork of its keeper: become a process of its own, in the surroundings of the parent."""
+    try:
+        for number, stream in enumerate(streams, 1):
+            os.dup2(stream, number)
+            os.close(stream)
+        tie_life(lifeline)
         faulthandler.disable()
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a killed worker flushes nothing
+        for text in (sys.stdout, sys.stderr):
+            text.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a killed worker flushes nothing
         os.environ.clear()
         os.environ.update(order.environ)
+        process.current_process().authkey = order.authkey
         if order.cwd is not None:
             os.chdir(order.cwd)
         if order.umask is not None:
@@ -266,6 +298,18 @@ def _in_worker(server: _Server, order: Order, fds: list[int], lifeline: socket.s
         traceback.print_exc()
         os._exit(1)
     run(order.target, Channel.adopt(channel))
+
+
+def _exit_like(code: int) -> NoReturn:
+    """End as another process has ended, but for its core."""
+    if code < 0:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code & 0xFF)
 
 
 def _own_signals() -> None:
@@ -289,28 +333,11 @@ def _reseed() -> None:
         sys.modules["torch"].default_generator.seed()  # the CPU's; `torch.seed` would reach for CUDA
 
 
-def _signal_on_change(sock: socket.socket, receiver: int, number: int) -> None:
-    """Have the kernel send a signal to a process (or, negative, a group) when something happens at the socket."""
-    import fcntl
-
-    fcntl.fcntl(sock, fcntl.F_SETOWN, receiver)
-    if hasattr(fcntl, "F_SETSIG"):  # elsewhere it is SIGIO, which ends a process as well unless it is handled
-        fcntl.fcntl(sock, fcntl.F_SETSIG, number)
-    fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) | os.O_ASYNC)
-
-
-def _hung_up(sock: socket.socket) -> bool:
-    poller = select.poll()
-    poller.register(sock, 0)
-    return any(event & select.POLLHUP for _, event in poller.poll(0))
-
-
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[Any]:
-    """Hold back signals, so that no handler sees a worker that is half registered or half reaped."""
-    held = (signal.SIGCHLD, signal.SIGIO)
-    signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    """Hold back SIGCHLD, so that its handler sees no keeper that is half registered."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGCHLD,))

@@ -13,11 +13,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from multiprocessing import process
 from typing import ClassVar, Protocol
 
 from muster.errors import BadOption, CollectorTimeout, MusterError
 from muster.sources.channel import Channel
-from muster.sources.forkserver import LIGHT, PRELOADED, STATUS_BYTES, ForkedServer, Order, is_stopped, kill_group
+from muster.sources.forkserver import LIGHT, PRELOADED, STATUS_BYTES, ForkedServer, Order, is_stopped
+from muster.sources.lifeline import kill_group
 
 UNKNOWN = 1 << 16  # the exit code of a worker whose end nobody has seen: the fork server was killed
 SPARE_DESCRIPTORS = 10  # what one more worker must find free
@@ -112,8 +114,8 @@ def shutdown_forkserver() -> None:
 
 def fork_server_here() -> None:
     """Let this process' fork server be a fork of it, with all that it has imported: for processes with one thread."""
-    channel, theirs = Channel.pair()
-    _Server(False, channel, ForkedServer(channel, theirs))
+    (channel, theirs), (life, lifeline) = Channel.pair(), socket.socketpair()
+    _Server(False, channel, life, ForkedServer(channel, theirs, life, lifeline))
 
 
 def has_fork_server() -> bool:
@@ -127,15 +129,18 @@ class _Server:
     lock = threading.Lock()
     current: ClassVar[dict[bool, _Server]] = {}  # by whether it is for light ones
 
-    def __init__(self, light: bool, channel: Channel, process: subprocess.Popen[bytes] | ForkedServer) -> None:
-        self._light, self.channel, self.process = light, channel, process
+    def __init__(
+        self, light: bool, channel: Channel, life: socket.socket, process: subprocess.Popen[bytes] | ForkedServer
+    ) -> None:
+        self._light, self.channel, self.life, self.process = light, channel, life, process
         self.current[light] = self
 
     @classmethod
     def start(cls, light: bool) -> None:
-        channel, theirs = Channel.pair()
-        with contextlib.closing(theirs), _Streams() as streams:
-            cls(light, channel, _python(f"serve({theirs.fileno()})", [theirs.fileno()], streams))
+        (channel, theirs), (life, lifeline) = Channel.pair(), socket.socketpair()
+        with contextlib.closing(theirs), lifeline, _Streams() as streams:
+            ends = (theirs.fileno(), lifeline.fileno())
+            cls(light, channel, life, _python(lifeline, f"serve{ends}", ends, streams))
 
     @classmethod
     def request(cls, order: Order, fds: list[int], light: bool) -> int:
@@ -179,7 +184,8 @@ class _Server:
         cls.lock = threading.Lock()
         while cls.current:
             _, server = cls.current.popitem()
-            server.channel.close()  # or the server would not notice the parent's end
+            server.channel.close()
+            server.life.close()  # or the server would not notice the parent's end
             server.process.returncode = 0  # nothing to wait for
         for child in _Spawned.all:
             child._life.close()
@@ -192,6 +198,8 @@ class _Server:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait(END_S)
+        finally:
+            self.life.close()
 
 
 class _Forked:
@@ -209,7 +217,7 @@ class _Forked:
         here = [*sys.modules] if preload or light not in _Server.current else []
         suits = LIGHT.__contains__ if light else _preloadable
         modules = [module for module in [*here, target.partition(":")[0]] if suits(module)]
-        surroundings = (sys.path[:], sys.argv[:], dict(os.environ), _cwd(), _umask())
+        surroundings = (sys.path[:], sys.argv[:], dict(os.environ), _cwd(), _umask(), _authkey())
         order = Order(next(_numbers), target, name, modules, *surroundings)
         try:
             with _Streams() as streams:
@@ -267,12 +275,22 @@ class _Spawned:
     def __init__(self, target: str, channel_end: Channel, name: str, preload: bool, light: bool) -> None:
         self._owner = os.getpid()
         self._swept = False  # what it had started is killed
-        self._life, lifeline = socket.socketpair()
-        with contextlib.closing(lifeline), _Streams() as streams:
-            ends = (lifeline.fileno(), channel_end.fileno())
-            self._process = _python(f"spawned(*{ends}, {target!r}, {name!r})", ends, streams)
-        self.pid = self._process.pid
+        (self._life, lifeline), (self._hello, hello) = socket.socketpair(), socket.socketpair()
+        self._worker: int | None = None
+        with lifeline, hello, _Streams() as streams:
+            self._hello.sendall(b"\0" + _authkey())
+            ends = (lifeline.fileno(), channel_end.fileno(), hello.fileno())
+            self._process = _python(lifeline, f"spawned(*{ends}, {target!r}, {name!r})", ends, streams)
         self.all.add(self)
+
+    @property
+    def pid(self) -> int:
+        """Of the worker; while that is not started, and where it has no keeper, of what was started instead."""
+        if self._worker is None and _readable(self._hello.fileno(), 0.0):
+            told = self._hello.recv(32)
+            self._worker = int(told) if told else self._process.pid
+            self._hello.close()
+        return self._process.pid if self._worker is None else self._worker
 
     def is_stopped(self) -> bool:
         return is_stopped(self.pid)
@@ -285,13 +303,14 @@ class _Spawned:
             return UNKNOWN
         code = self._process.poll()
         if code is not None and not self._swept:
-            kill_group(self.pid, reaped=True)
+            kill_group(self._process.pid, reaped=True)
             self._swept = True
         return code
 
     def send_signal(self, number: int) -> None:
         if self.exit_code() is None:
-            self._process.send_signal(number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         if self.exit_code() is None:
@@ -304,6 +323,7 @@ class _Spawned:
 
     def close(self) -> None:
         self._life.close()
+        self._hello.close()
 
 
 class _Streams:
@@ -320,13 +340,14 @@ class _Streams:
         os.close(self._null)
 
 
-def _python(call: str, fds: Sequence[int], streams: _Streams) -> subprocess.Popen[bytes]:
-    """A fresh interpreter that calls a function of the fork server's module."""
+def _python(lifeline: socket.socket, call: str, fds: Sequence[int], streams: _Streams) -> subprocess.Popen[bytes]:
+    """A fresh interpreter that ties its life before all else, and calls a function of the fork server's module."""
     surroundings = f"import sys; sys.path[:] = {sys.path!r}; sys.argv[:] = {sys.argv!r}"
+    tied = f"from muster.sources.lifeline import tie_life; tie_life({lifeline.fileno()})"
     return subprocess.Popen(
         [
             *(sys.executable, *subprocess._args_from_interpreter_flags()),  # type: ignore[attr-defined]  # -W, -X, -O
-            *("-c", f"{surroundings}; from muster.sources.forkserver import *; {call}"),
+            *("-c", f"{surroundings}; {tied}; from muster.sources.forkserver import *; {call}"),
         ],
         stdin=subprocess.DEVNULL,
         stdout=streams.fds[0],
@@ -382,6 +403,11 @@ def _cwd() -> str | None:
         return os.getcwd()
     except OSError:  # it was deleted
         return None
+
+
+def _authkey() -> bytes:
+    """With which the parent's ``multiprocessing.Manager`` answers; it goes over private sockets only."""
+    return bytes(process.current_process().authkey)
 
 
 def _umask() -> int | None:

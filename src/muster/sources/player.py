@@ -29,6 +29,7 @@ class Player:
 
     Raises:
         EnvError: the environment cannot be made.
+        BadCapsule: what was recorded does not fit it.
     """
 
     def __init__(self, capsule: Capsule) -> None:
@@ -39,6 +40,11 @@ class Player:
         self.batch.max_steps = capsule.max_frames_per_traj
         layout = Layout(1, self.batch.num_envs, lane_columns(self.batch, (), RolloutOptions()), 1, built.batch_shape)
         self._lane = Slot(layout, self.batch.device or "heap").lanes[0]
+        try:
+            self._check()
+        except BadCapsule:
+            self.close()
+            raise
         objects = list(self.batch.objects())
         self.env: Any = objects[0] if len(objects) == 1 else objects
 
@@ -94,6 +100,16 @@ class Player:
     def close(self) -> None:
         """Close the environment."""
         self.batch.close()
+
+    def _check(self) -> None:
+        """Refuse actions and resets that are not this environment's."""
+        actions, resets, specs = self.capsule.actions, self.capsule.resets, self.batch.action_specs
+        expected = {key: tuple(self._lane.data[key].shape[1:]) for key in specs}
+        got = {key: array.shape[1:] for key, array in actions.items()}
+        if (actions and got != expected) or len({len(array) for array in actions.values()}) > 1:
+            raise BadCapsule(f"{self.capsule.name} takes actions {expected}, and the capsule holds {got}.")
+        if len(resets) and not 0 <= resets[:, 2].min() <= resets[:, 2].max() < self.batch.num_envs:
+            raise BadCapsule(f"the capsule resets environments beyond the {self.batch.num_envs} that there are.")
 
     def _reset(self, n: int) -> None:
         resets = self.capsule.resets
