@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import Event
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,6 +31,7 @@ from muster.memory.specs import Array
 
 if TYPE_CHECKING:
     from muster.group import Group
+    from muster.marks import Final
     from muster.resets import Waiting
 
 Watch = Callable[[Lane, int], object]
@@ -46,15 +47,16 @@ class StepView:
 
     ``step["observation"]``, ``step["action"]``, ``step["next", "reward"]`` are rows of the batch's columns: views
     ``[B, *shape]`` (of NumPy; tensors where environments step on a device), flags and rewards ``[B]``. What is written
-    into them is in the batch, and in the returns of episodes. Flags and Muster's own columns can only be read.
+    into them is in the batch, and in the returns of episodes; a reward or an action also in the ``prev_reward`` or
+    ``prev_action`` of the next row. Flags, these two and Muster's own columns can only be read.
 
     Attributes:
         t: row of the rollout.
         env_ids: ``[B]``, global numbers of the environments.
     """
 
-    def __init__(self, lane: Lane, t: int, env_ids: Array, waiting: Waiting) -> None:
-        self.t, self.env_ids, self._lane, self._waiting = t, env_ids, lane, waiting
+    def __init__(self, lane: Lane, t: int, env_ids: Array, waiting: Waiting, repeats: Mapping[Key, Key]) -> None:
+        self.t, self.env_ids, self._lane, self._waiting, self._repeats = t, env_ids, lane, waiting, repeats
 
     def keys(self) -> list[Key]:
         """Of all columns that can be looked at."""
@@ -81,7 +83,7 @@ class StepView:
         if key not in self._lane.data:
             raise BadOption(f"step[{key!r}]: there is no such column; there are {', '.join(map(dotted, self.keys()))}")
         row = self._lane.data[key][self.t]
-        if key not in FIXED:
+        if not self._is_fixed(key):
             return row
         if not isinstance(row, np.ndarray):
             return row.clone()
@@ -90,20 +92,41 @@ class StepView:
 
     def __setitem__(self, key: str | Key, value: Any) -> None:
         row = self[key]
-        if (key if isinstance(key, tuple) else (key,)) in FIXED:
+        if self._is_fixed(key if isinstance(key, tuple) else (key,)):
             raise BadOption(f"step[{key!r}]: that can only be read; it says what happened in the environment")
         row[...] = value
+
+    def _is_fixed(self, key: Key) -> bool:
+        return key in FIXED or (key[1:] if key[0] == "next" else key) in self._repeats
 
 
 def watching(group: Group, on_step: Callable[[StepView], object]) -> Watch:
     """A ``Group.watch`` that calls ``on_step``."""
-    env_ids, waiting = group.clock.env_ids, group.waiting
+    env_ids, waiting, repeats = group.clock.env_ids, group.waiting, group.env.repeats
 
     def watch(lane: Lane, t: int) -> None:
-        step = StepView(lane, t, env_ids, waiting)
-        call_hook("on_step", on_step, step, "The row is complete, and the next call goes on after it.")
+        step = StepView(lane, t, env_ids, waiting, repeats)
+        try:
+            call_hook("on_step", on_step, step, "The row is complete, and the next call goes on after it.")
+        finally:
+            if repeats:
+                _repeat(step, lane, repeats, group.finals)
 
     return watch
+
+
+def _repeat(step: StepView, lane: Lane, repeats: Mapping[Key, Key], finals: Sequence[Final]) -> None:
+    """Show what a hook has written in the observations after the row: where no episode begins, and in last ones."""
+    t, data, stepped = step.t, lane.data, np.flatnonzero(step.valid)
+    going_on = np.setdiff1d(stepped, step.finished)
+    for key, source in repeats.items():
+        row = data[source][t]
+        data[key][t + 1, going_on] = row[going_on]
+        if next_of(key) in data:
+            data[next_of(key)][t, stepped] = row[stepped]
+        for final in finals:
+            if final.t == t:
+                final.leaves[key][...] = row[list(final.envs)]
 
 
 def check_pause(seconds: Any) -> None:

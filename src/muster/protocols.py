@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -72,6 +73,8 @@ class EnvBatch(Protocol):
         reset_options: passed on at the next reset, once; whatever the environment's own reset takes by keyword.
         bypasses: it can leave environments out of a step; see ``bypass``.
         lives_lost: of those that the last step ended, environments whose own episode goes on; see ``track_lives``.
+        repeats: observations that show another column of the row before, and which; zero where an agent's episode
+            begins.
     """
 
     num_envs: int
@@ -92,6 +95,7 @@ class EnvBatch(Protocol):
     reset_options: dict[str, Any] | None = None
     bypasses: bool = False
     lives_lost: Collection[int] = ()
+    repeats: Mapping[Key, Key] = MappingProxyType({})
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         """Random actions, ``[*shape, *leaf shape]`` per leaf; on a device tensors."""

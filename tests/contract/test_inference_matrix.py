@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tensordict.nn import TensorDictModule
+from torch import nn
 
-from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
+from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector, policies
 from muster.errors import PolicyError
 from tests.fakes.matrix_env import ACTION_KINDS, ActionKind, MatrixEnv, Numbered
 from tests.fakes.matrix_policies import BIAS, STATE_KINDS, StateKind, Unsure, choose, policy_of
@@ -332,3 +336,91 @@ def test_groups_of_different_sizes_fill_batches_of_their_own(inference, mode):
 def vector_env(first: int, size: int, mode: AutoresetMode) -> SyncVectorEnv:
     """Environments with episodes of ``first`` steps and more."""
     return SyncVectorEnv([partial(MatrixEnv, first + i, "n-d") for i in range(size)], autoreset_mode=mode)
+
+
+NUMBERS: dict[str, spaces.Space[Any]] = {
+    "Discrete": spaces.Discrete(9),
+    "Box(())": spaces.Box(0, 9, (), np.float32),
+    "Box((1,))": spaces.Box(0, 9, (1,), np.float32),
+}
+LENGTH = 5
+
+
+class NumberEnv(gymnasium.Env[Any, Any]):
+    """Observes the time step in ``space``; the reward is the action."""
+
+    def __init__(self, space: str) -> None:
+        self.observation_space, self.action_space = NUMBERS[space], spaces.Discrete(7)
+        self.t = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        return self._observe(), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return self._observe(), float(action), self.t == LENGTH, False, {}
+
+    def _observe(self) -> Any:
+        space = self.observation_space
+        return self.t if isinstance(space, spaces.Discrete) else np.full(space.shape, self.t, np.float32)
+
+
+class Next(nn.Module):
+    """The time step plus one, from a number of any shape; as logits for ``categorical``."""
+
+    def __init__(self, shape: tuple[int, ...], *, logits: bool = False) -> None:
+        super().__init__()
+        self.shape, self.logits = shape, logits
+
+    def forward(self, obs: Any) -> Any:
+        number = obs.reshape(obs.shape[: obs.ndim - len(self.shape)]).long() + 1
+        return nn.functional.one_hot(number, 7) * 1e6 if self.logits else number
+
+
+def next_policy(kind: str, space: str) -> Any:
+    module = Next(NUMBERS[space].shape or ())
+    if kind == "head":
+        return policies.categorical(Next(module.shape, logits=True))
+    if kind == "module":
+        return TensorDictModule(module, in_keys=["observation"], out_keys=["action"])
+    return lambda obs: (module(obs), {"state_value": module(obs).float().unsqueeze(-1)})
+
+
+def check_numbers(c: Any, num_envs: int | None, kind: str) -> None:
+    """Seven rows in two batches, rows for values of next observations, and two whole episodes."""
+    lead = c.rollout().shape[:-1]
+    steps = torch.arange(14) % LENGTH
+    for batch, t in ((c.rollout(), steps[7:14]), (c.rollout(), (steps + 4)[:7] % LENGTH)):
+        assert torch.equal(batch["observation"].reshape(-1, 7).long(), t.expand(batch.numel() // 7, 7))
+        assert torch.equal(batch["action"].long(), (t + 1).expand(*lead, 7))
+        assert torch.equal(batch["next", "reward"].long(), (t + 1).expand(*lead, 7).unsqueeze(-1))
+        assert torch.equal(batch["next", "observation"].reshape(-1, 7).long(), (t + 1).expand(batch.numel() // 7, 7))
+    if kind == "function":
+        made = c.collect(n_step=2 * (num_envs or 1) * len(c.stats().workers or (0,)), bootstrap=True)
+        assert (made.last_value_est == 4).all()  # of observation 3, after rows 1 and 2
+    batch, _ = c.collect_batch(n_episode=2)
+    assert batch["action"].tolist() == [1, 2, 3, 4, 5] * 2
+    assert_accounted(c)
+
+
+@pytest.mark.parametrize("kind", ["function", "head", "module"])
+@pytest.mark.parametrize("num_envs", [None, 1, 3])
+@pytest.mark.parametrize("space", NUMBERS)
+def test_observations_of_one_number(space, num_envs, kind):
+    """Also where a row of them has no dimension at all: a single environment, without ``num_envs``."""
+    options = {"num_envs": num_envs, "frames_per_batch": 7 * (num_envs or 1), "seed": 0, "validate": "full"}
+    with Collector(partial(NumberEnv, space), next_policy(kind, space), **options) as c:
+        check_numbers(c, num_envs, kind)
+    for where in ({}, {"inference": "server"}, {"inference": "server", "alternating": True}):
+        options |= {"frames_per_batch": 14 * (num_envs or 1), "backend": "threads", **where}
+        with MultiSyncCollector([partial(NumberEnv, space)] * 2, next_policy(kind, space), **options) as c:
+            check_numbers(c, num_envs, kind)
+
+
+@pytest.mark.parametrize(("inference", "kind"), [("worker", "head"), ("server", "function")])
+def test_observations_of_one_number_in_worker_processes(inference, kind):
+    options = {"frames_per_batch": 14, "inference": inference, "seed": 0}
+    with MultiSyncCollector([partial(NumberEnv, "Discrete")] * 2, next_policy(kind, "Discrete"), **options) as c:
+        check_numbers(c, None, kind)

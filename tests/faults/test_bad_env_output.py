@@ -15,7 +15,7 @@ from gymnasium.vector import SyncVectorEnv
 from muster import Collector
 from muster.errors import BadEnvOutput, EnvError, MusterError
 from muster.testing import CountingEnv, FaultyEnv, SpaceEnv
-from tests.tools import assert_accounted, column, counting
+from tests.tools import assert_accounted, column, counting, recorded
 
 T = 6  # rows per batch
 OBS = np.zeros(2, np.float32)
@@ -261,6 +261,93 @@ def test_full_validation_finds_nan_in_observations():
         with pytest.raises(BadEnvOutput, match=r"FaultyEnv\[1\] \(row 3 of the batch\): observation nan is not finite"):
             collector.rollout()
         check_goes_on(collector, 3, 3 * (T - 3), "bad_env_output")
+
+
+AWAY_FROM_ZERO = {
+    "Discrete": spaces.Discrete(10, start=3),
+    "Box(())": spaces.Box(3, 12, (), np.float32),
+    "Box": spaces.Box(3, 12, (2, 2), np.float32),
+    "Dict": spaces.Dict({"a": spaces.Box(3, 12, (2,), np.float32), "b": spaces.MultiDiscrete([9, 9], start=[3, 3])}),
+}
+
+
+class AwayFromZero(CountingEnv):
+    """Observes ``3 + t`` in a space without 0, and takes actions of such a space; ``bad`` (environment, t) is 0."""
+
+    def __init__(self, space: str, length: int, number: int = 0, bad: tuple[int, int] = (-1, -1)) -> None:
+        super().__init__(length)
+        self.observation_space = AWAY_FROM_ZERO[space]
+        self.action_space: Any = spaces.Discrete(2, start=5)
+        self.number, self.bad = number, bad
+
+    def _observe(self) -> Any:
+        value = 0 if (self.number, self.t) == self.bad else 3 + self.t
+        return _full(self.observation_space, value)
+
+
+def _full(space: Any, value: int) -> Any:
+    if isinstance(space, spaces.Dict):
+        return {name: _full(part, value) for name, part in space.items()}
+    return value if isinstance(space, spaces.Discrete) else np.full(space.shape, value, space.dtype)
+
+
+def lengthening(space: str, bad: tuple[int, int] = (-1, -1)) -> Any:
+    """A factory of environments with episodes of 2, 3, 4, ... steps."""
+    return recorded(lambda i: AwayFromZero(space, 2 + i, i, bad))[0]
+
+
+ABSENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options, and what is collected: a batch, or episodes
+    "decorrelation": ({"max_decorrelation_steps": 3, "frames_per_batch": 40}, {}),
+    "waiting": ({"reset_when_done": False, "frames_per_batch": 40}, {}),
+    "waiting after random steps": (
+        {"reset_when_done": False, "max_decorrelation_steps": 3, "frames_per_batch": 40},
+        {},
+    ),
+    "fewer episodes than environments": ({}, {"n_episode": 2}),
+    "let go one by one": ({}, {"n_episode": 9}),
+    "per_env": ({}, {"n_episode": 8, "rule": "per_env"}),
+    "fair": ({}, {"n_episode": 6, "rule": "fair"}),
+}
+
+
+@pytest.mark.parametrize("case", ABSENCES)
+@pytest.mark.parametrize("space", AWAY_FROM_ZERO)
+def test_full_validation_leaves_out_rows_of_environments_that_are_not_stepped(space, case):
+    options, amount = ABSENCES[case]
+    with Collector(lengthening(space), None, num_envs=4, validate="full", seed=1, **options) as c:
+        for _ in range(3):
+            batch = c.collect_batch(**amount)[0] if amount else c.rollout()
+            reward = batch["next", "reward"][..., 0]  # t, and 0 in rows of those who wait
+            assert batch["next", "done"].any()
+            leaves = [
+                batch[key] for key in batch.keys(True, True) if {*key} & {"observation", "a", "b"} and "next" in key
+            ]
+            assert len(leaves) == (2 if space == "Dict" else 1)
+            for leaf in leaves:
+                assert (leaf.reshape(*reward.shape, -1)[reward > 0][:, 0] == 3 + reward[reward > 0]).all()
+            assert_accounted(c)
+
+
+@pytest.mark.parametrize("t", [1, 2])
+@pytest.mark.parametrize("space", AWAY_FROM_ZERO)
+def test_full_validation_finds_what_is_wrong_beside_environments_that_are_not_stepped(space, t):
+    """Environment 0 has ended, 3 waits from the first row on, and environment 1 observes 0."""
+    with Collector(lengthening(space, bad=(1, t)), None, num_envs=4, validate="full", seed=1) as c:
+        with pytest.raises(BadEnvOutput, match=rf"AwayFromZero\[1\] \(row {t - 1} of the batch\): .* 0.*below"):
+            c.collect(n_episode=2)
+        assert_accounted(c)
+
+
+def test_full_validation_of_actions_leaves_out_rows_of_environments_that_are_not_stepped():
+    """Policies are asked about them, and what they answer is not used."""
+    wanted = torch.tensor([5, 6, 0, 0])
+
+    def policy(obs: torch.Tensor) -> torch.Tensor:
+        return torch.where(obs > 0, wanted.clamp(5), wanted)
+
+    with Collector(lengthening("Discrete"), policy, num_envs=4, validate="full", seed=1) as c:
+        assert c.collect(n_episode=2).n_collected_episodes == 2
+        assert_accounted(c)
 
 
 @pytest.mark.parametrize("mode", ["off", "fast", "full"])

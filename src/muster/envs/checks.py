@@ -70,7 +70,7 @@ def reward_problem(value: Any) -> str | None:
 
 
 def values_problem(array: Array, spec: ArraySpec) -> tuple[tuple[int, ...], str] | None:
-    """First place ``[t, b, ...]`` at which ``array`` (``[T, B, *shape]``) leaves the bounds of ``spec``, and why."""
+    """First place at which ``array`` (``[..., *shape]``) leaves the bounds of ``spec``, and why."""
     if spec.dtype == OBJECT:
         return None
     if array.dtype.kind == "f" and not np.isfinite(array).all():

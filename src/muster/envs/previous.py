@@ -36,11 +36,12 @@ class _WithPrevious:
 
     inner: EnvBatch
     observation_specs: Specs
+    repeats: Mapping[Key, Key]
 
     def __init__(self, inner: EnvBatch) -> None:
         own = self.__dict__  # past ``__setattr__``
         own["inner"], own["_out"] = inner, []
-        own["_sources"] = {_previous(key): key for key in inner.action_specs} | {PREV_REWARD: REWARD}
+        own["repeats"] = {_previous(key): key for key in inner.action_specs} | {PREV_REWARD: REWARD}
         added = {_previous(key): ArraySpec(spec.shape, spec.dtype) for key, spec in inner.action_specs.items()}
         added[PREV_REWARD] = ArraySpec((), inner.reward_dtype)
         own["observation_specs"] = {**inner.observation_specs, **added}
@@ -56,7 +57,7 @@ class _WithPrevious:
         self.restart_agent(arrays, row, which)
 
     def restart_agent(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int]) -> None:
-        for key in self._sources:
+        for key in self.repeats:
             arrays[key][row, which] = 0
 
     def bypass(self, which: Collection[int]) -> None:
@@ -65,7 +66,7 @@ class _WithPrevious:
 
     def start(self, lane: Lane) -> Step:
         step, data = self.inner.start(lane), lane.data
-        pairs = [(data[key], data[source]) for key, source in self._sources.items()]
+        pairs = [(data[key], data[source]) for key, source in self.repeats.items()]
         own = self.__dict__
 
         def step_and_note(t: int) -> Sequence[int] | None:

@@ -289,7 +289,7 @@ class OneEnv:
         cut = torch.from_numpy((wanted & ~ended).reshape(self.specs.lead))
         for key in env.done_keys:  # what maybe_reset acts on
             flag = td.get(key)
-            td.set(key, flag | cut.to(flag.device).reshape(*cut.shape, *(1,) * (flag.ndim - cut.ndim)))
+            td.set(key, flag | cut.to(flag.device).reshape((*cut.shape, *(1,) * (flag.ndim - cut.ndim))))
         if not options:
             return env.maybe_reset(td)
         return env.reset(td, select_reset_only=True, **options) if env.any_done(td) else td

@@ -121,7 +121,7 @@ class Actor:
         if not self._policies:
             number = min(groups)
             info, (obs, _) = self._infos[number], groups[number]
-            tensors = {key: torch.from_numpy(a).reshape(*info.batch_shape, *a.shape[1:]) for key, a in obs.items()}
+            tensors = {key: torch.from_numpy(a).reshape((*info.batch_shape, *a.shape[1:])) for key, a in obs.items()}
             self._take_weights()
             self._columns = list(self._policy_for(info.batch_shape, lambda: tensors, self._rngs[number]).columns())
         return self._columns
@@ -200,7 +200,7 @@ class Actor:
         """Fill in the values of rows that a group would act on next."""
         info, rng = self._infos[group], self._rngs[group]
         lead, some = info.batch_shape, np.arange(info.num_envs) % len(made.t)
-        seen = {key: torch.as_tensor(rows[some]).reshape(*lead, *rows.shape[1:]) for key, rows in made.rows.items()}
+        seen = {key: torch.as_tensor(rows[some]).reshape((*lead, *rows.shape[1:])) for key, rows in made.rows.items()}
         policy = self._policy_for(lead, lambda: seen, rng)
 
         @contextmanager
