@@ -5,12 +5,16 @@ Only the main thread runs signal handlers, and only there does any of this have 
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # `signal` tries to make enums of handlers, for 5 us each time
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+try:
+    import _signal  # type: ignore[import-not-found]  # `signal` tries to make enums of handlers, for 5 us each time
+except ImportError:
+    import signal as _signal
 
 SIGINT: int = _signal.SIGINT
 

@@ -14,10 +14,20 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
-from gymnasium.spaces import Space
+from gymnasium.spaces import Discrete, Space
 
 BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "SFC64", "Philox")
 SCALARS = (type(None), bool, int, float, str, bytes)
+
+
+def _space_generator() -> str | None:
+    """The attribute in which Gymnasium's spaces keep their generator; None if it is not found."""
+    drawn: Space[Any] = Discrete(2, seed=0)
+    found = [name for name, value in vars(drawn).items() if value is drawn.np_random]
+    return found[0] if len(found) == 1 else None
+
+
+SPACE_GENERATOR = _space_generator()
 
 
 class NotPlain(Exception):
@@ -59,7 +69,7 @@ class Encoder:
         if isinstance(value, np.generic) and value.dtype.kind in "biufc":
             return ["scalar", np.array(value)]
         if attribute and isinstance(value, Space):
-            return ["space", _facts(value), [self._item(space.__dict__.get("_np_random")) for space in _tree(value)]]
+            return ["space", _facts(value), [self._item(_generator_of(space)) for space in _tree(value)]]
         if attribute and isinstance(value, (type, Enum, np.dtype)):
             return ["fact", _facts(value)]
         self._seen[id(value)] = len(self._alive)
@@ -152,7 +162,7 @@ class Decoder:
     def _space(self, facts: str, generators: list[Any], live: Any) -> Any:
         self._fact(facts, live)
         for space, encoded in zip(_tree(live), generators, strict=True):
-            space._np_random = self.decode(encoded)
+            setattr(space, str(SPACE_GENERATOR), self.decode(encoded))  # known, as it was when that was saved
         return live
 
     def _fact(self, facts: str, live: Any) -> Any:
@@ -180,6 +190,12 @@ def _generator_state(generator: np.random.Generator) -> tuple[str, Any, Any]:
     if type(bits).__name__ not in BIT_GENERATORS or type(seeds) is not np.random.SeedSequence:
         raise NotPlain
     return type(bits).__name__, bits.state, seeds.state
+
+
+def _generator_of(space: Space[Any]) -> Any:
+    if SPACE_GENERATOR is None:
+        raise NotPlain
+    return vars(space).get(SPACE_GENERATOR)
 
 
 def _tree(space: Space[Any]) -> Iterator[Any]:

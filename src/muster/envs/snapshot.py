@@ -14,7 +14,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import gymnasium
 from gymnasium.spaces import Space
+from gymnasium.utils import EzPickle
 
 from muster.envs.graph import culprit, dump, is_env, keeps_all_in_dict, load
 from muster.envs.plain_state import Decoder, Encoder, Mismatch, NotPlain, same
@@ -24,7 +26,18 @@ Snapshot = dict[str, Any]  # plain data: see ``muster.checkpoint``
 
 LINKS = ("env", "_env", "base_env", "envs")  # attributes that hold further layers
 PAIRS = (("get_state", "set_state"), ("state_dict", "load_state_dict"), ("clone_state", "restore_state"))
-CONSTRUCTION = {"env_fns", "_ezpickle_args", "_ezpickle_kwargs"}  # arguments of constructors
+CONSTRUCTION = {"env_fns", *vars(EzPickle())}  # arguments of constructors
+
+
+def _random_attributes() -> set[str]:
+    """Where Gymnasium's base class keeps an environment's generator and seed."""
+    env: gymnasium.Env[Any, Any] = gymnasium.Env()
+    before = set(vars(env))
+    assert env.np_random is not None  # made now
+    return set(vars(env)) - before
+
+
+RANDOM = _random_attributes()
 # https://github.com/Farama-Foundation/Arcade-Learning-Environment/pull/739; seen in one of twenty states with 0.12.1
 ALE_INEXACT = (
     "ALE's clone_state leaves out a part of the video chip: what follows is nearly always equal, but in some states "
@@ -159,7 +172,7 @@ def _is_construction(name: str, value: Any) -> bool:
 
 def _is_gymnasiums(name: str, value: Any) -> bool:
     """Whether an attribute is random state that Gymnasium keeps beside what a layer's own methods know."""
-    return name in ("_np_random", "_np_random_seed") or isinstance(value, Space)
+    return name in RANDOM or isinstance(value, Space)
 
 
 def _draws(layer: Any, value: Any) -> bool:

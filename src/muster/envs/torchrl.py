@@ -23,6 +23,7 @@ from muster.keys import Key
 from muster.memory.cells import take
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
+from muster.private_names import require
 from muster.protocols import EnvBatch, Step
 from muster.rng import GroupRng
 
@@ -38,6 +39,7 @@ def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
     Args:
         device: where the environments compute; None leaves them where they are. Rows are on the host anyway.
     """
+    require("torchrl", extra="torchrl")
     return TorchRLEnvs([env if device is None else env.to(device) for env in envs])
 
 

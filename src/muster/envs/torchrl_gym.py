@@ -14,7 +14,6 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
-from tensordict import TensorDict
 from torchrl.data import Bounded, Categorical, OneHot, Unbounded
 from torchrl.envs import EnvBase, GymEnv, GymWrapper, SerialEnv, TransformedEnv
 
@@ -24,6 +23,7 @@ from muster.envs.torchrl_specs import Declared, declared
 from muster.errors import BadEnvOutput, shown
 from muster.keys import FLAGS, REWARD, Key, next_of
 from muster.memory.slots import Lane
+from muster.private_names import tensordict_maker
 
 PATCHABLE = {
     *("_step", "_reset", "step", "reset", "read_obs", "read_reward", "read_action", "read_done", "rand_action"),
@@ -70,6 +70,7 @@ def fast_step(env: EnvBase) -> Callable[[Any], Any] | None:
     ((key, spec),), (action_key,) = specs.observations.items(), specs.actions
     step, read, shape, dtype, transform = base._env.step, _action_reader(base), spec.shape, spec.dtype, env.transform
     assert read is not None
+    make_td = tensordict_maker()
 
     def inner(td: Any) -> Any:
         obs, reward, terminated, truncated, _ = step(read(td.get(action_key).numpy()))
@@ -79,7 +80,7 @@ def fast_step(env: EnvBase) -> Callable[[Any], Any] | None:
         ended, cut = as_flag(terminated, "terminated", "env"), as_flag(truncated, "truncated", "env")
         flags = torch.tensor([[ended or cut], [ended], [cut]])
         out["done"], out["terminated"], out["truncated"] = flags.unbind(0)
-        return TensorDict._new_unsafe(out, batch_size=torch.Size([]), device=base.device)
+        return make_td(out, batch_size=torch.Size([]), device=base.device)
 
     def whole(td: Any) -> Any:
         given = td.get("next", None)

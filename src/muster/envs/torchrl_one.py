@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack
 from torchrl.envs import EnvBase
 
 from muster.envs.torchrl_seeds import seed
@@ -18,6 +18,7 @@ from muster.keys import FLAGS, NEXT_OBS_VALID, RESERVED, REWARD, Key, dotted, ne
 from muster.memory.cells import assemble, take
 from muster.memory.slots import MAX_ROW_VIEWS, Lane
 from muster.memory.specs import Specs
+from muster.private_names import tensordict_maker
 
 Advance = Callable[[int], "list[int] | None"]
 DONE, TERMINATED, TRUNCATED = FLAGS
@@ -144,7 +145,7 @@ class OneEnv:
             return self._current
         td, after = self._stepped
         self._complete(after)
-        return self.env._step_mdp(td.copy().set("next", after))
+        return self.env.step_mdp(td.copy().set("next", after))
 
     def rand_action(self) -> Any:
         """A TensorDict with actions the environment draws for the state it is in."""
@@ -343,6 +344,7 @@ class OneEnv:
         for key, leaf in leaves.items():
             _put(tree, key, leaf)
         nodes = {**specs.nodes, ("next",): Node()}
+        make_td = tensordict_maker()
 
         def make(part: dict[str, Any], path: Key, t: int) -> Any:
             out = {
@@ -353,7 +355,7 @@ class OneEnv:
             if not path:
                 out.update({key[0]: flag.clone() for key, flag in flags.items()})
             size = torch.Size(specs.lead if node is None else (*specs.lead, *node.shape))
-            td = TensorDict._new_unsafe(out, batch_size=size, device=self._device)
+            td = make_td(out, batch_size=size, device=self._device)
             return td if node is None or node.kind is None else node.kind.from_tensordict(td)
 
         return lambda t: make(tree, (), t)

@@ -12,6 +12,7 @@ import torch
 from muster.keys import Key
 from muster.memory.slots import Layout, Slot, torch_dtype
 from muster.memory.specs import Array, Column
+from muster.private_names import tensordict_maker
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -86,12 +87,11 @@ class BatchView:
 
     def _wrap(self, root: Nested, path: Key = ()) -> TensorDict:
         """Without TensorDict's checks: the shapes were made here, and a batch of few steps would be mostly checking."""
-        from tensordict import TensorDict
-
         entries = {k: self._wrap(value, (*path, k)) if type(value) is dict else value for k, value in root.items()}
         inner = self._inner.get(path, ())
         size, names = torch.Size((*self.batch_size, *inner)), self.names + [None] * len(inner)
-        return TensorDict._new_unsafe(entries, batch_size=size, names=names, device=self.device)
+        batch: TensorDict = tensordict_maker()(entries, batch_size=size, names=names, device=self.device)
+        return batch
 
     def refresh_objects(self, batch: TensorDict, slot: Slot) -> None:
         """Replace the non-tensor entries of ``batch`` by what ``slot`` holds now."""

@@ -34,8 +34,10 @@ import torch.distributed
 
 from muster.errors import BadOption
 from muster.memory.specs import Array
+from muster.nodes.interfaces import listening_at
 from muster.nodes.link import Block, Link, LinkLost, Received, allowed_s
 from muster.nodes.seal import HANDSHAKE
+from muster.private_names import usable
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -358,20 +360,30 @@ def join_group(channel: Link, rank: int, host: str, backend: str, deadline_s: fl
 
 
 def _group_link(store: LinkStore, rank: int, host: str, backend: str, deadline_s: float) -> GlooLink:
-    options = _c10d.ProcessGroupGloo._Options()
-    options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=host)]  # listens there only
-    options._timeout = timedelta(seconds=deadline_s)
-    options._threads = 1  # for collective operations, of which there are none
-    group = _c10d.ProcessGroupGloo(_c10d.PrefixStore("gloo", store), rank, 2, options)
+    group = _gloo(_c10d.PrefixStore("gloo", store), rank, host, timedelta(seconds=deadline_s))
     if backend == "gloo":
         return GlooLink(group, rank, deadline_s, store=store)
     make = {"nccl": _nccl, "ucc": _ucc}[backend]
     return GlooLink(group, rank, deadline_s, make(store, rank, deadline_s), store)
 
 
+def _gloo(store: Store, rank: int, host: str, timeout: timedelta) -> Any:
+    """A group that listens at ``host`` only."""
+    kind = _c10d.ProcessGroupGloo
+    if usable("torch", (kind, ("_Options",)), (getattr(kind, "_Options", None), ("_devices", "_timeout", "_threads"))):
+        options = kind._Options()
+        options._devices = [kind.create_device(hostname=host)]
+        options._timeout = timeout
+        options._threads = 1  # for collective operations, of which there are none
+        return kind(store, rank, 2, options)
+    with listening_at(host, "GLOO_SOCKET_IFNAME"):
+        return kind(store, rank, 2, timeout)
+
+
 def _nccl(store: Store, rank: int, deadline_s: float) -> Blocks:
     options = _c10d.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=deadline_s)
+    if usable("torch", (options, ("_timeout",))):  # else nccl's own, of ten minutes
+        options._timeout = timedelta(seconds=deadline_s)
     to_node, to_main = (
         _c10d.ProcessGroupNCCL(_c10d.PrefixStore(name, store), rank, 2, options) for name in ("to_node", "to_main")
     )

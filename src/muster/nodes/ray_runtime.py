@@ -15,10 +15,15 @@ from typing import Any, ClassVar
 
 import ray
 from ray import exceptions
-from ray._private import ray_constants, services
 from ray.util import client
 
 from muster.errors import BadOption
+from muster.private_names import VARIABLE, usable
+
+try:
+    from ray._private import ray_constants, services
+except ImportError:
+    ray_constants = services = None  # type: ignore[assignment]
 
 LOOPBACK = "127.0.0.1"
 
@@ -94,6 +99,9 @@ def _init(config: dict[str, Any]) -> None:
     address = config.get("address")
     existing = None
     try:
+        if not _can_stay_on_loopback():
+            _join(config)
+            return
         existing = services.canonicalize_bootstrap_address(address, config.get("_temp_dir"))  # type: ignore[arg-type]
         at = None if existing is None else _where(existing)
         if existing is not None and at is None:
@@ -112,6 +120,29 @@ def _init(config: dict[str, Any]) -> None:
     except (ValueError, RuntimeError, TypeError, ConnectionError, exceptions.RayError) as error:
         what = f"ray.init(**{config!r})" if config else "ray.init()"
         raise BadOption(f"{what} failed: {first_line(error)} {_advice(error, existing)}".rstrip()) from error
+
+
+def _can_stay_on_loopback() -> bool:
+    """Whether this Ray has what it takes to find a cluster, or to start one that listens on loopback only."""
+    owners = (services, ("canonicalize_bootstrap_address",)), (ray_constants, ("ENABLE_RAY_CLUSTER",))
+    return usable("ray", *owners)
+
+
+def _join(config: dict[str, Any]) -> None:
+    """Join a cluster that runs, by Ray's public names; raises RuntimeError where one would have to be started."""
+    address = config.get("address")
+    try:
+        if address == "local":
+            raise ConnectionError("none was looked for")
+        ray.init(**{**config, "address": address or "auto"})
+    except ConnectionError as error:
+        if address not in (None, "local"):
+            raise
+        raise RuntimeError(
+            f"Muster starts a cluster on loopback only, which takes private names that Ray {ray.__version__} does not "
+            f"have, or {VARIABLE}=never forbids. Call ray.init() before you make the collector: a Ray that runs in "
+            f"this process is used as it is."
+        ) from error
 
 
 def _advice(error: BaseException, existing: str | None) -> str:

@@ -15,27 +15,32 @@ code as this user: use a private network.
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
-import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch._C._distributed_autograd import _init as init_autograd
-from torch._C._distributed_c10d import HashStore, PrefixStore
-from torch._C._distributed_rpc import TensorPipeAgent, WorkerInfo, _get_current_rpc_agent, _is_current_rpc_agent_set
+from torch.distributed import autograd, rpc
 from torch.distributed.rpc import TensorPipeRpcBackendOptions, api
 
 from muster.errors import BadOption
+from muster.nodes.interfaces import listening_at
 from muster.nodes.link import LinkLost
 from muster.nodes.meeting import is_loopback
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import HashStore, PrefixStore
+    from torch._C._distributed_rpc import TensorPipeAgent, WorkerInfo
+else:
+    from torch.distributed import HashStore, PrefixStore
+    from torch.distributed.rpc import TensorPipeAgent, WorkerInfo
+
 OPTIONS = ("num_worker_threads", "rpc_timeout", "_transports", "_channels")
 INTERFACE = "TP_SOCKET_IFNAME"  # TensorPipe's only say in where it listens
+_rpc: Any = rpc  # whose types do not say what they take over from C++
+_autograd: Any = autograd
 MOST_PEERS = 32_000  # an id has 16 bits, and that of a broken connection cannot be used again
 
 
@@ -94,14 +99,14 @@ class RpcAgent:
 
     @classmethod
     def _found(cls, terms: Terms) -> RpcAgent | None:
-        if not _is_current_rpc_agent_set():
+        if not _rpc._is_current_rpc_agent_set():
             return None
         if terms.options or terms.devices:
             raise BadOption(
                 "This process has already called torch.distributed.rpc.init_rpc, so that tensorpipe_options and "
                 "visible_devices come too late: give them to init_rpc, or leave that to the collector."
             )
-        return cls(_get_current_rpc_agent(), None)  # type: ignore[arg-type]
+        return cls(_rpc._get_current_rpc_agent(), None)
 
     @classmethod
     def _made(cls, name: str, terms: Terms) -> RpcAgent:
@@ -193,8 +198,8 @@ def _made(name: str, terms: Terms) -> TensorPipeAgent:
     options = TensorPipeRpcBackendOptions(**{"_transports": default_transports(), **terms.options})
     for other, map_ in terms.devices.items():
         options.set_device_map(other, {torch.device(here): torch.device(there) for here, there in map_.items()})
-    init_autograd(0)  # calls fail without it
-    with _listening_at(terms.host):
+    _autograd._init(0)  # calls fail without it
+    with listening_at(terms.host, INTERFACE):
         try:
             agent = TensorPipeAgent(HashStore(), name, 0, None, options, {}, [])
         except RuntimeError as error:
@@ -208,49 +213,6 @@ def _made(name: str, terms: Terms) -> TensorPipeAgent:
             "Leave it to the collector, or set TP_SOCKET_IFNAME to the interface that has this address."
         )
     return agent
-
-
-@contextlib.contextmanager
-def _listening_at(host: str) -> Iterator[None]:
-    before = os.environ.get(INTERFACE)
-    os.environ[INTERFACE] = interface_of(host)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[INTERFACE]
-        else:
-            os.environ[INTERFACE] = before
-
-
-def interface_of(host: str) -> str:
-    """The network interface whose first IPv4 address this is, or that is loopback as it is.
-
-    Raises:
-        BadOption: there is none.
-    """
-    if is_loopback(host):
-        return "lo" if sys.platform == "linux" else "lo0"
-    found = {}
-    for _, name in socket.if_nameindex():
-        with contextlib.suppress(OSError):
-            found[name] = _first_address(name)
-    for name, address in found.items():
-        if address == host:
-            return name
-    raise BadOption(
-        f"bind={host!r} is not the first IPv4 address of a network interface of this machine, where alone RPC can "
-        f"listen; there are {found}."
-    )
-
-
-def _first_address(interface: str) -> str:
-    import fcntl
-
-    request = 0x8915 if sys.platform == "linux" else 0xC0206921  # SIOCGIFADDR
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe.fileno(), request, interface.encode()[:15].ljust(256, b"\0"))
-    return socket.inet_ntoa(answer[20:24])
 
 
 def _is_at(url: str, host: str) -> bool:

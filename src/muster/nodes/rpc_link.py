@@ -21,10 +21,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._distributed_rpc import WorkerInfo
 from torch.distributed import rpc
 from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
@@ -33,6 +32,11 @@ from muster.memory.specs import Array
 from muster.nodes.gloo import as_tensor
 from muster.nodes.link import SLOWEST, Block, LinkLost, Received, allowed_s
 from muster.nodes.rpc_agent import RpcAgent
+
+if TYPE_CHECKING:
+    from torch._C._distributed_rpc import WorkerInfo
+else:
+    from torch.distributed.rpc import WorkerInfo
 
 ROOM_MESSAGES, ROOM_BYTES = 64, 1 << 26  # that have arrived, but were not received yet
 LEAVE_S = 1.0  # for which ``close`` waits for the other end

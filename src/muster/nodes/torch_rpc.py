@@ -20,6 +20,7 @@ from muster.nodes.launchers import Launcher
 from muster.nodes.link import Link, LinkLost
 from muster.nodes.meeting import RPC, Invitation, Meeting, hear, local_address, say
 from muster.nodes.torch_distributed import DistributedCarrier
+from muster.private_names import VARIABLE, usable
 
 if TYPE_CHECKING:
     from muster.nodes.rpc_agent import RpcAgent
@@ -136,11 +137,23 @@ def _join_rpc(invitation: Invitation, deadline_s: float) -> Link:
 
 
 def check_rpc() -> None:
-    """Raise BadOption unless this PyTorch has RPC."""
+    """Raise BadOption unless this PyTorch has RPC, with the private names that it is used by."""
     if not (dist.is_available() and dist.rpc.is_available()):
         raise BadOption(
             "RPCCollector: this PyTorch was built without torch.distributed.rpc. DistributedCollector does the same "
             "over torch.distributed, RayCollector over Ray."
+        )
+    from torch.distributed import autograd, rpc
+
+    agent = ("_update_group_membership",)
+    states = ("_init_rpc_states", "_finalize_shutdown")
+    current = ("_get_current_rpc_agent", "_is_current_rpc_agent_set")
+    owners = (getattr(rpc, "TensorPipeAgent", None), agent), (rpc.api, states), (rpc, current), (autograd, ("_init",))
+    if not usable("torch", *owners):
+        raise BadOption(
+            f"RPCCollector: nodes can join and return only through private names of torch, which torch "
+            f"{torch.__version__} does not have, or {VARIABLE}=never forbids. DistributedCollector does the same over "
+            f"torch.distributed, RayCollector over Ray."
         )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +26,7 @@ from torch.nn.modules import module as module_globals
 
 from muster.memory.specs import Array
 from muster.policies.numpy_layers import Call, numpy_steps
+from muster.private_names import usable
 
 # NumPy is ahead while the overhead of calls dominates. Which variant runs may not depend on timing (same seed, same
 # data), so the limit is a constant, in rows x multiply-adds. us torch / NumPy for 8-h-h-4 with tanh, then relu:
@@ -96,7 +98,7 @@ def plan(module: nn.Module, example: torch.Tensor, *, numpy_ok: bool = True) -> 
     """
     leaves: list[nn.Module] = []
     watches: list[_Watch] = []
-    if _in_special_mode() or example.ndim == 0 or not _collect(module, leaves, watches):
+    if not layers_are_known() or _in_special_mode() or example.ndim == 0 or not _collect(module, leaves, watches):
         return None
     with torch.no_grad():
         try:
@@ -148,6 +150,14 @@ def _is_sequential(module: nn.Module) -> bool:
         and type(module).__module__.startswith("torchrl.modules.models")
         and not getattr(module, "_reshape_out", True)
     )
+
+
+@cache
+def layers_are_known() -> bool:
+    """Whether this torch keeps layers, parameters and hooks where this file looks; else modules are called."""
+    own = ("_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks", "_compiled_call_impl")
+    everywhere = ("_global_forward_hooks", "_global_forward_pre_hooks")
+    return usable("torch", (nn.Module(), own), (module_globals, everywhere))
 
 
 def plain(module: nn.Module) -> bool:

@@ -24,7 +24,8 @@ from torch import nn
 
 from muster.errors import BadPolicyOutput
 from muster.keys import Key
-from muster.policies.executor import Program, plain, plan
+from muster.policies.executor import Program, layers_are_known, plain, plan
+from muster.private_names import usable
 
 Values = dict[Key, torch.Tensor]
 Stage = Callable[[Values], None]
@@ -69,7 +70,7 @@ def fuse(module: Any, values: Values, interaction: InteractionType) -> TensorDic
     """
     flat: list[Any] = []
     watched: list[tuple[nn.Module, tuple[Any, ...]]] = []
-    if not _flatten(module, flat, watched):
+    if not layers_are_known() or not _flatten(module, flat, watched):
         return None
     stages: list[Stage] = []
     programs: list[Program] = []
@@ -102,6 +103,8 @@ def _flatten(module: Any, out: list[Any], watched: list[tuple[nn.Module, tuple[A
         children = list(part.module._modules.values())
         return not part.partial_tolerant and all(_flatten(child, out, watched) for child in children)
     if type(module).forward is TensorDictModule.forward:
+        if not usable("tensordict", (part, ("_kwargs", "_get_kwargs"))):
+            return False
         usual = part.method is None and part._kwargs is None and not part._get_kwargs
         if not usual or part.method_kwargs or len(part.in_keys) != 1:
             return False
@@ -181,6 +184,8 @@ def _sampler(part: Any, interaction: InteractionType) -> Sampler | None:
     """From parameters to ``(sample, log_prob)``, or None for distributions that are not among the known."""
     cls, options = part.distribution_class, part.distribution_kwargs
     random = interaction is InteractionType.RANDOM
+    if not usable("tensordict", (part, ("_generator", "_generator_key"))):
+        return None
     if part.num_samples is not None or part._generator is not None or part._generator_key is not None:
         return None
     if not random and interaction not in (InteractionType.DETERMINISTIC, InteractionType.MODE):

@@ -61,9 +61,8 @@ def replays_alone(env: EnvBatch) -> bool:
 def random_state(env: Any) -> dict[str, Any] | None:
     """The state of a Gymnasium environment's random generator; None if it has none."""
     try:
-        inner = env.unwrapped
-        generator = getattr(inner, "_np_random", None) or inner.np_random  # which makes one, as any draw would
-        state: dict[str, Any] = generator.bit_generator.state
+        # Reading it makes one, as any draw would.
+        state: dict[str, Any] = env.unwrapped.np_random.bit_generator.state
     except Exception:  # noqa: BLE001  (foreign attributes: whatever they raise, nothing is known)
         return None
     return state

@@ -340,13 +340,21 @@ class _Streams:
         os.close(self._null)
 
 
+def _interpreter_flags() -> list[str]:
+    """This interpreter's -W, -X, -O and the like."""
+    known = getattr(subprocess, "_args_from_interpreter_flags", None)
+    if known is not None:
+        return list(known())
+    return ["-" + "O" * sys.flags.optimize] * bool(sys.flags.optimize) + [f"-W{each}" for each in sys.warnoptions]
+
+
 def _python(lifeline: socket.socket, call: str, fds: Sequence[int], streams: _Streams) -> subprocess.Popen[bytes]:
     """A fresh interpreter that ties its life before all else, and calls a function of the fork server's module."""
     surroundings = f"import sys; sys.path[:] = {sys.path!r}; sys.argv[:] = {sys.argv!r}"
     tied = f"from muster.sources.lifeline import tie_life; tie_life({lifeline.fileno()})"
     return subprocess.Popen(
         [
-            *(sys.executable, *subprocess._args_from_interpreter_flags()),  # type: ignore[attr-defined]  # -W, -X, -O
+            *(sys.executable, *_interpreter_flags()),
             *("-c", f"{surroundings}; {tied}; from muster.sources.forkserver import *; {call}"),
         ],
         stdin=subprocess.DEVNULL,

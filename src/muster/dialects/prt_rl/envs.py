@@ -14,6 +14,7 @@ from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv, described
 from muster.keys import OBSERVATION, REWARD, Key, next_of
 from muster.memory.slots import Lane, torch_dtype
 from muster.memory.specs import Array, ArraySpec
+from muster.private_names import usable
 from muster.protocols import EnvBatch, Step
 from muster.rng import GroupRng
 
@@ -237,16 +238,25 @@ def _sync_vector_in(env: Any) -> Any:
     """The vector environment somewhere inside that resets its environments with the step after their last one.
 
     Raises:
-        UnsupportedEnv: one that does so within that last step, and so hides the last state.
+        UnsupportedEnv: one that does so within that last step, and so hides the last state; or one that cannot be kept
+            from it.
     """
     for _ in range(DEPTH):
-        if hasattr(env, "_autoreset_envs") and hasattr(env, "envs"):
-            if getattr(getattr(env, "autoreset_mode", None), "name", "") == "SAME_STEP":
+        mode = getattr(getattr(env, "autoreset_mode", None), "name", "")
+        if mode and hasattr(env, "envs"):
+            if mode == "SAME_STEP":
                 raise UnsupportedEnv(
                     f"{type(env).__name__} resets an environment within the last step of its episode, and the last "
                     f"state is lost on the way: make it with autoreset_mode=AutoresetMode.DISABLED"
                 )
-            return env
+            if usable("gymnasium", (env, ("_autoreset_envs",))):
+                return env
+            if mode == "NEXT_STEP":
+                raise UnsupportedEnv(
+                    f"{type(env).__name__} resets an environment with the step after its last one, and this version "
+                    f"of Gymnasium has no way to keep it from that: make it with autoreset_mode=AutoresetMode.DISABLED"
+                )
+            return None
         env = getattr(env, "env", None)
     return None
 

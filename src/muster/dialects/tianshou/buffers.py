@@ -12,14 +12,20 @@ from tianshou.data.batch import alloc_by_keys_diff, create_value
 from muster.dialects.tianshou.envs import batch_of
 from muster.dialects.tianshou.episodes import Going, Taken
 from muster.memory.specs import Array
+from muster.private_names import usable
 
 ADDS = ReplayBuffer.add, ReplayBufferManager.add, PrioritizedReplayBuffer.add
-ADVANCE = ReplayBuffer._update_state_pre_add
+ADVANCE = getattr(ReplayBuffer, "_update_state_pre_add", None)
+OF_BUFFERS = ("_meta", "_save_only_last_obs", "_save_obs_next")
+OF_RINGS = ("_ep_return", "_ep_len", "_ep_start_idx", "_insertion_idx", "_size")
 
 
 def adds_in_bulk(buffer: Any) -> bool:
     """Whether it adds steps as those of Tianshou's own do that keep one ring per environment, and nothing more."""
-    kinds: set[Any] = set(map(type, _rings(buffer)))
+    rings = _rings(buffer)
+    if ADVANCE is None or not usable("tianshou", (buffer, OF_BUFFERS), *((ring, OF_RINGS) for ring in rings)):
+        return False
+    kinds: set[Any] = set(map(type, rings))
     return type(buffer).add in ADDS and {kind._update_state_pre_add for kind in kinds} == {ADVANCE}
 
 

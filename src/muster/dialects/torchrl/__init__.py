@@ -10,6 +10,10 @@ What is equal and what differs: docs/torchrl.md.
 
 from __future__ import annotations
 
-from muster.dialects.torchrl.collector import Collector
+from muster.private_names import require
+
+require("torchrl", extra="torchrl")  # before the modules that look for its private names
+
+from muster.dialects.torchrl.collector import Collector  # noqa: E402
 
 __all__ = ["Collector"]
