@@ -10,6 +10,10 @@ from muster.memory.slots import Lane
 from muster.protocols import Outputs, Policy
 
 Result = TypeVar("Result")
+OBS_DTYPE_HINT = (
+    "Observations have the dtype of the policy's first floating parameter, or the environment's if it has none or with "
+    "obs_dtype='env': pass obs_dtype=torch.float32, or cast in the policy (bfloat16 networks have to). "
+)
 
 
 def call_policy(policy: Policy, call: Callable[[], Result]) -> Result:
@@ -24,9 +28,10 @@ def call_policy(policy: Policy, call: Callable[[], Result]) -> Result:
 
 def policy_error(policy: Policy, error: BaseException, t: int = 0) -> PolicyError:
     """The error that says which policy raised what, at which row."""
+    hint = OBS_DTYPE_HINT if "same dtype" in str(error) else ""
     return PolicyError(
-        f"policy {policy.name} raised {type(error).__name__} at row {t} of the batch: {error}. No environment was "
-        f"stepped since; the next call tries again from there."
+        f"policy {policy.name} raised {type(error).__name__} at row {t} of the batch: {error}. {hint}"
+        f"No environment was stepped since; the next call tries again from there."
     )
 
 

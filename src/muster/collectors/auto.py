@@ -25,7 +25,7 @@ def auto_workers(create_env_fn: Any, policy: Any, options: MultiOptions, *, alon
         alone: every group fills batches of its own.
     """
     makers = makers_of(create_env_fn)
-    told = worker_options(options, num_envs=None if options.num_envs is None else 1)
+    told = worker_options(options, policy, num_envs=None if options.num_envs is None else 1)
     rollout = dataclasses.replace(told.rollout, num_threads=options.num_sub_threads, on_step=None)
     told = dataclasses.replace(told, rollout=rollout)
     kwargs = keywords_of(options.create_env_kwargs, len(makers))[0]

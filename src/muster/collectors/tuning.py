@@ -133,7 +133,9 @@ def tune(
     kwargs = keywords_of(checked.create_env_kwargs, len(makers))[0]
     copied = loads(dumps(policy, "policy"), "policy")
     say("measuring environments and policy")
-    costs = measure(Subject(makers[0], kwargs, copied, worker_options(checked)), seconds * MEASURING, stacked=STACKED)
+    costs = measure(
+        Subject(makers[0], kwargs, copied, worker_options(checked, copied)), seconds * MEASURING, stacked=STACKED
+    )
     say("measuring wake-ups and workers")
     costs = dataclasses.replace(costs, wake_s=wake_up_s(0.01 * seconds))
     costs = _with_workers(costs, create_env_fn, copied, options, seconds * RUNNING)
