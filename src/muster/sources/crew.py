@@ -122,7 +122,7 @@ class Crew:
         self.num_envs = sum(info.num_envs for info in infos)
         self._of = {number: handle for handle in handles for number in handle.groups}
         self._numbers = itertools.count(1)
-        self._reports: deque[Report] = deque()  # of lost workers
+        self._reports: deque[Report] = deque()  # of lost workers, and one that a warning has held up
         self._turn = 0
         self._warned: set[str] = set()
         self.server: Servers | None = None
@@ -175,7 +175,11 @@ class Crew:
             report = self._reports.popleft() if self._reports else self._take()
             if report is not None:
                 self.accounts[report.group].add(report)
-                self._warn(report)
+                try:
+                    self._warn(report)
+                except Warning:  # where warnings are errors; the report is for the next call
+                    self._reports.appendleft(report)
+                    raise
                 return report
             assert self._watch is not None, "nothing was ordered"
             self._reports += self._watch.wait(None)
