@@ -106,6 +106,13 @@ def test_the_program_makes_the_policy_that_was_measured(tmp_path: Path, monkeypa
             assert (batch["action"] == 1).all()
 
 
+@pytest.mark.parametrize("dtype", ["env", "float64"])
+def test_the_program_has_the_dtype_of_observations(dtype: str) -> None:
+    with collector_of(program(Tune("CartPole-v1", obs_dtype=dtype), found(Setup(num_envs=2, T=4)))) as collector:
+        stored = collector.rollout()["observation"].dtype
+    assert stored == {"env": torch.float32, "float64": torch.float64}[dtype]
+
+
 def test_json_has_no_infinite_numbers() -> None:
     shown = json.loads(as_json(found(Setup(num_envs=1)), "code"), parse_constant=pytest.fail)
     assert (shown["costs"]["episode_length"], shown["costs"]["cores"], shown["program"]) == (None, 2.0, "code")
