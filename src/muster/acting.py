@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from muster.errors import BadOption, BadPolicyOutput, EnvError, MusterError, PolicyError, described
+from muster.errors import BadOption, BadPolicyOutput, EnvError, MusterError, PolicyError, described, text_of
 from muster.memory.slots import Lane
 from muster.protocols import Outputs, Policy
 
 Result = TypeVar("Result")
 OWN = (PolicyError, BadPolicyOutput, BadOption)  # what the adapters of policies raise
+OBS_DTYPE_HINT = (
+    "Observations have the dtype of the policy's first floating parameter, or the environment's if it has none or with "
+    "obs_dtype='env': pass obs_dtype=torch.float32, or cast in the policy (bfloat16 networks have to). "
+)
 
 
 def call_policy(policy: Policy, call: Callable[[], Result]) -> Result:
@@ -28,9 +32,10 @@ def policy_error(policy: Policy, error: BaseException, t: int = 0) -> PolicyErro
 
     Whatever it is: a policy can raise any of Muster's errors, too, for instance by collecting with Muster itself.
     """
+    hint = OBS_DTYPE_HINT if "same dtype" in text_of(error) else ""
     return PolicyError(
-        f"policy {policy.name} raised {described(error, f' at row {t} of the batch')}. No environment was stepped "
-        f"since; the next call tries again from there."
+        f"policy {policy.name} raised {described(error, f' at row {t} of the batch')}. {hint}No environment was "
+        f"stepped since; the next call tries again from there."
     )
 
 

@@ -26,6 +26,7 @@ from muster.keys import FLAGS, REWARD, Key
 if TYPE_CHECKING:
     import torch
 
+    from muster.envs.checks import Casts
     from muster.memory.slots import Lane
     from muster.memory.specs import Array, Column, Specs
     from muster.rng import GroupRng
@@ -55,7 +56,9 @@ class EnvBatch(Protocol):
             ``num_envs``.
         name: for messages.
         observation_specs: what the policy sees, and what is carried over from step to step besides (nested done
-            flags, the state of a stateless environment).
+            flags, the state of a stateless environment), as it is stored. The collector may change floating dtypes
+            before the first reset (``obs_dtype``); writing into rows then casts.
+        own_dtype: those of them whose dtype must not be changed.
         bookkeeping: those of them that only policies on TensorDicts see: counters, flags, state.
         action_specs: what it chooses.
         step_specs: what else a step gives, stored below ``next``: rewards per agent, for instance.
@@ -75,12 +78,14 @@ class EnvBatch(Protocol):
         lives_lost: of those that the last step ended, environments whose own episode goes on; see ``track_lives``.
         repeats: observations that show another column of the row before, and which; zero where an agent's episode
             begins.
+        casts: decides about values in another dtype than the spaces say. None: they are refused.
     """
 
     num_envs: int
     batch_shape: tuple[int, ...] | None = None
     name: str
     observation_specs: Specs
+    own_dtype: frozenset[Key] = frozenset()
     bookkeeping: frozenset[Key] = frozenset()
     action_specs: Specs
     step_specs: Specs = {}  # noqa: RUF012 (a default, never changed)
@@ -96,6 +101,7 @@ class EnvBatch(Protocol):
     bypasses: bool = False
     lives_lost: Collection[int] = ()
     repeats: Mapping[Key, Key] = MappingProxyType({})
+    casts: Casts | None = None
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         """Random actions, ``[*shape, *leaf shape]`` per leaf; on a device tensors."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +14,10 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
-from muster import Collector
+from muster import Collector, MultiSyncCollector
 from muster.errors import BadEnvOutput, EnvError, MusterError
 from muster.testing import CountingEnv, FaultyEnv, SpaceEnv
-from tests.tools import assert_accounted, column, counting, recorded
+from tests.tools import assert_accounted, collect, column, counting, recorded
 
 T = 6  # rows per batch
 OBS = np.zeros(2, np.float32)
@@ -56,8 +58,10 @@ OUTPUTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "obs_dims": ({"obs": np.zeros((1, 2), np.float32)}, r"observation is an array of shape \(1, 2\)"),
     "obs_scalar": ({"obs": np.float32(1)}, "observation is float32"),
-    "obs_dtype": ({"obs": np.zeros(2)}, r"observation is an array of dtype float64.*dtype float32"),
-    "obs_int": ({"obs": np.zeros(2, np.int32)}, "observation is an array of dtype int32"),
+    "obs_beyond": ({"obs": np.array([0.0, 1e39])}, r"observation is an array of dtype float64.*dtype float32"),
+    "obs_complex": ({"obs": np.zeros(2, complex)}, "observation is an array of dtype complex128"),
+    "obs_dates": ({"obs": np.zeros(2, "M8[s]")}, "observation is an array of dtype datetime64"),
+    "obs_objects": ({"obs": np.zeros(2, object)}, "observation is an array of dtype object"),
     "obs_list": ({"obs": [0.0, 0.0]}, "observation is list"),
     "obs_none": ({"obs": None}, "observation is NoneType None"),
     "obs_string": ({"obs": "ab"}, "observation is str 'ab'"),
@@ -66,7 +70,8 @@ OUTPUTS: dict[str, tuple[dict[str, Any], str]] = {
     "reward_none": ({"reward": None}, "reward is NoneType None, expected a number"),
     "reward_string": ({"reward": "1.0"}, "reward is str '1.0'"),
     "reward_array": ({"reward": np.zeros(2)}, r"reward is an array of shape \(2,\)"),
-    "reward_one": ({"reward": np.ones(1)}, r"reward is an array of shape \(1,\)"),
+    "reward_one_of_one": ({"reward": np.ones((1, 1))}, r"reward is an array of shape \(1, 1\)"),
+    "reward_one_string": ({"reward": np.array(["1"])}, r"reward is an array of shape \(1,\)"),
     "reward_complex": ({"reward": 1j}, "reward is complex"),
     "reward_list": ({"reward": [1.0]}, "reward is list"),
     "terminated_word": ({"terminated": "no"}, "terminated is str 'no', expected a bool"),
@@ -352,10 +357,214 @@ def test_full_validation_of_actions_leaves_out_rows_of_environments_that_are_not
 
 @pytest.mark.parametrize("mode", ["off", "fast", "full"])
 def test_shapes_and_flags_are_checked_in_every_mode(mode):
-    for output in ({"obs": np.zeros(2)}, {"terminated": "no"}, {"reward": None}):
+    for output in ({"obs": np.zeros(2, complex)}, {"terminated": "no"}, {"reward": None}):
         env, options, _ = faulty("single", None, at=1, output=output)
         with Collector(env, None, validate=mode, **options) as collector, pytest.raises(BadEnvOutput):
             collector.rollout()
+
+
+# --- values in another dtype or shape, which are cast ------------------------------------------------
+
+CASTS: dict[str, tuple[dict[str, Any], str, str]] = {  # what it is at step 4, the warning, and the refusal
+    "float64": (
+        {"obs": np.array([3, 2.0])},
+        "observation has dtype float64, but its space says float32",
+        r"observation is an array of dtype float64 \(shape \(2,\)\), which validate='full' does not cast, but its",
+    ),
+    "float16": ({"obs": np.array([3, 2], np.float16)}, "observation has dtype float16", "dtype float16.*'full'"),
+    "int": ({"obs": np.array([3, 2], np.int32)}, "observation has dtype int32", "dtype int32.*'full'"),
+    "uint8": ({"obs": np.array([3, 2], np.uint8)}, "observation has dtype uint8", "dtype uint8.*'full'"),
+    "reward": (
+        {"reward": np.array([2.0])},
+        r"the reward has shape \(1,\), expected a number",
+        r"reward is an array of shape \(1,\) and dtype float64, expected a number: validate='full'",
+    ),
+    "int reward": ({"reward": np.array([2])}, "the reward has shape", r"shape \(1,\) and dtype int64.*'full'"),
+}
+
+
+def plain_or_general(path: str, output: Any, at: int, *, always: bool = False) -> Callable[[], Any]:
+    class Other(FaultyEnv):
+        def _answer(self, names: tuple[str, ...], values: tuple[Any, ...], *, faulty: bool) -> Any:
+            return super()._answer(names, values, faulty=faulty or (always and "reward" in names))
+
+    class General(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Other(at, output=output)
+
+    return General if path == "general" else lambda: Other(at, output=output)
+
+
+@pytest.mark.parametrize("name", CASTS)
+@pytest.mark.parametrize("path", ["plain", "general"])
+@pytest.mark.parametrize(("num_envs", "which"), [(None, 0), (3, 0), (3, 1), (3, 2)])
+def test_what_keeps_its_values_is_cast_with_one_warning(name, path, num_envs, which):
+    """Reward 2 at t = 1, of an observation that is [3, 2]: step 4 of episodes of three."""
+    output, warning, _ = CASTS[name]
+    makers = iter([plain_or_general(path, output, 4 if i == which else -1) for i in range(num_envs or 1)])
+    options = {"num_envs": num_envs, "frames_per_batch": T * (num_envs or 1)}
+    with Collector(lambda: next(makers)(), None, **options) as collector:
+        with pytest.warns(UserWarning, match=warning) as caught:
+            batches = [collector.rollout(), collector.rollout()]
+        (said,) = (str(w.message) for w in caught)
+        assert said.endswith("Fix the environment, or correct its space with a gymnasium wrapper.")
+        for batch in batches:
+            batch = batch if batch.ndim == 2 else batch.unsqueeze(0)
+            rewards = [1, 2, 3, 1, 2, 3]
+            assert batch["observation"].dtype == batch["next", "reward"].dtype == torch.float32
+            assert column(batch, "next", "reward") == [rewards] * (num_envs or 1)
+            assert column(batch, "next", "observation") == [[[3, r] for r in rewards]] * (num_envs or 1)
+            assert column(batch, "next", "terminated") == [[r == 3 for r in rewards]] * (num_envs or 1)
+        assert_accounted(collector)
+        assert collector.stats().executed == collector.stats().frames
+
+
+@pytest.mark.parametrize("name", CASTS)
+@pytest.mark.parametrize("path", ["plain", "general"])
+def test_full_validation_casts_nothing(name, path):
+    output, _, message = CASTS[name]
+    with Collector(plain_or_general(path, output, 4), None, frames_per_batch=T, validate="full") as collector:
+        error = run_into(collector, 4, BadEnvOutput)
+        assert_matches(message, error)
+        check_goes_on(collector, 4, 1, "bad_env_output")
+
+
+@pytest.mark.parametrize("path", ["plain", "general"])
+def test_a_reset_is_cast_as_a_step_is(path):
+    class Wide(CountingEnv):
+        def _observe(self) -> Any:
+            return super()._observe().astype(np.float64)
+
+    class WideGeneral(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner: Any = Wide()
+
+    make = Wide if path == "plain" else WideGeneral
+    with Collector(make, None, num_envs=2, frames_per_batch=2 * T) as collector:
+        with pytest.warns(UserWarning, match="observation has dtype float64") as caught:
+            batches = [collector.rollout() for _ in range(3)]
+        assert len(caught) == 1
+        for batch in batches:
+            assert column(batch, "observation") == [[[3, t % 3] for t in range(T)]] * 2
+            assert column(batch, "next", "observation") == [[[3, t % 3 + 1] for t in range(T)]] * 2
+    with Collector(make, None, frames_per_batch=T, validate="full") as collector:
+        with pytest.raises(BadEnvOutput, match=r"\[0\]\.reset: observation is an array of dtype float64"):
+            collector.rollout()
+        assert_accounted(collector)
+
+
+@pytest.mark.parametrize("path", ["plain", "general"])
+@pytest.mark.parametrize("output", [{"obs": np.array([0.0, 1e39])}, {"reward": np.array(["1"])}])
+def test_what_loses_its_value_is_refused_after_casts_too(path, output):
+    """All steps before the bad one have been cast."""
+
+    class Wide(FaultyEnv):
+        def _answer(self, names: tuple[str, ...], values: tuple[Any, ...], *, faulty: bool) -> Any:
+            obs, *rest = super()._answer(names, values, faulty=faulty)
+            return (obs.astype(np.float64), *rest)
+
+        def step(self, action: int) -> Any:
+            obs, reward, *rest = super().step(action)
+            return (obs, np.array([reward]) if isinstance(reward, float) else reward, *rest)
+
+    class General(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Wide(4, output=output)
+
+    make = General if path == "general" else lambda: Wide(4, output=output)
+    with Collector(make, None, frames_per_batch=T) as collector:
+        with pytest.warns(UserWarning, match="It is cast"):
+            run_into(collector, 4, BadEnvOutput)
+        check_goes_on(collector, 4, 1, "bad_env_output")
+
+
+@pytest.mark.parametrize(
+    ("value", "space", "stored"),
+    [
+        (np.array([1.0, 2.0]), spaces.Box(0, 9, (2,), np.uint8), [1, 2]),
+        (np.array([1, 2], np.int64), spaces.Box(0, 9, (2,), np.uint8), [1, 2]),
+        (np.array([True, False]), spaces.MultiBinary(2), [1, 0]),
+        (np.array(2), spaces.Box(0, 9, ()), 2.0),
+        (2.0, spaces.Discrete(3), 2),
+        (np.array([1.0, 2**24 + 1]), spaces.Box(0, np.inf, (2,)), [1.0, 2.0**24]),
+        (np.array([np.nan, np.inf]), spaces.Box(-np.inf, np.inf, (2,)), None),
+        (np.array([1.5, 2.0]), spaces.Box(0, 9, (2,), np.uint8), BadEnvOutput),
+        (np.array([-1.0, 2.0]), spaces.Box(0, 9, (2,), np.uint8), BadEnvOutput),
+        (np.array([256, 2]), spaces.Box(0, 9, (2,), np.uint8), BadEnvOutput),
+        (np.array([np.nan, 2.0]), spaces.Box(0, 9, (2,), np.int64), BadEnvOutput),
+        (np.array([2.0**63, 2.0]), spaces.Box(0, 9, (2,), np.int64), BadEnvOutput),
+        (np.array([-1, 2]), spaces.Box(0, 9, (2,), np.uint64), BadEnvOutput),
+        (2.5, spaces.Discrete(3), BadEnvOutput),
+        (np.array([1e39, 0.0]), spaces.Box(-np.inf, np.inf, (2,)), BadEnvOutput),
+        (np.array([65_520, 0.0]), spaces.Box(-np.inf, np.inf, (2,), np.float16), BadEnvOutput),
+        (np.array(["1", "2"]), spaces.Box(-np.inf, np.inf, (2,)), BadEnvOutput),
+    ],
+    ids=str,
+)
+def test_which_values_can_be_cast(value, space, stored):
+    class Odd(SpaceEnv):
+        def _observe(self) -> Any:
+            return value
+
+    with Collector(lambda: Odd(space, spaces.Discrete(2)), None, frames_per_batch=T) as collector:
+        if stored is BadEnvOutput:
+            with pytest.raises(BadEnvOutput, match=r"Odd\[0\].reset: observation is"):
+                collector.rollout()
+            return
+        with pytest.warns(UserWarning, match="Odd: observation has dtype"):
+            batch = collector.rollout()
+        expected = torch.as_tensor(value if stored is None else stored).to(batch["observation"].dtype)
+        assert torch.equal(batch["observation"].nan_to_num(7), expected.expand_as(batch["observation"]).nan_to_num(7))
+        assert batch["observation"].numpy().dtype == space.dtype
+
+
+class WideCounting(CountingEnv):
+    def _observe(self) -> Any:
+        return super()._observe().astype(np.float64)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no worker processes")
+@pytest.mark.parametrize("options", [{"backend": "threads"}, {}, {"inference": "server"}], ids=str)
+def test_all_workers_together_give_one_warning_in_the_user_s_process(options):
+    policy = Greedy() if options.get("inference") else None
+    with MultiSyncCollector(
+        [WideCounting] * 2, policy, num_workers=2, num_envs=2, frames_per_batch=4 * T, **options
+    ) as collector:
+        with pytest.warns(UserWarning, match="WideCounting: observation has dtype float64") as caught:
+            batches = [collector.rollout() for _ in range(3)]
+        assert len(caught) == 1
+        for batch in batches:
+            assert column(batch, "observation") == [[[[3, t % 3] for t in range(T)]] * 2] * 2
+        assert_accounted(collector)
+
+
+def test_every_collector_warns():
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="WideCounting: observation has dtype float64"):
+            collect(WideCounting, None, frames_per_batch=T)
+
+
+class Greedy(torch.nn.Module):
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return obs[..., 0].long() % 2
+
+
+def test_a_warning_that_is_an_error_loses_nothing():
+    with (
+        warnings.catch_warnings(),
+        Collector(plain_or_general("plain", {"obs": np.array([3.0, 2.0])}, 4), None, frames_per_batch=T) as collector,
+    ):
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="observation has dtype float64"):
+            collector.rollout()
+        assert_accounted(collector)
+        for _ in range(2):
+            assert column(collector.rollout(), "next", "reward") == [1, 2, 3, 1, 2, 3]
+        assert collector.stats().executed == 2 * T
+        assert_accounted(collector)
 
 
 # --- nested observations ---------------------------------------------------------------------------

@@ -25,7 +25,9 @@ from gymnasium.envs.classic_control import CartPoleEnv
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from muster import MultiSyncCollector
 from muster.cli.main import main
 from muster.columns import RolloutOptions, lane_columns
 from muster.envs.build import build_env
@@ -33,6 +35,7 @@ from muster.errors import BadCapsule, EnvError, ImportRefused, MusterError, Work
 from muster.group import Group
 from muster.keys import next_of
 from muster.memory.slots import Lane, Layout, Slot
+from muster.policies import tanh_gaussian
 from muster.policies.adapt import adapt
 from muster.rng import GroupRng
 from muster.rollout import rollout
@@ -304,6 +307,30 @@ def test_which_environment_it_was_must_be_known_in_a_batch() -> None:
     rig = Rig(cartpoles(2), "CartPole-v1", num_envs=2, T=5)
     assert "not known which environment" in rig.run(0, index=None).missing
     assert Rig(cartpoles(1), "CartPole-v1", num_envs=1, T=5).run(0, index=None).missing == ""
+
+
+def test_observations_that_were_stored_in_another_dtype_are_recognised(tmp_path: Path) -> None:
+    """MuJoCo observes float64, and the collector had a float32 network."""
+    with (
+        MultiSyncCollector(
+            [lambda: FailsAt(gymnasium.make("HalfCheetah-v5"), 25)],
+            tanh_gaussian(nn.Linear(17, 12)),
+            backend="threads",
+            frames_per_batch=20,
+            seed=0,
+            crash_dir=tmp_path,
+        ) as collector,
+        pytest.raises(EnvError, match="as asked") as caught,
+    ):
+        for _ in collector:
+            pass
+    capsule = Capsule.load(caught.value.capsule, trust=True)
+    assert capsule.observation[OBS].dtype == np.float32
+    player = Player(capsule)
+    for move in player.moves()[:-1]:
+        player.make(move)
+    assert player.verdict() == "The observation before the failure is bit for bit the recorded one."
+    player.close()
 
 
 @pytest.mark.parametrize("died", [False, True])

@@ -96,6 +96,26 @@ def test_mlp_fits_discrete_and_continuous_actions(env: str, tmp_path: Path, caps
     assert len(batch["action"].unique()) > 1
 
 
+@pytest.mark.parametrize(
+    ("policy", "obs_dtype", "stored"),
+    [
+        ("mlp", None, torch.float32),
+        ("mlp", "env", torch.float64),
+        ("random", None, torch.float64),
+        ("random", "float16", torch.float16),
+    ],
+)
+def test_mujoco_is_recorded_in_the_dtype_of_the_network(
+    policy: str, obs_dtype: str | None, stored: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["collect", "HalfCheetah-v5", "--frames", "40", "--envs", "2", "--policy", policy, "--out", tmp_path / "a"]
+    code, _, err = run(capsys, *argv, *([] if obs_dtype is None else ["--obs-dtype", obs_dtype]))
+    assert (code, err) == (0, "")
+    batch = load(tmp_path / "a").batch(0)
+    assert (batch["observation"].dtype, batch["next", "observation"].dtype) == (stored, stored)
+    assert batch["action"].dtype == torch.float32
+
+
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
 @pytest.mark.parametrize("dtype", ["float32", "uint8", "float64"])
 def test_mlp_takes_boxes_of_any_shape(shape: tuple[int, ...], dtype: str) -> None:

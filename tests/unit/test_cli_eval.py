@@ -101,6 +101,13 @@ def test_the_table_and_the_json_are_what_the_evaluator_finds(
     assert [record["seed"] for record in found["records"]] == [record.seed for record in expected.records]
 
 
+def test_mujoco_is_evaluated_with_a_float32_network(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["HalfCheetah-v5", "--policy", "mlp", "--episodes", 2, "--num-envs", 2, "--max-episode-steps", 5, "--json"]
+    found = [json.loads(run(capsys, *argv, *more)[1]) for more in ((), ("--obs-dtype", "float64"))]
+    for evaluation in found:
+        assert [record["length"] for record in evaluation["records"]] == [5, 5]
+
+
 def test_workers_and_the_older_name_of_num_envs_give_the_same(
     weights: tuple[Path, nn.Module], capsys: pytest.CaptureFixture[str]
 ) -> None:

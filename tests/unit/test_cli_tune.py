@@ -103,6 +103,13 @@ def test_the_program_makes_the_policy_that_was_measured(tmp_path: Path, monkeypa
             assert (batch["action"] == 1).all()
 
 
+@pytest.mark.parametrize("dtype", ["env", "float64"])
+def test_the_program_has_the_dtype_of_observations(dtype: str) -> None:
+    with collector_of(program(Tune("CartPole-v1", obs_dtype=dtype), found(Setup(num_envs=2, T=4)))) as collector:
+        stored = collector.rollout()["observation"].dtype
+    assert stored == {"env": torch.float32, "float64": torch.float64}[dtype]
+
+
 def test_environments_are_quoted_in_the_program() -> None:
     code = program(Tune("my'env:Maze-v0"), found(Setup(num_envs=2, groups=3, workers=3)))
     assert code.endswith("""MultiSyncCollector(["my'env:Maze-v0"] * 3, None, num_envs=2, frames_per_batch=768)""")

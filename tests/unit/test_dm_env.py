@@ -251,6 +251,13 @@ def test_observations_that_do_not_fit_their_spec_are_named(observation, message)
         collect(make, frames_per_batch=2)
 
 
+def test_float64_where_the_spec_says_float32_is_cast_with_one_warning():
+    with pytest.warns(UserWarning, match="DmEnv: observation has dtype float64, but its space says float32") as caught:
+        batch = collect(lambda: _only(np.array([0.1, 2]), specs.Array((2,), np.float32)), frames_per_batch=2)
+    assert len(caught) == 1
+    assert batch["observation"].numpy().tolist() == [[np.float32(0.1), 2]] * 2
+
+
 @pytest.mark.parametrize(
     "keep",
     [

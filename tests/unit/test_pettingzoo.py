@@ -419,6 +419,33 @@ SPOILT: dict[str, tuple[Any, str]] = {
 }
 
 
+def test_what_keeps_its_values_is_cast_with_one_warning_for_each_cause():
+    class Wide(Shifts):
+        def step(self, actions: Any) -> Any:
+            obs, rewards, *rest = super().step(actions)
+            rewards = {agent: np.array([reward]) for agent, reward in rewards.items()}
+            return ({agent: np.asarray(seen, np.float64) for agent, seen in obs.items()}, rewards, *rest)
+
+    with pytest.warns(UserWarning, match="It is cast") as caught:
+        batch = collect(Wide(), None, frames_per_batch=8)
+    causes = [str(warning.message).split(". It")[0] for warning in caught]
+    assert causes == [
+        "shifts_v0: the reward has shape (1,), expected a number",
+        "shifts_v0: cook.observation has dtype float64, but its space says float32",
+        "shifts_v0: waiter.observation has dtype float64, but its space says float32",
+    ]
+    assert_same(batch, collect(Shifts(), None, frames_per_batch=8), ignore=(("cook", "action"), ("waiter", "action")))
+
+
+def test_observations_of_agents_are_stored_in_the_dtype_that_is_wanted():
+    wide = collect(Shifts(), None, frames_per_batch=8, obs_dtype=torch.float64)
+    batch = collect(Shifts(), None, frames_per_batch=8)
+    for key in ("cook", "observation"), ("next", "waiter", "observation"):
+        assert wide[key].dtype == torch.float64
+        assert torch.equal(wide[key].float(), batch[key])
+    assert wide["next", "cook", "reward"].dtype == torch.float32
+
+
 @pytest.mark.parametrize("case", SPOILT)
 def test_a_bad_output_is_refused_and_the_rows_before_it_are_kept(case):
     spoil, message = SPOILT[case]

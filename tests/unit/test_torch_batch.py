@@ -379,7 +379,7 @@ def test_columns_may_have_a_trailing_dimension():
 
 BAD: dict[str, tuple[int, Any, str]] = {
     "shape": (0, torch.zeros(3, 3), r"observation is a tensor of shape \(3, 3\).*expected a tensor of shape \(3, 2\)"),
-    "dtype": (0, torch.zeros(3, 2, dtype=torch.float64), "torch.float64, expected .* torch.float32"),
+    "dtype": (0, torch.zeros(3, 2, dtype=torch.int64), "torch.int64, expected .* torch.float32"),
     "array": (0, np.zeros((3, 2), np.float32), "observation is ndarray, expected a tensor"),
     "reward": (1, torch.zeros(4), r"reward is a tensor of shape \(4,\).*3 numbers"),
     "number": (1, 0.5, "reward is float"),
@@ -405,6 +405,22 @@ def test_a_bad_output_is_refused_and_the_rows_before_it_are_kept(case):
         batch = collector.rollout()
         assert column(batch, "observation")[2] == [[2, 0], [2, 1], [2, 0], [2, 1]]
         assert_accounted(collector)
+
+
+def test_another_floating_dtype_is_cast_with_one_warning():
+    class Wide(Counting):
+        def step(self, action: Any) -> Any:
+            obs, *rest = super().step(action)
+            return (obs.double(), *rest)
+
+    with pytest.warns(UserWarning, match="Wide: observation has dtype torch.float64, but its space") as caught:
+        check(collect(Wide(), tilt, frames_per_batch=36))
+    assert len(caught) == 1
+    with (
+        Collector(Wide(), tilt, frames_per_batch=12, validate="full") as collector,
+        pytest.raises(BadEnvOutput, match="torch.float64, expected"),
+    ):
+        collector.rollout()
 
 
 def test_what_the_environment_raises_is_the_cause():

@@ -503,6 +503,76 @@ def test_an_environment_that_raises_is_named_and_the_next_batch_begins_anew():
         assert (stats.executed, stats.discarded, stats.in_flight) == (3, {"env_error": 1}, 2)
 
 
+class Thirds(EnvBase):
+    """Observation ``t + 1/3`` in float64; what it knows of its past is what it is given: ``total``, in float64, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_spec = Composite(
+            observation=Unbounded(2, dtype=torch.float64), total=Unbounded(1, dtype=torch.float64)
+        )
+        self.state_spec = Composite(total=Unbounded(1, dtype=torch.float64))
+        self.action_spec, self.reward_spec = Unbounded(1), Unbounded(1)
+        self.given: list[Any] = []
+
+    def _reset(self, tensordict: Any = None) -> Any:
+        return TensorDict({"observation": torch.full((2,), 1 / 3).double(), "total": torch.zeros(1).double()})
+
+    def _step(self, tensordict: Any) -> Any:
+        self.given.append(tensordict["observation"])
+        total = tensordict["total"] + 1 / 3
+        done = total > 0.9
+        obs = total.expand(2).clone()
+        return TensorDict({"observation": obs, "total": total, "reward": torch.ones(1), "done": done})
+
+    def _set_seed(self, seed: int | None) -> None:
+        pass
+
+
+def test_observations_are_stored_in_the_dtype_of_the_network_and_state_is_not():
+    env = Thirds()
+    net = TensorDictModule(torch.nn.Linear(2, 1), ["observation"], ["action"])
+    batch = collect(env, net, frames_per_batch=6)
+    third = 1 / 3
+    total = torch.tensor([third, third + third, third + third + third] * 2, dtype=torch.float64)
+    assert batch["next", "total"].dtype == torch.float64
+    assert torch.equal(batch["next", "total"][:, 0], total)
+    assert batch["next", "observation"].dtype == batch["observation"].dtype == torch.float32
+    assert torch.equal(batch["next", "observation"], total.float()[:, None].expand(6, 2))
+    assert {given.dtype for given in env.given} == {torch.float64}, "as its spec says"
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_mujoco_of_torchrl_with_a_float32_network(plain):
+    make = partial(GymEnv, "HalfCheetah-v5", device="cpu")
+    net = TensorDictModule(torch.nn.Linear(17, 6), ["observation"], ["action"])
+    batch = collect(make if plain else lambda: TransformedEnv(make(), StepCounter()), net, frames_per_batch=10, seed=0)
+    env = make()
+    env.set_seed(0)
+    seen = [env.reset()]
+    for action in batch["action"]:
+        seen.append(env.step(seen[-1].select().set("action", action))["next"])
+    expected = torch.stack([td["observation"] for td in seen])
+    assert expected.dtype == torch.float64
+    assert torch.equal(batch["observation"], expected[:-1].float())
+    assert torch.equal(batch["next", "observation"], expected[1:].float())
+
+
+def test_the_dialect_stores_what_the_environment_gives_as_torchrl_does():
+    from torchrl.collectors import Collector as Theirs
+
+    from muster.dialects.torchrl import Collector as Ours
+
+    net = TensorDictModule(torch.nn.Linear(17, 6), ["observation"], ["action"])
+    make = partial(GymEnv, "HalfCheetah-v5", device="cpu")
+    for collector_class in (Ours, Theirs):
+        with pytest.raises(Exception, match="must have the same dtype, but got Double and Float"):
+            next(iter(collector_class(make, net, frames_per_batch=10, total_frames=10)))
+    collector = Ours(make(), net.double(), frames_per_batch=10, total_frames=10)
+    assert next(iter(collector))["observation"].dtype == torch.float64
+    collector.shutdown()
+
+
 def test_a_reset_that_raises_is_named():
     collector = Collector(partial(Counter, reset=True), ones, frames_per_batch=4)
     with collector, pytest.raises(EnvError, match="Counter.reset raised RuntimeError: no reset"):

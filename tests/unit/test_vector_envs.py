@@ -352,7 +352,8 @@ ROWS = np.zeros((2, 2), np.float32)
     ("output", "message"),
     [
         ({0: np.zeros((2, 3), np.float32)}, r"observation is an array of shape \(2, 3\).*says 2 x \(shape \(2,\)"),
-        ({0: np.zeros((2, 2))}, r"array of dtype float64.*dtype float32"),
+        ({0: np.full((2, 2), 1e39)}, r"array of dtype float64.*dtype float32"),
+        ({0: np.zeros((2, 2), complex)}, r"array of dtype complex128.*dtype float32"),
         ({0: None}, "observation is NoneType"),
         ({0: ROWS.tolist()}, "observation is list"),
         ({1: np.zeros(3)}, r"reward has shape \(3,\).*expected \(2,\) and a number"),
@@ -381,6 +382,43 @@ def test_bad_output_is_named_and_nothing_before_it_is_lost(output, message, at):
     assert column(batch, "next", "reward") == again
     if at:
         assert batch["next", "done"][:, at - 1].all()
+
+
+@pytest.mark.parametrize(
+    ("output", "warning"),
+    [
+        ({0: np.array([[2.0, 1], [3, 1]])}, "ThirdParty: observation has dtype float64, but its space says float32"),
+        ({0: np.array([[2, 1], [3, 1]])}, "ThirdParty: observation has dtype int64"),
+        ({1: np.array([[1.0], [1.0]])}, r"ThirdParty: rewards have shape \(2, 1\), expected \(2,\)"),
+    ],
+    ids=str,
+)
+def test_what_keeps_its_values_is_cast_with_one_warning(output, warning):
+    make = lambda: ThirdParty(AutoresetMode.DISABLED, output=output, at=0)  # noqa: E731
+    with pytest.warns(UserWarning, match=warning) as caught:
+        batch = collect(make, frames_per_batch=12)
+    assert len(caught) == 1
+    assert column(batch, "next", "reward") == [[1, 2, 1, 2, 1, 2], [1, 2, 3, 1, 2, 3]]
+    assert column(batch, "next", "observation")[1] == [[3, 1], [3, 2], [3, 3]] * 2
+    with Collector(make, None, frames_per_batch=12, validate="full") as collector:
+        with pytest.raises(BadEnvOutput, match="expected|does not cast"):
+            collector.rollout()
+        assert_accounted(collector)
+
+
+def test_final_observations_are_cast_too():
+    class Wide(ThirdParty):
+        def step(self, actions: Any) -> Any:
+            *values, info = super().step(actions)
+            if info:
+                info["final_obs"] = info["final_obs"].astype(object)
+                for i, final in enumerate(info["final_obs"]):
+                    info["final_obs"][i] = None if final is None else np.asarray(final, np.float64)
+            return *values, info
+
+    with pytest.warns(UserWarning, match="final_obs observation has dtype float64"):
+        batch = collect(lambda: Wide(AutoresetMode.SAME_STEP), frames_per_batch=12)
+    assert column(batch, "next", "observation")[0] == [[2, 1], [2, 2]] * 3
 
 
 def test_an_error_inside_a_vector_environment():

@@ -19,7 +19,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from muster.cli import cluster
 from muster.cli.numbers import frames_per_batch, parse_count
-from muster.cli.policies import Chosen, check_policy, choose_policy, needs_spaces
+from muster.cli.policies import Chosen, ObsDtype, check_policy, choose_policy, needs_spaces, obs_dtype_of
 from muster.cli.report import Returns, make_report, summary
 from muster.cli.signals import StopSignals
 from muster.errors import BadOption, EnvError, ImportRefused, MusterError, described
@@ -91,6 +91,10 @@ class Collect:
 
     policy: Annotated[str, arg(metavar="POLICY")] = "random"
     """random; mlp (fresh, 64x64 tanh); FILE.safetensors with the weights of such an MLP; FILE.py:NAME."""
+
+    obs_dtype: Annotated[ObsDtype, arg(metavar="DTYPE")] = "policy"
+    """Of stored floating observations: policy (its parameters'; random: the environment's), env, float16, float32 or
+    float64."""
 
     seed: Annotated[int, arg(metavar="S")] = 0
     """Same seed, same data. Environment i gets seed + i."""
@@ -200,6 +204,7 @@ def _make_collector(command: Collect, policy: Any, frames: int) -> BaseCollector
         "frames_per_batch": frames,
         "total_frames": command.frames,
         "seed": command.seed,
+        "obs_dtype": obs_dtype_of(command.obs_dtype),
     }
     if command.backend is not None:
         return cluster.make_collector(command, policy, options)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import Positional, arg
 
 from muster.cli.collect import Count, admit, in_short, policy_for
+from muster.cli.policies import ObsDtype, obs_dtype_of
 from muster.cli.report import LINE_EVERY_S, symbols
 from muster.cli.signals import StopSignals
 from muster.episode_rules import RuleName
@@ -49,6 +50,10 @@ class Eval:
 
     sampled: bool = False
     """Sample actions as in training; otherwise the policy acts deterministically."""
+
+    obs_dtype: Annotated[ObsDtype, arg(metavar="DTYPE")] = "policy"
+    """Of stored floating observations: policy (its parameters'; random: the environment's), env, float16, float32 or
+    float64."""
 
     seed: Annotated[int, arg(metavar="S")] = 0
     """Episode i is reset with seed S + i."""
@@ -122,6 +127,7 @@ def _evaluate(command: Eval, policy: Any, stop: StopSignals) -> Evaluation:
             max_T=command.max_steps,
             max_frames_per_traj=command.max_episode_steps,
             record_actions=command.video is not None,
+            obs_dtype=obs_dtype_of(command.obs_dtype),
         ) as evaluator,
         _Progress(command.episodes, quiet=command.quiet or command.json) as progress,
     ):

@@ -6,10 +6,11 @@ import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from muster.errors import BadOption, ImportRefused
 
+ObsDtype = Literal["policy", "env", "float16", "float32", "float64"]
 PICKLES = {".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".joblib", ".npy"}
 _REFERENCE = re.compile(r"(.+\.py):(\w+)")
 
@@ -72,6 +73,13 @@ def choose_policy(name: str, spaces: tuple[Any, Any] | None, seed: int) -> Chose
 
     assert spaces is not None
     return Chosen(*(mlp.fresh(*spaces, seed) if name == "mlp" else mlp.from_file(Path(name), *spaces)))
+
+
+def obs_dtype_of(name: ObsDtype) -> Any:
+    """``--obs-dtype`` as the option of collectors."""
+    import torch
+
+    return {"policy": None, "env": "env"}.get(name, getattr(torch, name, None))
 
 
 def needs_spaces(name: str) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg
 
 from muster.cli.collect import Count, admit, in_short, policy_for
+from muster.cli.policies import ObsDtype, obs_dtype_of
 from muster.cli.report import short
 from muster.errors import BadOption
 
@@ -39,6 +40,10 @@ class Tune:
 
     frames_per_batch: Annotated[Count, arg(metavar="N")] = 2048
     """Frames per batch, about."""
+
+    obs_dtype: Annotated[ObsDtype, arg(metavar="DTYPE")] = "policy"
+    """Of stored floating observations: policy (its parameters'; random: the environment's), env, float16, float32 or
+    float64."""
 
     json: bool = False
     """Print everything as JSON."""
@@ -69,6 +74,7 @@ def tune(command: Tune) -> int:
             num_envs=command.num_envs or None,
             frames_per_batch=command.frames_per_batch,
             say=_say,
+            obs_dtype=obs_dtype_of(command.obs_dtype),
         )
     code = program(command, found)
     if command.json:
@@ -85,9 +91,12 @@ def tune(command: Tune) -> int:
 
 def program(command: Tune, found: Tuning) -> str:
     """Python that makes the best collector, as it stands."""
-    made = found.constructor_call(repr(command.env), "None" if command.policy == "random" else "policy")
+    dtype = {"policy": "", "env": ", obs_dtype='env'"}.get(command.obs_dtype, f", obs_dtype=torch.{command.obs_dtype}")
+    made = found.constructor_call(repr(command.env), "None" if command.policy == "random" else "policy", dtype)
     spaces = "env.observation_space, env.action_space"
     lines = [f"from muster import {made.partition('(')[0]}"]
+    if "torch." in dtype:
+        lines.append("import torch")
     if command.policy == "mlp" or command.policy.endswith(".safetensors"):
         chosen = f"mlp.fresh({spaces}, seed=0)"
         if command.policy != "mlp":

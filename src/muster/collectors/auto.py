@@ -94,7 +94,7 @@ def measure(create_env_fn: Any, policy: Any, options: CollectorOptions, seconds:
     """
     makers = makers_of(create_env_fn)
     kwargs = keywords_of(options.create_env_kwargs, len(makers))
-    told = worker_options(options, num_envs=None if options.num_envs is None else 1)
+    told = worker_options(options, policy, num_envs=None if options.num_envs is None else 1)
     changes = {**_PLAIN, "num_threads": getattr(options, "num_sub_threads", None)}
     rng, policy = GroupRng(0), loads(dumps(policy, "policy"), "policy")
     with ExitStack() as made, rng.as_global():

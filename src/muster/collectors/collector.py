@@ -57,7 +57,7 @@ class Collector(BaseCollector):
         self.policy, self._policy_device = place(made_policy, options.devices["policy_device"])
         original = made_policy if self.policy is not made_policy else None
         self._weights = LocalWeights(self.policy, original, options.version_counter)
-        groups = make_groups(create_env_fn, options, self._policy_device, made)
+        groups = make_groups(create_env_fn, options, self.policy, self._policy_device, made)
         source, worker = in_this_thread(options, groups, self.policy, self._policy_device)
         stacked = isinstance(create_env_fn, (list, tuple))
         return Engine(options, source, self._weights, stacked=stacked, local=worker)
@@ -67,5 +67,5 @@ class Collector(BaseCollector):
         if isinstance(self.policy, torch.nn.Module) and self._weights.original is None:
             own = copy.deepcopy(self.policy)
             self._weights.original, self._weights.policy, self.policy = self.policy, own, own
-            options, group = worker_options(self.options), self._engine.groups[0]
+            options, group = worker_options(self.options, own), self._engine.groups[0]
             self._engine.policy = build_policy(own, options, group, self._policy_device)

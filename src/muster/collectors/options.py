@@ -18,8 +18,10 @@ from muster.errors import BadOption, UnknownOption
 from muster.integers import integer
 from muster.loggers import as_logger
 from muster.memory.views import Order
+from muster.policies.adapt import STORED
 
 Device = torch.device | str | int | None
+ObsDtype = torch.dtype | Literal["env"] | None
 TrajFormat = Literal["cat", "pad"]
 TrajRule = Literal["fair", "per_env", "first_done"]
 EXPLORATION = ("random", "mode", "mean", "median", "deterministic")
@@ -49,6 +51,7 @@ class CollectorKeywords(TypedDict, total=False):
     traj_rule: TrajRule | None
     on_policy_only: bool
     compact_obs: bool
+    obs_dtype: ObsDtype
     use_buffers: bool | None
     replay_buffer: Any
     extend_buffer: bool
@@ -125,6 +128,10 @@ class CollectorOptions:
         on_policy_only: of these, drop (and count) episodes in which several policy versions acted. What is left is
             biased towards short ones.
         compact_obs: leave out ``next`` observations; ``Collector.final_observations`` has those that no row shows.
+        obs_dtype: in which floating observations are stored, and given to the policy. None: the dtype of the policy's
+            first floating parameter (float32 for bfloat16, which NumPy lacks); the environment's if it has none, as
+            functions have none. "env": the environment's. ``torch.float16``, ``float32`` or ``float64``: that one.
+            What is beyond its range becomes infinite. Integers stay what they are.
         use_buffers: False also allows observations whose shape changes, in lazily stacked batches. None: as needed.
         replay_buffer: anything with ``extend`` or ``add``; batches go there, and iteration yields None.
         extend_buffer: False adds every time step by itself as soon as it is made.
@@ -154,7 +161,8 @@ class CollectorOptions:
         seed: as by ``set_seed``; also of all of Muster's own draws. None: from the system's entropy.
         layout: "batch_major" for ``[B, T]``, "time_major" for ``[T, B]``; neither copies.
         validate: "fast" checks shapes, dtypes, finite rewards and actions in range; "full" also that
-            observations and actions lie in their spaces; "off" only shapes and dtypes.
+            observations and actions lie in their spaces, and are not in other dtypes than these; "off" only shapes and
+            dtypes.
         executor: run common networks without module dispatch where that gives equal outputs.
         num_threads: torch's threads while collecting; your own setting is back between batches. One is fastest
             for small networks. None: your setting.
@@ -197,6 +205,7 @@ class CollectorOptions:
     traj_rule: TrajRule | None = None
     on_policy_only: bool = False
     compact_obs: bool = False
+    obs_dtype: ObsDtype = None
     use_buffers: bool | None = None
     replay_buffer: Any = None
     extend_buffer: bool = True
@@ -290,6 +299,11 @@ class CollectorOptions:
         if self.trajs_per_batch:
             check_choice("traj_rule", self.traj_rule or "fair", ("fair", "per_env", "first_done"))
         check_choice("validate", self.validate, ("off", "fast", "full"))
+        if self.obs_dtype not in (None, "env", *STORED):
+            raise BadOption(
+                f"obs_dtype={self.obs_dtype!r}: expected None, 'env', or one of {', '.join(map(str, STORED))}, which "
+                f"NumPy has too"
+            )
         exploration = getattr(self.exploration_type, "name", self.exploration_type)
         exploration = exploration.lower() if isinstance(exploration, str) else exploration
         check_choice("exploration_type", exploration, EXPLORATION)

@@ -14,6 +14,7 @@ from muster.collectors.options import CollectorOptions
 from muster.columns import RolloutOptions
 from muster.errors import BadOption
 from muster.group import Group
+from muster.policies.adapt import observed_dtype
 from muster.rng import GroupRng
 from muster.sources.build import WorkerOptions, build_envs, build_policy, make_group
 from muster.sources.crew import Crew
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
 
 
 def make_groups(
-    create_env_fn: Any, options: CollectorOptions, policy_device: torch.device | None, made: ExitStack
+    create_env_fn: Any, options: CollectorOptions, policy: Any, policy_device: torch.device | None, made: ExitStack
 ) -> list[Group]:
     """One group for every entry of ``create_env_fn``; ``made`` closes them if anything fails later."""
     makers = makers_of(create_env_fn)
-    told = worker_options(options)
+    told = worker_options(options, policy)
     built = build_envs(makers, keywords_of(options.create_env_kwargs, len(makers)), told, made)
     total = sum(b.env.num_envs for b in built)
     rollout = dataclasses.replace(told.rollout, marks_valid=marks_valid(options, total))
@@ -48,7 +49,7 @@ def in_this_thread(
     options: CollectorOptions, groups: Sequence[Group], policy: Any, device: torch.device | None
 ) -> tuple[Sync, Worker]:
     """A worker in this thread, and the schedule that lets it fill a slot at a time."""
-    told = worker_options(options)
+    told = worker_options(options, policy)
     policies = {name: build_policy(p, told, groups[0], device) for name, p in (("policy", policy), ("random", None))}
     worker = Worker(groups, policies, policy, device=device)
     crew = Crew([Inline(worker)], [describe(group.env, group.batch_shape) for group in groups])
@@ -66,14 +67,15 @@ def makers_of(create_env_fn: Any) -> list[Any]:
     return makers
 
 
-def worker_options(options: CollectorOptions, **others: Any) -> WorkerOptions:
-    """What a worker needs to know."""
+def worker_options(options: CollectorOptions, policy: Any, **others: Any) -> WorkerOptions:
+    """What a worker needs to know; ``policy`` is the one that will act."""
     common = {f.name: getattr(options, f.name) for f in dataclasses.fields(RolloutOptions) if hasattr(options, f.name)}
     names = [f.name for f in dataclasses.fields(WorkerOptions) if hasattr(options, f.name)]
     return WorkerOptions(
         **{name: getattr(options, name) for name in names}
         | {name: options.devices[name] for name in ("env_device", "policy_device")}
         | {"rollout": RolloutOptions(**common), "shared_frames": True}
+        | {"obs_dtype": observed_dtype(options.obs_dtype, policy)}
         | others
     )
 

@@ -337,7 +337,7 @@ class Workers:
         kwargs = list(keywords_of(options.create_env_kwargs, len(makers)))
         factory = options.policy_factory
         policy = dumps(self._policy, "policy") if factory is None else dumps(factory, "policy_factory")
-        told = worker_options(options, shared_frames=not self._alone)
+        told = worker_options(options, self._policy, shared_frames=not self._alone)
         return makers, kwargs, policy, dataclasses.replace(told, rollout=self._in_worker(told.rollout))
 
 

@@ -1,4 +1,7 @@
-"""Is what an environment returned what its spaces promise? Shape and dtype always, values by option."""
+"""Is what an environment returned what its spaces promise? Shape and dtype always, values by option.
+
+Values in another dtype than the space says are cast where that keeps them; ``Casts`` decides it for all adapters.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import numpy as np
 from muster.errors import BadEnvOutput, BadOption, shown
 from muster.memory.specs import OBJECT, Array, ArraySpec
 
+NUMBERS = "biuf"  # kinds of dtypes
 FIX = "Fix the environment, or correct its space with a gymnasium wrapper."
 
 
@@ -64,9 +68,95 @@ def as_flag(value: Any, name: str, who: str) -> bool:
 def reward_problem(value: Any) -> str | None:
     """What is wrong with a reward, or None; finiteness is checked once per rollout."""
     scalar = isinstance(value, (bool, int, float, np.generic)) or (isinstance(value, np.ndarray) and value.shape == ())
-    if scalar and np.asarray(value).dtype.kind in "biuf":
+    if scalar and np.asarray(value).dtype.kind in NUMBERS:
         return None
     return f"reward is {_describe(value)}, expected a number"
+
+
+class Casts:
+    """Decides about values in another dtype than their space says, and about rewards of shape ``(1,)``.
+
+    They are taken where the dtype of the space can hold their values: floats and integers as a wider or narrower
+    float of the same range, whole numbers as integers. Each cause is noted once, as the text of a warning.
+
+    Args:
+        name: of the environment.
+
+    Attributes:
+        refused: take none of them (``validate="full"``).
+        any: some were taken.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.refused, self.any = False, False
+        self._name = name
+        self._causes: set[str] = set()
+        self._new: list[str] = []
+
+    def problem(self, value: Any, spec: ArraySpec, what: str) -> str | None:
+        """What is wrong with a leaf of an observation, as the end of "it is ...".
+
+        Args:
+            value: of the environment.
+            spec: what its space says.
+            what: name of the leaf.
+
+        Returns:
+            None where ``value`` can be assigned to a row.
+        """
+        problem = leaf_problem(value, spec)
+        if problem is None or not _keeps_values(value, spec):
+            return problem
+        if self.refused:
+            return f"{problem}, which validate='full' does not cast"
+        self.note(f"{what} has dtype {np.asarray(value).dtype}, but its space says {spec.dtype}")
+        return None
+
+    def reward_problem(self, value: Any) -> str | None:
+        """What is wrong with the reward of one environment, or None where ``number`` takes it."""
+        problem = reward_problem(value)
+        one = isinstance(value, np.ndarray) and value.shape == (1,) and value.dtype.kind in NUMBERS
+        if problem is None or not one:
+            return problem
+        if self.refused:
+            return f"{problem}: validate='full' takes no array of one"
+        self.note("the reward has shape (1,), expected a number")
+        return None
+
+    def note(self, cause: str) -> None:
+        """Something was cast; ``cause`` says what, without what differs between environments or steps."""
+        self.any = True
+        if cause not in self._causes:
+            self._causes.add(cause)
+            self._new.append(f"{self._name}: {cause}. It is cast. {FIX}")
+
+    def take_warnings(self) -> list[str]:
+        """Texts of warnings that have come up since the last call."""
+        new, self._new = self._new, []
+        return new
+
+
+def number(value: Any) -> Any:
+    """A reward that ``Casts.reward_problem`` accepts, as a number."""
+    return value.item() if isinstance(value, np.ndarray) else value
+
+
+def _keeps_values(value: Any, spec: ArraySpec) -> bool:
+    """Can ``value`` be assigned to an array of ``spec`` without losing more than digits of a float?"""
+    if not isinstance(value, (np.ndarray, np.generic, int, float)):
+        return False
+    array = np.asarray(value)
+    if array.shape != spec.shape or array.dtype.kind not in NUMBERS or spec.dtype.kind not in NUMBERS:
+        return False
+    if spec.dtype.kind == "f":
+        try:
+            with np.errstate(over="raise"):
+                array.astype(spec.dtype)
+        except FloatingPointError:
+            return False
+        return True
+    with np.errstate(invalid="ignore"):
+        return bool((array.astype(spec.dtype) == array).all())
 
 
 def values_problem(array: Array, spec: ArraySpec) -> tuple[tuple[int, ...], str] | None:

@@ -28,7 +28,7 @@ from gymnasium.vector.utils import batch_space
 from pettingzoo import AECEnv, ParallelEnv
 from pettingzoo.utils.conversions import aec_to_parallel
 
-from muster.envs.checks import FIX, as_flag, leaf_problem, reward_problem
+from muster.envs.checks import FIX, Casts, as_flag, number
 from muster.envs.spaces import SpaceCodec
 from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv, UnsupportedSpace, described
 from muster.keys import FLAGS, RESERVED, TEAM_REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
@@ -114,6 +114,7 @@ class ParallelEnvs(EnvBatch):
         )
         self.action_specs: Specs = self._actions.specs
         state = getattr(env, "state_space", None)
+        self.casts: Casts = Casts(self.name)
         self._state = SpaceCodec(state, ("state",)) if isinstance(state, spaces.Space) else None
         self.observation_specs = self._observation_specs()
         self.step_specs = {team.keys["reward"]: ArraySpec((len(team.agents), 1), FLOAT) for team in self.teams}
@@ -215,10 +216,10 @@ class ParallelEnvs(EnvBatch):
         for team, array in zip(self.teams, arrays, strict=True):
             for i, agent in enumerate(team.agents):
                 value = reward.get(agent, 0.0)
-                if problem := reward_problem(value):
+                if problem := self.casts.reward_problem(value):
                     raise BadEnvOutput(f"{self.name}[{b}].step: {agent}: {problem}. {FIX}")
-                array[t, b, i, 0] = value
-                total += float(value)
+                array[t, b, i, 0] = number(value)
+                total += float(number(value))
         return total
 
     def _write(self, arrays: Mapping[Key, Array], row: int, b: int, obs: Any, infos: Any, method: str) -> None:
@@ -243,7 +244,7 @@ class ParallelEnvs(EnvBatch):
         if self._state is not None:
             leaves = self._state.flatten(self._call(b, "state"))
             for (key, spec), leaf in zip(self._state.specs.items(), leaves, strict=True):
-                if problem := leaf_problem(leaf, spec):
+                if problem := self.casts.problem(leaf, spec, dotted(key)):
                     raise BadEnvOutput(f"{self.name}[{b}].state: {dotted(key)} is {problem}, expected {spec}. {FIX}")
                 arrays[key][row, b] = leaf
 
@@ -258,18 +259,18 @@ class ParallelEnvs(EnvBatch):
         for (key, spec), target, leaf in zip(
             team.observation.specs.items(), targets, team.observation.flatten(seen), strict=True
         ):
-            if problem := leaf_problem(leaf, spec):
+            if problem := self.casts.problem(leaf, spec, dotted(key)):
                 raise BadEnvOutput(f"{who}: {dotted(key)} is {problem}, but its space says {spec}. {FIX}")
             target[i] = leaf
 
     def _draw_legal(self, rng: GroupRng) -> dict[Key, Array]:
         """Uniform legal actions now, ``[B, k]`` per team that has action masks; any action where none is legal."""
         drawn: dict[Key, Array] = {}
-        for number, team in enumerate(self.teams):
+        for place, team in enumerate(self.teams):
             if team.choices:
                 legal = self._legal[team.name]
                 legal = legal | ~legal.any(-1, keepdims=True)
-                nth = np.floor(rng.stream(len(self.action_specs) + number).random(legal.shape[:-1]) * legal.sum(-1))
+                nth = np.floor(rng.stream(len(self.action_specs) + place).random(legal.shape[:-1]) * legal.sum(-1))
                 drawn[(team.name, "action")] = (legal.cumsum(-1) > nth[..., None]).argmax(-1) + team.start
         return drawn
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
+
 from muster.errors import BadOption
 from muster.keys import REWARD, Key, dotted
 from muster.memory.slots import Lane
@@ -14,12 +16,13 @@ from muster.protocols import EnvBatch, Step
 PREV_ACTION, PREV_REWARD = "prev_action", ("prev_reward",)
 
 
-def with_previous(env: EnvBatch) -> EnvBatch:
+def with_previous(env: EnvBatch, dtype: np.dtype[Any] | None = None) -> EnvBatch:
     """``env``, whose observations also have ``prev_action`` (shaped as the action; parts of it are below it, as in
     ``("prev_action", "left")``) and ``prev_reward`` (``[B]``). Both are zero where an agent's episode begins.
 
     Args:
         env: owned by what is returned.
+        dtype: in which floats are stored; None is that of actions and rewards.
 
     Raises:
         BadOption: it has no one reward, or actions that are no arrays, or it resets itself on a device, or has such
@@ -28,7 +31,7 @@ def with_previous(env: EnvBatch) -> EnvBatch:
     problem = _problem(env)
     if problem:
         raise BadOption(f"prev_action_reward: {env.name} {problem}")
-    return cast(EnvBatch, _WithPrevious(env))
+    return cast(EnvBatch, _WithPrevious(env, dtype))
 
 
 class _WithPrevious:
@@ -38,12 +41,14 @@ class _WithPrevious:
     observation_specs: Specs
     repeats: Mapping[Key, Key]
 
-    def __init__(self, inner: EnvBatch) -> None:
+    def __init__(self, inner: EnvBatch, dtype: np.dtype[Any] | None) -> None:
         own = self.__dict__  # past ``__setattr__``
         own["inner"], own["_out"] = inner, []
         own["repeats"] = {_previous(key): key for key in inner.action_specs} | {PREV_REWARD: REWARD}
         added = {_previous(key): ArraySpec(spec.shape, spec.dtype) for key, spec in inner.action_specs.items()}
         added[PREV_REWARD] = ArraySpec((), inner.reward_dtype)
+        if dtype is not None:
+            added = {key: spec.stored_as(dtype) for key, spec in added.items()}
         own["observation_specs"] = {**inner.observation_specs, **added}
 
     def __getattr__(self, name: str) -> Any:

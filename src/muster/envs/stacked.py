@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from typing import Any
 
 import gymnasium
 import numpy as np
 
-from muster.envs.checks import FIX, as_flag, explains_itself, leaf_problem, reward_problem
+from muster.envs.checks import FIX, Casts, as_flag, explains_itself, number
 from muster.envs.spaces import SpaceCodec, action_codec, observation_codec
 from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv, described, shown, text_of
 from muster.keys import REWARD, Key, dotted, next_of
@@ -19,6 +19,7 @@ from muster.protocols import EnvBatch, Step
 from muster.rng import GroupRng
 
 Arrays = Mapping[Key, Array]
+RowStep = Callable[..., "Sequence[int] | None"]  # a ``Step`` that can go on in the middle of a row
 FlagRecorder = Callable[[int, int, Any, Any, "list[int] | None"], "list[int] | None"]
 TERMINATED, TRUNCATED = next_of(("terminated",)), next_of(("truncated",))
 BLANK = object()  # in the place of an observation
@@ -51,6 +52,7 @@ class StackedEnvs(EnvBatch):
         self.observations: SpaceCodec = observation_codec(first.observation_space)
         self.actions: SpaceCodec = action_codec(first.action_space)
         self.observation_specs, self.action_specs = self.observations.specs, self.actions.specs
+        self.casts: Casts = Casts(self.name)
         (key, spec), *_ = self.observation_specs.items()
         self._plain = self.observations.single and spec.is_tensor, key, spec.shape, spec.dtype
         self.executed_in_row = 0  # environments stepped in a row that an error cut short
@@ -111,18 +113,26 @@ class StackedEnvs(EnvBatch):
         """The function that runs one row, with all it needs in local variables."""
         self._fill_steps()  # also where an environment has come to hold other objects
         (obs_spec,), (act_spec,) = (list(specs.values())[:1] for specs in (self.observation_specs, self.action_specs))
-        vector = self.observations.single and obs_spec.is_tensor and len(obs_spec.shape) == 1
-        if vector and self.actions.single and act_spec.dtype == np.int64 and not act_spec.shape:
+        vector = self._plain[0] and len(obs_spec.shape) == 1 and obs_spec.dtype == self._plain[3]
+        if vector and self.actions.single and act_spec.dtype == np.int64 and not act_spec.shape and not self.casts.any:
             return self._make_plain_step(lane, obs_spec.shape[0])
-        steps, actions, put = self._steps, self._action_rows(lane), self._observation_writer(lane)
-        B, rewards, record = self.num_envs, _flat(lane.arrays[REWARD]), self._flag_recorder(lane)
+        return self._make_general_step(lane)
 
-        def step(t: int) -> Sequence[int] | None:
-            finished: list[int] | None = None
-            k = t * B  # of the transition; its next observation is B further
+    def _make_general_step(self, lane: Lane) -> RowStep:
+        """For all kinds of observations and actions; what has to be cast is cast."""
+        steps, actions, put = self._steps, self._action_rows(lane), self._observation_writer(lane)
+        B, record = self.num_envs, self._flag_recorder(lane)
+        rewards: Any = _flat(lane.arrays[REWARD])
+
+        def step(t: int, b: int = 0, finished: list[int] | None = None, first: Any = ...) -> Sequence[int] | None:
+            nonlocal rewards
+            k = t * B + b  # of the transition; its next observation is B further
             got: Any = ...  # nothing yet
             try:
-                for env_step, action in zip(steps, actions(t)):  # noqa: B905 (strict costs 0.3 us per step)
+                todo = zip(steps, actions(t))  # noqa: B905 (strict costs 0.3 us per step)
+                if first is not ...:
+                    todo = zip([lambda _: first, *steps[b + 1 :]], actions(t)[b:], strict=True)
+                for env_step, action in todo:
                     got = env_step(action)
                     obs, reward, terminated, truncated, _ = got
                     put(k + B, obs)
@@ -132,7 +142,9 @@ class StackedEnvs(EnvBatch):
                     got = ...  # before the next number: a signal can come in between
                     k += 1
             except BaseException as error:  # noqa: BLE001 (raised again, explained)
-                self._explain(error, got, t, k - t * B)
+                self._explain(error, got, t, k - t * B, again=isinstance(rewards, _Rewards))
+                rewards = _Rewards(lane.arrays[REWARD], self.casts)
+                return step(t, k - t * B, finished, got)
             return finished
 
         return step
@@ -141,14 +153,17 @@ class StackedEnvs(EnvBatch):
         """The same for vector observations and integer actions, without a call or an object per transition.
 
         A memoryview refuses another dtype or shape by itself, and gives plain ints, which environments
-        index fastest with.
+        index fastest with. Once something has to be cast, the general step takes over.
         """
         steps, B = self._steps, self.num_envs
         ((obs_key,), (act_key,)) = self.observation_specs, self.action_specs
         observations, actions, rewards = (_flat(lane.arrays[key]) for key in (obs_key, act_key, REWARD))
         record = self._flag_recorder(lane)
+        instead: list[RowStep] = []
 
         def step(t: int) -> Sequence[int] | None:
+            if instead:
+                return instead[0](t)
             finished: list[int] | None = None
             k = t * B
             at = (k + B) * width
@@ -166,13 +181,15 @@ class StackedEnvs(EnvBatch):
                     at += width
             except BaseException as error:  # noqa: BLE001 (raised again, explained)
                 self._explain(error, got, t, k - t * B)
+                instead.append(self._make_general_step(lane))
+                return instead[0](t, k - t * B, finished, got)
             return finished
 
         return step
 
     def _fill_steps(self) -> None:
         """Choose what a row calls; in place, since functions that run rows hold the list."""
-        spec = next(iter(self.observation_specs.values()))
+        spec = next(iter(self.observations.specs.values()))
         array = self.observations.single and spec.is_tensor and spec.shape
         blank: Any = (np.zeros(spec.shape, spec.dtype) if array else BLANK, 0.0, False, False, {})
         steps: list[Callable[[Any], Any]] = [env.step for env in self.envs]
@@ -185,15 +202,16 @@ class StackedEnvs(EnvBatch):
     def _observation_writer(self, lane: Lane) -> Callable[[int, Any], None]:
         """``put(k, obs)``: write an observation into entry ``k`` of the ``(T + 1) * B``."""
         arrays = {key: lane.arrays[key].reshape(-1, *spec.shape) for key, spec in self.observation_specs.items()}
-        ((key, spec),) = list(self.observation_specs.items())[:1]
+        ((key, spec),) = list(self.observations.specs.items())[:1]
         if not (self.observations.single and spec.is_tensor and spec.shape):
             return lambda k, obs: self._blank(arrays, k) if obs is BLANK else self._write(arrays, (k,), obs, "step")
         cells, shape, dtype = arrays[key], spec.shape, spec.dtype
 
         def put(k: int, obs: Any) -> None:
             if obs.shape != shape or obs.dtype != dtype:
-                raise BadEnvOutput(f"observation is {leaf_problem(obs, spec)}")
-            cells[k] = obs
+                self._write({key: cells}, (k,), obs, "step")
+            else:
+                cells[k] = obs
 
         return put
 
@@ -207,9 +225,9 @@ class StackedEnvs(EnvBatch):
             leaves = [obs] if self.observations.single else self.observations.flatten(obs)
         except BadEnvOutput as error:
             raise BadEnvOutput(f"{self.name}[{at[-1]}].{method}: {error}. {FIX}") from None
-        for (key, spec), leaf in zip(self.observation_specs.items(), leaves, strict=True):
+        for (key, spec), leaf in zip(self.observations.specs.items(), leaves, strict=True):
             if spec.is_tensor:
-                problem = leaf_problem(leaf, spec)
+                problem = self.casts.problem(leaf, spec, dotted(key))
                 if problem:
                     raise BadEnvOutput(
                         f"{self.name}[{at[-1]}].{method}: {dotted(key)} is {problem}, but its space says {spec}. {FIX}"
@@ -247,8 +265,11 @@ class StackedEnvs(EnvBatch):
 
         return record
 
-    def _explain(self, error: BaseException, got: Any, t: int, b: int) -> NoReturn:
-        """Turn what went wrong in env ``b`` at row ``t`` into the error that says so."""
+    def _explain(self, error: BaseException, got: Any, t: int, b: int, *, again: bool = False) -> None:
+        """Turn what went wrong in env ``b`` at row ``t`` into the error that says so.
+
+        Returns where what the environment returned can be cast, and this was not tried (``again``) yet.
+        """
         self.executed_in_row = b + (got is not ...) - sum(i < b for i in self._bypassed)
         if not issubclass(type(error), Exception):  # Ctrl-C
             raise error
@@ -267,12 +288,14 @@ class StackedEnvs(EnvBatch):
             ) from error
         scratch = {k: np.empty((self.num_envs, *s.shape), s.dtype) for k, s in self.observation_specs.items()}
         self._write(scratch, (b,), got[0], f"step (row {t} of the batch)")
-        problem = reward_problem(got[1])
+        problem = self.casts.reward_problem(got[1])
         if problem:
             raise BadEnvOutput(f"{who}: {problem}. {FIX}") from error
         as_flag(got[2], "terminated", who), as_flag(got[3], "truncated", who)
-        returned = shown(lambda: repr(got))
-        raise BadEnvOutput(f"{who} returned {returned}, which could not be stored: {text_of(error)}") from error
+        if again or not self.casts.any:
+            returned = shown(lambda: repr(got))
+            raise BadEnvOutput(f"{who} returned {returned}, which could not be stored: {text_of(error)}") from error
+        self.executed_in_row = 0
 
 
 class _Refused:
@@ -302,6 +325,18 @@ def _counting_lives(step: Callable[[Any], Any], who: str, key: str, i: int, lost
         return got if ended or not over else (obs, reward, terminated, True, info)
 
     return counting
+
+
+class _Rewards:
+    """The flat rewards of a lane, for environments whose rewards have shape ``(1,)``."""
+
+    def __init__(self, array: Array, casts: Casts) -> None:
+        self._flat, self._casts = array.reshape(-1), casts
+
+    def __setitem__(self, k: int, reward: Any) -> None:
+        if problem := self._casts.reward_problem(reward):
+            raise BadEnvOutput(problem)
+        self._flat[k] = number(reward)
 
 
 def _flat(array: Array) -> Any:

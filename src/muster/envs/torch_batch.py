@@ -18,7 +18,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
-from muster.envs.checks import FIX, the_only
+from muster.envs.checks import FIX, Casts, the_only
 from muster.envs.spaces import SpaceCodec, action_codec, observation_codec
 from muster.envs.torch_spaces import drawing, single_space
 from muster.errors import BadEnvOutput, BadOption, EnvError, UnsupportedEnv, UnsupportedSpace, described
@@ -82,6 +82,7 @@ class TorchEnvs(EnvBatch):
         self.observations: SpaceCodec = observation_codec(single_space(env, "observation_space", self.num_envs))
         self.actions: SpaceCodec = action_codec(single_space(env, "action_space", self.num_envs))
         self.observation_specs, self.action_specs = self.observations.specs, self.actions.specs
+        self.casts: Casts = Casts(self.name)
         for key, spec in (*self.observation_specs.items(), *self.action_specs.items()):
             if not spec.is_tensor:
                 raise UnsupportedSpace(f"{self.name}: {dotted(key)} has a space whose values are no tensors")
@@ -263,12 +264,21 @@ class TorchEnvs(EnvBatch):
         except BadEnvOutput as error:
             raise BadEnvOutput(f"{who}: {error}. {FIX}") from None
         for (key, expected, dtype), leaf in zip(self._expected, leaves, strict=True):
-            if not torch.is_tensor(leaf) or tuple(leaf.shape) != expected or leaf.dtype != dtype:
+            if not torch.is_tensor(leaf) or tuple(leaf.shape) != expected or not self._fits(leaf.dtype, dtype, key):
                 raise BadEnvOutput(
                     f"{who}: {dotted(key)} is {_describe(leaf)}, expected a tensor of shape {expected} and dtype "
                     f"{dtype}, as its space says. {FIX}"
                 )
         return leaves
+
+    def _fits(self, got: torch.dtype, dtype: torch.dtype, key: Key) -> bool:
+        """As ``Casts.problem``, but for values, which only the device knows: any float for any other one."""
+        if got == dtype:
+            return True
+        cast = got.is_floating_point and dtype.is_floating_point and not self.casts.refused
+        if cast:
+            self.casts.note(f"{dotted(key)} has dtype {got}, but its space says {dtype}")
+        return cast
 
     def _column(self, value: Any, name: str) -> torch.Tensor:
         """``[B]``: a reward as it is, a flag as bool."""
@@ -321,7 +331,7 @@ class TorchEnvs(EnvBatch):
 
     def _check_mask_respected(self, before: Leaves, after: Leaves, mask: torch.Tensor) -> None:
         for old, new in zip(before, after, strict=True):
-            same = (old.to(self._on) == new) | (new != new)
+            same = (old.to(self._on) == new.to(old.dtype)) | (new != new)
             if not (same | _like(mask, new)).all():
                 raise UnsupportedEnv(
                     f"{self.name} was asked to reset some of its environments with options={{'reset_mask': mask}} and "

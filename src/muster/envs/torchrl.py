@@ -79,6 +79,7 @@ class TorchRLEnvs(EnvBatch):
         self.bookkeeping = frozenset(
             key for key in specs.observations if key in specs.state_only or key in specs.done or key[-1] in COUNTERS
         )
+        self.own_dtype = self.bookkeeping | specs.state
         self.flags, self.reward_key, self.reward_dtype = specs.flags, specs.reward_key, specs.reward_dtype
         self.final_obs_certain = not first.__dict__.get("_torchrl_native_autoreset", False)
         self._draw = drawers(first.full_action_spec, len(specs.lead))

@@ -16,7 +16,7 @@ from muster.envs.torchrl_specs import Declared, Node
 from muster.errors import BadEnvOutput, EnvError, described, text_of
 from muster.keys import FLAGS, NEXT_OBS_VALID, RESERVED, REWARD, Key, dotted, next_of
 from muster.memory.cells import assemble, take
-from muster.memory.slots import MAX_ROW_VIEWS, Lane
+from muster.memory.slots import MAX_ROW_VIEWS, Lane, torch_dtype
 from muster.memory.specs import Specs
 from muster.private_names import tensordict_maker
 
@@ -64,34 +64,37 @@ class OneEnv:
         specs = self.specs
         make = self._input(lane)
         carried = {column.key for column in lane.layout.columns if column.by_policy}
-        plain: list[tuple[Any, Any, int, bool]] = []
+        plain: list[tuple[Any, Any, int, bool, torch.dtype]] = []
         objects: list[tuple[Key, Any, int]] = []
         for key, spec in specs.observations.items():
             if spec.is_tensor:
-                plain.append((_name(key), self._rows(lane.tensors[key]), 1, key in carried))
+                plain.append((_name(key), self._rows(lane.tensors[key]), 1, key in carried, torch_dtype(spec.dtype)))
             else:
                 objects.append((key, self._rows(lane.arrays[key]), 1))
         for key, spec in specs.steps.items():
             if spec.is_tensor:
-                plain.append((_name(key), self._rows(lane.tensors[next_of(key)]), 0, False))
+                rows = self._rows(lane.tensors[next_of(key)])
+                plain.append((_name(key), rows, 0, False, torch_dtype(spec.dtype)))
             else:
                 objects.append((key, self._rows(lane.arrays[next_of(key)]), 0))
         team = lane.arrays[specs.reward_key][:, self.columns]
         if specs.reward_key == REWARD:
-            plain.append(("reward", [row.unsqueeze(-1) for row in self._rows(lane.tensors[REWARD])], 0, False))
+            rewards = lane.tensors[REWARD]
+            rows = [row.unsqueeze(-1) for row in self._rows(rewards)]
+            plain.append(("reward", rows, 0, False, rewards.dtype))
         flags = [_name(key) for key in dict.fromkeys((*specs.ends, *specs.flags))]
 
         def advance(t: int) -> list[int] | None:
             self.executed, self._stepped = False, None
             td, after = self._step(make, lane, t)
             self.executed = True
-            for name, rows, later, by_policy in plain:
+            for name, rows, later, by_policy, dtype in plain:
                 value = after.get(name, None)
                 row = rows[t + later]
-                if value is None or value.shape != row.shape or value.dtype != row.dtype:
+                if value is None or value.shape != row.shape or value.dtype != dtype:
                     if value is None and by_policy:
                         continue
-                    value = self._fitted(name, td, after, row, f"step (row {t} of the batch)")
+                    value = self._fitted(name, td, after, row.shape, dtype, f"step (row {t} of the batch)")
                 row.copy_(value)
             for key, rows, later in objects:
                 self._write_cells(key, rows[t + later], after, td, f"step (row {t} of the batch)")
@@ -132,11 +135,10 @@ class OneEnv:
                 for i in rows:
                     target[i] = cells.reshape(-1)[i]
                 continue
-            shape = (*self.specs.lead, *spec.shape)
-            like = torch.empty(shape, dtype=torch.from_numpy(np.empty(0, spec.dtype)).dtype, device="meta")
+            shape, dtype = torch.Size((*self.specs.lead, *spec.shape)), torch_dtype(spec.dtype)
             value = td.get(_name(key), None)
-            if value is None or value.shape != like.shape or value.dtype != like.dtype:
-                value = self._fitted(_name(key), None, td, like, "reset")
+            if value is None or value.shape != shape or value.dtype != dtype:
+                value = self._fitted(_name(key), None, td, shape, dtype, "reset")
             target[rows] = value.detach().cpu().numpy().reshape(self.count, *spec.shape)[rows]
 
     def now(self) -> Any:
@@ -242,7 +244,9 @@ class OneEnv:
             raise BadEnvOutput(f"{self.name}.{method}: {dotted(key)} is missing. {FIX}")
         row[...] = cells
 
-    def _fitted(self, name: Any, td: Any, after: Any, row: torch.Tensor, method: str) -> torch.Tensor:
+    def _fitted(
+        self, name: Any, td: Any, after: Any, shape: torch.Size, dtype: torch.dtype, method: str
+    ) -> torch.Tensor:
         """What an environment returned that does not fit at once, if ``EnvBase.step`` would make it fit.
 
         It completes done flags, and gives them and rewards their shape; state that is not returned stays.
@@ -253,10 +257,10 @@ class OneEnv:
         value = after.get(name, None)
         if value is None and td is not None and key in self.specs.state_only:
             value = td.get(name)
-        fits = torch.is_tensor(value) and value.dtype == row.dtype
-        if fits and value.shape != row.shape and value.numel() == row.numel() and key in self._corrected:
-            value = value.reshape(row.shape)
-        if not fits or value.shape != row.shape:
+        fits = torch.is_tensor(value) and value.dtype == dtype
+        if fits and value.shape != shape and value.numel() == shape.numel() and key in self._corrected:
+            value = value.reshape(shape)
+        if not fits or value.shape != shape:
             raise self._misfit(key, value, method)
         return value  # type: ignore[no-any-return]
 
@@ -326,7 +330,10 @@ class OneEnv:
             if not mine and (key[0] in RESERVED - {"action"} or column.host):
                 continue
             source: Any = lane.tensors[key] if column.is_tensor else lane.arrays[key]
-            leaves[key] = self._rows(source.unsqueeze(-1) if column.trailing else source), 0
+            rows = self._rows(source.unsqueeze(-1) if column.trailing else source)
+            if key in specs.observations and column.dtype != specs.observations[key].dtype:
+                rows = _InOwnDtype(rows, torch_dtype(specs.observations[key].dtype))
+            leaves[key] = rows, 0
             if column.by_policy:
                 leaves[next_of(key)] = leaves[key][0], 1
         no = torch.zeros((*specs.lead, 1), dtype=torch.bool, device=self._device)
@@ -364,6 +371,16 @@ class OneEnv:
         if torch.is_tensor(value):
             return value.clone() if self._device is None else value.to(self._device, copy=True)
         return NonTensorStack.from_list(value.tolist()) if value.ndim else NonTensorData(value.item())
+
+
+class _InOwnDtype:
+    """Rows of an observation that is stored in another dtype, as the environment knows it."""
+
+    def __init__(self, rows: Any, dtype: torch.dtype) -> None:
+        self._rows, self._dtype = rows, dtype
+
+    def __getitem__(self, t: int) -> torch.Tensor:
+        return self._rows[t].to(self._dtype)  # type: ignore[no-any-return]
 
 
 def _name(key: Key) -> Any:

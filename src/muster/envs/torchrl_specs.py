@@ -46,7 +46,8 @@ class Declared:
         lead: its batch size.
         observations: leaves before and after a step: observations, state, done flags that are not at the root.
         steps: leaves after a step only: rewards, but for a single ordinary one.
-        state_only: those observations which a step takes and need not return.
+        state: those observations which a step takes.
+        state_only: those of them that it need not return.
         done, rewards: all of them.
         ends: the done flags that end a row's episode.
         nodes: nested TensorDicts that are not simply ``[*lead]``.
@@ -58,6 +59,7 @@ class Declared:
     steps: Specs
     flags: tuple[Key, ...]
     ends: tuple[Key, ...]
+    state: frozenset[Key]
     state_only: frozenset[Key]
     done: Specs
     rewards: Specs
@@ -111,6 +113,7 @@ def declared(env: EnvBase) -> Declared:
         {} if plain else {key: spec for key, spec in rewards.items() if key not in observations},
         flags,
         _ends(done),
+        frozenset(state),
         frozenset(state.keys() - returned.keys()),
         done,
         rewards,

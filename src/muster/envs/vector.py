@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
-from muster.envs.checks import FIX, explains_itself, leaf_problem
+from muster.envs.checks import FIX, NUMBERS, Casts, explains_itself
 from muster.envs.spaces import SpaceCodec, action_codec, observation_codec
 from muster.errors import BadEnvOutput, BadOption, EnvError, UnsupportedEnv, described
 from muster.keys import NEXT_OBS_VALID, REWARD, Key, dotted, next_of
@@ -46,6 +46,7 @@ class VectorEnvBatch(EnvBatch):
         self.observations: SpaceCodec = observation_codec(env.single_observation_space)
         self.actions: SpaceCodec = action_codec(env.single_action_space)
         self.observation_specs, self.action_specs = self.observations.specs, self.actions.specs
+        self.casts: Casts = Casts(self.name)
         self.executed_in_row = 0
         self._masks = self._known or self.mode is AutoresetMode.SAME_STEP or self.num_envs == 1  # as far as one knows
         # SAME_STEP: environments whose new episodes have not begun for us, and rows with their first observations.
@@ -88,7 +89,7 @@ class VectorEnvBatch(EnvBatch):
             leaves = self._leaves(obs, f"{self.name}.step (row {t} of the batch)")
             for array, leaf in zip(obs_arrays, leaves, strict=True):
                 array[t + 1] = leaf
-            rewards[t] = self._column(reward, "reward", "biuf")
+            rewards[t] = self._column(reward, "reward", NUMBERS)
             terminated[t] = self._column(ended, "terminated", "b")
             truncated[t] = self._column(cut, "truncated", "b")
             finished: list[int] = np.flatnonzero(terminated[t] | truncated[t]).tolist()
@@ -120,8 +121,8 @@ class VectorEnvBatch(EnvBatch):
         final = info.get("final_obs") if isinstance(info, dict) else None
         if final is not None and final[i] is not None:
             leaves = [final[i]] if self.observations.single else self.observations.flatten(final[i])
-            for (key, spec), row, leaf in zip(self.observation_specs.items(), rows, leaves, strict=True):
-                problem = leaf_problem(leaf, spec) if spec.is_tensor else None
+            for (key, spec), row, leaf in zip(self.observations.specs.items(), rows, leaves, strict=True):
+                problem = self.casts.problem(leaf, spec, f"final_obs {dotted(key)}") if spec.is_tensor else None
                 if problem:
                     raise BadEnvOutput(f"{self.name}[{i}]: final_obs {dotted(key)} is {problem}, expected {spec}")
                 row[i] = leaf
@@ -164,7 +165,7 @@ class VectorEnvBatch(EnvBatch):
         others = np.ones(self.num_envs, bool)
         others[which] = False
         for old, new in zip(before, after, strict=True):
-            if old.dtype != object and not np.array_equal(old[others], new[others], equal_nan=True):
+            if old.dtype != object and not _same(old[others], new[others]):
                 raise UnsupportedEnv(
                     f"{self.name} ({self.mode.name}) was asked to reset some of its environments with "
                     f"options={{'reset_mask': mask}} and reset others too. Muster needs masked resets: let reset() "
@@ -188,11 +189,12 @@ class VectorEnvBatch(EnvBatch):
             leaves = self.observations.flatten(obs)
         except BadEnvOutput as error:
             raise BadEnvOutput(f"{who}: {error}. {FIX}") from None
-        for (key, spec), leaf in zip(self.observation_specs.items(), leaves, strict=True):
+        for (key, spec), leaf in zip(self.observations.specs.items(), leaves, strict=True):
             if not spec.is_tensor:
                 out.append(_object_row(leaf, self.num_envs))
                 continue
-            problem = leaf_problem(leaf, ArraySpec((self.num_envs, *spec.shape), spec.dtype))
+            batched = ArraySpec((self.num_envs, *spec.shape), spec.dtype)
+            problem = self.casts.problem(leaf, batched, dotted(key))
             if problem:
                 raise BadEnvOutput(
                     f"{who}: {dotted(key)} is {problem}, but its space says {self.num_envs} x ({spec}). {FIX}"
@@ -202,6 +204,9 @@ class VectorEnvBatch(EnvBatch):
 
     def _column(self, value: Any, name: str, kinds: str) -> Array:
         array = np.asarray(value)
+        if kinds == NUMBERS and array.shape == (self.num_envs, 1) and not self.casts.refused:
+            self.casts.note(f"rewards have shape {array.shape}, expected ({self.num_envs},)")
+            array = array[:, 0]
         if array.shape != (self.num_envs,) or array.dtype.kind not in kinds:
             raise BadEnvOutput(
                 f"{self.name}.step: {name} has shape {array.shape} and dtype {array.dtype}, expected "
@@ -241,6 +246,11 @@ class VectorEnvBatch(EnvBatch):
         if mode is not AutoresetMode.SAME_STEP and getattr(base, "batch_size", self.num_envs) != self.num_envs:
             raise UnsupportedEnv(f"{self.name}: batch_size < num_envs is not lockstep; use batch_size = num_envs")
         return mode
+
+
+def _same(row: Array, new: Array) -> bool:
+    """A stored row shows these observations."""
+    return np.array_equal(row, new.astype(row.dtype, copy=False), equal_nan=True)
 
 
 def _is_ale(env: Any) -> bool:

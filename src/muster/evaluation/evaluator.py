@@ -47,6 +47,7 @@ PASSED_ON = [
     "max_wait_s",
     "no_cuda_sync",
     "num_sub_threads",
+    "obs_dtype",
     "policy_device",
     "prev_action_reward",
     "start_method",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,14 @@ class ArraySpec:
     @property
     def is_tensor(self) -> bool:
         return self.dtype != OBJECT
+
+    def stored_as(self, dtype: np.dtype[Any]) -> ArraySpec:
+        """The same leaf in another floating dtype; itself where it is not floating."""
+        if self.dtype.kind != "f" or self.dtype == dtype:
+            return self
+        with np.errstate(over="ignore"):
+            low, high = (None if bound is None else bound.astype(dtype) for bound in (self.low, self.high))
+        return replace(self, dtype=dtype, low=low, high=high)
 
     def __str__(self) -> str:
         return f"shape {self.shape}, dtype {self.dtype}"

@@ -6,8 +6,9 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from muster.errors import BadOption
@@ -16,6 +17,8 @@ from muster.policies.heads import Head, HeadPolicy
 from muster.policies.random import RandomPolicy
 from muster.protocols import EnvBatch, Policy
 
+# Floating dtypes of rows. A network in another one (bfloat16) gets float32, and casts its input itself.
+STORED = {getattr(torch, name): np.dtype(name) for name in ("float16", "float32", "float64")}
 ACCEPTED = "None, an nn.Module, a TensorDictModule, a head such as muster.policies.categorical(net), or a function"
 
 
@@ -92,6 +95,23 @@ def place(policy: Any, device: torch.device | None) -> tuple[Any, torch.device |
     if device is None or first is None or first.device == device:
         return policy, device if first is None else first.device
     return copy.deepcopy(policy).to(device), device
+
+
+def observed_dtype(wanted: torch.dtype | Literal["env"] | None, policy: Any) -> np.dtype[Any] | None:
+    """The dtype in which floating observations are stored.
+
+    Args:
+        wanted: the option ``obs_dtype``, which has been checked.
+        policy: of the user. Its first floating parameter decides where ``wanted`` is None.
+
+    Returns:
+        None where they keep the environment's: by ``"env"``, or since ``policy`` is no module with floating parameters.
+    """
+    if wanted is None and isinstance(policy, torch.nn.Module):
+        wanted = next((p.dtype for p in policy.parameters() if p.dtype.is_floating_point), None)
+    if wanted is None or wanted == "env":
+        return None
+    return STORED.get(wanted, np.dtype(np.float32))
 
 
 def takes_tensordict(policy: Callable[..., Any]) -> bool:

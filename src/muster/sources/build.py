@@ -31,6 +31,7 @@ class WorkerOptions:
 
     Attributes:
         shared_frames: ``frames_per_batch`` where all groups together fill a batch; None where each fills its own.
+        obs_dtype: in which floating observations are stored; None is the environments'.
     """
 
     frames_per_batch: int
@@ -44,6 +45,7 @@ class WorkerOptions:
     compile_policy: bool | dict[str, Any] | None
     cudagraph_policy: bool | dict[str, Any] | None
     rollout: RolloutOptions
+    obs_dtype: np.dtype[Any] | None = None
 
 
 def build_envs(
@@ -54,9 +56,14 @@ def build_envs(
     for maker, keywords in zip(makers, kwargs, strict=True):
         built.append(build_env(maker, options.num_envs, keywords, options.env_device))
         made.callback(built[-1].env.close)
-        _check_env(built[-1].env, options.rollout)
+        _check_env(env := built[-1].env, options.rollout)
+        if (dtype := options.obs_dtype) is not None:
+            specs = env.observation_specs.items()
+            env.observation_specs = {key: s if key in env.own_dtype else s.stored_as(dtype) for key, s in specs}
+        if env.casts is not None:
+            env.casts.refused = options.rollout.validate == "full"
         if options.rollout.prev_action_reward:
-            built[-1] = replace(built[-1], env=with_previous(built[-1].env))
+            built[-1] = replace(built[-1], env=with_previous(env, dtype))
     objects = [id(_innermost(env)) for b in built for env in b.env.objects()]
     if len(set(objects)) < len(objects):
         raise BadOption("create_env_fn has the same environment object twice; give functions that make one")

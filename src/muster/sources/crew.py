@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -121,8 +122,9 @@ class Crew:
         self.num_envs = sum(info.num_envs for info in infos)
         self._of = {number: handle for handle in handles for number in handle.groups}
         self._numbers = itertools.count(1)
-        self._reports: deque[Report] = deque()  # of lost workers
+        self._reports: deque[Report] = deque()  # of lost workers, and one that a warning has held up
         self._turn = 0
+        self._warned: set[str] = set()
         self.server: Servers | None = None
         self.elastic = False
 
@@ -173,9 +175,21 @@ class Crew:
             report = self._reports.popleft() if self._reports else self._take()
             if report is not None:
                 self.accounts[report.group].add(report)
+                try:
+                    self._warn(report)
+                except Warning:  # where warnings are errors; the report is for the next call
+                    self._reports.appendleft(report)
+                    raise
                 return report
             assert self._watch is not None, "nothing was ordered"
             self._reports += self._watch.wait(None)
+
+    def _warn(self, report: Report) -> None:
+        """Warn of what a worker has noted, unless another one has noted it before."""
+        for text in report.warnings:
+            if text not in self._warned:
+                self._warned.add(text)
+                warnings.warn(text, stacklevel=3)
 
     def stop(self) -> None:
         """Let all rollouts that have been ordered end after their current step."""

@@ -166,6 +166,7 @@ class Report:
         dropped: its group is gone for good.
         entered: its steps are in the account of its group.
         elsewhere: its lane is not in the slot: a node has written it into a buffer.
+        warnings: texts of those that came up since the last report, for the user's process.
     """
 
     number: int
@@ -191,3 +192,4 @@ class Report:
     dropped: bool = False
     entered: bool = False
     elsewhere: bool = False
+    warnings: list[str] = field(default_factory=list)

@@ -90,7 +90,7 @@ class Player:
         expected, got = self.capsule.observation, self.observation()
         if not expected:
             return ""
-        if all(same_bits(got[key], value) for key, value in expected.items() if key in got):
+        if all(same_bits(_as_stored(got[key], value), value) for key, value in expected.items() if key in got):
             return "The observation before the failure is bit for bit the recorded one."
         return (
             "The observation before the failure is NOT the recorded one: this environment is not determined by "
@@ -145,6 +145,12 @@ def same_bits(a: Array, b: Array) -> bool:
     if a.dtype == object:
         return bool(a.tolist() == b.tolist())
     return (a.shape, a.dtype, a.tobytes()) == (b.shape, b.dtype, b.tobytes())
+
+
+def _as_stored(value: Array, recorded: Array) -> Array:
+    """A floating observation in the dtype in which the collector stored it (``obs_dtype``)."""
+    floats = value.dtype.kind == "f" and recorded.dtype.kind == "f"
+    return value.astype(recorded.dtype) if floats else value
 
 
 def _host(value: Any) -> Any:

@@ -145,6 +145,8 @@ class Worker:
         report.executed, report.discarded, report.timing = group.executed, +group.discarded, group.timing
         report.done_steps, report.version, report.finals = lane.done_steps, group.version, group.finals
         report.path = policy.path
+        if group.env.casts is not None:
+            report.warnings = group.env.casts.take_warnings()
         report.spans = spans.kept if spans is not None else []
         return report
 

@@ -270,7 +270,9 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
             policy: Any = None
             if isinstance(self.env, EnvBase):
                 policy = policies.RandomWithZeros(self._engine.groups[0], self._zeros_of_policy())
-            self._random_policy = build_policy(policy, worker_options(self.options), self._engine.groups[0], None)
+            self._random_policy = build_policy(
+                policy, worker_options(self.options, policy), self._engine.groups[0], None
+            )
         return self._random_policy
 
     def _zeros_of_policy(self) -> Any:

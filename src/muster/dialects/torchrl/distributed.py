@@ -114,7 +114,7 @@ def _translated(create_env_fn: Any, frames_per_batch: int, options: dict[str, An
         if frames % nodes:
             raise BadOption(f"frames_per_batch={frames} cannot be shared equally by {nodes} nodes: use a multiple")
         frames //= nodes
-    return {**told, "frames_per_batch": frames}
+    return {"obs_dtype": "env", **told, "frames_per_batch": frames}
 
 
 def _one(name: str, given: Any) -> Any:

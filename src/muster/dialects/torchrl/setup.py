@@ -105,6 +105,7 @@ def options_of(
             "return_same_td": given.return_same_td,
             # As in TorchRL: values are not looked at, and torch's generator is everybody's, as the program seeds it.
             "validate": "off",
+            "obs_dtype": "env",  # a network of another dtype fails there, too
             "own_rng": False,
             "seed": None if native else int(torch.randint(1 << 31, ())),
             "num_threads": None,
@@ -203,7 +204,7 @@ def warn_of_surplus(given: Any, num_envs: int) -> None:
 def make_engine(env: Any, policy: Any, device: Any, weights: LocalWeights, options: CollectorOptions) -> Engine:
     """An engine for one environment, whose environments have begun."""
     with ExitStack() as made:
-        groups = make_groups(env, options, device, made)
+        groups = make_groups(env, options, policy, device, made)
         for group in groups:
             group.begin()
         if isinstance(env, EnvBase):
