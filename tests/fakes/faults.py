@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -54,6 +55,11 @@ def exits_with_3(_: object) -> NoReturn:
 
 def waits(_: object) -> None:
     threading.Event().wait()  # HERE
+
+
+def waits_for_a_signal(honest: Any) -> Any:
+    ctypes.PyDLL(None).sleep(1000)  # HERE (a simulator's blocking call; the signal that asks for the stack ends it)
+    return honest
 
 
 def holds_the_gil(_: object) -> None:

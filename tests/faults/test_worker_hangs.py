@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -254,6 +255,95 @@ def test_a_hang_of_a_worker_on_a_node_elsewhere_than_in_a_step(tmp_path, phase):
         assert got.counts[:, 3].tolist() == [0, 1]  # the other one was closed in peace
     else:
         assert_said(got.error, phase, faults.waits)
+
+
+# --- those that get on again ------------------------------------------------------------------------
+
+
+class Reviving(OracleEnv):
+    """Its first run hangs in the middle of its second rollout until it gets a signal, and again 1.5 rollouts later."""
+
+    def step(self, action):
+        hangs = {AT: faults.waits_for_a_signal, AT + T // 2 + T: faults.waits}
+        step = int(self._cells[1])
+        self.fault = Fault(hangs[step], at=step) if step in hangs else None
+        return super().step(action)
+
+
+def served(makers, **options):
+    policy = faults.FaultyPolicy("", None, at=1 << 60)
+    return MultiSyncCollector(makers, policy, inference="server", **options)
+
+
+@pytest.mark.filterwarnings("ignore:a worker is dropped")
+@pytest.mark.parametrize(
+    ("kind", "on_failure"),
+    [*product(KINDS, MODES), (served, "restart"), (NODE_KINDS[0], "raise"), (NODE_KINDS[1], "restart")],
+)
+def test_what_a_worker_makes_while_its_hang_is_dealt_with_is_in_the_account(tmp_path, kind, on_failure):
+    """The signal that asks for the stack ends the call that hangs, and the worker completes its rollout."""
+    path = tmp_path / "counts"
+    makers = [partial(Reviving, path, 0), partial(OracleEnv, path, 1)]
+    options = {"frames_per_batch": 2 * T, "on_failure": on_failure, "seed": 1, "crash_dir": tmp_path}
+    batches, errors = [], []
+    with kind(makers, timeouts={**deadlines(60.0), "step": DEADLINE_S}, **options) as collector:
+        while len(batches) < 8 or (made := OracleEnv.read(path)[0])[0] + (on_failure == "drop") < 2 or not made[2] > AT:
+            try:
+                batches.append(collector.next().clone())
+            except WorkerHung as error:
+                errors.append(error)
+    assert len(errors) == (on_failure == "raise")
+    for error in errors:
+        assert_said(error, "step", faults.waits_for_a_signal)
+    assert_accounted(collector.stats(), batches, path, kills=1)
+
+
+@pytest.mark.parametrize("backend", ["processes", "threads"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hangs_that_end_about_when_they_are_found(tmp_path, kind, backend):
+    path = tmp_path / "counts"
+
+    def make():
+        env = OracleEnv(path)
+        step, rng = env.step, random.Random(env.run)
+
+        def slow_step(action):
+            if env._cells[1] % 50 == 49:
+                threading.Event().wait(DEADLINE_S + rng.uniform(0.0, 0.2))  # the parent looks every 0.2 s
+            return step(action)
+
+        env.step = slow_step
+        return env
+
+    options = {"on_failure": "restart", "max_restarts": None, "timeouts": {**deadlines(60.0), "step": DEADLINE_S}}
+    with kind(make, None, frames_per_batch=T, total_frames=20 * T, backend=backend, **options) as collector:
+        batches = [batch.clone() for batch in collector]
+    assert_accounted(collector.stats(), batches, path, kills=collector.stats().restarts + 1)
+
+
+def test_a_call_that_is_answered_when_its_hang_was_found_is_an_error(tmp_path):
+    class Freezing(OracleEnv):
+        def freeze(self):
+            faults.waits_for_a_signal(None)
+
+    path = tmp_path / "counts"
+    with MultiSyncCollector(
+        partial(Freezing, path), None, frames_per_batch=T, timeouts={"call": DEADLINE_S}
+    ) as collector:
+        batches = [collector.rollout().clone()]
+        with pytest.raises(WorkerHung) as caught:
+            collector.cascade_execute("env.unwrapped.freeze")
+        assert_said(caught.value, "call", faults.waits_for_a_signal)
+        batches.append(collector.rollout().clone())
+    assert list(check_stream(batches)) == [(0, 0), (0, 1)]
+
+
+def assert_accounted(stats, batches, path, *, kills):
+    assert stats.frames == sum(check_stream(batches).values())
+    assert stats.in_flight == 0
+    assert stats.executed == stats.frames + sum(stats.discarded.values())
+    # Whoever is killed after a step and before its reward is stored has made one that nobody can know of.
+    assert 0 <= OracleEnv.read(path)[:, 2].sum() - stats.executed <= kills
 
 
 def test_slow_is_not_hung(tmp_path):

@@ -253,8 +253,7 @@ class Leaf:
 
     def say_goodbye(self) -> None:
         """How it has ended; with the lane that it was writing."""
-        if not self._killed:
-            self.pump()
+        self.pump()  # also of one that was killed: it may have got on just before
         cells = self.cells() if self._killed else self._ledger.cells.tolist()  # then the lane goes along
         slot, tag = self._slot_of.get(cells[ORDER]), self._tags.get(cells[ORDER], 0)
         stack = "" if self._killed else self._ledger.stack()

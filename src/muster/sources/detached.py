@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 SEND_S = 60.0  # for a message to a worker that does not read
 WHEN_THERE = ("seed", "check_reset", "reset", "profile")  # calls that absent workers need not hear, or hear later
 STACK_S = 0.5  # for the stack of one that hangs
+END_S = 5.0  # for a process to end that was killed
 
 
 class DetachedWorker:
@@ -43,6 +44,7 @@ class DetachedWorker:
         fresh: those of them that the supervisor has not seen.
         assignment: that a successor will get.
         cause: why it is not alive.
+        entered: orders under way whose steps are in the account already, from a report that was taken back.
     """
 
     def __init__(self, index: int, setup: Setup, patience: Patience) -> None:
@@ -55,6 +57,7 @@ class DetachedWorker:
         self.reviving = self.absent = False
         self.infos: list[GroupInfo] | None = None
         self.fresh: list[Report] = []
+        self.entered: set[int] = set()
         self.assignment: Assignment
         self.cause: Exception | None = None
         self.child: Child
@@ -76,6 +79,7 @@ class DetachedWorker:
         """
         self.incarnation = max(0, self.incarnation) if self.absent else self.incarnation + 1
         self._replies.clear()
+        self.entered.clear()
         setup = self.setup
         self.child, self._channel, self.ledger = setup.launch(f"muster-worker-{self.index}", not self.incarnation)
         self.alive = True
@@ -124,12 +128,31 @@ class DetachedWorker:
             self._send_ticket()
             self._reply()
 
+    def halt(self, *, deaf: bool = False) -> None:
+        """Let it do nothing more, and take in what it has said until then: what its ledger says is final.
+
+        Args:
+            deaf: its answers to calls do not count any more.
+        """
+        if self.setup.in_thread:  # it goes on: at first nobody listens to it, then nobody sees what it writes
+            self._channel.close()
+            self.pump()
+        self.child.kill()
+        if not self.setup.in_thread:
+            self.child.join(END_S)
+            self.pump()
+        if deaf:
+            self._replies.clear()
+
     def end(self) -> None:
-        """Forget a process that has ended, or end it."""
-        if self.alive:
+        """Forget a process that has ended, or end it; its steps are entered."""
+        if not self.alive:
+            return
+        try:
+            self._patience.ends(self)
+        finally:  # also after Ctrl-C
             self.alive = False
             self.child.kill()
-            self.child.join(0.0 if self.setup.in_thread else 1.0)
             self.child.close()
             self._channel.close()
             self.ledger.close()
@@ -185,8 +208,9 @@ class DetachedWorker:
         return report
 
     def take_back(self, report: Report) -> None:
-        """A report is not to be taken; its order is under way again."""
+        """A report, which was entered, is not to be taken; its order is under way again."""
         self.reports.remove(report)
+        self.entered.add(report.number)
         self._slots = {report.number: self._reported.pop(report.number), **self._slots}
 
     def give_back(self) -> list[Order]:
@@ -261,8 +285,6 @@ class DetachedWorker:
         except (EOFError, TimeoutError):
             pass
         finally:
-            if self.alive:
-                self._patience.ends(self)
             self.end()
         if error is not None:
             raise error

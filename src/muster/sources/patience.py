@@ -31,4 +31,4 @@ class Patience(Protocol):
         """A worker has a successor."""
 
     def ends(self, handle: DetachedWorker) -> None:
-        """A worker is closed that has not said what it was at."""
+        """A worker is to do nothing more: halt it, and enter its steps."""

@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from muster.errors import BadEnvOutput, EnvError, MusterError
+from muster.errors import BadEnvOutput, EnvError, MusterError, WorkerHung
 from muster.interrupts import allowed
 from muster.progress import Phase
 from muster.sources import failures
 from muster.sources.crash_notes import CrashNotes
 from muster.sources.crew import Account
 from muster.sources.detached import DetachedWorker
-from muster.sources.messages import GroupInfo, Report
+from muster.sources.messages import GroupInfo, Order, Report
 from muster.sources.patience import Restarted
 from muster.sources.restarts import Record, news, unlike
 from muster.sources.threads import Doorbell
 
 if TYPE_CHECKING:
+    from muster.memory.slots import Lane
     from muster.sources.inference import InferenceServer
 
 OnFailure = Literal["raise", "restart", "drop"]
@@ -174,6 +175,20 @@ class Supervisor:
         """Of reports that have come."""
         if handle.infos is not None and self.accounts:
             self._welcome(handle, handle.infos)
+        error = self._take_note_of_reports(handle)
+        if error is not None:
+            self._lose(handle, error, "env_error")
+
+    def _take_note_of_reports(self, handle: DetachedWorker, *, ending: bool = False) -> Exception | None:
+        """Of those that have come.
+
+        Args:
+            ending: the worker was ended, so that errors are to be dealt with as its end is.
+
+        Returns:
+            the first error that the worker has to be ended for; the orders of such are under way again.
+        """
+        first = None
         fresh, handle.fresh = handle.fresh, []
         for report in fresh:
             if report.clock is not None:
@@ -184,17 +199,23 @@ class Supervisor:
                 self._records[handle.index].fruitless = 0
                 self._notes.reported(report, handle.lane_of(report.number))
             elif report.error is not None:
-                failure: failures.Failure = report.error
-                failure = replace(failure, where=replace(failure.where, node=handle.setup.where()))
-                lane, index = handle.lane_of(report.number), failure.where.env_index
-                report.error = failure.error(*self._notes.failed(report, lane, failure.error(), index))
-                if self.server is not None:
-                    self.server.complete(report)
-                if self._on_failure != "raise" and isinstance(report.error, (EnvError, BadEnvOutput)):
+                if not ending:
+                    self._explain(handle, report)
+                if ending or (self._on_failure != "raise" and isinstance(report.error, (EnvError, BadEnvOutput))):
+                    first = first or report.error
                     for earlier in handle.reports:  # in this order, since only the last is of a partial lane
                         self.accounts[earlier.group].add(earlier)
                     handle.take_back(report)
-                    self._lose(handle, report.error, "env_error", counted=True)
+        return first
+
+    def _explain(self, handle: DetachedWorker, report: Report) -> None:
+        """Put the error itself into a report, with the file that replays it if there is one."""
+        failure: failures.Failure = report.error
+        failure = replace(failure, where=replace(failure.where, node=handle.setup.where()))
+        lane, index = handle.lane_of(report.number), failure.where.env_index
+        report.error = failure.error(*self._notes.failed(report, lane, failure.error(), index))
+        if self.server is not None:
+            self.server.complete(report)
 
     def _welcome(self, handle: DetachedWorker, infos: Sequence[GroupInfo]) -> None:
         """A worker that was absent has made its environments, which have to be as many as was taken for granted."""
@@ -258,17 +279,27 @@ class Supervisor:
                 oom_kills=handle.ledger.oom_kills if handle.setup.remote else failures.oom_kills() - self._oom_kills,
                 stack=handle.ledger.stack(),
             )
-            error = self._with_capsule(handle, error)  # its lane is here; what is lost with its node left none
+            # Its lane is here; what is lost with its node left none.
+            error = self._with_capsule(error, self._at_work(handle))
         self._lose(handle, error, "worker_died")
 
     def _hung(self, handle: DetachedWorker, phase: str, seconds: float, deadline: float) -> None:
-        stopped = handle.child.is_stopped()
+        where, at_work, stopped = self._where(handle), self._at_work(handle), handle.child.is_stopped()
         stack = "" if stopped else handle.stack()
         known: dict[str, Any] = {"phase": phase, "seconds": seconds, "deadline": deadline}
-        error: MusterError = failures.hung(self._where(handle), stack=stack, stopped=stopped, **known)
+        error: MusterError = failures.hung(where, stack=stack, stopped=stopped, **known)
+        handle.halt(deaf=True)  # it may get on again at any time, because of the signal for its stack, too
         if not handle.setup.remote:  # its lane comes with its end, if it ends by itself
-            error = self._with_capsule(handle, error)
+            error = self._with_capsule(error, at_work)
         self._lose(handle, error, "worker_hung")
+
+    def _at_work(self, handle: DetachedWorker) -> tuple[Order, Lane, int, int | None] | None:
+        """The order at work, its lane, and the row and environment that it has got to."""
+        order = handle.order_at_work() if self.accounts else None
+        if order is None:
+            return None
+        lane = handle.lane_of(order.number)
+        return order, lane, *handle.at_work(lane.B)
 
     def _where(self, handle: DetachedWorker) -> failures.Where:
         order = handle.order_at_work() if self.accounts else None
@@ -296,45 +327,36 @@ class Supervisor:
         given = handle.assignment
         self._notes.restarted(handle.groups, given.seed, given.static, handle.incarnation)
 
-    def ends(self, handle: DetachedWorker) -> None:
-        """See ``Patience``."""
-        self._enter_end(handle)
-
-    def _with_capsule(self, handle: DetachedWorker, error: MusterError) -> MusterError:
+    def _with_capsule(self, error: MusterError, at_work: tuple[Order, Lane, int, int | None] | None) -> MusterError:
         """The error, with the file that replays it if there is one."""
-        order = handle.order_at_work() if self.accounts else None
-        if order is None:
+        if at_work is None:
             return error
-        lane = handle.lane_of(order.number)
-        row, index = handle.at_work(lane.B)
-        error.capsule, command = self._notes.died(order, lane, row, index, error)
+        error.capsule, command = self._notes.died(*at_work, error)
         if command:
             error.args = (f"{error}\n\nTo see it happen again under a debugger: {command}",)
         return error
 
-    def _lose(self, handle: DetachedWorker, error: Exception, reason: str, *, counted: bool = False) -> None:
+    def _lose(self, handle: DetachedWorker, error: Exception, reason: str) -> None:
         """End a worker, and do with its orders what is to be done."""
-        self._enter_end(handle, counted=counted)
-        for number in handle.groups if self.accounts else ():
-            self.accounts[number].give_up(reason)
         handle.cause = error
         try:
             handle.end()
         finally:  # also after Ctrl-C, or its orders were nobody's
+            for number in handle.groups if self.accounts else ():
+                self.accounts[number].give_up(reason)
             self._pass_on(handle, error)
 
-    def _enter_end(self, handle: DetachedWorker, *, counted: bool = False) -> None:
-        """The steps of a worker that ends, as far as they can be known; ``counted``: those of its order at work are."""
-        if handle.setup.remote:  # its node knows how far it had got
-            handle.child.kill()
-            handle.child.join(1.0)
+    def ends(self, handle: DetachedWorker) -> None:
+        """See ``Patience``. Steps are counted when no more can be made, and no report can come."""
+        handle.halt()
         if not self.accounts:
             return  # it was never part of the crew
+        self._take_note_of_reports(handle, ending=True)
         for report in [*handle.reports, *handle.unfinished]:  # in this order, since only the last is of a partial lane
             self.accounts[report.group].add(report)
         handle.unfinished.clear()
         steps, at_work = 0, handle.order_at_work()
-        if at_work is not None and not counted:
+        if at_work is not None and at_work.number not in handle.entered:
             self.accounts[at_work.group].cut_short(steps := handle.steps_seen())
         for order in handle.under_way() if handle.child.lost else ():
             lane = handle.lane_of(order.number)
@@ -360,14 +382,15 @@ class Supervisor:
                 self._lost.append(news(handle.groups[0]))
             return
         if self._on_failure == "drop":
-            warnings.warn(f"a worker is dropped, and the others go on without it: {error}", stacklevel=2)
             for number in handle.groups:
                 self.accounts[number].dropped = True
             self._lost += [Report(order.number, order.group, dropped=True) for order in handle.give_back()]
             self._lost += [news(handle.groups[0])] if self.elastic else []
+            # Last, since a warning may be an error.
+            warnings.warn(f"a worker is dropped, and the others go on without it: {error}", stacklevel=2)
             return
         orders = handle.give_back()
-        if handle.absent and not orders:
+        if not orders and (handle.absent or isinstance(error, WorkerHung)):  # it may have got on and done them all
             self._lost.append(news(handle.groups[0], error))
         self._lost += [Report(o.number, o.group, lost=True, error=None if i else error) for i, o in enumerate(orders)]
 
