@@ -333,9 +333,9 @@ def test_an_environment_in_a_thread_that_draws_from_a_global_generator_is_warned
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_in_threads_leaves_the_users_generators_where_they_are(name):
-    before = global_streams()
+    policy, before = POLICIES[name](), global_streams()
     options = {"frames_per_batch": 40, "seed": 0, "backend": "threads"}
-    with MultiSyncCollector([counting(4, noise=True)] * 2, POLICIES[name](), **options) as collector:
+    with MultiSyncCollector([counting(4, noise=True)] * 2, policy, **options) as collector:
         for _ in range(3):
             collector.next()  # a warning would be an error
     assert global_streams() == before
