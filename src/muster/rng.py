@@ -189,6 +189,14 @@ def _user_stream() -> _NumpyStream:
     return _user_numpy
 
 
+def global_streams() -> dict[str, Any]:
+    """Where the process's generators are, to be compared with ``==``; for 20 us. Torch's is left out if not loaded."""
+    bits = np.random.mtrand.get_bit_generator()
+    numpy = ctypes.string_at(bits.ctypes.state_address, 625 * 4) if type(bits) is np.random.MT19937 else str(bits.state)
+    states = {"numpy.random": (id(bits), numpy), "random": random.getstate()}
+    return states | ({"torch": torch.get_rng_state().numpy().tobytes()} if "torch" in sys.modules else {})
+
+
 @contextmanager
 def torch_threads(number: int | None) -> Iterator[None]:
     """Let torch use so many threads, and the user's number again afterwards; None changes nothing."""

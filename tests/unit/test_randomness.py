@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 import torch
 
 import muster
-from muster import Collector
+from muster import Collector, MultiSyncCollector
 from muster.checkpoint import load, save
 from muster.errors import MusterError
-from muster.rng import GroupRng
+from muster.rng import GroupRng, global_streams
 from muster.testing import CountingEnv, FaultyEnv
 from tests.tools import assert_same, collect, counting
 
@@ -311,3 +312,53 @@ def test_without_streams_of_its_own_a_collector_draws_from_the_users():
     torch.manual_seed(1)
     untouched = torch.rand(()).item()
     assert collected(1, own_rng=True)[1] == untouched != collected(1, own_rng=False)[1]
+
+
+# --- threads ---------------------------------------------------------------------------------------
+
+NAMES = {"numpy": "numpy.random", "numpy_normal": "numpy.random", "python": "random", "python_normal": "random"}
+
+
+@pytest.mark.parametrize("name", GLOBALS)
+def test_an_environment_in_a_thread_that_draws_from_a_global_generator_is_warned_of_once(name):
+    makers = [lambda: GlobalEnv(GLOBALS[name])] * 2
+    with MultiSyncCollector(makers, sampled, frames_per_batch=40, seed=0, backend="threads") as collector:
+        with pytest.warns(UserWarning, match="moved while threads collected") as caught:
+            collector.next()
+        assert f"generators of {NAMES.get(name, name)} moved" in str(caught[0].message)
+        assert "self.np_random" in str(caught[0].message)
+        assert len(caught) == 1
+        collector.next()  # a second warning would be an error here
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_in_threads_leaves_the_users_generators_where_they_are(name):
+    policy, before = POLICIES[name](), global_streams()
+    options = {"frames_per_batch": 40, "seed": 0, "backend": "threads"}
+    with MultiSyncCollector([counting(4, noise=True)] * 2, policy, **options) as collector:
+        for _ in range(3):
+            collector.next()  # a warning would be an error
+    assert global_streams() == before
+
+
+def test_what_the_user_draws_between_batches_and_beside_a_collector_is_not_warned_of():
+    options = {"frames_per_batch": 40, "seed": 0, "backend": "threads"}
+    with MultiSyncCollector([counting(4)] * 2, sampled, **options) as collector:
+        for _ in range(3):
+            collector.next()
+            user_draws()
+    drawn = threading.Event()
+
+    class Drawing(list):
+        """A replay buffer, in the thread in the background."""
+
+        def extend(self, batch: Any) -> None:
+            drawn.wait(30)
+
+    with MultiSyncCollector(
+        [counting(4)] * 2, sampled, replay_buffer=Drawing(), total_frames=120, **options
+    ) as collector:
+        collector.start()
+        user_draws()
+        drawn.set()
+        collector.async_shutdown()

@@ -51,7 +51,8 @@ class MultiOptions(CollectorOptions):
             ``create_env_fn`` that is no list, so many groups are made. None: one for each entry. "auto": as many as
             keep the cores busy, measured for a second on an environment made for that purpose (docs/tuning.md).
         backend: "processes", or "threads" for environments that mostly wait (for a simulator or a network): hundreds of
-            them at once.
+            them at once. In threads, environments that draw from the global generators of NumPy, ``random`` or torch
+            do not give the same data each time, and move your generators; ``MultiSyncCollector`` warns of that.
         cat_results: how the rollouts of a batch are joined: "stack" gives them a dimension of their own and copies
             nothing, "cat" or a dimension of the batch (-1 is time) concatenates, which copies.
         update_at_each_batch: publish the policy's weights before every batch.

@@ -35,7 +35,7 @@ from muster.sources.schedule import Bundle
 from muster.sources.server import made_policy
 from muster.sources.supervision import Supervisor
 from muster.sources.sync import Sync
-from muster.sources.threads import Doorbell
+from muster.sources.threads import Doorbell, GlobalStreams
 from muster.weights.send import SentWeights
 
 
@@ -139,7 +139,8 @@ class Workers:
             weights, max_lag = self._weights, options.max_policy_lag
             return FirstReady(self.crew, bundles, T, max_lag=max_lag, publishes=lambda: weights.publishes)
         rows = options.rows_per_batch(self.crew.num_envs) if options.extend_buffer else 1
-        return Sync(self.crew, bundles, [rows] * len(infos), enough=options.enough(len(infos)))
+        streams = GlobalStreams() if options.backend == "threads" else None
+        return Sync(self.crew, bundles, [rows] * len(infos), enough=options.enough(len(infos)), streams=streams)
 
     def _materialise(self, made: ExitStack) -> None:
         """Lazy layers: a worker's first call shows what weights there are; all workers then begin with these."""

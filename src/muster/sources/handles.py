@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from muster.interrupts import allowed
 from muster.memory.slots import Slot
 from muster.sources.messages import Order, Report
-from muster.sources.worker import Worker
+from muster.sources.worker import Worker, phase_ended_by
 
 
 class Handle(Protocol):
@@ -94,7 +94,7 @@ class Inline:
             with allowed():
                 return getattr(self.worker, method)(*args)
         except BaseException as error:
-            self.worker.interrupted_by(error)
+            phase_ended_by(error, self.worker.progress)
             raise
 
     def begin_close(self) -> None:

@@ -11,6 +11,7 @@ from muster.memory.slots import Layout, Slot, SlotState
 from muster.sources.crew import Crew
 from muster.sources.messages import Report
 from muster.sources.schedule import Bundle, Filled, Schedule, Wanted, filled
+from muster.sources.threads import GlobalStreams
 
 
 class Sync(Schedule):
@@ -20,12 +21,22 @@ class Sync(Schedule):
 
     Args:
         enough: when so many groups are done, the others end after their current step; None: all.
+        streams: looks whether the process's random generators stay where they are; None: nobody else draws from them.
     """
 
-    def __init__(self, crew: Crew, bundles: Sequence[Bundle], T: Sequence[int], *, enough: int | None = None) -> None:
+    def __init__(
+        self,
+        crew: Crew,
+        bundles: Sequence[Bundle],
+        T: Sequence[int],
+        *,
+        enough: int | None = None,
+        streams: GlobalStreams | None = None,
+    ) -> None:
         super().__init__(crew, bundles, T)
         self._enough = len(T) if enough is None else enough
         self.preempts = enough is not None
+        self._streams = streams
         self._filling: list[Slot] = []
         self._complete: dict[int, Report] = {}  # by group
         self._begun: dict[int, int] = {}  # numbers of the orders for these slots, by group
@@ -47,6 +58,15 @@ class Sync(Schedule):
         if not self._filling:
             again = into is not None and into.layout == self.bundles[0].ring.layout
             self._filling = [_again(cast(Slot, into))] if again else [b.ring.take() for b in self.bundles]
+        before = None if self._streams is None else self._streams.before()
+        self._work(wanted, policy)
+        if self._streams is not None and before is not None:
+            self._streams.check(before)
+        self.crew.check_alive()
+        return self._filled()
+
+    def _work(self, wanted: Wanted, policy: str) -> None:
+        """Let every group fill its lane, and wait for all of them."""
         limit = self._limit(wanted.limit, self._batch_groups())
         with self.crew.together():
             for slot, lane, group in self._lanes():
@@ -74,8 +94,6 @@ class Sync(Schedule):
         finally:
             if self.crew.server is not None:
                 self.crew.server.settle()
-        self.crew.check_alive()
-        return self._filled()
 
     @postponed()
     def abandon(self, reason: str) -> None:

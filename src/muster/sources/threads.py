@@ -8,12 +8,47 @@ import queue
 import select
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from muster.progress import ALL_ORDERS, CELLS, STOP, Progress
+from muster.rng import global_streams
 from muster.sources.failures import thread_stack
+
+LOOKED_AT = 8  # batches
+
+
+class GlobalStreams:
+    """Warns if environments in threads draw from the process's random generators, which all threads share.
+
+    Their data are then not the same each time, and the user's random numbers change. Looking takes some microseconds,
+    so only the first few batches are looked at, and only those that the main thread waits for: while a collector is in
+    the background the user may draw.
+    """
+
+    def __init__(self) -> None:
+        self._left = LOOKED_AT
+
+    def before(self) -> dict[str, Any] | None:
+        """Where the generators are before a batch, while no thread has the turn to act; None: there is no check."""
+        if not self._left or threading.current_thread() is not threading.main_thread():
+            return None
+        self._left -= 1
+        return global_streams()
+
+    def check(self, before: dict[str, Any]) -> None:
+        """Warn, once, if they are elsewhere after the batch."""
+        if moved := [name for name, state in global_streams().items() if state != before.get(name, state)]:
+            self._left = 0
+            warnings.warn(
+                f"The global random generators of {', '.join(moved)} moved while threads collected. An environment, a "
+                f"hook or another thread of this program draws from them. Threads share them: the same seed does not "
+                f"give the same data, and your own random numbers change. Let environments draw from self.np_random, "
+                f"or use backend='processes'.",
+                stacklevel=2,
+            )
 
 
 class Doorbell:

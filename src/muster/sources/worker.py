@@ -153,7 +153,7 @@ class Worker:
                     asked = None if isinstance(policy, ServedPolicy) else policy
                     report.values = rollout_and_values(group, policy, lane, order.bootstrap, asked)
         except BaseException as error:  # noqa: BLE001 (raised where the batch is waited for)
-            report.error, report.phase = error, self.interrupted_by(error)
+            report.error, report.phase = error, phase_ended_by(error, self.progress)
         else:
             report.frames, report.rows, report.episodes = group.delivered, group.rows, group.episodes
             if self._profiler is not None:
@@ -166,13 +166,6 @@ class Worker:
             report.warnings = group.env.casts.take_warnings()
         report.spans = spans.kept if spans is not None else []
         return report
-
-    def interrupted_by(self, error: BaseException) -> str:
-        """The phase that an error has ended, whatever the error is; it is noted there, if that is one of Muster's."""
-        phase = Phase(self.progress.begin(Phase.IDLE))
-        if phase is not Phase.IDLE and issubclass(type(error), MusterError):
-            vars(error)["phase"] = phase.name.lower()
-        return phase.name.lower()
 
     def group(self, number: int) -> Group:
         return self.groups[number - self.groups[0].number]
@@ -304,6 +297,14 @@ class Worker:
         with ExitStack() as closing:
             for group in self.groups:
                 closing.callback(group.env.close)
+
+
+def phase_ended_by(error: BaseException, progress: Progress) -> str:
+    """The phase that an error has ended, whatever the error is; it is noted there, if that is one of Muster's."""
+    phase = Phase(progress.begin(Phase.IDLE))
+    if phase is not Phase.IDLE and issubclass(type(error), MusterError):
+        vars(error)["phase"] = phase.name.lower()
+    return phase.name.lower()
 
 
 def describe(env: EnvBatch, batch_shape: tuple[int, ...]) -> GroupInfo:
