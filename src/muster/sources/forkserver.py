@@ -61,8 +61,8 @@ class Order:
 
 
 class _Server:
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
+    def __init__(self, sock: socket.socket, lifeline: socket.socket | None) -> None:
+        self.sock, self._lifeline = sock, lifeline
         self.orders = Channel(sock)
         self.workers: dict[int, tuple[int, socket.socket]] = {}  # by pid: exit pipe, lifeline
 
@@ -71,7 +71,7 @@ class _Server:
         signal.signal(signal.SIGCHLD, lambda *_: self.reap())
         # Also in the middle of an import: that can take long, and the parent can die meanwhile.
         signal.signal(signal.SIGIO, lambda *_: self.end() if _hung_up(self.sock) else None)
-        _signal_on_change(self.sock, os.getpid(), signal.SIGIO)
+        signal_on_change(self.sock, os.getpid(), signal.SIGIO)
         if sys.platform == "linux":  # what dead workers leave behind is reaped here, not left to a careless init
             import ctypes
 
@@ -92,6 +92,8 @@ class _Server:
                     gc.freeze()  # the collector of a worker leaves these pages alone, so that they stay shared
         exit_pipe = fds[1]
         try:
+            if self._lifeline is not None:  # from now on there is something to end before this process does
+                self._lifeline.close()
             ours, lifeline = socket.socketpair()
             with lifeline, _uninterrupted(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # OpenBLAS has threads, which it stops before a fork
@@ -165,10 +167,19 @@ class ForkedServer:
         os.kill(self.pid, signal.SIGKILL)
 
 
-def serve(fd: int) -> None:
-    """Be the fork server of the process at the other end of the socket ``fd``."""
+def serve(fd: int, lifeline_fd: int | None = None) -> None:
+    """Be the fork server of the process at the other end of the socket ``fd``.
+
+    As long as it has no workers, the kernel kills it when the other end of the lifeline is closed: loading torch is one
+    call of C, in which no handler of a signal runs, and takes seconds on a busy machine.
+    """
+    lifeline = None if lifeline_fd is None else socket.socket(fileno=lifeline_fd)
+    if lifeline is not None:
+        signal_on_change(lifeline, os.getpid(), signal.SIGKILL)
+        if _hung_up(lifeline):
+            os._exit(1)
     _own_signals()
-    _Server(socket.socket(fileno=fd)).serve()
+    _Server(socket.socket(fileno=fd), lifeline).serve()
 
 
 def spawned(lifeline_fd: int, channel_fd: int, target: str, name: str) -> NoReturn:
@@ -205,7 +216,7 @@ def tie_life(lifeline: socket.socket) -> None:
     """
     if os.getsid(0) != os.getpid():
         os.setsid()
-    _signal_on_change(lifeline, -os.getpid(), signal.SIGKILL)
+    signal_on_change(lifeline, -os.getpid(), signal.SIGKILL)
     if _hung_up(lifeline):  # before the kernel was told to look
         os._exit(1)
 
@@ -289,8 +300,8 @@ def _reseed() -> None:
         sys.modules["torch"].default_generator.seed()  # the CPU's; `torch.seed` would reach for CUDA
 
 
-def _signal_on_change(sock: socket.socket, receiver: int, number: int) -> None:
-    """Have the kernel send a signal to a process (or, negative, a group) when something happens at the socket."""
+def signal_on_change(sock: socket.socket | int, receiver: int, number: int) -> None:
+    """Have the kernel send a signal to a process (or, negative, a group) when something happens at a socket or pipe."""
     import fcntl
 
     fcntl.fcntl(sock, fcntl.F_SETOWN, receiver)

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +18,16 @@ from typing import ClassVar, Protocol
 
 from muster.errors import BadOption, CollectorTimeout, MusterError
 from muster.sources.channel import Channel
-from muster.sources.forkserver import LIGHT, PRELOADED, STATUS_BYTES, ForkedServer, Order, is_stopped, kill_group
+from muster.sources.forkserver import (
+    LIGHT,
+    PRELOADED,
+    STATUS_BYTES,
+    ForkedServer,
+    Order,
+    is_stopped,
+    kill_group,
+    signal_on_change,
+)
 
 UNKNOWN = 1 << 16  # the exit code of a worker whose end nobody has seen: the fork server was killed
 SPARE_DESCRIPTORS = 10  # what one more worker must find free
@@ -127,15 +137,25 @@ class _Server:
     lock = threading.Lock()
     current: ClassVar[dict[bool, _Server]] = {}  # by whether it is for light ones
 
-    def __init__(self, light: bool, channel: Channel, process: subprocess.Popen[bytes] | ForkedServer) -> None:
+    def __init__(
+        self,
+        light: bool,
+        channel: Channel,
+        process: subprocess.Popen[bytes] | ForkedServer,
+        life: socket.socket | None = None,
+    ) -> None:
         self._light, self.channel, self.process = light, channel, process
+        self._life = life  # the other end of its lifeline; see ``forkserver.serve``
         self.current[light] = self
 
     @classmethod
     def start(cls, light: bool) -> None:
         channel, theirs = Channel.pair()
-        with contextlib.closing(theirs), _Streams() as streams:
-            cls(light, channel, _python(f"serve({theirs.fileno()})", [theirs.fileno()], streams))
+        life, lifeline = socket.socketpair()
+        with contextlib.closing(theirs), lifeline, _Streams() as streams:
+            ends = (theirs.fileno(), lifeline.fileno())
+            server = cls(light, channel, _python("serve({}, {})".format(*ends), ends, streams), life)
+            signal_on_change(lifeline, server.process.pid, signal.SIGKILL)  # it is too early for it to do so itself
 
     @classmethod
     def request(cls, order: Order, fds: list[int], light: bool) -> int:
@@ -179,19 +199,24 @@ class _Server:
         cls.lock = threading.Lock()
         while cls.current:
             _, server = cls.current.popitem()
-            server.channel.close()  # or the server would not notice the parent's end
+            server._let_go()  # or the server would not notice the parent's end
             server.process.returncode = 0  # nothing to wait for
         for child in _Spawned.all:
             child._life.close()
 
     def end(self) -> None:
         _Server.current.pop(self._light, None)
-        self.channel.close()
+        self._let_go()
         try:
             self.process.wait(END_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait(END_S)
+
+    def _let_go(self) -> None:
+        self.channel.close()
+        if self._life is not None:
+            self._life.close()
 
 
 class _Forked:
