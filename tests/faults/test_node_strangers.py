@@ -52,7 +52,7 @@ def listening() -> socket.socket:
 
 
 def address_of(listener: socket.socket) -> str:
-    return "127.0.0.1:%d" % listener.getsockname()[1]
+    return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 @contextlib.contextmanager
@@ -381,7 +381,12 @@ class TestTorchrunStore:
     def store(self, monkeypatch, tmp_path):
         made = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
         place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(made.port)}
-        for name, value in {**place, "TORCHELASTIC_RUN_ID": "r", "XDG_RUNTIME_DIR": "", "TMPDIR": str(tmp_path)}.items():
+        for name, value in {
+            **place,
+            "TORCHELASTIC_RUN_ID": "r",
+            "XDG_RUNTIME_DIR": "",
+            "TMPDIR": str(tmp_path),
+        }.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(torchrun.tempfile, "tempdir", None)
         monkeypatch.setattr(torchrun, "_collectors", iter(range(100)))

@@ -655,7 +655,7 @@ def test_many_ends_at_once_are_all_reported(start, light):
 
 def test_a_worker_whose_server_died_before_it_looked_does_not_run():
     code = (
-        "import socket; from muster.sources.forkserver import tie_life; "
+        "import socket; from muster.sources.lifeline import tie_life; "
         "ours, lifeline = socket.socketpair(); ours.close(); tie_life(lifeline); print('runs')"
     )
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

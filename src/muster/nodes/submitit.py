@@ -11,6 +11,7 @@ import os
 import secrets
 import signal
 import socket
+import stat
 import subprocess
 import tempfile
 import threading
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.errors import BadOption
+from muster.nodes.lifeline import Lifeline
 from muster.nodes.link import AGENT, LinkLost
 from muster.nodes.meeting import Meeting, is_loopback, write_token
 
@@ -128,6 +130,7 @@ class Jobs:
         self.cluster: str = self._executor.cluster
         self._lock = threading.Lock()
         self._queue = Queue()
+        self._lifeline = None if self.cluster == "slurm" else Lifeline(folder)
 
     def submit(
         self,
@@ -145,17 +148,18 @@ class Jobs:
             secret: a file to remove when the job has been ended.
             more: parameters of this job only.
         """
+        call = (function, *args) if self._lifeline is None else self._lifeline.tied(function, *args)
         with self._lock:  # submitit's executors are not made for several threads
             self._executor.update_parameters(
                 **{"slurm_dependency": None, **self.parameters, **(more or {}), "name": name}
             )
             try:
-                job = self._executor.submit(function, *args)
+                job = self._executor.submit(*call)
             except (RuntimeError, OSError) as error:
                 raise LinkLost(f"The job {name} could not be submitted: {_last_line(str(error))}") from error
         if self.cluster == "slurm":
             self._queue.add(job.job_id)
-        return Job(job, self._queue if self.cluster == "slurm" else None, secret)
+        return Job(job, self._queue if self.cluster == "slurm" else None, secret, self._lifeline)
 
     def hosts(self) -> list[str]:
         """Where SLURM may start these jobs; none for local processes, or if it does not say."""
@@ -176,11 +180,12 @@ class Job:
         job: of submitit.
         queue: that is asked for its state; None: it is a process of this machine.
         secret: a file to remove at the end.
+        lifeline: that a process of this machine ends with.
     """
 
-    def __init__(self, job: Any, queue: Queue | None, secret: Path | None) -> None:
+    def __init__(self, job: Any, queue: Queue | None, secret: Path | None, lifeline: Lifeline | None) -> None:
         self.job_id: str = job.job_id
-        self._job, self._queue, self._secret = job, queue, secret
+        self._job, self._queue, self._secret, self._lifeline = job, queue, secret, lifeline
         self._lock = threading.Lock()
 
     @property
@@ -312,6 +317,12 @@ def private_folder(parent: str | os.PathLike[str] | None) -> Path:
     try:
         where = Path(FOLDER if parent is None else parent).expanduser().absolute()
         where.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = where.stat()
+        if found.st_uid != os.getuid() or (found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX):
+            raise BadOption(
+                f"folder={str(where)!r}: others can write there, and so put other files in the place of those that "
+                f"jobs run: `chmod go-w {where}`, or give a folder of your own."
+            )
         return Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=where))
     except OSError as error:
         raise BadOption(f"folder={str(parent)!r}: the files of jobs cannot be written there: {error}.") from error

@@ -19,7 +19,7 @@ def tie_life(lifeline: socket.socket | int) -> None:
     """
     if os.getsid(0) != os.getpid():
         os.setsid()
-    _signal_on_change(lifeline, -os.getpid(), signal.SIGKILL)
+    signal_on_change(lifeline, -os.getpid(), signal.SIGKILL)
     if hung_up(lifeline):  # before the kernel was told to look
         os._exit(1)
 
@@ -47,7 +47,7 @@ def kill_group(pid: int, *, reaped: bool = False) -> None:
             pass
 
 
-def _signal_on_change(sock: socket.socket | int, receiver: int, number: int) -> None:
+def signal_on_change(sock: socket.socket | int, receiver: int, number: int) -> None:
     """Have the kernel send a signal to a process (or, negative, a group) when something happens at the socket."""
     import fcntl
 
