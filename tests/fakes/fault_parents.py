@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from muster import MultiAsyncCollector, MultiSyncCollector
+from muster import AsyncCollector, Evaluator, MultiAsyncCollector, MultiSyncCollector
 from muster.testing import Fault, OracleEnv
 from tests.fakes import faults
 from tests.fakes.lost_nodes import NodeSignalled
@@ -70,9 +70,64 @@ def grandchildren(folder: Path) -> None:
             made.next()
 
 
+def simulators(folder: Path) -> None:
+    """In sessions of their own."""
+    fault = Fault(faults.HasChild(str(folder / "pids"), detached=True), "construct", runs=None)
+    with collector(folder, fault) as made:
+        made.next()
+        ready()
+        while True:
+            made.next()
+
+
+def simulators_raise(folder: Path) -> None:
+    fault = Fault(faults.HasChild(str(folder / "pids"), detached=True), "construct", runs=None)
+    made = collector(folder, fault)
+    made.next()
+    ready()
+    raise ValueError("in the user's own loop")
+
+
 def starting(folder: Path) -> None:
     watch(folder, begun=0)
     collector(folder, Fault(faults.waits, "construct"))
+
+
+class KilledAt:
+    """A profiler that ends the program by SIGKILL at the n-th "call" or "return" of a function."""
+
+    def __init__(self, place: str) -> None:
+        self.file, self.function, self.event, count = place.split(":")
+        self.left = int(count)
+
+    def __call__(self, frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == self.event and code.co_name == self.function and code.co_filename.endswith(self.file):
+            self.left -= 1
+            if not self.left:
+                os.write(1, b"ready\n")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def constructing(folder: Path, kind: str, place: str) -> None:
+    """Killed there, with a simulator in a session of its own for each environment that is made."""
+    killer = KilledAt(place)
+    threading.setprofile(killer)
+    sys.setprofile(killer)
+    fault = Fault(faults.HasChild(str(folder / "pids"), detached=True), "construct", runs=None)
+    makers = [partial(OracleEnv, folder / "counts", number, 1, fault) for number in range(2)]
+    if kind == "AsyncCollector":
+        AsyncCollector(makers[0], None, frames_per_batch=T)
+    elif kind == "Evaluator":
+        evaluator = Evaluator(makers[0], None, num_envs=1, num_workers=2)
+        evaluator.trigger()
+        evaluator.wait()
+    elif kind == "served":
+        policy = faults.FaultyPolicy(str(folder / "mark"), None, at=1 << 60)
+        MultiSyncCollector(makers, policy, frames_per_batch=2 * T, inference="server")
+    else:
+        cls = MultiSyncCollector if kind == "MultiSyncCollector" else MultiAsyncCollector
+        cls(makers, None, frames_per_batch=2 * T)
 
 
 def threads(folder: Path) -> None:
@@ -214,4 +269,4 @@ def say_when(happened: Callable[[], bool]) -> None:
 
 if __name__ == "__main__":
     sys.stdout = os.fdopen(1, "w", buffering=1)
-    globals()[sys.argv[1]](Path(sys.argv[2]))
+    globals()[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])

@@ -71,13 +71,13 @@ def stops(_: object) -> None:
 
 
 class HasChild:
-    """Starts a program, as simulators do, and notes its pid in a file."""
+    """Starts a program, as simulators do, and notes its pid in a file; ``detached``: in a session of its own."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str, *, detached: bool = False) -> None:
+        self.path, self.detached = path, detached
 
     def __call__(self, honest: Any) -> Any:
-        child = subprocess.Popen(["sleep", "1000"])
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=self.detached)
         with open(self.path, "a") as file:
             file.write(f"{child.pid}\n")
         return honest

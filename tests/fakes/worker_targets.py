@@ -107,6 +107,51 @@ def with_grandchild(channel):
     signal.pause()
 
 
+STUBBORN = """
+import os, signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+print(os.getpid(), child.pid, flush=True)
+signal.pause()
+"""
+
+
+def with_daemons(channel):
+    """Sessions of their own: a child, an orphan without any variable of ours, and one that ignores SIGTERM."""
+    simulator = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    orphan = subprocess.run(
+        ["sh", "-c", "setsid sleep 1000 > /dev/null 2>&1 & echo $!"], env={}, capture_output=True, text=True, check=True
+    )
+    stubborn = subprocess.Popen([sys.executable, "-c", STUBBORN], start_new_session=True, stdout=subprocess.PIPE)
+    pids = [os.getpid(), simulator.pid, int(orphan.stdout), *map(int, stubborn.stdout.readline().split())]
+    channel.send(pids)
+    try:
+        while channel.receive()[0] != "stop":
+            pass
+    except EOFError:
+        pass
+
+
+def with_polite_daemon(channel):
+    """Which leaves a file when it is asked to end."""
+    path = channel.receive()[0]
+    shell = f"trap 'echo asked > {path}; exit' TERM; echo ready; while :; do sleep 0.1; done"
+    daemon = subprocess.Popen(["sh", "-c", shell], start_new_session=True, stdout=subprocess.PIPE)
+    daemon.stdout.readline()
+    channel.send([os.getpid(), daemon.pid])
+    how = channel.receive()[0]
+    if how != "return":
+        os.kill(os.getpid(), how)
+
+
+def with_short_lived_orphans(channel):
+    """It answers with how many processes are below its parent after orphans have ended."""
+    for _ in range(20):
+        subprocess.run(["sh", "-c", "setsid true &"], check=True)
+    channel.send(os.getppid())
+    channel.receive()
+
+
 def with_nested_worker(channel):
     from muster.sources.launch import launch
 

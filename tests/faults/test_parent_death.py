@@ -20,17 +20,18 @@ from tests.fakes.fault_runs import all_gone, family
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"), pytest.mark.timeout(90)]
 ROOT = Path(__file__).parents[2]
 PLACES = ["idle", "stepping", "waiting", "hung", "grandchildren", "starting", "threads", "spawned", "closing_hangs"]
+PLACES += ["simulators"]
 NODES = ["nodes", "nodes_idle", "nodes_hung", "nodes_joining"]
 
 
 class Program:
     """One of ``tests.fakes.fault_parents``, at its place."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, *arguments: str) -> None:
         self.mark, self.folder = f"MUSTER_TEST={uuid.uuid4().hex}", folder
         key, value = self.mark.split("=")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fakes.fault_parents", name, str(folder)],
+            [sys.executable, "-m", "tests.fakes.fault_parents", name, str(folder), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -60,8 +61,8 @@ class Program:
 def start(tmp_path):
     started = []
 
-    def start_one(name: str) -> Program:
-        started.append(Program(name, tmp_path))
+    def start_one(name: str, *arguments: str) -> Program:
+        started.append(Program(name, tmp_path, *arguments))
         return started[-1]
 
     yield start_one
@@ -74,12 +75,41 @@ def start(tmp_path):
 def test_nothing_outlives_a_killed_program(start, place):
     program = start(place)
     family = program.family()
-    expected = {"threads": 0, "spawned": 2, "grandchildren": 4, "closing_hangs": 2}.get(place, 3)  # and the fork server
+    expected = {"threads": 0, "spawned": 2, "grandchildren": 4, "simulators": 4, "closing_hangs": 2}.get(
+        place, 3
+    )  # and the fork server
     expected = 7 if place in NODES and place != "nodes_joining" else expected  # two nodes, each with a fork server
     assert len(family) >= expected, "they are seen at all"
     program.process.kill()
     assert program.end()[1] == -signal.SIGKILL
     assert all_gone(family)
+
+
+WHILE_MADE = [
+    "launch.py:_python:return:1",  # the fork server is an interpreter that begins
+    "channel.py:send:return:1",  # it is asked for a worker, and imports torch
+    "launch.py:request:return:1",  # there is a worker, which was told nothing
+    "detached.py:start:return:1",
+    "detached.py:built:call:1",  # all make their environments
+    "detached.py:built:return:1",
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        *(("MultiSyncCollector", place) for place in WHILE_MADE),
+        *(("MultiAsyncCollector", WHILE_MADE[n]) for n in (1, 5)),
+        *(("AsyncCollector", WHILE_MADE[n]) for n in (0, 4)),
+        *(("served", WHILE_MADE[n]) for n in (2, 5)),
+        *(("Evaluator", WHILE_MADE[n]) for n in (1, 5)),
+    ],
+)
+def test_nothing_outlives_a_program_that_is_killed_while_its_collector_is_made(start, kind, place):
+    program = start("constructing", kind, place)
+    said, code = program.end()
+    assert code == -signal.SIGKILL, said
+    assert not program.family()
 
 
 @pytest.mark.parametrize("place", ["stepping", "hung", "nodes", "nodes_hung"])
@@ -129,8 +159,9 @@ def test_a_program_that_forgets_to_shut_down_ends_at_once_and_leaves_nothing(sta
     assert start(place).end() == ("", 0)
 
 
-def test_a_program_that_fails_in_its_own_loop_says_only_that(start):
-    said, code = start("raises").end()
+@pytest.mark.parametrize("place", ["raises", "simulators_raise"])
+def test_a_program_that_fails_in_its_own_loop_says_only_that(start, place):
+    said, code = start(place).end()
     assert code == 1
     assert said.count("Traceback (most recent call last)") == 1
     assert said.rstrip().endswith("ValueError: in the user's own loop")

@@ -241,6 +241,31 @@ def test_what_a_worker_has_started_dies_with_it(tmp_path):
     assert all_gone(children(pids))
 
 
+class AloneWithSimulator(OracleEnv):
+    """Starts a simulator in a session of its own, and notes what there was of earlier ones."""
+
+    def __init__(self, path, folder):
+        super().__init__(path)
+        before = children(folder / "pids") if (folder / "pids").exists() else []
+        with open(folder / "left", "a") as file:
+            file.write(f"{sum(map(alive, before))}\n")
+        faults.HasChild(str(folder / "pids"), detached=True)(None)
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_the_simulator_of_a_dead_worker_is_gone_when_its_successor_makes_another(tmp_path, method):
+    maker = partial(AloneWithSimulator, tmp_path / "counts", tmp_path)
+    options = {"frames_per_batch": T, "on_failure": "restart", "start_method": method}
+    with MultiSyncCollector(maker, None, **options) as c:
+        for _ in range(2):
+            c.next()
+            os.kill(c.stats().workers[0].pid, signal.SIGKILL)
+        c.next()
+    assert len(children(tmp_path / "pids")) == 3
+    assert children(tmp_path / "left") == [0, 0, 0]
+    assert not any(map(alive, children(tmp_path / "pids"))), "when shutdown() returns"
+
+
 def children(path):
     return [int(pid) for pid in path.read_text().split()]
 

@@ -10,6 +10,7 @@ import itertools
 import os
 import pty
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -56,6 +57,19 @@ def test_collect_records_exactly_what_was_asked_for(tmp_path: Path, capsys: pyte
     command = re.search(r'read it +python -c "(.+)"', out)
     assert command is not None
     assert str(tmp_path / "a") in command.group(1)
+
+
+def test_a_full_disk_ends_the_recording_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        said = refused(capsys, "collect", "CartPole-v1", "--frames", "8000", "--quiet", "--out", tmp_path / "a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"Could not record into {tmp_path / 'a'}: File too large" in said
+    assert "another --out" in said
+    gc.collect()  # a process of its own would have ended
+    assert "not closed" in (load(tmp_path / "a").lost or "")
 
 
 def test_same_seed_same_data_other_seed_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

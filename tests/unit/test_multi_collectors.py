@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,6 +34,35 @@ from tests.tools import assert_accounted, assert_same, column, counting
 B, T, GROUPS = 2, 6, 3
 PATIENCE = 30.0  # seconds after which a test gives up
 IDS, VERSION, VALID = (("collector", name) for name in ("traj_ids", "policy_version", "valid"))
+
+
+# --- what a worker has of its parent ---------------------------------------------------------------
+
+
+class Registered(CountingEnv):
+    """Writes into a dictionary of another process who has made it."""
+
+    def __init__(self, made: Any) -> None:
+        super().__init__(3)
+        made[os.getpid()] = Path("/proc/self/cmdline").read_bytes() + Path("/proc/self/environ").read_bytes()
+        keeper = Path(f"/proc/{os.getppid()}")
+        made[os.getppid()] = (keeper / "cmdline").read_bytes() + (keeper / "environ").read_bytes()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_workers_reach_a_manager_of_their_parent_and_nobody_else_can_read_its_key(method):
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager:
+        made = manager.dict()
+        maker = partial(Registered, made)
+        with MultiSyncCollector([maker] * 2, None, frames_per_batch=4, start_method=method) as collector:
+            pids = {worker.pid for worker in collector.stats().workers}
+            assert collector.next() is not None
+        public = dict(made)
+    assert pids < public.keys()
+    key = bytes(multiprocessing.current_process().authkey)
+    assert not any(secret in text for text in public.values() for secret in (key, key.hex().encode()))
 
 
 # --- the same bits wherever groups run -------------------------------------------------------------

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from muster.errors import BadOption
 from muster.progress import ORDER, PHASE, Phase
+from muster.sources import keeper
 from muster.sources import launch as launching
 from muster.sources.channel import Channel
 from muster.sources.launch import UNKNOWN, launch, shutdown_forkserver
@@ -95,6 +96,10 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def all_gone(pids, within_s: float) -> bool:
@@ -643,6 +648,79 @@ def test_what_a_worker_started_ends_with_it(start, end):
     assert all_gone(pids, within_s=5)
 
 
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("end", ["killed", "returned", "kill()", "keeper killed"])
+def test_what_a_worker_started_in_other_sessions_ends_with_it_before_its_end_is_known(start, light, end, method):
+    (channel, child), (other_channel, _) = start("with_daemons", method=method), start("with_daemons")
+    pids, others = channel.receive(WAIT_S)[0], other_channel.receive(WAIT_S)[0]
+    assert pids[0] == child.pid
+    assert all(map(alive, pids))
+    if end == "killed":
+        os.kill(child.pid, signal.SIGKILL)
+    elif end == "returned":
+        channel.send("stop")
+    elif end == "kill()":
+        child.kill()
+    else:
+        os.kill(parent(child.pid), signal.SIGKILL)
+    assert child.join(WAIT_S)
+    if end != "keeper killed":
+        assert child.exit_code() == (0 if end == "returned" else -signal.SIGKILL)
+        assert not any(map(alive, pids)), "where another worker takes its place, they are gone already"
+    elif method == "forkserver":  # a spawned one's is a child of this process, which is no subreaper
+        assert all_gone(pids, within_s=5)
+    else:
+        assert all_gone(pids[:1], within_s=5)
+        all_gone(pids, within_s=0)
+    assert all(map(alive, others)), "the other worker's are left alone"
+
+
+@pytest.mark.parametrize("how", ["return", signal.SIGKILL])
+def test_what_a_worker_leaves_that_ended_well_is_asked_to_end(start, light, tmp_path, how):
+    channel, child = start("with_polite_daemon")
+    channel.send(str(tmp_path / "asked"))
+    pids = channel.receive(WAIT_S)[0]
+    channel.send(how)
+    assert child.join(WAIT_S)
+    assert not any(map(alive, pids))
+    assert (tmp_path / "asked").exists() == (how == "return")
+
+
+def test_orphans_that_end_while_the_worker_lives_leave_no_zombies(start, light):
+    channel, child = start("with_short_lived_orphans")
+    keeper = channel.receive(WAIT_S)[0]
+    below = Path(f"/proc/{keeper}/task/{keeper}/children")
+    deadline = time.monotonic() + WAIT_S
+    while below.read_text().split() != [str(child.pid)]:
+        assert time.monotonic() < deadline
+        select.select([], [], [], 0.01)
+
+
+def test_a_keeper_without_the_kernels_list_of_children_finds_them_all_the_same(monkeypatch):
+    with subprocess.Popen(["sleep", "1000"]) as child:
+        mine = [pid for pid in keeper.children() if pid == child.pid]
+        monkeypatch.setattr(keeper.Path, "read_text", missing := MissingList(keeper.Path.read_text))
+        assert [pid for pid in keeper.children() if pid == child.pid] == mine == [child.pid]
+        assert missing.asked
+        child.kill()
+
+
+class MissingList:
+    """``Path.read_text`` on a kernel without CONFIG_PROC_CHILDREN."""
+
+    def __init__(self, honest):
+        self.honest, self.asked = honest, False
+
+    def __get__(self, path, _):
+        def read_text(*args):
+            if path.name == "children":
+                self.asked = True
+                raise FileNotFoundError(path)
+            return self.honest(path, *args)
+
+        return read_text
+
+
 def test_many_ends_at_once_are_all_reported(start, light):
     workers = [start("ready") for _ in range(30)]
     for channel, _ in workers:
@@ -795,7 +873,8 @@ def test_a_spawned_worker_behaves_like_a_forked_one(start, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["of the parent"])
     before = len(descriptors())
     channel, child = start("asked", method="spawn")
-    assert len(descriptors()) == before + 2
+    assert child.pid
+    assert len(descriptors()) <= before + 3  # while it has not told its pid
     for expression, value in {
         "os.getpid()": child.pid,
         "os.getsid(0)": child.pid,
@@ -808,6 +887,7 @@ def test_a_spawned_worker_behaves_like_a_forked_one(start, monkeypatch, capfd):
     }.items():
         channel.send(expression)
         assert channel.receive(WAIT_S)[0] == value, expression
+    assert len(descriptors()) == before + 2
     assert child.exit_code() is None
     channel.send("os.spawnlp(os.P_NOWAIT, 'sleep', 'sleep', '1000')")
     grandchild = channel.receive(WAIT_S)[0]
@@ -858,13 +938,14 @@ def test_nothing_is_left_of_a_killed_parent():
         ledger = Ledger.create()
         worker("ready"); worker("spins"); worker("holds_the_gil", first="", fds=[ledger.fd]); worker("with_grandchild")
         worker("with_nested_worker"); worker("with_grandchild", method="spawn"); worker("spins", method="spawn")
+        worker("with_daemons"); worker("with_daemons", method="spawn")
         print(pids + [launching._Server.current[False].process.pid], flush=True)
         time.sleep(1000)
         """
     )
     assert process.stdout.readline() == "main module runs\n"
     pids = flat(eval(process.stdout.readline()))
-    assert len(set(pids)) == 7 + 3 + 1
+    assert len(set(pids)) == 7 + 3 + 1 + 2 * 5
     assert all(map(alive, pids))
     process.kill()
     process.wait()
@@ -923,7 +1004,7 @@ def test_a_fork_of_the_parent_keeps_nothing_alive_and_harms_nothing():
 def test_a_parent_that_ends_by_itself_is_not_held_up_by_its_workers():
     process = driver(
         """
-        worker("spins"); worker("with_grandchild"); worker("spins", method="spawn")
+        worker("spins"); worker("with_grandchild"); worker("spins", method="spawn"); worker("with_daemons")
         print(pids + [launching._Server.current[False].process.pid], flush=True)
         """
     )

@@ -22,7 +22,7 @@ from muster.cli.numbers import frames_per_batch, parse_count
 from muster.cli.policies import Chosen, ObsDtype, check_policy, choose_policy, needs_spaces, obs_dtype_of
 from muster.cli.report import Returns, make_report, summary
 from muster.cli.signals import StopSignals
-from muster.errors import BadOption, EnvError, ImportRefused, MusterError, described
+from muster.errors import BadOption, BadRecording, EnvError, ImportRefused, MusterError, described
 
 if TYPE_CHECKING:
     from muster.collectors.base import BaseCollector
@@ -131,7 +131,8 @@ def collect(command: Collect) -> int:
         run = _Run(command, collector, recorder, stop)
         run.loop()
         if recorder is not None:
-            recorder.close()  # before we say that it is there
+            with _full_disk(recorder):
+                recorder.close()  # before we say that it is there
         if not command.quiet:
             print(run.result())
         return stop.exit_code
@@ -156,7 +157,8 @@ class _Run:
                 self.returns.add(self.collector.episodes)
                 if self.recorder is not None:
                     began = time.perf_counter()
-                    self.recorder.write(batch)
+                    with _full_disk(self.recorder):
+                        self.recorder.write(batch)
                     self.recording_s += time.perf_counter() - began
                 report.update(self.collector.stats())
                 if self.stop.received is not None:
@@ -331,6 +333,20 @@ def env_spaces(env: str) -> tuple[Any, Any]:
         return one.observation_space, one.action_space
     finally:
         one.close()
+
+
+@contextmanager
+def _full_disk(recorder: Recorder) -> Iterator[None]:
+    """Say what a command's user can do, who cannot repeat a call."""
+    try:
+        yield
+    except BadRecording as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        raise BadRecording(
+            f"Could not record into {recorder.directory}: {error.__cause__.strerror}. What was written before can be "
+            f"read with muster.load. Free some space, and collect again with another --out."
+        ) from error
 
 
 def _recorder(command: Collect, policy: str) -> Recorder:
