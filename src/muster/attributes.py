@@ -1,8 +1,9 @@
-"""Reaching into a collector by a path such as ``"policy.module[0].weight"``, or a module, without ``eval``."""
+"""Attributes of the user's objects: by a path such as ``"policy.module[0].weight"``, without ``eval``; and names."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 from typing import Any
 
@@ -26,6 +27,20 @@ def named(target: str) -> Any:
     """What ``"module:name"`` names; the module is imported."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def name_of(thing: Any) -> str:
+    """What messages call a function, a class or an object of the user's: its ``__name__``, or that of its type.
+
+    Never its ``repr``, which is the user's code: it can be long, slow, or raise.
+    """
+    if isinstance(thing, functools.partial):
+        return name_of(thing.func)
+    try:
+        name = thing.__name__
+    except Exception:  # noqa: BLE001  (foreign attributes)
+        name = None
+    return name if isinstance(name, str) else type(thing).__name__
 
 
 def _walk(root: Any, node: ast.expr) -> Any:
