@@ -1,8 +1,9 @@
-"""Reaching into a collector by a path such as ``"policy.module[0].weight"``, or into modules, without ``eval``."""
+"""Attributes of the user's objects: by a path such as ``"policy.module[0].weight"``, without ``eval``; names; imports."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +44,20 @@ def optional(who: str, package: str, extra: str) -> Iterator[None]:
         if (error.name or "").partition(".")[0] != package:
             raise  # it is there, and something else is wrong
         raise BadOption(f"{who} needs {package}, which is not installed: pip install 'muster-rl[{extra}]'.") from error
+
+
+def name_of(thing: Any) -> str:
+    """What messages call a function, a class or an object of the user's: its ``__name__``, or that of its type.
+
+    Never its ``repr``, which is the user's code: it can be long, slow, or raise.
+    """
+    if isinstance(thing, functools.partial):
+        return name_of(thing.func)
+    try:
+        name = thing.__name__
+    except Exception:  # noqa: BLE001  (foreign attributes)
+        name = None
+    return name if isinstance(name, str) else type(thing).__name__
 
 
 def _walk(root: Any, node: ast.expr) -> Any:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from tensordict import TensorDict
 
 from muster import Collector
@@ -380,3 +384,128 @@ def test_a_buffers_own_transform_is_applied():
     with Collector(CountingEnv, None, frames_per_batch=4, replay_buffer=buffer) as c:
         next(iter(c))
     assert "state" in buffer.sample()
+
+
+# --- objects, and time first -------------------------------------------------------------------------
+
+
+class Words(gymnasium.Env[Any, Any]):
+    """Observes time as a number and as a text; with ``ragged`` also as so many rows."""
+
+    def __init__(self, length: int = 3, *, ragged: bool = False) -> None:
+        parts: dict[str, spaces.Space[Any]] = {"t": spaces.Box(0, 99, (1,), np.float32), "word": spaces.Text(9)}
+        if ragged:
+            parts["rows"] = spaces.Sequence(spaces.Box(0, 99, (2,), np.float32), stack=True)
+        self.observation_space, self.action_space = spaces.Dict(parts), spaces.Discrete(2)
+        self.length, self.ragged, self.t = length, ragged, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        return self._observe(), {}
+
+    def step(self, action: int) -> Any:
+        self.t += 1
+        return self._observe(), float(self.t), self.t == self.length, False, {}
+
+    def _observe(self) -> Any:
+        rows = {"rows": np.full((self.t + 1, 2), self.t, np.float32)} if self.ragged else {}
+        return {"t": np.array([self.t], np.float32), "word": f"at {self.t}", **rows}
+
+
+def in_order(batch: Any) -> list[tuple[Any, ...]]:
+    """Every row, environment by environment or line by line, each in order of time; None for padding."""
+    if not isinstance(batch, list) and batch.ndim > 1:
+        lines = batch.unbind(1 if batch.names[0] == "time" else 0)
+        batch = [row for line in lines for row in line.unbind(0)]
+    rows = []
+    for row in batch:
+        leaves = [row.get(key) for key in ("t", "word", ("next", "word"), ("next", "t"))]
+        values = [v if v is None or isinstance(v, str) else int(v) if torch.is_tensor(v) else v.data for v in leaves]
+        ragged = row.get("rows", None)
+        rows.append((*values, str(getattr(ragged, "data", ragged))))
+    return rows
+
+
+WORDS = [(t, f"at {t}", f"at {t + 1}", t + 1) for t in range(5)]
+AMOUNTS: dict[str, dict[str, Any]] = {
+    "batches": {"frames_per_batch": 16},
+    "lines": {"frames_per_batch": 16, "split_trajs": True},
+    "episodes": {"frames_per_batch": 16, "trajs_per_batch": 2},
+    "padded episodes": {"frames_per_batch": 16, "trajs_per_batch": 2, "traj_format": "pad"},
+}
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("amount", AMOUNTS)
+def test_objects_are_the_same_in_either_layout(amount, ragged):
+    options = {"num_envs": 2, "seed": 0, **AMOUNTS[amount]}
+    with (
+        Collector(partial(Words, 5, ragged=ragged), None, **options) as c,
+        Collector(partial(Words, 5, ragged=ragged), None, layout="time_major", **options) as other,
+    ):
+        for _ in range(3):
+            batch, time_first = c.next(), other.next()
+            if amount != "batches":
+                assert batch.shape == time_first.shape
+            rows = in_order(time_first)
+            assert rows == in_order(batch)
+            written = [row[:4] for row in rows if row[1] is not None]
+            assert set(written) <= set(WORDS)
+            if "episodes" in amount:
+                assert written == WORDS * 2
+        assert_accounted(other)
+
+
+def test_objects_of_several_groups_are_the_same_in_either_layout():
+    options = {"num_envs": 2, "seed": 0, "frames_per_batch": 24}
+    for split in (False, True):
+        with (
+            Collector([Words, partial(Words, 5)], None, split_trajs=split, **options) as c,
+            Collector([Words, partial(Words, 5)], None, split_trajs=split, layout="time_major", **options) as other,
+        ):
+            for _ in range(2):
+                batch, time_first = c.next(), other.next()
+                if not split:
+                    assert time_first.names == ["time", None, None]
+                    time_first = time_first.permute(1, 2, 0)
+                for env in np.ndindex(*batch.shape[:-1]):
+                    for t in range(batch.shape[-1]):
+                        row, as_row = batch[env][t], time_first[env][t]
+                        for key in ("word", ("next", "word"), "t"):
+                            assert row[key] == as_row[key], (env, t, key)
+
+
+def test_collect_gives_the_same_objects_in_either_layout():
+    with (
+        Collector(partial(Words, 5), None, num_envs=2, seed=0) as c,
+        Collector(partial(Words, 5), None, num_envs=2, seed=0, layout="time_major") as other,
+    ):
+        for amount in ({"n_episode": 3}, {"n_step": 14}, {"n_episode": 2, "rule": "fair"}):
+            rows = in_order(other.collect_batch(**amount)[0])
+            assert rows == in_order(c.collect_batch(**amount)[0])
+            assert {row[:4] for row in rows} <= {*WORDS}
+
+
+@pytest.mark.parametrize("how", ["transitions", "lines"])
+def test_buffers_get_the_same_objects_in_either_layout(how):
+    got = []
+    for layout in ("batch_major", "time_major"):
+        buffer: Any = Adds() if how == "transitions" else Extends()
+        options = {"num_envs": 2, "frames_per_batch": 16, "total_frames": 32, "layout": layout, "seed": 0}
+        with Collector(partial(Words, 5), None, replay_buffer=buffer, split_trajs=how == "lines", **options) as c:
+            list(c)
+        items = buffer.rows if how == "transitions" else buffer.batches
+        got.append(in_order(items) if how == "transitions" else [in_order(item) for item in items])
+    assert got[0] == got[1]
+
+
+def test_an_episode_hook_sees_the_same_objects_in_either_layout():
+    seen: dict[str, list[Any]] = {"batch_major": [], "time_major": []}
+    for layout, episodes in seen.items():
+        look = partial(lambda kept, episode: kept.append(in_order(episode)), episodes)
+        options = {"num_envs": 2, "frames_per_batch": 16, "layout": layout, "seed": 0}
+        with Collector(partial(Words, 5), None, on_episode_done=look, **options) as c:
+            for _ in range(3):
+                c.next()
+    assert seen["time_major"] == seen["batch_major"] == [[(*row, "None") for row in WORDS]] * 8

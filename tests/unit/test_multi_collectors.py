@@ -21,11 +21,11 @@ import torch
 from gymnasium.vector import SyncVectorEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torch import nn
 
-from muster import Collector, MultiAsyncCollector, MultiSyncCollector
-from muster.errors import BadOption
+from muster import Collector, Evaluator, MultiAsyncCollector, MultiSyncCollector
+from muster.errors import BadOption, BadWeights, EnvError, PolicyError, UnsupportedEnv
 from muster.policies import categorical
 from muster.progress import STOP
 from muster.testing import ChainEnv, CountingEnv
@@ -571,3 +571,65 @@ def test_without_a_bound_weights_may_be_older(gates):
         assert batch[VERSION].tolist() == [0, 0]
         assert max(c.stats().policy_lag) == 6
         assert c.stats().workers[1].policy_lag == 6
+
+
+class CannotBeShown(TensorDictModuleBase):
+    """Without ``in_keys``, which the ``repr`` of its base class looks up; and says nothing about itself."""
+
+    def __init__(self, actions: int = 2) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.actions = actions
+
+    def forward(self, td: Any) -> Any:
+        return td.set("action", torch.ones(td.batch_size, dtype=torch.int64))
+
+    def __repr__(self) -> str:
+        raise RuntimeError("shown")
+
+    __str__ = __format__ = __repr__  # type: ignore[assignment]
+
+
+class Secretive:
+    """A factory, and a policy, that says nothing about itself."""
+
+    def __call__(self, obs: Any = None) -> Any:
+        return CountingEnv() if obs is None else torch.ones(obs.shape[:-1], dtype=torch.int64)
+
+    __repr__ = __str__ = __format__ = CannotBeShown.__repr__  # type: ignore[assignment]
+
+
+class Broken(Secretive):
+    def __call__(self, obs: Any = None) -> Any:
+        raise ValueError("as asked")
+
+
+def test_nothing_of_the_users_is_asked_to_show_itself():
+    for cls, options in ((Collector, {}), (MultiSyncCollector, {"backend": "threads"}), (MultiAsyncCollector, {})):
+        several = {} if cls is Collector else {"num_workers": 2, **options}
+        makers = Secretive() if cls is Collector else [Secretive()] * 2
+        for policy in (CannotBeShown(), Secretive()):
+            with cls(makers, policy, num_envs=2, frames_per_batch=8, **several) as c:
+                assert (c.next()["action"] == 1).all()
+                assert "Counting" in repr(c)
+                if isinstance(policy, Secretive) and cls is not Collector:
+                    with pytest.raises(BadWeights, match=r"the policy \(Secretive\) has no modules"):
+                        c.update_policy_weights_({"weight": torch.ones(1)})
+    with pytest.raises(EnvError, match="making env 0 from Broken raised ValueError: as asked"):
+        Collector(Broken(), None, frames_per_batch=8)
+    with (
+        pytest.raises(PolicyError, match="policy Broken raised ValueError .*as asked"),
+        Collector(Secretive(), Broken(), frames_per_batch=8) as c,
+    ):
+        c.next()
+    with Evaluator(Secretive(), Secretive(), episodes=2) as evaluator:
+        assert "Secretive" in repr(evaluator)
+        assert evaluator.evaluate().mean == 6
+    with pytest.raises(BadOption, match="policy is of type Unusable, expected None"):
+        Collector(Secretive(), Unusable(), frames_per_batch=8)
+    with pytest.raises(UnsupportedEnv, match="create_env_fn is of type Unusable, expected"):
+        Collector(Unusable(), None, frames_per_batch=8)
+
+
+class Unusable:
+    __repr__ = CannotBeShown.__repr__

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import gymnasium
 from gymnasium.vector import VectorEnv
 
+from muster.attributes import name_of
 from muster.envs.checks import the_only
 from muster.envs.stacked import StackedEnvs
 from muster.envs.vector import VectorEnvBatch
@@ -73,9 +74,9 @@ def build_env(
             )
         return _wrap([source], num_envs, type(source).__name__, device)
     if not callable(source):
-        raise UnsupportedEnv(f"create_env_fn is {type(source).__name__} {source!r}, expected {ACCEPTED}")
+        raise UnsupportedEnv(f"create_env_fn is of type {type(source).__name__}, expected {ACCEPTED}")
     factory = (lambda: source(**kwargs)) if kwargs else source
-    return _make(factory, num_envs, getattr(source, "__name__", repr(source)), device)
+    return _make(factory, num_envs, name_of(source), device)
 
 
 def is_environment(source: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import gymnasium
 
+from muster.attributes import name_of
 from muster.envs.build import is_single
 
 
@@ -54,5 +55,6 @@ class SeedingMaker:
         env = make(self.source, **kwargs) if isinstance(self.source, str) else self.source(**kwargs)
         return EpisodeSeeds(env, self.stride) if is_single(env) else env
 
-    def __repr__(self) -> str:
-        return str(getattr(self.source, "__name__", self.source))
+    @property
+    def __name__(self) -> str:
+        return self.source if isinstance(self.source, str) else name_of(self.source)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from typing_extensions import Self
 
+from muster.attributes import name_of
 from muster.collectors.options import check_choice
 from muster.episode_rules import RuleName
 from muster.errors import (
@@ -290,7 +291,7 @@ class Evaluator:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "busy" if self.is_running() else "idle"
-        names = ", ".join(sorted({str(getattr(m, "__name__", m)) for m in self._stage.makers}))
+        names = ", ".join(sorted({m if isinstance(m, str) else name_of(m) for m in self._stage.makers}))
         return f"Evaluator({names}, episodes={self.plan.episodes}, rule={self.plan.rule_name!r}, {state})"
 
     # --- parts ------------------------------------------------------------------------------------
@@ -298,8 +299,8 @@ class Evaluator:
     def _job(self, source: Any, version: int | str | None, *, copied: bool) -> _Job:
         if self._stage.shared and source is not None:
             raise BadWeights(
-                f"the policy {self._policy!r} could not be copied, so weights given to it would be yours: evaluate() "
-                f"without any, or make the policy a module"
+                f"the policy ({name_of(self._policy)}) could not be copied, so weights given to it would be yours: "
+                f"evaluate() without any, or make the policy a module"
             )
         meant = self._policy if source is None else source
         weights = None if self._stage.shared else weights_of(meant, copied=copied)

@@ -65,8 +65,6 @@ def adapt(
             executor=executor,
             rows_device=env.device,
         )
-    if isinstance(policy, type) or not callable(policy):
-        raise BadOption(f"policy is {policy!r}, expected {ACCEPTED}")
     common: dict[str, Any] = {
         "obs_specs": env.observation_specs,
         "action_specs": env.action_specs,
@@ -75,6 +73,9 @@ def adapt(
         "executor": executor,
         "rows_device": env.device,
     }
+    if isinstance(policy, type) or not callable(policy):
+        given = f"the class {policy.__name__}" if isinstance(policy, type) else f"of type {type(policy).__name__}"
+        raise BadOption(f"policy is {given}, expected {ACCEPTED}")
     if takes_tensordict(policy) if takes_td is None else takes_td:
         from muster.policies.tensordict import TensorDictPolicy
 
@@ -121,6 +122,8 @@ def takes_tensordict(policy: Callable[..., Any]) -> bool:
 
         if isinstance(policy, TensorDictModuleBase):
             return True
+    if not callable(policy):  # ``inspect`` would show it, which is the user's code
+        return False
     call = policy.forward if isinstance(policy, torch.nn.Module) else policy
     try:
         parameters = list(inspect.signature(call).parameters.values())

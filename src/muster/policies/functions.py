@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from muster.attributes import name_of
 from muster.errors import BadOption, BadPolicyOutput
 from muster.keys import ACTION, OBSERVATION, RESERVED, STATE, Key, dotted
 from muster.memory.slots import Lane
@@ -53,7 +54,7 @@ class FunctionPolicy:
         rows_device: torch.device | None = None,
     ) -> None:
         self.fn = fn
-        self.name = type(fn).__name__ if isinstance(fn, torch.nn.Module) else getattr(fn, "__name__", repr(fn))
+        self.name = name_of(fn)
         self.takes_state, self.path = _takes_state(fn), "module"
         self._obs_specs, self._action_specs = obs_specs, action_specs
         if self.takes_state and STATE[0] in {key[0] for key in obs_specs}:

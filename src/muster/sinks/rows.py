@@ -40,7 +40,7 @@ class Pieces(NamedTuple):
 def time_last(batch: TensorDict) -> TensorDict:
     """``batch`` with its time dimension (by name; without a name the last one) moved to the end; a view."""
     dims = sorted(range(batch.ndim), key=lambda d: batch.names[d] == "time")
-    return batch if dims == list(range(batch.ndim)) else batch.permute(*dims)
+    return batch if dims == list(range(batch.ndim)) else _stacked_outside(batch.permute(*dims))
 
 
 def written(batch: TensorDict) -> Array:
@@ -103,6 +103,22 @@ def padded(batch: TensorDict, rows: Array, length: Array, pad_id: int) -> Tensor
     result.set(MASK, where)
     result.names = [None, "time"]
     return result
+
+
+def _stacked_outside(node: TensorDict) -> TensorDict:
+    """``node`` whose lazy stacks (also those of objects) are stacked along their first dimension.
+
+    TensorDict (0.14) gives an index with several dimensions another shape along any other one.
+    """
+    from tensordict import LazyStackedTensorDict, is_tensor_collection
+
+    if isinstance(node, LazyStackedTensorDict):
+        parts = [_stacked_outside(part) for part in node.unbind(0)]
+        return LazyStackedTensorDict.lazy_stack(parts, 0) if node.stack_dim else node
+    for key, value in node.items():
+        if is_tensor_collection(value) and (stacked := _stacked_outside(value)) is not value:
+            node.set(key, stacked)
+    return node
 
 
 def _host(tensor: torch.Tensor) -> Array:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from muster.attributes import name_of
 from muster.errors import BadWeights
 from muster.weights.names import Weights, check_finite, copy_tensor, modules_of, named_weights
 
@@ -162,7 +163,7 @@ def _fitting_pairs(new: Weights, policy: Any) -> Pairs:
     """Pairs (new, old) by name, for the part of the policy that has these names and shapes."""
     if not isinstance(policy, torch.nn.Module):
         raise BadWeights(
-            f"the policy {policy!r} is not a module, so Muster cannot reach its weights. Change them where "
+            f"the policy ({name_of(policy)}) is not a module, so Muster cannot reach its weights. Change them where "
             f"the policy finds them, and call update_policy_weights_() without arguments to count a version."
         )
     old = _fitting_part(new, policy)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from muster.attributes import name_of
 from muster.errors import BadWeights, described
 from muster.weights.local import LocalWeights, Waiting, copy_pairs
 from muster.weights.names import Weights, named_tensors, weight_bearer
@@ -40,7 +41,7 @@ class SentWeights(LocalWeights):
     def __init__(self, policy: Any, workers: int, scheme: Any = None, counter: Any = None) -> None:
         original = weight_bearer(policy)
         super().__init__(_copy_on_cpu(original), original, counter)
-        self._named, self._workers, self._scheme = repr(policy), workers, scheme_for(scheme)
+        self._named, self._workers, self._scheme = name_of(policy), workers, scheme_for(scheme)
         self._updates: list[_Update] = []
         self._tensors: Weights = {}
         self._publisher: Publisher | None = None
@@ -141,8 +142,8 @@ class SentWeights(LocalWeights):
     def _target(self, source: Any, model: Any) -> Any:
         if self.policy is None:
             raise BadWeights(
-                f"the policy {self._named} has no modules that Muster can find, so there is nothing in the workers to "
-                f"copy weights to. Make the policy a module, or let it hold its networks as attributes."
+                f"the policy ({self._named}) has no modules that Muster can find, so there is nothing in the workers "
+                f"to copy weights to. Make the policy a module, or let it hold its networks as attributes."
             )
         part = super()._target(source, model)
         if part is model and part is not None and not any(part is module for module in self.policy.modules()):
