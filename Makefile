@@ -37,7 +37,7 @@ test: $(STAMPS)/test
 	"$(BIN)/python" -m pytest -n 2 $(ARGS)
 
 canary pythons: $(STAMPS)/dev
-	"$(BIN)/python" scripts/versions.py $@
+	"$(BIN)/python" scripts/versions.py $@ $(ARGS)
 
 check: lint format-check types layers size
 

@@ -61,13 +61,17 @@ INSTALL_S, TEST_S = 300, 400
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("canary", "pythons"))
-    return {"canary": canary, "pythons": pythons}[parser.parse_args().command]()
+    parser.add_argument(
+        "--limit-s", type=float, default=TEST_S, help="seconds for one run of tests (default: %(default)s)"
+    )
+    given = parser.parse_args()
+    return {"canary": canary, "pythons": pythons}[given.command](given.limit_s)
 
 
 # --- canary ----------------------------------------------------------------------------------------
 
 
-def canary() -> int:
+def canary(limit_s: float) -> int:
     """The core suite with the newest versions."""
     bounds = requirements()
     tested = {name: metadata.version(name) for name in (*NEWEST, "torch")}
@@ -91,7 +95,7 @@ def canary() -> int:
     if found == tested:
         print("  core suite   not run again: `make test` runs it with these versions")
         return 0
-    result, failed = tests(python, CORE, *IN_TWO)
+    result, failed = tests(python, limit_s, CORE, *IN_TWO)
     print(f"  core suite   {result}; left out by name: tests of torchrl and tianshou")
     return int(failed)
 
@@ -99,14 +103,16 @@ def canary() -> int:
 # --- other interpreters ----------------------------------------------------------------------------
 
 
-def pythons() -> int:
+def pythons(limit_s: float) -> int:
     """What can be run with other interpreters, and the types for them."""
     mine = ".".join(map(str, sys.version_info[:2]))
     found = interpreters()
     lines, failed = [f"  {mine:<8} this one: all tests (`make test`)"], False
     for version in SUPPORTED:
         if version != mine:
-            line, bad = one_python(version, found[version]) if version in found else ("not on this machine", False)
+            line, bad = (
+                one_python(version, found[version], limit_s) if version in found else ("not on this machine", False)
+            )
             lines.append(f"  {version:<8} {line}")
             failed |= bad
     with ThreadPoolExecutor(2) as pool:
@@ -117,7 +123,7 @@ def pythons() -> int:
     return int(failed)
 
 
-def one_python(version: str, interpreter: str) -> tuple[str, bool]:
+def one_python(version: str, interpreter: str, limit_s: float) -> tuple[str, bool]:
     """What was run with an interpreter, in words, and whether it failed."""
     cache = f"pycache_prefix={BUILD / 'pycache'}"
     compiled = run([interpreter, "-W", "error", "-X", cache, "-m", "compileall", "-qf", "src"])
@@ -218,14 +224,14 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
 
 
-def tests(python: Path, files: tuple[str, ...], *options: str) -> tuple[str, bool]:
+def tests(python: Path, limit_s: float, files: tuple[str, ...], *options: str) -> tuple[str, bool]:
     """Run tests, showing what pytest prints if they fail; returns its last line, and whether something failed."""
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *files]
-    done = run(command, timeout=TEST_S, MUSTER_TESTS="quick", PYTHONPATH=str(ROOT / "src"))
+    done = run(command, timeout=limit_s, MUSTER_TESTS="quick", PYTHONPATH=str(ROOT / "src"))
     if done.returncode:
         print(done.stdout, done.stderr)
     if done.returncode == TIMED_OUT:
-        return f"not finished within {TEST_S} s", True
+        return f"not finished within {limit_s:g} s", True
     return (done.stdout.strip().splitlines() or ["pytest printed nothing"])[-1].strip("= "), done.returncode != 0
 
 
