@@ -14,13 +14,15 @@ PEERS := .venv-peers
 QUIET := $(if $(MAKE_TERMOUT),,--quiet)
 PIP := "$(BIN)/python" -m pip --disable-pip-version-check install $(QUIET) -c constraints.txt
 
-.PHONY: help demo test check lint format-check types layers size format bench clean
+.PHONY: help demo test check canary pythons lint format-check types layers size format bench clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo     collect 100,000 frames of CartPole, with progress and a summary"
 	@echo "make test     run the tests                 (ARGS='-k slots' goes to pytest; MUSTER_TESTS=quick leaves out nodes)"
 	@echo "make check    lint, format, types, layers, size budget"
+	@echo "make canary   run the core suite with the newest tensordict, gymnasium, NumPy and torch that can be installed"
+	@echo "make pythons  run what can be run with the other Pythons of this machine, and check types for newer ones"
 	@echo "make format   let ruff rewrite what it can"
 	@echo "make bench    measure against a bare loop and the peers    (ARGS goes to the benchmarks)"
 	@echo "make clean    remove $(VENV), $(PEERS), runs/ and caches"
@@ -33,6 +35,9 @@ demo: $(STAMPS)/classic
 # Two processes: that of the tests of nodes, and that of all others. See tests/conftest.py.
 test: $(STAMPS)/test
 	"$(BIN)/python" -m pytest -n 2 $(ARGS)
+
+canary pythons: $(STAMPS)/dev
+	"$(BIN)/python" scripts/versions.py $@ $(ARGS)
 
 check: lint format-check types layers size
 
