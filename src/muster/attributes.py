@@ -1,4 +1,4 @@
-"""Attributes of the user's objects: by a path such as ``"policy.module[0].weight"``, without ``eval``; names; imports."""
+"""Reaches into the user's objects by a path (``"policy.module[0].weight"``), names them; optional imports."""
 
 from __future__ import annotations
 

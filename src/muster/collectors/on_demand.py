@@ -200,7 +200,7 @@ class OnDemand:
                 self._choice.take(store.new_ends())
             else:
                 self._choice.begin(self._living(), store)
-            store.check_ends("collect(n_episode=...)", resets=self._options.reset_at_each_iter)
+            store.check_ends("collect(n_episode=...)", resets=False)
         group = store.take(self._choice.numbers)
         engine.batches, engine.in_batch = engine.batches + 1, False
         self._interrupted = None

@@ -41,7 +41,8 @@ class EpisodeHook:
         self._known: dict[Key, tuple[Any, ...]] | None = None  # the columns: shape and dtype of the first episode's
         self._episodes = self._nothing_yet()
         self._tails: set[int] = set()  # environments that may be in an episode whose beginning nobody has seen
-        self._taken: TensorDict | None = None  # the batch whose episodes could not be joined
+        self._taken: TensorDict | None = None  # the batch of which ``watch`` was interrupted by an error
+        self._ended: TensorDict | None = None  # the episodes that end in it
         self._under_way: TensorDict | None = None  # the batch of whole episodes that an error interrupted
         self._left: deque[TensorDict] = deque()  # those of them that are to be shown
         self._made: list[Columns] = []  # of the others
@@ -71,11 +72,12 @@ class EpisodeHook:
             if steps.shape[-1]:
                 self._episodes.add(steps, envs)
             self._taken = batch
+        if self._ended is None and (numbers := self._episodes.held):
+            self._ended = self._episodes.take(numbers).batch
         episodes: deque[TensorDict] = deque()
-        if numbers := self._episodes.held:
-            ended = self._episodes.take(numbers).batch
+        if (ended := self._ended) is not None:
             episodes.extend(_cut(ended.exclude(*hidden), find_pieces(ended, self._done_key)))
-        self._taken = None
+        self._taken = self._ended = None
         return episodes
 
     def show(self, episodes: deque[TensorDict]) -> None:

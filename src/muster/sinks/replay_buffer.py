@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class ReplaySink:
     """Writes batches into ``buffer``, which is called in the thread that collects; its errors pass unchanged.
 
-    What it is given are views on lent memory: a buffer that copies (``LazyTensorStorage``, ``LazyMemmapStorage``) gives
-    the memory back at once, one that keeps references (``ListStorage``, a list) when it drops them.
+    Batches are views on lent memory: a buffer that copies (``LazyTensorStorage``, ``LazyMemmapStorage``) gives the
+    memory back at once, one that keeps references (``ListStorage`` with single environments, a list) when it drops them.
 
     Args:
         buffer: with ``extend(batch)``, or ``add(transition)``.
