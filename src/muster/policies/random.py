@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from muster.errors import MusterError
 from muster.keys import Key
 from muster.memory.slots import Lane
 from muster.memory.specs import OBJECT, Array, Column
@@ -29,6 +30,7 @@ class RandomPolicy:
 
     name = path = "random"
     draws_globally = False
+    raises = (MusterError,)  # that of the environments, which draw the actions
 
     def __init__(self, sample: Sample, batch_shape: tuple[int, ...]) -> None:
         self._sample = sample
