@@ -10,7 +10,7 @@ from muster.memory.slots import Lane
 from muster.protocols import Outputs, Policy
 
 Result = TypeVar("Result")
-OWN = (PolicyError, BadPolicyOutput, BadOption)  # what the adapters of policies raise
+OWN: tuple[type[Exception], ...] = (PolicyError, BadPolicyOutput, BadOption)  # what the adapters of policies raise
 OBS_DTYPE_HINT = (
     "Observations have the dtype of the policy's first floating parameter, or the environment's if it has none or with "
     "obs_dtype='env': pass obs_dtype=torch.float32, or cast in the policy (bfloat16 networks have to). "
@@ -21,10 +21,15 @@ def call_policy(policy: Policy, call: Callable[[], Result]) -> Result:
     """What ``call`` returns; what it raises as a ``PolicyError``."""
     try:
         return call()
-    except OWN:
-        raise
     except Exception as error:
+        if is_own(policy, error):
+            raise
         raise policy_error(policy, error) from error
+
+
+def is_own(policy: Policy, error: BaseException) -> bool:
+    """It is what the adapter says, and not the user's policy: one of its ``raises``, where it has that, or ``OWN``."""
+    return issubclass(type(error), getattr(policy, "raises", OWN))
 
 
 def policy_error(policy: Policy, error: BaseException, t: int = 0) -> PolicyError:

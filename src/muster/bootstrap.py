@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from muster.acting import OWN
+from muster.acting import is_own
 from muster.errors import BadOption, PolicyError, described
 from muster.group import Group
 from muster.interrupts import allowed
@@ -187,9 +187,9 @@ def fill_values(
 def _ask(policy: Policy, lane: Lane, rng: GroupRng) -> None:
     try:
         policy.start(lane, rng)(0)
-    except OWN:
-        raise
     except Exception as error:
+        if is_own(policy, error):
+            raise
         raise PolicyError(
             f"policy {policy.name} raised {described(error, ' for the values of next observations (bootstrap)')}. "
             f"No environment was stepped since; the next call tries again."

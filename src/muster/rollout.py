@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from muster.acting import OWN, call_policy, env_error, policy_error
+from muster.acting import call_policy, env_error, is_own, policy_error
 from muster.errors import BadEnvOutput
 from muster.group import STOP, Group
 from muster.interrupts import allowed
@@ -123,7 +123,7 @@ def _cut_short(group: Group, policy: Policy, lane: Lane, t: int, at: int, error:
         return error
     if at == IN_POLICY:
         lane.done_steps = max(lane.done_steps, t)
-        return error if issubclass(type(error), OWN) else policy_error(policy, error, t)
+        return error if is_own(policy, error) else policy_error(policy, error, t)
     if at == AFTER_STEP and lane.done_steps > t and not resetting:
         return error  # of the user's functions that look on: the row is complete, and the next call goes on after it
     reason = "bad_env_output" if issubclass(type(error), BadEnvOutput) else "env_error"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from muster import Collector, MultiSyncCollector
 from muster.errors import BadEnvOutput, EnvError, MusterError
@@ -748,3 +748,60 @@ def test_a_fault_in_a_vector_environment_does_not_poison_the_next_batch():
             collector.rollout()
         assert column(collector.rollout(), "next", "reward") == [[1, 2, 3, 1, 1, 2]] * 2
         assert_accounted(collector)
+
+
+# --- what was executed -----------------------------------------------------------------------------
+
+
+def test_a_step_whose_info_says_nothing_about_lives_was_executed():
+    class NoInfo(CountingEnv):
+        def step(self, action: int) -> Any:
+            *rest, info = super().step(action)
+            return *rest, ("no dict" if self.executed == 5 else info)
+
+    count = iter(range(2))
+    make = lambda: NoInfo(9) if next(count) == 1 else CountingEnv(9)  # noqa: E731
+    with Collector(make, None, num_envs=2, frames_per_batch=2 * T, traj_done_key="over") as collector:
+        with pytest.raises(BadEnvOutput, match="returned an info that is str"):
+            collector.rollout()
+        collector.rollout()
+        assert collector.stats().discarded == {"bad_env_output": 2}
+        assert collector.stats().executed == sum(env.unwrapped.executed for env in collector.env)
+        assert_accounted(collector)
+
+
+def test_a_step_of_a_vector_environment_without_last_observations_was_executed():
+    class Hides(SyncVectorEnv):
+        muster_exact = True
+        steps = 0
+
+        def step(self, actions: Any) -> Any:
+            self.steps += self.num_envs
+            *rest, info = super().step(actions)
+            return *rest, {key: value for key, value in info.items() if self.steps > 10 or key != "final_obs"}
+
+    make = lambda: Hides([counting()] * 2, autoreset_mode=AutoresetMode.SAME_STEP)  # noqa: E731
+    with Collector(make, None, frames_per_batch=2 * T) as collector:
+        with pytest.raises(BadEnvOutput, match="without info"):
+            collector.rollout()
+        while collector.stats().frames < 2 * T:
+            try:
+                collector.rollout()
+            except BadEnvOutput:
+                assert_accounted(collector)
+        assert collector.stats().executed == collector.env.steps
+        assert_accounted(collector)
+
+
+def test_what_cannot_be_shown_is_still_the_environments_fault():
+    class Unshowable:
+        def __repr__(self) -> str:
+            raise ZeroDivisionError
+
+    env, options, who = faulty("stacked", 2, at=4, output={"reward": Unshowable()})
+    with Collector(env, None, **options) as collector:
+        error = run_into(collector, 4, BadEnvOutput)
+        assert f"{who}.step (row 4 of the batch): reward is Unshowable <could not be shown: ZeroDivisionError>" in str(
+            error
+        )
+        check_goes_on(collector, 4, 3, "bad_env_output")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from muster.errors import MusterError
 from muster.keys import IS_INIT, Key
 from muster.memory.slots import Lane
 from muster.memory.specs import OBJECT, Array, Column
@@ -36,6 +37,7 @@ class RandomPolicy:
 
     name = path = "random"
     draws_globally = False
+    raises = (MusterError,)  # that of the environments, which draw the actions
 
     def __init__(self, sample: Sample, batch_shape: tuple[int, ...], unknown: float = float("nan")) -> None:
         self._sample = sample

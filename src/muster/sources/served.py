@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from muster.errors import BadOption
+from muster.errors import BadOption, MusterError
 from muster.keys import Key, dotted
 from muster.memory.slots import Lane
 from muster.memory.specs import Column
@@ -25,6 +25,7 @@ class ServedPolicy:
     """
 
     name, path, draws_globally = "policy", "server", False
+    raises = (MusterError,)  # the user's policy is elsewhere
 
     def __init__(self, line: Line, progress: Progress) -> None:
         self.line = line

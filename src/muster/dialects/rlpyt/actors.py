@@ -146,6 +146,8 @@ class Server(Actor):
         stops: look at ``stop_eval`` after every answer.
     """
 
+    raises = (MusterError,)  # the user's agent is in the other process
+
     def __init__(
         self,
         step_buffer: Any,
