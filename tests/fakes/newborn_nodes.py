@@ -17,7 +17,9 @@ import ctypes, os, pathlib
 class Environment: "As in the real dm_env."
 if os.getpid() != int(os.environ["MUSTER_TEST_MAIN"]):  # the fork server, which imports what the main process has
     pathlib.Path(__file__).with_name("importing").touch()
-    ctypes.PyDLL(None).sleep(100)  # holds the GIL, as loading torch does
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    for _ in range(2):
+        libc.pthread_mutex_lock(mutex)  # for ever, with the GIL, and no signal wakes it: as loading torch, but longer
 """
 
 
