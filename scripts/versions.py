@@ -55,7 +55,7 @@ WITHOUT_TORCH = (
 TOOLS = ("pytest>=8.2,<10", "pytest-timeout>=2.3,<3", "pytest-xdist>=3.6,<4", "hypothesis>=6.100,<7")
 SUPPORTED = ("3.10", "3.11", "3.12", "3.13", "3.14")
 TYPED = ("3.12", "3.13", "3.14")  # besides the oldest, which `make types` checks
-INSTALL_S, TEST_S = 300, 400
+INSTALL_S, TEST_S = 300, 600
 
 
 def main() -> int:
@@ -106,21 +106,17 @@ def canary(limit_s: float) -> int:
 def pythons(limit_s: float) -> int:
     """What can be run with other interpreters, and the types for them."""
     mine = ".".join(map(str, sys.version_info[:2]))
-    found = interpreters()
-    lines, failed = [f"  {mine:<8} this one: all tests (`make test`)"], False
-    for version in SUPPORTED:
-        if version != mine:
-            line, bad = (
-                one_python(version, found[version], limit_s) if version in found else ("not on this machine", False)
-            )
-            lines.append(f"  {version:<8} {line}")
-            failed |= bad
+    found = {version: path for version, path in interpreters().items() if version != mine}
     with ThreadPoolExecutor(2) as pool:
-        for version, (line, bad) in zip(TYPED, pool.map(types, TYPED), strict=True):
-            lines.append(f"  {version:<8} types: {line}")
-            failed |= bad
-    print("pythons:", *lines, sep="\n")
-    return int(failed)
+        ran = {version: pool.submit(one_python, version, path, limit_s) for version, path in found.items()}
+        typed = {version: pool.submit(types, version) for version in TYPED}
+    print("pythons:")
+    for version in SUPPORTED:
+        here = "all tests (`make test`)" if version == mine else "not on this machine"
+        print(f"  {version:<6} {ran[version].result()[0] if version in ran else here}")
+    for version, checked in typed.items():
+        print(f"  {version:<6} types: {checked.result()[0]}")
+    return int(any(each.result()[1] for each in (*ran.values(), *typed.values())))
 
 
 def one_python(version: str, interpreter: str, limit_s: float) -> tuple[str, bool]:
@@ -138,10 +134,8 @@ def one_python(version: str, interpreter: str, limit_s: float) -> tuple[str, boo
     builds = [build for build in builds if numbers(build) < (3,)]
     if builds:
         notes = install(python, [f"torch=={max(builds, key=numbers)}", requirements()["tensordict"]])
-    chosen = CORE if builds and not notes else WITHOUT_TORCH
-    result, failed = tests(
-        python, chosen, *(["-n", "2", "--dist", "loadfile", "-k", NOT_CORE] if chosen is CORE else [])
-    )
+    chosen, options = (CORE, IN_TWO) if builds and not notes else (WITHOUT_TORCH, ())
+    result, failed = tests(python, limit_s, chosen, *options)
     names = ("torch", "tensordict", "numpy", "gymnasium")
     versions = ", ".join(f"{name} {found}" for name in names if (found := version_of(python, name)))
     why = "core suite" if chosen is CORE else "no CPU build of torch; the tests that need none"
