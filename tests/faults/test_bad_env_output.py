@@ -16,8 +16,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from muster import Collector, MultiSyncCollector
 from muster.errors import BadEnvOutput, EnvError, MusterError
-from muster.testing import CountingEnv, FaultyEnv, SpaceEnv
-from tests.tools import assert_accounted, collect, column, counting, recorded
+from muster.testing import ChainEnv, CountingEnv, FaultyEnv, SpaceEnv
+from tests.tools import assert_accounted, assert_chain, collect, column, counting, recorded
 
 T = 6  # rows per batch
 OBS = np.zeros(2, np.float32)
@@ -409,6 +409,7 @@ def test_what_keeps_its_values_is_cast_with_one_warning(name, path, num_envs, wh
             batches = [collector.rollout(), collector.rollout()]
         (said,) = (str(w.message) for w in caught)
         assert said.endswith("Fix the environment, or correct its space with a gymnasium wrapper.")
+        assert collector._engine.groups[0].env.executed_in_row == 0
         for batch in batches:
             batch = batch if batch.ndim == 2 else batch.unsqueeze(0)
             rewards = [1, 2, 3, 1, 2, 3]
@@ -418,6 +419,28 @@ def test_what_keeps_its_values_is_cast_with_one_warning(name, path, num_envs, wh
             assert column(batch, "next", "terminated") == [[r == 3 for r in rewards]] * (num_envs or 1)
         assert_accounted(collector)
         assert collector.stats().executed == collector.stats().frames
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_a_row_that_is_cast_in_the_middle_gives_every_environment_its_own_action(at):
+    """Both paths: the first batch begins on the plain one."""
+
+    class Narrow(ChainEnv):
+        def step(self, action: Any) -> Any:
+            obs, *rest = super().step(action)
+            self.steps = getattr(self, "steps", -1) + 1
+            return (obs.astype(np.int32) if self.number == 1 and self.steps == at else obs, *rest)
+
+    numbers = iter(range(3))
+
+    def make() -> Narrow:
+        env = Narrow()
+        env.number = next(numbers)
+        return env
+
+    with pytest.warns(UserWarning, match="Narrow: observation has dtype int32, but its space says int64"):
+        batch = collect(make, None, num_envs=3, frames_per_batch=24, seed=0)
+    assert_chain(batch)
 
 
 @pytest.mark.parametrize("name", CASTS)

@@ -277,6 +277,16 @@ def test_final_observations_of_compact_batches():
     assert (finals[:, 1] == torch.tensor(3 + 1 / 3, dtype=F64).float()).sum() == 2
 
 
+def test_environments_that_wait_for_the_next_batch_have_blank_rows_of_it():
+    lengths = iter([2, 3])
+    batch = collect(
+        lambda: Wide(next(lengths)), categorical(net()), num_envs=2, frames_per_batch=6, reset_when_done=False
+    )
+    assert torch.equal(batch["next", "observation"][1], rows(1, 3))
+    assert batch["next", "observation"][0, 2].tolist() == [0, 0]
+    assert batch["collector", "valid"].tolist() == [[True, True, False], [True] * 3]
+
+
 def test_random_batches_and_single_steps_have_it_too():
     with Collector(Wide, categorical(net()), frames_per_batch=6, init_random_frames=6) as collector:
         assert torch.equal(collector.rollout()["observation"], rows(0))
