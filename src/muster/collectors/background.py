@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from muster.errors import CollectorTimeout
+from muster.forks import Owner
 from muster.group import Group
 
 PATIENCE = 600.0  # seconds for one batch, before whoever waits for its end is told
@@ -22,10 +23,12 @@ class Background:
 
     Attributes:
         error: what ``step`` raised, until somebody takes it.
+        owner: the process that the thread is in.
     """
 
     def __init__(self, step: Callable[[], bool], name: str, groups: Sequence[Group] = ()) -> None:
         self._step, self._stopping = step, False
+        self.owner = Owner("collector", "background thread")
         self._changed = threading.Condition()
         self._busy = False  # in the middle of a batch
         self._pauses = 0  # how many want it to be in none

@@ -127,6 +127,7 @@ class WeightMethods:
 
     def increment_version(self) -> None:
         """Count a version, for weights that were changed in another way."""
+        self._check_open()
         self._weights.increment()
 
     def _part(self, model_id: str) -> torch.nn.Module | None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from muster.errors import BadOption, BadRecording, UnsupportedSpace
+from muster.forks import Owner
 from muster.keys import Key, dotted
 from muster.recording import chunks, files, jsonable
 from muster.whole_files import write_whole
@@ -80,6 +81,7 @@ class Recorder:
             "meta": meta,
         }
         self._signature: dict[Key, tuple[str, tuple[int, ...]]] | None = None
+        self._owner = Owner("recorder", "files")
         self._lock: files.DirectoryLock | None = self._claim()
 
     @property
@@ -99,7 +101,9 @@ class Recorder:
             BadRecording: the disk took no more (see the message for what is kept), the batch has other keys,
                 shapes or dtypes than those before, or the recorder is closed.
             UnsupportedSpace: a leaf is neither a plain tensor nor JSON-able objects.
+            ForkedProcess: a fork of this process calls it.
         """
+        self._owner.check()
         if self._lock is None:
             raise BadRecording(f"The recorder of {self.directory} is closed.")
         content = _Content(batch)
@@ -120,7 +124,9 @@ class Recorder:
 
         Raises:
             BadRecording: the disk took no more. What was pending still is.
+            ForkedProcess: a fork of this process calls it.
         """
+        self._owner.check()
         if self._pending is None or not self._pending.count:
             return
         about = {"chunk": self._chunks, "first_batch": self._batches, "manifest": self._manifest}
@@ -140,12 +146,12 @@ class Recorder:
         self._pending.clear()
 
     def close(self) -> None:
-        """Write what is pending and finish. May be called again.
+        """Write what is pending and finish. May be called again. In a fork of this process it does nothing.
 
         Raises:
             BadRecording: the disk took no more; the pending frames are lost, and the recording says so.
         """
-        if self._lock is None:
+        if self._lock is None or not self._owner.is_here():
             return
         try:
             self.flush()
