@@ -112,6 +112,10 @@ class CollectorClosed(MusterError, RuntimeError):
     """The collector was shut down."""
 
 
+class ForkedProcess(MusterError, RuntimeError):
+    """An object was used in a fork of the process that made it, whose workers, threads and files it has not."""
+
+
 class CollectorBusy(MusterError, RuntimeError):
     """A second iterator was asked for while the first is still in use."""
 

@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from muster.errors import CollectorTimeout
+from muster.errors import CollectorTimeout, described
+from muster.forks import Owner
 from muster.group import Group
 
 PATIENCE = 600.0  # seconds for one batch, before whoever waits for its end is told
@@ -24,10 +25,12 @@ class Background:
     Attributes:
         error: what ``step`` raised, until it is raised in another thread.
         ended_by: type and message of what ``step`` raised; empty while nothing was.
+        owner: the process that the thread is in.
     """
 
     def __init__(self, step: Callable[[], bool], name: str, groups: Sequence[Group] = ()) -> None:
         self._step, self._stopping = step, False
+        self.owner = Owner("collector", "background thread")
         self._changed = threading.Condition()
         self._busy = False  # in the middle of a batch
         self._pauses = 0  # how many want it to be in none
@@ -90,7 +93,7 @@ class Background:
                 more = self._step()
                 self._rest()
         except BaseException as error:  # noqa: BLE001 (handed to the user's thread)
-            self.error, self.ended_by = error, f"{type(error).__name__}: {error}"
+            self.error, self.ended_by = error, described(error)
             self._warn()
         finally:
             self._rest()

@@ -24,6 +24,7 @@ from muster.collectors.options import CollectorOptions
 from muster.collectors.remote import RemoteAccess
 from muster.collectors.weight_methods import WeightMethods
 from muster.errors import BadOption, CollectorBusy, CollectorClosed, CollectorTimeout
+from muster.forks import Owner
 from muster.loggers import CollectionLog
 from muster.profiling import ProfileConfig
 from muster.stats import CollectorStats
@@ -183,7 +184,8 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
         Raises:
             CollectorTimeout: it did not end within ``timeout`` seconds; nothing was closed.
         """
-        self._stop_background(timeout)
+        if not self._is_forked():
+            self._stop_background(timeout)
         self.shutdown(close_env=close_env)
 
     # --- looking at it ----------------------------------------------------------------------------
@@ -283,6 +285,9 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
             CollectorTimeout: the background thread did not end in time; nothing was closed.
         """
         if self._closed:
+            return
+        if self._is_forked():  # nothing of it is this process's to end
+            self._closed = True
             return
         try:
             self._stop_background(timeout)
@@ -388,7 +393,18 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
                 "nobody has said how much a batch is: make it with frames_per_batch=, or use collect(n_step=...)"
             )
 
+    def _is_forked(self) -> bool:
+        """This is a fork of the process that has its workers, or its background thread."""
+        return not all(owner.is_here() for owner in self._owners())
+
+    def _owners(self) -> list[Owner]:
+        """Of what no fork has."""
+        owners = self._engine.source.crew.owner, self._background and self._background.owner
+        return [owner for owner in owners if owner]
+
     def _check_open(self) -> None:
+        for owner in self._owners():
+            owner.check()
         self._raise_from_background()
         if self._closed:
             raise CollectorClosed("this collector was shut down; make a new one")

@@ -128,7 +128,7 @@ class WeightMethods:
 
     def increment_version(self) -> None:
         """Count a version, for weights that were changed in another way."""
-        self._raise_from_background()
+        self._check_open()
         self._weights.increment()
 
     def _part(self, model_id: str) -> torch.nn.Module | None:

@@ -29,6 +29,7 @@ from muster.evaluation.copies import weights_of
 from muster.evaluation.result import Evaluation
 from muster.evaluation.run import Plan, Progress
 from muster.evaluation.stage import Stage
+from muster.forks import Owner
 from muster.integers import integer
 from muster.weights.names import Weights
 
@@ -189,6 +190,7 @@ class Evaluator:
             create_env_fn, policy, num_workers=num_workers, rows=rows, record=record_actions, options=options
         )
         self._number = 0
+        self._owner = Owner("evaluator", "workers") if num_workers else None
         self._stats, self._counting = EvaluatorStats(), threading.Lock()
         self._closed = False
         self._background: Background[_Job, Evaluation] = Background(self._in_background, f"muster-eval-{id(self):x}")
@@ -246,6 +248,7 @@ class Evaluator:
 
     def poll(self) -> Evaluation | None:
         """The oldest evaluation of a trigger that is done and was not fetched yet, or None; raises what it raised."""
+        self._check_here()
         return self._background.take()
 
     def wait(self, timeout: float | None = None) -> Evaluation:
@@ -275,6 +278,8 @@ class Evaluator:
         if self._closed:
             return
         self._closed = True
+        if self._owner is not None and not self._owner.is_here():  # nothing of it is this process's to end
+            return
         if not self._background.stop(timeout):
             self._stage.kill()
             self._background.stop(None)
@@ -349,7 +354,12 @@ class Evaluator:
                 changed |= {"version": last.version, "mean": last.mean}
             self._stats = replace(self._stats, **changed)
 
+    def _check_here(self) -> None:
+        if self._owner is not None:
+            self._owner.check()
+
     def _check_open(self) -> None:
+        self._check_here()
         if self._closed:
             raise CollectorClosed("this evaluator was shut down; make a new one")
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from muster.errors import SlotsExhausted
+from muster.forks import Owner
 from muster.memory.specs import Array
 
 _MAP_FIXED = 0x10
@@ -39,7 +40,7 @@ class Arena:
     def __init__(self, fd: int, *, name: str = "", creator: bool = False) -> None:
         self.fd = fd
         self.name = name
-        self._creator = creator
+        self._creator = Owner() if creator else None
         self._end = 0
         self._in_use: dict[int, int] = {}  # bytes by offset
         self._released: defaultdict[int, list[int]] = defaultdict(list)  # offsets by bytes
@@ -69,7 +70,7 @@ class Arena:
         Raises:
             SlotsExhausted: there is not enough memory. Memory that was given is there: writing to it never fails.
         """
-        if not self._creator:
+        if self._creator is None or not self._creator.is_here():
             raise ValueError("This process did not create the arena; only the one that did can allocate in it.")
         size = _pages(nbytes)
         reusable = self._released[size]
@@ -92,6 +93,8 @@ class Arena:
     def release(self, offset: int, nbytes: int) -> None:
         """Give the memory of an allocated range back to the system; views of it read zeros from now on."""
         if self.fd < 0:  # the finalizer of a batch that outlived the arena
+            return
+        if self._creator is not None and not self._creator.is_here():  # in a fork, whose parent still uses it
             return
         size = _pages(nbytes)
         if self._in_use.get(offset) != size:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from muster.errors import BadOption, BadRecording, UnsupportedSpace
+from muster.forks import Owner
 from muster.keys import Key, dotted
 from muster.recording import chunks, files, jsonable
 from muster.whole_files import write_whole
@@ -82,6 +83,7 @@ class Recorder:
             "meta": meta,
         }
         self._signature: dict[Key, tuple[str, tuple[int, ...]]] | None = None
+        self._owner = Owner("recorder", "files")
         self._lock: files.DirectoryLock | None = self._claim()
 
     @property
@@ -103,7 +105,9 @@ class Recorder:
             BadRecording: the disk is full or fails; the batch has other keys, shapes or dtypes than those before; or
                 the recorder is closed. Batches added before are kept.
             UnsupportedSpace: a leaf is neither a plain tensor nor JSON-able objects.
+            ForkedProcess: a fork of this process calls it.
         """
+        self._owner.check()
         if self._lock is None:
             raise BadRecording(f"The recorder of {self.directory} is closed.")
         content = _Content(batch)
@@ -128,7 +132,9 @@ class Recorder:
 
         Raises:
             BadRecording: the disk is full or fails. What was pending still is: repeat the call.
+            ForkedProcess: a fork of this process calls it.
         """
+        self._owner.check()
         if self._pending is None or not self._pending.count:
             return
         about = {"chunk": self._chunks, "first_batch": self._batches, "manifest": self._manifest}
@@ -147,14 +153,14 @@ class Recorder:
         self._pending.clear()
 
     def close(self) -> None:
-        """Write what is pending and finish. May be called again.
+        """Write what is pending and finish. May be called again. In a fork of this process it does nothing.
 
         Raises:
             BadRecording: the disk is full or fails. The recorder stays open and keeps what is pending: repeat the
                 call. Without that, the pending frames end with the process, and the recording says that it was not
                 closed.
         """
-        if self._lock is None:
+        if self._lock is None or not self._owner.is_here():
             return
         self.flush()
         self._write_manifest(closed=True, frames=self._frames, batches=self._batches, chunks=self._chunks)

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeGuard
 import numpy as np
 
 from muster.errors import MusterError, WorkerDied
+from muster.forks import Owner
 from muster.memory.slots import Slot
 from muster.memory.specs import Array
 from muster.progress import Timing
@@ -109,12 +110,14 @@ class Crew:
         watch: for workers that are not in this thread.
 
     Attributes:
+        owner: the process whose workers they are; None: they are in this thread, and a fork has copies of them.
         server: acts for the workers; None: they do.
         elastic: workers may be absent (see ``DetachedWorker``) from the beginning, and again later.
     """
 
     def __init__(self, handles: Sequence[Handle], infos: Sequence[GroupInfo], watch: Watch | None = None) -> None:
         self.handles, self._watch = list(handles), watch
+        self.owner = None if watch is None else Owner("collector", "workers")
         firsts = itertools.accumulate((info.num_envs for info in infos), initial=0)
         self.accounts = [
             Account(info, np.arange(first, first + info.num_envs)) for info, first in zip(infos, firsts, strict=False)

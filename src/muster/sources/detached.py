@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from muster.forks import Owner
 from muster.interrupts import postponed
 from muster.memory.slots import Lane, Slot
 from muster.memory.specs import Column
@@ -35,7 +36,6 @@ class DetachedWorker:
     Attributes:
         incarnation: how often it was started before.
         child: its process.
-        alive: it has one, as far as is known.
         reports: that have come and nobody has taken.
         unfinished: what it had done of an order when it was terminated from outside; the order is under way.
         reviving: it will be started again by whoever watches over it.
@@ -50,7 +50,8 @@ class DetachedWorker:
     def __init__(self, index: int, setup: Setup, patience: Patience) -> None:
         self.index, self.setup, self.groups = index, setup, list(setup.groups)
         self.incarnation = -1
-        self.alive = False
+        self._owner = Owner("collector", "workers")
+        self._alive = False
         self.outstanding: dict[int, Order] = {}
         self.reports: deque[Report] = deque()
         self.unfinished: list[Report] = []
@@ -73,16 +74,22 @@ class DetachedWorker:
 
     # --- a process --------------------------------------------------------------------------------
 
+    @property
+    def alive(self) -> bool:
+        """It has a process or thread, as far as is known; in a fork of this process nobody has."""
+        return self._alive and self._owner.is_here()
+
     def start(self) -> None:
         """Start a process, which makes its environments; ``built`` waits for them. A successor is told all that its
         predecessor was, and what it had not done; one that is absent, when it is there.
         """
+        self._owner.check()
         self.incarnation = max(0, self.incarnation) if self.absent else self.incarnation + 1
         self._replies.clear()
         self.entered.clear()
         setup = self.setup
         self.child, self._channel, self.ledger = setup.launch(f"muster-worker-{self.index}", not self.incarnation)
-        self.alive = True
+        self._alive = True
         start = Start(
             self.index, self.incarnation, setup.payload, self.groups, setup.threads, setup.stoppable, setup.in_thread
         )
@@ -151,7 +158,7 @@ class DetachedWorker:
         try:
             self._patience.ends(self)
         finally:  # also after Ctrl-C
-            self.alive = False
+            self._alive = False
             self.child.kill()
             self.child.close()
             self._channel.close()

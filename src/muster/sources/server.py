@@ -7,12 +7,14 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from muster.envs.build import BuiltEnv
 from muster.errors import BadOption
+from muster.forks import end_on_return
 from muster.group import Group
 from muster.keys import TERMINATED, TRUNCATED, Key, next_of
 from muster.memory.shared import Arena
@@ -53,6 +55,11 @@ def main(channel: Channel) -> None:
         with suppress(OSError):  # whom the inference server wakes up does not push it aside while it answers the others
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     signal.signal(signal.SIGTERM, server.terminate)
+    os.register_at_fork(
+        before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, (signal.SIGTERM,)),
+        after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, (signal.SIGTERM,)),
+        after_in_child=partial(_leave_to_user, server, ledger),
+    )
     try:
         server.serve()
     except (EOFError, Terminated):  # the parent is gone; or there is nothing to close yet
@@ -60,6 +67,16 @@ def main(channel: Channel) -> None:
     if server.terminated:  # by that signal, and seen to be
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _leave_to_user(server: Server, ledger: Ledger) -> None:
+    """In a fork that an environment or policy has made of a worker: it may do what it likes, but not be the worker."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))  # one that came before it had this is not lost
+    server.channel.close()
+    server.arena.isolate()
+    ledger.disarm()
+    end_on_return(f"worker {server.start.index}")
 
 
 class Server:
