@@ -67,7 +67,17 @@ def test_groups_of_episodes(rule):
 
 
 def test_trajectories_that_are_split():
-    survives(partial(alone, frames_per_batch=28, split_trajs=True), [following] * 3)
+    survives(partial(alone, frames_per_batch=28, split_trajs=True, total_frames=84), [following] * 3)
+
+
+def test_the_last_batch_comes_after_an_error_without_another_one():
+    with alone(frames_per_batch=28, total_frames=28, split_trajs=True) as c:
+        with out_of_memory(1), pytest.raises(MemoryError):
+            c.next()
+        assert (c.stats().frames, c.stats().in_flight) == (0, 28)
+        assert c.next() is not None
+        assert c.stats().executed == c.stats().frames == 28
+        assert c.next() is None
 
 
 def test_rollouts_that_are_concatenated():

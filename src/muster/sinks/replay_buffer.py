@@ -18,7 +18,7 @@ class ReplaySink:
     """Writes batches into ``buffer``, which is called in the thread that collects; its errors pass unchanged.
 
     Batches are views on lent memory: a buffer that copies (``LazyTensorStorage``, ``LazyMemmapStorage``) gives the
-    memory back at once, one that keeps references (``ListStorage`` with single environments, a list) when it drops them.
+    memory back at once, one that keeps references (a list) when it drops them.
 
     Args:
         buffer: with ``extend(batch)``, or ``add(transition)``.
