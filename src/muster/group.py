@@ -118,14 +118,17 @@ class Group:
         """Let the environments ``which`` (default all) begin anew before the next step."""
         self.due.add(range(self.B) if which is None else sorted(set(which)), seeds)
 
-    def prime(self, policy: Policy) -> None:
+    def prime(self, policy: Policy) -> Outputs:
         """Make the policy's first real call, which shows its columns; ``rollout`` goes on from it."""
-        if self._primed is not None and self._primed[0] is policy:
-            return
+        if self._primed is None or self._primed[0] is not policy:
+            self._primed = policy, self._first(policy), self.version
+        return self._primed[1]
+
+    def probe(self, policy: Policy) -> Outputs:
+        """Call the policy as ``prime`` does, only to see what it returns: random streams are as before afterwards."""
         self.begin()
-        with self.surroundings(first=True):
-            obs = self.observations()
-            self._primed = policy, keep(call_policy(policy, lambda: policy.first(obs, self.rng))), self.version
+        with self.rng.unmoved():
+            return self._first(policy)
 
     def begin(self, *, early: bool = False) -> None:
         """Do now the resets that would be done before the next step.
@@ -255,6 +258,15 @@ class Group:
         self.reset()
 
     # --- parts ------------------------------------------------------------------------------------
+
+    def _first(self, policy: Policy) -> Outputs:
+        """The policy's first call, for the rows that it would act on next."""
+        self.begin()
+        with self.surroundings(first=True):
+            obs = self.observations()
+            if IS_INIT in self.carry:  # episodes may have begun under a policy that acted before
+                obs[IS_INIT] = self.carry.seen(IS_INIT)
+            return keep(call_policy(policy, lambda: policy.first(obs, self.rng)))
 
     def _enter_first(self, lane: Lane) -> None:
         let_go = self._unwanted(range(self.B))

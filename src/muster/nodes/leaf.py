@@ -171,9 +171,9 @@ class Leaf:
 
         def adopt(content: Any) -> None:
             assert self._agent.server is not None
-            ask(self._agent.server.ask("adopt", content))
+            ask(self._agent.server.ask("adopt", content, policy == "policy"))
 
-        if self._served and policy == "policy":
+        if self._served:
             self._ask("observe", (), observed)
         else:
             ask(columns)

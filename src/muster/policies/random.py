@@ -1,11 +1,13 @@
-"""Uniform random actions, drawn for a whole rollout at once."""
+"""Uniform random actions, drawn for a whole rollout at once, and what stands in the policy's other columns then."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from muster.keys import Key
+import numpy as np
+
+from muster.keys import IS_INIT, Key
 from muster.memory.slots import Lane
 from muster.memory.specs import OBJECT, Array, Column
 from muster.protocols import Act, Outputs
@@ -22,17 +24,34 @@ Sample = Callable[[GroupRng, tuple[int, ...]], dict[Key, Array]]
 class RandomPolicy:
     """Implements ``Policy`` with the action space's own distribution.
 
+    Rollouts have the columns of the policy that acts at other times, so that all batches of a collector have the same
+    ones. Where no policy has acted there is no output: extras are NaN (integers 0, flags False, objects None), and
+    recurrent states are those of the beginning of an episode, from which the policy goes on.
+
     Args:
         sample: ``sample(rng, shape)`` returns ``[*shape, *leaf shape]`` per action leaf.
         batch_shape: see ``Layout``.
+        unknown: what floating-point extras hold.
     """
 
     name = path = "random"
     draws_globally = False
 
-    def __init__(self, sample: Sample, batch_shape: tuple[int, ...]) -> None:
+    def __init__(self, sample: Sample, batch_shape: tuple[int, ...], unknown: float = float("nan")) -> None:
         self._sample = sample
         self._shape = batch_shape
+        self._unknown = unknown
+        self._columns: Sequence[Column] = ()
+        self._cells: Mapping[Key, Array] = {}
+
+    def learn(self, columns: Sequence[Column], cells: Mapping[Key, Array]) -> None:
+        """Fill the columns of another policy from now on.
+
+        Args:
+            columns: its own.
+            cells: what it returned in columns of objects, whose shapes only these can show.
+        """
+        self._columns, self._cells = columns, cells
 
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
         drawn = self._sample(rng, self._shape)
@@ -40,14 +59,38 @@ class RandomPolicy:
         return Outputs(tensors, objects={key: a for key, a in drawn.items() if a.dtype == OBJECT})
 
     def columns(self) -> Sequence[Column]:
-        return ()
+        return self._columns
 
     def start(self, lane: Lane, rng: GroupRng) -> Act:
-        """Fills the action rows that are still to be acted on; ``act`` then has nothing left to do."""
+        """Fills the rows that are still to be acted on; ``act`` then has nothing left to do."""
         begin = lane.acts_from
         for key, drawn in self._sample(rng, (lane.T - begin, lane.B)).items():
             lane.data[key][begin:] = drawn
+        for column in self._columns:
+            rows, begin = lane.data[column.key], lane.done_steps
+            if column.ragged:
+                rows[begin:] = self._emptied(self._cells[column.key].flat[0])
+            elif not column.carry:
+                rows[begin:] = self._empty(column)
+            elif column.key != IS_INIT:  # which the loop writes
+                rows[begin + 1 :] = 0
         return _nothing
+
+    def _empty(self, column: Column) -> Any:
+        """An extra where no policy has acted."""
+        if not column.is_tensor:
+            return None
+        return self._unknown if column.dtype.kind in "fc" else 0
+
+    def _emptied(self, cell: Any) -> Array:
+        """The same for a cell whose shape is its own; as an array, which NumPy does not look into."""
+        out = np.empty((), OBJECT)
+        out[()] = cell.apply(self._emptied_tensor) if hasattr(cell, "apply") else self._emptied_tensor(cell)
+        return out
+
+    def _emptied_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        floats = tensor.is_floating_point() or tensor.is_complex()
+        return torch.full_like(tensor, self._unknown) if floats else torch.zeros_like(tensor)
 
 
 def _nothing(t: int) -> None:

@@ -97,7 +97,8 @@ class TensorDictPolicy:
         inputs: dict[Key, Any] = {key: self._move(obs[key]) for key in self._obs_keys if key not in objects}
         inputs |= objects
         if self._wants_init:
-            inputs[IS_INIT] = torch.ones(*self._lead, 1, dtype=torch.bool, device=self._home)
+            begins = obs[IS_INIT].reshape(self._lead) if IS_INIT in obs else torch.ones(self._lead, dtype=torch.bool)
+            inputs[IS_INIT] = begins.unsqueeze(-1).to(self._home, copy=True)
         carrier = self._carrier(inputs)
         before = torch.get_rng_state()
         out = self._call(carrier)

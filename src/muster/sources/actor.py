@@ -109,21 +109,23 @@ class Actor:
             check_alike(info, next(iter(infos.values())))
         self._infos = infos
 
-    def adopt(self, groups: Mapping[int, tuple[dict[Key, Array], dict[str, Any]]]) -> list[Column]:
+    def adopt(self, groups: Mapping[int, tuple[dict[Key, Array], dict[str, Any]]], acts: bool) -> list[Column]:
         """The columns that the policy writes for groups; it is called once for the first of all, to see them.
 
         Args:
             groups: by number, observations to act on and the state of the random streams.
+            acts: it is going to act for them, from these streams on.
         """
-        for number, (_, state) in groups.items():
+        for number, (_, state) in groups.items() if acts else ():
             if number not in self._rngs:
                 self._rngs[number] = self._restored(number, state)
         if not self._policies:
             number = min(groups)
-            info, (obs, _) = self._infos[number], groups[number]
+            info, (obs, state) = self._infos[number], groups[number]
             tensors = {key: torch.from_numpy(a).reshape(*info.batch_shape, *a.shape[1:]) for key, a in obs.items()}
             self._take_weights()
-            self._columns = list(self._policy_for(info.batch_shape, lambda: tensors, self._rngs[number]).columns())
+            policy = self._policy_for(info.batch_shape, lambda: tensors, self._restored(number, state))
+            self._columns = list(policy.columns())
         return self._columns
 
     # --- random streams ---------------------------------------------------------------------------
@@ -323,8 +325,9 @@ class Actor:
         return {*next(iter(self._infos.values())).action_specs, *(column.key for column in self._columns)} - {IS_INIT}
 
     def _seen(self, lane: Lane, row: int) -> dict[Key, Any]:
-        """The observations of a row."""
-        return {key: lane.rows(key)[row] for key in next(iter(self._infos.values())).observation_specs}
+        """The observations of a row, and whether episodes begin there, if it says."""
+        keys = (*next(iter(self._infos.values())).observation_specs, IS_INIT)
+        return {key: lane.rows(key)[row] for key in keys if key in lane.tensors}
 
     def _policy_for(self, shape: tuple[int, ...], obs: Callable[[], dict[Key, Any]], rng: GroupRng) -> Policy:
         """The policy for a shape of batches. Before the first one it is called once, to see what it returns."""

@@ -212,7 +212,7 @@ class DetachedWorker:
             with suppress(Restarted):
                 self._patience.wait_for(self, lambda: self.alive and not self.absent)
         if method == "layouts":
-            self._laid_out = (*args, self._served_columns(args[0]))
+            self._laid_out = (*args, self._served_columns(acts=args[0] == "policy"))
             return self._call("lay_out", *self._laid_out)
         if method == "profile" and args[0] is not None and not self.setup.in_thread:
             args = dumps(args[0], "on_trace_ready"), args[1]
@@ -371,12 +371,12 @@ class DetachedWorker:
         self.fresh.append(report)
         self._reported[report.number] = self._slots.pop(report.number)
 
-    def _served_columns(self, policy: str) -> Sequence[Column]:
-        """What the server writes for it."""
-        if self.setup.server is None or policy != "policy":
+    def _served_columns(self, *, acts: bool) -> Sequence[Column]:
+        """What the server writes for it, or would write."""
+        if self.setup.server is None:
             return ()
         observed = self._call("observe")
-        columns: Sequence[Column] = self.setup.server.ask("adopt", observed)
+        columns: Sequence[Column] = self.setup.server.ask("adopt", observed, acts)
         return columns
 
     def _send_ticket(self) -> None:

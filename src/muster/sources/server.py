@@ -253,9 +253,9 @@ class Server:
         Args:
             columns: that a server writes.
         """
-        acting = self.worker.policies[policy]
-        if isinstance(acting, ServedPolicy):
-            acting.learn(columns)
+        served = self.worker.policies["policy"]
+        if isinstance(served, ServedPolicy):
+            served.learn(columns)
         made = self.worker.layouts(policy, T, version)
         layouts = dict(zip(self.start.groups, made, strict=True))
         if layouts != self._layouts:

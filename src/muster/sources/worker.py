@@ -19,6 +19,7 @@ from muster.hooks import rendering
 from muster.keys import Key, dotted
 from muster.memory.slots import Lane, Layout
 from muster.memory.specs import Array
+from muster.policies.random import RandomPolicy
 from muster.profiling import ProfileConfig, RolloutProfiler
 from muster.progress import ACTING, PHASE, STEPPING, Phase, Progress, Timing
 from muster.protocols import EnvBatch, Policy
@@ -63,6 +64,7 @@ class Worker:
         self.groups, self.policies, self.policy = list(groups), policies, model
         self.progress = progress or Progress()
         self.acting: Policy | None = None
+        self._known: tuple[Policy, Mapping[Key, Array]] | None = None  # that was called; its objects at that call
         self.newest: Callable[[], int | str] | None = None
         self._device = device
         self._profiler: RolloutProfiler | None = None
@@ -80,7 +82,8 @@ class Worker:
     def layouts(self, name: str, T: Sequence[int], version: int | str | None = None) -> list[Layout]:
         """Where the policy called ``name`` and the groups write, for rollouts of ``T`` steps each.
 
-        A policy that has not acted before makes its first call for that; rollouts go on from there.
+        A policy that has not acted before makes its first call for that; rollouts go on from there. Rollouts of
+        "random" have the columns of "policy".
         """
         policy = self._adopt(name, version)
         return [
@@ -104,10 +107,24 @@ class Worker:
                     group.begin()  # the server makes the first call
                 else:
                     with self._gradients(policy):
-                        group.prime(policy)
+                        objects = group.prime(policy).objects
+                    self._known = (policy, objects) if name == "policy" else self._known
+            if name != "policy" and isinstance(policy, RandomPolicy):
+                self._show_columns(policy)
             self.progress.begin(phase)
         self.acting = policy
         return policy
+
+    def _show_columns(self, random: RandomPolicy) -> None:
+        """Random rollouts have the columns of the policy, which is called once for it if it never was."""
+        policy = self.policies["policy"]
+        if isinstance(policy, ServedPolicy):
+            random.learn(policy.columns(), {})
+            return
+        if self._known is None or self._known[0] is not policy:
+            with self._gradients(policy):
+                self._known = policy, self.groups[0].probe(policy).objects
+        random.learn(policy.columns(), self._known[1])
 
     def run(self, order: Order, lane: Lane) -> Report:
         """Follow an order; what it raises is in the report."""

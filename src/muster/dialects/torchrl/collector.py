@@ -26,6 +26,7 @@ from muster.dialects.torchrl.weights import TorchRLWeights
 from muster.errors import CollectorClosed, EnvError, PolicyError
 from muster.keys import IS_INIT
 from muster.policies.adapt import place
+from muster.policies.random import RandomPolicy as UniformPolicy
 from muster.sources.build import build_policy
 
 
@@ -267,10 +268,13 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
     def _random(self) -> Any:
         """The policy of random frames: the environment's own choice, and zeros in the policy's other columns."""
         if self._random_policy is None:
-            policy: Any = None
+            group, zeros = self._engine.groups[0], self._zeros_of_policy()
             if isinstance(self.env, EnvBase):
-                policy = policies.RandomWithZeros(self._engine.groups[0], self._zeros_of_policy())
-            self._random_policy = build_policy(policy, worker_options(self.options), self._engine.groups[0], None)
+                policy = policies.RandomWithZeros(group, zeros)
+                self._random_policy = build_policy(policy, worker_options(self.options), group, None)
+            else:
+                self._random_policy = UniformPolicy(group.env.sample, group.batch_shape, unknown=0.0)
+                self._random_policy.learn([c for c in self._acting.columns() if c.key in zeros], {})
         return self._random_policy
 
     def _zeros_of_policy(self) -> Any:
