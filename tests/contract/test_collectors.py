@@ -476,6 +476,20 @@ def test_a_replay_buffer_takes_the_batches(kind):
         assert_accounted(c)
 
 
+def test_a_buffer_of_torchrl_gets_one_item_per_frame(kind):
+    data, batches = pytest.importorskip("torchrl.data"), []
+    buffer = data.ReplayBuffer(storage=data.LazyTensorStorage(1000), batch_size=4)
+    with make(kind, batches=3, replay_buffer=buffer, on_batch=lambda batch: batches.append(batch.clone())) as c:
+        assert list(c) == [None] * 3
+        assert buffer.write_count == c.stats().frames == 3 * kind.frames
+        assert_same(buffer[:], torch.cat([batch.reshape(-1) for batch in batches]))
+        assert buffer[:].shape == (3 * kind.frames,)
+        for amount in ({"n_step": 2 * kind.frames}, {"n_step": 5}, {"n_episode": 3}):
+            before = buffer.write_count
+            assert c.collect(**amount).n_collected_steps == buffer.write_count - before
+        assert_accounted(c)
+
+
 def test_in_the_background(kind):
     buffer = Buffer()
     with make(kind, None, Actor(), replay_buffer=buffer, track_policy_version=True) as c:

@@ -329,6 +329,47 @@ def test_a_replay_buffer_takes_what_is_collected_and_total_frames_are_those_of_i
         assert_accounted(c)
 
 
+def knows_time(obs: torch.Tensor) -> Any:
+    """Says what time it is in the episode, from 1 on."""
+    return torch.zeros(obs.shape[:-1], dtype=torch.int64), {"time": obs[..., 2] + 1, "whole": obs[..., 2].long() + 1}
+
+
+def assert_known_or_not(batch: Any) -> torch.Tensor:
+    """Rows in which the policy has acted have its columns, the others NaN and 0; returns which are which."""
+    known, here = batch["whole"] > 0, valid(batch)
+    assert torch.equal(batch["time"][known & here], batch["observation"][..., 2][known & here] + 1)
+    assert batch["time"][~known & here].isnan().all()
+    return known[here]
+
+
+@pytest.mark.parametrize("kind", MANY, ids=named)
+def test_random_steps_have_the_columns_of_the_policy(kind):
+    random = 3 * kind.frames
+    with patterned(kind, knows_time, init_random_frames=random) as c:
+        assert not assert_known_or_not(c.next()).any()
+        for amount in ({"n_step": 20}, {"n_episode": 8}, {"n_step": 3 * kind.frames + 1}, {"n_episode": 3}):
+            assert_known_or_not(c.collect_batch(**amount)[0])
+            assert_accounted(c)
+        assert assert_known_or_not(c.rollout()).any()
+        assert not assert_known_or_not(c.collect_batch(n_step=8, random=True)[0]).any()
+        assert not assert_known_or_not(c.collect_batch(n_episode=2, random=True)[0]).any()
+        assert_known_or_not(c.next())
+        assert_accounted(c)
+
+
+@pytest.mark.parametrize("kind", A_FEW, ids=named)
+def test_episodes_that_begin_at_random_are_whole(kind):
+    options = {"init_random_frames": 2 * kind.frames, "trajs_per_batch": 4}
+    with patterned(kind, knows_time, **options) as c:
+        known = []
+        while not (known and known[-1].all()):
+            batch = c.next()
+            known.append(assert_known_or_not(batch))
+            assert len(wholes(batch, LENGTHS)) == 4
+            assert_accounted(c)
+        assert not known[0].all()
+
+
 def test_no_frames_per_batch_are_needed_but_for_iteration(shared):
     for use in (iter, lambda c: c.next(), lambda c: c.rollout()):
         with pytest.raises(BadOption, match="frames_per_batch"):

@@ -246,7 +246,7 @@ def test_single_steps_with_a_limit_and_random_frames_count_whole_batches():
     options = {"frames_per_batch": 4, "total_frames": 12, "extend_buffer": False, "init_random_frames": 5}
     with Collector(counting(9), policy, replay_buffer=buffer, max_frames_per_traj=3, **options) as c:
         list(c)
-    assert calls == [8, 9, 10, 11]
+    assert calls == [0, 8, 9, 10, 11], "the first one shows what the policy returns"
     assert [row["step_count"].item() for row in buffer.rows] == [0, 1, 2] * 4
     assert [row["next", "truncated"].item() for row in buffer.rows] == [False, False, True] * 4
 
@@ -343,12 +343,47 @@ def test_torchrls_buffer_has_every_transition():
     assert buffer.sample().shape == (4,)
 
 
-def test_torchrls_one_dimensional_buffer_has_one_item_per_environment():
+@pytest.mark.parametrize("layout", ["batch_major", "time_major"])
+def test_torchrls_one_dimensional_buffer_has_one_item_per_frame(layout):
     buffer = torchrl_buffer()
-    with Collector(counting(3), None, num_envs=2, frames_per_batch=8, total_frames=16, replay_buffer=buffer) as c:
+    options = {"num_envs": 2, "frames_per_batch": 8, "total_frames": 16, "layout": layout}
+    with Collector(counting(3), None, replay_buffer=buffer, **options) as c:
         list(c)
-    assert len(buffer) == 4
-    assert buffer[:].shape == (4, 4)
+    assert buffer.write_count == 16
+    assert buffer[:].shape == (16,)
+    assert column(buffer[:], "next", "reward") == [1, 2, 3, 1] * 2 + [2, 3, 1, 2] * 2
+
+
+def test_cells_that_are_no_transitions_are_no_items():
+    buffer = torchrl_buffer()
+    with pytest.warns(UserWarning, match="cannot be shared"):
+        c = Collector(counting(3), None, num_envs=2, frames_per_batch=5, total_frames=10, replay_buffer=buffer)
+    with c:
+        list(c)
+        assert c.stats().frames == buffer.write_count == 10
+    assert column(buffer[:], "next", "reward") == [1, 2, 3, 1, 2, 1, 2, 3, 1, 2]
+
+
+@pytest.mark.parametrize("options", [{"split_trajs": True}, {"trajs_per_batch": 2, "traj_format": "pad"}], ids=str)
+def test_padded_trajectories_are_one_item_each(options):
+    buffer = torchrl_buffer()
+    with Collector(counting(3), None, num_envs=2, frames_per_batch=6, replay_buffer=buffer, **options) as c:
+        c.next()
+    assert buffer[:].shape == (2, 3)
+
+
+def test_whole_episodes_one_after_another_are_items_of_one_frame():
+    buffer = torchrl_buffer()
+    with Collector(counting(3), None, num_envs=2, frames_per_batch=6, trajs_per_batch=2, replay_buffer=buffer) as c:
+        c.next()
+    assert column(buffer[:], "next", "reward") == [1, 2, 3, 1, 2, 3]
+
+
+def test_what_postproc_has_made_of_a_batch_goes_into_the_buffer_as_it_is():
+    buffer, options = torchrl_buffer(), {"postproc": lambda batch: batch.reshape(4, 2)}
+    with Collector(counting(3), None, num_envs=2, frames_per_batch=8, replay_buffer=buffer, **options) as c:
+        c.next()
+    assert buffer[:].shape == (4, 2)
 
 
 @pytest.mark.parametrize("storage", ["LazyTensorStorage", "ListStorage"])

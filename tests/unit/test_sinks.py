@@ -134,15 +134,15 @@ def test_what_is_no_buffer_is_refused_at_once(buffer, options, message):
 
 @pytest.mark.parametrize("make", ["ReplayBuffer", "TensorDictReplayBuffer"])
 @pytest.mark.parametrize(
-    ("storage", "options", "length", "keeps"),
+    ("storage", "options"),
     [
-        ("LazyTensorStorage", {}, 2, 0),
-        ("LazyMemmapStorage", {}, 2, 0),
-        ("LazyTensorStorage", {"ndim": 2}, 10, 0),
-        ("ListStorage", {}, 2, 1),
+        ("LazyTensorStorage", {}),
+        ("LazyMemmapStorage", {}),
+        ("LazyTensorStorage", {"ndim": 2}),
+        ("ListStorage", {}),
     ],
 )
-def test_torchrls_storages(data, tmp_path, make, storage, options, length, keeps):
+def test_torchrls_storages(data, tmp_path, make, storage, options):
     if storage == "LazyMemmapStorage":
         options = {**options, "scratch_dir": str(tmp_path)}
     buffer = getattr(data, make)(storage=getattr(data, storage)(100, **options), batch_size=4)
@@ -152,13 +152,14 @@ def test_torchrls_storages(data, tmp_path, make, storage, options, length, keeps
         ReplaySink(buffer).write(batch)
         assert set(batch.keys(True, True)) == keys, "the batch has no more columns than before"
         del batch
-        assert c.stats().slots["lent"] == keeps, "only a buffer that keeps references keeps the memory"
-        assert len(buffer) == length
+        assert c.stats().slots["lent"] == 0
+        assert len(buffer) == 10
         if not options.get("ndim"):
             stored = buffer[:]
-            assert_same(torch.stack(list(stored)) if isinstance(stored, list) else stored, expected, ignore=("index",))
+            stored = torch.stack(list(stored)) if isinstance(stored, list) else stored
+            assert_same(stored, expected.reshape(-1), ignore=("index",))
         sample = buffer.sample()
-        assert sample.shape == ((4, 5) if length == 2 else (4,))
+        assert sample.shape == (4,)
         follows = sample["next", "observation"][..., 1] == sample["observation"][..., 1] + 1
         assert follows.all()
 

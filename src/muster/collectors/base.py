@@ -320,8 +320,9 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
 
     def _batches(self) -> Generator[Any, None, None]:
         engine, total = self._engine, self.options.total_frames
-        while engine.outlet.ready or total < 0 or engine.counted < total:
+        while not engine.outlet.is_empty or total < 0 or engine.counted < total:
             self._check_open()
+            engine.outlet.go_on()  # with what an error has kept
             if engine.outlet.ready:
                 yield engine.outlet.take()  # the user's alone while the next one is collected
             else:

@@ -15,7 +15,7 @@ from muster.collectors.multi import MultiCollector
 from muster.errors import BadOption
 from muster.nodes.link import Carrier
 from muster.nodes.node import Nodes
-from muster.sinks.replay_buffer import WrittenElsewhere
+from muster.sinks.replay_buffer import ReplaySink, WrittenElsewhere
 from muster.sources.supervision import TIMEOUTS
 
 
@@ -50,8 +50,8 @@ class ClusterCollector(MultiCollector):
         weakref.finalize(self, nodes.close)
         return nodes, self._cluster.bundles if self._alone else None
 
-    def _buffer_of_nodes(self) -> Any:
-        """The replay buffer, if it can be reached from nodes, and nothing here needs to see what goes into it."""
+    def _buffer_of_nodes(self) -> ReplaySink | None:
+        """Writes into the replay buffer, if nodes can reach it, and nothing here needs to see what goes into it."""
         return None
 
     def _connect(self, create_env_fn: Any, policy: Any, made: ExitStack) -> Engine:
@@ -216,7 +216,7 @@ class RayCollector(ClusterCollector):
 
         super().__init__(create_env_fn, policy, connect, num_nodes=num_collectors, **options)
 
-    def _buffer_of_nodes(self) -> Any:
+    def _buffer_of_nodes(self) -> ReplaySink | None:
         options = self.options
         names = {cls.__name__ for cls in type(options.replay_buffer).__mro__}
         looks = (
@@ -227,4 +227,4 @@ class RayCollector(ClusterCollector):
             return None
         from muster.nodes.ray_buffer import for_nodes
 
-        return for_nodes(options.replay_buffer)
+        return ReplaySink(for_nodes(options.replay_buffer))

@@ -41,7 +41,8 @@ class CollectMethods:
                 ready, side by side; there can be more steps than asked.
             n_episode: complete ones: a batch ``[frames]``, one after another in the order of their ends (with
                 ``traj_format="pad"`` one per line). Environments in the middle of an episode begin anew first.
-            random: uniformly random actions.
+            random: uniformly random actions. The policy's other columns are NaN, integers 0, flags False; its
+                recurrent states begin again after it. It is called once, to see its columns, if it never acted.
             render: call the environments' ``render`` after every step, and wait so many seconds then.
             no_grad: False calls your module or function with gradients enabled; the batch has none.
             reset_before_collect: begin new episodes in all environments.

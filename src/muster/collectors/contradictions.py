@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,8 +12,13 @@ from muster.errors import BadOption
 if TYPE_CHECKING:
     from muster.collectors.multi_options import MultiOptions
     from muster.collectors.options import CollectorOptions
+    from muster.sources.messages import GroupInfo
 
 
+NEEDS_ENVS = (
+    "needs the rows of each environment for itself, and cat_results along time puts those of one after those of "
+    "another: leave cat_results out, or, with num_envs, give the dimension of the environments"
+)
 Check = tuple[object, str]  # what is wrong if true, and the message
 
 
@@ -61,6 +67,42 @@ def check_multi(o: MultiOptions, *, alone: bool) -> None:
             "start_method is about processes, and backend='threads' has none: leave it out",
         ),
         *_of_inference(o),
+    ):
+        if wrong:
+            raise BadOption(message)
+
+
+def joins_time(o: CollectorOptions, cat_dim: int | None, batch_shape: Sequence[int]) -> bool:
+    """Rollouts of groups (``[*batch_shape, T]``) are concatenated along time."""
+    ndim = len(batch_shape) + 1
+    return cat_dim is not None and cat_dim % ndim == (0 if o.layout == "time_major" else ndim - 1)
+
+
+def check_cat(o: MultiOptions, infos: Sequence[GroupInfo]) -> None:
+    """Raise ``BadOption`` if the rollouts of these groups cannot be concatenated as ``cat_results`` says."""
+    if o.cat_dim is None:
+        return
+    first, dim = infos[0], o.cat_dim
+    ndim, over_time = len(first.batch_shape) + 1, joins_time(o, o.cat_dim, first.batch_shape)
+    along = None if over_time else dim % ndim - (o.layout == "time_major")
+
+    def kind(info: GroupInfo) -> object:
+        sizes = [size for place, size in enumerate(info.batch_shape) if place != along]
+        return sizes, info.observations, info.actions
+
+    waits = [name for name in ("trajs_per_batch", "on_episode_done") if getattr(o, name)]
+    for wrong, message in (
+        (
+            not -ndim <= dim < ndim,
+            f"cat_results={dim}: the rollouts to concatenate have {ndim} dimensions. Give one from {-ndim} to "
+            f"{ndim - 1}, or 'stack'",
+        ),
+        (
+            any(len(info.batch_shape) + 1 != ndim or kind(info) != kind(first) for info in infos),
+            f"cat_results={o.cat_results!r}: the groups of create_env_fn differ in number of environments or in "
+            f"spaces, so their rollouts cannot be concatenated: use a collector for each kind",
+        ),
+        (over_time and waits, f"{waits and waits[0]} {NEEDS_ENVS}"),
     ):
         if wrong:
             raise BadOption(message)

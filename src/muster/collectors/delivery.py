@@ -42,7 +42,8 @@ class Delivery:
         self._options, self._stacked, self._cat_dim, self._hidden = options, stacked, cat_dim, hidden
         self._storing = options.devices["storing_device"]
         self._views: dict[int, BatchView] = {}  # by the identity of their layouts, which they keep alive
-        self._prepared: dict[int, tuple[torch.Tensor, TensorDict]] = {}  # by the identity of slots, which they keep
+        # Lent slots whose batch has not been handed out, by their identity, which the memory keeps.
+        self._prepared: dict[int, tuple[torch.Tensor, TensorDict | None]] = {}
         self._same: tuple[Slot, torch.Tensor, TensorDict] | None = None
 
     @property
@@ -50,7 +51,10 @@ class Delivery:
         return self._same[0] if self._same else None
 
     def batch(self, filled: Filled) -> TensorDict:
-        """The batch in filled slots; ``[..., rows]`` without ``use_buffers``, if the rollout ended early."""
+        """The batch in filled slots; ``[..., rows]`` without ``use_buffers``, if the rollout ended early.
+
+        If it cannot be made (no memory for a copy, for instance), call again, or ``give_up``.
+        """
         if self._cat_dim is not None:
             return self._concatenated(filled, self._cat_dim)
         (ring, slot) = filled.slots[0]
@@ -58,14 +62,13 @@ class Delivery:
         self._same = None if self._same and self._same[0].layout is not slot.layout else self._same
         if self._same:
             return self._refresh(view)
-        if (made := self._prepared.pop(id(slot), None)) is not None:
-            slot.state = SlotState.LENT
-            memory, batch = made
-        else:
-            memory = ring.lend(slot)
+        memory, made = self._lent(ring, slot)
+        if made is None:
             if self._storing is not None and self._storing != memory.device:
                 memory = memory.to(self._storing)  # one transfer for all columns; the slot is free afterwards
-            batch = view.tensordict(memory, slot)
+            made = view.tensordict(memory, slot)
+        del self._prepared[id(slot)]
+        batch = made
         if self._options.use_buffers is False and (rows := max(filled.rows)) < slot.layout.T:
             batch = batch[(slice(None),) * view.time_dim + (slice(0, rows),)]
         if self._options.return_same_td:
@@ -84,19 +87,34 @@ class Delivery:
         """A slot will never be full; whether it had been prepared, and comes back to its ring by itself."""
         return self._prepared.pop(id(slot), None) is not None
 
+    def give_up(self, filled: Filled) -> None:
+        """Nobody will get the batch in these slots."""
+        for ring, slot in filled.slots:
+            self._lent(ring, slot)
+            self.drop(slot)
+
     def _concatenated(self, filled: Filled, dim: int) -> TensorDict:
         """A copy; the slots are free at once."""
         parts = []
         for (ring, slot), rows in zip(filled.slots, filled.rows, strict=True):
             view = self._view_of(ring.layout)
-            part = view.tensordict(ring.lend(slot), slot)
-            if not -part.ndim <= dim < part.ndim:
-                raise BadOption(f"cat_results={dim}: the rollouts to concatenate have {part.ndim} dimensions")
+            part = view.tensordict(self._lent(ring, slot)[0], slot)
             over_time = dim % part.ndim == view.time_dim
             parts.append(part[(slice(None),) * view.time_dim + (slice(0, rows),)] if over_time else part)
         batch: TensorDict = torch.cat(parts, dim)
         batch.names = parts[0].names
-        return batch if self._storing is None else batch.to(self._storing)
+        batch = batch if self._storing is None else batch.to(self._storing)
+        for _, slot in filled.slots:
+            self.drop(slot)
+        return batch
+
+    def _lent(self, ring: SlotRing, slot: Slot) -> tuple[torch.Tensor, TensorDict | None]:
+        """A full slot's memory, and its batch if that was prepared; lent until what is made of it is complete."""
+        if id(slot) in self._prepared:
+            slot.state = SlotState.LENT
+        else:
+            self._prepared[id(slot)] = ring.lend(slot), None
+        return self._prepared[id(slot)]
 
     def blank(self, layout: Layout, device: torch.device | None) -> TensorDict:
         """A batch of zeros, in memory of its own; on the ``device`` if there is no storing device."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from muster.collectors.contradictions import joins_time
 from muster.collectors.delivery import Delivery
 from muster.collectors.options import CollectorOptions
 from muster.collectors.outlet import Outlet
@@ -58,6 +59,7 @@ class Engine:
         lag: how many batches acted with weights so many publishes old.
         in_batch: the last rollout was not the end of a batch.
         hidden: keys of the last batch that are for the outlet only.
+        joins_time: rows of different environments follow each other in a batch.
         rollouts: collected; of one group each, or of all.
         values: of next observations, if they were asked for, by group of the last rollout; see ``Report``.
     """
@@ -75,6 +77,7 @@ class Engine:
         self.options, self.source, self.weights, self.local = options, source, weights, local
         self.num_envs = source.crew.num_envs
         self.rows = options.rows_per_batch(source.sharing)
+        self.joins_time = joins_time(options, cat_dim, source.crew.accounts[0].info.batch_shape)
         self.outlet = Outlet(options, self.num_envs)
         self.delivery = Delivery(options, stacked=stacked, cat_dim=cat_dim, hidden=self.outlet.needs_flags)
         if local is None:
@@ -100,6 +103,7 @@ class Engine:
         self.in_batch = False
         self.hidden: list[Key] = []
         self._step: TensorDict | None = None  # that is not in the buffer yet
+        self._unmade: tuple[object, Filled] | None = None  # slots that are full and no batch yet, and for what call
 
     @property
     def groups(self) -> list[Group]:
@@ -139,20 +143,26 @@ class Engine:
         with postponed():
             before = self.frames
             batch, hidden = self.collect(limit, ahead=ahead)
-            self.counted += self.frames - before
+            frames = self.frames - before
+            self.counted += frames
             try:
                 if self.options.post_collect_hook is not None:
                     with allowed():
                         self.options.post_collect_hook(batch)
             finally:
-                self.outlet.put(batch, hidden, self.env_ids)
+                self.outlet.put(batch, hidden, self.env_ids, frames=frames)
 
     def rollout(self) -> TensorDict:
         """See ``Collector.rollout``."""
         limit = self.options.frames_per_batch
         if not self.options.extend_buffer:
-            steps = list(self._steps(limit))
-            joined: TensorDict = torch.cat(steps, steps[0].names.index("time"))
+            before = self.frames
+            try:
+                steps = list(self._steps(limit))
+                joined: TensorDict = torch.cat(steps, steps[0].names.index("time"))
+            except BaseException:
+                self.discard("interrupted", self.frames - before)
+                raise
             return joined
         with postponed():
             batch, hidden = self.collect(limit)
@@ -188,8 +198,7 @@ class Engine:
             **others,
         )
         self.in_batch = not closes
-        filled = self._fill(wanted)
-        batch = self.delivery.batch(filled)
+        filled, batch = self._next(wanted)
         self.frames += filled.frames
         self.batches += closes
         self.rollouts += 1
@@ -251,6 +260,11 @@ class Engine:
             self.outlet.episodes.flush()
         return seed if static else seed + self.num_envs - 1
 
+    def discard(self, reason: str, frames: int) -> None:
+        """Count frames that were collected, and that nobody will see."""
+        self.source.crew.accounts[0].discarded[reason] += frames
+        self.frames -= frames
+
     def stats(self) -> CollectorStats:
         accounts = self.source.crew.accounts
         env, policy, copied, total = (
@@ -259,12 +273,13 @@ class Engine:
         )
         workers = self.source.crew.worker_stats()
         held = self.outlet.frames_held + (0 if self.kept is None else self.kept.frames_held) + self.undelivered
+        unmade = 0 if self._unmade is None else self._unmade[1].frames
         frames = self.frames - held - sum(self._dropped().values())
         return CollectorStats(
             frames=frames,
             executed=sum(account.executed for account in accounts),
             discarded=+self._discarded(),
-            in_flight=self.source.in_flight + held,
+            in_flight=self.source.in_flight + held + unmade,
             batches=self.batches,
             episodes=self.window.count,
             return_mean=self.window.return_mean,
@@ -313,6 +328,20 @@ class Engine:
         self.frames, self.counted, self.batches = state["frames"], state["counted"], state["batches"]
         self.window.load_state_dict(state["window"])
         self.episodes, self.in_batch = no_episodes(), False
+
+    def _next(self, wanted: Wanted) -> tuple[Filled, TensorDict]:
+        """The next slots and the batch in them. If that cannot be made, another call like this one tries again."""
+        like = wanted.limit, wanted.rows, wanted.closes, wanted.bootstrap
+        if self._unmade is not None and self._unmade[0] != like:
+            filled, self._unmade = self._unmade[1], None
+            self.delivery.give_up(filled)
+            self.source.crew.accounts[0].discarded["interrupted"] += filled.frames
+        if self._unmade is None:
+            self._unmade = like, self._fill(wanted)
+        filled = self._unmade[1]
+        batch = self.delivery.batch(filled)
+        self._unmade = None
+        return filled, batch
 
     def _fill(self, wanted: Wanted) -> Filled:
         if isinstance(self.source, FirstReady):

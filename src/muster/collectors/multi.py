@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from muster.attributes import resolve
 from muster.collectors.auto import auto_workers
 from muster.collectors.base import BaseCollector
-from muster.collectors.contradictions import check_multi
+from muster.collectors.contradictions import check_cat, check_multi
 from muster.collectors.engine import Engine
 from muster.collectors.multi_options import MultiKeywords, MultiOptions
 from muster.collectors.workers import Workers, count_workers
@@ -60,6 +60,7 @@ class MultiCollector(BaseCollector):
             options, makers, count, policy, self._weights, made, alone=self._alone, nodes=nodes, bundles=bundles
         )
         weakref.finalize(self, workers.end)  # also if nobody shuts it down
+        check_cat(options, [account.info for account in workers.crew.accounts])
         if options.num_threads is not None:
             made.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(options.num_threads)

@@ -15,11 +15,12 @@ from muster.bootstrap import check_bootstrap
 from muster.collect_stats import CollectStats
 from muster.collectors.asked import Asked, Collected
 from muster.collectors.choice import Choice
+from muster.collectors.contradictions import NEEDS_ENVS
 from muster.collectors.engine import Engine
 from muster.collectors.next_values import add_next_values
 from muster.collectors.on_demand_parts import Made, Part, Rollout, joined
 from muster.collectors.outlet import Passage
-from muster.episode_rules import ENDLESS, NobodyLetGo, PerEnv, Rule, RuleName
+from muster.episode_rules import NobodyLetGo, PerEnv, Rule, RuleName
 from muster.errors import BadOption, CollectorTimeout, UnsupportedEnv, WorkerDied
 from muster.interrupts import postponed
 from muster.keys import TERMINATED, TRAJ_DONE, TRUNCATED, VALID, next_of
@@ -56,6 +57,7 @@ class OnDemand:
         self._choice: Choice  # of the call that collects episodes
         self._parts: list[Part] = []  # of the call that collects steps
         self._rollout: Rollout | None = None  # that is to be one, and has no values of next observations yet
+        self._unkept: tuple[TensorDict, Array, int] | None = None  # a rollout for the store: its environments, frames
         self._random = False  # what is in the store
 
     def collect(self, asked: Asked) -> Collected:
@@ -93,14 +95,18 @@ class OnDemand:
         if self._first_ready is None:
             return
         if self._goes_on:
-            while self._first_ready.rest():
-                self._keep(self._engine.collect(None, closes=False, batches=0)[0])
+            while self._unkept is not None or self._first_ready.rest():
+                if self._unkept is None:
+                    self._collect_kept(batches=0)
+                self._keep()
             self._engine.in_batch = False
         elif not self._options.frames_per_batch:  # nobody will iterate over it
             self._give_up_ahead()
 
     def state_dict(self) -> dict[str, Any] | None:
         """Episodes that are held for the next call, as plain data."""
+        if self._unkept is not None:
+            self._keep()
         kept = self._engine.kept
         if kept is None:
             return None
@@ -108,7 +114,7 @@ class OnDemand:
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from ``state_dict()``."""
-        self._waiting, self._interrupted, self._parts, self._rollout = None, None, [], None
+        self._waiting, self._interrupted, self._parts, self._rollout, self._unkept = None, None, [], None, None
         self._engine.kept, self._engine.undelivered = None, 0
         if state is not None:
             self._store().load_state_dict(state["kept"])
@@ -119,19 +125,18 @@ class OnDemand:
 
     def _steps(self, asked: Asked) -> Made:
         """``n_step``: one rollout of all groups; of first-ready groups as many as it takes."""
-        engine, n = self._engine, asked.n_step or 0
-        while self._rollout is not None or (missing := n - engine.undelivered) > 0:
+        engine, n, parts = self._engine, asked.n_step or 0, self._parts
+        while self._rollout is not None or not parts or (self._first_ready is not None and engine.undelivered < n):
             if self._rollout is None:
-                self._rollout = self._roll_out(asked, missing)
-            self._parts.append(self._part(asked, self._rollout))
+                self._rollout = self._roll_out(asked, n - engine.undelivered)
+            parts.append(self._part(asked, self._rollout))
             self._rollout = None
-            if self._first_ready is None:
-                break  # where a worker was dropped or an interruptor came, there are fewer
-        parts, self._parts, self._interrupted = self._parts, [], None
         values = [part.last for part in parts if part.last is not None]
         native = {"last_value_est": torch.cat(values)} if values else {}
         episodes, first = join_episodes([part.episodes for part in parts]), [f for part in parts for f in part.first]
-        return Made(joined(parts), episodes, engine.undelivered, native, first)
+        made = Made(joined(parts), episodes, engine.undelivered, native, first)
+        self._parts, self._interrupted = [], None  # only now: if they cannot be joined, the next call tries again
+        return made
 
     def _roll_out(self, asked: Asked, missing: int) -> Rollout:
         """One of those that make up ``missing`` steps."""
@@ -169,11 +174,13 @@ class OnDemand:
         accounts = self._engine.source.crew.accounts
         living = np.concatenate([np.full(a.info.num_envs, not a.dropped) for a in accounts])
         time_dim = batch.names.index("time")
-        T = batch.shape[time_dim]
+        T = batch.numel() // len(living)
         place = np.arange(T) * living.sum() + (np.cumsum(living) - 1)[:, None]  # [environments, T]
         valid = torch.from_numpy((place < n) & living[:, None])
+        if self._engine.joins_time:  # groups follow each other
+            valid = torch.cat(valid.chunk(len(accounts)), dim=1)
         lead = [size for dim, size in enumerate(batch.shape) if dim != time_dim]
-        return valid.reshape(*lead, T).movedim(-1, time_dim).to(batch.device or "cpu")
+        return valid.reshape(*lead, -1).movedim(-1, time_dim).to(batch.device or "cpu")
 
     # --- episodes ---------------------------------------------------------------------------------
 
@@ -181,24 +188,22 @@ class OnDemand:
         """``n_episode``: rollouts until the rule is content."""
         engine, store = self._engine, self._store()
         keep = self._keeps(asked)
-        steps = np.zeros(engine.num_envs, np.int64)  # without an end
-        while not self._choice.rule.complete:
-            batch, _ = engine.collect(
-                None,
-                closes=False,
-                rows=self._rows(ROWS),
-                rule=lambda group: self._rule_of(group, self._choice.rule, keep=keep),
-                acting="random" if asked.random else None,
-            )
-            self._keep(batch)
+        while self._unkept is not None or not self._choice.rule.complete:
+            if self._unkept is None:
+                self._collect_kept(
+                    rows=self._rows(ROWS),
+                    rule=lambda group: self._rule_of(group, self._choice.rule, keep=keep),
+                    acting="random" if asked.random else None,
+                )
+            self._keep()
             if self._living() == self._choice.envs:
                 self._choice.take(store.new_ends())
             else:
                 self._choice.begin(self._living(), store)
-            self._check_that_they_end(steps, batch, store)
+            store.check_ends("collect(n_episode=...)", resets=False)
+        group = store.take(self._choice.numbers)
         engine.batches, engine.in_batch = engine.batches + 1, False
         self._interrupted = None
-        group = store.take(self._choice.numbers)
         if not keep:
             store.clear("surplus")
             self._seen = -1  # what goes on from there will not be whole
@@ -210,17 +215,29 @@ class OnDemand:
         batch = group.batch.exclude(*hidden) if hidden else group.batch
         return Made(batch, episodes, group.frames, native, engine.outlet.showing)
 
-    def _keep(self, batch: TensorDict) -> None:
-        self._store().push(batch, self._engine.env_ids)
-        self._engine.outlet.skip(batch, self._engine.env_ids)
+    def _collect_kept(self, **others: Any) -> None:
+        """One rollout, for ``_keep``."""
+        engine, before = self._engine, self._engine.frames
+        batch, _ = engine.collect(None, closes=False, **others)
+        self._unkept = batch, engine.env_ids, engine.frames - before
+        engine.undelivered += engine.frames - before
+
+    def _keep(self) -> None:
+        """Put it into the store. If that fails, it waits for the next call."""
+        assert self._unkept is not None
+        batch, env_ids, frames = self._unkept
+        self._store().add(batch, env_ids)
+        self._unkept = None
+        self._engine.undelivered -= frames
+        self._engine.outlet.skip(batch, env_ids)
         self._seen = self._engine.rollouts
 
     def _begin_anew(self, asked: Asked) -> None:
         """Give up what an earlier call has left, unless this one goes on with it."""
         engine, kwargs = self._engine, dict(asked.reset_kwargs or {})
-        if self._parts or self._rollout is not None:
+        if self._parts or self._rollout is not None or self._unkept is not None:
             self._give_up("interrupted", engine.undelivered)
-            self._parts, self._rollout = [], None
+            self._parts, self._rollout, self._unkept = [], None, None
         self._interrupted = asked
         gone = asked.special and self._give_up_ahead()
         if asked.n_episode is not None:
@@ -270,8 +287,8 @@ class OnDemand:
 
     @property
     def _goes_on(self) -> bool:
-        """Nothing was collected since but what is in the store."""
-        return self._seen == self._engine.rollouts
+        """Nothing was collected since but what is in the store, or is to be."""
+        return self._seen == self._engine.rollouts - (self._unkept is not None)
 
     def _store(self) -> WholeEpisodes:
         engine, options = self._engine, self._options
@@ -314,24 +331,10 @@ class OnDemand:
         returns = np.add.reduceat(rewards, pieces.first)
         return Episodes(pieces.traj_id, pieces.traj_id % self._engine.num_envs, returns, pieces.length, *flags)
 
-    def _check_that_they_end(self, steps: Array, batch: TensorDict, store: WholeEpisodes) -> None:
-        """Raise for an episode that has no end, when it is long enough to be sure."""
-        envs = self._engine.env_ids
-        ended = batch.get(ENDED).cpu().numpy().reshape(len(envs), -1).any(axis=1)
-        steps[envs] = np.where(ended, 0, steps[envs] + batch.numel() // len(envs))
-        if steps[worst := int(steps.argmax())] > ENDLESS:
-            store.clear("endless")
-            raise BadOption(
-                f"environment {worst} has been in one episode for over {ENDLESS:,} steps, and collect(n_episode=...) "
-                f"waits for its end: give the collector max_frames_per_traj=, which truncates episodes"
-            )
-
     def _give_up(self, reason: str, frames: int) -> None:
         """That were collected, and that nobody will see."""
-        engine = self._engine
-        engine.source.crew.accounts[0].discarded[reason] += frames
-        engine.frames -= frames
-        engine.undelivered -= frames
+        self._engine.discard(reason, frames)
+        self._engine.undelivered -= frames
 
     # --- parts ------------------------------------------------------------------------------------
 
@@ -348,6 +351,8 @@ class OnDemand:
             raise BadOption("compact_obs leaves out next observations, which n_episode and bootstrap need")
         if asked.n_episode and not options.reset_when_done:
             raise BadOption("reset_when_done=False has one episode of each environment in a batch: use n_step")
+        if asked.n_episode and self._engine.joins_time:
+            raise BadOption(f"collect(n_episode=...) {NEEDS_ENVS}")
         if asked.n_episode and options.return_same_td:
             raise BadOption("return_same_td: episodes are put together in new memory every time; leave it out")
 

@@ -99,8 +99,9 @@ class CollectorOptions:
             without a dimension for it.
         max_frames_per_traj: truncate an episode after so many steps, and add ``step_count``. None, 0 or
             negative: no limit.
-        init_random_frames: uniform random actions for so many frames, rounded up to whole batches. None,
-            0 or negative: none.
+        init_random_frames: uniform random actions for so many frames, rounded up to whole batches. These have the
+            policy's other columns, too: NaN, integers 0, flags False; recurrent states are those of a new episode.
+            The policy is called once before, to see its columns. None, 0 or negative: none.
         reset_at_each_iter: reset all environments before every batch.
         reset_when_done: False ends an environment's part of a batch with its episode: what follows is blank, with
             the flags repeated, id -1 and ``collector/valid`` False; the next batch begins with new episodes. Single
@@ -126,7 +127,8 @@ class CollectorOptions:
             biased towards short ones.
         compact_obs: leave out ``next`` observations; ``Collector.final_observations`` has those that no row shows.
         use_buffers: False also allows observations whose shape changes, in lazily stacked batches. None: as needed.
-        replay_buffer: anything with ``extend`` or ``add``; batches go there, and iteration yields None.
+        replay_buffer: anything with ``extend`` or ``add``; batches go there, and iteration yields None. TorchRL's
+            buffers get one item per frame (``[environments, T]`` with a storage of ``ndim=2``), others the batch.
         extend_buffer: False adds every time step by itself as soon as it is made.
         local_init_rb: accepted for TorchRL's sake; in this process a buffer is always initialised here.
         pre_collect_hook, post_collect_hook: called before and after (with the batch) every collection.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from muster.collectors.options import CollectorOptions
 from muster.hooks import call_hook
@@ -41,10 +41,20 @@ class Passage:
         return self._item
 
 
+class _Put(NamedTuple):
+    """A batch that was put, with ``frames`` valid steps."""
+
+    batch: TensorDict
+    hidden: Sequence[Key]
+    envs: Envs
+    frames: int
+
+
 class Outlet:
     """Turns a collected batch into what iteration yields.
 
     Nothing is lost where a function of the user's raises: the item stays, and the next call goes on with that function.
+    Nor is it where episodes cannot be joined or split: the batch stays, and ``go_on`` tries again.
 
     Args:
         num_envs: over all groups.
@@ -80,28 +90,58 @@ class Outlet:
         if options.replay_buffer is not None:
             self.sink = ReplaySink(options.replay_buffer, extend=options.extend_buffer)
         self.ready: list[Passage | None] = []
+        self._put: deque[_Put] = deque()  # what nothing has become of yet
+        self._unsorted = False  # there may be groups of episodes that are complete
+        self._hidden: Sequence[Key] = ()  # of the last batch
         self.needs_flags = bool(options.trajs_per_batch or options.split_trajs or options.on_episode_done)
 
     @property
     def frames_held(self) -> int:
-        """Frames of episodes that wait to be complete."""
-        return self.episodes.frames_held if self.episodes else 0
+        """Frames of episodes that wait to be complete, and of what could not be joined or split yet."""
+        return sum(put.frames for put in self._put) + (self.episodes.frames_held if self.episodes else 0)
+
+    @property
+    def is_empty(self) -> bool:
+        """There is nothing to be yielded before something else is collected."""
+        return not (self.ready or self._put or self._unsorted)
 
     @property
     def dropped(self) -> Mapping[str, int]:
         """Frames that no group of episodes will show, by reason."""
         return self.episodes.dropped if self.episodes else {}
 
-    def put(self, batch: TensorDict, hidden: Sequence[Key], envs: Envs = None) -> None:
-        """Take a batch, of ``envs`` (None: all); what comes of it is ``ready``. ``hidden`` keys are taken out."""
-        made: list[TensorDict] = [batch]
-        if self.episodes is not None:
-            made = [group.batch for group in self.episodes.push(batch, envs)]
-        elif self._options.split_trajs:
-            made = [split_trajectories(batch, pad_id=self._pad_id)]
-        first = self.showing if self.episodes is not None else self.watching(batch, envs, hidden)
-        for item in made:
-            self.ready.append(self.passage(item.exclude(*hidden) if hidden else item, first))
+    def put(self, batch: TensorDict, hidden: Sequence[Key], envs: Envs = None, *, frames: int = 0) -> None:
+        """Take a batch of ``frames`` steps, of ``envs`` (None: all); what comes of it is ``ready``.
+
+        Args:
+            hidden: keys that are taken out.
+
+        Raises:
+            BadOption: no episode of an environment ends; see ``WholeEpisodes.check_ends``. The batch was taken.
+        """
+        self._put.append(_Put(batch, hidden, envs, frames))
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Make ready what was put."""
+        while self._put:
+            batch, self._hidden, envs, _ = self._put[0]
+            if self.episodes is not None:
+                self.episodes.add(batch, envs)
+                self._unsorted = True
+            else:
+                item = split_trajectories(batch, pad_id=self._pad_id) if self._options.split_trajs else batch
+                self._make_ready(item, self.watching(batch, envs, self._hidden))
+            self._put.popleft()
+        if self._unsorted:
+            assert self.episodes is not None
+            for group in self.episodes.groups():
+                self._make_ready(group.batch, self.showing)
+            self._unsorted = False
+            self.episodes.check_ends("trajs_per_batch", resets=self._options.reset_at_each_iter)
+
+    def _make_ready(self, item: TensorDict, first: Sequence[Stage]) -> None:
+        self.ready.append(self.passage(item.exclude(*self._hidden) if self._hidden else item, first))
 
     def take(self) -> Any:
         """The next of what is ready, as it is to be yielded; None in the place of what a buffer took."""
@@ -137,6 +177,7 @@ class Outlet:
 
     def state_dict(self) -> dict[str, Any]:
         """What has been collected and not yielded, as plain data that shares no memory with it."""
+        self.go_on()
         ready = [to_plain(item.made.clone()) for item in self.ready if item is not None]
         return {"episodes": None if self.episodes is None else self.episodes.state_dict(), "ready": ready}
 
@@ -146,7 +187,8 @@ class Outlet:
             self.episodes.load_state_dict(state["episodes"])
         if self.episode_hook is not None:
             self.episode_hook.begin_anew()
-        self.ready = []
+        self.ready, self._unsorted = [], False
+        self._put.clear()
         first = self.showing if self.episodes is not None else []  # rows that ``begin_anew`` has to do without
         for plain in state["ready"]:
             item = from_plain(plain)

@@ -22,13 +22,13 @@ class Writer:
     """A thread that writes what is put, in order.
 
     Args:
-        buffer: with ``extend(TensorDict)``, which is done with the memory when it returns.
+        sink: with ``write(TensorDict)``, which is done with the memory when it returns, and its ``buffer``.
         order: of the batches' dimensions.
         written: called in the thread, for each report: None or what went wrong, its leaf's life, and it.
     """
 
-    def __init__(self, buffer: Any, order: Order, written: Callable[[Exception | None, int, Report], None]) -> None:
-        self._buffer, self._order, self._written = buffer, order, written
+    def __init__(self, sink: Any, order: Order, written: Callable[[Exception | None, int, Report], None]) -> None:
+        self._sink, self._order, self._written = sink, order, written
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._view: BatchView | None = None  # of the newest layout
         self._failed: dict[int, Exception] = {}  # by life; what follows on a rollout that is missing is not written
@@ -55,10 +55,10 @@ class Writer:
     def _write(self, slot: Slot, life: int, report: Report) -> None:
         if life not in self._failed:
             try:
-                self._buffer.extend(self._batch(slot, report))
+                self._sink.write(self._batch(slot, report))
             except Exception as raised:  # noqa: BLE001 (the main process's to raise)
                 error = WorkerError(
-                    f"the replay buffer that this node writes into, a {type(self._buffer).__name__}, raised "
+                    f"the replay buffer that this node writes into, a {type(self._sink.buffer).__name__}, raised "
                     f"{type(raised).__name__}: {raised}. The rollout is not in it, and counts as discarded"
                 )
                 error.__cause__ = raised

@@ -41,6 +41,8 @@ class EpisodeHook:
         self._known: dict[Key, tuple[Any, ...]] | None = None  # the columns: shape and dtype of the first episode's
         self._episodes = self._nothing_yet()
         self._tails: set[int] = set()  # environments that may be in an episode whose beginning nobody has seen
+        self._taken: TensorDict | None = None  # the batch of which ``watch`` was interrupted by an error
+        self._ended: TensorDict | None = None  # the episodes that end in it
         self._under_way: TensorDict | None = None  # the batch of whole episodes that an error interrupted
         self._left: deque[TensorDict] = deque()  # those of them that are to be shown
         self._made: list[Columns] = []  # of the others
@@ -50,7 +52,8 @@ class EpisodeHook:
         self._episodes, self._tails, self._under_way = self._nothing_yet(), set(range(self._num_envs)), None
 
     def watch(self, batch: TensorDict, envs: Envs = None, hidden: Sequence[Key] = ()) -> deque[TensorDict]:
-        """Take the next batch of ``envs`` (None: all), ``[*lead, T]``; it is copied.
+        """Take the next batch of ``envs`` (None: all), ``[*lead, T]``; it is copied. After an error, call again with
+        the same.
 
         Args:
             hidden: columns that episodes are shown without.
@@ -61,17 +64,21 @@ class EpisodeHook:
         Raises:
             BadOption: see ``WholeEpisodes.push``.
         """
-        batch = _with_all_steps(batch)
-        if not self._tails.isdisjoint(self._numbers(envs)):
-            self.skip(batch[..., :1], envs)
-            batch = batch[..., 1:]
-        if batch.shape[-1]:
-            self._episodes.push(batch, envs)
-        numbers = [number for step in self._episodes.new_ends() for number in step]
-        if not numbers:
-            return deque()
-        ended = self._episodes.take(numbers).batch
-        return deque(_cut(ended.exclude(*hidden), find_pieces(ended, self._done_key)))
+        if batch is not self._taken:
+            steps = _with_all_steps(batch)
+            if not self._tails.isdisjoint(self._numbers(envs)):
+                self.skip(steps[..., :1], envs)
+                steps = steps[..., 1:]
+            if steps.shape[-1]:
+                self._episodes.add(steps, envs)
+            self._taken = batch
+        if self._ended is None and (numbers := self._episodes.held):
+            self._ended = self._episodes.take(numbers).batch
+        episodes: deque[TensorDict] = deque()
+        if (ended := self._ended) is not None:
+            episodes.extend(_cut(ended.exclude(*hidden), find_pieces(ended, self._done_key)))
+        self._taken = self._ended = None
+        return episodes
 
     def show(self, episodes: deque[TensorDict]) -> None:
         """Show episodes whose rows go to the user as they come, and take them out.

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import numpy as np
 import torch
 
+from muster.episode_rules import ENDLESS
 from muster.errors import BadOption
 from muster.integers import integer
 from muster.keys import POLICY_VERSION, Key, dotted
 from muster.memory.specs import Array
-from muster.sinks.kept import KeptRows
+from muster.sinks.kept import GONE, KeptRows, Places
 from muster.sinks.rows import ENDED, NEVER, Pieces, find_pieces, padded, take, time_last
 
 if TYPE_CHECKING:
@@ -53,6 +54,14 @@ class _Open:
     version: int
 
 
+class _Joined(NamedTuple):
+    """A group, and what is let go of when nothing can go wrong with it any more."""
+
+    group: EpisodeGroup
+    numbers: Sequence[int]
+    places: Places
+
+
 class WholeEpisodes:
     """Turns successive batches of one collector into groups of exactly ``n`` complete episodes.
 
@@ -64,6 +73,8 @@ class WholeEpisodes:
                 learn(group)  # [frames], every episode from its first step to its end
 
     Groups are copies; no batch is kept alive. ``pushed = delivered + sum(dropped.values()) + frames_held``, in frames.
+    Rows are copied and joined before anything else is changed. If that fails (no memory, for instance), nothing is
+    lost: a batch that cannot be copied was not pushed, and groups that cannot be joined are held.
     An episode that never ends is held for ever, and with the fair rule all that began after it: such environments
     need ``max_frames_per_traj``.
 
@@ -120,6 +131,7 @@ class WholeEpisodes:
         self._open: dict[int, _Open] = {}  # by environment
         self._length: dict[int, int] = {}  # frames of each episode held, by number = first row's time * num_envs + env
         self._ended: dict[int, int] = {}  # of those, when it ended: the sum of _time before the batch + time in it
+        self._without_end = np.zeros(self.num_envs, np.int64)  # rows of each environment since an episode of it ended
         self._asked = 0  # what ended before was in ``new_ends`` already
         self._rows = KeptRows()
 
@@ -150,12 +162,18 @@ class WholeEpisodes:
         Raises:
             BadOption: the batch has other environments, or lacks a column that is needed.
         """
+        self.add(batch, envs)
+        return self.groups()
+
+    def add(self, batch: TensorDict, envs: Envs = None) -> None:
+        """The first half of ``push``: take the batch."""
         batch = time_last(batch)
         numbers = self._numbers(batch, envs)
         self._check(batch)
         pieces = find_pieces(batch, self.done_key)
         T = batch.shape[-1]
         if len(pieces.rows):
+            copied = take(batch, pieces.rows)
             place, t = np.divmod(pieces.rows[pieces.first], T)
             env, end = numbers[place], self._time.sum() + t + pieces.length - 1
             low, high = self._versions(batch, pieces)
@@ -163,14 +181,18 @@ class WholeEpisodes:
             columns = (env, begin, end, pieces.length, pieces.traj_id, pieces.ended, low, high)
             owners = [self._follow(*piece) for piece in zip(*(c.tolist() for c in columns), strict=True)]
             held = [number in self._length for number in owners]  # also not what was dropped later in this batch
-            kept = np.repeat(held, pieces.length)
-            self._rows.add(batch, pieces.rows[kept], np.repeat(np.array(owners), pieces.length)[kept])
+            self._rows.add(copied, np.repeat(np.where(held, owners, GONE), pieces.length))
+            np.add.at(self._without_end, env, pieces.length)
+            self._without_end[env[pieces.ended]] = 0
         self._time[numbers] += T
-        groups = []
-        while chosen := self._next_group():
-            groups.append(self._deliver(chosen))
+
+    def groups(self) -> list[EpisodeGroup]:
+        """The second half of ``push``: the groups that are complete."""
+        made = [self._joined(chosen) for chosen in self._complete_groups()]
+        for group in made:
+            self._let_go(group)
         self._rows.release()
-        return groups
+        return [group.group for group in made]
 
     def new_ends(self) -> list[list[int]]:
         """The numbers of episodes that ended since this was last asked and are held.
@@ -190,9 +212,35 @@ class WholeEpisodes:
         """
         if not numbers or len({*numbers} & {*self._ended}) < len(numbers):
             raise BadOption(f"take({numbers}): expected different numbers of complete episodes that are held")
-        group = self._deliver(numbers)
+        made = self._joined(numbers)
+        self._let_go(made)
         self._rows.release()
-        return group
+        return made.group
+
+    def check_ends(self, waiting: str, *, resets: bool) -> None:
+        """Raise if ``waiting`` (what it is called) waits in vain; then begin to count again, and hold all that is held.
+
+        Args:
+            resets: episodes are cut at the end of every batch.
+
+        Raises:
+            BadOption: an environment that the rule waits for has made over ``ENDLESS`` steps, and no episode ended.
+        """
+        steps = self._without_end
+        worst = int(steps.argmin() if self.rule == "first_done" else steps.argmax())
+        if (made := int(steps[worst])) <= ENDLESS:
+            return
+        steps[:] = 0
+        raise BadOption(
+            f"environment {worst} has made {made:,} steps, no episode of it has ended, and {waiting} waits for that. "
+            + (
+                "reset_at_each_iter=True cuts its episodes at the end of every batch: leave it out, collect batches "
+                "longer than episodes (frames_per_batch), or"
+                if resets
+                else "Episodes need an end:"
+            )
+            + " give the collector max_frames_per_traj=, which truncates them. Nothing was lost: another call waits on."
+        )
 
     def skip(self, batch: TensorDict, envs: Envs = None) -> None:
         """Take note of a batch that goes elsewhere: episodes with a part in it will not be whole, and are dropped.
@@ -221,6 +269,7 @@ class WholeEpisodes:
         for env in range(self.num_envs) if envs is None else envs:
             if not 0 <= env < self.num_envs:
                 raise BadOption(f"flush({envs}): environments are numbered 0 to {self.num_envs - 1}")
+            self._without_end[env] = 0
             if env in self._open:
                 self._drop(self._open[env], CUT)
         self._rows.release()
@@ -279,6 +328,7 @@ class WholeEpisodes:
         if state["num_envs"] != self.num_envs:
             raise BadOption(f"the state is of {state['num_envs']} environments, but num_envs={self.num_envs}")
         self._time, self.dropped = state["time"].numpy().copy(), Counter(state["dropped"])
+        self._without_end[:] = 0
         self._open = {env: _Open(env, *rest) for env, *rest in state["open"].tolist()}
         self._length = {number: length for number, length, _ in state["episodes"].tolist()}
         self._ended = {number: end for number, _, end in state["episodes"].tolist() if end >= 0}
@@ -348,14 +398,15 @@ class WholeEpisodes:
             self._rows.drop(episode.number)
             episode.number = reason
 
-    def _next_group(self) -> list[int]:
-        """The episodes of the next group in their order; empty if some are missing."""
+    def _complete_groups(self) -> list[list[int]]:
+        """The episodes of each group that is complete, in their order."""
         if self.rule == "per_env":
             by_env: list[list[int]] = [[] for _ in range(self.num_envs)]
             for number in self._ended:
                 by_env[number % self.num_envs].append(number)
             share = self.n // self.num_envs
-            order = [number for numbers in by_env for number in numbers[:share]]
+            shares = range(0, min(map(len, by_env)) - share + 1, share)
+            order = [number for begin in shares for numbers in by_env for number in numbers[begin : begin + share]]
         elif self.rule == "fair":
             coming = self._time * self.num_envs + np.arange(self.num_envs)  # not before these
             for env, episode in self._open.items():
@@ -365,14 +416,13 @@ class WholeEpisodes:
             order = sorted(number for number in self._ended if number < first)
         else:
             order = [] if self.rule is None else self.held
-        return order[: self.n] if len(order) >= self.n else []
+        return [order[begin : begin + self.n] for begin in range(0, len(order) - self.n + 1, self.n)] if order else []
 
-    def _deliver(self, chosen: Sequence[int]) -> EpisodeGroup:
+    def _joined(self, chosen: Sequence[int]) -> _Joined:
+        """A group of episodes, which stay held."""
         numbers = np.array(chosen)
-        length = np.array([self._length.pop(number) for number in chosen])
-        for number in chosen:
-            del self._ended[number]
-        rows, owner = self._rows.pop(numbers)
+        length = np.array([self._length[number] for number in chosen])
+        rows, owner, places = self._rows.copy(numbers)
         ascending = np.argsort(numbers)
         place = ascending[np.searchsorted(numbers[ascending], owner)]
         order = np.argsort(place, kind="stable")  # within an episode rows are in order of time already
@@ -381,4 +431,10 @@ class WholeEpisodes:
         else:
             group = take(rows, order) if (place[1:] < place[:-1]).any() else rows
             group.names = ["time"]
-        return EpisodeGroup(group, int(length.sum()))
+        return _Joined(EpisodeGroup(group, int(length.sum())), chosen, places)
+
+    def _let_go(self, made: _Joined) -> None:
+        """Hold the episodes of a group no longer."""
+        for number in made.numbers:
+            del self._length[number], self._ended[number]
+        self._rows.let_go(made.places)

@@ -30,7 +30,7 @@ class _Chunk:
     owner: Array
 
     def __post_init__(self) -> None:
-        self.first, self.last = self.owner.min(), self.owner.max()
+        self.first, self.last = self.owner[self.owner != GONE].min(), self.owner.max()
         self.gone = np.count_nonzero(self.owner == GONE)
 
     def find(self, numbers: Array) -> Array:
@@ -43,28 +43,42 @@ class _Chunk:
         self.owner[places] = GONE
         self.gone += len(places)
 
+    def compacted(self) -> _Chunk:
+        """Without the rows that are gone; as it is, if there is no memory for a copy now."""
+        live = np.flatnonzero(self.owner != GONE)
+        try:
+            return _Chunk(take(self.rows, live), self.owner[live])
+        except (MemoryError, RuntimeError):  # the latter is torch's
+            return self
+
+
+Places = list[tuple[_Chunk, Array]]
+
 
 class KeptRows:
-    """Copies of rows, by the number of their episode. Rows of an episode are in the order in which they came."""
+    """Copies of rows, by the number of their episode. Rows of an episode are in the order in which they came.
+
+    Whatever copies or joins rows does so before anything is changed: if it fails, all is as it was.
+    """
 
     def __init__(self) -> None:
         self._chunks: list[_Chunk] = []
 
-    def add(self, batch: TensorDict, rows: Array, owner: Array) -> None:
-        """Copy ``rows`` of a batch; each belongs to the episode ``owner``, not below 0."""
-        if len(rows):
-            self._chunks.append(_Chunk(take(batch, rows), owner))
+    def add(self, rows: TensorDict, owner: Array) -> None:
+        """Keep rows, which nobody else writes into; each belongs to the episode ``owner``, or is ``GONE`` already."""
+        if (owner != GONE).any():
+            self._chunks.append(_Chunk(rows, owner))
 
-    def pop(self, numbers: Array) -> tuple[TensorDict, Array]:
-        """All rows of these episodes, in some order, and their owners; they are not kept any more."""
-        parts, owners = [], []
-        for chunk in self._chunks:
-            here = chunk.find(numbers)
-            if len(here):
-                parts.append(take(chunk.rows, here))
-                owners.append(chunk.owner[here])
-                chunk.let_go(here)
-        return _join(parts), np.concatenate(owners)
+    def copy(self, numbers: Array) -> tuple[TensorDict, Array, Places]:
+        """All rows of these episodes, in some order, their owners, and where they lie, for ``let_go``."""
+        places = [(chunk, here) for chunk in self._chunks if len(here := chunk.find(numbers))]
+        owners = [chunk.owner[here] for chunk, here in places]
+        return _join([take(chunk.rows, here) for chunk, here in places]), np.concatenate(owners), places
+
+    def let_go(self, places: Places) -> None:
+        """Do not keep these rows."""
+        for chunk, here in places:
+            chunk.let_go(here)
 
     def drop(self, number: int) -> None:
         """Do not keep the rows of an episode."""
@@ -73,13 +87,13 @@ class KeptRows:
 
     def release(self) -> None:
         """Give back the memory of rows that are no longer needed; a chunk is copied when half of it is."""
-        chunks, self._chunks = self._chunks, []
-        for chunk in chunks:
+        kept = []
+        for chunk in self._chunks:
             if chunk.gone * 2 <= len(chunk.owner):
-                self._chunks.append(chunk)
+                kept.append(chunk)
             elif chunk.gone < len(chunk.owner):
-                live = np.flatnonzero(chunk.owner != GONE)
-                self._chunks.append(_Chunk(take(chunk.rows, live), chunk.owner[live]))
+                kept.append(chunk.compacted())
+        self._chunks = kept
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and lists that share no memory with what is handed out."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from muster.errors import BadOption
-from muster.sinks.rows import take, time_last, written
+from muster.sinks.rows import MASK, take, time_last, written
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class ReplaySink:
     """Writes batches into ``buffer``, which is called in the thread that collects; its errors pass unchanged.
 
-    What it is given are views on lent memory: a buffer that copies (``LazyTensorStorage``, ``LazyMemmapStorage``) gives
-    the memory back at once, one that keeps references (``ListStorage``, a list) when it drops them.
+    Batches are views on lent memory: a buffer that copies (``LazyTensorStorage``, ``LazyMemmapStorage``) gives the
+    memory back at once, one that keeps references (a list) when it drops them.
 
     Args:
         buffer: with ``extend(batch)``, or ``add(transition)``.
@@ -37,18 +37,22 @@ class ReplaySink:
             raise BadOption(f"extend_buffer=False needs replay_buffer.add, which {type(buffer).__name__} has not")
         self.buffer = buffer
         self._extends = extend and "extend" in methods
+        self._dims: int | None = None  # leading dimensions of what the buffer takes as items; 0: as they come
         self._left: tuple[TensorDict, deque[TensorDict]] | None = None  # a batch, and what is to be added of it
 
     def write(self, batch: TensorDict) -> None:
         """Write ``[*lead, T]``.
 
-        ``extend`` gets the batch as it is: for TorchRL's one-dimensional storages a ``[B, T]`` batch is B items of
-        shape ``[T]``, with ``ndim=2`` it is B * T items. ``add`` gets one transition at a time (a copy, shape
-        ``[]``), environment by environment, each in order of time; rows that an interrupted rollout left over are
-        none. After an error of ``add``, writing the same batch again goes on with the transition that failed.
+        A buffer of TorchRL's gets one item per transition: ``extend`` gets ``[transitions]``, environment by
+        environment, each in order of time. Rows that an interrupted rollout left over are none. For a storage with
+        ``ndim=2`` it is ``[environments, T]``. Trajectories that were padded (``traj_format="pad"``, ``split_trajs``)
+        stay one item each. Any other buffer's ``extend`` gets the batch as it is.
+
+        ``add`` gets one transition at a time (a copy, shape ``[]``), in the same order. After an error of ``add``,
+        writing the same batch again goes on with the transition that failed.
         """
         if self._extends:
-            self.buffer.extend(batch)
+            self.buffer.extend(self._items(batch))
             return
         if self._left is None or self._left[0] is not batch:
             ordered = time_last(batch)
@@ -59,9 +63,33 @@ class ReplaySink:
             left.popleft()
         self._left = None
 
+    def _items(self, batch: TensorDict) -> TensorDict:
+        """The batch as the buffer stores it."""
+        if self._dims is None:
+            self._dims = _item_dims(self.buffer)
+        names = getattr(batch, "names", None) or ()  # a postproc may have made anything else of it
+        if "time" not in names or batch.get(MASK, None) is not None or not 0 < self._dims < batch.ndim:
+            return batch
+        ordered = time_last(batch)
+        if self._dims > 1:
+            return ordered.reshape(-1, *ordered.shape[1 - self._dims :])
+        used = written(ordered)
+        return ordered.reshape(-1) if used.all() else take(ordered, np.flatnonzero(used))
+
     def write_frame(self, frame: TensorDict) -> None:
         """Write one time step of all environments (``[*lead]``) with ``add``; for ``extend=False``."""
         self.buffer.add(frame)
+
+
+def _item_dims(buffer: Any) -> int:
+    """How many dimensions of a batch are places in the storage of a TorchRL buffer (also in a Ray actor); else 0."""
+    if not hasattr(buffer, "dim_extend"):
+        return 0
+    len(buffer)  # one that is made lazily is made now
+    dims = (buffer.dim_extend or 0) + 1
+    if hasattr(type(buffer), "storage") and getattr(buffer, "service_backend", "direct") == "direct":
+        dims = max(dims, buffer.storage.ndim)
+    return int(dims)
 
 
 class WrittenElsewhere(ReplaySink):
