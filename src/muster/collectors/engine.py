@@ -99,7 +99,7 @@ class Engine:
         self._ended_at = 0
         self.in_batch = False
         self.hidden: list[Key] = []
-        self._step: TensorDict | None = None  # that is not in the buffer yet
+        self._step: tuple[TensorDict, int] | None = None  # that is not in the buffer yet, and its frames
 
     @property
     def groups(self) -> list[Group]:
@@ -117,17 +117,8 @@ class Engine:
         assert self.local is not None
         self.local.policies["policy"] = policy
 
-    def settle(self) -> None:
-        """Let workers that are ahead come to rest, and take what they have made into the outlet."""
-        while isinstance(self.source, FirstReady) and self.source.rest():
-            self.put_batch(ahead=False)
-
-    def put_batch(self, *, ahead: bool = True) -> None:
-        """One batch through hooks into the outlet.
-
-        Args:
-            ahead: let workers begin others.
-        """
+    def put_batch(self) -> None:
+        """One batch through hooks into the outlet."""
         limit = self.options.frames_per_batch
         if self.options.total_frames > 0:
             limit = min(limit, self.options.total_frames - self.counted)
@@ -138,14 +129,15 @@ class Engine:
             return
         with postponed():
             before = self.frames
-            batch, hidden = self.collect(limit, ahead=ahead)
-            self.counted += self.frames - before
+            batch, hidden = self.collect(limit)
+            frames = self.frames - before
+            self.counted += frames
             try:
                 if self.options.post_collect_hook is not None:
                     with allowed():
                         self.options.post_collect_hook(batch)
             finally:
-                self.outlet.put(batch, hidden, self.env_ids)
+                self.outlet.put(batch, hidden, self.env_ids, frames=frames)
 
     def rollout(self) -> TensorDict:
         """See ``Collector.rollout``."""
@@ -161,14 +153,13 @@ class Engine:
 
     @postponed()
     def collect(
-        self, limit: int | None, *, closes: bool = True, ahead: bool = True, acting: str | None = None, **others: Any
+        self, limit: int | None, *, closes: bool = True, acting: str | None = None, **others: Any
     ) -> tuple[TensorDict, list[Any]]:
         """One rollout of every group.
 
         Args:
             limit: valid steps, at most.
             closes: it ends a batch.
-            ahead: workers may begin other batches.
             acting: who, "policy" or "random"; None: as the options say.
             **others: see ``Wanted``.
 
@@ -179,7 +170,7 @@ class Engine:
         if timeline.running and self._ended_at:
             timeline.add("wait", self._ended_at, began, OWN_TRACK)
         self.acting = acting or self.acting
-        others = {"batches": self._batches_left() if ahead else 0} | others
+        others = {"batches": self._batches_left()} | others
         wanted = Wanted(
             (lambda ahead: self.acting) if self.in_batch or acting else self._who_acts,
             limit=limit,
@@ -258,7 +249,7 @@ class Engine:
             for part in ("env", "policy", "copy", "total")
         )
         workers = self.source.crew.worker_stats()
-        held = self.outlet.frames_held + (0 if self.kept is None else self.kept.frames_held) + self.undelivered
+        held = self.outlet.frames_held + (0 if self.kept is None else self.kept.frames_held) + self.unsaved
         frames = self.frames - held - sum(self._dropped().values())
         return CollectorStats(
             frames=frames,
@@ -303,16 +294,21 @@ class Engine:
         """Those of them that the source has delivered."""
         return Counter(self.outlet.dropped) + (Counter() if self.kept is None else self.kept.dropped)
 
+    @property
+    def unsaved(self) -> int:
+        """Frames on their way that a state does not hold: of a call that has not ended, or that a buffer refused."""
+        return self.undelivered + (0 if self._step is None else self._step[1])
+
     def state_dict(self) -> dict[str, Any]:
         """Counters, and who acts, as plain data."""
-        counted = {"frames": self.frames - self.undelivered, "counted": self.counted, "batches": self.batches}
+        counted = {"frames": self.frames - self.unsaved, "counted": self.counted, "batches": self.batches}
         return {**counted, "window": self.window.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state_dict()``. Policy and environments may be used once for it: load their state afterwards."""
         self.frames, self.counted, self.batches = state["frames"], state["counted"], state["batches"]
         self.window.load_state_dict(state["window"])
-        self.episodes, self.in_batch = no_episodes(), False
+        self.episodes, self.in_batch, self._step = no_episodes(), False, None
 
     def _fill(self, wanted: Wanted) -> Filled:
         if isinstance(self.source, FirstReady):
@@ -367,13 +363,13 @@ class Engine:
         before = self.frames
         if (step := next(steps, None)) is not None:
             self.counted += self.frames - before
-            self._step = step.squeeze(step.names.index("time"))
+            self._step = step.squeeze(step.names.index("time")), self.frames - before
         return step is not None
 
     def _write_step(self) -> None:
         if self._step is not None:
             assert self.outlet.sink is not None
-            self.outlet.sink.write_frame(self._step)
+            self.outlet.sink.write_frame(self._step[0])
         self._step = None
 
     def _steps(self, limit: int) -> Iterator[TensorDict]:

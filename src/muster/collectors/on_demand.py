@@ -87,18 +87,6 @@ class OnDemand:
         )
         return engine.outlet.passage(batch, first), made
 
-    @postponed()
-    def settle(self) -> None:
-        """Let first-ready workers come to rest; what they have made for the next call is kept for it."""
-        if self._first_ready is None:
-            return
-        if self._goes_on:
-            while self._first_ready.rest():
-                self._keep(self._engine.collect(None, closes=False, batches=0)[0])
-            self._engine.in_batch = False
-        elif not self._options.frames_per_batch:  # nobody will iterate over it
-            self._give_up_ahead()
-
     def state_dict(self) -> dict[str, Any] | None:
         """Episodes that are held for the next call, as plain data."""
         kept = self._engine.kept

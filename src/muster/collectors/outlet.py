@@ -28,10 +28,11 @@ class Passage:
 
     Attributes:
         made: the item as it was before the first stage.
+        frames: valid steps in it.
     """
 
-    def __init__(self, made: TensorDict, stages: Iterable[Stage]) -> None:
-        self.made, self._item, self._stages = made, made, deque(stages)
+    def __init__(self, made: TensorDict, stages: Iterable[Stage], frames: int) -> None:
+        self.made, self.frames, self._item, self._stages = made, frames, made, deque(stages)
 
     def go_on(self) -> Any:
         """To the end; the item as it is there."""
@@ -84,24 +85,29 @@ class Outlet:
 
     @property
     def frames_held(self) -> int:
-        """Frames of episodes that wait to be complete."""
-        return self.episodes.frames_held if self.episodes else 0
+        """Frames of items that are ready, and of episodes that wait to be complete."""
+        ready = sum(item.frames for item in self.ready if item is not None)
+        return ready + (self.episodes.frames_held if self.episodes else 0)
 
     @property
     def dropped(self) -> Mapping[str, int]:
         """Frames that no group of episodes will show, by reason."""
         return self.episodes.dropped if self.episodes else {}
 
-    def put(self, batch: TensorDict, hidden: Sequence[Key], envs: Envs = None) -> None:
-        """Take a batch, of ``envs`` (None: all); what comes of it is ``ready``. ``hidden`` keys are taken out."""
-        made: list[TensorDict] = [batch]
+    def put(self, batch: TensorDict, hidden: Sequence[Key], envs: Envs = None, *, frames: int = 0) -> None:
+        """Take a batch of ``frames`` steps, of ``envs`` (None: all); what comes of it is ``ready``.
+
+        Args:
+            hidden: keys that are taken out.
+        """
+        made: list[tuple[TensorDict, int]] = [(batch, frames)]
         if self.episodes is not None:
-            made = [group.batch for group in self.episodes.push(batch, envs)]
+            made = [(group.batch, group.frames) for group in self.episodes.push(batch, envs)]
         elif self._options.split_trajs:
-            made = [split_trajectories(batch, pad_id=self._pad_id)]
+            made = [(split_trajectories(batch, pad_id=self._pad_id), frames)]
         first = self.showing if self.episodes is not None else self.watching(batch, envs, hidden)
-        for item in made:
-            self.ready.append(self.passage(item.exclude(*hidden) if hidden else item, first))
+        for item, of_item in made:
+            self.ready.append(self.passage(item.exclude(*hidden) if hidden else item, first, of_item))
 
     def take(self) -> Any:
         """The next of what is ready, as it is to be yielded; None in the place of what a buffer took."""
@@ -110,13 +116,14 @@ class Outlet:
         self.ready.pop(0)
         return None if self.sink is not None else item
 
-    def passage(self, item: TensorDict, first: Sequence[Stage] = ()) -> Passage:
+    def passage(self, item: TensorDict, first: Sequence[Stage] = (), frames: int = 0) -> Passage:
         """The way of an item through postproc, ``on_batch`` and the replay buffer.
 
         Args:
             first: stages before: of ``watching``, or ``showing``.
+            frames: valid steps in it, if nobody else counts them.
         """
-        return Passage(item, [*first, *self._stages])
+        return Passage(item, [*first, *self._stages], frames)
 
     def watching(self, batch: TensorDict, envs: Envs = None, hidden: Sequence[Key] = ()) -> list[Stage]:
         """Take note of rows that go to the user as they come; what shows ``on_episode_done`` the episodes that end."""
@@ -137,7 +144,11 @@ class Outlet:
 
     def state_dict(self) -> dict[str, Any]:
         """What has been collected and not yielded, as plain data that shares no memory with it."""
-        ready = [to_plain(item.made.clone()) for item in self.ready if item is not None]
+        ready = [
+            {"names": list(item.made.names), "frames": item.frames, "item": to_plain(item.made.clone())}
+            for item in self.ready
+            if item is not None
+        ]
         return {"episodes": None if self.episodes is None else self.episodes.state_dict(), "ready": ready}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -149,9 +160,9 @@ class Outlet:
         self.ready = []
         first = self.showing if self.episodes is not None else []  # rows that ``begin_anew`` has to do without
         for plain in state["ready"]:
-            item = from_plain(plain)
-            item.names = [*[None] * (item.ndim - 1), "time"]
-            self.ready.append(self.passage(item, first))
+            item = from_plain(plain["item"])
+            item.names = plain["names"]
+            self.ready.append(self.passage(item, first, plain["frames"]))
 
     # --- parts ------------------------------------------------------------------------------------
 
