@@ -79,8 +79,9 @@ class CollectorStats:
         frames: delivered in batches.
         executed: stepped, whatever became of them.
         discarded: stepped and not delivered, by reason; a ``Counter``, 0 for all other reasons.
-        in_flight: stepped and kept for later: the rows of a batch that an error cut short, and with
-            ``trajs_per_batch`` episodes that are not complete or wait for others.
+        in_flight: stepped and not delivered yet: rollouts that workers have made ahead, batches that wait (for the next
+            call, after an error of a hook), the rows of a batch that an error cut short, and with ``trajs_per_batch``
+            episodes that are not complete or wait for others.
         batches, episodes: delivered; episodes count with the batch in which they ended.
         return_mean, length_mean: over the last 100 episodes; None before the first.
         frames_per_s: delivered frames per second of collecting. The user's own time does not count, except where

@@ -19,7 +19,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 import muster
-from muster import Collector
+from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from muster.errors import BadCheckpoint, BadWeights, EnvError, PolicyError
 from muster.testing import ChainEnv, CountingEnv, FaultyEnv
 from tests.tools import assert_accounted, assert_same, column, counting
@@ -540,6 +540,249 @@ def test_a_state_from_a_foreign_checkpoint_file_is_refused(tmp_path):
     muster.save_state(tmp_path / FILE, {"weights": torch.ones(2)})
     with make(counting(5), None) as c, pytest.raises(BadCheckpoint, match="no state of a collector"):
         c.load_state_dict(tmp_path)
+
+
+# --- workers that go on while the user trains -------------------------------------------------------
+
+
+def steps(batch: Any) -> list[int]:
+    """Of an environment whose episode never ends: times, in the batch's order."""
+    return [int(t) for t in batch["observation"][..., 1].reshape(-1)]
+
+
+ENDLESS = counting(10**6)
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "next": lambda c: c.next(),
+    "rollout": lambda c: c.rollout(),
+    "collect": lambda c: c.collect_batch(n_step=4)[0],
+}
+ORDERS = [["next", "rollout", "collect", "next"], ["collect", "collect", "next", "rollout", "next", "next"]]
+
+
+def in_threads(cls: Any, env: Any = ENDLESS, **options: Any) -> Any:
+    envs = env if cls is AsyncCollector else [env] * 2
+    return cls(envs, None, **{"frames_per_batch": 4, "seed": 0, "backend": "threads", **options})
+
+
+def took(c: Any, batch: Any, before: int) -> int:
+    """Frames delivered by now; all are accounted for."""
+    stats = c.stats()
+    assert stats.frames == before + batch.numel()
+    assert_accounted(c)
+    return stats.frames
+
+
+@pytest.mark.parametrize("calls", ORDERS, ids=" ".join)
+def test_a_state_changes_nothing_of_what_comes_next(calls):
+    """Whichever call that is, it gets the oldest rollout; what waits is not delivered."""
+    with in_threads(AsyncCollector) as c:
+        c.next()
+        frames, seen = 4, [0, 1, 2, 3]
+        for call in calls:
+            c.state_dict()
+            assert c.stats().frames == frames
+            assert_accounted(c)
+            batch = CALLS[call](c)
+            frames, seen = took(c, batch, frames), seen + steps(batch)
+        assert seen == list(range(4 * len(calls) + 4))
+
+
+def test_a_state_in_the_middle_leaves_total_frames_exact(tmp_path):
+    for options in ({}, {"autosave": tmp_path, "autosave_every": 1e-9}, {"max_policy_lag": 1}):
+        with in_threads(AsyncCollector, total_frames=20, **options) as c:
+            seen = []
+            for number, batch in enumerate(c):
+                seen += [steps(batch)]
+                if not options or number % 2:
+                    c.state_dict()
+            assert [t for part in seen for t in part] == list(range(20))
+            assert c.stats().frames == 20
+            assert_accounted(c)
+
+
+def test_of_several_workers_every_one_s_rollouts_stay_in_order():
+    with in_threads(MultiAsyncCollector) as c:
+        seen: dict[int, list[int]] = {0: [], 1: []}
+        frames = 0
+        for number in range(12):
+            batch = (CALLS["next"], CALLS["rollout"])[number % 2](c)
+            frames = took(c, batch, frames)
+            seen[int(batch["collector", "traj_ids"][0]) % 2] += steps(batch)
+            if number % 3:
+                c.state_dict()
+        for times in seen.values():
+            assert times == list(range(len(times)))
+
+
+@pytest.mark.parametrize("amount", ["trajs_per_batch", "n_episode"])
+def test_a_state_changes_no_episodes(amount):
+    """Groups of episodes are those that there would be; only what was given is delivered."""
+    runs = []
+    for saves in (False, True):
+        options = {"trajs_per_batch": 2, "frames_per_batch": 14} if amount == "trajs_per_batch" else {}
+        with in_threads(AsyncCollector, ChainEnv, **options) as c:
+            groups, frames = [], 0
+            for _ in range(5):
+                batch = c.next() if options else c.collect_batch(n_episode=2)[0]
+                frames = took(c, batch, frames)
+                groups.append(batch.clone())
+                if saves:
+                    c.state_dict()
+                    assert c.stats().frames == frames
+                    assert_accounted(c)
+            runs.append(groups)
+    for a, b in zip(*runs, strict=True):
+        assert_same(a, b)
+
+
+@pytest.mark.parametrize("calls", ORDERS, ids=" ".join)
+@pytest.mark.parametrize("used", [0, 2])
+def test_rollouts_that_wait_are_in_the_state_once(calls, used, tmp_path):
+    with in_threads(AsyncCollector) as c:
+        c.next()
+        muster.save_state(tmp_path / FILE, c.state_dict())
+        expected = c.stats()
+    with in_threads(AsyncCollector) as c:
+        for _ in range(used):
+            c.next()
+        assert c.load_state_dict(tmp_path / FILE).exact
+        state = c.state_dict()
+        stats = c.stats()
+        for name in ("frames", "executed", "discarded", "in_flight", "batches", "episodes"):
+            assert getattr(stats, name) == getattr(expected, name), name
+        frames, seen = 4, [0, 1, 2, 3]
+        for call in calls:
+            batch = CALLS[call](c)
+            frames, seen = took(c, batch, frames), seen + steps(batch)
+        assert seen == list(range(4 * len(calls) + 4))
+        assert c.load_state_dict(state).exact  # a state of what was loaded is the same state
+        assert steps(c.rollout()) == [4, 5, 6, 7]
+        assert_accounted(c)
+
+
+class Words(CountingEnv):
+    """Also observes a text."""
+
+    def __init__(self) -> None:
+        super().__init__(5)
+        self.observation_space: Any = gymnasium.spaces.Dict(
+            {"observation": self.observation_space, "word": gymnasium.spaces.Text(9)}
+        )
+
+    def _observe(self) -> Any:
+        return {"observation": super()._observe(), "word": f"at {self.t}"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"track_policy_version": True, "max_frames_per_traj": 3},
+        {"num_envs": 3, "frames_per_batch": 12},
+        {"compact_obs": True},
+        {"init_random_frames": 12},
+        {"backend": "processes"},
+    ],
+    ids=str,
+)
+def test_rollouts_that_wait_come_with_all_that_belongs_to_them(options, tmp_path):
+    def take(c: Any) -> list[Any]:
+        made = []
+        for _ in range(5):
+            batch = c.next()
+            last = c.final_observations().to_dict() if options.get("compact_obs") else {}
+            made.append((batch.clone(), list(c.episodes), c.stats().batches, last))
+        return made
+
+    with in_threads(AsyncCollector, Words, **options) as c:
+        c.next()
+        muster.save_state(tmp_path / FILE, c.state_dict())
+        expected = take(c)
+    with in_threads(AsyncCollector, Words, **options) as c:
+        assert c.load_state_dict(tmp_path / FILE).exact
+        for (batch, *rest), (of_batch, *of_rest) in zip(take(c), expected, strict=True):
+            assert batch["word"] == of_batch["word"]
+            assert_same(batch.exclude("word", ("next", "word")), of_batch.exclude("word", ("next", "word")))
+            assert str(rest) == str(of_rest)
+        assert_accounted(c)
+
+
+def test_a_collector_whose_workers_wait_for_each_other_refuses_rollouts_that_wait():
+    with in_threads(MultiAsyncCollector) as c:
+        c.next()
+        state = c.state_dict()
+        assert state["waiting"]
+    with in_threads(MultiSyncCollector, frames_per_batch=8) as c:
+        before = steps(c.rollout())
+        with pytest.raises(BadCheckpoint, match="rollouts that workers had made .*MultiSyncCollector .*Nothing was"):
+            c.load_state_dict(state)
+        assert steps(c.rollout()) == [t + 4 for t in before]
+
+
+def test_groups_of_episodes_that_are_ready_are_not_delivered_yet(tmp_path):
+    options = {"trajs_per_batch": 1, "frames_per_batch": 12, "num_envs": 2}
+    with make(counting(3), None, **options) as c:
+        for _ in range(2):
+            c.next()
+        assert (c.stats().frames, c.stats().in_flight) == (6, 6)
+        muster.save_state(tmp_path / FILE, c.state_dict())
+        assert (c.stats().frames, c.stats().in_flight) == (6, 6)
+    with make(counting(3), None, **options) as c:
+        c.load_state_dict(tmp_path / FILE)
+        assert (c.stats().frames, c.stats().in_flight) == (6, 6)
+        for frames in (9, 12, 15):
+            assert column(c.next(), "next", "reward") == [1, 2, 3]
+            assert c.stats().frames == frames
+            assert_accounted(c)
+
+
+def test_a_batch_that_a_postproc_has_refused_is_not_delivered_yet():
+    fails = [True]
+
+    def postproc(batch: Any) -> Any:
+        if fails:
+            fails.pop()
+            raise ValueError("not yet")
+        return batch
+
+    options = {"num_envs": 2, "frames_per_batch": 6, "postproc": postproc, "layout": "time_major"}
+    with make(counting(3), None, **options) as c:
+        with pytest.raises(ValueError, match="not yet"):
+            c.next()
+        assert (c.stats().frames, c.stats().in_flight) == (0, 6)
+        state = c.state_dict()
+        batch = c.next()
+        assert (c.stats().frames, c.stats().in_flight) == (6, 0)
+    with make(counting(3), None, **options) as c:
+        c.load_state_dict(state)
+        assert (c.stats().frames, c.stats().in_flight) == (0, 6)
+        again = c.next()
+        assert again.names == batch.names == ["time", None]
+        assert_same(again, batch)
+        assert c.stats().frames == 6
+        assert_accounted(c)
+
+
+def test_a_step_that_a_buffer_has_refused_is_not_delivered_yet():
+    class Refuses:
+        rows = 0
+
+        def add(self, row: Any) -> None:
+            self.rows += 1
+            if self.rows == 3:
+                raise ValueError("full")
+
+    options = {"num_envs": 2, "frames_per_batch": 8, "extend_buffer": False, "replay_buffer": Refuses()}
+    with make(counting(30), None, **options) as c:
+        with pytest.raises(ValueError, match="full"):
+            c.next()
+        assert (c.stats().frames, c.stats().in_flight) == (4, 2)
+        state = c.state_dict()
+        c.next()
+        assert c.stats().in_flight == 0
+        assert c.stats().frames == 2 * (c.options.replay_buffer.rows - 1)
+    with make(counting(30), None, **{**options, "replay_buffer": Refuses()}) as c:
+        assert "not restored" in str(c.load_state_dict(state))
+        assert (c.stats().frames, c.stats().discarded, c.stats().in_flight) == (4, {"not_saved": 2}, 0)
 
 
 # --- files -----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from muster.errors import BadOption
 from muster.keys import Key
 from muster.marks import Final
 from muster.memory.slots import Layout, Slot, SlotRing, SlotState
-from muster.memory.specs import Array
+from muster.memory.specs import OBJECT, Array
 from muster.memory.views import BatchView
 from muster.sources.schedule import Filled
 
@@ -169,12 +169,16 @@ def final_observations(finals: Sequence[tuple[Array, Sequence[Final]]]) -> Tenso
         the observations, ``env`` (global number) and ``row`` (time step in the batch): those after the last step of
         every episode that ended in the batch, and after the batch's last row.
     """
-    from tensordict import TensorDict
+    from tensordict import NonTensorStack, TensorDict
 
     parts: list[dict[Any, Any]] = []
     for env_ids, of_group in finals:
         for final in of_group:
-            leaves: dict[Any, Any] = {key: torch.from_numpy(leaf) for key, leaf in final.leaves.items()}
+            leaves: dict[Any, Any] = {
+                key: NonTensorStack.from_list(leaf.tolist()) if leaf.dtype == OBJECT else torch.from_numpy(leaf)
+                for key, leaf in final.leaves.items()
+                if len(final.envs)
+            }
             leaves["env"] = torch.from_numpy(env_ids[list(final.envs)])
             leaves["row"] = torch.full((len(final.envs),), final.t, dtype=torch.int64)
             parts.append(leaves)

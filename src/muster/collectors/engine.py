@@ -102,7 +102,7 @@ class Engine:
         self._ended_at = 0
         self.in_batch = False
         self.hidden: list[Key] = []
-        self._step: TensorDict | None = None  # that is not in the buffer yet
+        self._step: tuple[TensorDict, int] | None = None  # that is not in the buffer yet, and its frames
         self._unmade: tuple[object, Filled] | None = None  # slots that are full and no batch yet, and for what call
 
     @property
@@ -121,17 +121,8 @@ class Engine:
         assert self.local is not None
         self.local.policies["policy"] = policy
 
-    def settle(self) -> None:
-        """Let workers that are ahead come to rest, and take what they have made into the outlet."""
-        while isinstance(self.source, FirstReady) and self.source.rest():
-            self.put_batch(ahead=False)
-
-    def put_batch(self, *, ahead: bool = True) -> None:
-        """One batch through hooks into the outlet.
-
-        Args:
-            ahead: let workers begin others.
-        """
+    def put_batch(self) -> None:
+        """One batch through hooks into the outlet."""
         limit = self.options.frames_per_batch
         if self.options.total_frames > 0:
             limit = min(limit, self.options.total_frames - self.counted)
@@ -142,7 +133,7 @@ class Engine:
             return
         with postponed():
             before = self.frames
-            batch, hidden = self.collect(limit, ahead=ahead)
+            batch, hidden = self.collect(limit)
             frames = self.frames - before
             self.counted += frames
             try:
@@ -171,14 +162,13 @@ class Engine:
 
     @postponed()
     def collect(
-        self, limit: int | None, *, closes: bool = True, ahead: bool = True, acting: str | None = None, **others: Any
+        self, limit: int | None, *, closes: bool = True, acting: str | None = None, **others: Any
     ) -> tuple[TensorDict, list[Any]]:
         """One rollout of every group.
 
         Args:
             limit: valid steps, at most.
             closes: it ends a batch.
-            ahead: workers may begin other batches.
             acting: who, "policy" or "random"; None: as the options say.
             **others: see ``Wanted``.
 
@@ -189,7 +179,7 @@ class Engine:
         if timeline.running and self._ended_at:
             timeline.add("wait", self._ended_at, began, OWN_TRACK)
         self.acting = acting or self.acting
-        others = {"batches": self._batches_left() if ahead else 0} | others
+        others = {"batches": self._batches_left()} | others
         wanted = Wanted(
             (lambda ahead: self.acting) if self.in_batch or acting else self._who_acts,
             limit=limit,
@@ -272,14 +262,13 @@ class Engine:
             for part in ("env", "policy", "copy", "total")
         )
         workers = self.source.crew.worker_stats()
-        held = self.outlet.frames_held + (0 if self.kept is None else self.kept.frames_held) + self.undelivered
-        unmade = 0 if self._unmade is None else self._unmade[1].frames
+        held = self.outlet.frames_held + (0 if self.kept is None else self.kept.frames_held) + self.unsaved
         frames = self.frames - held - sum(self._dropped().values())
         return CollectorStats(
             frames=frames,
             executed=sum(account.executed for account in accounts),
             discarded=+self._discarded(),
-            in_flight=self.source.in_flight + held + unmade,
+            in_flight=self.source.in_flight + held + self.frames_unmade,
             batches=self.batches,
             episodes=self.window.count,
             return_mean=self.window.return_mean,
@@ -318,30 +307,47 @@ class Engine:
         """Those of them that the source has delivered."""
         return Counter(self.outlet.dropped) + (Counter() if self.kept is None else self.kept.dropped)
 
+    @property
+    def unsaved(self) -> int:
+        """Frames on their way that a state does not hold: of a call that has not ended, or that a buffer refused."""
+        return self.undelivered + (0 if self._step is None else self._step[1])
+
+    @property
+    def frames_unmade(self) -> int:
+        """Frames of full slots that are no batch yet, because making it has failed; in no other number."""
+        return 0 if self._unmade is None else self._unmade[1].frames
+
     def state_dict(self) -> dict[str, Any]:
         """Counters, and who acts, as plain data."""
-        counted = {"frames": self.frames - self.undelivered, "counted": self.counted, "batches": self.batches}
+        counted = {"frames": self.frames - self.unsaved, "counted": self.counted, "batches": self.batches}
         return {**counted, "window": self.window.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state_dict()``. Policy and environments may be used once for it: load their state afterwards."""
         self.frames, self.counted, self.batches = state["frames"], state["counted"], state["batches"]
         self.window.load_state_dict(state["window"])
-        self.episodes, self.in_batch = no_episodes(), False
+        self.episodes, self.in_batch, self._step = no_episodes(), False, None
+        self._give_up_unmade()
 
     def _next(self, wanted: Wanted) -> tuple[Filled, TensorDict]:
         """The next slots and the batch in them. If that cannot be made, another call like this one tries again."""
         like = wanted.limit, wanted.rows, wanted.closes, wanted.bootstrap
         if self._unmade is not None and self._unmade[0] != like:
-            filled, self._unmade = self._unmade[1], None
-            self.delivery.give_up(filled)
-            self.source.crew.accounts[0].discarded["interrupted"] += filled.frames
+            self.source.crew.accounts[0].discarded["interrupted"] += self._give_up_unmade()
         if self._unmade is None:
             self._unmade = like, self._fill(wanted)
         filled = self._unmade[1]
         batch = self.delivery.batch(filled)
         self._unmade = None
         return filled, batch
+
+    def _give_up_unmade(self) -> int:
+        """Its frames."""
+        frames = self.frames_unmade
+        if self._unmade is not None:
+            self.delivery.give_up(self._unmade[1])
+        self._unmade = None
+        return frames
 
     def _fill(self, wanted: Wanted) -> Filled:
         if isinstance(self.source, FirstReady):
@@ -396,13 +402,13 @@ class Engine:
         before = self.frames
         if (step := next(steps, None)) is not None:
             self.counted += self.frames - before
-            self._step = step.squeeze(step.names.index("time"))
+            self._step = step.squeeze(step.names.index("time")), self.frames - before
         return step is not None
 
     def _write_step(self) -> None:
         if self._step is not None:
             assert self.outlet.sink is not None
-            self.outlet.sink.write_frame(self._step)
+            self.outlet.sink.write_frame(self._step[0])
         self._step = None
 
     def _steps(self, limit: int) -> Iterator[TensorDict]:

@@ -89,20 +89,6 @@ class OnDemand:
         )
         return engine.outlet.passage(batch, first), made
 
-    @postponed()
-    def settle(self) -> None:
-        """Let first-ready workers come to rest; what they have made for the next call is kept for it."""
-        if self._first_ready is None:
-            return
-        if self._goes_on:
-            while self._unkept is not None or self._first_ready.rest():
-                if self._unkept is None:
-                    self._collect_kept(batches=0)
-                self._keep()
-            self._engine.in_batch = False
-        elif not self._options.frames_per_batch:  # nobody will iterate over it
-            self._give_up_ahead()
-
     def state_dict(self) -> dict[str, Any] | None:
         """Episodes that are held for the next call, as plain data."""
         if self._unkept is not None:

@@ -28,10 +28,11 @@ class Passage:
 
     Attributes:
         made: the item as it was before the first stage.
+        frames: valid steps in it.
     """
 
-    def __init__(self, made: TensorDict, stages: Iterable[Stage]) -> None:
-        self.made, self._item, self._stages = made, made, deque(stages)
+    def __init__(self, made: TensorDict, stages: Iterable[Stage], frames: int) -> None:
+        self.made, self.frames, self._item, self._stages = made, frames, made, deque(stages)
 
     def go_on(self) -> Any:
         """To the end; the item as it is there."""
@@ -97,8 +98,9 @@ class Outlet:
 
     @property
     def frames_held(self) -> int:
-        """Frames of episodes that wait to be complete, and of what could not be joined or split yet."""
-        return sum(put.frames for put in self._put) + (self.episodes.frames_held if self.episodes else 0)
+        """Frames of items that are ready, of episodes that wait to be complete, and of what could not be joined yet."""
+        ready = sum(item.frames for item in self.ready if item is not None) + sum(put.frames for put in self._put)
+        return ready + (self.episodes.frames_held if self.episodes else 0)
 
     @property
     def is_empty(self) -> bool:
@@ -125,23 +127,23 @@ class Outlet:
     def go_on(self) -> None:
         """Make ready what was put."""
         while self._put:
-            batch, self._hidden, envs, _ = self._put[0]
+            batch, self._hidden, envs, frames = self._put[0]
             if self.episodes is not None:
                 self.episodes.add(batch, envs)
                 self._unsorted = True
             else:
                 item = split_trajectories(batch, pad_id=self._pad_id) if self._options.split_trajs else batch
-                self._make_ready(item, self.watching(batch, envs, self._hidden))
+                self._make_ready(item, self.watching(batch, envs, self._hidden), frames)
             self._put.popleft()
         if self._unsorted:
             assert self.episodes is not None
             for group in self.episodes.groups():
-                self._make_ready(group.batch, self.showing)
+                self._make_ready(group.batch, self.showing, group.frames)
             self._unsorted = False
             self.episodes.check_ends("trajs_per_batch", resets=self._options.reset_at_each_iter)
 
-    def _make_ready(self, item: TensorDict, first: Sequence[Stage]) -> None:
-        self.ready.append(self.passage(item.exclude(*self._hidden) if self._hidden else item, first))
+    def _make_ready(self, item: TensorDict, first: Sequence[Stage], frames: int) -> None:
+        self.ready.append(self.passage(item.exclude(*self._hidden) if self._hidden else item, first, frames))
 
     def take(self) -> Any:
         """The next of what is ready, as it is to be yielded; None in the place of what a buffer took."""
@@ -150,13 +152,14 @@ class Outlet:
         self.ready.pop(0)
         return None if self.sink is not None else item
 
-    def passage(self, item: TensorDict, first: Sequence[Stage] = ()) -> Passage:
+    def passage(self, item: TensorDict, first: Sequence[Stage] = (), frames: int = 0) -> Passage:
         """The way of an item through postproc, ``on_batch`` and the replay buffer.
 
         Args:
             first: stages before: of ``watching``, or ``showing``.
+            frames: valid steps in it, if nobody else counts them.
         """
-        return Passage(item, [*first, *self._stages])
+        return Passage(item, [*first, *self._stages], frames)
 
     def watching(self, batch: TensorDict, envs: Envs = None, hidden: Sequence[Key] = ()) -> list[Stage]:
         """Take note of rows that go to the user as they come; what shows ``on_episode_done`` the episodes that end."""
@@ -178,7 +181,11 @@ class Outlet:
     def state_dict(self) -> dict[str, Any]:
         """What has been collected and not yielded, as plain data that shares no memory with it."""
         self.go_on()
-        ready = [to_plain(item.made.clone()) for item in self.ready if item is not None]
+        ready = [
+            {"names": list(item.made.names), "frames": item.frames, "item": to_plain(item.made.clone())}
+            for item in self.ready
+            if item is not None
+        ]
         return {"episodes": None if self.episodes is None else self.episodes.state_dict(), "ready": ready}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -191,9 +198,9 @@ class Outlet:
         self._put.clear()
         first = self.showing if self.episodes is not None else []  # rows that ``begin_anew`` has to do without
         for plain in state["ready"]:
-            item = from_plain(plain)
-            item.names = [*[None] * (item.ndim - 1), "time"]
-            self.ready.append(self.passage(item, first))
+            item = from_plain(plain["item"])
+            item.names = plain["names"]
+            self.ready.append(self.passage(item, first, plain["frames"]))
 
     # --- parts ------------------------------------------------------------------------------------
 

@@ -16,12 +16,13 @@ from torch.nn.parameter import is_lazy
 
 from muster import checkpoint
 from muster.errors import BadCheckpoint, BadWeights
+from muster.sources.first_ready import FirstReady
 
 if TYPE_CHECKING:
     from muster.collectors.base import BaseCollector
     from muster.collectors.engine import Engine
 
-FORMAT = 2
+FORMAT = 3
 STATE_FILE = "collector.safetensors"
 CUT_SHORT = "The state was saved after an error, in the middle of a batch."
 
@@ -54,8 +55,10 @@ class ResumeReport:
 def state_of(collector: BaseCollector) -> dict[str, Any]:
     """The state of a collector between two batches."""
     policy, engine = collector.policy, collector._engine
-    collector._on_demand.settle()
-    engine.settle()
+    waiting = engine.source.waiting()  # first: it lets workers come to rest
+    frames = sum(report["frames"] for rollout in waiting for report in rollout["reports"])
+    # Before what is counted: both may join parts that could not be joined yet.
+    outlet, on_demand = engine.outlet.state_dict(), collector._on_demand.state_dict()
     acting = _acting(collector)
     states = [state for worker in engine.source.crew.call("state") for state in worker]
     for state, account in zip(states, engine.source.crew.accounts, strict=True):
@@ -67,10 +70,11 @@ def state_of(collector: BaseCollector) -> dict[str, Any]:
         "env_state_dict": [state["envs"] for state in states],
         "groups": [state["group"] for state in states],
         "engine": engine.state_dict(),
-        "in_flight": engine.source.in_flight + engine.undelivered,
+        "waiting": waiting,
+        "in_flight": engine.source.in_flight - frames + engine.unsaved + engine.frames_unmade,
         "policy_version": collector._weights.version,
-        "outlet": engine.outlet.state_dict(),
-        "on_demand": collector._on_demand.state_dict(),
+        "outlet": outlet,
+        "on_demand": on_demand,
         "options": _fingerprint(collector),
     }
 
@@ -94,6 +98,7 @@ def load(collector: BaseCollector, state: Any, *, trust: bool) -> ResumeReport:
     if failed:
         crew.call("mark_resumed")
     collector._weights.restore(state["policy_version"])
+    engine.source.restore(state["waiting"])
     engine.outlet.load_state_dict(state["outlet"])
     collector._on_demand.load_state_dict(state["on_demand"])
     if engine.outlet.episodes is not None:
@@ -167,6 +172,13 @@ def _check(collector: BaseCollector, state: Any) -> None:
                 f"the state was saved by a collector with {name} {state['options'][name]}, this one has {value}. "
                 f"Make the collector in the same way. Nothing was changed."
             )
+    source = collector._engine.source
+    bundles = [bundle.groups for bundle in source.bundles] if isinstance(source, FirstReady) else []
+    if any(rollout["groups"] not in bundles for rollout in state["waiting"]):
+        raise BadCheckpoint(
+            f"the state has {len(state['waiting'])} rollouts that workers had made while the last batch was used, and "
+            f"{type(collector).__name__} cannot deliver them. Make the collector in the same way. Nothing was changed."
+        )
     _check_policy(_acting(collector), state["policy_state_dict"])
 
 

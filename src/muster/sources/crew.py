@@ -136,12 +136,16 @@ class Crew:
 
     def submit(self, group: int, slot: Slot, lane: int, *, number: int | None = None, **order: Any) -> Order:
         """Let a group's worker make a rollout into a lane, or go on with that of order ``number``; see ``Order``."""
-        made = Order(next(self._numbers) if number is None else number, group, lane, **order)
+        made = self.order(group, lane, number=number, **order)
         if self.accounts[group].dropped:
             self._reports.append(Report(made.number, group, dropped=True))
         else:
             self._of[group].submit(made, slot)
         return made
+
+    def order(self, group: int, lane: int, *, number: int | None = None, **others: Any) -> Order:
+        """An order, with the next number if it has none; nobody is given it."""
+        return Order(next(self._numbers) if number is None else number, group, lane, **others)
 
     def welcome(self) -> None:
         """Take in which workers have come meanwhile, and call again those whose absence has been raised."""

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from muster.errors import MusterError, SlotsExhausted
 from muster.interrupts import postponed
@@ -16,6 +17,7 @@ from muster.memory.slots import Layout, Slot, SlotRing, SlotState
 from muster.sources.crew import Crew, is_absent
 from muster.sources.messages import Order, Report
 from muster.sources.schedule import Bundle, Filled, Schedule, Wanted, filled
+from muster.sources.waiting import layout_of, report_of, to_plain, write
 
 FAIR_AFTER = 8  # batches per group, before shares are compared
 FAIR_SHARE = 0.5  # of an equal share; less is worth a warning
@@ -186,12 +188,34 @@ class FirstReady(Schedule):
         return self.bundles[0].groups
 
     @postponed()
-    def rest(self) -> bool:
-        """Wait until no worker has anything to do; whether rollouts are left that nobody has got."""
+    def waiting(self) -> list[dict[str, Any]]:
+        """See ``Schedule``. The rollouts stay, and are delivered as if nothing had been asked."""
         self._unsure = True
         while self.crew.outstanding:
             self._take_note(self._next_report())
-        return bool(self._ordered.complete())
+        made = []
+        for ordered in self._ordered.complete():
+            reports = [ordered.reports[order.number] for order in ordered.orders]
+            age = self._publishes() - ordered.born
+            made.append({"groups": ordered.bundle.groups, "age": age, **to_plain(ordered.slot, reports)})
+        return made
+
+    def restore(self, waiting: Sequence[dict[str, Any]]) -> None:
+        """See ``Schedule``."""
+        for plain in waiting:
+            bundle = next(bundle for bundle in self.bundles if bundle.groups == plain["groups"])
+            ring = bundle.ring_of(layout_of(plain))
+            slot = ring.take()
+            write(plain, slot)
+            orders = [self.crew.order(group, lane, policy="") for lane, group in enumerate(bundle.groups)]
+            born, place = self._publishes() - plain["age"], next(self._places)
+            ordered = _Ordered(orders, bundle, ring, slot, born, place)
+            for order, part in zip(orders, plain["reports"], strict=True):
+                ordered.reports[order.number] = report_of(part, order.number)
+                self.crew.accounts[order.group].in_flight += part["frames"]
+            slot.state = SlotState.FULL
+            self._ordered.add(ordered)
+        self._mend()
 
     @postponed()
     def abandon(self, reason: str) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from muster.group import Group
 from muster.protocols import Outputs, Policy
 from muster.resets import Due
+from muster.sources.waiting import cells_of, plain
 
 if TYPE_CHECKING:
     pass
@@ -43,10 +44,7 @@ def load(group: Group, state: dict[str, Any], reasons: list[str | None], policy:
     """
     group.clock.load_state_dict(state["clock"])
     group.rng.load_state_dict(state["rng"])
-    rows = {
-        key: row.copy() if isinstance(row, np.ndarray) else row.to(group.env.device)
-        for key, row in state["carry"].items()
-    }
+    rows = {key: _row(row, group.env.device) for key, row in state["carry"].items()}
     group.carry.clear()  # also of what the policy here has carried
     group.carry.update(rows)
     call = state["call"]
@@ -83,4 +81,10 @@ def _call(state: dict[str, Any], B: int) -> Outputs:
 
 
 def _plain(row: Any) -> Any:
-    return row.copy() if isinstance(row, np.ndarray) else row.cpu().clone()
+    return plain(row) if isinstance(row, np.ndarray) else row.cpu().clone()
+
+
+def _row(row: Any, device: Any) -> Any:
+    if isinstance(row, list):
+        return cells_of(row)
+    return row.copy() if isinstance(row, np.ndarray) else row.to(device)

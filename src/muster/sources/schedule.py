@@ -122,11 +122,15 @@ class Bundle:
             )
         self.laid_out = True
         first = layouts[0]
-        layout = Layout(first.T, first.B, first.columns, len(layouts), batch_shape=first.batch_shape)
-        self._ring = next((ring for ring in self._rings if ring.layout == layout), None)
-        if self._ring is None:
-            self._ring = SlotRing(layout, limit_bytes=self._limit_bytes, memory=self._memory)
-        self._rings = [*[ring for ring in self._rings if ring is not self._ring][1 - RINGS :], self._ring]
+        self._ring = self.ring_of(Layout(first.T, first.B, first.columns, len(layouts), batch_shape=first.batch_shape))
+
+    def ring_of(self, layout: Layout) -> SlotRing:
+        """Slots of this layout, made if there are none."""
+        ring = next((ring for ring in self._rings if ring.layout == layout), None)
+        if ring is None:
+            ring = SlotRing(layout, limit_bytes=self._limit_bytes, memory=self._memory)
+        self._rings = [*[other for other in self._rings if other is not ring][1 - RINGS :], ring]
+        return ring
 
     def slots(self, state: SlotState) -> int:
         return sum(ring.count(state) for ring in self._rings)
@@ -179,6 +183,14 @@ class Schedule:
     def in_flight(self) -> int:
         """Steps that are in no batch yet."""
         return sum(account.in_flight for account in self.crew.accounts)
+
+    def waiting(self) -> list[dict[str, Any]]:
+        """Rollouts that are complete and not delivered, oldest first, as plain data. Waits for workers at work."""
+        return []
+
+    def restore(self, waiting: Sequence[dict[str, Any]]) -> None:
+        """Deliver these rollouts before any other."""
+        assert not waiting, "see resume._check"
 
     def look_again(self) -> None:
         """Environments were restored, and may hold other objects inside than before, and write other columns."""
