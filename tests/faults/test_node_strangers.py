@@ -155,7 +155,7 @@ class TestListeningInItsPlace:
         agent = listening()
         agent.settimeout(0.0)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1))
-        card = {"url": f"tcp://{address_of(agent)}", "session": "s" * 32, "options": {}, "device": None}
+        card = {"url": f"uv://{address_of(agent)}", "session": "s" * 32, "options": {}, "device": None}
         store.set("muster/board", json.dumps(SAID_IN_A_STORE))
         store.set("muster/r/0/0/rpc/main", json.dumps(card))
         with pytest.raises(LinkLost, match="could not be reached for 1 s"):

@@ -163,6 +163,16 @@ def test_a_node_with_another_token_is_not_let_in(tmp_path: Path) -> None:
     assert "token" in err
 
 
+@pytest.mark.slow
+def test_a_node_of_another_engine_says_how_to_start_it(tmp_path: Path) -> None:
+    where, environ = f"127.0.0.1:{free_port()}", {"MUSTER_TOKEN_FILE": token(tmp_path / "token")}
+    argv = (*COLLECT, "--backend", "manual", "--bind", where, "--nodes", "1")
+    with process("muster", "node", where, "--engine", "rpc", **environ) as node, process("muster", *argv, **environ):
+        code, _, err = end_of(node)
+    assert code == 2
+    assert "start it with `muster node --engine distributed`" in err
+
+
 @needs_ray
 @pytest.mark.slow
 def test_actors_of_a_ray_cluster_are_nodes(expected: Path, tmp_path: Path) -> None:

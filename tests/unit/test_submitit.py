@@ -226,3 +226,14 @@ class TestDelayed:
     def test_impossible_options_are_refused(self, options):
         with pytest.raises(BadOption, match=next(iter(options))):
             submitit_delayed_launcher(**{"num_jobs": 1, **options})
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_a_folder_that_others_can_write_is_refused(tmp_path, mode):
+    folder = tmp_path / "jobs"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(BadOption, match="others can write there.*chmod go-w"):
+        SubmititLauncher(folder=folder, cluster="local", target=ECHO)
+    folder.chmod(0o755)
+    assert SubmititLauncher(folder=folder, cluster="local", target=ECHO).folder.parent == folder
