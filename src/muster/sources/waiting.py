@@ -84,4 +84,5 @@ def cells_of(rows: list[list[Any]]) -> Array:
 
 
 def _leaf(values: Any) -> Array:
-    return cells_of([values])[0] if isinstance(values, list) else values
+    leaf: Array = cells_of([values])[0] if isinstance(values, list) else values
+    return leaf
