@@ -111,7 +111,7 @@ class Noting:
 def test_a_hang_in_the_policy_of_one_thread_is_not_that_of_those_who_wait_for_their_turn(tmp_path, on_failure, at):
     noting = Noting(tmp_path / "thread")
     policy = faults.FaultyPolicy(str(tmp_path / "mark"), noting, at)
-    timeouts = {**deadlines(60.0), "policy": DEADLINE_S}
+    timeouts = {**deadlines(60.0), "step": 2 * DEADLINE_S, "policy": 6 * DEADLINE_S}  # waiting is neither
     got = run(tmp_path, None, policy=policy, backend="threads", on_failure=on_failure, timeouts=timeouts)
     got.check()
     assert set(got.stats.discarded) <= {"worker_hung"}
