@@ -75,6 +75,7 @@ class Sync(Schedule):
             if self.crew.server is not None:
                 self.crew.server.settle()
         self.crew.check_alive()
+        self.crew.warn()
         return self._filled()
 
     @postponed()
