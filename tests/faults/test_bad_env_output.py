@@ -6,6 +6,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from muster import Collector, MultiSyncCollector
+from muster import Collector, MultiAsyncCollector, MultiSyncCollector
+from muster.envs.checks import FIX, Casts
 from muster.errors import BadEnvOutput, EnvError, MusterError
 from muster.testing import ChainEnv, CountingEnv, FaultyEnv, SpaceEnv
 from tests.tools import assert_accounted, assert_chain, collect, column, counting, recorded
@@ -478,6 +480,11 @@ def test_a_reset_is_cast_as_a_step_is(path):
         assert_accounted(collector)
 
 
+def check_goes_on_after(collector: Collector) -> None:
+    run_into(collector, 4, BadEnvOutput)
+    check_goes_on(collector, 4, 1, "bad_env_output")
+
+
 @pytest.mark.parametrize("path", ["plain", "general"])
 @pytest.mark.parametrize("output", [{"obs": np.array([0.0, 1e39])}, {"reward": np.array(["1"])}])
 def test_what_loses_its_value_is_refused_after_casts_too(path, output):
@@ -498,10 +505,8 @@ def test_what_loses_its_value_is_refused_after_casts_too(path, output):
             self.inner = Wide(4, output=output)
 
     make = General if path == "general" else lambda: Wide(4, output=output)
-    with Collector(make, None, frames_per_batch=T) as collector:
-        with pytest.warns(UserWarning, match="It is cast"):
-            run_into(collector, 4, BadEnvOutput)
-        check_goes_on(collector, 4, 1, "bad_env_output")
+    with Collector(make, None, frames_per_batch=T) as collector, pytest.warns(UserWarning, match="It is cast"):
+        check_goes_on_after(collector)
 
 
 @pytest.mark.parametrize(
@@ -575,19 +580,34 @@ class Greedy(torch.nn.Module):
         return obs[..., 0].long() % 2
 
 
-def test_a_warning_that_is_an_error_loses_nothing():
-    with (
-        warnings.catch_warnings(),
-        Collector(plain_or_general("plain", {"obs": np.array([3.0, 2.0])}, 4), None, frames_per_batch=T) as collector,
-    ):
+@pytest.mark.parametrize(
+    "make",
+    [Collector, partial(MultiSyncCollector, backend="threads"), partial(MultiAsyncCollector, backend="threads")],
+    ids=["here", "sync", "async"],
+)
+def test_a_warning_that_is_an_error_loses_nothing(make):
+    with warnings.catch_warnings(), make([WideCounting], None, frames_per_batch=T) as collector:
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="observation has dtype float64"):
             collector.rollout()
         assert_accounted(collector)
-        for _ in range(2):
-            assert column(collector.rollout(), "next", "reward") == [1, 2, 3, 1, 2, 3]
-        assert collector.stats().executed == 2 * T
+        for number in range(2):
+            batch = collector.rollout()
+            assert column(batch.reshape(-1), "next", "reward") == [1, 2, 3, 1, 2, 3]
+            assert batch["collector", "traj_ids"].reshape(-1).tolist() == [2 * number] * 3 + [2 * number + 1] * 3
+            assert len(collector.episodes) == 2
+        stats = collector.stats()
+        assert (stats.frames, sum(stats.discarded.values())) == (2 * T, 0)
         assert_accounted(collector)
+
+
+def test_a_cause_is_noted_once():
+    casts = Casts("Env")
+    for _ in range(3):
+        casts.note("a is b")
+    assert casts.take_warnings() == [f"Env: a is b. It is cast. {FIX}"]
+    casts.note("a is b")
+    assert casts.take_warnings() == []
 
 
 # --- nested observations ---------------------------------------------------------------------------

@@ -125,9 +125,10 @@ class Crew:
         self.num_envs = sum(info.num_envs for info in infos)
         self._of = {number: handle for handle in handles for number in handle.groups}
         self._numbers = itertools.count(1)
-        self._reports: deque[Report] = deque()  # of lost workers, and one that a warning has held up
+        self._reports: deque[Report] = deque()  # of lost workers
         self._turn = 0
-        self._warned: set[str] = set()
+        self._warnings: dict[str, None] = {}  # texts, each once, whichever worker noted it
+        self._warned = 0
         self.server: Servers | None = None
         self.elastic = False
 
@@ -182,21 +183,16 @@ class Crew:
             report = self._reports.popleft() if self._reports else self._take()
             if report is not None:
                 self.accounts[report.group].add(report)
-                try:
-                    self._warn(report)
-                except Warning:  # where warnings are errors; the report is for the next call
-                    self._reports.appendleft(report)
-                    raise
+                self._warnings.update(dict.fromkeys(report.warnings))
                 return report
             assert self._watch is not None, "nothing was ordered"
             self._reports += self._watch.wait(None)
 
-    def _warn(self, report: Report) -> None:
-        """Warn of what a worker has noted, unless another one has noted it before."""
-        for text in report.warnings:
-            if text not in self._warned:
-                self._warned.add(text)
-                warnings.warn(text, stacklevel=3)
+    def warn(self) -> None:
+        """Warn of what workers have noted. A warning may be an error: whoever calls this loses nothing then."""
+        for text in list(self._warnings)[self._warned :]:
+            self._warned += 1
+            warnings.warn(text, stacklevel=3)
 
     def stop(self) -> None:
         """Let all rollouts that have been ordered end after their current step."""

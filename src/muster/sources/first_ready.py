@@ -156,6 +156,7 @@ class FirstReady(Schedule):
             if (report.dropped or report.lost or is_away) and not (postponed := self.crew.has_bad_news):
                 self._resubmit()
                 self._order(wanted, wanted.batches)  # the others do what it was to do
+        self.crew.warn()
         self._remove(found)
         reports = [found.reports[order.number] for order in found.orders]
         try:

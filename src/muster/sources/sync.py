@@ -63,6 +63,7 @@ class Sync(Schedule):
         if self._streams is not None and before is not None:
             self._streams.check(before)
         self.crew.check_alive()
+        self.crew.warn()
         return self._filled()
 
     def _work(self, wanted: Wanted, policy: str) -> None:
