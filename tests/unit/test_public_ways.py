@@ -128,6 +128,7 @@ class TestWhenTheyAreUsed:
             ("2.6.0", True),
             ("2.13.0+cpu", True),
             ("2.99.0a0+git1", True),
+            ("3", False),
             ("3.0.0", False),
             ("?", False),
         ],
