@@ -335,6 +335,25 @@ class TestStrangersAtTheMainProcess:
             assert Guest(meeting.address, TOKEN).next().node == 2
         assert "the last one, from 127.0.0.1:" in meeting.refused()
 
+    def test_are_attended_to_a_few_at_a_time(self, meeting, monkeypatch):
+        monkeypatch.setattr(meetings, "STRANGERS", 2)
+        host, _, port = meeting.address.rpartition(":")
+        with contextlib.ExitStack() as open_:
+            silent = [open_.enter_context(socket.create_connection((host, int(port)), DEADLINE_S)) for _ in range(5)]
+            first = [b"" if next(frames(one), b"") == b"" else b"a number" for one in silent]
+        assert first == [b"a number"] * 2 + [b""] * 3
+
+    def test_that_announce_too_much_are_cut_off(self):
+        one, other = socket.socketpair()
+        with contextlib.closing(SocketLink(one, DEADLINE_S)) as link, contextlib.closing(other):
+            other.sendall(LENGTH.pack(LONGEST) + bytes(LONGEST))
+            assert link.receive().message == bytes(LONGEST)
+            other.sendall(LENGTH.pack(LONGEST + 1))
+            with pytest.raises(LinkLost, match=f"announced {LONGEST + 1} bytes"):
+                link.receive()
+            with pytest.raises(ValueError, match="at most"):
+                link.send(bytes(LONGEST + 1))
+
     def test_leave_no_threads_and_no_descriptors(self, monkeypatch):
         monkeypatch.setattr(meetings, "ANSWER_S", 0.2)
         with contextlib.closing(Meeting(1, token=TOKEN)) as meeting:

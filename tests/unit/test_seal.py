@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from muster.nodes.link import Block, LinkLost, Received
-from muster.nodes.seal import MAC_BYTES, MAGIC, WrongToken, seal
+from muster.nodes.seal import MAC_BYTES, MAGIC, MEETING, SESSION, WrongToken, seal
 
 TOKEN = b"0123456789abcdef"
 END = Received(b"", -1)
@@ -53,7 +53,9 @@ def wires():
     return Wire(one, two), Wire(two, one)
 
 
-def sealed(main_wire, node_wire, *, main_token=TOKEN, node_token=TOKEN, node_number=3, node_epoch=0):
+def sealed(
+    main_wire, node_wire, *, main_token=TOKEN, node_token=TOKEN, node_number=3, node_epoch=0, node_purpose=SESSION
+):
     """Both ends after the handshake; an exception in the place of one that failed."""
     ends = {}
 
@@ -66,7 +68,7 @@ def sealed(main_wire, node_wire, *, main_token=TOKEN, node_token=TOKEN, node_num
     node = threading.Thread(
         target=run,
         args=("node", node_wire, node_token),
-        kwargs={"main": False, "node": node_number, "epoch": node_epoch},
+        kwargs={"main": False, "node": node_number, "epoch": node_epoch, "purpose": node_purpose},
     )
     node.start()
     run("main", main_wire, main_token, main=True, node=3, epoch=0)
@@ -91,7 +93,10 @@ def test_messages_and_blocks_pass_in_both_directions():
         node.receive()
 
 
-@pytest.mark.parametrize("wrong", [{"node_token": b"another one, as long"}, {"node_number": 2}, {"node_epoch": 1}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"node_token": b"another one, as long"}, {"node_number": 2}, {"node_epoch": 1}, {"node_purpose": MEETING}],
+)
 def test_both_ends_learn_that_the_other_does_not_know_the_token(wrong):
     main_wire, node_wire = wires()
     main, node = sealed(main_wire, node_wire, **wrong)
