@@ -15,6 +15,7 @@ import torch
 
 from muster import MultiAsyncCollector, MultiSyncCollector
 from muster.errors import EnvError, WorkerDied
+from muster.sources.capsule import Capsule
 from muster.testing import Fault, OracleEnv, check_stream
 from tests.fakes import faults
 from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, alive, all_gone, run
@@ -186,6 +187,33 @@ def test_a_worker_that_dies_too_often_within_a_minute_is_given_up(tmp_path):
             batches.extend(batch.clone() for batch in collector)
         assert check_stream(batches)[0, 2] == T
         assert OracleEnv.read(path)[0, 0] == 3
+
+
+class WrittenLate:
+    """Makes an environment that is killed; cannot be written into a crash file before its successor was made."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __call__(self):
+        return OracleEnv(self.path, 0, 1, Fault(WAYS["SIGKILL"][0], at=AT))
+
+    def __reduce__(self):
+        if self.path.exists():
+            wait_until(lambda: OracleEnv.read(self.path)[0, 0] == 2, 10.0)
+        return WrittenLate, (self.path,)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_successor_does_not_wait_for_the_crash_file(tmp_path, kind):
+    path, crashes = tmp_path / "counts", tmp_path / "crashes"
+    options = {"frames_per_batch": T, "total_frames": 3 * T, "on_failure": "restart", "crash_dir": crashes}
+    with kind(WrittenLate(path), None, **options) as collector:
+        rows = check_stream(batch.clone() for batch in collector)
+        assert rows == {(0, 0): T, (0, 1): 2 * T}
+        (crash,) = crashes.glob("*.capsule")
+        found = Capsule.load(crash, trust=True)
+        assert (found.missing, len(found.actions["action",])) == ("", AT + 1)
 
 
 def test_an_environment_that_cannot_be_made_again_is_the_error(tmp_path):

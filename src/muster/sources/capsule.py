@@ -7,6 +7,7 @@ what is not plain data, and are loaded only where that is allowed.
 from __future__ import annotations
 
 import datetime
+import functools
 import io
 import json
 import os
@@ -246,12 +247,17 @@ class CrashDirectory:
 def installed() -> dict[str, str]:
     """Versions of Python and of the packages that matter for a replay."""
     versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # from a source tree
-            pass
+    versions |= {name: version for name in PACKAGES if (version := _version(name))}
     return versions
+
+
+@functools.cache
+def _version(package: str) -> str:
+    """Looked up in files, and wanted while others wait."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # from a source tree
+        return ""
 
 
 def _read(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:

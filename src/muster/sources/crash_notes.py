@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from muster.keys import TERMINATED, TRAJ_DONE, TRAJ_IDS, TRUNCATED, Key, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
 from muster.sources.build import restarted_seeds
-from muster.sources.capsule import CrashDirectory, Maker
+from muster.sources.capsule import Capsule, CrashDirectory, Maker
 from muster.sources.history import LIMIT_BYTES, History
 from muster.sources.messages import GroupInfo, Order, Report
 
@@ -96,14 +97,17 @@ class CrashNotes:
             return None, ""
         end = row + (report.phase == "step")
         known = {"error": error, "phase": report.phase, "index": index, "log": report.anchors}
-        return self._save(report.group, lane, begin, end, **known)
+        return self._save(self._capsule(report.group, lane, begin, end, **known))
 
-    def died(self, order: Order, lane: Lane, row: int, index: int | None, error: MusterError) -> Replay:
+    def died(self, order: Order, lane: Lane, row: int, index: int | None, error: MusterError) -> Callable[[], Replay]:
         """The same of a worker that is dead or hangs, from what it has left in the lane of an order.
 
         Args:
             row: that the policy was last asked for; -1: none.
             index: of the environment that was being stepped.
+
+        Returns:
+            what writes the capsule, which can take long on a busy disk. Nobody has to wait for it with the lane.
         """
         begin, phase = self._begun.pop(order.number, 0), error.phase or "step"
         done = max(begin, row + (phase == "reset"))
@@ -112,9 +116,9 @@ class CrashNotes:
         if phase == "reset" and len(ended) and ended[-1].sum() == 1:
             index = int(ended[-1].argmax())
         known = {"error": error, "phase": phase, "index": index, "ended": ended}
-        return self._save(order.group, lane, begin, done + (phase == "step"), **known)
+        return partial(self._save, self._capsule(order.group, lane, begin, done + (phase == "step"), **known))
 
-    def _save(self, group: int, lane: Lane, begin: int, end: int, **known: Any) -> Replay:
+    def _capsule(self, group: int, lane: Lane, begin: int, end: int, **known: Any) -> Capsule:
         history = self._histories[group]
         observed: Mapping[Key, Array] = {}
         if end > begin:
@@ -122,6 +126,9 @@ class CrashNotes:
             observed = {key: np.array(lane.arrays[key][end - (known["phase"] == "step")]) for key in keys}
         capsule = history.capsule(actions=self._actions(group, lane, begin, end), observation=observed, **known)
         history.forget()
+        return capsule
+
+    def _save(self, capsule: Capsule) -> Replay:
         path = self._directory.save(capsule)
         return path, "" if path is None else capsule.command(path)
 

@@ -8,7 +8,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from muster.errors import BadEnvOutput, EnvError, MusterError, WorkerHung
 from muster.interrupts import allowed
 from muster.progress import Phase
 from muster.sources import failures
-from muster.sources.crash_notes import CrashNotes
+from muster.sources.crash_notes import CrashNotes, Replay
 from muster.sources.crew import Account
 from muster.sources.detached import DetachedWorker
 from muster.sources.messages import GroupInfo, Order, Report
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from muster.sources.inference import InferenceServer
 
 OnFailure = Literal["raise", "restart", "drop"]
+AtWork: TypeAlias = "tuple[Order, Lane, int, int | None]"  # an order, its lane, and the row and environment got to
 
 TIMEOUTS: dict[str, float | None] = {  # seconds
     "construct": 300.0,
@@ -97,7 +98,7 @@ class Supervisor:
     def wait(self, timeout: float | None) -> list[Report]:
         """Until some worker has reported; reports in the place of workers that are lost. May return early."""
         if not self._lost:
-            self._revive()
+            self._revive_due()
             self._poll(timeout)
         lost, self._lost = self._lost, []
         return lost
@@ -117,16 +118,19 @@ class Supervisor:
 
     def wait_for(self, handle: DetachedWorker, ready: Callable[[], bool]) -> None:
         """See ``Patience``."""
+        asked = handle.incarnation
         while not ready():
             if was_alive := handle.alive:
                 self._poll(None)
+            if handle.incarnation != asked:
+                raise Restarted
             if not handle.alive and not ready():
                 has_waited = was_alive and self.elastic and handle.child.late
                 if self._records[handle.index].revive_at is None or has_waited:
                     self._raise_once(handle)
                 while not handle.alive:
                     self._poll(None)  # of others, until this one is due
-                    self._revive()
+                    self._revive_due()
                 raise Restarted
 
     # --- looking ----------------------------------------------------------------------------------
@@ -267,6 +271,7 @@ class Supervisor:
             return
         failure, phase = handle.failure(), handle.phase.name.lower()
         code = handle.child.exit_code()
+        at_work = None
         if failure is not None:
             error: MusterError = failure.error()
         elif lost := handle.child.lost:
@@ -279,9 +284,8 @@ class Supervisor:
                 oom_kills=handle.ledger.oom_kills if handle.setup.remote else failures.oom_kills() - self._oom_kills,
                 stack=handle.ledger.stack(),
             )
-            # Its lane is here; what is lost with its node left none.
-            error = self._with_capsule(error, self._at_work(handle))
-        self._lose(handle, error, "worker_died")
+            at_work = self._at_work(handle)  # its lane is here; what is lost with its node left none
+        self._lose(handle, error, "worker_died", at_work)
 
     def _hung(self, handle: DetachedWorker, phase: str, seconds: float, deadline: float) -> None:
         where, at_work, stopped = self._where(handle), self._at_work(handle), handle.child.is_stopped()
@@ -289,12 +293,10 @@ class Supervisor:
         known: dict[str, Any] = {"phase": phase, "seconds": seconds, "deadline": deadline}
         error: MusterError = failures.hung(where, stack=stack, stopped=stopped, **known)
         handle.halt(deaf=True)  # it may get on again at any time, because of the signal for its stack, too
-        if not handle.setup.remote:  # its lane comes with its end, if it ends by itself
-            error = self._with_capsule(error, at_work)
-        self._lose(handle, error, "worker_hung")
+        # With a node its lane comes only if it ends by itself.
+        self._lose(handle, error, "worker_hung", None if handle.setup.remote else at_work)
 
-    def _at_work(self, handle: DetachedWorker) -> tuple[Order, Lane, int, int | None] | None:
-        """The order at work, its lane, and the row and environment that it has got to."""
+    def _at_work(self, handle: DetachedWorker) -> AtWork | None:
         order = handle.order_at_work() if self.accounts else None
         if order is None:
             return None
@@ -327,24 +329,25 @@ class Supervisor:
         given = handle.assignment
         self._notes.restarted(handle.groups, given.seed, given.static, handle.incarnation)
 
-    def _with_capsule(self, error: MusterError, at_work: tuple[Order, Lane, int, int | None] | None) -> MusterError:
-        """The error, with the file that replays it if there is one."""
-        if at_work is None:
-            return error
-        error.capsule, command = self._notes.died(*at_work, error)
-        if command:
-            error.args = (f"{error}\n\nTo see it happen again under a debugger: {command}",)
-        return error
+    def _lose(self, handle: DetachedWorker, error: Exception, reason: str, at_work: AtWork | None = None) -> None:
+        """End a worker, and do with its orders what is to be done.
 
-    def _lose(self, handle: DetachedWorker, error: Exception, reason: str) -> None:
-        """End a worker, and do with its orders what is to be done."""
+        Args:
+            at_work: what it was at, if there is to be a file that replays the error.
+        """
         handle.cause = error
+        capsule = None if at_work is None else self._notes.died(*at_work, cast(MusterError, error))
+        if self._on_failure != "restart":
+            _add_capsule(error, capsule)
         try:
             handle.end()
         finally:  # also after Ctrl-C, or its orders were nobody's
             for number in handle.groups if self.accounts else ():
                 self.accounts[number].give_up(reason)
             self._pass_on(handle, error)
+        if self._on_failure == "restart" and capsule is not None:
+            self._revive(handle)  # others wait for its successor, and nobody for the file
+            _add_capsule(error, capsule)
 
     def ends(self, handle: DetachedWorker) -> None:
         """See ``Patience``. Steps are counted when no more can be made, and no report can come."""
@@ -405,15 +408,18 @@ class Supervisor:
             account.clock = np.stack([episodes[-1], np.zeros_like(steps)])
         handle.assignment = replace(handle.assignment, episodes=episodes)
 
-    def _revive(self) -> None:
-        now = time.monotonic()
+    def _revive_due(self) -> None:
         for handle in self.handles:
-            record = self._records[handle.index]
-            if record.revive_at is not None and record.revive_at <= now:
-                record.revive_at = None
-                record.signs = ()
-                handle.reviving = False
-                handle.start()
+            self._revive(handle)
+
+    def _revive(self, handle: DetachedWorker) -> None:
+        """Start a worker again, if it is due."""
+        record = self._records[handle.index]
+        if record.revive_at is not None and record.revive_at <= time.monotonic():
+            record.revive_at = None
+            record.signs = ()
+            handle.reviving = False
+            handle.start()
 
     def _raise_once(self, handle: DetachedWorker) -> None:
         """The cause of a worker's end, which is then not raised again for its orders."""
@@ -422,3 +428,11 @@ class Supervisor:
                 report.error = None
         assert handle.cause is not None
         raise handle.cause
+
+
+def _add_capsule(error: Exception, save: Callable[[], Replay] | None) -> None:
+    """Write a capsule, and say in the error how it is replayed."""
+    if save is not None and isinstance(error, MusterError):
+        error.capsule, command = save()
+        if command:
+            error.args = (f"{error}\n\nTo see it happen again under a debugger: {command}",)
