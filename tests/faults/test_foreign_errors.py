@@ -10,7 +10,8 @@ import pytest
 
 from muster import Collector, MultiSyncCollector
 from muster.errors import BadPolicyOutput, EnvError, MusterError, PolicyError
-from muster.testing import OracleEnv, check_stream
+from muster.testing import Fault, OracleEnv, check_stream
+from tests.fakes import faults
 from tests.fakes.foreign import ALL, BASES, T, Troubled
 from tests.fakes.foreign_policy import TroubledPolicy
 
@@ -72,3 +73,15 @@ def test_whatever_is_raised_no_pair_is_wrong_and_every_step_is_counted(tmp_path,
         assert isinstance(error, MusterError), name
         assert issubclass(type(error), expected), (name, type(error), error)
         assert error.phase == place, (name, error.phase)
+
+
+def test_an_exit_in_a_reset_that_nobody_waits_for_is_raised_by_the_next_rollout(tmp_path):
+    fault = Fault(faults.Raising(partial(SystemExit, 3)), "reset", at=1)
+    options = {"frames_per_batch": T, "backend": "threads", "reset_when_done": False, "seed": 1}
+    with MultiSyncCollector([partial(OracleEnv, tmp_path / "counts", 0, 1, fault)], None, **options) as collector:
+        collector.next()  # to the end of the first episode
+        with pytest.raises(EnvError, match="SystemExit was raised: 3") as caught:
+            collector.next()
+        assert caught.value.phase == "reset"
+        collector.next()
+        assert collector.stats().restarts == 0

@@ -347,18 +347,22 @@ def test_what_the_user_draws_between_batches_and_beside_a_collector_is_not_warne
         for _ in range(3):
             collector.next()
             user_draws()
-    drawn = threading.Event()
+    began, drawn = threading.Event(), threading.Event()
 
-    class Drawing(list):
-        """A replay buffer, in the thread in the background."""
-
-        def extend(self, batch: Any) -> None:
+    class Waits(CountingEnv):
+        def step(self, action: int) -> Any:
+            began.set()
             drawn.wait(30)
+            return super().step(action)
 
-    with MultiSyncCollector(
-        [counting(4)] * 2, sampled, replay_buffer=Drawing(), total_frames=120, **options
-    ) as collector:
+    class Buffer(list):
+        pass
+
+    options |= {"replay_buffer": Buffer(), "total_frames": 40}
+    with MultiSyncCollector([Waits] * 2, sampled, **options) as collector:
         collector.start()
+        assert began.wait(30)
         user_draws()
         drawn.set()
         collector.async_shutdown()
+        assert collector.stats().frames == 40
