@@ -675,6 +675,19 @@ def test_what_a_worker_started_in_other_sessions_ends_with_it_before_its_end_is_
     assert all(map(alive, others)), "the other worker's are left alone"
 
 
+def test_a_spawned_worker_that_ends_before_it_begins_has_the_number_of_its_interpreter(start, monkeypatch):
+    monkeypatch.setattr(sys, "path", [])  # no module can be imported there
+    _, child = start("ready", method="spawn")
+    assert child.join(WAIT_S)
+    assert child.exit_code() == 1
+    assert child.pid == child.pid > 0
+    _, other = start("ready", method="spawn")
+    other.kill()
+    other.join(WAIT_S)
+    other.close()
+    assert other.pid > 0, "without waiting"
+
+
 @pytest.mark.parametrize("how", ["return", signal.SIGKILL])
 def test_what_a_worker_leaves_that_ended_well_is_asked_to_end(start, light, tmp_path, how):
     channel, child = start("with_polite_daemon")
@@ -873,8 +886,9 @@ def test_a_spawned_worker_behaves_like_a_forked_one(start, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["of the parent"])
     before = len(descriptors())
     channel, child = start("asked", method="spawn")
-    assert child.pid
-    assert len(descriptors()) <= before + 3  # while it has not told its pid
+    assert len(descriptors()) == before + 3
+    assert child.pid, "which it tells over one of them"
+    assert len(descriptors()) == before + 2
     for expression, value in {
         "os.getpid()": child.pid,
         "os.getsid(0)": child.pid,
@@ -887,7 +901,6 @@ def test_a_spawned_worker_behaves_like_a_forked_one(start, monkeypatch, capfd):
     }.items():
         channel.send(expression)
         assert channel.receive(WAIT_S)[0] == value, expression
-    assert len(descriptors()) == before + 2
     assert child.exit_code() is None
     channel.send("os.spawnlp(os.P_NOWAIT, 'sleep', 'sleep', '1000')")
     grandchild = channel.receive(WAIT_S)[0]

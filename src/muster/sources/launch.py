@@ -285,15 +285,21 @@ class _Spawned:
 
     @property
     def pid(self) -> int:
-        """Of the worker; while that is not started, and where it has no keeper, of what was started instead."""
-        if self._worker is None and _readable(self._hello.fileno(), 0.0):
-            told = self._hello.recv(32)
+        """Of the worker, whose interpreter may have to start first; of that, if it ends before, or has no keeper."""
+        return self._told(START_S)
+
+    def _told(self, timeout: float) -> int:
+        open_fd = self._hello.fileno()
+        if self._worker is None and open_fd >= 0 and _readable(open_fd, timeout):
+            told = b""
+            with contextlib.suppress(ConnectionResetError):  # it ended before it had read what it was sent
+                told = self._hello.recv(32)
             self._worker = int(told) if told else self._process.pid
             self._hello.close()
         return self._process.pid if self._worker is None else self._worker
 
     def is_stopped(self) -> bool:
-        return is_stopped(self.pid)
+        return is_stopped(self._told(0.0))
 
     def fileno(self) -> int:
         return self._life.fileno()
@@ -310,11 +316,11 @@ class _Spawned:
     def send_signal(self, number: int) -> None:
         if self.exit_code() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+                os.kill(self._told(0.0), number)
 
     def kill(self) -> None:
         if self.exit_code() is None:
-            kill_group(self.pid)
+            kill_group(self._told(0.0))
 
     def join(self, timeout: float) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
