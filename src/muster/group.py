@@ -16,7 +16,7 @@ from muster.columns import RolloutOptions
 from muster.episode_rules import Rule
 from muster.errors import BadEnvOutput, BadPolicyOutput
 from muster.keys import IS_INIT, POLICY_VERSION, RESUMED, STEP_COUNT, TRAJ_DONE, TRAJ_IDS, Key, next_of
-from muster.marks import NEVER, Final, NextRows, clear_marks, cut_after_end, mark_valid
+from muster.marks import NEVER, Final, NextRows, clear_marks, cut_after_end, mark_end, mark_valid
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
 from muster.progress import BEFORE, Phase, Progress, Timing
@@ -227,8 +227,7 @@ class Group:
         if self.options.compact_obs and n:
             self._next.keep(lane, n - 1, np.flatnonzero(~done[-1]).tolist(), self.waiting.bypassed)
         if self.options.set_truncated and self.closes_batch and n:  # a mark for the learner; the episode goes on
-            truncated[-1] |= ~done[-1]
-            done[-1] = True
+            mark_end(lane, n - 1, self.env, limited=bool(self.options.max_frames_per_traj))
         for column in lane.layout.columns:
             if column.carry:
                 self.carry.take(column, lane.data[column.key][n], self.waiting.absent)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from muster.keys import FLAGS, NEXT_OBS_VALID, TERMINATED, TRAJ_DONE, TRAJ_IDS, TRUNCATED, VALID, Key, next_of
+from muster.keys import DONE, FLAGS, NEXT_OBS_VALID, TERMINATED, TRAJ_DONE, TRAJ_IDS, TRUNCATED, VALID, Key, next_of
 from muster.memory.slots import Lane
-from muster.memory.specs import Array
+from muster.memory.specs import Array, Specs
+from muster.protocols import EnvBatch
 
 if TYPE_CHECKING:
     import torch
@@ -85,6 +86,35 @@ def clear_marks(lane: Lane, begin: int = 0) -> None:
     for key in (NEXT_OBS_VALID, VALID):
         if key in lane.data:
             lane.data[key][begin:] = True
+
+
+def nested_truncations(specs: Specs) -> list[Key]:
+    """The flags ``truncated`` below the root among observations; each has a ``done`` beside it."""
+    return [
+        key
+        for key, spec in specs.items()
+        if len(key) > 1 and key[-1] == "truncated" and spec.dtype == bool and (*key[:-1], "done") in specs
+    ]
+
+
+def mark_end(lane: Lane, t: int, env: EnvBatch, *, limited: bool) -> None:
+    """``set_truncated``: row ``t`` is the last one, and truncated where nothing else has ended there.
+
+    What is below the root is marked in the ``next`` columns only: the episode goes on. The root is not marked if only
+    flags below it can say ``truncated``.
+
+    Args:
+        limited: with ``max_frames_per_traj``, the root says it too.
+    """
+    nested = nested_truncations(env.observation_specs)
+    pairs = [(next_of(key), next_of((*key[:-1], "done"))) for key in nested]
+    if TRUNCATED in env.flags or limited or not nested:
+        pairs.append((next_of(TRUNCATED), next_of(DONE)))
+    for truncated, done in pairs:
+        if truncated in lane.data:
+            data = lane.arrays if truncated in lane.arrays else lane.data
+            data[truncated][t] |= ~data[done][t]
+            data[done][t] = True
 
 
 def cut_after_end(lane: Lane, done: Array, reward_key: Key) -> Array:

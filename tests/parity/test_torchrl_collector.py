@@ -327,6 +327,13 @@ def test_batches_are_equal(name):
     both(batches(env, policy, frames_per_batch=10 * n))
 
 
+@pytest.mark.parametrize("device", ["device", "storing_device"])
+@pytest.mark.parametrize("name", [name for name in ENVS if name != "without a device"])
+def test_batches_on_a_device_are_equal(name, device):
+    env, policy, n = ENVS[name]
+    both(batches(env, policy, count=2, frames_per_batch=7 * n, **{device: "cpu"}))
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "rounded up": {"frames_per_batch": 32},
     "steps are limited": {"max_frames_per_traj": 4},

@@ -38,7 +38,8 @@ from torchrl.envs.utils import ExplorationType
 from torchrl.modules import GRUModule, LSTMModule, OneHotCategorical, ProbabilisticActor
 from torchrl.testing import mocking_classes as mocks
 
-from muster import Collector
+from muster import Collector, MultiSyncCollector
+from muster.errors import BadOption
 from muster.testing import CountingEnv
 from tests.parity.torchrl_tools import assert_equal, assert_same_batches, both
 
@@ -268,6 +269,115 @@ def test_a_primers_default_is_the_recurrent_state_after_a_reset():
     batch = assert_same_batches(make, lambda env: CountsCalls(), T=9)[0]
     assert batch["memory"].flatten().tolist() == [5, 6, 7, 5, 6, 7, 5, 6, 7]
     assert batch["next", "memory"].flatten().tolist() == [6, 7, 8, 6, 7, 8, 6, 7, 8]
+
+
+def with_truncated(env: Any) -> Any:
+    return env.add_truncated_keys()
+
+
+class Ones(TensorDictModuleBase):
+    """An action that lets a counting environment count."""
+
+    in_keys: list[Any] = []  # noqa: RUF012
+
+    def __init__(self, spec: Any) -> None:
+        super().__init__()
+        self.spec = spec
+        self.out_keys = list(spec.keys(True, True))
+
+    def forward(self, td: Any) -> Any:
+        return td.update(self.spec.zero().apply(lambda leaf: leaf + 1))
+
+
+def counts(env: Any) -> Any:
+    return Ones(env.full_action_spec)
+
+
+NESTED = {
+    "nested": {},
+    "nested, with a root": {"has_root_done": True, "max_steps": 50},
+    "agents of one flag": {"nest_done": False},
+    "batched": {"batch_size": (2,)},
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+@pytest.mark.parametrize("more", [{}, {"device": "cpu"}], ids=str)
+def test_flags_below_the_root_are_truncated_at_the_end_of_batches(name, more):
+    """With batches that end within an episode; where one ends by itself, Muster does not say that it was cut."""
+
+    def make() -> Any:
+        return with_truncated(mocks.NestedCountingEnv(**{"max_steps": 5, **NESTED[name]}))
+
+    mine = assert_same_batches(make, counts, T=7, batches=3, set_truncated=True, **more)
+    for batch in mine:
+        key = ("data",) if name != "agents of one flag" else ()
+        last = (slice(None),) * (batch.ndim - 1) + (-1,)
+        for flag in ("truncated", "done"):
+            assert batch[("next", *key, flag)][last].all()
+        before = (slice(None),) * (batch.ndim - 1) + (slice(0, -1),)
+        assert not batch[("next", *key, "truncated")][before].any()
+        assert not batch[(*key, "truncated")].any()
+
+
+@pytest.mark.parametrize("place", ["threads", "processes"])
+def test_flags_below_the_root_are_truncated_by_workers_too(place):
+    def make() -> Any:
+        return with_truncated(mocks.NestedCountingEnv(max_steps=5))
+
+    policy = counts(make())
+    options = {"frames_per_batch": 14, "set_truncated": True}
+    with Collector([make] * 2, policy, **options) as c:
+        expected = [c.next().clone() for _ in range(3)]
+    with MultiSyncCollector([make] * 2, policy, backend=place, **options) as c:
+        for batch in expected:
+            assert_equal(c.next(), batch)
+    assert expected[1]["next", "data", "truncated"][:, -1].all()
+
+
+def test_nothing_can_be_marked_where_there_is_no_flag_or_it_is_left_out():
+    with pytest.raises(BadOption, match="has no 'truncated' flag"):
+        Collector(mocks.NestedCountingEnv(), None, frames_per_batch=4, set_truncated=True)
+    with pytest.raises(BadOption, match="marks next.data.truncated, which compact_obs=True leaves out"):
+        Collector(
+            with_truncated(mocks.NestedCountingEnv()), None, frames_per_batch=4, set_truncated=True, compact_obs=True
+        )
+
+
+HETEROGENEOUS = {
+    "alone": partial(mocks.HeterogeneousCountingEnv, max_steps=3),
+    "two": partial(mocks.HeterogeneousCountingEnv, max_steps=3, batch_size=(2,)),
+}
+DEVICES = ["device", "policy_device", "env_device", "storing_device"]
+
+
+def het_policy(env: Any) -> Any:
+    return mocks.HeterogeneousCountingEnvPolicy(env.full_action_spec)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("env", HETEROGENEOUS)
+def test_heterogeneous_agents_on_a_device_give_the_same_batches(env, device):
+    for options in ({}, {"exploration_type": ExplorationType.DETERMINISTIC}):
+        mine = assert_same_batches(HETEROGENEOUS[env], het_policy, batches=2, **{device: "cpu"}, **options)
+        assert mine[0].device == (torch.device("cpu") if device in ("device", "storing_device") else None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("place", ["threads", "processes"])
+def test_heterogeneous_agents_on_a_device_are_the_same_in_workers(place, device):
+    if place == "processes" and device != "device":
+        pytest.skip("one start of processes is enough: workers are told nothing else by the others")
+    env = HETEROGENEOUS["alone"]
+    options = {"frames_per_batch": 12, device: "cpu"}
+    with Collector([env] * 2, het_policy(env()), **options) as c:
+        expected = [c.next().clone() for _ in range(2)]
+    with MultiSyncCollector([env] * 2, het_policy(env()), backend=place, **options) as c:
+        for batch in expected:
+            got = c.next()
+            assert got.device == batch.device
+            assert got.names == batch.names
+            assert_equal(got, batch)
 
 
 def test_processes_give_the_same_batches():

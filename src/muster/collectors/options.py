@@ -110,7 +110,8 @@ class CollectorOptions:
             the flags repeated, id -1 and ``collector/valid`` False; the next batch begins with new episodes. Single
             environments are left alone meanwhile, and workers reset them while you train; batches of environments are
             stepped on, and ``stats().discarded["after_done"]`` counts that.
-        set_truncated: mark the last step of every batch as truncated (unless the episode ended there).
+        set_truncated: mark the last step of every batch as truncated (unless the episode ended there), in all flags
+            ``truncated`` that the environment has, also those below the root (of agents).
         interruptor: an object whose ``collection_stopped()`` is asked after every step; True ends the batch there. The
             rest of it is blank, with id -1 and ``collector/valid`` False; without ``use_buffers`` it is left out.
         create_env_kwargs: keywords for the env id or function; a list has one dict per entry of ``create_env_fn``.

@@ -64,6 +64,8 @@ def assemble(
 
 def add_stack(td: Any, key: Key, stack: Any) -> None:
     """Put ``stack``, whose one leaf is the last part of ``key``, where ``key`` says."""
+    if any(td.names):  # TensorDict (0.14) fails to name the dimensions of a stack in a TensorDict with a device
+        stack.names = [*td.names, *[None] * (stack.ndim - td.ndim)]
     node = td.get(key[:-1], None)
     if node is None:
         td.set(key[:-1], stack)

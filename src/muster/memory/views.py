@@ -123,7 +123,8 @@ class BatchView:
         """Python objects as a stack of ``NonTensorData``; a shallow copy, since lists cannot be lent."""
         from tensordict import NonTensorStack
 
-        return NonTensorStack.from_list(self._cells(column, slot).tolist())
+        stack = NonTensorStack.from_list(self._cells(column, slot).tolist())
+        return stack if self.device is None else stack.to(self.device)
 
     def _cells(self, column: Column, slot: Slot) -> Array:
         """The objects of a column in the shape of the batch."""

@@ -15,7 +15,8 @@ from muster.envs.previous import with_previous
 from muster.errors import BadOption
 from muster.group import Group
 from muster.hooks import watching
-from muster.keys import STEP_COUNT, TRUNCATED
+from muster.keys import STEP_COUNT, TRUNCATED, dotted, next_of
+from muster.marks import nested_truncations
 from muster.protocols import EnvBatch, Policy
 from muster.rng import GroupRng
 
@@ -140,10 +141,17 @@ def _dict(value: Any) -> dict[str, Any]:
 
 def _check_env(env: EnvBatch, options: RolloutOptions) -> None:
     if options.set_truncated and TRUNCATED not in env.flags and not options.max_frames_per_traj:
-        raise BadOption(
-            f"set_truncated=True, but {env.name} has no 'truncated' flag. Add one (TorchRL: env.add_truncated_keys()), "
-            f"or leave set_truncated out."
-        )
+        nested = nested_truncations(env.observation_specs)
+        if nested and options.compact_obs:
+            raise BadOption(
+                f"set_truncated=True marks {dotted(next_of(nested[0]))}, which compact_obs=True leaves out: "
+                f"leave one of them out."
+            )
+        if not nested:
+            raise BadOption(
+                f"set_truncated=True, but {env.name} has no 'truncated' flag. Add one (TorchRL: "
+                f"env.add_truncated_keys()), or leave set_truncated out."
+            )
     if options.max_frames_per_traj and STEP_COUNT in env.observation_specs:
         raise BadOption(
             f"max_frames_per_traj adds 'step_count', which {env.name} has already. Let the environment truncate "

@@ -112,6 +112,7 @@ class Crew:
     Attributes:
         owner: the process whose workers they are; None: they are in this thread, and a fork has copies of them.
         server: acts for the workers; None: they do.
+        numbers: of orders.
         elastic: workers may be absent (see ``DetachedWorker``) from the beginning, and again later.
     """
 
@@ -124,7 +125,7 @@ class Crew:
         ]
         self.num_envs = sum(info.num_envs for info in infos)
         self._of = {number: handle for handle in handles for number in handle.groups}
-        self._numbers = itertools.count(1)
+        self.numbers = itertools.count(1)
         self._reports: deque[Report] = deque()  # of lost workers
         self._turn = 0
         self._warnings: dict[str, None] = {}  # texts, each once, whichever worker noted it
@@ -137,16 +138,12 @@ class Crew:
 
     def submit(self, group: int, slot: Slot, lane: int, *, number: int | None = None, **order: Any) -> Order:
         """Let a group's worker make a rollout into a lane, or go on with that of order ``number``; see ``Order``."""
-        made = self.order(group, lane, number=number, **order)
+        made = Order(next(self.numbers) if number is None else number, group, lane, **order)
         if self.accounts[group].dropped:
             self._reports.append(Report(made.number, group, dropped=True))
         else:
             self._of[group].submit(made, slot)
         return made
-
-    def order(self, group: int, lane: int, *, number: int | None = None, **others: Any) -> Order:
-        """An order, with the next number if it has none; nobody is given it."""
-        return Order(next(self._numbers) if number is None else number, group, lane, **others)
 
     def welcome(self) -> None:
         """Take in which workers have come meanwhile, and call again those whose absence has been raised."""

@@ -208,7 +208,9 @@ class FirstReady(Schedule):
             ring = bundle.ring_of(layout_of(plain))
             slot = ring.take()
             write(plain, slot)
-            orders = [self.crew.order(group, lane, policy="") for lane, group in enumerate(bundle.groups)]
+            orders = [
+                Order(next(self.crew.numbers), group, lane, policy="") for lane, group in enumerate(bundle.groups)
+            ]
             born, place = self._publishes() - plain["age"], next(self._places)
             ordered = _Ordered(orders, bundle, ring, slot, born, place)
             for order, part in zip(orders, plain["reports"], strict=True):

@@ -83,6 +83,5 @@ def cells_of(rows: list[list[Any]]) -> Array:
     return cells
 
 
-def _leaf(values: Any) -> Array:
-    leaf: Array = cells_of([values])[0] if isinstance(values, list) else values
-    return leaf
+def _leaf(values: list[Any] | Array) -> Array:
+    return cells_of([values]).reshape(-1) if isinstance(values, list) else values
