@@ -258,7 +258,7 @@ class TestMachines:
         write_token(tmp_path / "other", b"fedcba9876543210" * 2)
         node = Node(machine, carrier, tmp_path / "other")
         coming = Connecting(main, carrier, 0)
-        assert "has another token" in node.ended(30)
+        assert "has another token" in node.ended(JOIN_S)
         assert not node.said  # its function was never called
         assert "does not know the token" in carrier.meeting.refused()
         Node(machine, carrier, token)
@@ -299,7 +299,7 @@ def test_nothing_is_unpickled_that_comes_from_strangers(hosts, token, tmp_path):
     try:
         marker = tmp_path / "marker"
         coming = Connecting(main, carrier, 0)
-        Node(stranger, carrier, marker, "hostile").says("lost", 2, 60)
+        Node(stranger, carrier, marker, "hostile").says("lost", 2, JOIN_S)
         assert not marker.exists()
         assert "2 connections were refused" in carrier.meeting.refused()
         Node(machine, carrier, token)  # which has the token
