@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import threading
 from functools import partial
@@ -174,6 +175,28 @@ def test_a_thread_that_wakes_up_after_it_was_given_up_changes_nothing(tmp_path):
     assert (stats.restarts, list(stats.discarded)) == (1, ["worker_hung"])
     executed = OracleEnv.read(tmp_path / "counts")[:, 2].sum()
     assert executed == stats.executed == sum(rows.values()) + sum(stats.discarded.values())
+
+
+HANGS_AND_ENDS = """
+import threading, muster
+from muster.testing import CountingEnv
+hung = []
+class Hangs(CountingEnv):
+    def step(self, action):
+        if not hung and self.executed == 3:
+            hung.append(self)
+            threading.Event().wait()
+        return super().step(action)
+collector = muster.MultiSyncCollector([Hangs] * 2, None, backend="threads", frames_per_batch=40,
+                                      on_failure="restart", timeouts={"step": 0.5})
+while collector.stats().restarts == 0:
+    collector.next()
+"""
+
+
+def test_a_program_ends_in_silence_beside_a_thread_that_hangs_and_its_successor():
+    done = subprocess.run([sys.executable, "-c", HANGS_AND_ENDS], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_hang_while_weights_are_taken_says_so(tmp_path):

@@ -117,6 +117,11 @@ class Arena:
         for mapping in list(self._mappings):
             mapping.isolate(self.fd)
 
+    @property
+    def is_open(self) -> bool:
+        """The descriptor is; at the end of the program it may be closed before other things end."""
+        return self._close.alive
+
     def close(self) -> None:
         """Close the descriptor. Views stay valid; closing twice is nothing."""
         self._close()

@@ -215,8 +215,8 @@ class ThreadChild:
             try:
                 server.arena.isolate()
             except OSError:
-                if server.arena.fd >= 0:
-                    raise  # else it has just ended by itself, and writes nothing any more
+                if server.arena.is_open:
+                    raise  # else it has just ended by itself, or the whole program does
             if (turns := server.start.payload.policy_turns) is not None:
                 turns.revoke(self.ident)
 
