@@ -8,7 +8,7 @@ from typing import cast
 
 from muster.interrupts import postponed
 from muster.memory.slots import Layout, Slot, SlotState
-from muster.sources.crew import Crew
+from muster.sources.crew import Crew, give_warnings
 from muster.sources.messages import Report
 from muster.sources.schedule import Bundle, Filled, Schedule, Wanted, filled
 
@@ -75,7 +75,7 @@ class Sync(Schedule):
             if self.crew.server is not None:
                 self.crew.server.settle()
         self.crew.check_alive()
-        self.crew.warn()
+        give_warnings(self.crew)
         return self._filled()
 
     @postponed()
