@@ -411,9 +411,7 @@ def test_final_observations_are_cast_too():
         def step(self, actions: Any) -> Any:
             *values, info = super().step(actions)
             if info:
-                info["final_obs"] = info["final_obs"].astype(object)
-                for i, final in enumerate(info["final_obs"]):
-                    info["final_obs"][i] = None if final is None else np.asarray(final, np.float64)
+                info["final_obs"] = info["final_obs"].astype(np.float64)
             return *values, info
 
     with pytest.warns(UserWarning, match="final_obs observation has dtype float64"):

@@ -185,12 +185,6 @@ class Crew:
             assert self._watch is not None, "nothing was ordered"
             self._reports += self._watch.wait(None)
 
-    def warn(self) -> None:
-        """Warn of what workers have noted. A warning may be an error: whoever calls this loses nothing then."""
-        for text in list(self._warnings)[self._warned :]:
-            self._warned += 1
-            warnings.warn(text, stacklevel=3)
-
     def stop(self) -> None:
         """Let all rollouts that have been ordered end after their current step."""
         for handle in self.handles:
@@ -289,6 +283,13 @@ class Crew:
                 self._turn = turn + 1
                 return report
         return None
+
+
+def give_warnings(crew: Crew) -> None:
+    """Warn of what workers have noted. A warning may be an error, and the caller must lose nothing then."""
+    for text in list(crew._warnings)[crew._warned :]:
+        crew._warned += 1
+        warnings.warn(text, stacklevel=3)
 
 
 def is_absent(handle: Handle) -> TypeGuard[DetachedWorker]:

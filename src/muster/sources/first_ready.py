@@ -14,7 +14,7 @@ from typing import Any
 from muster.errors import MusterError, SlotsExhausted
 from muster.interrupts import postponed
 from muster.memory.slots import Layout, Slot, SlotRing, SlotState
-from muster.sources.crew import Crew, is_absent
+from muster.sources.crew import Crew, give_warnings, is_absent
 from muster.sources.messages import Order, Report
 from muster.sources.schedule import Bundle, Filled, Schedule, Wanted, filled
 from muster.sources.waiting import layout_of, report_of, to_plain, write
@@ -156,7 +156,7 @@ class FirstReady(Schedule):
             if (report.dropped or report.lost or is_away) and not (postponed := self.crew.has_bad_news):
                 self._resubmit()
                 self._order(wanted, wanted.batches)  # the others do what it was to do
-        self.crew.warn()
+        give_warnings(self.crew)
         self._remove(found)
         reports = [found.reports[order.number] for order in found.orders]
         try:

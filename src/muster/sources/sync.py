@@ -8,7 +8,7 @@ from typing import cast
 
 from muster.interrupts import postponed
 from muster.memory.slots import Layout, Slot, SlotState
-from muster.sources.crew import Crew
+from muster.sources.crew import Crew, give_warnings
 from muster.sources.messages import Report
 from muster.sources.schedule import Bundle, Filled, Schedule, Wanted, filled
 from muster.sources.threads import GlobalStreams
@@ -63,7 +63,7 @@ class Sync(Schedule):
         if self._streams is not None and before is not None:
             self._streams.check(before)
         self.crew.check_alive()
-        self.crew.warn()
+        give_warnings(self.crew)
         return self._filled()
 
     def _work(self, wanted: Wanted, policy: str) -> None:
