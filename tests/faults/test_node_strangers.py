@@ -423,6 +423,7 @@ class TestTorchrunStore:
             b"\xff" * 2000,
             b"[]",
             b'"text"',
+            b"[" * 1024,
             json.dumps(["127.0.0.1:1", "/tmp/token-of-a-stranger"]),
             json.dumps(["127.0.0.1:1", None]),
             torchrun._signed(OTHER, "muster/meeting/r//0", "127.0.0.1:1"),
@@ -430,7 +431,19 @@ class TestTorchrunStore:
             torchrun._signed(TOKEN, "muster/meeting/r//0", "127.0.0.1:1").replace(":1", ":2"),
             torchrun._signed(TOKEN, "muster/meeting/r//0", "127.0.0.1:1") + " " * 2000,
         ],
-        ids=["nothing", "bytes", "list", "text", "path", "none", "other token", "other key", "changed", "long"],
+        ids=[
+            "nothing",
+            "bytes",
+            "list",
+            "text",
+            "nested",
+            "path",
+            "none",
+            "other token",
+            "other key",
+            "changed",
+            "long",
+        ],
     )
     def test_only_what_is_signed_is_followed(self, store, written):
         store.set(self.key(0), written)

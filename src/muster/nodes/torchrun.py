@@ -28,7 +28,7 @@ from muster.nodes.launchers import WaitingLauncher
 from muster.nodes.link import LinkLost
 from muster.nodes.meeting import ANSWER_S, POLL_S, Meeting, is_loopback, read_token
 from muster.nodes.seal import signature
-from muster.whole_files import write_whole
+from muster.whole_files import read_json, write_whole
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -139,7 +139,7 @@ def _verified(token: bytes, key: str, record: bytes) -> str | None:
     if len(record) > LONGEST:
         return None
     with contextlib.suppress(ValueError, TypeError):
-        address, signed = json.loads(record)
+        address, signed = read_json(record)
         if hmac.compare_digest(str(signed), signature(token, json.dumps([key, address]).encode())):
             return str(address)
     return None
