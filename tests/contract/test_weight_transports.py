@@ -378,7 +378,8 @@ def test_a_publisher_that_is_killed_in_the_middle_has_changed_nothing():
     publisher = SharedMemory().publisher(weights(1, like), 1, 1)
     reader = Reader(ticket := publisher.ticket(0), ticket.fds, like)
     ticket.close()
-    for version in (2, 3, 4):  # whichever buffer is next
+    publisher.publish(weights(2, like), 2)  # now both buffers are there: a fork cannot allocate
+    for version in (3, 4, 5):  # whichever buffer is next
         child = os.fork()
         if child == 0:
 
@@ -393,7 +394,7 @@ def test_a_publisher_that_is_killed_in_the_middle_has_changed_nothing():
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         assert reader.extremes() == (version - 1, [version - 1, version - 1])
         publisher.publish(weights(version, like), version)
-    assert reader.extremes() == (4, [4, 4])
+    assert reader.extremes() == (5, [5, 5])
     publisher.close()
     reader.close()
 

@@ -112,6 +112,8 @@ class Worker:
             if name != "policy" and isinstance(policy, RandomPolicy):
                 self._show_columns(policy)
             self.progress.begin(phase)
+        elif isinstance(policy, RandomPolicy) and isinstance(served := self.policies["policy"], ServedPolicy):
+            policy.learn(served.columns(), {})  # after a load the server had not said yet what it writes
         self.acting = policy
         return policy
 
