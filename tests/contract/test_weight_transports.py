@@ -378,8 +378,9 @@ def test_a_publisher_that_is_killed_in_the_middle_has_changed_nothing():
     publisher = SharedMemory().publisher(weights(1, like), 1, 1)
     reader = Reader(ticket := publisher.ticket(0), ticket.fds, like)
     ticket.close()
-    publisher.publish(weights(2, like), 2)  # now both buffers are there: a fork cannot allocate
-    for version in (3, 4, 5):  # whichever buffer is next
+    for version in (2, 3, 4):  # now all buffers are there: a fork cannot allocate
+        publisher.publish(weights(version, like), version)
+    for version in (5, 6, 7):  # whichever buffer is next
         child = os.fork()
         if child == 0:
 
@@ -389,12 +390,14 @@ def test_a_publisher_that_is_killed_in_the_middle_has_changed_nothing():
                         os.kill(os.getpid(), signal.SIGKILL)
                     return super().__getitem__(name)
 
-            publisher.publish(Deadly(weights(100, like)), 100)
-            os._exit(3)
+            try:
+                publisher.publish(Deadly(weights(100, like)), 100)
+            finally:
+                os._exit(3)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         assert reader.extremes() == (version - 1, [version - 1, version - 1])
         publisher.publish(weights(version, like), version)
-    assert reader.extremes() == (5, [5, 5])
+    assert reader.extremes() == (7, [7, 7])
     publisher.close()
     reader.close()
 
