@@ -98,9 +98,12 @@ def _run(group: Group, policy: Policy, act: Act, step: Step, lane: Lane, begin: 
         lane.done_steps = end
     except BaseException as error:
         raised = _cut_short(group, policy, lane, t, at, error)
-        if raised is error:
-            raise
-        raise raised from error
+        try:
+            if raised is error:
+                raise
+            raise raised from error
+        finally:
+            del raised  # it refers to this frame, which refers to the lane: the slot would wait for the cycle collector
     finally:
         steps = lane.done_steps - begin
         group.executed += group.waiting.made(begin, lane.done_steps)

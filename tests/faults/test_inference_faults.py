@@ -441,7 +441,7 @@ def test_after_ctrl_c_the_next_call_goes_on(tmp_path, kind, backend):
 def test_nothing_outlives_a_killed_program(start, place):  # noqa: F811
     program = start(place)
     family = program.family()
-    assert len(family) == 3  # with the fork server
+    assert len(family) == 5  # with the fork server, and a keeper beside each worker
     program.process.kill()
     assert program.end()[1] == -signal.SIGKILL
     assert all_gone(family)

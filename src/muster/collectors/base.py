@@ -313,7 +313,9 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
 
     def _log(self) -> None:
         if self._logged is not None:
-            self._logged.wrote(self._engine.stats(), self._engine.episodes)
+            stats, ready = self._engine.stats(), self._engine.outlet.frames_ready  # counts what is about to be yielded
+            stats = replace(stats, frames=stats.frames + ready, in_flight=stats.in_flight - ready)
+            self._logged.wrote(stats, self._engine.episodes)
 
     def _set_up(self) -> None:
         options = self.options

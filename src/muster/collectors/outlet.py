@@ -97,10 +97,15 @@ class Outlet:
         self.needs_flags = bool(options.trajs_per_batch or options.split_trajs or options.on_episode_done)
 
     @property
+    def frames_ready(self) -> int:
+        """Frames of items that are yielded next."""
+        return sum(item.frames for item in self.ready if item is not None)
+
+    @property
     def frames_held(self) -> int:
         """Frames of items that are ready, of episodes that wait to be complete, and of what could not be joined yet."""
-        ready = sum(item.frames for item in self.ready if item is not None) + sum(put.frames for put in self._put)
-        return ready + (self.episodes.frames_held if self.episodes else 0)
+        waiting = sum(put.frames for put in self._put) + (self.episodes.frames_held if self.episodes else 0)
+        return self.frames_ready + waiting
 
     @property
     def is_empty(self) -> bool:

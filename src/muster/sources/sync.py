@@ -151,6 +151,7 @@ class Sync(Schedule):
     def _wait(self) -> None:
         """Until every order has been followed; raises the first error."""
         error: BaseException | None = None
+        report: Report | None = None
         while self.crew.outstanding:
             report = self._next_report()
             if report.error is None and not report.lost:
@@ -160,8 +161,11 @@ class Sync(Schedule):
             elif error is None and report.error is not None:
                 error = report.error
                 self.crew.withdraw()
-        if error is not None:
-            raise error
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error, report  # they refer to this frame, and it to slots, which would wait for the cycle collector
 
     def _filled(self) -> Filled:
         reports = [self._complete[group] for _, _, group in self._lanes()]
