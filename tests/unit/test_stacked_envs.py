@@ -90,14 +90,14 @@ def test_each_group_has_a_policy_call_of_its_own():
 @pytest.mark.parametrize(
     ("source", "options", "error", "message"),
     [
-        (3, {}, UnsupportedEnv, "int 3, expected an env id"),
+        (3, {}, UnsupportedEnv, "of type int, expected an env id"),
         ({}, {}, UnsupportedEnv, "dict"),
         (lambda: 3, {}, UnsupportedEnv, "returned int, expected"),
         (lambda: None, {"num_envs": 2}, UnsupportedEnv, "returned NoneType"),
         ([], {}, BadOption, "empty list"),
         (CountingEnv(), {"num_envs": 3}, BadOption, "num_envs=3 was given with one environment object"),
         ("NoSuchEnv-v0", {}, EnvError, "NoSuchEnv-v0.*NameNotFound"),
-        ([counting(), counting(2), 7], {}, UnsupportedEnv, "int 7"),
+        ([counting(), counting(2), 7], {}, UnsupportedEnv, "of type int"),
     ],
     ids=stable,
 )

@@ -151,21 +151,22 @@ class Sync(Schedule):
     def _wait(self) -> None:
         """Until every order has been followed; raises the first error."""
         error: BaseException | None = None
-        report: Report | None = None
         while self.crew.outstanding:
             report = self._next_report()
             if report.error is None and not report.lost:
                 self._complete[report.group] = report
                 if len(self._complete) >= self._enough:
                     self.crew.stop()
-            elif error is None and report.error is not None:
-                error = report.error
-                self.crew.withdraw()
+            elif report.error is not None:
+                if error is None:
+                    error = report.error
+                    self.crew.withdraw()
+                report.error = None  # its traceback refers to frames that refer to the report, and to slots
         try:
             if error is not None:
                 raise error
         finally:
-            del error, report  # they refer to this frame, and it to slots, which would wait for the cycle collector
+            del error  # it refers to this frame: slots would wait for the cycle collector
 
     def _filled(self) -> Filled:
         reports = [self._complete[group] for _, _, group in self._lanes()]
