@@ -96,7 +96,7 @@ def _run(group: Group, policy: Policy, act: Act, step: Step, lane: Lane, begin: 
                 if call_at == STOP:
                     return
         lane.done_steps = end
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 (raised again)
         raised = _cut_short(group, policy, lane, t, at, error)
         try:
             if raised is error:

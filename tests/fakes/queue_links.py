@@ -16,6 +16,7 @@ from muster.memory.specs import Array
 from muster.nodes import agent
 from muster.nodes.link import Block, LinkLost, Received
 from muster.nodes.wire import BEAT_S
+from muster.sinks.replay_buffer import ReplaySink
 
 JOIN_S = 30.0
 
@@ -134,7 +135,7 @@ class QueueCollector(ClusterCollector):
         super().__init__(create_env_fn, policy, lambda count, deadline_s: carrier, **{"sync": True, **options})
 
     def _buffer_of_nodes(self) -> Any:
-        return self.options.replay_buffer if self.writes else None
+        return ReplaySink(self.options.replay_buffer) if self.writes else None
 
 
 class WritingCollector(QueueCollector):

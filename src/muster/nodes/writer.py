@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from muster.errors import WorkerError
+from muster.errors import WorkerError, described
 from muster.memory.slots import Slot
 from muster.memory.views import BatchView, Order
 from muster.sources.messages import Report
@@ -59,7 +59,7 @@ class Writer:
             except Exception as raised:  # noqa: BLE001 (the main process's to raise)
                 error = WorkerError(
                     f"the replay buffer that this node writes into, a {type(self._sink.buffer).__name__}, raised "
-                    f"{type(raised).__name__}: {raised}. The rollout is not in it, and counts as discarded"
+                    f"{described(raised)}. The rollout is not in it, and counts as discarded"
                 )
                 error.__cause__ = raised
                 self._failed[life] = error
