@@ -55,7 +55,7 @@ WITHOUT_TORCH = (
 TOOLS = ("pytest>=8.2,<10", "pytest-timeout>=2.3,<3", "pytest-xdist>=3.6,<4", "hypothesis>=6.100,<7")
 SUPPORTED = ("3.10", "3.11", "3.12", "3.13", "3.14")
 TYPED = ("3.12", "3.13", "3.14")  # besides the oldest, which `make types` checks
-INSTALL_S, TEST_S = 300, 600
+INSTALL_S, TEST_S = 300, 1500
 
 
 def main() -> int:
