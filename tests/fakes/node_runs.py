@@ -58,7 +58,8 @@ def node_pids() -> dict[int, int]:
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         try:
             (name, parent), me = status(pid), os.getpid()
-            if name.startswith(NAME) and alive(pid) and me in (parent, status(parent)[1]):
+            above = [parent, status(parent)[1]]  # its keeper, and the fork server, whose parent is this process
+            if name.startswith(NAME) and alive(pid) and me in (*above, status(above[-1])[1]):
                 found[int(name.removeprefix(NAME))] = pid
         except (OSError, ValueError, IndexError):  # it has ended
             continue
