@@ -1,9 +1,12 @@
-"""Check the size budget: cap the tail (the longest file, function, class), not the average.
+"""Check the size budget: the longest file, function and class, the whole, and that no class name is used twice.
 
     python scripts/check_size.py [FOLDER]
 
 A limit may be passed by what ``docs/decisions/size-exceptions.md`` names, up to the number it allows
 and with its reason. An entry that is no longer needed is an error too.
+
+The table of folders shows where the lines are, next to the budget that the design gives each of them. Only the
+total is checked, against ``MOST_LINES``: lower it when the tree has become smaller.
 """
 
 from __future__ import annotations
@@ -18,6 +21,26 @@ ROOT = Path(__file__).resolve().parents[1]
 EXCEPTIONS = ROOT / "docs" / "decisions" / "size-exceptions.md"
 
 LIMITS = {"file lines": 500, "function lines": 60, "public methods": 12, "inheritance depth": 1}
+
+MOST_LINES = 45_900  # of all of it; the design's budget is the sum of BUDGETS
+
+# Lines by folder. A group of several folders has one budget; "." is the modules beside the folders.
+BUDGETS = {
+    (".", "testing"): 4_150,  # errors, keys, protocols, rng; the loop, groups and hooks; stats, loggers, timeline
+    ("memory",): 800,
+    ("envs",): 3_600,
+    ("policies",): 2_300,
+    ("episodes", "sinks"): 1_000,
+    ("weights",): 1_000,
+    ("sources",): 5_800,  # workers, inference, snapshots and crash reports
+    ("nodes",): 3_000,
+    ("collectors",): 2_200,
+    ("evaluation", "tuning"): 1_400,
+    ("recording",): 700,
+    ("dialects",): 3_800,
+    ("cli",): 1_300,
+}
+OF_OTHERS = "dialects"  # its classes have the names that other systems gave them
 
 # Deriving from these is how Python spells an interface, an error, or a network: it is not reuse.
 INTERFACES = {"Protocol", "ABC", "Exception", "BaseException", "Module"}
@@ -58,11 +81,66 @@ def main(folder: Path) -> int:
     for name, kind in allowed.keys() - used:
         problems.append(f"{shown(EXCEPTIONS)}: `{name}`, {kind}: nothing needs this exception any more, remove it")
 
+    problems += repeated_names(folder, trees)
+    lines = by_folder(folder, sizes)
+    if sum(lines.values()) > MOST_LINES:
+        problems.append(f"{shown(folder)}: {sum(lines.values()):,} lines, limit {MOST_LINES:,}")
+
+    print(table(lines))
     print("\n".join(sorted(problems)), end="\n" if problems else "")
     print(totals(trees, sizes))
     if problems:
         print(f"{len(problems)} over budget. Split it, or give the reason in {shown(EXCEPTIONS)}.")
     return 1 if problems else 0
+
+
+def repeated_names(folder: Path, trees: dict[Path, ast.Module]) -> list[str]:
+    """A word for every class that has the name of another: one name means one thing."""
+    places: dict[str, list[str]] = {}
+    for path, tree in trees.items():
+        borrowed = borrowed_names(folder, path, trees)
+        for _, node in definitions(tree):
+            if isinstance(node, ast.ClassDef) and node.name not in borrowed:
+                places.setdefault(node.name, []).append(f"{shown(path)}:{node.lineno}")
+    return [
+        f"{where[0]}: there is another class {name}, in {', '.join(where[1:])}: one name means one thing"
+        for name, where in places.items()
+        if len(where) > 1
+    ]
+
+
+def borrowed_names(folder: Path, path: Path, trees: dict[Path, ast.Module]) -> set[str]:
+    """What the modules beside this one offer as another system's names: their ``__all__``."""
+    if path.relative_to(folder).parts[0] != OF_OTHERS:
+        return set()
+    return {
+        name
+        for other, tree in trees.items()
+        if other.parent == path.parent
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        for name in ast.literal_eval(node.value)
+    }
+
+
+def by_folder(folder: Path, sizes: list[Size]) -> dict[tuple[str, ...], int]:
+    """Lines of each group of ``BUDGETS``; a folder without a budget is a group of its own."""
+    groups = {name: group for group in BUDGETS for name in group}
+    lines = dict.fromkeys(BUDGETS, 0)
+    for size in sizes:
+        if size.kind == "file lines":
+            inside = (ROOT / size.name).relative_to(folder.resolve()).parts
+            name = inside[0] if len(inside) > 1 else "."
+            group = groups.get(name, (name,))
+            lines[group] = lines.get(group, 0) + size.value
+    return lines
+
+
+def table(lines: dict[tuple[str, ...], int]) -> str:
+    rows = [("folder", "lines", "budget")]
+    rows += [(", ".join(group), f"{count:,}", f"{BUDGETS.get(group, 0):,}") for group, count in lines.items()]
+    rows.append(("all", f"{sum(lines.values()):,}", f"{sum(BUDGETS.values()):,}"))
+    return "\n".join(f"{name:24}{count:>8}{budget:>8}" for name, count, budget in rows)
 
 
 def measure(path: Path, tree: ast.Module) -> Iterator[Size]:
