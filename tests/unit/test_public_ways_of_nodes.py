@@ -25,7 +25,7 @@ def test_gloo_carries_messages_and_blocks():
     channels, links = [SocketLink(end, 60.0) for end in socket.socketpair()], {}
 
     def join(rank: int) -> None:
-        link = join_group(channels[rank], rank, "127.0.0.1", "gloo", 60.0)
+        link = join_group(channels[rank], rank, "127.0.0.1", 60.0)
         links[rank] = seal(link, b"0123456789abcdef", main=rank == 0)
 
     other = threading.Thread(target=join, args=(1,))
