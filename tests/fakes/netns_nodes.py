@@ -71,12 +71,13 @@ def hostile(address, marker):
 
 
 def main():
-    """``beating ADDRESS TOKEN_FILE [FUNCTION]`` or ``hostile ADDRESS MARKER``."""
-    what, address, path = sys.argv[1:4]
+    """``module:function ADDRESS TOKEN_FILE ENGINE`` or ``hostile ADDRESS MARKER ENGINE``."""
+    what, address, path, engine = sys.argv[1:]
     if what == "hostile":
         hostile(address, path)
     else:
-        print("end", run_node(address, 0, path, target=f"tests.fakes.{what}", patience_s=60), flush=True)
+        said_goodbye = run_node(address, 0, path, engine=engine, target=f"tests.fakes.{what}", patience_s=60)
+        print("end", said_goodbye, flush=True)
 
 
 if __name__ == "__main__":

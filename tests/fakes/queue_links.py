@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import queue
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -162,12 +163,11 @@ class GatedBuffer:
 
 def wait_until(happened: Callable[[], Any], within_s: float = 60.0) -> Any:
     """What it returns once that is true."""
-    pause = threading.Event()
-    for _ in range(int(within_s / 0.01)):
-        if found := happened():
-            return found
+    pause, deadline = threading.Event(), time.monotonic() + within_s
+    while not (found := happened()):
+        assert time.monotonic() < deadline, f"not within {within_s:g} s"
         pause.wait(0.01)
-    raise AssertionError(f"not within {within_s:g} s")
+    return found
 
 
 def beats(link: QueueLink) -> int:

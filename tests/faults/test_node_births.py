@@ -101,8 +101,19 @@ def test_of_torch_rpc(newborn, count):
     program.killed()
 
 
+needs_submitit = pytest.mark.skipif(importlib.util.find_spec("submitit") is None, reason="needs submitit")
+
+
+@needs_submitit
+def test_while_a_local_job_is_submitted(newborn):
+    """Its process is there, and waits up to a minute for the file that says what it is to do."""
+    program = newborn("submitting")
+    program.until(lambda: len(program.family()) >= 2)
+    program.killed()
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("submitit") is None, reason="needs submitit")
+@needs_submitit
 @pytest.mark.parametrize("count", [1, 2, 4, None])
 def test_of_local_jobs(newborn, count):
     """Two processes of submitit's for each, of which the second becomes the node; then what it starts."""

@@ -69,7 +69,8 @@ class Node:
     """A node's process on a machine, and what it says."""
 
     def __init__(self, host: Host, carrier: Any, path: Any, what: str = "netns_nodes:beating") -> None:
-        command = [sys.executable, "-m", "tests.fakes.netns_nodes", what, carrier.meeting.address, str(path)]
+        arguments = [what, carrier.meeting.address, str(path), carrier.engine]
+        command = [sys.executable, "-m", "tests.fakes.netns_nodes", *arguments]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["src", *sys.path])}
         self.process = host.start(command, stdout=-1, stderr=-1, env=environment)
         self.said: list[str] = []

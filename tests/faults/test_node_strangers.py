@@ -373,7 +373,7 @@ class TestStrangersAtTheMainProcess:
         links: dict[int, Any] = {}
 
         def join(rank: int) -> None:
-            links[rank] = join_group(ends[rank], rank, "127.0.0.1", "gloo", DEADLINE_S)
+            links[rank] = join_group(ends[rank], rank, "127.0.0.1", DEADLINE_S)
 
         threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
         for thread in threads:

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from muster import DistributedCollector, RPCCollector
 from muster.errors import BadOption
-from muster.nodes.launchers import MpLauncher, WaitingLauncher
+from muster.nodes.launchers import MpLauncher, WaitingLauncher, check_backend
 from muster.nodes.link import LinkLost
 from muster.nodes.meeting import Guest, Meeting, hear, is_loopback, local_address, read_token, say, write_token
 from muster.nodes.seal import MEETING, WrongToken, seal
 from muster.nodes.socket_link import SocketLink
-from muster.nodes.torch_distributed import DistributedCarrier, check_backend, join, run_node
+from muster.nodes.torch_distributed import DistributedCarrier, join, run_node
 from muster.nodes.torchrun import TorchrunLauncher, torchrun_meeting
 
 TOKEN = b"0123456789abcdef"
@@ -244,9 +245,9 @@ class TestInvitations:
         assert (invitation.node, invitation.epoch) == (1, 1)
 
     def test_tell_settings(self, meeting):
-        meeting.tell(backend="gloo", deadline_s=3.5)
+        meeting.tell(deadline_s=3.5)
         meeting.invite(0, 0)
-        assert Guest(meeting.address, meeting.token, 0).next().settings == {"backend": "gloo", "deadline_s": 3.5}
+        assert Guest(meeting.address, meeting.token, 0).next().settings == {"deadline_s": 3.5}
 
     def test_that_are_withdrawn(self, meeting):
         meeting.invite(0, 0)
@@ -354,14 +355,13 @@ class TestWaitingNodes:
 
 
 class TestBackends:
+    @pytest.mark.parametrize("kind", [DistributedCollector, RPCCollector])
     @pytest.mark.parametrize("backend", ["ucc", "mpi", "nccl"])
-    def test_that_this_torch_lacks(self, backend, meeting):
-        import torch.distributed as dist
-
-        if getattr(dist, f"is_{backend}_available")():
-            pytest.skip("it has it")
-        with pytest.raises(BadOption, match=f"backend='{backend}': this PyTorch was built without it"):
-            DistributedCarrier(3, launcher=WaitingLauncher(), meeting=meeting, backend=backend)
+    def test_that_have_not_run(self, kind, backend):
+        with pytest.raises(
+            BadOption, match=f"backend='{backend}' has not run with Muster on devices .* backend='gloo'"
+        ):
+            kind(["CartPole-v1"], frames_per_batch=10, launcher="mp", backend=backend)
 
     def test_that_nobody_has(self):
         with pytest.raises(BadOption, match="'smoke' is unknown"):

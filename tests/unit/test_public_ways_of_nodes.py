@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 
 import numpy as np
 import pytest
-import torch.distributed
 
 from muster.errors import BadOption
 from muster.nodes.gloo import join_group
 from muster.nodes.link import Block
+from muster.nodes.seal import seal
+from muster.nodes.socket_link import SocketLink
 from muster.private_names import VARIABLE
 
 
@@ -20,10 +22,11 @@ def _never(monkeypatch):
 
 
 def test_gloo_carries_messages_and_blocks():
-    store, links = torch.distributed.HashStore(), {}
+    channels, links = [SocketLink(end, 60.0) for end in socket.socketpair()], {}
 
     def join(rank: int) -> None:
-        links[rank] = join_group(store, rank, "127.0.0.1", "gloo", 60.0)
+        link = join_group(channels[rank], rank, "127.0.0.1", 60.0)
+        links[rank] = seal(link, b"0123456789abcdef", main=rank == 0)
 
     other = threading.Thread(target=join, args=(1,))
     other.start()

@@ -87,7 +87,7 @@ class DistributedCollector(ClusterCollector):
     Args:
         create_env_fn: one entry for each node.
         policy: see ``MultiSyncCollector``.
-        backend: "gloo", or what else torch has ("nccl", "mpi", "ucc") for the data; messages go through gloo.
+        backend: "gloo". Others of torch's ("nccl", "ucc", "mpi") are refused until they have run once.
         launcher: "mp": processes of this machine. "submitit": SLURM jobs. "submitit_delayed": jobs of
             ``submitit_delayed_launcher``. "torchrun": the other ranks, which call ``run_node()``. "manual": nodes come
             by themselves (``muster node``). Or a ``Launcher`` (``muster.nodes.launchers``).
@@ -117,12 +117,13 @@ class DistributedCollector(ClusterCollector):
         **options: Unpack[ClusterKeywords],
     ) -> None:
         def connect(count: int, deadline_s: float) -> Carrier:
-            from muster.nodes.launch_nodes import Place
+            from muster.nodes.launchers import Place, check_backend
             from muster.nodes.torch_distributed import DistributedCarrier
 
+            check_backend(backend)
             place = Place(launcher, slurm_kwargs, bind, tcp_port, token)
             workers = max(self._cluster.workers)
-            return place.carrier(count, workers, DistributedCarrier, backend=backend, deadline_s=deadline_s)
+            return place.carrier(count, workers, DistributedCarrier, deadline_s=deadline_s)
 
         super().__init__(create_env_fn, policy, connect, **options)
 
@@ -134,7 +135,7 @@ class RPCCollector(ClusterCollector):
         create_env_fn: one entry for each node.
         policy: see ``MultiSyncCollector``.
         launcher, slurm_kwargs, tcp_port, bind, token: see ``DistributedCollector``.
-        backend: as there; weights and data go through RPC all the same.
+        backend: as there, though weights and data go through RPC.
         visible_devices: for each node, the device through which data travels; None is the host.
         tensorpipe_options: keywords of ``torch.distributed.rpc.TensorPipeRpcBackendOptions``.
         **options: see ``ClusterOptions`` and ``MultiOptions``; ``frames_per_batch`` counts per node.
@@ -160,8 +161,7 @@ class RPCCollector(ClusterCollector):
         **options: Unpack[ClusterKeywords],
     ) -> None:
         def connect(count: int, deadline_s: float) -> Carrier:
-            from muster.nodes.gloo import check_backend
-            from muster.nodes.launch_nodes import Place
+            from muster.nodes.launchers import Place, check_backend
             from muster.nodes.torch_rpc import RpcCarrier
 
             check_backend(backend)

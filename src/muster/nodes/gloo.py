@@ -1,6 +1,6 @@
 """Links over torch.distributed: one process group of two ranks per node and session, beside the user's own groups.
 
-Messages and, unless another backend is asked for, blocks go through gloo. Rank 0 is the main process. A message, with
+Rank 0 is the main process. A message, with
 its block if that is small, is one frame, for which a receive is always posted. A larger block is written right into the
 memory that was expected to take it. The receive for it is posted when the frame has said how long it is, since gloo
 aborts the process if more comes than fits. A session that is lost is a group whose connections are closed, through
@@ -24,15 +24,13 @@ import ctypes
 import re
 import struct
 import threading
-import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed
 
-from muster.errors import BadOption
 from muster.memory.specs import Array
 from muster.nodes.interfaces import listening_at
 from muster.nodes.link import Block, Link, LinkLost, Received, allowed_s
@@ -52,21 +50,15 @@ _c10d: Any = torch.distributed  # whose types do not say that it has groups
 _Store: Any = getattr(_c10d, "Store", object)
 
 
-class Transfer(Protocol):
-    """Something that is on its way; has what it needs for as long as it lasts."""
+class _Transfer:
+    """Something that is on its way; keeps its memory for as long as it lasts."""
+
+    def __init__(self, work: Any, memory: Array) -> None:
+        self._work, self._memory = work, memory
 
     def finish(self, within_s: float) -> None:
-        """Wait for its end; raises RuntimeError or TimeoutError."""
-
-
-class Blocks(Protocol):
-    """How large blocks travel: in the order in which they are sent."""
-
-    def send(self, block: Block) -> Transfer: ...
-
-    def receive(self, memory: Array) -> Transfer: ...
-
-    def close(self) -> None: ...
+        """Wait for its end; raises RuntimeError."""
+        self._work.wait(timedelta(seconds=within_s))
 
 
 class GlooLink:
@@ -76,23 +68,19 @@ class GlooLink:
         group: of two ranks.
         rank: of this end.
         deadline_s: seconds for which nothing may come.
-        blocks: how these travel; through ``group`` by default.
         store: in which ``group`` was made; closed with the link.
     """
 
-    def __init__(
-        self, group: Any, rank: int, deadline_s: float, blocks: Blocks | None = None, store: LinkStore | None = None
-    ) -> None:
+    def __init__(self, group: Any, rank: int, deadline_s: float, store: LinkStore) -> None:
         self._group, self._peer, self._deadline_s, self._store = group, 1 - rank, deadline_s, store
         self._short = HANDSHAKE  # what comes from an unknown process must fit into a frame
-        self._blocks = blocks or _GlooBlocks(group, self._peer)
         self._expected: dict[int, Array] = {}
         self._outgoing, self._incoming = np.zeros(FRAME_BYTES, np.uint8), np.zeros(FRAME_BYTES, np.uint8)
         self._lock = threading.Lock()
         self._closed = False
         self._cause: str | None = None  # of the first failure, which makes the others
-        self._next: Transfer | None = None
-        self._ack: Transfer | None = None
+        self._next: _Transfer | None = None
+        self._ack: _Transfer | None = None
         self._await_frame()
 
     def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
@@ -107,11 +95,12 @@ class GlooLink:
             ack = None if is_inside else self._post_receive(np.empty(1, np.uint8), _ACKS)
             self._post_send(self._outgoing[:end], _FRAMES).finish(self._deadline_s)
             if ack is not None:
-                sent: list[Transfer] = []
+                sent: list[_Transfer] = []
                 if rest:
                     sent.append(self._post_send(np.frombuffer(bytearray(rest), np.uint8), _RESTS))
                 if block is not None and array.size:
-                    sent.append(self._blocks.send(block))
+                    work = _open(self._group).send([block.form("torch", as_tensor)], self._peer, _BLOCKS)
+                    sent.append(_Transfer(work, block.array))
                 sent.append(self._post_send(np.zeros(1, np.uint8), _DONE))
                 self._finish(ack, sent, len(rest) + array.size)
         except (RuntimeError, TimeoutError) as error:
@@ -145,11 +134,11 @@ class GlooLink:
     def _receive_long(self, length: int, block: Array | None) -> bytes:
         """The rest of a message; and the block, into its place."""
         rest = np.empty(length, np.uint8)
-        coming: list[Transfer] = []
+        coming: list[_Transfer] = []
         if length:
             coming.append(self._post_receive(rest, _RESTS))
         if block is not None and block.size:
-            coming.append(self._blocks.receive(block))
+            coming.append(self._post_receive(block, _BLOCKS))
         done = self._post_receive(np.empty(1, np.uint8), _DONE)  # after the others, or it would come before them
         self._finish(done, coming, length + (0 if block is None else block.size))
         # Not waited for: it may stand behind a block that is being sent. The next one is sent after it has come.
@@ -180,23 +169,21 @@ class GlooLink:
                 self._group.recv([never], self._peer, _NEVER).wait(timedelta(milliseconds=1))
             except RuntimeError:  # always, and the connections are closed
                 pass
-            self._blocks.close()
-            if self._store is not None:
-                self._store.close()
+            self._store.close()
             self._expected.clear()
             self._group = self._next = self._ack = None  # its port and threads; who waits has what it waits for
 
-    def _finish(self, last: Transfer, before: list[Transfer], size: int) -> None:
+    def _finish(self, last: _Transfer, before: list[_Transfer], size: int) -> None:
         patience = allowed_s(self._deadline_s, size)
         last.finish(patience)
         for transfer in before:
             transfer.finish(patience)
 
-    def _post_send(self, array: Array, tag: int) -> Transfer:
-        return _Gloo(_open(self._group).send([torch.from_numpy(array)], self._peer, tag), array)
+    def _post_send(self, array: Array, tag: int) -> _Transfer:
+        return _Transfer(_open(self._group).send([torch.from_numpy(array)], self._peer, tag), array)
 
-    def _post_receive(self, array: Array, tag: int) -> Transfer:
-        return _Gloo(_open(self._group).recv([torch.from_numpy(array)], self._peer, tag), array)
+    def _post_receive(self, array: Array, tag: int) -> _Transfer:
+        return _Transfer(_open(self._group).recv([torch.from_numpy(array)], self._peer, tag), array)
 
     def _await_frame(self) -> None:
         """Post the next receive, before the sender has sent; if the link is lost, the next ``receive`` says so."""
@@ -265,83 +252,7 @@ class _Gloo:
         self._work.wait(timedelta(seconds=within_s))
 
 
-class _GlooBlocks:
-    """Right out of and into their memory."""
-
-    def __init__(self, group: Any, peer: int) -> None:
-        self._group, self._peer = group, peer
-
-    def send(self, block: Block) -> Transfer:
-        tensor = block.form("torch", as_tensor)
-        return _Gloo(_open(self._group).send([tensor], self._peer, _BLOCKS), block.array)
-
-    def receive(self, memory: Array) -> Transfer:
-        return _Gloo(_open(self._group).recv([torch.from_numpy(memory)], self._peer, _BLOCKS), memory)
-
-    def close(self) -> None:
-        """The group's connections are closed, so that nothing writes into expected memory any more."""
-        self._group = None
-
-
-class _Cuda:
-    """A block on its way through memory of the device."""
-
-    def __init__(self, work: Any, staging: torch.Tensor, memory: Array | None) -> None:
-        self._work, self._staging, self._memory = work, staging, memory
-
-    def finish(self, within_s: float) -> None:
-        deadline = time.monotonic() + within_s
-        pause = threading.Event()
-        while not self._work.is_completed():  # waiting for it would have no deadline
-            if time.monotonic() > deadline:
-                raise TimeoutError
-            pause.wait(0.0005)
-        if self._memory is not None:
-            self._work.wait()  # makes the stream of the copy wait
-            torch.from_numpy(self._memory).copy_(self._staging)
-
-
-class _CudaBlocks:
-    """Through a CUDA device (NCCL); one group for each direction, since a group does one thing after the other.
-
-    Never run so far: it needs a CUDA device for each of two processes.
-    """
-
-    def __init__(self, out: Any, back: Any, peer: int) -> None:
-        self._out, self._back, self._peer = out, back, peer
-        self._device = torch.device("cuda", torch.cuda.current_device())
-
-    def send(self, block: Block) -> Transfer:
-        staging = block.form("torch", as_tensor).to(self._device)
-        return _Cuda(self._out.send([staging], self._peer, 0), staging, None)
-
-    def receive(self, memory: Array) -> Transfer:
-        staging = torch.empty(memory.size, dtype=torch.uint8, device=self._device)
-        return _Cuda(self._back.recv([staging], self._peer, 0), staging, memory)
-
-    def close(self) -> None:
-        for group in (self._out, self._back):
-            group.abort()
-
-
-def check_backend(backend: str) -> None:
-    """Raise BadOption unless blocks can go through it here."""
-    if backend not in ("gloo", "nccl", "ucc", "mpi"):
-        raise BadOption(
-            f"backend={backend!r} is unknown to torch.distributed collectors; there are gloo, nccl and ucc."
-        )
-    if backend != "gloo" and not getattr(_c10d, f"is_{backend}_available")():
-        raise BadOption(f"backend={backend!r}: this PyTorch was built without it; use backend='gloo'.")
-    if backend == "nccl" and not torch.cuda.is_available():
-        raise BadOption("backend='nccl' needs a CUDA device in every process; use backend='gloo'.")
-    if backend == "mpi":
-        raise BadOption(
-            "backend='mpi': MPI fixes its processes when mpirun starts, so that no node could be started or come back. "
-            "Use backend='gloo', which can run over the same network."
-        )
-
-
-def join_group(channel: Link, rank: int, host: str, backend: str, deadline_s: float) -> GlooLink:
+def join_group(channel: Link, rank: int, host: str, deadline_s: float) -> GlooLink:
     """Meet the other end in a group.
 
     Args:
@@ -352,19 +263,13 @@ def join_group(channel: Link, rank: int, host: str, backend: str, deadline_s: fl
     Raises:
         RuntimeError, LinkLost: the other end does not come within the deadline.
     """
+    store = LinkStore(channel)
     try:
-        return _group_link(LinkStore(channel), rank, host, backend, deadline_s)
+        group = _gloo(_c10d.PrefixStore("gloo", store), rank, host, timedelta(seconds=deadline_s))
+        return GlooLink(group, rank, deadline_s, store)
     except BaseException:
         channel.close()
         raise
-
-
-def _group_link(store: LinkStore, rank: int, host: str, backend: str, deadline_s: float) -> GlooLink:
-    group = _gloo(_c10d.PrefixStore("gloo", store), rank, host, timedelta(seconds=deadline_s))
-    if backend == "gloo":
-        return GlooLink(group, rank, deadline_s, store=store)
-    make = {"nccl": _nccl, "ucc": _ucc}[backend]
-    return GlooLink(group, rank, deadline_s, make(store, rank, deadline_s), store)
 
 
 def _gloo(store: Store, rank: int, host: str, timeout: timedelta) -> Any:
@@ -378,22 +283,6 @@ def _gloo(store: Store, rank: int, host: str, timeout: timedelta) -> Any:
         return kind(store, rank, 2, options)
     with listening_at(host, "GLOO_SOCKET_IFNAME"):
         return kind(store, rank, 2, timeout)
-
-
-def _nccl(store: Store, rank: int, deadline_s: float) -> Blocks:
-    options = _c10d.ProcessGroupNCCL.Options()
-    if usable("torch", (options, ("_timeout",))):  # else nccl's own, of ten minutes
-        options._timeout = timedelta(seconds=deadline_s)
-    to_node, to_main = (
-        _c10d.ProcessGroupNCCL(_c10d.PrefixStore(name, store), rank, 2, options) for name in ("to_node", "to_main")
-    )
-    return _CudaBlocks(to_node, to_main, 1) if rank == 0 else _CudaBlocks(to_main, to_node, 0)
-
-
-def _ucc(store: Store, rank: int, deadline_s: float) -> Blocks:
-    timeout = timedelta(seconds=deadline_s)
-    group = _c10d.ProcessGroupUCC(_c10d.PrefixStore("ucc", store), rank, 2, timeout)
-    return _GlooBlocks(group, 1 - rank)
 
 
 def _fits(length: int, size: int) -> bool:

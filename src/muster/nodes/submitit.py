@@ -9,20 +9,22 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shlex
 import signal
 import socket
 import stat
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from muster.errors import BadOption
-from muster.nodes.lifeline import Lifeline
 from muster.nodes.link import AGENT, LinkLost
 from muster.nodes.meeting import Meeting, is_loopback, write_token
 
@@ -126,11 +128,12 @@ class Jobs:
     def __init__(self, parameters: dict[str, Any] | None, folder: Path, cluster: str | None) -> None:
         self.folder = folder
         self.parameters = _complete(parameters)
-        self._executor = _executor(self.parameters, folder, cluster)
+        lifeline = Lifeline(folder)
+        self._executor = _executor(self.parameters, folder, cluster, lifeline.python)
         self.cluster: str = self._executor.cluster
         self._lock = threading.Lock()
         self._queue = Queue()
-        self._lifeline = None if self.cluster == "slurm" else Lifeline(folder)
+        self._lifeline = None if self.cluster == "slurm" else lifeline
 
     def submit(
         self,
@@ -148,13 +151,12 @@ class Jobs:
             secret: a file to remove when the job has been ended.
             more: parameters of this job only.
         """
-        call = (function, *args) if self._lifeline is None else self._lifeline.tied(function, *args)
         with self._lock:  # submitit's executors are not made for several threads
             self._executor.update_parameters(
                 **{"slurm_dependency": None, **self.parameters, **(more or {}), "name": name}
             )
             try:
-                job = self._executor.submit(*call)
+                job = self._executor.submit(function, *args)
             except (RuntimeError, OSError) as error:
                 raise LinkLost(f"The job {name} could not be submitted: {_last_line(str(error))}") from error
         if self.cluster == "slurm":
@@ -236,6 +238,33 @@ class Job:
             pause.wait(0.1)
         if not self._job.done():
             self._job.cancel()
+
+
+class Lifeline:
+    """A pipe with a name, which this process alone can write. Nothing is ever written: what counts is its end.
+
+    Args:
+        folder: where only this user can make files.
+
+    Attributes:
+        python: the command that runs Python in a process that ends with this one, however this one ends.
+    """
+
+    _all: ClassVar[weakref.WeakSet[Lifeline]] = weakref.WeakSet()
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / f"alive-{secrets.token_hex(8)}"
+        os.mkfifo(path, 0o600)
+        self._close = weakref.finalize(self, os.close, os.open(path, os.O_RDWR | os.O_NONBLOCK))
+        self._close.atexit = False  # it ends with the process
+        self.python = shlex.join([sys.executable, "-m", "muster.nodes.tied_job", str(path)])
+        Lifeline._all.add(self)
+
+    @classmethod
+    def forget(cls) -> None:
+        """In a fork of this process, whose jobs they are not."""
+        for one in cls._all:
+            one._close()
 
 
 class Queue:
@@ -342,7 +371,8 @@ def _complete(parameters: dict[str, Any] | None) -> dict[str, Any]:
     return complete
 
 
-def _executor(parameters: dict[str, Any], folder: Path, cluster: str | None) -> Any:
+def _executor(parameters: dict[str, Any], folder: Path, cluster: str | None, python: str) -> Any:
+    """``python``: the command that runs Python in local processes."""
     if cluster not in (None, "slurm", "local"):
         raise BadOption(f"cluster={cluster!r} is unknown; there are 'slurm' and 'local'.")
     try:
@@ -350,7 +380,7 @@ def _executor(parameters: dict[str, Any], folder: Path, cluster: str | None) -> 
     except ModuleNotFoundError as error:
         raise BadOption("launcher='submitit' needs submitit: `pip install muster-rl[slurm]`.") from error
     try:
-        executor = submitit.AutoExecutor(folder, cluster=cluster)
+        executor = submitit.AutoExecutor(folder, cluster=cluster, local_python=python)
         executor.update_parameters(**parameters)
     except (RuntimeError, NameError, ValueError, TypeError, AssertionError) as error:
         raise BadOption(f"submitit refuses slurm_kwargs={parameters} with cluster={cluster!r}: {error}") from error
@@ -405,3 +435,7 @@ def _last_line(text: str) -> str:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=Lifeline.forget)

@@ -9,7 +9,7 @@ from os import PathLike
 
 from muster.attributes import named
 from muster.errors import BadOption, MusterError
-from muster.nodes.gloo import check_backend, join_group, why
+from muster.nodes.gloo import join_group, why
 from muster.nodes.launchers import Launcher, Started
 from muster.nodes.link import AGENT, Link, LinkLost
 from muster.nodes.meeting import DISTRIBUTED, RPC, Guest, Invitation, Meeting, local_address, read_token
@@ -26,7 +26,6 @@ class DistributedCarrier:
 
     Args:
         count: of nodes.
-        backend: what blocks go through; messages always go through gloo.
         launcher: how nodes come to life.
         meeting: where they find this process; closed by ``close``.
         deadline_s: seconds without anything after which a link is lost.
@@ -34,26 +33,20 @@ class DistributedCarrier:
     Attributes:
         meeting: as above.
         deadline_s: as above.
-
-    Raises:
-        BadOption: this PyTorch has not got the backend.
     """
 
     name = "torch.distributed"
     engine = DISTRIBUTED
 
-    def __init__(
-        self, count: int, *, launcher: Launcher, meeting: Meeting, backend: str = "gloo", deadline_s: float = 15.0
-    ) -> None:
-        check_backend(backend)
+    def __init__(self, count: int, *, launcher: Launcher, meeting: Meeting, deadline_s: float = 15.0) -> None:
         if meeting.count != count:
             raise BadOption(f"{count} nodes, but the meeting is for {meeting.count}.")
-        self._backend, self._launcher, self.meeting, self.deadline_s = backend, launcher, meeting, deadline_s
+        self._launcher, self.meeting, self.deadline_s = launcher, meeting, deadline_s
         self._started: dict[int, Started] = {}
         self._lock = threading.Lock()
         self._closed = False
         meeting.engine = self.engine
-        meeting.tell(backend=backend, deadline_s=deadline_s)
+        meeting.tell(deadline_s=deadline_s)
 
     def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> Link:
         """As in ``Carrier``."""
@@ -89,7 +82,7 @@ class DistributedCarrier:
         Raises:
             RuntimeError, LinkLost: the node does not come within the deadline.
         """
-        return join_group(channel, 0, self.meeting.host, self._backend, self.deadline_s)
+        return join_group(channel, 0, self.meeting.host, self.deadline_s)
 
     def _opened(self, channel: Link, node: int, epoch: int) -> Link:
         try:
@@ -199,21 +192,18 @@ def join(invitation: Invitation, token: bytes, engine: str = DISTRIBUTED) -> Lin
         WrongToken: the main process has another.
         LinkLost: it is gone.
     """
-    settings = invitation.settings
-    deadline_s = float(settings["deadline_s"])
+    deadline_s = float(invitation.settings["deadline_s"])
     if engine == RPC:
         from muster.nodes.torch_rpc import join_rpc
 
         link = join_rpc(invitation, deadline_s)
     else:
-        backend = str(settings["backend"])
         try:
-            check_backend(backend)
             here = local_address(invitation.host)
         except BaseException:
             invitation.channel.close()
             raise
-        link = join_group(invitation.channel, 1, here, backend, deadline_s)
+        link = join_group(invitation.channel, 1, here, deadline_s)
     return seal(link, token, main=False, node=invitation.node, epoch=invitation.epoch)
 
 
