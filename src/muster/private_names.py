@@ -16,14 +16,13 @@ from typing import Any
 from muster.errors import BadOption
 
 VARIABLE = "MUSTER_PRIVATE_NAMES"
-"""Set to ``never``, no private name is used (those of torchrl and tianshou excepted, which have no public way)."""
+"""Set to ``never``, no private name is used (those of torchrl excepted, which have no public way)."""
 
 # The first version with which the names were checked, and the first with which they need another look.
 CHECKED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "gymnasium": ((1, 1), (2,)),
     "ray": ((2, 52), (3,)),
     "tensordict": ((0, 14), (1,)),
-    "tianshou": ((2, 0), (2, 1)),
     "torch": ((2, 6), (3,)),
     "torchrl": ((0, 14), (0, 15)),
 }
