@@ -231,7 +231,7 @@ class Collector:
         while left > 0 or (rule is not None and not rule.complete):
             rows = min(left if rule is None else ROWS_FOR_EPISODES, sampling.most_rows)
             try:
-                sampling.run(rows, rule, by_step)
+                sampling.make(rows, rule, by_step)
             finally:
                 if by_step is None:
                     self._store(sampling, tally)
