@@ -58,14 +58,14 @@ def require(package: str, extra: str) -> None:
 @cache
 def _is_checked(package: str) -> bool:
     first, end = CHECKED[package]
-    return first <= _numbers(_version(package)) < end
+    return first <= numbers(_version(package)) < end
 
 
 def _version(package: str) -> str:
     return str(importlib.import_module(package).__version__)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers(version: str) -> tuple[int, ...]:
     """``2.13.0+cpu`` as (2, 13, 0)."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
