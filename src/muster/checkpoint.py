@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from muster.errors import BadCheckpoint
-from muster.recording.chunks import ALIGNMENT, DTYPE_NAMES, DTYPES, as_bytes
-from muster.recording.files import UNSEALED, is_sealed, seal
+from muster.recording.chunks import DTYPE_NAMES, DTYPES, as_bytes, sealed_file
+from muster.recording.files import is_sealed
 from muster.whole_files import read_json, write_whole
 
 MAX_HEADER_BYTES = 100_000_000  # what safetensors allows
@@ -107,20 +107,10 @@ class _Writer:
 
     def parts(self, muster: str) -> list[Any]:
         """The bytes of the file, as buffers to be written one after the other."""
-        header: dict[str, Any] = {"__metadata__": {"crc32": UNSEALED, "muster": muster}}
-        position, blobs = 0, []
-        # Wide items first: then each tensor starts at a multiple of its item size without padding.
-        for n in sorted(range(len(self._tensors)), key=lambda n: -DTYPES[self._tensors[n][0]].itemsize):
-            dtype, shape, blob = self._tensors[n]
-            offsets = [position, position + len(blob)]
-            header[str(n)] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-            position += len(blob)
-            blobs.append(blob)
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-(8 + len(text)) % ALIGNMENT)
-        if len(text) > MAX_HEADER_BYTES:
-            raise BadCheckpoint(f"The state needs {len(text):,} bytes of JSON; put its numbers into arrays.")
-        return [len(text).to_bytes(8, "little"), seal(text), *blobs]
+        parts = sealed_file([(str(n), *tensor) for n, tensor in enumerate(self._tensors)], muster)
+        if len(parts[1]) > MAX_HEADER_BYTES:
+            raise BadCheckpoint(f"The state needs {len(parts[1]):,} bytes of JSON; put its numbers into arrays.")
+        return parts
 
     def _key(self, key: Any, place: str) -> Any:
         if type(key) in (str, int) or (type(key) is tuple and all(type(part) is str for part in key)):

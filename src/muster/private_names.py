@@ -16,14 +16,13 @@ from typing import Any
 from muster.errors import BadOption
 
 VARIABLE = "MUSTER_PRIVATE_NAMES"
-"""Set to ``never``, no private name is used (those of torchrl and tianshou excepted, which have no public way)."""
+"""Set to ``never``, no private name is used (those of torchrl excepted, which have no public way)."""
 
 # The first version with which the names were checked, and the first with which they need another look.
 CHECKED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "gymnasium": ((1, 1), (2,)),
     "ray": ((2, 52), (3,)),
     "tensordict": ((0, 14), (1,)),
-    "tianshou": ((2, 0), (2, 1)),
     "torch": ((2, 6), (3,)),
     "torchrl": ((0, 14), (0, 15)),
 }
@@ -59,14 +58,14 @@ def require(package: str, extra: str) -> None:
 @cache
 def _is_checked(package: str) -> bool:
     first, end = CHECKED[package]
-    return first <= _numbers(_version(package)) < end
+    return first <= numbers(_version(package)) < end
 
 
 def _version(package: str) -> str:
     return str(importlib.import_module(package).__version__)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers(version: str) -> tuple[int, ...]:
     """``2.13.0+cpu`` as (2, 13, 0)."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()

@@ -282,7 +282,7 @@ def test_rows_of_environments_on_their_way_repeat_what_was_observed_and_say_noth
     sampling = Sampling(envs, Actor(envs, envs.venv.action_space))
     sampling.begin(*envs.venv.reset())
     sampling.actor.begin(POLICIES["none"](ACTIONS["discrete"]()), random=False, noise=False, no_grad=True)
-    arrays = sampling.run(6, None, None).arrays
+    arrays = sampling.make(6, None, None).arrays
     assert [row.ids.tolist() for row in envs.rows] == [[0], [1], [2], [0], [1], [2]]
     times = [[0, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 2, 2], [0, 0, 0, 1, 1, 1, 2]]
     assert arrays["observation",][:, :, 1].T.tolist() == times

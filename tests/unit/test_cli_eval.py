@@ -108,12 +108,12 @@ def test_mujoco_is_evaluated_with_a_float32_network(capsys: pytest.CaptureFixtur
         assert [record["length"] for record in evaluation["records"]] == [5, 5]
 
 
-def test_workers_and_the_older_name_of_num_envs_give_the_same(
+def test_workers_and_numbers_of_environments_give_the_same(
     weights: tuple[Path, nn.Module], capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["CartPole-v1", "--policy", weights[0], "--episodes", 5, "--json"]
     found = [
-        json.loads(run(capsys, *argv, *more)[1]) for more in ((), ("--envs", 1), ("--workers", 2, "--num-envs", 2))
+        json.loads(run(capsys, *argv, *more)[1]) for more in ((), ("--num-envs", 1), ("--workers", 2, "--num-envs", 2))
     ]
     returns = [sorted((r["seed"], r["episode_return"]) for r in each["records"]) for each in found]
     assert returns[0] == returns[1] == returns[2]
@@ -141,7 +141,7 @@ def test_what_is_unfinished_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert "episodes  none ended" in out
     assert "INCOMPLETE: stopped by max_frames; these were going on: env 0: 820.0 in 40, env 1: 820.0 in 40." in out
-    code, out, _ = run(capsys, "Endless-v0", "--episodes", 2, "--num-envs", 2, "--max-T", 7)
+    code, out, _ = run(capsys, "Endless-v0", "--episodes", 2, "--num-envs", 2, "--max-steps", 7)
     assert "stopped by max_T; these were going on: env 0: 28.0 in 7" in out
     code, out, _ = run(capsys, "Endless-v0", "--episodes", 3, "--max-episode-steps", 7)
     assert "return    28.00 ± 0.00" in out

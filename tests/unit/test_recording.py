@@ -29,6 +29,7 @@ from muster.recording import Recorder, load
 from muster.recording.files import chunk_name, seal
 
 INTS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+VERSION_1 = Path(__file__).parents[1] / "fakes" / "recording_1"
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
@@ -522,6 +523,17 @@ def test_no_recording(tmp_path: Path, what: str) -> None:
         path.write_text("x")
     with pytest.raises(BadRecording, match=str(path)):
         load(path)
+
+
+def test_a_recording_of_version_1_is_read_as_it_was_written() -> None:
+    """By the commit 04f1303, with what ``small`` has."""
+    envs = CountingEnvs(2, [3, 5])
+    written = [envs.batch(4, text=texts(2, 4, str(i))) for i in range(3)]
+    recording = load(VERSION_1)
+    assert [same(a, b) for a, b in zip(recording, written, strict=True)] == [True] * 3
+    assert recording.lost is None
+    assert [episode.length for episode in recording.episodes[:2]] == [3, 5]
+    recording.verify()
 
 
 def test_another_version_is_refused_with_the_way_out(small: tuple[Path, list[TensorDict]], tmp_path: Path) -> None:

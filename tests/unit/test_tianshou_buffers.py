@@ -1,4 +1,4 @@
-"""Steps that are added to Tianshou's buffers all at once, beside the same steps added one by one."""
+"""Many steps in one ``add`` of Tianshou's buffers, beside the same steps added row by row."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("tianshou")
+import tianshou
 from tianshou.data import (
     Batch,
     CachedReplayBuffer,
@@ -22,7 +23,7 @@ from tianshou.data import (
     VectorReplayBuffer,
 )
 
-from muster.dialects.tianshou.buffers import add_in_bulk, add_one_by_one, adds_in_bulk
+from muster.dialects.tianshou.buffers import add, takes_many
 from muster.dialects.tianshou.episodes import Going, Taken
 from tests.parity.tianshou_tools import assert_same, contents
 
@@ -75,22 +76,25 @@ def taken(rows: list[list[str]], begin: int, *, agents: int = 0, dtype: Any = fl
     return Taken(t, env, len(rows), batch)
 
 
-def both(make: Any, parts: list[Taken], num_envs: int) -> tuple[Any, Any]:
-    at_once, one_by_one = make(num_envs), make(num_envs)
-    going = Going.of([0.0] * num_envs, [0] * num_envs)
+def add_rows(buffer: Any, part: Taken) -> None:
+    """As Tianshou's own collectors do it."""
+    for begin, end in part.pieces():
+        buffer.add(part.batch[begin:end], buffer_ids=part.env[begin:end])
+
+
+def both(make: Any, parts: list[Taken], num_envs: int, *, many: bool = True) -> tuple[Any, Any]:
+    at_once, by_row = make(num_envs), make(num_envs)
+    assert takes_many(at_once) == many
     for part in parts:
-        assert adds_in_bulk(at_once)
-        after, _ = going.after(part)
-        add_in_bulk(at_once, part, going, after)
-        add_one_by_one(one_by_one, part)
-        going = after
-    return contents(at_once), contents(one_by_one)
+        add(at_once, part)
+        add_rows(by_row, part)
+    return contents(at_once), contents(by_row)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25, deadline=None)
 @given(data=rollouts, agents=st.sampled_from([0, 2]), dtype=st.sampled_from([float, np.float32, int]))
-def test_a_buffer_is_as_if_the_steps_had_been_added_one_by_one(
+def test_a_buffer_is_as_if_the_steps_had_been_added_row_by_row(
     kind: str, data: list[list[list[str]]], agents: int, dtype: Any
 ) -> None:
     begins = np.cumsum([0, *map(len, data)])
@@ -108,27 +112,25 @@ def test_a_buffer_is_as_if_the_steps_had_been_added_one_by_one(
 def test_so_is_a_single_ring(kind: str, data: list[list[list[str]]]) -> None:
     begins = np.cumsum([0, *map(len, data)])
     parts = [taken(rows, int(t)) for rows, t in zip(data, begins, strict=False)]
-    assert_same(*both(SINGLE[kind], parts, 1))
+    assert_same(*both(SINGLE[kind], parts, 1, many=False))
 
 
-def test_what_a_buffer_knew_of_episodes_already_goes_on() -> None:
+def test_a_buffer_that_was_emptied_starts_over() -> None:
     buffers = VectorReplayBuffer(20, 2), VectorReplayBuffer(20, 2)
-    for buffer in buffers:
-        add_one_by_one(buffer, taken([[".", "."], [".", "."]], 0))
-    new = Going.of([0.0, 0.0], [0, 0])  # a collector that begins, with a buffer that does not
-    part = taken([[".", "."], ["X", "."]], 2)
-    add_in_bulk(buffers[0], part, new, new.after(part)[0])
-    add_one_by_one(buffers[1], part)
+    for buffer, adds in zip(buffers, (add, add_rows), strict=True):
+        adds(buffer, taken([[".", "."], [".", "."]], 0))
+        buffer.reset(keep_statistics=True)
+        adds(buffer, taken([[".", "."], ["X", "."]], 2))
     assert_same(contents(buffers[0]), contents(buffers[1]))
 
 
-def test_a_buffer_shares_no_memory_with_who_counts_the_episodes() -> None:
-    buffer, part = VectorReplayBuffer(20, 2), taken([[".", "."], [".", "."]], 0, agents=2)
-    going = Going.of([0.0, 0.0], [0, 0])
-    after, _ = going.after(part)
-    add_in_bulk(buffer, part, going, after)
-    after.forget([0, 1])
-    np.testing.assert_allclose(buffer.buffers[1]._ep_return, [4.0, 4.0])
+def test_many_steps_are_few_calls() -> None:
+    calls = list[int]()
+    buffer = VectorReplayBuffer(10, 2)
+    original = buffer.add
+    buffer.add = lambda batch, buffer_ids: (calls.append(len(batch)), original(batch, buffer_ids))
+    add(buffer, taken([[".", "."]] * 12, 0))
+    assert calls == [2, 10, 10, 2]  # the first row, of which memory is made, and no more than there is room for
 
 
 def test_memory_is_made_for_the_first_row_and_for_what_comes_later() -> None:
@@ -146,22 +148,27 @@ class Doubling(VectorReplayBuffer):
         return super().add(batch, buffer_ids)
 
 
-class OwnRing(ReplayBuffer):
-    def _update_state_pre_add(self, rew: Any, done: Any) -> Any:
-        return super()._update_state_pre_add(rew, done)
-
-
 @pytest.mark.parametrize(
     "buffer",
     [
         Doubling(10, 2),
-        ReplayBufferManager([OwnRing(5), OwnRing(5)]),
+        ReplayBuffer(5),
         CachedReplayBuffer(ReplayBuffer(10), 2, 5),
         HERVectorReplayBuffer(10, 2, compute_reward_fn=lambda a, g: a, horizon=3),
     ],
 )
-def test_buffers_that_add_in_their_own_way_are_given_row_after_row(buffer: Any) -> None:
-    assert not adds_in_bulk(buffer)
+def test_buffers_that_may_look_at_rows_are_given_row_after_row(buffer: Any) -> None:
+    assert not takes_many(buffer)
+
+
+def test_so_are_those_of_another_version(monkeypatch: Any) -> None:
+    calls = list[int]()
+    buffer = VectorReplayBuffer(40, 2)
+    original = buffer.add
+    buffer.add = lambda batch, buffer_ids: (calls.append(len(batch)), original(batch, buffer_ids))
+    monkeypatch.setattr(tianshou, "__version__", "2.0.2")
+    add(buffer, taken([[".", "."]] * 5, 0))
+    assert calls == [2] * 5
 
 
 def test_returns_and_lengths_are_of_whole_episodes() -> None:

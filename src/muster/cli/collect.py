@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tyro.conf import Positional, arg
-from tyro.constructors import PrimitiveConstructorSpec
+from tyro.conf import arg
 
 from muster.cli import cluster
-from muster.cli.numbers import frames_per_batch, parse_count
-from muster.cli.policies import Chosen, ObsDtype, check_policy, choose_policy, needs_spaces, obs_dtype_of
-from muster.cli.report import Returns, make_report, summary
+from muster.cli.numbers import frames_per_batch
+from muster.cli.options import AllowImport, Count, Env, ObsDtype, Policy
+from muster.cli.policies import Chosen, check_policy, choose_policy, needs_spaces, obs_dtype_of
+from muster.cli.report import Returns, reporting, summary
 from muster.cli.signals import StopSignals
 from muster.errors import BadOption, BadRecording, EnvError, ImportRefused, MusterError, described
 
@@ -28,24 +28,12 @@ if TYPE_CHECKING:
     from muster.collectors.base import BaseCollector
     from muster.recording import Recorder
 
-Count = Annotated[
-    int,
-    PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="N",
-        instance_from_str=lambda texts: parse_count(texts[0]),
-        is_instance=lambda value: isinstance(value, int),
-        str_from_instance=lambda value: [str(value)],
-    ),
-]
-
 
 @dataclass(frozen=True)
 class Collect:
     """Collect experience from a Gymnasium environment, and record it with --out."""
 
-    env: Annotated[Positional[str], arg(metavar="ENV")]
-    """Id as for gymnasium.make; MODULE:ID imports MODULE and needs --allow-import."""
+    env: Env
 
     frames: Count
     """Environment steps over all environments, exactly: 51200, 51_200, 100k, 1e6."""
@@ -89,12 +77,9 @@ class Collect:
     on_failure: Literal["raise", "restart", "drop"] = "raise"
     """With workers: what to do if one dies or hangs, or its environment raises."""
 
-    policy: Annotated[str, arg(metavar="POLICY")] = "random"
-    """random; mlp (fresh, 64x64 tanh); FILE.safetensors with the weights of such an MLP; FILE.py:NAME."""
+    policy: Policy = "random"
 
-    obs_dtype: Annotated[ObsDtype, arg(metavar="DTYPE")] = "policy"
-    """Of stored floating observations: policy (its parameters'; random: the environment's), env, float16, float32 or
-    float64."""
+    obs_dtype: ObsDtype = "policy"
 
     seed: Annotated[int, arg(metavar="S")] = 0
     """Same seed, same data. Environment i gets seed + i."""
@@ -105,8 +90,7 @@ class Collect:
     frames_per_batch: Annotated[Count | None, arg(metavar="N")] = None
     """Frames per batch; by default a divisor of --frames near 2048."""
 
-    allow_import: bool = False
-    """Allow ENV and --policy to import and run Python code (the current directory is searched, too)."""
+    allow_import: AllowImport = False
 
     quiet: bool = False
     """Print errors only."""
@@ -152,7 +136,7 @@ class _Run:
 
     def loop(self) -> None:
         began_s = time.perf_counter()
-        with make_report(self.command.frames, self.collector.stats, quiet=self.command.quiet) as report:
+        with reporting(self.command.frames, self.collector.stats, quiet=self.command.quiet) as report:
             for batch in self.collector:
                 self.returns.add(self.collector.episodes)
                 if self.recorder is not None:
@@ -160,7 +144,7 @@ class _Run:
                     with _full_disk(self.recorder):
                         self.recorder.write(batch)
                     self.recording_s += time.perf_counter() - began
-                report.update(self.collector.stats())
+                report(self.collector.stats())
                 if self.stop.received is not None:
                     break
         self.elapsed_s = time.perf_counter() - began_s

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+
+from muster.private_names import numbers
 
 CORE = ("muster-rl", "torch", "tensordict", "numpy", "gymnasium", "safetensors", "rich", "tyro")
 OPTIONAL = (
@@ -88,7 +89,7 @@ def known_bad(versions: Versions) -> list[Problem]:
     def bad(what: str, fix: str) -> None:
         found.append(Problem(what, fix))
 
-    have = {name: _numbers(version) for name, version in versions.items()}
+    have = {name: numbers(version) for name, version in versions.items()}
     if "dm-control" in have and have.get("mujoco", (0,)) >= (4,):
         bad(
             f"dm-control {versions['dm-control']} with mujoco {versions['mujoco']}: "
@@ -172,12 +173,6 @@ def installed(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """``"0.14.3+cpu"`` as ``(0, 14, 3)``."""
-    match = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(part) for part in match.group().split(".")) if match else ()
 
 
 def _cores() -> int | None:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import Positional, arg
+from tyro.conf import arg
 
-from muster.cli.collect import Count, admit, in_short, policy_for
-from muster.cli.policies import ObsDtype, obs_dtype_of
+from muster.cli.collect import admit, in_short, policy_for
+from muster.cli.options import AllowImport, Count, Env, ObsDtype, Policy
+from muster.cli.policies import obs_dtype_of
 from muster.cli.report import LINE_EVERY_S, symbols
 from muster.cli.signals import StopSignals
 from muster.episode_rules import RuleName
@@ -28,11 +29,9 @@ KINDS = ("best", "worst", "median")
 class Eval:
     """Evaluate a policy in a Gymnasium environment, on an exact number of episodes."""
 
-    env: Annotated[Positional[str], arg(metavar="ENV")]
-    """Id as for gymnasium.make; MODULE:ID imports MODULE and needs --allow-import."""
+    env: Env
 
-    policy: Annotated[str, arg(metavar="POLICY")] = "random"
-    """random; mlp (fresh, 64x64 tanh); FILE.safetensors with the weights of such an MLP; FILE.py:NAME."""
+    policy: Policy = "random"
 
     episodes: Annotated[int, arg(metavar="N")] = 20
     """Complete episodes, exactly."""
@@ -42,7 +41,7 @@ class Eval:
     episodes have no advantage; fair: as many from each, the rest from whoever is first; last_even: the first to begin;
     first_done: the first to end."""
 
-    num_envs: Annotated[int, arg(metavar="B", aliases=["--envs"])] = 8
+    num_envs: Annotated[int, arg(metavar="B")] = 8
     """Environments stepped together; with --workers, so many in each."""
 
     workers: Annotated[int, arg(metavar="N")] = 0
@@ -51,9 +50,7 @@ class Eval:
     sampled: bool = False
     """Sample actions as in training; otherwise the policy acts deterministically."""
 
-    obs_dtype: Annotated[ObsDtype, arg(metavar="DTYPE")] = "policy"
-    """Of stored floating observations: policy (its parameters'; random: the environment's), env, float16, float32 or
-    float64."""
+    obs_dtype: ObsDtype = "policy"
 
     seed: Annotated[int, arg(metavar="S")] = 0
     """Episode i is reset with seed S + i."""
@@ -61,7 +58,7 @@ class Eval:
     max_frames: Annotated[Count | None, arg(metavar="N")] = None
     """Stop after so many environment steps over all environments; what is going on then is reported."""
 
-    max_steps: Annotated[Count | None, arg(metavar="N", aliases=["--max-T"])] = None
+    max_steps: Annotated[Count | None, arg(metavar="N")] = None
     """Stop after so many time steps of each environment."""
 
     max_episode_steps: Annotated[Count | None, arg(metavar="N")] = None
@@ -76,8 +73,7 @@ class Eval:
     json: bool = False
     """Print everything as JSON instead of the table."""
 
-    allow_import: bool = False
-    """Allow ENV and --policy to import and run Python code (the current directory is searched, too)."""
+    allow_import: AllowImport = False
 
     quiet: bool = False
     """Print no progress."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 from muster.cli.cluster import Cluster, Node, cluster, node
 from muster.cli.collect import Collect, collect
@@ -15,6 +17,17 @@ from muster.cli.eval import Eval, evaluate
 from muster.cli.replay import Replay, replay
 from muster.cli.tune import Tune, tune
 from muster.errors import MusterError
+
+COMMANDS: dict[type, Callable[[Any], int]] = {
+    Collect: collect,
+    Eval: evaluate,
+    Tune: tune,
+    Cluster: cluster,
+    Node: node,
+    Replay: replay,
+    Doctor: doctor,
+}
+"""What each command runs; its name is that of its class."""
 
 EXAMPLES = """Collects reinforcement-learning experience at the speed of the environments.
 
@@ -51,17 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command = _parse(arguments or ["--help"])
     try:
-        if isinstance(command, Replay):
-            return replay(command)
-        if isinstance(command, Eval):
-            return evaluate(command)
-        if isinstance(command, Tune):
-            return tune(command)
-        if isinstance(command, (Node, Cluster)):
-            return node(command) if isinstance(command, Node) else cluster(command)
-        return collect(command) if isinstance(command, Collect) else doctor(command)
+        return COMMANDS[type(command)](command)
     except MusterError as error:
-        if isinstance(command, (Collect, Eval, Tune)) and command.allow_import and error.__cause__ is not None:
+        if getattr(command, "allow_import", False) and error.__cause__ is not None:
             traceback.print_exception(error.__cause__)  # perhaps from the user's own code
         print(f"muster: {error}", file=sys.stderr)
         return 2
@@ -73,26 +78,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _parse(arguments: Sequence[str]) -> Collect | Eval | Doctor | Replay | Tune | Node | Cluster:
+def _parse(arguments: Sequence[str]) -> Any:
+    """An object of one of the ``COMMANDS``."""
     import tyro
 
-    command = (
-        Annotated[Collect, tyro.conf.subcommand("collect", description=Collect.__doc__)]
-        | Annotated[Eval, tyro.conf.subcommand("eval", description=Eval.__doc__)]
-        | Annotated[Tune, tyro.conf.subcommand("tune", description=Tune.__doc__)]
-        | Annotated[Cluster, tyro.conf.subcommand("cluster", description=Cluster.__doc__)]
-        | Annotated[Node, tyro.conf.subcommand("node", description=Node.__doc__)]
-        | Annotated[Replay, tyro.conf.subcommand("replay", description=Replay.__doc__)]
-        | Annotated[Doctor, tyro.conf.subcommand("doctor", description=Doctor.__doc__)]
-    )
-    parsed: Collect | Eval | Doctor | Replay | Tune | Node | Cluster = tyro.cli(
-        command,
+    described: list[Any] = [
+        Annotated[kind, tyro.conf.subcommand(kind.__name__.lower(), description=kind.__doc__)] for kind in COMMANDS
+    ]
+    one_of: Any = functools.reduce(operator.or_, described)
+    return tyro.cli(
+        one_of,
         prog="muster",
         description=EXAMPLES,
         args=arguments,
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes),
     )
-    return parsed
 
 
 if __name__ == "__main__":

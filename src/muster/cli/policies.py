@@ -6,11 +6,10 @@ import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from muster.errors import BadOption, ImportRefused
 
-ObsDtype = Literal["policy", "env", "float16", "float32", "float64"]
 PICKLES = {".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".joblib", ".npy"}
 _REFERENCE = re.compile(r"(.+\.py):(\w+)")
 
@@ -75,7 +74,7 @@ def choose_policy(name: str, spaces: tuple[Any, Any] | None, seed: int) -> Chose
     return Chosen(*(mlp.fresh(*spaces, seed) if name == "mlp" else mlp.from_file(Path(name), *spaces)))
 
 
-def obs_dtype_of(name: ObsDtype) -> Any:
+def obs_dtype_of(name: str) -> Any:
     """``--obs-dtype`` as the option of collectors."""
     import torch
 

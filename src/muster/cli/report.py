@@ -5,26 +5,16 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from muster.stats import CollectorStats, WorkerStats
 
 LINE_EVERY_S = 5.0
 MOST_LINES = 16  # about workers
-
-
-class Report(Protocol):
-    """Shows progress while entered."""
-
-    def __enter__(self) -> Report: ...
-
-    def __exit__(self, *_: Any) -> None: ...
-
-    def update(self, stats: CollectorStats) -> None: ...
 
 
 class Returns:
@@ -47,17 +37,6 @@ class Returns:
         return math.sqrt(self._squares / self.count) if self.count else 0.0
 
 
-class Silent:
-    """``--quiet``."""
-
-    def __enter__(self) -> Silent:
-        return self
-
-    def __exit__(self, *_: Any) -> None: ...
-
-    def update(self, stats: CollectorStats) -> None: ...
-
-
 class Lines:
     """For logs and pipes: a line now and then, not one per batch.
 
@@ -69,11 +48,6 @@ class Lines:
     def __init__(self, total: int, every_s: float = LINE_EVERY_S) -> None:
         self._total, self._every_s = total, every_s
         self._last = self._began = time.monotonic()
-
-    def __enter__(self) -> Lines:
-        return self
-
-    def __exit__(self, *_: Any) -> None: ...
 
     def update(self, stats: CollectorStats) -> None:
         now = time.monotonic()
@@ -139,11 +113,23 @@ class Bar:
         return Group(self._progress, *(Text(line, no_wrap=True, overflow="ellipsis") for line in self._lines))
 
 
-def make_report(total: int, look: Callable[[], CollectorStats], *, quiet: bool) -> Report:
-    """The kind of report that fits where stdout goes; ``look`` gives it the present state at any time."""
+@contextmanager
+def reporting(
+    total: int, look: Callable[[], CollectorStats], *, quiet: bool
+) -> Iterator[Callable[[CollectorStats], None]]:
+    """What is to be told of every batch, in the way that fits where stdout goes.
+
+    Args:
+        look: gives the present state at any time.
+        quiet: nothing is shown.
+    """
     if quiet:
-        return Silent()
-    return Bar(total, look) if sys.stdout.isatty() else Lines(total)
+        yield lambda stats: None
+    elif sys.stdout.isatty():
+        with Bar(total, look) as bar:
+            yield bar.update
+    else:
+        yield Lines(total).update
 
 
 def worker_lines(workers: Sequence[WorkerStats]) -> list[str]:

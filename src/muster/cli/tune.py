@@ -9,10 +9,11 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from tyro.conf import Positional, arg
+from tyro.conf import arg
 
-from muster.cli.collect import Count, admit, in_short, policy_for
-from muster.cli.policies import ObsDtype, obs_dtype_of
+from muster.cli.collect import admit, in_short, policy_for
+from muster.cli.options import AllowImport, Count, Env, ObsDtype, Policy
+from muster.cli.policies import obs_dtype_of
 from muster.cli.report import short
 from muster.errors import BadOption
 
@@ -26,11 +27,9 @@ MOST_ROWS = 12  # of the table
 class Tune:
     """Time a grid of collectors on this machine, and print the constructor of the fastest."""
 
-    env: Annotated[Positional[str], arg(metavar="ENV")]
-    """Id as for gymnasium.make; MODULE:ID imports MODULE and needs --allow-import."""
+    env: Env
 
-    policy: Annotated[str, arg(metavar="POLICY")] = "random"
-    """random; mlp (fresh, 64x64 tanh); FILE.safetensors with the weights of such an MLP; FILE.py:NAME."""
+    policy: Policy = "random"
 
     seconds: Annotated[float, arg(metavar="S")] = 20.0
     """Seconds of collecting in all; starting workers takes time besides."""
@@ -41,15 +40,12 @@ class Tune:
     frames_per_batch: Annotated[Count, arg(metavar="N")] = 2048
     """Frames per batch, about."""
 
-    obs_dtype: Annotated[ObsDtype, arg(metavar="DTYPE")] = "policy"
-    """Of stored floating observations: policy (its parameters'; random: the environment's), env, float16, float32 or
-    float64."""
+    obs_dtype: ObsDtype = "policy"
 
     json: bool = False
     """Print everything as JSON."""
 
-    allow_import: bool = False
-    """Allow ENV and --policy to import and run Python code (the current directory is searched, too)."""
+    allow_import: AllowImport = False
 
 
 def tune(command: Tune) -> int:

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
-from muster.columns import RolloutOptions, lane_columns
+from muster.dialects.base import GroupRunner, borrowed
 from muster.dialects.prt_rl.actors import Actor, HeadActor, Tensors
 from muster.dialects.prt_rl.envs import PrtEnvs, Side, side_of
 from muster.dialects.prt_rl.selection import LastRow, Selection
 from muster.errors import BadOption, BadPolicyOutput, HookError
-from muster.group import Group
 from muster.integers import integer
 from muster.keys import DONE, OBSERVATION, REWARD, next_of
-from muster.memory.slots import Lane, Layout, Slot
+from muster.memory.slots import Lane
 from muster.metrics import MetricsTracker
 from muster.policies.heads import Head
 from muster.rng import GroupRng
-from muster.rollout import rollout
 
-OPTIONS = RolloutOptions(
-    own_rng=False,  # prt_rl's users seed the generators of the process,
-    num_threads=None,  # and choose the number of threads;
-    inference_mode=False,  # and policies may keep tensors of their own
-)
 ROWS = 128  # of memory, where it is not known how many there will be
 TERMINATED, TRUNCATED = next_of(("terminated",)), next_of(("truncated",))
 
@@ -58,9 +50,8 @@ class Collector:
         self.env, self.logger, self.flatten = env, logger, flatten
         self._side = side_of(env)
         self.metric = MetricsTracker(self._side.env.num_envs, logger)
-        self._group: Group | None = None
+        self._runner: GroupRunner | None = None
         self._actor: Actor | HeadActor | None = None
-        self._lane: tuple[Actor | HeadActor, Lane] | None = None
         self._failure: HookError | None = None
 
     def collect_experience(self, policy: Any, num_steps: int = 1, bootstrap: bool = True) -> Tensors:
@@ -143,19 +134,14 @@ class Collector:
         return actor, self._experience(actor, lane)
 
     def _fill(self, actor: Actor | HeadActor, T: int, chosen: Selection | None) -> tuple[Actor | HeadActor, Lane]:
-        group = self._started()
+        runner = self._started()
         if not actor.begin():
-            group.prime(actor.adapted)
-        if self._lane is None or self._lane[0] is not actor or self._lane[1].T != T:
-            columns = lane_columns(group.env, actor.adapted.columns(), OPTIONS)
-            self._lane = actor, Slot(Layout(T, group.B, columns)).lanes[0]
-        lane = self._lane[1]
-        lane.done_steps, lane.stopped = 0, False
+            runner.group.prime(actor.adapted)
+        lane = runner.lane(actor.adapted, T)
         if chosen is not None:
             chosen.lane = lane
-        group.rule = LastRow(lane) if chosen is None else chosen
         try:
-            rollout(group, actor.adapted, lane)
+            runner.run(actor.adapted, lane, rule=chosen or LastRow(lane))
         except BadPolicyOutput:
             if actor.unused is None or lane.done_steps or (chosen is not None and chosen.before):
                 raise
@@ -165,24 +151,17 @@ class Collector:
             self._count(lane)
         return actor, lane
 
-    def _started(self) -> Group:
-        if self._group is None:
+    def _started(self) -> GroupRunner:
+        if self._runner is None:
             env = self._side.env
             if isinstance(env, PrtEnvs):
                 env.look()
-            self._group = Group(
-                env,
-                batch_shape=(env.num_envs,),
-                env_ids=np.arange(env.num_envs),
-                total_envs=env.num_envs,
-                rng=GroupRng(torch.initial_seed()),  # for Muster's heads
-                options=OPTIONS,
-            )
-        return self._group
+            self._runner = GroupRunner(env, borrowed(), rng=GroupRng(torch.initial_seed()))  # for Muster's heads
+        return self._runner
 
     def _begin_anew(self) -> None:
-        if self._group is not None:
-            self._group.reset()
+        if self._runner is not None:
+            self._runner.group.reset()
         if isinstance(self._side.env, PrtEnvs):
             self._side.env.anew = True
         self.metric.abandon()

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from muster.dialects.rlpyt.actors import actor_of, check_actor
-from muster.dialects.rlpyt.sampling import AgentInputs, Sampling, envs_of, options, store
+from muster.dialects.rlpyt.sampling import AgentInputs, RlpytRunner, envs_of, options, store
 from muster.dialects.rlpyt.trees import overwrite
 from muster.errors import MusterError
 
@@ -96,7 +96,7 @@ class DecorrelatingStartCollector(BaseCollector):
 
     mid_batch_reset = True
     max_wait_s: ClassVar[float] = 300.0
-    _sampling: Sampling | None = None
+    _runner: RlpytRunner | None = None
 
     def start_envs(self, max_decorrelation_steps: int = 0) -> tuple[AgentInputs, list[Any]]:
         """Reset every environment, and make 1 to ``max_decorrelation_steps`` random steps in each; 0: none.
@@ -107,59 +107,59 @@ class DecorrelatingStartCollector(BaseCollector):
             BadOption: ``samples_np`` does not fit the environments.
         """
         envs, agent_info = envs_of(self._next_samples(), self.batch_T, self.envs, self.TrajInfoCls)
-        self._sampling = sampling = Sampling(
+        self._runner = runner = RlpytRunner(
             envs,
             options(mid_batch_reset=self.mid_batch_reset, decorrelation=max_decorrelation_steps),
             rank=self.rank,
             env_ranks=self.env_ranks,
             global_B=self.global_B,
         )
-        sampling.group.begin()
+        runner.group.begin()
         if self._acts:
             self._actor = actor_of(self, self._acts, envs, agent_info)
-            self._lane = sampling.lane(self._actor, self.batch_T)
+            self._lane = runner.lane(self._actor, self.batch_T)
             if self.mid_batch_reset:
                 envs.after_done = self._actor.begin_episode
         if self.step_buffer_np is not None:
-            for name, row in zip(("observation", "action", "reward"), sampling.inputs, strict=True):
+            for name, row in zip(("observation", "action", "reward"), runner.inputs, strict=True):
                 overwrite(getattr(self.step_buffer_np, name), row)
-        return sampling.inputs, envs.traj_infos
+        return runner.inputs, envs.traj_infos
 
     def collect_batch(
         self, agent_inputs: Any, traj_infos: list[Any], itr: int = 0
     ) -> tuple[AgentInputs, list[Any], list[Any]]:
         if not self._acts:
             raise NotImplementedError(f"{type(self).__name__} does not say who acts; define collect_batch")
-        sampling, envs, lane, samples = self._started(), self._started().envs, self._lane, self._next_samples()
+        runner, envs, lane, samples = self._started(), self._started().envs, self._lane, self._next_samples()
         self.reset_if_needed(agent_inputs)
-        if agent_inputs is not None and agent_inputs is not sampling.inputs:
-            overwrite(sampling.inputs, agent_inputs)
+        if agent_inputs is not None and agent_inputs is not runner.inputs:
+            overwrite(runner.inputs, agent_inputs)
         completed: list[Any] = []
         envs.traj_infos, envs.deliver = traj_infos, completed.append
         envs.done[:] = False
         self._actor.begin(itr)
-        sampling.run(self._actor, lane)
-        with sampling.group.surroundings():
+        runner.run(self._actor, lane)
+        with runner.group.surroundings():
             self._actor.finish(lane, lane.T - lane.done_steps, getattr(samples.agent, "bootstrap_value", None))
         store(lane, samples)
-        return sampling.inputs, traj_infos, completed
+        return runner.inputs, traj_infos, completed
 
     def reset_if_needed(self, agent_inputs: Any) -> None:
         """Reset the environments that have waited for it, and the agent wherever its episode has ended."""
-        if self.mid_batch_reset or self._sampling is None:
+        if self.mid_batch_reset or self._runner is None:
             return
-        self._sampling.group.begin()
-        ended = np.flatnonzero(self._sampling.envs.done).tolist()
+        self._runner.group.begin()
+        ended = np.flatnonzero(self._runner.envs.done).tolist()
         for b in ended:
             self._actor.begin_episode(b)
-        self._sampling.envs.done[:] = False
-        if agent_inputs is not None and agent_inputs is not self._sampling.inputs:
-            overwrite(agent_inputs, self._sampling.inputs, ended)
+        self._runner.envs.done[:] = False
+        if agent_inputs is not None and agent_inputs is not self._runner.inputs:
+            overwrite(agent_inputs, self._runner.inputs, ended)
 
-    def _started(self) -> Sampling:
-        if self._sampling is None:
+    def _started(self) -> RlpytRunner:
+        if self._runner is None:
             raise MusterError(f"{type(self).__name__}.collect_batch() comes after start_envs()")
-        return self._sampling
+        return self._runner
 
     def _next_samples(self) -> Any:
         samples = self.samples_np

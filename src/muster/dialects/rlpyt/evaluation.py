@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from muster.dialects.rlpyt.actors import EvaluationStopped, actor_of, check_actor
 from muster.dialects.rlpyt.envs import RlpytEnvs
-from muster.dialects.rlpyt.sampling import Sampling, options
+from muster.dialects.rlpyt.sampling import RlpytRunner, options
 from muster.dialects.rlpyt.trees import Part
 from muster.errors import BadOption
 from muster.keys import ACTION, OBSERVATION
@@ -139,8 +139,8 @@ class Evaluation:
         self._envs.resets_made = self._resets
         self._actor = actor_of(collector, acts, self._envs, stops=True)
         self._envs.after_done = self._actor.begin_episode
-        self._sampling = Sampling(self._envs, options(interruptor=self), rank=collector.rank)
-        self._lane = self._sampling.lane(self._actor, ROWS)
+        self._runner = RlpytRunner(self._envs, options(interruptor=self), rank=collector.rank)
+        self._lane = self._runner.lane(self._actor, ROWS)
         self._left = 0
         self._enough: Callable[[], Any] = lambda: False
 
@@ -154,7 +154,7 @@ class Evaluation:
         Returns:
             the records of episodes that go on.
         """
-        envs, group = self._envs, self._sampling.group
+        envs, group = self._envs, self._runner.group
         envs.traj_infos = [self._collector.TrajInfoCls() for _ in envs.envs]
         envs.deliver, self._enough, self._left = deliver, enough, self._collector.max_T
         envs.done[:] = envs.begun[:] = False
@@ -162,7 +162,7 @@ class Evaluation:
         self._actor.begin_evaluation(itr)
         try:
             while self._left > 0:
-                self._sampling.run(self._actor, self._lane)
+                self._runner.run(self._actor, self._lane)
         except EvaluationStopped:
             pass
         self._actor.finish(self._lane)

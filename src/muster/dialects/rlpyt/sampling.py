@@ -7,17 +7,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from muster.columns import RolloutOptions, lane_columns
-from muster.dialects.rlpyt.actors import AGENT_INFO, Actor
+from muster.columns import RolloutOptions
+from muster.dialects.base import GroupRunner, borrowed
+from muster.dialects.rlpyt.actors import AGENT_INFO
 from muster.dialects.rlpyt.envs import ENV_INFO, RlpytEnvs
 from muster.dialects.rlpyt.trees import Part, leaves
 from muster.envs.previous import PREV_ACTION, PREV_REWARD, with_previous
 from muster.errors import BadOption
-from muster.group import Group
 from muster.keys import ACTION, DONE, OBSERVATION, REWARD, Key, dotted, next_of
-from muster.memory.slots import Lane, Layout, Slot
+from muster.memory.slots import Lane
 from muster.rng import GroupRng
-from muster.rollout import rollout
 
 NEEDED = ("env", "observation"), ("env", "reward"), ("env", "done"), ("agent", "action")
 OPTIONAL = ("env", "prev_reward"), ("env", "env_info"), ("agent", "prev_action"), ("agent", "agent_info")
@@ -33,20 +32,17 @@ class AgentInputs(NamedTuple):
 
 def options(*, mid_batch_reset: bool = True, decorrelation: int = 0, interruptor: Any = None) -> RolloutOptions:
     """What rlpyt's collectors have in common, and what they differ in."""
-    return RolloutOptions(
+    return borrowed(
         reset_when_done=mid_batch_reset,
         max_decorrelation_steps=decorrelation,
         interruptor=interruptor,
         traj_done_key="traj_done",
         prev_action_reward=True,
         compact_obs=True,
-        own_rng=False,  # rlpyt's samplers seed the generators of the process,
-        num_threads=None,  # and choose the number of threads;
-        inference_mode=False,  # and an agent may keep tensors of its own
     )
 
 
-class Sampling:
+class RlpytRunner(GroupRunner):
     """Environments that somebody acts in, some rows at a time.
 
     Args:
@@ -65,29 +61,14 @@ class Sampling:
         env_ranks: Sequence[int] | None = None,
         global_B: int = 1,
     ) -> None:
-        self.envs, B = envs, envs.num_envs
-        ranks = np.arange(B) if env_ranks is None else np.asarray(env_ranks, np.int64)
-        self.group = Group(
-            with_previous(envs),
-            batch_shape=(B,),
-            env_ids=ranks,
-            total_envs=max(global_B, int(ranks.max()) + 1),
-            rng=GroupRng(int(np.random.randint(2**31)) if options.max_decorrelation_steps else 0, rank),
-            options=options,
-        )
+        ranks = np.arange(envs.num_envs) if env_ranks is None else np.asarray(env_ranks, np.int64)
+        seed = int(np.random.randint(2**31)) if options.max_decorrelation_steps else 0
+        total_envs = max(global_B, int(ranks.max()) + 1)
+        super().__init__(with_previous(envs), options, rng=GroupRng(seed, rank), env_ids=ranks, total_envs=total_envs)
+        self.envs = envs
         carry = {key: row[0] for key, row in self.group.carry.items()}
         prev_action = envs.action.over(carry, (PREV_ACTION,))
         self.inputs = AgentInputs(envs.observation.over(carry), prev_action, carry[PREV_REWARD])
-
-    def lane(self, actor: Actor, T: int) -> Lane:
-        """Memory for ``T`` rows."""
-        columns = lane_columns(self.group.env, actor.columns(), self.group.options)
-        return Slot(Layout(T, self.envs.num_envs, columns)).lanes[0]
-
-    def run(self, actor: Actor, lane: Lane) -> None:
-        """Make the steps of a whole lane."""
-        lane.done_steps, lane.stopped = 0, False
-        rollout(self.group, actor, lane)
 
 
 def envs_of(samples: Any, T: int, envs: Sequence[Any], TrajInfoCls: Any) -> tuple[RlpytEnvs, Part | None]:

@@ -27,12 +27,8 @@ Names, arguments, and what is in the buffer afterwards are those of Tianshou 2.0
 
 from __future__ import annotations
 
-from muster.private_names import require
-
-require("tianshou", extra="tianshou")  # before the modules that look for its private names
-
-from muster.dialects.tianshou.async_collector import AsyncCollector  # noqa: E402
-from muster.dialects.tianshou.collector import Collector  # noqa: E402
-from muster.dialects.tianshou.hooks import EpisodeRolloutHookMerged  # noqa: E402
+from muster.dialects.tianshou.async_collector import AsyncCollector
+from muster.dialects.tianshou.collector import Collector
+from muster.dialects.tianshou.hooks import EpisodeRolloutHookMerged
 
 __all__ = ["Collector", "AsyncCollector", "EpisodeRolloutHookMerged"]

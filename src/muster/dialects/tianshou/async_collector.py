@@ -69,7 +69,7 @@ class AsyncCollector(Collector):
         goal = made() + (n_step or n_episode or 0)
         while made() < goal:
             try:
-                sampling.run(min(ROWS_FOR_EPISODES, sampling.most_rows), None, watch)
+                sampling.make(min(ROWS_FOR_EPISODES, sampling.most_rows), None, watch)
             finally:
                 if by_step is None:
                     self._store(sampling, tally)

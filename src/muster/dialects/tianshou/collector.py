@@ -18,7 +18,7 @@ from tianshou.env import DummyVectorEnv
 from tianshou.utils.torch_utils import torch_train_mode
 from typing_extensions import Self
 
-from muster.dialects.tianshou.buffers import add_in_bulk, add_one_by_one, adds_in_bulk
+from muster.dialects.tianshou.buffers import add, takes_many
 from muster.dialects.tianshou.envs import VectorEnvs, listed
 from muster.dialects.tianshou.policies import Actor
 from muster.dialects.tianshou.sampling import Sampling
@@ -231,7 +231,7 @@ class Collector:
         while left > 0 or (rule is not None and not rule.complete):
             rows = min(left if rule is None else ROWS_FOR_EPISODES, sampling.most_rows)
             try:
-                sampling.run(rows, rule, by_step)
+                sampling.make(rows, rule, by_step)
             finally:
                 if by_step is None:
                     self._store(sampling, tally)
@@ -243,14 +243,10 @@ class Collector:
     def _store(self, sampling: Sampling, tally: Tally) -> None:
         """Add the steps of the last rollout to the buffer."""
         for begin, end in sampling.pieces(sampling.last):
-            in_bulk, before = adds_in_bulk(self.buffer), sampling.going
-            taken = sampling.taken(sampling.last, begin, end, lent=in_bulk)
-            sampling.going, ended = before.after(taken)
+            taken = sampling.taken(sampling.last, begin, end, lent=takes_many(self.buffer))
+            sampling.going, ended = sampling.going.after(taken)
             with torch.no_grad():
-                if in_bulk:
-                    add_in_bulk(self.buffer, taken, before, sampling.going)
-                else:
-                    add_one_by_one(self.buffer, taken)
+                add(self.buffer, taken)
             tally.add(taken, ended, [row.actions.dist for row in sampling.envs.rows[begin:end]])
 
     def _looks_at_steps(self) -> bool:

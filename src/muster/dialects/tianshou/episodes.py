@@ -58,10 +58,6 @@ class Going(NamedTuple):
             totals = list(np.broadcast_arrays(*totals))
         return cls(np.array(totals), np.array(steps))
 
-    def same(self, other: Going) -> bool:
-        alike = self.totals.shape == other.totals.shape and (self.totals == other.totals).all()
-        return bool(alike and (self.steps == other.steps).all())
-
     def forget(self, which: list[int]) -> None:
         """Environments begin anew."""
         self.totals[which], self.steps[which] = 0, 0

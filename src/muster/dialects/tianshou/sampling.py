@@ -9,31 +9,24 @@ import numpy as np
 import torch
 from tianshou.data import Batch
 
-from muster.columns import RolloutOptions, lane_columns
+from muster.columns import lane_columns
+from muster.dialects.base import GroupRunner, borrowed
 from muster.dialects.tianshou.envs import Row, VectorEnvs, batch_of, stacked
 from muster.dialects.tianshou.episodes import Going, Taken
 from muster.dialects.tianshou.policies import Actor
 from muster.episode_rules import Rule
-from muster.group import Group
 from muster.keys import OBSERVATION, TERMINATED, TRUNCATED, next_of
-from muster.memory.slots import Lane, Layout, Slot
+from muster.memory.slots import Lane, Layout
 from muster.memory.specs import Array
 from muster.rng import GroupRng
-from muster.rollout import rollout
 
 LANE_BYTES, LANE_ROWS = 1 << 26, 512  # of memory between the environments and the buffer
-LANES_KEPT = 4  # for as many different numbers of steps
 
 STORED = OBSERVATION, next_of(OBSERVATION), next_of(TERMINATED), next_of(TRUNCATED)
-OPTIONS = RolloutOptions(
-    validate="off",  # Tianshou takes any reward,
-    own_rng=False,  # draws from the generators of the process,
-    num_threads=None,  # leaves the number of threads alone,
-    inference_mode=False,  # and may compute gradients
-)
+OPTIONS = borrowed(validate="off")  # Tianshou takes any reward
 
 
-class Sampling:
+class Sampling(GroupRunner):
     """A policy in environments that have just been reset, some rows at a time.
 
     Attributes:
@@ -42,12 +35,10 @@ class Sampling:
     """
 
     def __init__(self, envs: VectorEnvs, actor: Actor) -> None:
-        self.envs, self.actor, B = envs, actor, envs.num_envs
-        self.group = Group(envs, batch_shape=(B,), env_ids=np.arange(B), total_envs=B, rng=GroupRng(0), options=OPTIONS)
-        self._columns = lane_columns(envs, (), OPTIONS)
-        row_bytes = Layout(1, B, self._columns).nbytes
+        super().__init__(envs, OPTIONS, rng=GroupRng(0))
+        self.envs, self.actor = envs, actor
+        row_bytes = Layout(1, envs.num_envs, lane_columns(envs, (), OPTIONS)).nbytes
         self.most_rows = max(1, min(LANE_ROWS, LANE_BYTES // max(row_bytes, 1)))
-        self._lanes: dict[int, Lane] = {}
         self.going: Going
         self.last: Lane
 
@@ -58,22 +49,19 @@ class Sampling:
         self.group.reset()
         self.group.begin()
 
-    def run(self, rows: int, rule: Rule | None, watch: Callable[[Lane, int], object] | None) -> Lane:
+    def make(self, rows: int, rule: Rule | None, watch: Callable[[Lane, int], object] | None) -> Lane:
         """Make so many rows of steps, or as many as the rule needs; ``done_steps`` of the lane says how many.
 
         After an error they are in ``last``, too.
         """
-        lane = self.last = self._lane(rows)
-        lane.done_steps, lane.stopped = 0, False
+        self.last = self.lane(self.actor, rows)
         self.envs.rows.clear()
-        group = self.group
-        group.rule, group.watch = rule, watch
         try:
-            rollout(group, self.actor, lane)
+            self.run(self.actor, self.last, rule=rule, watch=watch)
         except BaseException:
-            group.leave(lane)
+            self.group.leave(self.last)
             raise
-        return lane
+        return self.last
 
     def pieces(self, lane: Lane) -> Iterator[tuple[int, int]]:
         """The lane's rows in pieces, within which the policy's entries have one structure: mostly a single one."""
@@ -115,13 +103,6 @@ class Sampling:
             info=_infos(rows, env),
         )
         return Taken(t, env, len(rows), batch)
-
-    def _lane(self, rows: int) -> Lane:
-        if rows not in self._lanes:
-            if len(self._lanes) >= LANES_KEPT:
-                self._lanes.pop(next(iter(self._lanes)))
-            self._lanes[rows] = Slot(Layout(rows, self.envs.num_envs, self._columns)).lanes[0]
-        return self._lanes[rows]
 
 
 def _structure(tree: Any) -> Any:

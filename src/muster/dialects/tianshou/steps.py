@@ -16,6 +16,9 @@ from muster.errors import BadOption
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
 
+KEYS = frozenset({"obs", "act", "rew", "terminated", "truncated", "done", "obs_next", "info", "policy"})
+"""Entries of a step that every buffer stores."""
+
 
 class Tally:
     """Counts what one call collects.
@@ -133,19 +136,20 @@ def _add_entries(buffer: Any, step: Any, places: Array) -> None:
     """Store what a hook has added to a row; a single ring has done so already, others drop it."""
     if not isinstance(buffer, ReplayBufferManager):
         return
-    added = [key for key in step.get_keys() if key not in buffer._reserved_keys]
+    added = [key for key in step.get_keys() if key not in KEYS]
     if added and isinstance(buffer, CachedReplayBuffer):
         raise BadOption(
             f"the on_step_hook added {added}, which a CachedReplayBuffer does not move to its main buffer: use "
             f"another buffer, or put them into rollout_batch.policy"
         )
     for key in added:
-        if key not in buffer._meta:
+        if not hasattr(buffer, key):
             own = isinstance(step[key], np.ndarray | Batch) or hasattr(step[key], "new_zeros")
             made = create_value(step[key], buffer.maxsize, stack=False) if own else np.full(buffer.maxsize, None)
-            buffer._meta.__dict__[key] = made
-        if isinstance(buffer._meta[key], np.ndarray) and not isinstance(step[key], np.ndarray):
+            buffer.set_array_at_key(made, key)
+        stored = getattr(buffer, key)
+        if isinstance(stored, np.ndarray) and not isinstance(step[key], np.ndarray):
             for k, place in enumerate(places):  # a distribution
-                buffer._meta[key][place] = step[[k]][key]
+                stored[place] = step[[k]][key]
         else:
-            buffer._meta[key][places] = step[key]
+            stored[places] = step[key]

@@ -79,7 +79,7 @@ class RayCollector(clusters.RayCollector):
     """``muster.RayCollector`` with TorchRL's ``frames_per_batch``: with ``sync=True``, of all actors together.
 
     Args:
-        use_env_creator: accepted for TorchRL's sake; what makes environments is pickled as it is.
+        use_env_creator: has no effect: what makes environments is pickled as it is.
         **options: TorchRL's, and those of ``muster.RayCollector``. Where only ``collector_kwargs`` or
             ``remote_configs`` is a list, there are as many actors.
     """
