@@ -15,7 +15,7 @@ from muster.cli.collect import Count, admit, in_short, policy_for
 from muster.cli.policies import ObsDtype, obs_dtype_of
 from muster.cli.report import LINE_EVERY_S, symbols
 from muster.cli.signals import StopSignals
-from muster.episode_rules import RuleName
+from muster.episodes.rules import RuleName
 from muster.errors import BadOption
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from muster.columns import RolloutOptions, lane_columns
 from muster.dialects.tianshou.envs import Row, VectorEnvs, batch_of, stacked
 from muster.dialects.tianshou.episodes import Going, Taken
 from muster.dialects.tianshou.policies import Actor
-from muster.episode_rules import Rule
+from muster.episodes.rules import Rule
 from muster.group import Group
 from muster.keys import OBSERVATION, TERMINATED, TRUNCATED, next_of
 from muster.memory.slots import Lane, Layout, Slot
