@@ -15,7 +15,7 @@ from typing import get_args
 
 import numpy as np
 
-from muster.episode_rules import RuleName, make_rule
+from muster.episodes.rules import RuleName, make_rule
 
 SHORT, LONG = 10, 100
 COUNTED = 60_000  # episodes in each mean

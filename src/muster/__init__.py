@@ -25,15 +25,15 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AsyncCollector": "muster.collectors",
-    "CollectStats": "muster.collect_stats",
-    "CollectStatsBase": "muster.collect_stats",
+    "CollectStats": "muster.episodes.summary",
+    "CollectStatsBase": "muster.episodes.summary",
     "Collected": "muster.collectors.asked",
     "Collector": "muster.collectors",
     "CollectorOptions": "muster.collectors",
     "CollectorStats": "muster.stats",
     "ClusterOptions": "muster.collectors.cluster_options",
     "DistributedCollector": "muster.collectors.clusters",
-    "EpisodeRecord": "muster.trajectories",
+    "EpisodeRecord": "muster.episodes.record",
     "EvaluatedEpisode": "muster.evaluation",
     "Evaluation": "muster.evaluation",
     "Evaluator": "muster.evaluation",
@@ -50,7 +50,7 @@ _HOMES = {
     "Recorder": "muster.recording",
     "Recording": "muster.recording",
     "ResumeReport": "muster.collectors.resume",
-    "SequenceSummaryStats": "muster.collect_stats",
+    "SequenceSummaryStats": "muster.episodes.summary",
     "TensorBoardLogger": "muster.loggers",
     "Timeline": "muster.timeline",
     "Tuning": "muster.tuning",
@@ -61,7 +61,7 @@ _HOMES = {
     "load": "muster.recording",
     "load_state": "muster.checkpoint:load",
     "save_state": "muster.checkpoint:save",
-    "split_trajectories": "muster.sinks.split",
+    "split_trajectories": "muster.episodes.segment",
     "tune": "muster.tuning",
 }
 _MODULES = ("errors", "policies", "testing", "weights")
@@ -75,9 +75,6 @@ if TYPE_CHECKING:
     from muster import weights as weights
     from muster.checkpoint import load as load_state  # noqa: F401 (named by _HOMES)
     from muster.checkpoint import save as save_state  # noqa: F401
-    from muster.collect_stats import CollectStats as CollectStats
-    from muster.collect_stats import CollectStatsBase as CollectStatsBase
-    from muster.collect_stats import SequenceSummaryStats as SequenceSummaryStats
     from muster.collectors import AsyncCollector as AsyncCollector
     from muster.collectors import Collector as Collector
     from muster.collectors import CollectorOptions as CollectorOptions
@@ -90,6 +87,11 @@ if TYPE_CHECKING:
     from muster.collectors.clusters import RayCollector as RayCollector
     from muster.collectors.clusters import RPCCollector as RPCCollector
     from muster.collectors.resume import ResumeReport as ResumeReport
+    from muster.episodes.record import EpisodeRecord as EpisodeRecord
+    from muster.episodes.segment import split_trajectories as split_trajectories
+    from muster.episodes.summary import CollectStats as CollectStats
+    from muster.episodes.summary import CollectStatsBase as CollectStatsBase
+    from muster.episodes.summary import SequenceSummaryStats as SequenceSummaryStats
     from muster.evaluation import EvaluatedEpisode as EvaluatedEpisode
     from muster.evaluation import Evaluation as Evaluation
     from muster.evaluation import Evaluator as Evaluator
@@ -103,11 +105,9 @@ if TYPE_CHECKING:
     from muster.recording import Recorder as Recorder
     from muster.recording import Recording as Recording
     from muster.recording import load as load
-    from muster.sinks.split import split_trajectories as split_trajectories
     from muster.stats import CollectorStats as CollectorStats
     from muster.stats import WorkerStats as WorkerStats
     from muster.timeline import Timeline as Timeline
-    from muster.trajectories import EpisodeRecord as EpisodeRecord
     from muster.tuning import Tuning as Tuning
     from muster.tuning import tune as tune
     from muster.weights.updaters import VanillaWeightUpdater as VanillaWeightUpdater

@@ -13,7 +13,9 @@ import numpy as np
 from muster.acting import call_policy, env_error, keep, store_outputs
 from muster.carry import Carry
 from muster.columns import RolloutOptions
-from muster.episode_rules import Rule
+from muster.episodes.clock import TrajectoryClock
+from muster.episodes.record import Episodes
+from muster.episodes.rules import Rule
 from muster.errors import BadEnvOutput, BadPolicyOutput
 from muster.keys import IS_INIT, POLICY_VERSION, RESUMED, STEP_COUNT, TRAJ_DONE, TRAJ_IDS, Key, next_of
 from muster.marks import NEVER, Final, NextRows, clear_marks, cut_after_end, mark_end, mark_valid
@@ -24,7 +26,6 @@ from muster.protocols import EnvBatch, Outputs, Policy
 from muster.resets import Due, Waiting, check_resets, decorrelate
 from muster.rng import GroupRng
 from muster.surroundings import surroundings
-from muster.trajectories import Episodes, TrajectoryClock
 from muster.values import first_bad_value
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from typing import Any, ClassVar, NamedTuple
 
 from typing_extensions import Self
 
-from muster.collect_stats import SequenceSummaryStats
+from muster.episodes.record import EpisodeRecord, Episodes
+from muster.episodes.summary import SequenceSummaryStats
 from muster.errors import BadOption, HookError, described
 from muster.memory.specs import Array
 from muster.stats import CollectorStats
-from muster.trajectories import EpisodeRecord, Episodes
 from muster.whole_files import read_json, try_lock
 
 Log = Callable[[Mapping[str, float], int], None]

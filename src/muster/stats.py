@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from muster.trajectories import Episodes
-
-WINDOW = 100  # episodes over which returns and lengths are averaged
 
 
 @dataclass(frozen=True)
@@ -131,33 +125,3 @@ class CollectorStats:
     def nodes(self) -> int:
         """How many have a worker that is at work now; 0 where workers are on this machine alone."""
         return len({worker.node for worker in self.workers if worker.node and worker.state == "working"})
-
-
-class EpisodeWindow:
-    """The last episodes, for means."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._returns: deque[float] = deque(maxlen=WINDOW)
-        self._lengths: deque[int] = deque(maxlen=WINDOW)
-
-    def add(self, episodes: Episodes) -> None:
-        self.count += len(episodes)
-        self._returns.extend(episodes.episode_return[-WINDOW:].tolist())
-        self._lengths.extend(episodes.length[-WINDOW:].tolist())
-
-    @property
-    def return_mean(self) -> float | None:
-        return sum(self._returns) / len(self._returns) if self._returns else None
-
-    @property
-    def length_mean(self) -> float | None:
-        return sum(self._lengths) / len(self._lengths) if self._lengths else None
-
-    def state_dict(self) -> dict[str, object]:
-        return {"count": self.count, "returns": list(self._returns), "lengths": list(self._lengths)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.count = state["count"]
-        self._returns = deque(state["returns"], maxlen=WINDOW)
-        self._lengths = deque(state["lengths"], maxlen=WINDOW)

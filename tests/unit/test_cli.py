@@ -730,7 +730,7 @@ def test_lines_are_limited_by_time_not_by_batches(capsys: pytest.CaptureFixture[
 
 
 def test_the_summary_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
-    from muster.trajectories import EpisodeRecord
+    from muster.episodes.record import EpisodeRecord
 
     returns = Returns()
     values = [1.0, 4.0, 4.0, 9.0]

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muster import CollectStats, CollectStatsBase, SequenceSummaryStats
+from muster.episodes.record import Episodes
 from muster.errors import BadOption
-from muster.trajectories import Episodes
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=50)
 

@@ -324,7 +324,7 @@ def test_split_trajs_sees_the_ends_that_set_truncated_made_and_postproc_sees_it_
 # --- trajs_per_batch -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["fair", "per_env", "first_done"])
+@pytest.mark.parametrize("rule", ["first_begun", "per_env", "first_done"])
 @pytest.mark.parametrize("layout", ["cat", "pad"])
 def test_whole_episodes_are_whole(rule, layout):
     options = {"num_envs": 2, "frames_per_batch": 6, "trajs_per_batch": 2, "traj_rule": rule, "traj_format": layout}
@@ -358,7 +358,7 @@ def test_the_fair_rule_is_in_order_of_beginnings_and_per_env_takes_equal_numbers
             first = next(iter(c))
             return first["observation"][first["next", "done"][:, 0]][:, 0].tolist()
 
-    assert lengths_of("fair") == [1, 4, 1, 1]
+    assert lengths_of("first_begun") == [1, 4, 1, 1]
     assert lengths_of("first_done") == [1, 1, 1, 1]
     assert lengths_of("per_env") == [1, 1, 4, 4]
 

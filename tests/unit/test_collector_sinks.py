@@ -317,7 +317,8 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"interruptor": 3}, "collection_stopped"),
     ({"weight_sync_schemes": {}}, "weight_recv_schemes"),
     ({"postproc": 3}, "expected a function"),
-    ({"trajs_per_batch": 2, "traj_rule": "shortest"}, "fair"),
+    ({"trajs_per_batch": 2, "traj_rule": "shortest"}, "first_begun"),
+    ({"trajs_per_batch": 2, "traj_rule": "fair"}, r"traj_rule='fair': this rule is called 'first_begun'"),
 ]
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.episode_rules import RuleName, check_rule, make_rule
+from muster.episodes.rules import RuleName, check_rule, make_rule
 from muster.errors import BadOption
 
 NAMES = get_args(RuleName)

@@ -26,7 +26,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from muster import Collector, Evaluation, Evaluator
-from muster.episode_rules import RuleName, make_rule
+from muster.episodes.record import EpisodeRecord
+from muster.episodes.rules import RuleName, make_rule
 from muster.errors import (
     BadOption,
     BadWeights,
@@ -46,7 +47,6 @@ from muster.evaluation.result import student_quantile
 from muster.evaluation.run import Plan, Run
 from muster.policies import categorical
 from muster.testing import CountingEnv, FaultyEnv
-from muster.trajectories import EpisodeRecord
 from tests.tools import counting, recorded
 
 PATIENCE = 60.0  # seconds after which a test gives up

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from muster import Collector, MultiAsyncCollector, MultiSyncCollector
+from muster.episodes import whole as episodes_module
+from muster.episodes.whole import WholeEpisodes
 from muster.errors import BadOption
-from muster.sinks import episodes as episodes_module
-from muster.sinks.episodes import WholeEpisodes
 from muster.testing import CountingEnv
 from tests.fakes.memory import out_of_memory
 from tests.fakes.patterned import PatternEnv
@@ -61,7 +61,7 @@ def following(c: Any) -> Any:
     return c.next()
 
 
-@pytest.mark.parametrize("rule", ["fair", "per_env", "first_done"])
+@pytest.mark.parametrize("rule", ["first_begun", "per_env", "first_done"])
 def test_groups_of_episodes(rule):
     survives(partial(alone, frames_per_batch=28, trajs_per_batch=4, traj_rule=rule), [following] * 3)
 

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from muster import Collector, CollectorStats, EpisodeRecord, JsonlLogger, TensorBoardLogger, WorkerStats
+from muster.episodes.record import Episodes
 from muster.errors import BadOption, HookError
 from muster.loggers import CollectionLog, as_logger
-from muster.trajectories import Episodes
 from tests.tools import counting
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
 
 from muster import Collector
+from muster.episodes.segment import split_trajectories
 from muster.errors import BadOption
-from muster.sinks.split import split_trajectories
 from tests.tools import assert_same, collect, counting
 
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.trajectories import EpisodeRecord, Episodes, TrajectoryClock, join_episodes
+from muster.episodes.clock import TrajectoryClock
+from muster.episodes.record import EpisodeRecord, Episodes, join_episodes
 
 
 class ByHand:

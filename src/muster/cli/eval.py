@@ -16,7 +16,7 @@ from muster.cli.options import AllowImport, Count, Env, ObsDtype, Policy
 from muster.cli.policies import obs_dtype_of
 from muster.cli.report import LINE_EVERY_S, symbols
 from muster.cli.signals import StopSignals
-from muster.episode_rules import RuleName
+from muster.episodes.rules import RuleName
 from muster.errors import BadOption
 
 if TYPE_CHECKING:

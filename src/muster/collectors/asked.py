@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from muster.bootstrap import Bootstrap
-from muster.collect_stats import CollectStats
-from muster.episode_rules import RuleName, check_rule
+from muster.episodes.rules import RuleName, check_rule
+from muster.episodes.summary import CollectStats
 from muster.errors import BadOption
 from muster.hooks import check_pause
 from muster.integers import integer

@@ -23,12 +23,12 @@ from muster.collectors.on_demand import OnDemand
 from muster.collectors.options import CollectorOptions
 from muster.collectors.remote import RemoteAccess
 from muster.collectors.weight_methods import WeightMethods
+from muster.episodes.record import EpisodeRecord
 from muster.errors import BadOption, CollectorBusy, CollectorClosed, CollectorTimeout
 from muster.forks import Owner
 from muster.loggers import CollectionLog
 from muster.profiling import ProfileConfig
 from muster.stats import CollectorStats
-from muster.trajectories import EpisodeRecord
 from muster.weights.local import LocalWeights
 from muster.weights.receive import Receivers
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from muster.episode_rules import Rule, RuleName, make_rule
-from muster.sinks.episodes import WholeEpisodes
+from muster.episodes.rules import Rule, RuleName, make_rule
+from muster.episodes.whole import WholeEpisodes
 
 
 class Choice:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
-from muster.collect_stats import CollectStats
 from muster.collectors.asked import Asked, Collected, Surplus
 from muster.collectors.on_demand import OnDemand
 from muster.collectors.options import CollectorOptions
-from muster.episode_rules import RuleName
+from muster.episodes.rules import RuleName
+from muster.episodes.summary import CollectStats
 
 
 class CollectMethods:

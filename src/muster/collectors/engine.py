@@ -15,6 +15,9 @@ from muster.collectors.contradictions import joins_time
 from muster.collectors.delivery import Delivery
 from muster.collectors.options import CollectorOptions
 from muster.collectors.outlet import Outlet
+from muster.episodes.record import no_episodes
+from muster.episodes.summary import EpisodeWindow
+from muster.episodes.whole import WholeEpisodes
 from muster.errors import BadOption
 from muster.group import Group
 from muster.interrupts import allowed, postponed
@@ -23,14 +26,12 @@ from muster.marks import Final
 from muster.memory.slots import Layout
 from muster.memory.specs import Array
 from muster.protocols import Policy
-from muster.sinks.episodes import WholeEpisodes
 from muster.sources.first_ready import FirstReady
 from muster.sources.schedule import Filled, Wanted
 from muster.sources.sync import Sync
 from muster.sources.worker import Worker
-from muster.stats import CollectorStats, EpisodeWindow
+from muster.stats import CollectorStats
 from muster.timeline import Timeline
-from muster.trajectories import no_episodes
 from muster.weights.local import LocalWeights
 from muster.weights.send import SentWeights
 

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from muster.bootstrap import check_bootstrap
-from muster.collect_stats import CollectStats
 from muster.collectors.asked import Asked, Collected
 from muster.collectors.choice import Choice
 from muster.collectors.contradictions import NEEDS_ENVS
@@ -20,16 +19,16 @@ from muster.collectors.engine import Engine
 from muster.collectors.next_values import add_next_values
 from muster.collectors.on_demand_parts import Made, Part, Rollout, joined
 from muster.collectors.outlet import Passage
-from muster.episode_rules import NobodyLetGo, PerEnv, Rule, RuleName
+from muster.episodes.record import Episodes, join_episodes
+from muster.episodes.rules import NobodyLetGo, PerEnv, Rule, RuleName
+from muster.episodes.segment import ENDED, find_pieces, split_trajectories
+from muster.episodes.summary import CollectStats
+from muster.episodes.whole import WholeEpisodes
 from muster.errors import BadOption, CollectorTimeout, UnsupportedEnv, WorkerDied
 from muster.interrupts import postponed
 from muster.keys import TERMINATED, TRAJ_DONE, TRUNCATED, VALID, next_of
 from muster.memory.specs import Array
-from muster.sinks.episodes import WholeEpisodes
-from muster.sinks.rows import ENDED, find_pieces
-from muster.sinks.split import split_trajectories
 from muster.sources.first_ready import FirstReady
-from muster.trajectories import Episodes, join_episodes
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from muster.collectors.outlet import Stage
+from muster.episodes.record import Episodes
+from muster.episodes.segment import time_last
 from muster.memory.specs import Array
-from muster.sinks.rows import time_last
-from muster.trajectories import Episodes
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

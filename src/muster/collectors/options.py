@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from muster.collectors.contradictions import check_contradictions
 from muster.columns import Validate
+from muster.episodes.rules import StreamRule, check_stream_rule
 from muster.errors import BadOption, UnknownOption
 from muster.integers import integer
 from muster.loggers import as_logger
@@ -23,7 +24,6 @@ from muster.policies.adapt import STORED
 Device = torch.device | str | int | None
 ObsDtype = torch.dtype | Literal["env"] | None
 TrajFormat = Literal["cat", "pad"]
-TrajRule = Literal["fair", "per_env", "first_done"]
 EXPLORATION = ("random", "mode", "mean", "median", "deterministic")
 
 
@@ -48,7 +48,7 @@ class CollectorKeywords(TypedDict, total=False):
     split_trajs: bool | None
     trajs_per_batch: int | None
     traj_format: TrajFormat | None
-    traj_rule: TrajRule | None
+    traj_rule: StreamRule | None
     on_policy_only: bool
     compact_obs: bool
     obs_dtype: ObsDtype
@@ -124,9 +124,9 @@ class CollectorOptions:
         trajs_per_batch: yield so many complete episodes at a time, joined over batches, instead of the batches.
         traj_format: of episodes: "cat" one after another, ``[sum of lengths]``, or "pad" ``[n, T_max]`` with
             ``collector/mask``. Default "cat".
-        traj_rule: which episodes come first: "fair" in the order of their beginnings, so that the long ones are not
-            late; "per_env" the same number from each environment; "first_done" in the order of their ends, biased
-            towards short ones. Default "fair".
+        traj_rule: which episodes come first: "first_begun" in the order of their beginnings, so that the long ones
+            are not late; "per_env" the same number from each environment; "first_done" in the order of their ends,
+            biased towards short ones. Default "first_begun".
         on_policy_only: of these, drop (and count) episodes in which several policy versions acted. What is left is
             biased towards short ones.
         compact_obs: leave out ``next`` observations; ``Collector.final_observations`` has those that no row shows.
@@ -205,7 +205,7 @@ class CollectorOptions:
     split_trajs: bool | None = None
     trajs_per_batch: int | None = None
     traj_format: TrajFormat | None = None
-    traj_rule: TrajRule | None = None
+    traj_rule: StreamRule | None = None
     on_policy_only: bool = False
     compact_obs: bool = False
     obs_dtype: ObsDtype = None
@@ -300,7 +300,7 @@ class CollectorOptions:
         check_choice("layout", self.layout, ("batch_major", "time_major"))
         check_choice("traj_format", self.traj_format or "cat", ("cat", "pad"))
         if self.trajs_per_batch:
-            check_choice("traj_rule", self.traj_rule or "fair", ("fair", "per_env", "first_done"))
+            check_stream_rule("traj_rule", self.traj_rule or "first_begun")
         check_choice("validate", self.validate, ("off", "fast", "full"))
         if self.obs_dtype not in (None, "env", *STORED):
             raise BadOption(

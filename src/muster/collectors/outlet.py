@@ -8,14 +8,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from muster.collectors.options import CollectorOptions
+from muster.episodes.plain import from_plain, to_plain
+from muster.episodes.segment import ENDED, split_trajectories
+from muster.episodes.whole import Envs, WholeEpisodes
 from muster.hooks import call_hook
 from muster.keys import TRAJ_DONE, Key
 from muster.sinks.episode_hook import EpisodeHook
-from muster.sinks.episodes import Envs, WholeEpisodes
-from muster.sinks.plain import from_plain, to_plain
 from muster.sinks.replay_buffer import ReplaySink
-from muster.sinks.rows import ENDED
-from muster.sinks.split import split_trajectories
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -77,7 +76,7 @@ class Outlet:
                 options.trajs_per_batch,
                 num_envs=num_envs,
                 layout=options.traj_format or "cat",
-                rule=options.traj_rule or "fair",
+                rule=options.traj_rule or "first_begun",
                 on_policy_only=options.on_policy_only,
                 done_key=done_key,
             )

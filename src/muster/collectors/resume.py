@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from muster.collectors.base import BaseCollector
     from muster.collectors.engine import Engine
 
-FORMAT = 3
+FORMAT = 4
 STATE_FILE = "collector.safetensors"
 CUT_SHORT = "The state was saved after an error, in the middle of a batch."
 

@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from muster.attributes import name_of
 from muster.collectors.options import check_choice
-from muster.episode_rules import RuleName
+from muster.episodes.rules import RuleName
 from muster.errors import (
     BadOption,
     BadWeights,

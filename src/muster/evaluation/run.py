@@ -8,13 +8,13 @@ from itertools import groupby
 
 import numpy as np
 
-from muster.episode_rules import ENDLESS, RuleName, check_rule, make_rule
+from muster.episodes.record import EpisodeRecord
+from muster.episodes.rules import ENDLESS, RuleName, check_rule, make_rule
 from muster.errors import BadOption
 from muster.evaluation.result import EvaluatedEpisode, Evaluation, UnfinishedEpisode
 from muster.evaluation.tape import Tape
 from muster.integers import integer
 from muster.memory.specs import Array
-from muster.trajectories import EpisodeRecord
 
 Progress = Callable[[int, int], object]
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from muster.episodes.segment import ENDED, Pieces, find_pieces, time_last
+from muster.episodes.whole import Envs, WholeEpisodes
 from muster.errors import HookError, text_of
 from muster.hooks import call_hook
 from muster.keys import TRAJ_IDS, VALID, Key, dotted
-from muster.sinks.episodes import Envs, WholeEpisodes
-from muster.sinks.rows import ENDED, Pieces, find_pieces, time_last
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from muster.episodes.segment import MASK, take, time_last, written
 from muster.errors import BadOption
-from muster.sinks.rows import MASK, take, time_last, written
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -14,12 +14,12 @@ import numpy as np
 
 from muster.envs.previous import previous_of
 from muster.envs.stacked import StackedEnvs
+from muster.episodes.clock import TrajectoryClock
 from muster.errors import text_of
 from muster.keys import Key
 from muster.memory.specs import Array
 from muster.protocols import EnvBatch
 from muster.sources.capsule import Capsule, Maker, Special
-from muster.trajectories import TrajectoryClock
 
 LIMIT_BYTES = 64 << 20  # of all histories of a collector
 GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from muster.bootstrap import Bootstrap
-from muster.episode_rules import Rule
+from muster.episodes.record import Episodes
+from muster.episodes.rules import Rule
 from muster.keys import Key
 from muster.marks import Final
 from muster.memory.specs import Array, Specs
 from muster.progress import Timing
-from muster.trajectories import Episodes
 
 
 @dataclass(frozen=True)

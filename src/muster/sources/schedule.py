@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from muster.bootstrap import Bootstrap
-from muster.episode_rules import Rule
+from muster.episodes.record import Episodes, join_episodes
+from muster.episodes.rules import Rule
 from muster.errors import BadOption
 from muster.marks import Final, blank
 from muster.memory.slots import Layout, Slot, SlotRing, SlotState
@@ -18,7 +19,6 @@ from muster.memory.specs import Array
 from muster.sources.crew import Crew, start_dead
 from muster.sources.handles import Handle
 from muster.sources.messages import Report
-from muster.trajectories import Episodes, join_episodes
 
 if TYPE_CHECKING:
     from muster.memory.slots import Memory

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from muster.episodes.record import Episodes
 from muster.marks import Final
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import OBJECT, Array, Column
 from muster.sources.messages import Report
-from muster.trajectories import Episodes
 
 PARTS = "group", "frames", "rows", "version", "path", "dropped", "elsewhere"  # of a report that are plain already
 

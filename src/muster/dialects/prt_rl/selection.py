@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from muster.episode_rules import Fair, PerEnv, Rule
+from muster.episodes.rules import Fair, PerEnv, Rule
 from muster.memory.slots import Lane
 
 

@@ -23,7 +23,7 @@ from muster.dialects.tianshou.envs import VectorEnvs, listed
 from muster.dialects.tianshou.policies import Actor
 from muster.dialects.tianshou.sampling import Sampling
 from muster.dialects.tianshou.steps import StepByStep, Tally
-from muster.episode_rules import LastEven
+from muster.episodes.rules import LastEven
 from muster.errors import BadOption
 
 BUFFER_SIZE = 10_000  # of each environment, where no buffer is given

@@ -14,7 +14,7 @@ from muster.dialects.base import GroupRunner, borrowed
 from muster.dialects.tianshou.envs import Row, VectorEnvs, batch_of, stacked
 from muster.dialects.tianshou.episodes import Going, Taken
 from muster.dialects.tianshou.policies import Actor
-from muster.episode_rules import Rule
+from muster.episodes.rules import Rule
 from muster.keys import OBSERVATION, TERMINATED, TRUNCATED, next_of
 from muster.memory.slots import Lane, Layout
 from muster.memory.specs import Array

@@ -1,13 +1,21 @@
-"""Which episodes count where several environments compete to end theirs."""
+"""Which episodes count or come next, where several environments compete to end theirs: every rule, by its one name.
+
+A number of episodes that is fixed beforehand (``collect(n_episode=)``, ``Evaluator``) is shared out by a ``Rule``. A
+stream without an end (``trajs_per_batch``) is put in order by a ``Queue``. Where both have a rule of the same name it
+means the same.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from heapq import heappop, heappush
 from typing import Literal, Protocol, get_args
 
 from muster.errors import BadOption
 
 RuleName = Literal["fair", "last_even", "per_env", "first_done"]
+StreamRule = Literal["first_begun", "per_env", "first_done"]
 ENDLESS = 100_000  # steps of one episode that somebody waits for after which a missing limit is an error
 
 
@@ -192,4 +200,106 @@ def check_rule(name: str) -> None:
             f"rule={name!r}: expected 'fair' (as many from each environment, the rest from whoever is first), "
             f"'last_even' (the first to begin), 'per_env' (numbers fixed in advance) or 'first_done' (the first to "
             f"end, which favours short episodes)"
+        )
+
+
+class Queue(Protocol):
+    """Puts the complete episodes of a stream in the order in which they are delivered. Episodes are numbers.
+
+    Number k is of environment ``k % num_envs``, and of the time ``k // num_envs`` of its first row.
+    The work of all calls together grows with the number of episodes, not with how long they wait.
+    """
+
+    def add(self, number: int) -> None:
+        """An episode has ended. Called in order of ends, ties in order of environments."""
+
+    def pop(self, first_open: int) -> list[int]:
+        """The episodes that are next, in order, as far as that is known.
+
+        Args:
+            first_open: no episode that has not ended yet has a lower number. Never decreases.
+        """
+
+
+class InOrderOfEnds:
+    """``"first_done"`` for a stream. The first groups have too many short episodes."""
+
+    def __init__(self) -> None:
+        self._ended: list[int] = []
+
+    def add(self, number: int) -> None:
+        self._ended.append(number)
+
+    def pop(self, first_open: int) -> list[int]:
+        ended = self._ended
+        self._ended = []
+        return ended
+
+
+class InOrderOfBeginnings:
+    """``"first_begun"``: what ends early waits for what began before it, so every episode is delivered in its turn."""
+
+    def __init__(self) -> None:
+        self._waiting: list[int] = []  # a heap
+
+    def add(self, number: int) -> None:
+        heappush(self._waiting, number)
+
+    def pop(self, first_open: int) -> list[int]:
+        due = []
+        while self._waiting and self._waiting[0] < first_open:
+            due.append(heappop(self._waiting))
+        return due
+
+
+class EqualShares:
+    """``"per_env"`` for a stream: the next ``share`` of every environment, environment by environment."""
+
+    def __init__(self, share: int, num_envs: int) -> None:
+        self._share = share
+        self._waiting: list[deque[int]] = [deque() for _ in range(num_envs)]
+        self._short = num_envs  # environments with less than a share waiting
+
+    def add(self, number: int) -> None:
+        waiting = self._waiting[number % len(self._waiting)]
+        waiting.append(number)
+        self._short -= len(waiting) == self._share
+
+    def pop(self, first_open: int) -> list[int]:
+        due = []
+        while not self._short:
+            for waiting in self._waiting:
+                due += [waiting.popleft() for _ in range(self._share)]
+            self._short = sum(len(waiting) < self._share for waiting in self._waiting)
+        return due
+
+
+def make_queue(name: StreamRule | None, group: int, num_envs: int) -> Queue | None:
+    """An empty queue; None without a rule.
+
+    Args:
+        name: ``"first_begun"``: in the order in which the episodes began, then by environment. ``"per_env"``: as many
+            of every environment in each group; the surplus of quick environments waits. ``"first_done"``: in the order
+            in which they ended (TorchRL's).
+        group: number of episodes that are delivered together.
+        num_envs: whose episodes compete.
+    """
+    if name == "per_env":
+        return EqualShares(group // num_envs, num_envs)
+    queues: dict[str | None, type[InOrderOfEnds | InOrderOfBeginnings]]
+    queues = {"first_begun": InOrderOfBeginnings, "first_done": InOrderOfEnds}
+    return queues[name]() if name in queues else None
+
+
+def check_stream_rule(option: str, name: str) -> None:
+    """Raise ``BadOption`` unless there is such a rule for streams; ``option`` is what it was given as."""
+    if name == "fair":
+        raise BadOption(
+            f"{option}='fair': this rule is called 'first_begun' for batches of whole episodes. 'fair' is a rule of "
+            f"collect(n_episode=...) and Evaluator only: as many episodes from each environment"
+        )
+    if name not in get_args(StreamRule):
+        raise BadOption(
+            f"{option}={name!r}: expected 'first_begun' (in the order in which they began), 'per_env' (as many from "
+            f"each environment) or 'first_done' (in the order in which they ended, which favours short episodes)"
         )

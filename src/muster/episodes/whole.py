@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from itertools import groupby
+from dataclasses import dataclass, field
+from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 
-from muster.episode_rules import ENDLESS
+from muster.episodes.kept import Chunk, Span, gather
+from muster.episodes.plain import from_plain, to_plain
+from muster.episodes.rules import ENDLESS, StreamRule, check_stream_rule, make_queue
+from muster.episodes.segment import ENDED, NEVER, Pieces, find_pieces, padded, take, time_last
 from muster.errors import BadOption
 from muster.integers import integer
 from muster.keys import POLICY_VERSION, Key, dotted
 from muster.memory.specs import Array
-from muster.sinks.kept import GONE, KeptRows, Places
-from muster.sinks.rows import ENDED, NEVER, Pieces, find_pieces, padded, take, time_last
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
 Layout = Literal["cat", "pad"]
-Rule = Literal["fair", "per_env", "first_done"]
 Envs = Sequence[int] | Array | None
 
 CUT, MIXED = -2, -3  # in the place of an episode's number: why its rows are not kept
@@ -44,22 +44,27 @@ class EpisodeGroup(NamedTuple):
     frames: int
 
 
-@dataclass
-class _Open:
-    """The episode that an environment is in; ``number`` is negative if it was dropped."""
+@dataclass(eq=False, slots=True)
+class HeldEpisode:
+    """An episode whose rows are kept, or which is open and was dropped.
+
+    Attributes:
+        env: its environment.
+        traj_id: tells it from the environment's next one; not used after its end.
+        number: time of its first row * number of environments + ``env``; negative if it was dropped.
+        version: of the policy in its first row; not used after its end.
+        length: frames that are kept.
+        end: the sum of all environments' times before the batch in which it ended, plus the row; -1 while it is open.
+        parts: where its rows are, in order of time.
+    """
 
     env: int
     traj_id: int
     number: int
     version: int
-
-
-class _Joined(NamedTuple):
-    """A group, and what is let go of when nothing can go wrong with it any more."""
-
-    group: EpisodeGroup
-    numbers: Sequence[int]
-    places: Places
+    length: int = 0
+    end: int = -1
+    parts: list[tuple[Chunk, Span]] = field(default_factory=list)
 
 
 class WholeEpisodes:
@@ -75,31 +80,27 @@ class WholeEpisodes:
     Groups are copies; no batch is kept alive. ``pushed = delivered + sum(dropped.values()) + frames_held``, in frames.
     Rows are copied and joined before anything else is changed. If that fails (no memory, for instance), nothing is
     lost: a batch that cannot be copied was not pushed, and groups that cannot be joined are held.
-    An episode that never ends is held for ever, and with the fair rule all that began after it: such environments
-    need ``max_frames_per_traj``.
+    An episode that never ends is held for ever, and with "first_begun" all that began after it: such environments
+    need ``max_frames_per_traj``. What waits costs memory, but no time: a batch costs what its own rows and the groups
+    that it completes cost.
 
     Batches may also be of some of the environments each, in any order (``push(batch, envs)``). Time is then counted in
-    every environment's own rows, so "fair" and "per_env" give the same groups whatever the speed of each: the quick
-    wait for the slowest, and what is held grows with the rows they are ahead. "first_done" waits for none, and gives
-    what the quick ones make.
+    every environment's own rows. So "first_begun" and "per_env" give the same groups whatever the speed of each: the
+    quick wait for the slowest, and what is held grows with the rows they are ahead. "first_done" waits for none, and
+    gives what the quick ones make.
 
     Args:
         n: episodes per group; without a ``rule`` it has no meaning.
         num_envs: environments in all batches (in one: the product of its dimensions other than time; 1 without any).
         layout: ``"cat"`` one after the other; ``"pad"`` one per line, zeros on the right, trajectory id -1 there.
-        rule: which episodes come next. ``"fair"``: in the order in which they began (then by environment), however
-            long they take: every episode is delivered, and what ends early waits for what began before it.
-            ``"per_env"``: the next ``n / num_envs`` of every environment, environment by environment; what the quick
-            ones have in excess waits. ``"first_done"``: in the order in which they end (TorchRL's). The first
-            groups then have too many short episodes, and so has a run that stops after a number of groups.
-            None: groups are taken by hand, with ``new_ends`` and ``take``. (Rules for a number of episodes that is
-            fixed beforehand are in ``muster.episode_rules``. This "fair", for a stream without an end, chooses as
-            "last_even" does there, the first to begin; the "fair" there shares out the number among environments.)
+        rule: which episodes come next, see ``StreamRule``.
+            None: groups are taken by hand, with ``new_ends`` and ``take``.
         on_policy_only: drop episodes in which more than one policy version acted. That is more often true of
             long ones, so what is left is biased to short ones.
         done_key: the column that says that an episode ended. ``set_truncated`` marks ends that are none.
 
     Attributes:
+        frames_held: frames kept for groups to come: of open episodes, and of ended ones that wait for others.
         dropped: frames that no group will show, by reason: "cut" (the episode went on without an end, or
             ``flush``), "mixed_policy", and those given to ``clear``.
 
@@ -113,37 +114,36 @@ class WholeEpisodes:
         *,
         num_envs: int,
         layout: Layout = "cat",
-        rule: Rule | None = "fair",
+        rule: StreamRule | None = "first_begun",
         on_policy_only: bool = False,
         done_key: Key = ENDED,
     ) -> None:
         self.n = 0 if rule is None else integer("n", n, of="WholeEpisodes")
         self.num_envs = integer("num_envs", num_envs, of="WholeEpisodes")
-        for name, value, known in (("layout", layout, get_args(Layout)), ("rule", rule, (*get_args(Rule), None))):
-            if value not in known:
-                raise BadOption(f"WholeEpisodes({name}={value!r}): expected one of {', '.join(map(repr, known))}")
+        if layout not in get_args(Layout):
+            raise BadOption(f"WholeEpisodes(layout={layout!r}): expected 'cat' or 'pad'")
+        if rule is not None:
+            check_stream_rule("rule", rule)
         if rule == "per_env" and self.n % num_envs:
             raise BadOption(f'WholeEpisodes({n}, rule="per_env"): {n} is not a multiple of num_envs={num_envs}')
         self.layout, self.rule = layout, rule
         self.on_policy_only, self.done_key = on_policy_only, done_key
         self.dropped: Counter[str] = Counter()
+        self.frames_held = 0
         self._time = np.zeros(self.num_envs, np.int64)  # rows so far, of each environment
-        self._open: dict[int, _Open] = {}  # by environment
-        self._length: dict[int, int] = {}  # frames of each episode held, by number = first row's time * num_envs + env
-        self._ended: dict[int, int] = {}  # of those, when it ended: the sum of _time before the batch + time in it
+        self._open: dict[int, HeldEpisode] = {}  # by environment
+        self._first_open = np.full(self.num_envs, NO_MORE)  # number of each environment's open episode that is held
+        self._ended: dict[int, HeldEpisode] = {}  # by number, in order of their ends, then by environment
+        self._queue = make_queue(rule, self.n, self.num_envs)  # those of ``_ended`` that wait for others
+        self._due: list[int] = []  # those that do not, in order
         self._without_end = np.zeros(self.num_envs, np.int64)  # rows of each environment since an episode of it ended
         self._asked = 0  # what ended before was in ``new_ends`` already
-        self._rows = KeptRows()
-
-    @property
-    def frames_held(self) -> int:
-        """Frames kept for groups to come: of open episodes, and of ended ones that wait for others."""
-        return sum(self._length.values())
+        self._sparse: set[Chunk] = set()  # whose rows were dropped in part since they were last compacted
 
     @property
     def held(self) -> list[int]:
         """The numbers of complete episodes, in order of their ends. Number k is of environment ``k % num_envs``."""
-        return sorted(self._ended, key=lambda number: (self._ended[number], number % self.num_envs))
+        return list(self._ended)
 
     @property
     def open_envs(self) -> list[int]:
@@ -173,26 +173,40 @@ class WholeEpisodes:
         pieces = find_pieces(batch, self.done_key)
         T = batch.shape[-1]
         if len(pieces.rows):
-            copied = take(batch, pieces.rows)
+            chunk = Chunk(take(batch, pieces.rows))
             place, t = np.divmod(pieces.rows[pieces.first], T)
             env, end = numbers[place], self._time.sum() + t + pieces.length - 1
-            low, high = self._versions(batch, pieces)
             begin = (self._time[env] + t) * self.num_envs + env
-            columns = (env, begin, end, pieces.length, pieces.traj_id, pieces.ended, low, high)
-            owners = [self._follow(*piece) for piece in zip(*(c.tolist() for c in columns), strict=True)]
-            held = [number in self._length for number in owners]  # also not what was dropped later in this batch
-            self._rows.add(copied, np.repeat(np.where(held, owners, GONE), pieces.length))
+            version = self._versions(batch, pieces)
+            columns = (env, begin, pieces.first, pieces.length, pieces.traj_id, version)
+            ended = []
+            for piece, is_end in zip(zip(*(c.tolist() for c in columns), strict=True), pieces.ended, strict=True):
+                episode = self._follow(chunk, *piece)
+                if is_end:
+                    self._close(episode.env)
+                    ended.append(episode)
+            self._hold(ended, end[pieces.ended].tolist())
+            self._sparse.add(chunk)
             np.add.at(self._without_end, env, pieces.length)
             self._without_end[env[pieces.ended]] = 0
         self._time[numbers] += T
 
     def groups(self) -> list[EpisodeGroup]:
         """The second half of ``push``: the groups that are complete."""
-        made = [self._joined(chosen) for chosen in self._complete_groups()]
-        for group in made:
-            self._let_go(group)
-        self._rows.release()
-        return [group.group for group in made]
+        if self._queue is None:
+            return []
+        coming = self._time * self.num_envs + np.arange(self.num_envs)  # episodes to come do not begin before
+        self._due += self._queue.pop(int(np.minimum(coming, self._first_open).min()))
+        chosen = [
+            [self._ended[number] for number in self._due[begin : begin + self.n]]
+            for begin in range(0, len(self._due) - self.n + 1, self.n)
+        ]
+        made = [self._joined(episodes) for episodes in chosen]
+        for episodes in chosen:
+            self._let_go(episodes)
+        del self._due[: len(made) * self.n]
+        self._compact()
+        return made
 
     def new_ends(self) -> list[list[int]]:
         """The numbers of episodes that ended since this was last asked and are held.
@@ -200,22 +214,25 @@ class WholeEpisodes:
         Returns:
             one list for each time step at which some did, in order of time, ascending by environment within.
         """
-        new = [number for number in self.held if self._ended[number] >= self._asked]
+        last_first = takewhile(lambda number: self._ended[number].end >= self._asked, reversed(self._ended))
+        new = list(last_first)[::-1]
         self._asked = int(self._time.sum())
-        return [list(step) for _, step in groupby(new, self._ended.__getitem__)]
+        return [list(step) for _, step in groupby(new, lambda number: self._ended[number].end)]
 
     def take(self, numbers: Sequence[int]) -> EpisodeGroup:
-        """A group of these complete episodes, in this order; they are not held any more.
+        """A group of these complete episodes, in this order; they are not held any more. For ``rule=None``.
 
         Raises:
             BadOption: one is not there, or twice, or there is none.
         """
-        if not numbers or len({*numbers} & {*self._ended}) < len(numbers):
+        known = self.rule is None and all(number in self._ended for number in numbers)
+        if not numbers or not known or len({*numbers}) < len(numbers):
             raise BadOption(f"take({numbers}): expected different numbers of complete episodes that are held")
-        made = self._joined(numbers)
-        self._let_go(made)
-        self._rows.release()
-        return made.group
+        episodes = [self._ended[number] for number in numbers]
+        made = self._joined(episodes)
+        self._let_go(episodes)
+        self._compact()
+        return made
 
     def check_ends(self, waiting: str, *, resets: bool) -> None:
         """Raise if ``waiting`` (what it is called) waits in vain; then begin to count again, and hold all that is held.
@@ -256,7 +273,7 @@ class WholeEpisodes:
         for i, traj_id, ended in zip(env.tolist(), pieces.traj_id.tolist(), pieces.ended.tolist(), strict=True):
             self._open.pop(i, None)
             if not ended:
-                self._open[i] = _Open(i, traj_id, CUT, 0)
+                self._open[i] = HeldEpisode(i, traj_id, CUT, 0)
         self._time[numbers] += batch.shape[-1]
 
     def flush(self, envs: Iterable[int] | None = None) -> int:
@@ -272,7 +289,7 @@ class WholeEpisodes:
             self._without_end[env] = 0
             if env in self._open:
                 self._drop(self._open[env], CUT)
-        self._rows.release()
+        self._compact()
         return before - self.frames_held
 
     def clear(self, reason: str) -> int:
@@ -285,8 +302,10 @@ class WholeEpisodes:
         if frames:
             self.dropped[reason] += frames
         for episode in self._open.values():
-            episode.number = min(episode.number, CUT)
-        self._length, self._ended, self._rows = {}, {}, KeptRows()
+            self._forget(episode, min(episode.number, CUT))
+        self._ended.clear()
+        self._queue, self._due = make_queue(self.rule, self.n, self.num_envs), []
+        self.frames_held = 0
         return frames
 
     def retire(self, envs: Iterable[int]) -> int:
@@ -300,23 +319,24 @@ class WholeEpisodes:
         """
         envs = list(envs)
         if self.rule == "per_env" and envs:
-            raise BadOption(f'retire({envs}): rule="per_env" needs episodes of every environment; use rule="fair"')
+            raise BadOption(f"retire({envs}): rule='per_env' needs episodes of every environment; use 'first_begun'")
         frames = self.flush(envs)
         self._time[envs] = NO_MORE // self.num_envs
         return frames
 
     def state_dict(self) -> dict[str, Any]:
         """All that is held, as numbers, tensors and lists; it shares no memory with groups."""
+        ended, going = list(self._ended.values()), list(self._open.values())
         return {
             "num_envs": self.num_envs,
             "time": torch.from_numpy(self._time.copy()),
             "dropped": dict(self.dropped),
-            "open": torch.tensor([astuple(o) for o in self._open.values()], dtype=torch.int64).reshape(-1, 4),
-            "episodes": torch.tensor(
-                [(s, length, self._ended.get(s, -1)) for s, length in self._length.items()], dtype=torch.int64
-            ).reshape(-1, 3),
+            "ended": torch.tensor([(e.number, e.end, e.length) for e in ended], dtype=torch.int64).reshape(-1, 3),
+            "open": torch.tensor(
+                [(e.env, e.traj_id, e.number, e.version, e.length) for e in going], dtype=torch.int64
+            ).reshape(-1, 5),
             "asked": self._asked,
-            **self._rows.state_dict(),
+            "rows": to_plain(_copied([*ended, *going])) if self.frames_held else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -327,13 +347,27 @@ class WholeEpisodes:
         """
         if state["num_envs"] != self.num_envs:
             raise BadOption(f"the state is of {state['num_envs']} environments, but num_envs={self.num_envs}")
+        self.clear("")
         self._time, self.dropped = state["time"].numpy().copy(), Counter(state["dropped"])
         self._without_end[:] = 0
-        self._open = {env: _Open(env, *rest) for env, *rest in state["open"].tolist()}
-        self._length = {number: length for number, length, _ in state["episodes"].tolist()}
-        self._ended = {number: end for number, _, end in state["episodes"].tolist() if end >= 0}
+        ended = [
+            HeldEpisode(number % self.num_envs, NEVER, number, 0, length)
+            for number, _, length in state["ended"].tolist()
+        ]
+        going = [HeldEpisode(*columns) for columns in state["open"].tolist()]
+        self._open = {episode.env: episode for episode in going}
+        self._first_open[:] = NO_MORE
+        for episode in going:
+            if episode.number >= 0:
+                self._first_open[episode.env] = episode.number
+        if state["rows"] is not None:
+            chunk = Chunk(from_plain(state["rows"]))
+            for episode in (*ended, *going):
+                if episode.length:
+                    episode.parts.append((chunk, chunk.keep(self.frames_held, episode.length)))
+                    self.frames_held += episode.length
+        self._hold(ended, state["ended"][:, 1].tolist())
         self._asked = state["asked"]
-        self._rows.load_state_dict(state)
 
     # --- parts ------------------------------------------------------------------------------------
 
@@ -362,79 +396,97 @@ class WholeEpisodes:
             if (key != POLICY_VERSION or self.on_policy_only) and batch.get(key, None) is None:
                 raise BadOption(f"the batch has no {dotted(key)}, which says {why}")
 
-    def _versions(self, batch: TensorDict, pieces: Pieces) -> tuple[Array, Array]:
-        """Lowest and highest policy version in each piece; both 0 where it does not matter."""
+    def _versions(self, batch: TensorDict, pieces: Pieces) -> Array:
+        """The policy version of each piece, ``MIXED`` for several; all 0 where it does not matter."""
         if not self.on_policy_only:
-            return np.zeros_like(pieces.first), np.zeros_like(pieces.first)
+            return np.zeros_like(pieces.first)
         versions = batch[POLICY_VERSION].reshape(-1).cpu().numpy()[pieces.rows]
-        return np.minimum.reduceat(versions, pieces.first), np.maximum.reduceat(versions, pieces.first)
+        low, high = (function.reduceat(versions, pieces.first) for function in (np.minimum, np.maximum))
+        return np.where(low == high, low, MIXED)
 
     def _follow(
-        self, env: int, begin: int, end: int, length: int, traj_id: int, ended: bool, low: int, high: int
-    ) -> int:
-        """Add a piece to the episode it belongs to, or to a new one of number ``begin``; returns its number."""
+        self, chunk: Chunk, env: int, begin: int, first: int, length: int, traj_id: int, version: int
+    ) -> HeldEpisode:
+        """Add a piece (rows of ``chunk`` from ``first`` on) to its episode, or to a new one of number ``begin``."""
         episode = self._open.get(env)
         if episode is None or episode.traj_id != traj_id:
             if episode is not None:
                 self._drop(episode, CUT)
-            episode = self._open[env] = _Open(env, traj_id, begin, low)
-            self._length[episode.number] = 0
-        if low != episode.version or high != episode.version:
+            episode = self._open[env] = HeldEpisode(env, traj_id, begin, version)
+            self._first_open[env] = begin
+        if version != episode.version or version == MIXED:
             self._drop(episode, MIXED)
         if episode.number < 0:
             self.dropped[REASONS[episode.number]] += length
         else:
-            self._length[episode.number] += length
-        if ended:
-            del self._open[env]
-            if episode.number >= 0:
-                self._ended[episode.number] = end
-        return episode.number
+            episode.parts.append((chunk, chunk.keep(first, length)))
+            episode.length += length
+            self.frames_held += length
+        return episode
 
-    def _drop(self, episode: _Open, reason: int) -> None:
+    def _close(self, env: int) -> None:
+        """The open episode of an environment is over."""
+        del self._open[env]
+        self._first_open[env] = NO_MORE
+
+    def _hold(self, ended: list[HeldEpisode], ends: list[int]) -> None:
+        """Those of these episodes that were not dropped are complete."""
+        for episode, end in zip(ended, ends, strict=True):
+            episode.end = end
+        for episode in sorted(ended, key=lambda episode: (episode.end, episode.env)):
+            if episode.number >= 0:
+                self._ended[episode.number] = episode
+                if self._queue is not None:
+                    self._queue.add(episode.number)
+
+    def _drop(self, episode: HeldEpisode, reason: int) -> None:
         """Let go of an open episode's rows, and of those to come until its end."""
         if episode.number >= 0:
-            self.dropped[REASONS[reason]] += self._length.pop(episode.number)
-            self._rows.drop(episode.number)
-            episode.number = reason
+            self.dropped[REASONS[reason]] += episode.length
+            self._release(episode)
+            self._forget(episode, reason)
 
-    def _complete_groups(self) -> list[list[int]]:
-        """The episodes of each group that is complete, in their order."""
-        if self.rule == "per_env":
-            by_env: list[list[int]] = [[] for _ in range(self.num_envs)]
-            for number in self._ended:
-                by_env[number % self.num_envs].append(number)
-            share = self.n // self.num_envs
-            shares = range(0, min(map(len, by_env)) - share + 1, share)
-            order = [number for begin in shares for numbers in by_env for number in numbers[begin : begin + share]]
-        elif self.rule == "fair":
-            coming = self._time * self.num_envs + np.arange(self.num_envs)  # not before these
-            for env, episode in self._open.items():
-                if episode.number >= 0:
-                    coming[env] = episode.number
-            first = coming.min()
-            order = sorted(number for number in self._ended if number < first)
-        else:
-            order = [] if self.rule is None else self.held
-        return [order[begin : begin + self.n] for begin in range(0, len(order) - self.n + 1, self.n)] if order else []
+    def _forget(self, episode: HeldEpisode, reason: int) -> None:
+        """The rows of an open episode that are still to come are dropped for this reason."""
+        episode.number, episode.length, episode.parts = reason, 0, []
+        self._first_open[episode.env] = NO_MORE
 
-    def _joined(self, chosen: Sequence[int]) -> _Joined:
+    def _joined(self, episodes: Sequence[HeldEpisode]) -> EpisodeGroup:
         """A group of episodes, which stay held."""
-        numbers = np.array(chosen)
-        length = np.array([self._length[number] for number in chosen])
-        rows, owner, places = self._rows.copy(numbers)
-        ascending = np.argsort(numbers)
-        place = ascending[np.searchsorted(numbers[ascending], owner)]
-        order = np.argsort(place, kind="stable")  # within an episode rows are in order of time already
+        length = np.array([episode.length for episode in episodes])
         if self.layout == "pad":
-            group = padded(rows, order, length, NEVER)
+            rows, numbers = _gathered(episodes)
+            group = padded(rows, np.arange(len(rows)) if numbers is None else numbers, length, NEVER)
         else:
-            group = take(rows, order) if (place[1:] < place[:-1]).any() else rows
+            group = _copied(episodes)
             group.names = ["time"]
-        return _Joined(EpisodeGroup(group, int(length.sum())), chosen, places)
+        return EpisodeGroup(group, int(length.sum()))
 
-    def _let_go(self, made: _Joined) -> None:
+    def _let_go(self, episodes: Sequence[HeldEpisode]) -> None:
         """Hold the episodes of a group no longer."""
-        for number in made.numbers:
-            del self._length[number], self._ended[number]
-        self._rows.let_go(made.places)
+        for episode in episodes:
+            del self._ended[episode.number]
+            self._release(episode)
+
+    def _release(self, episode: HeldEpisode) -> None:
+        self.frames_held -= episode.length
+        for chunk, span in episode.parts:
+            chunk.drop(span)
+            self._sparse.add(chunk)
+
+    def _compact(self) -> None:
+        """Give back the memory of rows that were dropped."""
+        for chunk in self._sparse:
+            chunk.compact()
+        self._sparse.clear()
+
+
+def _gathered(episodes: Iterable[HeldEpisode]) -> tuple[TensorDict, Array | None]:
+    """See ``gather``."""
+    return gather([part for episode in episodes for part in episode.parts])
+
+
+def _copied(episodes: Iterable[HeldEpisode]) -> TensorDict:
+    """Their rows, ``[frames]``, one episode after the other."""
+    rows, numbers = _gathered(episodes)
+    return rows if numbers is None else take(rows, numbers)

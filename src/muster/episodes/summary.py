@@ -1,18 +1,21 @@
-"""What one call of ``collect`` has done: Tianshou's names, and Muster's accounting."""
+"""Statistics of episodes: of the last ones, of one call of ``collect`` (Tianshou's names), of a sample."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from typing_extensions import Self
 
+from muster.episodes.record import Episodes
 from muster.errors import BadOption
 from muster.memory.specs import Array
-from muster.trajectories import Episodes
+
+WINDOW = 100  # episodes over which a collector averages returns and lengths
 
 
 @dataclass(frozen=True)
@@ -141,3 +144,33 @@ class CollectStats(CollectStatsBase):
             lens_stat=SequenceSummaryStats.from_sequence(lens),
             **native,
         )
+
+
+class EpisodeWindow:
+    """The last episodes, for means."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._returns: deque[float] = deque(maxlen=WINDOW)
+        self._lengths: deque[int] = deque(maxlen=WINDOW)
+
+    def add(self, episodes: Episodes) -> None:
+        self.count += len(episodes)
+        self._returns.extend(episodes.episode_return[-WINDOW:].tolist())
+        self._lengths.extend(episodes.length[-WINDOW:].tolist())
+
+    @property
+    def return_mean(self) -> float | None:
+        return sum(self._returns) / len(self._returns) if self._returns else None
+
+    @property
+    def length_mean(self) -> float | None:
+        return sum(self._lengths) / len(self._lengths) if self._lengths else None
+
+    def state_dict(self) -> dict[str, object]:
+        return {"count": self.count, "returns": list(self._returns), "lengths": list(self._lengths)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.count = state["count"]
+        self._returns = deque(state["returns"], maxlen=WINDOW)
+        self._lengths = deque(state["lengths"], maxlen=WINDOW)

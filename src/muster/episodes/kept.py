@@ -1,0 +1,106 @@
+"""Rows of batches, kept until the episodes that they belong to are delivered or dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from muster.episodes.segment import take
+from muster.memory.specs import Array
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+
+@dataclass(eq=False, slots=True)
+class Span:
+    """``length`` successive rows of a chunk. Does not refer to the chunk, so that no cycle keeps memory."""
+
+    start: int
+    length: int
+    kept: bool = True
+
+
+class Chunk:
+    """A copy of the rows of one batch. It lives as long as an episode refers to it.
+
+    Args:
+        rows: ``[frames]``; nothing else writes into them.
+    """
+
+    def __init__(self, rows: TensorDict) -> None:
+        self.rows = rows
+        self._spans: list[Span] = []
+        self._live = 0  # rows in spans that are kept
+
+    def keep(self, start: int, length: int) -> Span:
+        """Keeps the rows from ``start`` on, for an episode."""
+        span = Span(start, length)
+        self._spans.append(span)
+        self._live += length
+        return span
+
+    def drop(self, span: Span) -> None:
+        """The rows are not needed any more; ``compact`` frees their memory."""
+        span.kept = False
+        self._live -= span.length
+
+    def compact(self) -> None:
+        """Copies the rows that are kept, if they are less than half; each row is copied O(1) times per row dropped.
+
+        Without memory for the copy the chunk stays as it is.
+        """
+        if not 0 < self._live * 2 < len(self.rows):
+            return
+        spans = [span for span in self._spans if span.kept]
+        try:
+            self.rows = take(self.rows, _row_numbers(spans))
+        except (MemoryError, RuntimeError):  # the latter is torch's
+            return
+        self._spans = spans
+        start = 0
+        for span in spans:
+            span.start = start
+            start += span.length
+
+
+Parts = Sequence[tuple[Chunk, Span]]
+
+
+def gather(parts: Parts) -> tuple[TensorDict, Array | None]:
+    """The rows of these parts.
+
+    The work is proportional to the rows of the parts, not to what else their chunks hold.
+
+    Returns:
+        rows, and the numbers of the parts' rows in them, part by part.
+        None in the place of the numbers: the rows are a copy that is in this order already.
+    """
+    of_chunk: dict[Chunk, list[Span]] = {}
+    for chunk, span in parts:
+        of_chunk.setdefault(chunk, []).append(span)
+    if len(of_chunk) == 1:
+        return parts[0][0].rows, _row_numbers([span for _, span in parts])
+    copies: Any = [take(chunk.rows, _row_numbers(spans)) for chunk, spans in of_chunk.items()]
+    begin: dict[Span, int] = {}
+    rows = 0
+    for spans in of_chunk.values():
+        for span in spans:
+            begin[span] = rows
+            rows += span.length
+    numbers = _row_numbers([Span(begin[span], span.length) for _, span in parts])
+    in_order = bool((numbers[1:] > numbers[:-1]).all())
+    return torch.cat(copies), None if in_order else numbers
+
+
+def _row_numbers(spans: Sequence[Span]) -> Array:
+    """``[rows]`` int64, span after span."""
+    start = np.array([span.start for span in spans], np.int64)
+    length = np.array([span.length for span in spans], np.int64)
+    end = np.cumsum(length)
+    numbers: Array = np.arange(end[-1]) + np.repeat(start - (end - length), length)
+    return numbers
