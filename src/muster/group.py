@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -23,7 +22,7 @@ from muster.progress import BEFORE, Phase, Progress, Timing
 from muster.protocols import EnvBatch, Outputs, Policy
 from muster.resets import Due, Waiting, check_resets, decorrelate
 from muster.rng import GroupRng
-from muster.surroundings import surroundings
+from muster.rollout_context import RolloutContext
 from muster.trajectories import Episodes, TrajectoryClock
 from muster.values import first_bad_value
 
@@ -139,7 +138,7 @@ class Group:
         if early and (self.options.reset_when_done or self.due.error is not None):
             return
         try:
-            with self.surroundings(first=True):
+            with self.context(first=True):
                 self._begin(early=early)
         except Exception as error:
             if not early:
@@ -150,9 +149,9 @@ class Group:
         """What the policy acts on next, ``[*batch_shape, *shape]`` per leaf."""
         return {key: self.carry.seen(key) for key in self._obs_keys}
 
-    def surroundings(self, *, first: bool = False) -> AbstractContextManager[None]:
+    def context(self, *, first: bool = False) -> RolloutContext:
         """What environments and policies run in; not in inference mode for the ``first`` call."""
-        return surroundings(self.rng, self.options, background=self.in_background(), first=first)
+        return RolloutContext(self.rng, self.options, background=self.in_background(), first=first)
 
     # --- the beginning and the end of a rollout ---------------------------------------------------
 
@@ -261,7 +260,7 @@ class Group:
     def _first(self, policy: Policy) -> Outputs:
         """The policy's first call, for the rows that it would act on next."""
         self.begin()
-        with self.surroundings(first=True):
+        with self.context(first=True):
             obs = self.observations()
             if IS_INIT in self.carry:  # episodes may have begun under a policy that acted before
                 obs[IS_INIT] = self.carry.seen(IS_INIT)

@@ -171,7 +171,7 @@ def decorrelate(group: Group, which: Sequence[int]) -> None:
 
     What ends meanwhile is reset and has no record; what goes on keeps its steps and rewards. Environments with fewer
     steps join later: the others are bypassed, or where that cannot be done, reset once more when they join. To be
-    called within ``group.surroundings``.
+    called within ``group.context()``.
     """
     env, options, track = group.env, group.options, group.progress
     rng = group.rng.stream(FIRST_STREAM)

@@ -30,7 +30,7 @@ def rollout(group: Group, policy: Policy, lane: Lane) -> None:
     """
     started = time.perf_counter_ns()
     group.progress.begin(Phase.STEP)
-    with allowed(), group.surroundings():
+    with group.context(), allowed():
         fill(group, policy, lane)
     completing = time.perf_counter_ns()
     group.leave(lane)
@@ -45,7 +45,7 @@ def rollout(group: Group, policy: Policy, lane: Lane) -> None:
 
 
 def fill(group: Group, policy: Policy, lane: Lane) -> None:
-    """The steps of ``rollout``, within the group's surroundings; ``Group.leave`` completes them."""
+    """The steps of ``rollout``, within ``Group.context``; ``Group.leave`` completes them."""
     group.enter(lane)
     begin = lane.done_steps
     acted = begin == 0 and not lane.stopped and group.take_primed(lane)

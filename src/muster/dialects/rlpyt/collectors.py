@@ -139,7 +139,7 @@ class DecorrelatingStartCollector(BaseCollector):
         envs.done[:] = False
         self._actor.begin(itr)
         sampling.run(self._actor, lane)
-        with sampling.group.surroundings():
+        with sampling.group.context():
             self._actor.finish(lane, lane.T - lane.done_steps, getattr(samples.agent, "bootstrap_value", None))
         store(lane, samples)
         return sampling.inputs, traj_infos, completed
