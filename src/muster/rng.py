@@ -33,12 +33,10 @@ class UserStreams(NamedTuple):
 
     Attributes:
         numpy: the bit generator.
-        python: see ``_PythonStream.state``.
         torch, cuda: states; None where torch is not loaded, or nothing is on a GPU.
     """
 
     numpy: _NumpyStream
-    python: Any
     torch: Any
     cuda: Any
 
@@ -149,8 +147,8 @@ class GroupRng:
         has_torch = "torch" in sys.modules
         torch_user = torch.default_generator.get_state() if has_torch else None
         cuda_user = torch.cuda.get_rng_state(self._cuda) if self._cuda else None
-        user = UserStreams(numpy_user, _user_python.state(), torch_user, cuda_user)
-        _user_python.restore(self._python.state())
+        user = UserStreams(numpy_user, torch_user, cuda_user)
+        _user_python.exchange(self._python)
         self._legacy.install()
         if has_torch:
             torch.default_generator.set_state(self._torch_state())
@@ -162,8 +160,7 @@ class GroupRng:
         """Put the user's streams back."""
         if sys.is_finalizing():  # a thread was acting when the program ended, and nobody draws any more
             return
-        self._python.restore(_user_python.state())
-        _user_python.restore(user.python)
+        _user_python.exchange(self._python)
         self._legacy.remember()
         user.numpy.install()
         if user.torch is not None:
@@ -232,10 +229,22 @@ class _PythonStream:
         return self._memory.raw, self.generator.gauss_next
 
     def restore(self, state: Any) -> None:
+        """Go on from ``state()``."""
         if self._memory is None:
             self.generator.setstate(state)
         else:
             self._memory.raw, self.generator.gauss_next = state
+
+    def exchange(self, other: _PythonStream) -> None:
+        """Each goes on where the other one is."""
+        if self._memory is None or other._memory is None:
+            here = self.state()
+            self.restore(other.state())
+            other.restore(here)
+            return
+        mine, theirs = self.generator, other.generator
+        self._memory.raw, other._memory.raw = other._memory.raw, self._memory.raw
+        mine.gauss_next, theirs.gauss_next = theirs.gauss_next, mine.gauss_next
 
 
 @cache
@@ -253,7 +262,7 @@ def _python_offset() -> int | None:
     return found if found >= 0 else None
 
 
-_user_python = _PythonStream(random.random.__self__)
+_user_python = _PythonStream(random.random.__self__)  # type: ignore[attr-defined]
 
 
 def _user_stream() -> _NumpyStream:

@@ -22,7 +22,8 @@ Order = Literal["batch_major", "time_major"]
 
 @dataclass(frozen=True)
 class _Leaf:
-    key: Key
+    path: Key  # of the nested TensorDict that it is in
+    name: str
     dtype: torch.dtype
     offset: int  # in items
     size: tuple[int, ...]
@@ -70,7 +71,7 @@ class BatchView:
         self._leaves = [self._leaf(layout, c) for c in layout.tensor_columns if hidden or not c.hidden]
         self._objects = [c for c in layout.object_columns if hidden or not c.hidden]
         inner = {c.key[:-1]: c.shape[: c.inner] for c in layout.tensor_columns if c.inner}
-        shown = [leaf.key for leaf in self._leaves] + [c.key for c in self._objects if not c.ragged]
+        shown = [(*leaf.path, leaf.name) for leaf in self._leaves] + [c.key for c in self._objects if not c.ragged]
         paths = dict.fromkeys(key[:depth] for key in shown for depth in range(1, len(key)))
         self._nodes = [self._node(path, inner.get(path, ())) for path in (*sorted(paths, key=len, reverse=True), ())]
         # ``torch.empty`` costs more than all that is done with the tensor; ``data`` of one is a new tensor, too.
@@ -84,13 +85,15 @@ class BatchView:
         empty = self._empty
         if memory.device.type != "cpu":
             empty = {dtype: torch.empty(0, dtype=dtype, device=memory.device) for dtype in empty}
-        entries: dict[Key, dict[str, Any]] = {node.path: {} for node in self._nodes}
+        entries: dict[Key, dict[str, Any]] = {}
+        for node in self._nodes:
+            entries[node.path] = {}
         for leaf in self._leaves:
             # Not as_strided: its results would share one version counter, and a change of one leaf would
             # look to autograd like a change of all.
             tensor = empty[leaf.dtype].data
-            tensor.set_(storage, first // tensor.itemsize + leaf.offset, leaf.size, leaf.stride)
-            entries[leaf.key[:-1]][leaf.key[-1]] = tensor
+            offset = leaf.offset + first // leaf.dtype.itemsize if first else leaf.offset
+            entries[leaf.path][leaf.name] = tensor.set_(storage, offset, leaf.size, leaf.stride)
         for column in self._objects:
             if not column.ragged:
                 entries[column.key[:-1]][column.key[-1]] = self._non_tensor(column, slot)
@@ -101,12 +104,10 @@ class BatchView:
             batch = make(entries[node.path], batch_size=node.batch_size, names=node.names, device=self.device)
             if node.path:
                 entries[node.path[:-1]][node.path[-1]] = batch
-        if not any(column.ragged for column in self._objects):
-            return batch
         for column in self._objects:
             if column.ragged:
                 batch = _add_ragged(batch, column.key, _filled(self._cells(column, slot)), self.time_dim)
-        batch.names = self.names  # which stacking parts has lost
+                batch.names = self.names  # which stacking parts has lost
         return batch
 
     def _node(self, path: Key, inner: tuple[int, ...]) -> _Node:
@@ -131,7 +132,8 @@ class BatchView:
         time = (layout.T, layout.B * row)
         lead = [time, *lead] if self._time_first else [*lead, time]
         return _Leaf(
-            column.key,
+            column.key[:-1],
+            column.key[-1],
             torch_dtype(column.dtype),
             layout.offsets[column.key] // item,
             tuple(n for n, _ in lead) + tuple(size),

@@ -72,7 +72,12 @@ class Program:
             return False
         for watch in self._watches:  # all in one function: this is most of what starting a short rollout costs
             module = watch.module
-            if type(module) is not watch.cls or not plain(module):
+            cls = type(module)
+            if cls is not watch.cls or module._forward_hooks or module._forward_pre_hooks:  # see ``plain``
+                return False
+            if module._compiled_call_impl is not None or "forward" in module.__dict__:
+                return False
+            if cls.__call__ is not nn.Module.__call__:
                 return False
             if watch.config is not None and watch.config(module) != watch.planned:
                 return False
