@@ -24,7 +24,7 @@ from muster.progress import Phase
 from muster.protocols import Policy
 from muster.rng import GroupRng
 from muster.rollout import rollout
-from muster.surroundings import surroundings
+from muster.rollout_context import RolloutContext
 
 Bootstrap = Literal["last", "truncations"]
 SPARE, KEPT, COMPLETE = "bootstrap", "bootstrap: kept states", "bootstrap: complete"  # in a lane's cache
@@ -90,7 +90,7 @@ class After:
             if SPARE not in cache:
                 cache[SPARE] = spare_lane(made.columns, group.B, group.batch_shape, group.env.device)
             options = group.options if policy.draws_globally else replace(group.options, own_rng=False)
-            around = surroundings(group.rng, options, background=group.in_background(), first=False)
+            around = RolloutContext(group.rng, options, background=group.in_background(), first=False)
             fill_values(made, policy, group.rng, cache[SPARE], around)
         elif policy is not None:
             made.values = np.empty(0, np.float32)

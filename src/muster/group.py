@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -17,15 +16,15 @@ from muster.episodes.clock import TrajectoryClock
 from muster.episodes.record import Episodes
 from muster.episodes.rules import Rule
 from muster.errors import BadEnvOutput, BadPolicyOutput
-from muster.keys import IS_INIT, POLICY_VERSION, RESUMED, STEP_COUNT, TRAJ_DONE, TRAJ_IDS, Key, next_of
-from muster.marks import NEVER, Final, NextRows, clear_marks, cut_after_end, mark_end, mark_valid
+from muster.keys import IS_INIT, POLICY_VERSION, RESUMED, STEP_COUNT, TRAJ_DONE, TRAJ_IDS, VALID, Key, next_of
+from muster.marks import NEVER, Final, NextRows, cut_after_end, mark_end, mark_valid, marks_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
-from muster.progress import BEFORE, Phase, Progress, Timing
+from muster.progress import BEFORE, KNOWN, Phase, Progress, Timing
 from muster.protocols import EnvBatch, Outputs, Policy
 from muster.resets import Due, Waiting, check_resets, decorrelate
 from muster.rng import GroupRng
-from muster.surroundings import surroundings
+from muster.rollout_context import RolloutContext
 from muster.values import first_bad_value
 
 if TYPE_CHECKING:
@@ -33,6 +32,32 @@ if TYPE_CHECKING:
 
 TERMINATED, TRUNCATED, DONE = next_of(("terminated",)), next_of(("truncated",)), next_of(("done",))
 STOP = -1  # instead of a row: the rollout ends here
+
+
+class LaneViews:
+    """What a group reads and writes of a lane in every rollout; made once per slot.
+
+    Attributes:
+        next_rows: see ``NextRows.columns_of``.
+        carried: columns with what comes after the last row, and their rows.
+        states: rows of those that the environments do not write, and their value at a reset.
+        marks: see ``marks_of``.
+        fills: what writes all of each, and that value.
+        mirrored: columns to be copied to the device, after a rollout.
+    """
+
+    def __init__(self, group: Group, lane: Lane) -> None:
+        data, arrays, columns = lane.data, lane.arrays, lane.layout.columns
+        self.next_rows = group._next.columns_of(lane)
+        self.carried = [(column, data[column.key]) for column in columns if column.carry]
+        own = [(column.key, rows) for column, rows in self.carried if column.key not in group.env.observation_specs]
+        self.states = [(rows, key == IS_INIT) for key, rows in own]
+        self.marks = marks_of(lane)
+        self.fills = [(marks.fill if hasattr(marks, "fill") else marks.fill_, value) for marks, value in self.marks]
+        self.mirrored = [column.key for column in lane.layout.tensor_columns if column.host and lane.mirrored]
+        self.reward, self.ids = arrays[group.env.reward_key], arrays[TRAJ_IDS]
+        self.terminated, self.truncated, self.done = arrays[TERMINATED], arrays[TRUNCATED], arrays[DONE]
+        self.version, self.valid = arrays.get(POLICY_VERSION), arrays.get(VALID)
 
 
 class Group:
@@ -103,7 +128,7 @@ class Group:
         self.watch: Callable[[Lane, int], object] | None = None
         self.started, self.delivered, self.rows, self.unreported = False, 0, 0, 0
         self._traj_done = () if options.traj_done_key is None else (TRAJ_DONE,)
-        self._states: list[tuple[Any, bool]] = []  # of the lane: other carried columns, and their value at a reset
+        self._states: list[tuple[Any, bool]] = []  # see ``LaneViews``, of the lane
 
     @property
     def pending(self) -> list[int]:
@@ -140,7 +165,7 @@ class Group:
         if early and (self.options.reset_when_done or self.due.error is not None):
             return
         try:
-            with self.surroundings(first=True):
+            with self.context(first=True):
                 self._begin(early=early)
         except Exception as error:
             if not early:
@@ -151,9 +176,9 @@ class Group:
         """What the policy acts on next, ``[*batch_shape, *shape]`` per leaf."""
         return {key: self.carry.seen(key) for key in self._obs_keys}
 
-    def surroundings(self, *, first: bool = False) -> AbstractContextManager[None]:
+    def context(self, *, first: bool = False) -> RolloutContext:
         """What environments and policies run in; not in inference mode for the ``first`` call."""
-        return surroundings(self.rng, self.options, background=self.in_background(), first=first)
+        return RolloutContext(self.rng, self.options, background=self.in_background(), first=first)
 
     # --- the beginning and the end of a rollout ---------------------------------------------------
 
@@ -164,8 +189,8 @@ class Group:
         elif self.pending:
             self._cut(lane, begin - 1)
         self.progress.count(waits=self.env.bypasses and not self.options.reset_when_done)
-        if POLICY_VERSION in lane.arrays:
-            lane.arrays[POLICY_VERSION][begin:] = self.version
+        if (versions := self._views_of(lane).version) is not None:
+            versions[begin:] = self.version
 
     def take_primed(self, lane: Lane) -> bool:
         """Write what ``prime`` left for row 0, if anything."""
@@ -206,46 +231,45 @@ class Group:
 
     def leave(self, lane: Lane) -> None:
         """Complete all columns of a lane whose rows have been stepped."""
-        n, arrays, reward_key = lane.done_steps, lane.arrays, self.env.reward_key
-        self.progress.steps_known(self.waiting.made(0, n) + self.progress.cells[BEFORE])
+        n, options, waiting, views = lane.done_steps, self.options, self.waiting, self._views_of(lane)
+        cells, reward_key = self.progress.cells, self.env.reward_key
+        cells[KNOWN] = waiting.made(0, n) + cells[BEFORE]
         self._next.copy(n)
-        lane.pull((reward_key, TERMINATED, TRUNCATED))
-        reward, terminated, truncated, done = (arrays[k][:n] for k in (reward_key, TERMINATED, TRUNCATED, DONE))
+        if lane.mirrored:
+            lane.pull((reward_key, TERMINATED, TRUNCATED))
+        reward, done = views.reward[:n], views.done[:n]
+        terminated, truncated = views.terminated[:n], views.truncated[:n]
         np.logical_or(terminated, truncated, out=done)
-        late = self.waiting.late(n) if self.options.reset_when_done else cut_after_end(lane, done, reward_key)
+        late = None
+        if not options.reset_when_done:
+            late = cut_after_end(lane, done, reward_key)
+        elif not waiting.idle:
+            late = waiting.late(n)
         self._check_values(lane, late)
-        over = done if self.options.traj_done_key is None else arrays[TRAJ_DONE][:n]
-        self.clock.fill_ids(arrays[TRAJ_IDS][:n], over)
-        if self.options.max_frames_per_traj:
-            self.clock.fill_step_counts(arrays[STEP_COUNT][:n], over)
-            np.add(arrays[STEP_COUNT], 1, out=arrays[next_of(STEP_COUNT)])
+        over = done if options.traj_done_key is None else lane.arrays[TRAJ_DONE][:n]
+        self.clock.fill_ids(views.ids[:n], over)
+        if options.max_frames_per_traj:
+            counts = lane.arrays[STEP_COUNT]
+            self.clock.fill_step_counts(counts[:n], over)
+            np.add(counts, 1, out=lane.arrays[next_of(STEP_COUNT)])
         self.episodes = self.clock.advance(reward, terminated, truncated, over)
-        if late is not None:  # whoever has ended begins anew with the next batch
-            self.clock.steps -= late.sum(axis=0)
-            ended = [i for i, t in self.waiting.since.items() if over[t, i]]
-            self.clock.steps[ended], self.clock.returns[ended] = 0, 0.0
-            self.due.add(ended)
-        if self.options.compact_obs and n:
-            self._next.keep(lane, n - 1, np.flatnonzero(~done[-1]).tolist(), self.waiting.bypassed)
-        if self.options.set_truncated and self.closes_batch and n:  # a mark for the learner; the episode goes on
-            mark_end(lane, n - 1, self.env, limited=bool(self.options.max_frames_per_traj))
-        for column in lane.layout.columns:
-            if column.carry:
-                self.carry.take(column, lane.data[column.key][n], self.waiting.absent)
+        if late is not None:
+            self._begin_late(late, over)
+        if options.compact_obs and n:
+            self._next.keep(lane, n - 1, np.flatnonzero(~done[-1]).tolist(), waiting.bypassed)
+        if options.set_truncated and self.closes_batch and n:  # a mark for the learner; the episode goes on
+            mark_end(lane, n - 1, self.env, limited=bool(options.max_frames_per_traj))
+        for column, rows in views.carried:
+            self.carry.take(column, rows[n], waiting.absent)
         if self.rule is not None:
-            self.rule, self.waiting.absent = None, ()
-        if going_on := self.waiting.resume(self.carry):
+            self.rule, waiting.absent = None, ()
+        if not waiting.idle and (going_on := waiting.resume(self.carry)):
             self.env.restart_agent(self.carry, 0, going_on)
             self.carry.begin_anew(going_on)
-        if late is not None and not self.env.bypasses:
-            self.discarded["after_done"] += int(late.sum())
-        shared = None if self.frame_limit is None else (*self.places, self.frame_limit)
-        marked = mark_valid(lane, n, late, repeat_flags=not self.options.reset_when_done, shared=shared)
-        (self.delivered, surplus), self.rows = marked, n
-        self.discarded["surplus"] += surplus
-        host = (column.key for column in lane.layout.tensor_columns if column.host)
-        lane.push(key for key in host if late is not None or key != reward_key)  # else it came from there
-        if self.options.reset_at_each_iter and self.closes_batch:
+        self._count_valid(lane, late, views)
+        if lane.mirrored:
+            lane.push(key for key in views.mirrored if late is not None or key != reward_key)  # else it came from there
+        if options.reset_at_each_iter and self.closes_batch:
             self.reset()
 
     def fail(self, lane: Lane, t: int, reason: str, executed: int) -> None:
@@ -262,43 +286,73 @@ class Group:
     def _first(self, policy: Policy) -> Outputs:
         """The policy's first call, for the rows that it would act on next."""
         self.begin()
-        with self.surroundings(first=True):
+        with self.context(first=True):
             obs = self.observations()
             if IS_INIT in self.carry:  # episodes may have begun under a policy that acted before
                 obs[IS_INIT] = self.carry.seen(IS_INIT)
             return keep(call_policy(policy, lambda: policy.first(obs, self.rng)))
 
+    def _views_of(self, lane: Lane) -> LaneViews:
+        views: LaneViews | None = lane.cache.get(self)
+        if views is None:
+            views = lane.cache[self] = LaneViews(self, lane)
+        return views
+
     def _enter_first(self, lane: Lane) -> None:
-        let_go = self._unwanted(range(self.B))
-        held = self.due.leave_out(let_go)
-        self._begin()
-        self.due.done(held)  # also what was reset early is going to be stepped
+        waiting, views, let_go = self.waiting, self._views_of(lane), list[int]()
+        if self.rule is not None or self.due.which or self.due.begun:
+            let_go = self._unwanted(range(self.B))
+            held = self.due.leave_out(let_go)
+            self._begin()
+            self.due.done(held)  # also what was reset early is going to be stepped
         if not self.started:
             self.executed += self.unreported
             self.discarded["decorrelation"] += self.unreported
             self.progress.cells[BEFORE] = self.unreported
-        self.started, self.unreported = True, 0
-        self.waiting.begin(let_go)
+            self.started, self.unreported = True, 0
+        if let_go or waiting.absent or not waiting.idle:
+            waiting.begin(let_go)
         lane.stopped = self.rule is not None and self.rule.complete
-        self._next.begin(lane)
-        data = lane.data
-        self.progress.mark_unwritten(lane, self.env.reward_key, 0)
-        clear_marks(lane)
+        self._next.begin(views.next_rows)
+        if self.progress.watched:
+            self.progress.mark_unwritten(lane, self.env.reward_key, 0)
+        for fill, value in views.fills:
+            fill(value)
         if RESUMED in lane.arrays:
             lane.arrays[RESUMED][...] = False
             lane.arrays[RESUMED][0, self.resumed or []] = True
             self.resumed = []
-        for column in lane.layout.columns:
-            if column.carry:
-                data[column.key][:1] = self.carry.of(column)
-        carried = [c.key for c in lane.layout.columns if c.carry and c.key not in self.env.observation_specs]
-        self._states = [(data[key], key == IS_INIT) for key in carried]
+        for column, rows in views.carried:
+            rows[:1] = self.carry.of(column)
+        self._states = views.states
         for array, is_init in self._states:
             if is_init:
                 array[1:] = False  # reset rows set it; the slot may have been used before
         if self._limit:
             self._deadline = self._limit - 1 - self.clock.steps
-            self._deadline[list(self.waiting.absent)] = NEVER
+            self._deadline[list(waiting.absent)] = NEVER
+
+    def _begin_late(self, late: Array, over: Array) -> None:
+        """Whoever has ended, and waited for the others, begins anew with the next batch."""
+        self.clock.steps -= late.sum(axis=0)
+        ended = [i for i, t in self.waiting.since.items() if over[t, i]]
+        self.clock.steps[ended], self.clock.returns[ended] = 0, 0.0
+        self.due.add(ended)
+        if not self.env.bypasses:
+            self.discarded["after_done"] += int(late.sum())
+
+    def _count_valid(self, lane: Lane, late: Array | None, views: LaneViews) -> None:
+        """Say which cells are transitions of this batch, and count them."""
+        n = self.rows = lane.done_steps
+        if late is None and n == lane.T and self.frame_limit is None:
+            self.delivered = n * self.B
+            if views.valid is not None:
+                views.valid[...] = True
+            return
+        shared = None if self.frame_limit is None else (*self.places, self.frame_limit)
+        marked = mark_valid(lane, n, late, repeat_flags=not self.options.reset_when_done, shared=shared)
+        self.delivered, surplus = marked
+        self.discarded["surplus"] += surplus
 
     def _end(self, lane: Lane, t: int, finished: Sequence[int], late: Sequence[int]) -> bool:
         """Agents' episodes ended at row ``t``, those of ``late`` by the limit: reset, go on, or let wait.
@@ -415,4 +469,5 @@ class Group:
         self._next.take_back(begin)
         self.waiting.take_back(lane)
         self.progress.mark_unwritten(lane, self.env.reward_key, begin)
-        clear_marks(lane, begin)
+        for marks, value in self._views_of(lane).marks:
+            marks[begin:] = value

@@ -5,9 +5,10 @@ Only the main thread runs signal handlers, and only there does any of this have 
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator
+from threading import get_ident
 from types import FrameType
 from typing import Any
 
@@ -26,22 +27,17 @@ class _Interrupts:
         self.contexts: list[bool] = []  # that are entered, outermost first: whether Ctrl-C takes effect
         self.usual: Any = None
         self.noted = False
-        self._mine = self._handle
+        self.handler = self._handle
 
-    @property
     def here(self) -> bool:
         """This stands in, and for the present thread."""
-        return bool(self.contexts) and _in_main() and _signal.getsignal(SIGINT) is self._mine
+        return bool(self.contexts) and get_ident() == _main_thread and _signal.getsignal(SIGINT) is self.handler
 
     def begin(self) -> None:
         before = _signal.getsignal(SIGINT)
-        self.usual = self.usual if before is self._mine else before  # else an interruption has left it there
+        self.usual = self.usual if before is self.handler else before  # else an interruption has left it there
         self.contexts, self.noted = [], False
-        _signal.signal(SIGINT, self._mine)
-
-    def end(self) -> None:
-        if _signal.getsignal(SIGINT) is self._mine:  # else somebody has set another one meanwhile
-            _signal.signal(SIGINT, self.usual)
+        _signal.signal(SIGINT, self.handler)
 
     def deliver(self) -> None:
         """What was noted."""
@@ -60,43 +56,69 @@ class _Interrupts:
 _interrupts = _Interrupts()
 
 
-@contextmanager
-def postponed() -> Iterator[None]:
+class postponed(ContextDecorator):  # noqa: N801 (used as a function)
     """Ctrl-C takes effect in the next ``allowed`` context inside, else at the end; the second one does so at once."""
-    state = _interrupts
-    outermost = not state.here
-    if outermost and not (_in_main() and callable(_signal.getsignal(SIGINT))):
-        yield
-        return
-    depth = 0 if outermost else len(state.contexts)
-    try:
-        if outermost:
-            state.begin()
-        state.contexts.append(False)
-        yield
-    finally:  # which a signal may leave at any line
-        if outermost:
-            state.end()
-        del state.contexts[depth:]
-        if not depth or state.contexts[-1]:
+
+    _depth = -1  # of the contexts around; -1: this has no effect
+    _outermost = False
+
+    def _recreate_cm(self) -> postponed:
+        return postponed()
+
+    def __enter__(self) -> None:
+        state = _interrupts
+        self._outermost = not state.here()
+        if self._outermost and not (get_ident() == _main_thread and callable(_signal.getsignal(SIGINT))):
+            return
+        try:
+            self._depth = 0 if self._outermost else len(state.contexts)
+            if self._outermost:
+                state.begin()
+            state.contexts.append(False)
+        except BaseException:  # of a signal that came in between
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        state, depth = _interrupts, self._depth
+        if depth < 0:
+            return
+        try:
+            if self._outermost and _signal.getsignal(SIGINT) is state.handler:  # else somebody has set another one
+                _signal.signal(SIGINT, state.usual)
+        finally:  # which a signal may leave at any line
+            del state.contexts[depth:]
+        if state.noted and (not depth or state.contexts[-1]):
             state.deliver()
 
 
-@contextmanager
-def allowed() -> Iterator[None]:
+class allowed:  # noqa: N801 (used as a function)
     """Ctrl-C takes effect, here at the latest: this waits, or calls code of the user's."""
-    state = _interrupts
-    if not state.here:
-        yield
-        return
-    depth = len(state.contexts)
-    try:
-        state.deliver()
-        state.contexts.append(True)
-        yield
-    finally:
-        del state.contexts[depth:]
+
+    _depth = -1  # of the contexts around; -1: this has no effect
+
+    def __enter__(self) -> None:
+        state = _interrupts
+        if not (state.contexts and get_ident() == _main_thread and _signal.getsignal(SIGINT) is state.handler):
+            return
+        self._depth = len(state.contexts)
+        try:
+            if state.noted:
+                state.deliver()
+            state.contexts.append(True)
+        except BaseException:
+            del state.contexts[self._depth :]
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        if self._depth >= 0:
+            del _interrupts.contexts[self._depth :]
 
 
-def _in_main() -> bool:
-    return threading.get_ident() == threading.main_thread().ident
+def _note_main_thread() -> None:
+    global _main_thread
+    _main_thread = get_ident()
+
+
+_main_thread = threading.main_thread().ident
+os.register_at_fork(after_in_child=_note_main_thread)  # where the thread that has forked is the main one

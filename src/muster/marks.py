@@ -50,10 +50,13 @@ class NextRows:
         self._copied = 0
         self.finals: list[Final] = []
 
-    def begin(self, lane: Lane) -> None:
-        """A rollout into ``lane`` begins."""
-        self._copied, self.finals = 0, []
-        self._columns = [(lane.data[next_of(key)], lane.data[key][1:]) for key in self._keys if self._shown]
+    def columns_of(self, lane: Lane) -> list[tuple[Any, Any]]:
+        """``next`` observations, and the observations that they are copied from."""
+        return [(lane.data[next_of(key)], lane.data[key][1:]) for key in self._keys if self._shown]
+
+    def begin(self, columns: list[tuple[Any, Any]]) -> None:
+        """A rollout begins, into a lane with these ``columns_of``."""
+        self._copied, self.finals, self._columns = 0, [], columns
 
     @property
     def due(self) -> int:
@@ -78,14 +81,13 @@ class NextRows:
         self.finals = [final for final in self.finals if final.t < begin]
 
 
-def clear_marks(lane: Lane, begin: int = 0) -> None:
-    """From row ``begin`` on nothing has ended, and all counts."""
-    for key in (*FLAGS, *map(next_of, FLAGS), TRAJ_DONE):
-        if key in lane.data:
-            lane.data[key][begin:] = lane.arrays[key][begin:] = False
-    for key in (NEXT_OBS_VALID, VALID):
-        if key in lane.data:
-            lane.data[key][begin:] = True
+def marks_of(lane: Lane) -> list[tuple[Any, bool]]:
+    """Columns that say what a row is, and what they say where nothing has ended and all counts."""
+    flags = [key for key in (*FLAGS, *map(next_of, FLAGS), TRAJ_DONE) if key in lane.data]
+    marks: list[tuple[Any, bool]] = [(lane.data[key], False) for key in flags]
+    if lane.mirrored:
+        marks += [(lane.arrays[key], False) for key in flags]
+    return marks + [(lane.data[key], True) for key in (NEXT_OBS_VALID, VALID) if key in lane.data]
 
 
 def nested_truncations(specs: Specs) -> list[Key]:

@@ -93,10 +93,6 @@ class Progress:
         self.cells[WAITS] = waits
         self.cells[KNOWN] = -1
 
-    def steps_known(self, steps: int) -> None:
-        """The rollout is over after so many steps in all."""
-        self.cells[KNOWN] = steps
-
 
 def reward_key(lane: Lane) -> Key:
     """Of the column that ``step`` writes."""

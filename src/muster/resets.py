@@ -44,12 +44,13 @@ class Due:
         which: ascending.
         seeds: for some of them.
         error: of a reset that nobody has heard of yet.
+        begun: those that were reset early, and not stepped since.
     """
 
     def __init__(self, which: Sequence[int], seeds: Mapping[int, int] | None = None) -> None:
         self.which, self.seeds = list(which), dict(seeds or {})
         self.error: BaseException | None = None
-        self._begun: set[int] = set()  # those that were reset early, and not stepped since
+        self.begun: set[int] = set()
 
     def add(self, which: Sequence[int], seeds: Sequence[int] | None = None) -> None:
         """Let ``which`` begin anew, too."""
@@ -71,7 +72,7 @@ class Due:
         if (error := self.error) is not None:
             self.error = None
             raise error
-        return [i for i in self.which if anew or i in self.seeds or i not in self._begun]
+        return [i for i in self.which if anew or i in self.seeds or i not in self.begun]
 
     def leave_out(self, which: Collection[int]) -> Self:
         """Do not reset these for now; returns what ``done`` takes back."""
@@ -82,7 +83,7 @@ class Due:
 
     def done(self, held: Self | None = None, *, early: bool = False) -> None:
         """They have been reset, and ``held`` are next; ``early``: to be stepped some time later."""
-        self._begun = {*self._begun, *self.which} if early else set()
+        self.begun = {*self.begun, *self.which} if early else set()
         self.which, self.seeds = (held.which, held.seeds) if held else ([], {})
 
 
@@ -94,18 +95,21 @@ class Waiting:
     Attributes:
         since: row at which each of them ended.
         absent: environments that are bypassed from the first row on.
+        idle: nobody has waited in this rollout, and nobody is bypassed.
     """
 
     def __init__(self, env: EnvBatch) -> None:
         self._env = env
         self.since: dict[int, int] = {}
         self.absent: Collection[int] = ()
+        self.idle = False
         self._kept: dict[int, dict[Key, Any]] = {}  # what those whose life was lost observe next
 
     def begin(self, absent: Collection[int] = ()) -> None:
         """A rollout begins, in which nobody waits any more but those who are ``absent``."""
         self.since, self._kept, self.absent = {}, {}, absent or self.absent
         self._bypass()
+        self.idle = not self.absent
 
     def add(self, lane: Lane, t: int, which: Sequence[int], going_on: Collection[int] = ()) -> bool:
         """The agent's episode ended at row ``t`` in ``which``, and ``going_on`` are not to be reset after it.
@@ -113,6 +117,7 @@ class Waiting:
         Returns:
             all are waiting.
         """
+        self.idle = False
         new = [i for i in which if i not in self.since]
         self.since.update(dict.fromkeys(new, t))
         if self._env.bypasses:
@@ -157,7 +162,7 @@ class Waiting:
     def made(self, begin: int, end: int) -> int:
         """Environment steps in rows ``begin`` to ``end``."""
         steps = (end - begin) * (self._env.num_envs - len(self.absent))
-        if self._env.bypasses:
+        if self.since and self._env.bypasses:
             steps -= sum(max(0, end - max(begin, t + 1)) for t in self.since.values())
         return steps
 
@@ -171,7 +176,7 @@ def decorrelate(group: Group, which: Sequence[int]) -> None:
 
     What ends meanwhile is reset and has no record; what goes on keeps its steps and rewards. Environments with fewer
     steps join later: the others are bypassed, or where that cannot be done, reset once more when they join. To be
-    called within ``group.surroundings``.
+    called within ``group.context()``.
     """
     env, options, track = group.env, group.options, group.progress
     rng = group.rng.stream(FIRST_STREAM)

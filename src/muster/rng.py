@@ -1,17 +1,21 @@
 """Random streams that belong to one group of environments, and never to the user.
 
 Modules and environments that draw from torch's, NumPy's or Python's *global* generators get the
-group's own streams for the time of a rollout; afterwards the user's are back, untouched.
+group's own streams for the time of a rollout; afterwards the user's are back, untouched. This happens in every
+rollout, whether or not anything draws: it cannot be seen beforehand. So it has to be cheap: NumPy's generator is
+exchanged for another, torch's state is read and set, and Python's is copied where it lies (``_PythonStream``).
 """
 
 from __future__ import annotations
 
 import ctypes
 import random
+import struct
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +25,20 @@ else:
     from muster import lazy_torch as torch
 
 _RESTARTS = 1 << 31  # a spawn key that no stream has
+MT_BYTES = 625 * 4  # of a Mersenne Twister: 624 words and a position
+
+
+class UserStreams(NamedTuple):
+    """The user's generators, for the time in which a group's stand in for them.
+
+    Attributes:
+        numpy: the bit generator.
+        torch, cuda: states; None where torch is not loaded, or nothing is on a GPU.
+    """
+
+    numpy: _NumpyStream
+    torch: Any
+    cuda: Any
 
 
 class GroupRng:
@@ -39,7 +57,7 @@ class GroupRng:
         own, legacy, torch_global, python = root.spawn(4)
         self.numpy = np.random.Generator(np.random.SFC64(own))
         self._legacy = _NumpyStream(np.random.MT19937(legacy))
-        self._python = random.Random(_word(python)).getstate()
+        self._python = _PythonStream(random.Random(_word(python)))
         self._torch_seed = _word(torch_global)
         self._torch: torch.Tensor | None = None  # at its beginning
         self.device = device
@@ -64,7 +82,7 @@ class GroupRng:
 
     def state_dict(self) -> dict[str, Any]:
         """All streams as plain data, those that ``stream`` will make later included. Not within ``as_global``."""
-        version, words, gauss = self._python
+        version, words, gauss = self._python.generator.getstate()
         return {
             "entropy": self._root.entropy,
             "spawn_key": list(self._root.spawn_key),
@@ -91,7 +109,7 @@ class GroupRng:
         self._legacy.bit_generator.state = state["legacy"]
         self._legacy.in_hand = dict(state["legacy_in_hand"])
         version, words, gauss = state["python"]
-        self._python = (version, tuple(words), gauss)
+        self._python.generator.setstate((version, tuple(words), gauss))
         self._torch, self._torch_seed = state["torch"], _word(self._child(2))
         if self._cuda is not None and state["cuda"] is not None:
             self._cuda_state = state["cuda"]
@@ -102,48 +120,55 @@ class GroupRng:
         known = dict(self._streams)
         generators = [self.numpy.bit_generator, self._legacy.bit_generator, *(s.bit_generator for s in known.values())]
         states = [generator.state for generator in generators]
-        others = self._python, self._torch, self._cuda_state, dict(self._legacy.in_hand)
+        python = self._python.state()
+        others = self._torch, self._cuda_state, dict(self._legacy.in_hand)
         try:
             yield
         finally:
             self._streams = known
-            self._python, self._torch, self._cuda_state, self._legacy.in_hand = others
+            self._python.restore(python)
+            self._torch, self._cuda_state, self._legacy.in_hand = others
             for generator, state in zip(generators, states, strict=True):
                 generator.state = state
 
     @contextmanager
     def as_global(self) -> Iterator[None]:
         """Put the group's streams in the place of the global ones."""
-        numpy_user = _user_stream()
-        numpy_user.remember()
-        self._legacy.install()
-        python_user = random.getstate()
-        random.setstate(self._python)
-        try:
-            with self._torch_as_global() if "torch" in sys.modules else nullcontext():
-                yield
-        finally:
-            if not sys.is_finalizing():  # else a thread was acting when the program ended, and nobody draws any more
-                self._python = random.getstate()
-                self._legacy.remember()
-                numpy_user.install()
-                random.setstate(python_user)
-
-    @contextmanager
-    def _torch_as_global(self) -> Iterator[None]:
-        torch_user = torch.get_rng_state()
-        cuda_user = torch.cuda.get_rng_state(self._cuda) if self._cuda else None
-        torch.set_rng_state(self._torch_state())
-        if self._cuda is not None and self._cuda_state is not None:
-            torch.cuda.set_rng_state(self._cuda_state, self._cuda)
+        user = self.install()
         try:
             yield
         finally:
-            self._torch = torch.get_rng_state()
-            torch.set_rng_state(torch_user)
-            if self._cuda is not None and cuda_user is not None:
-                self._cuda_state = torch.cuda.get_rng_state(self._cuda)
-                torch.cuda.set_rng_state(cuda_user, self._cuda)
+            self.remove(user)
+
+    def install(self) -> UserStreams:
+        """Put the group's streams in the place of the global ones, until ``remove`` gets what is returned."""
+        numpy_user = _user_stream()
+        numpy_user.remember()
+        has_torch = "torch" in sys.modules
+        torch_user = torch.default_generator.get_state() if has_torch else None
+        cuda_user = torch.cuda.get_rng_state(self._cuda) if self._cuda else None
+        user = UserStreams(numpy_user, torch_user, cuda_user)
+        _user_python.exchange(self._python)
+        self._legacy.install()
+        if has_torch:
+            torch.default_generator.set_state(self._torch_state())
+        if self._cuda is not None and self._cuda_state is not None:
+            torch.cuda.set_rng_state(self._cuda_state, self._cuda)
+        return user
+
+    def remove(self, user: UserStreams) -> None:
+        """Put the user's streams back."""
+        if sys.is_finalizing():  # a thread was acting when the program ended, and nobody draws any more
+            return
+        _user_python.exchange(self._python)
+        self._legacy.remember()
+        user.numpy.install()
+        if user.torch is not None:
+            self._torch = torch.default_generator.get_state()
+            torch.default_generator.set_state(user.torch)
+        if self._cuda is not None and user.cuda is not None:
+            self._cuda_state = torch.cuda.get_rng_state(self._cuda)
+            torch.cuda.set_rng_state(user.cuda, self._cuda)
 
     def _torch_state(self) -> torch.Tensor:
         return torch.Generator().manual_seed(self._torch_seed).get_state() if self._torch is None else self._torch
@@ -161,6 +186,9 @@ class _NumpyStream:
         self.bit_generator = bit_generator
         self.in_hand: dict[str, Any] = {}
         self._seen = b""
+        self._memory: Any = None
+        if type(bit_generator) is np.random.MT19937:
+            self._memory = (ctypes.c_char * MT_BYTES).from_address(bit_generator.ctypes.state_address)
 
     def install(self) -> None:
         np.random.mtrand.set_bit_generator(self.bit_generator)
@@ -169,8 +197,8 @@ class _NumpyStream:
 
     def remember(self) -> None:
         """Note what is in hand, while this stream is installed."""
-        if type(self.bit_generator) is np.random.MT19937:
-            now = ctypes.string_at(self.bit_generator.ctypes.state_address, 625 * 4)  # 624 words and a position
+        if self._memory is not None:
+            now = self._memory.raw
             if now == self._seen and not self.in_hand:
                 return
             self._seen = now
@@ -179,6 +207,62 @@ class _NumpyStream:
 
 
 _user_numpy = _NumpyStream(None)  # the stream that was there when a rollout began
+
+
+class _PythonStream:
+    """A ``random.Random``, whose state is read and set as bytes where it lies.
+
+    ``getstate`` and ``setstate`` make 625 Python integers each time, for 40 us per rollout.
+    """
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+        offset = _python_offset()
+        self._memory: Any = None
+        if offset is not None:
+            self._memory = (ctypes.c_char * MT_BYTES).from_address(id(generator) + offset)
+
+    def state(self) -> Any:
+        """For ``restore``."""
+        if self._memory is None:
+            return self.generator.getstate()
+        return self._memory.raw, self.generator.gauss_next
+
+    def restore(self, state: Any) -> None:
+        """Go on from ``state()``."""
+        if self._memory is None:
+            self.generator.setstate(state)
+        else:
+            self._memory.raw, self.generator.gauss_next = state
+
+    def exchange(self, other: _PythonStream) -> None:
+        """Each goes on where the other one is."""
+        if self._memory is None or other._memory is None:
+            here = self.state()
+            self.restore(other.state())
+            other.restore(here)
+            return
+        mine, theirs = self.generator, other.generator
+        self._memory.raw, other._memory.raw = other._memory.raw, self._memory.raw
+        mine.gauss_next, theirs.gauss_next = theirs.gauss_next, mine.gauss_next
+
+
+@cache
+def _python_offset() -> int | None:
+    """Where a ``random.Random`` keeps its position and its 624 words, from the object's address on; None: unknown.
+
+    They are looked for in an object with a known state, and nothing is assumed about where they are.
+    """
+    if sys.implementation.name != "cpython":
+        return None
+    sample = random.Random(0)
+    *words, position = sample.getstate()[1]
+    expected = struct.pack("625I", position, *words)
+    found = ctypes.string_at(id(sample), type(sample).__basicsize__).find(expected)
+    return found if found >= 0 else None
+
+
+_user_python = _PythonStream(random.random.__self__)  # type: ignore[attr-defined]
 
 
 def _user_stream() -> _NumpyStream:
@@ -195,20 +279,6 @@ def global_streams() -> dict[str, Any]:
     numpy = ctypes.string_at(bits.ctypes.state_address, 625 * 4) if type(bits) is np.random.MT19937 else str(bits.state)
     states = {"numpy.random": (id(bits), numpy), "random": random.getstate()}
     return states | ({"torch": torch.get_rng_state().numpy().tobytes()} if "torch" in sys.modules else {})
-
-
-@contextmanager
-def torch_threads(number: int | None) -> Iterator[None]:
-    """Let torch use so many threads, and the user's number again afterwards; None changes nothing."""
-    before = torch.get_num_threads()
-    if number is None or number == before:
-        yield
-        return
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _word(sequence: np.random.SeedSequence) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from muster.acting import call_policy, env_error, is_own, policy_error
+from muster.acting import env_error, is_own, policy_error
 from muster.errors import BadEnvOutput
 from muster.group import STOP, Group
 from muster.interrupts import allowed
@@ -29,12 +29,13 @@ def rollout(group: Group, policy: Policy, lane: Lane) -> None:
             policy's call.
     """
     started = time.perf_counter_ns()
-    group.progress.begin(Phase.STEP)
-    with allowed(), group.surroundings():
+    cells = group.progress.cells
+    cells[PHASE] = Phase.STEP
+    with group.context(), allowed():
         fill(group, policy, lane)
     completing = time.perf_counter_ns()
     group.leave(lane)
-    group.progress.begin(Phase.IDLE)
+    cells[PHASE] = Phase.IDLE
     ended = time.perf_counter_ns()
     group.timing.copy += ended - completing
     group.timing.total += ended - started
@@ -45,14 +46,20 @@ def rollout(group: Group, policy: Policy, lane: Lane) -> None:
 
 
 def fill(group: Group, policy: Policy, lane: Lane) -> None:
-    """The steps of ``rollout``, within the group's surroundings; ``Group.leave`` completes them."""
+    """The steps of ``rollout``, within ``Group.context``; ``Group.leave`` completes them."""
     group.enter(lane)
     begin = lane.done_steps
     acted = begin == 0 and not lane.stopped and group.take_primed(lane)
     lane.acts_from = begin + acted
-    phase = group.progress.begin(Phase.POLICY)
-    act = call_policy(policy, lambda: policy.start(lane, group.rng))
-    group.progress.begin(phase)
+    cells = group.progress.cells
+    phase, cells[PHASE] = cells[PHASE], Phase.POLICY
+    try:
+        act = policy.start(lane, group.rng)
+    except Exception as error:
+        if is_own(policy, error):
+            raise
+        raise policy_error(policy, error) from error
+    cells[PHASE] = phase
     step = group.env.start(lane)
     if acted:
         _run(group, policy, _already_acted, step, lane, begin, begin + 1)

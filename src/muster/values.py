@@ -32,14 +32,15 @@ def first_bad_value(
     n = lane.done_steps
     made = None if late is None or not late.any() else ~late
     reward = lane.arrays[env.reward_key][:n]
-    if not np.isfinite(reward).all():
+    if not np.logical_and.reduce(np.isfinite(reward), axis=None):
         t, b = (int(i) for i in np.argwhere(~np.isfinite(reward))[0])
         return t, f"{env.name}[{b}].step (row {t} of the batch): reward is {reward[t, b]}", False
     for key, spec in env.action_specs.items():
         if not spec.is_tensor or (lane.mirrored and mode != "full"):
             continue
         bounded = mode == "full" or spec.dtype.kind in "iu"
-        found = _first(_host(lane, key)[:n], spec if bounded else replace(spec, low=None, high=None), made)
+        values = _host(lane, key) if lane.mirrored else lane.data[key]
+        found = _first(values[:n], spec if bounded else replace(spec, low=None, high=None), made)
         if found is not None:
             t, b, what = found
             return t, f"{dotted(key)} for env {b} (row {t} of the batch): {what}", True

@@ -336,16 +336,20 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
 
     def _batches(self) -> Generator[Any, None, None]:
         engine, total = self._engine, self.options.total_frames
-        while not engine.outlet.is_empty or total < 0 or engine.counted < total:
-            self._check_open()
-            engine.outlet.go_on()  # with what an error has kept
-            if engine.outlet.ready:
-                yield engine.outlet.take()  # the user's alone while the next one is collected
-            else:
+        outlet, here = engine.outlet, engine.source.crew.owner is None
+        while total < 0 or engine.counted < total or not outlet.is_empty:
+            if self._closed or self._background is not None or not here:
+                self._check_open()
+            if not outlet.is_direct:
+                outlet.go_on()  # with what an error has kept
+            if not outlet.ready:
                 self._autosave.now_and_then(self)  # the user is done with the batch before
                 self._before_batch()
                 engine.put_batch()
-                self._log()
+                if self._logged is not None:
+                    self._log()
+            if outlet.ready:
+                yield outlet.take()  # the user's alone while the next one is collected
 
     def _before_batch(self) -> None:
         """Whenever another batch is wanted."""

@@ -15,7 +15,7 @@ from muster.marks import Final
 from muster.memory.slots import Layout, Slot, SlotRing, SlotState
 from muster.memory.specs import OBJECT, Array
 from muster.memory.views import BatchView
-from muster.sources.schedule import Filled
+from muster.sources.schedule import FilledSlot
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -34,12 +34,13 @@ class Delivery:
 
     Attributes:
         reused: with ``return_same_td``, the slot to fill again.
+        shows_hidden: batches show hidden columns.
     """
 
     def __init__(
         self, options: CollectorOptions, *, stacked: bool, cat_dim: int | None = None, hidden: bool = False
     ) -> None:
-        self._options, self._stacked, self._cat_dim, self._hidden = options, stacked, cat_dim, hidden
+        self._options, self._stacked, self._cat_dim, self.shows_hidden = options, stacked, cat_dim, hidden
         self._storing = options.devices["storing_device"]
         self._views: dict[int, BatchView] = {}  # by the identity of their layouts, which they keep alive
         # Lent slots whose batch has not been handed out, by their identity, which the memory keeps.
@@ -50,7 +51,7 @@ class Delivery:
     def reused(self) -> Slot | None:
         return self._same[0] if self._same else None
 
-    def batch(self, filled: Filled) -> TensorDict:
+    def batch(self, filled: FilledSlot) -> TensorDict:
         """The batch in filled slots; ``[..., rows]`` without ``use_buffers``, if the rollout ended early.
 
         If it cannot be made (no memory for a copy, for instance), call again, or ``give_up``.
@@ -87,13 +88,13 @@ class Delivery:
         """A slot will never be full; whether it had been prepared, and comes back to its ring by itself."""
         return self._prepared.pop(id(slot), None) is not None
 
-    def give_up(self, filled: Filled) -> None:
+    def give_up(self, filled: FilledSlot) -> None:
         """Nobody will get the batch in these slots."""
         for ring, slot in filled.slots:
             self._lent(ring, slot)
             self.drop(slot)
 
-    def _concatenated(self, filled: Filled, dim: int) -> TensorDict:
+    def _concatenated(self, filled: FilledSlot, dim: int) -> TensorDict:
         """A copy; the slots are free at once."""
         parts = []
         for (ring, slot), rows in zip(filled.slots, filled.rows, strict=True):
@@ -124,11 +125,11 @@ class Delivery:
 
     def show_hidden(self) -> None:
         """From now on."""
-        self._hidden = True
+        self.shows_hidden = True
         self._views.clear()
 
     def hidden_keys(self, layout: Layout) -> list[Key]:
-        return [column.key for column in layout.columns if column.hidden] if self._hidden else []
+        return [column.key for column in layout.columns if column.hidden] if self.shows_hidden else []
 
     def _view_of(self, layout: Layout) -> BatchView:
         if id(layout) not in self._views:
@@ -145,7 +146,7 @@ class Delivery:
                 stacked=self._stacked or layout.lanes > 1,
                 order=self._options.layout,
                 device=self._storing,
-                hidden=self._hidden,
+                hidden=self.shows_hidden,
             )
         return self._views[id(layout)]
 

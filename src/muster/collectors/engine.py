@@ -14,8 +14,8 @@ import torch
 from muster.collectors.contradictions import joins_time
 from muster.collectors.delivery import Delivery
 from muster.collectors.options import CollectorOptions
-from muster.collectors.outlet import Outlet
-from muster.episodes.record import no_episodes
+from muster.collectors.outlet import Outlet, Passage
+from muster.episodes.record import NO_EPISODES
 from muster.episodes.summary import EpisodeWindow
 from muster.episodes.whole import WholeEpisodes
 from muster.errors import BadOption
@@ -27,7 +27,7 @@ from muster.memory.slots import Layout
 from muster.memory.specs import Array
 from muster.protocols import Policy
 from muster.sources.first_ready import FirstReady
-from muster.sources.schedule import Filled, Wanted
+from muster.sources.schedule import CollectRequest, FilledSlot
 from muster.sources.sync import Sync
 from muster.sources.worker import Worker
 from muster.stats import CollectorStats
@@ -80,6 +80,7 @@ class Engine:
         self.rows = options.rows_per_batch(source.sharing)
         self.joins_time = joins_time(options, cat_dim, source.crew.accounts[0].info.batch_shape)
         self.outlet = Outlet(options, self.num_envs)
+        self._is_direct = self.outlet.is_direct and options.post_collect_hook is None
         self.delivery = Delivery(options, stacked=stacked, cat_dim=cat_dim, hidden=self.outlet.needs_flags)
         if local is None:
             source.ahead = self.delivery
@@ -88,7 +89,7 @@ class Engine:
         self.window = EpisodeWindow()
         self.undelivered = 0  # frames of a call of ``collect`` that has not ended
         self.kept: WholeEpisodes | None = None  # episodes of ``collect(n_episode=...)``, once it was called
-        self.episodes = no_episodes()
+        self.episodes = NO_EPISODES
         self.finals: list[tuple[Array, list[Final]]] = []
         self.env_ids: Array = np.arange(self.num_envs)
         self.contributors: list[int] = []  # groups of the last batch
@@ -104,7 +105,7 @@ class Engine:
         self.in_batch = False
         self.hidden: list[Key] = []
         self._step: tuple[TensorDict, int] | None = None  # that is not in the buffer yet, and its frames
-        self._unmade: tuple[object, Filled] | None = None  # slots that are full and no batch yet, and for what call
+        self._unmade: tuple[object, FilledSlot] | None = None  # slots that are full and no batch yet, and for what call
 
     @property
     def groups(self) -> list[Group]:
@@ -137,6 +138,9 @@ class Engine:
             batch, hidden = self.collect(limit)
             frames = self.frames - before
             self.counted += frames
+            if self._is_direct:
+                self.outlet.ready.append(Passage(batch, (), frames))
+                return
             try:
                 if self.options.post_collect_hook is not None:
                     with allowed():
@@ -150,7 +154,8 @@ class Engine:
         if not self.options.extend_buffer:
             before = self.frames
             try:
-                steps = list(self._steps(limit))
+                with postponed():
+                    steps = list(self._steps(limit))
                 joined: TensorDict = torch.cat(steps, steps[0].names.index("time"))
             except BaseException:
                 self.discard("interrupted", self.frames - before)
@@ -161,17 +166,16 @@ class Engine:
             self.outlet.skip(batch, self.env_ids)
         return batch.exclude(*hidden) if hidden else batch
 
-    @postponed()
     def collect(
         self, limit: int | None, *, closes: bool = True, acting: str | None = None, **others: Any
     ) -> tuple[TensorDict, list[Any]]:
-        """One rollout of every group.
+        """One rollout of every group. To be called within ``postponed()``.
 
         Args:
             limit: valid steps, at most.
             closes: it ends a batch.
             acting: who, "policy" or "random"; None: as the options say.
-            **others: see ``Wanted``.
+            **others: see ``CollectRequest``.
 
         Returns:
             the batch, and the keys in it that are for the outlet only.
@@ -180,8 +184,9 @@ class Engine:
         if timeline.running and self._ended_at:
             timeline.add("wait", self._ended_at, began, OWN_TRACK)
         self.acting = acting or self.acting
-        others = {"batches": self._batches_left()} | others
-        wanted = Wanted(
+        if self.local is None:
+            others = {"batches": self._batches_left()} | others
+        request = CollectRequest(
             (lambda ahead: self.acting) if self.in_batch or acting else self._who_acts,
             limit=limit,
             closes=closes,
@@ -189,17 +194,20 @@ class Engine:
             **others,
         )
         self.in_batch = not closes
-        filled, batch = self._next(wanted)
+        filled, batch = self._next(request)
         self.frames += filled.frames
         self.batches += closes
         self.rollouts += 1
         self.values = list(zip(filled.groups, filled.values, strict=True))
-        groups = self.source.crew.accounts
-        self.contributors = filled.groups
-        self.env_ids = np.concatenate([groups[number].env_ids for number in filled.groups])
-        self._retire_dropped()
+        if filled.groups != self.contributors:
+            groups = self.source.crew.accounts
+            self.contributors = filled.groups
+            self.env_ids = np.concatenate([groups[number].env_ids for number in filled.groups])
+        if self.local is None:
+            self._retire_dropped()
         self.episodes, self.finals, self._path = filled.episodes, filled.finals, filled.path
-        self.window.add(filled.episodes)
+        if filled.episodes is not NO_EPISODES:
+            self.window.add(filled.episodes)
         self._count_lag(filled)
         if isinstance(self.source, Sync) and self.source.preempts:
             self._cut_short += sum(filled.layout.T - rows for rows in filled.rows) * filled.layout.B
@@ -210,7 +218,7 @@ class Engine:
             timeline.add(*span)
         if timeline.running:
             timeline.add("collect", began, self._ended_at, OWN_TRACK)
-        self.hidden = self.delivery.hidden_keys(filled.layout)
+        self.hidden = self.delivery.hidden_keys(filled.layout) if self.delivery.shows_hidden else []
         return batch, self.hidden
 
     def layout(self) -> Layout:
@@ -327,16 +335,16 @@ class Engine:
         """Go on from ``state_dict()``. Policy and environments may be used once for it: load their state afterwards."""
         self.frames, self.counted, self.batches = state["frames"], state["counted"], state["batches"]
         self.window.load_state_dict(state["window"])
-        self.episodes, self.in_batch, self._step = no_episodes(), False, None
+        self.episodes, self.in_batch, self._step = NO_EPISODES, False, None
         self._give_up_unmade()
 
-    def _next(self, wanted: Wanted) -> tuple[Filled, TensorDict]:
+    def _next(self, request: CollectRequest) -> tuple[FilledSlot, TensorDict]:
         """The next slots and the batch in them. If that cannot be made, another call like this one tries again."""
-        like = wanted.limit, wanted.rows, wanted.closes, wanted.bootstrap
+        like = request.limit, request.rows, request.closes, request.bootstrap
         if self._unmade is not None and self._unmade[0] != like:
             self.source.crew.accounts[0].discarded["interrupted"] += self._give_up_unmade()
         if self._unmade is None:
-            self._unmade = like, self._fill(wanted)
+            self._unmade = like, self._fill(request)
         filled = self._unmade[1]
         batch = self.delivery.batch(filled)
         self._unmade = None
@@ -350,13 +358,16 @@ class Engine:
         self._unmade = None
         return frames
 
-    def _fill(self, wanted: Wanted) -> Filled:
+    def _fill(self, request: CollectRequest) -> FilledSlot:
         if isinstance(self.source, FirstReady):
             if isinstance(self.weights, SentWeights):
                 self.weights.catch_up()
-            return self.source.collect(wanted)
-        with self.weights.acting() as version:  # the same for all groups, whatever is published meanwhile
-            return self.source.collect(dataclasses.replace(wanted, version=version), self.delivery.reused)
+            return self.source.collect(request)
+        request.version = self.weights.hold()  # the same for all groups, whatever is published meanwhile
+        try:
+            return self.source.collect(request, self.delivery.reused)
+        finally:
+            self.weights.release()
 
     def _retire_dropped(self) -> None:
         """Nobody should wait for episodes of groups that are gone."""
@@ -368,9 +379,10 @@ class Engine:
                 if self.kept is not None:
                     self.kept.flush(account.env_ids.tolist())
 
-    def _count_lag(self, filled: Filled) -> None:
-        lags = [self.weights.lag(version) for version in filled.versions]
-        self.lag[max(lags, default=0)] += 1
+    def _count_lag(self, filled: FilledSlot) -> None:
+        lags = list(map(self.weights.lag, filled.versions))
+        most = max(lags, default=0)
+        self.lag[most] = self.lag.get(most, 0) + 1
         for group, lag in zip(filled.groups, lags, strict=False):
             self.source.crew.accounts[group].lag = lag
 
@@ -386,7 +398,7 @@ class Engine:
         return self.acting
 
     def _batches_left(self) -> int | None:
-        """How many may still be begun; one more is wanted, whatever was counted."""
+        """How many may still be begun; one more is request, whatever was counted."""
         left = self.options.total_frames - self.counted
         return None if self.options.total_frames < 0 else max(1, left // self.options.frames_per_batch)
 

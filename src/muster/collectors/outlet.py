@@ -66,6 +66,7 @@ class Outlet:
         sink: of the replay buffer.
         ready: what is to be yielded before anything else is collected; None stands for what is in a buffer already.
         needs_flags: it looks at ``("next", "done")``, which an environment may not show.
+        is_direct: batches are yielded as they were collected.
     """
 
     def __init__(self, options: CollectorOptions, num_envs: int, *, pad_id: int = -1) -> None:
@@ -94,6 +95,8 @@ class Outlet:
         self._unsorted = False  # there may be groups of episodes that are complete
         self._hidden: Sequence[Key] = ()  # of the last batch
         self.needs_flags = bool(options.trajs_per_batch or options.split_trajs or options.on_episode_done)
+        buffered = options.replay_buffer is not None or options.on_batch is not None or options.postproc is not None
+        self.is_direct = not (self.needs_flags or buffered)
 
     @property
     def frames_ready(self) -> int:

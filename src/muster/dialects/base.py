@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from muster.columns import RolloutOptions, lane_columns
-from muster.episode_rules import Rule
+from muster.episodes.rules import Rule
 from muster.group import Group
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import Array

@@ -163,11 +163,12 @@ def values_problem(array: Array, spec: ArraySpec) -> tuple[tuple[int, ...], str]
     """First place at which ``array`` (``[..., *shape]``) leaves the bounds of ``spec``, and why."""
     if spec.dtype == OBJECT:
         return None
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
+    some, every = np.logical_or.reduce, np.logical_and.reduce  # what ``any`` and ``all`` call, after a detour
+    if array.dtype.kind == "f" and not every(np.isfinite(array), axis=None):
         return _first(~np.isfinite(array), array, "not finite")
-    if spec.low is not None and (array < spec.low).any():
+    if spec.low is not None and some(array < spec.low, axis=None):
         return _first(array < spec.low, array, f"below the space's low {_bound(spec.low)}")
-    if spec.high is not None and (array > spec.high).any():
+    if spec.high is not None and some(array > spec.high, axis=None):
         return _first(array > spec.high, array, f"above the space's high {_bound(spec.high)}")
     return None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from muster.episodes.record import Episodes, no_episodes
+from muster.episodes.record import NO_EPISODES, Episodes
 from muster.errors import BadCheckpoint
 from muster.memory.specs import Array
 
@@ -55,7 +55,7 @@ class TrajectoryClock:
     def fill_ids(self, ids: Array, done: Array) -> None:
         """Write the trajectory id of every row (``[T, B]`` int64), before ``advance``."""
         ids[...] = self.env_ids + self.total_envs * self.episode
-        if done.any():
+        if len(done) > 1 and done.any():
             ids[1:] += self.total_envs * np.cumsum(done[:-1], axis=0)
 
     def fill_step_counts(self, counts: Array, done: Array) -> None:
@@ -68,11 +68,11 @@ class TrajectoryClock:
     def advance(self, reward: Array, terminated: Array, truncated: Array, done: Array) -> Episodes:
         """Move to the end of the rows (``[T, B]`` each); returns the episodes that ended, in order."""
         T, B = reward.shape
-        place = np.flatnonzero(done)  # in order of time
+        place = done.reshape(-1).nonzero()[0]  # in order of time
         if not len(place):
             self.steps += T
-            self.returns += reward.sum(axis=0, dtype=np.float64)
-            return no_episodes()
+            self.returns += np.add.reduce(reward, axis=0, dtype=np.float64)
+            return NO_EPISODES
         total = np.cumsum(reward, axis=0, dtype=np.float64)
         by_env = np.argsort(place % B, kind="stable")  # from here on by environment, then time
         t, env = np.divmod(place[by_env], B)

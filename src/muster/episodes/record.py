@@ -63,9 +63,8 @@ class Episodes(Sequence[EpisodeRecord]):
         return self.traj_id, self.env_id, self.episode_return, self.length, self.terminated, self.truncated
 
 
-def no_episodes() -> Episodes:
-    """Where none has ended."""
-    return Episodes(*(np.empty(0, d) for d in (np.int64, np.int64, float, np.int64, bool, bool)))
+NO_EPISODES = Episodes(*(np.empty(0, d) for d in (np.int64, np.int64, float, np.int64, bool, bool)))
+"""Where none has ended."""
 
 
 def join_episodes(parts: Sequence[Episodes]) -> Episodes:

@@ -18,16 +18,25 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 Order = Literal["batch_major", "time_major"]
-Nested = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class _Leaf:
-    key: Key
+    path: Key  # of the nested TensorDict that it is in
+    name: str
     dtype: torch.dtype
     offset: int  # in items
     size: tuple[int, ...]
     stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A nested TensorDict, or the whole; those below it come before it."""
+
+    path: Key
+    batch_size: torch.Size
+    names: list[str | None]
 
 
 class BatchView:
@@ -61,37 +70,48 @@ class BatchView:
         self._stacked, self._time_first = stacked, time_first
         self._leaves = [self._leaf(layout, c) for c in layout.tensor_columns if hidden or not c.hidden]
         self._objects = [c for c in layout.object_columns if hidden or not c.hidden]
-        self._inner = {c.key[:-1]: c.shape[: c.inner] for c in layout.tensor_columns if c.inner}
+        inner = {c.key[:-1]: c.shape[: c.inner] for c in layout.tensor_columns if c.inner}
+        shown = [(*leaf.path, leaf.name) for leaf in self._leaves] + [c.key for c in self._objects if not c.ragged]
+        paths = dict.fromkeys(key[:depth] for key in shown for depth in range(1, len(key)))
+        self._nodes = [self._node(path, inner.get(path, ())) for path in (*sorted(paths, key=len, reverse=True), ())]
+        # ``torch.empty`` costs more than all that is done with the tensor; ``data`` of one is a new tensor, too.
+        with torch.inference_mode(False):  # what is made in it stays an inference tensor, and so would ``data`` of it
+            self._empty = {leaf.dtype: torch.empty(0, dtype=leaf.dtype) for leaf in self._leaves}
 
     def tensordict(self, memory: torch.Tensor, slot: Slot) -> TensorDict:
         """The batch over ``memory`` (flat bytes, from ``SlotRing.lend`` or a copy of them)."""
         storage = memory.untyped_storage()
         first = memory.storage_offset()
-        root: Nested = {}
+        empty = self._empty
+        if memory.device.type != "cpu":
+            empty = {dtype: torch.empty(0, dtype=dtype, device=memory.device) for dtype in empty}
+        entries: dict[Key, dict[str, Any]] = {}
+        for node in self._nodes:
+            entries[node.path] = {}
         for leaf in self._leaves:
             # Not as_strided: its results would share one version counter, and a change of one leaf would
             # look to autograd like a change of all.
-            tensor = torch.empty(0, dtype=leaf.dtype, device=memory.device)
-            shift = first // leaf.dtype.itemsize
-            tensor.set_(storage, shift + leaf.offset, leaf.size, leaf.stride)
-            _set(root, leaf.key, tensor)
+            tensor = empty[leaf.dtype].data
+            offset = leaf.offset + first // leaf.dtype.itemsize if first else leaf.offset
+            entries[leaf.path][leaf.name] = tensor.set_(storage, offset, leaf.size, leaf.stride)
         for column in self._objects:
             if not column.ragged:
-                _set(root, column.key, self._non_tensor(column, slot))
-        batch = self._wrap(root)
+                entries[column.key[:-1]][column.key[-1]] = self._non_tensor(column, slot)
+        # Without TensorDict's checks: the shapes were made here, and a batch of few steps would be mostly checking.
+        make: Any = tensordict_maker()
+        batch: Any = None
+        for node in self._nodes:
+            batch = make(entries[node.path], batch_size=node.batch_size, names=node.names, device=self.device)
+            if node.path:
+                entries[node.path[:-1]][node.path[-1]] = batch
         for column in self._objects:
             if column.ragged:
                 batch = _add_ragged(batch, column.key, _filled(self._cells(column, slot)), self.time_dim)
-        batch.names = self.names  # which stacking parts has lost
+                batch.names = self.names  # which stacking parts has lost
         return batch
 
-    def _wrap(self, root: Nested, path: Key = ()) -> TensorDict:
-        """Without TensorDict's checks: the shapes were made here, and a batch of few steps would be mostly checking."""
-        entries = {k: self._wrap(value, (*path, k)) if type(value) is dict else value for k, value in root.items()}
-        inner = self._inner.get(path, ())
-        size, names = torch.Size((*self.batch_size, *inner)), self.names + [None] * len(inner)
-        batch: TensorDict = tensordict_maker()(entries, batch_size=size, names=names, device=self.device)
-        return batch
+    def _node(self, path: Key, inner: tuple[int, ...]) -> _Node:
+        return _Node(path, torch.Size((*self.batch_size, *inner)), self.names + [None] * len(inner))
 
     def refresh_objects(self, batch: TensorDict, slot: Slot) -> None:
         """Replace the non-tensor entries of ``batch`` by what ``slot`` holds now."""
@@ -112,7 +132,8 @@ class BatchView:
         time = (layout.T, layout.B * row)
         lead = [time, *lead] if self._time_first else [*lead, time]
         return _Leaf(
-            column.key,
+            column.key[:-1],
+            column.key[-1],
             torch_dtype(column.dtype),
             layout.offsets[column.key] // item,
             tuple(n for n, _ in lead) + tuple(size),
@@ -133,12 +154,6 @@ class BatchView:
         if not self._stacked:
             stack = stack[:, 0]
         return stack if self._time_first else np.moveaxis(stack, 0, -1)
-
-
-def _set(root: Nested, key: Key, value: Any) -> None:
-    for part in key[:-1]:
-        root = root.setdefault(part, {})
-    root[key[-1]] = value
 
 
 def _add_ragged(batch: Any, key: Key, cells: Array, time: int) -> Any:

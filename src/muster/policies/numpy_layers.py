@@ -53,11 +53,11 @@ def _copy(out: Array) -> Call:
 
 
 def _linear(layer: nn.Linear, out: Array) -> Call:
-    weight, dot, add = layer.weight.detach().numpy().T, np.dot, np.add
+    weight, add = layer.weight.detach().numpy().T, np.add  # not ``np.dot``, which is a function of Python
     if layer.bias is None:
-        return lambda x: dot(x, weight, out)
+        return lambda x: x.dot(weight, out)
     bias = layer.bias.detach().numpy()
-    return lambda x: add(dot(x, weight, out), bias, out)
+    return lambda x: add(x.dot(weight, out), bias, out)
 
 
 def _elu(layer: Any, y: Array) -> Call:

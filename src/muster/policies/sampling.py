@@ -75,13 +75,13 @@ def categorical(rows: Rows, first: int, *, nvec: tuple[int, ...], low: Array, rn
         rng: for the noise of all rows.
     """
     B, k, n = rows.B, len(nvec), max(nvec)
-    if rng is None:
-        noise = [np.zeros((B * k, n), np.float32)] * rows.T
-    else:
-        gumbel = -np.log(np.maximum(rng.standard_exponential((rows.T - first, B * k, n)), LEAST_EXPONENTIAL))
-        noise = [*[np.empty(0, np.float32)] * first, *gumbel.astype(np.float32)]
+    gumbel = np.zeros((rows.T, B * k, n), np.float32)  # rows before the first one are not used
+    if rng is not None:
+        exponential = rng.standard_exponential((rows.T - first, B * k, n))
+        gumbel[first:] = -np.log(np.maximum(exponential, LEAST_EXPONENTIAL))
     if B * k == 1 and n <= SMALL:
-        return _categorical_one(rows, noise, int(low[0]))
+        return _categorical_one(rows, gumbel.reshape(rows.T, n).tolist(), int(low[0]))
+    noise = list(gumbel)
     actions, log_probs, not_finite = rows.flat, rows.log_prob, rows.not_finite
     direct = rows.action.dtype == np.int64 and not low.any()
     start = np.tile(low, B)
@@ -120,9 +120,8 @@ def categorical(rows: Rows, first: int, *, nvec: tuple[int, ...], low: Array, rn
     return emit
 
 
-def _categorical_one(rows: Rows, noise: list[Array], low: int) -> Emit:
+def _categorical_one(rows: Rows, gumbel: list[list[float]], low: int) -> Emit:
     actions, log_probs, not_finite = rows.flat, rows.log_prob, rows.not_finite
-    gumbel = [row.ravel().tolist() for row in noise]
     exp, log = math.exp, math.log
 
     def emit(t: int, logits: Array) -> None:

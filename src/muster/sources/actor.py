@@ -208,7 +208,7 @@ class Actor:
         @contextmanager
         def around() -> Iterator[None]:
             try:
-                with self._surroundings(policy, rng):
+                with self._context(policy, rng):
                     yield
             finally:
                 self.settle()
@@ -224,7 +224,7 @@ class Actor:
         if first:
             self._act_first(policy, lane, row, rng)
             return
-        with self._surroundings(policy, rng):
+        with self._context(policy, rng):
             if rollout.act is None or rollout.epoch != self._epoch:
                 lane.acts_from = lane.done_steps = row
                 rollout.act, rollout.epoch = call_policy(policy, lambda: policy.start(lane, rng)), self._epoch
@@ -252,7 +252,7 @@ class Actor:
         if first:
             self._act_first(policy, stage, here, rng)
         else:
-            with self._surroundings(policy, rng):
+            with self._context(policy, rng):
                 if ready is None:
                     stage.acts_from = stage.done_steps = here
                     act = call_policy(policy, lambda: policy.start(stage, rng))
@@ -266,7 +266,7 @@ class Actor:
                 lane[row + 1] = there[here + 1]
 
     def _act_first(self, policy: Policy, lane: Lane, row: int, rng: GroupRng) -> None:
-        with self._surroundings(policy, rng, first=True):
+        with self._context(policy, rng, first=True):
             outputs = call_policy(policy, lambda: policy.first(self._seen(lane, row), rng))
         store_outputs(keep(outputs), lane, row)
 
@@ -336,7 +336,7 @@ class Actor:
             policy = build_policy(self._policy, self._options, built, self._device)
             probe = self._restored(0, rng.state_dict())  # the group's own draws nothing for it
             try:
-                with self._surroundings(policy, probe, first=True):
+                with self._context(policy, probe, first=True):
                     call_policy(policy, lambda: policy.first(obs(), probe))
             finally:
                 self.settle()
@@ -344,8 +344,8 @@ class Actor:
         return self._policies[shape]
 
     @contextmanager
-    def _surroundings(self, policy: Policy, rng: GroupRng, *, first: bool = False) -> Iterator[None]:
-        """As ``Group.surroundings``."""
+    def _context(self, policy: Policy, rng: GroupRng, *, first: bool = False) -> Iterator[None]:
+        """As ``Group.context``."""
         alone = self._exclusive and (first or policy.draws_globally)
         inference = self._options.rollout.inference_mode and not (first or self._grad)
         mode = torch.inference_mode() if inference else torch.no_grad()

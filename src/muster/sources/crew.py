@@ -20,6 +20,7 @@ from muster.progress import Timing
 from muster.sources.detached import DetachedWorker
 from muster.sources.handles import Handle
 from muster.sources.messages import GroupInfo, Order, Report
+from muster.sources.worker import Worker
 from muster.stats import InferenceStats, WorkerStats
 
 
@@ -59,12 +60,17 @@ class Account:
             return
         report.entered = True
         self.executed += report.executed
-        self.discarded.update(report.discarded)
-        kept = report.executed - sum(report.discarded.values())
+        kept = report.executed
+        if report.discarded:
+            self.discarded.update(report.discarded)
+            kept -= sum(report.discarded.values())
         self.in_flight += kept
         self.partial = 0 if report.error is None and not report.lost else self.partial + kept
-        for part in ("env", "policy", "copy", "total"):
-            setattr(self.timing, part, getattr(self.timing, part) + getattr(report.timing, part))
+        timing, more = self.timing, report.timing
+        timing.env += more.env
+        timing.policy += more.policy
+        timing.copy += more.copy
+        timing.total += more.total
 
     def cut_short(self, steps: int) -> None:
         """The lane at work has so many steps in all, which nobody has reported."""
@@ -108,6 +114,7 @@ class Crew:
         handles: of the workers, by their first group.
         infos: of the groups.
         watch: for workers that are not in this thread.
+        local: the only worker, where it is in this thread: it needs no waiting for, and is never lost or dropped.
 
     Attributes:
         owner: the process whose workers they are; None: they are in this thread, and a fork has copies of them.
@@ -116,8 +123,15 @@ class Crew:
         elastic: workers may be absent (see ``DetachedWorker``) from the beginning, and again later.
     """
 
-    def __init__(self, handles: Sequence[Handle], infos: Sequence[GroupInfo], watch: Watch | None = None) -> None:
-        self.handles, self._watch = list(handles), watch
+    def __init__(
+        self,
+        handles: Sequence[Handle],
+        infos: Sequence[GroupInfo],
+        watch: Watch | None = None,
+        *,
+        local: Worker | None = None,
+    ) -> None:
+        self.handles, self._watch, self.local = list(handles), watch, local
         self.owner = None if watch is None else Owner("collector", "workers")
         firsts = itertools.accumulate((info.num_envs for info in infos), initial=0)
         self.accounts = [
@@ -157,7 +171,7 @@ class Crew:
 
     def check_alive(self) -> None:
         """Raise if all workers have been dropped."""
-        if all(account.dropped for account in self.accounts):
+        if self.local is None and all(account.dropped for account in self.accounts):
             raise WorkerDied(
                 "all workers have been dropped, so nothing can be collected any more. Each was warned about with its "
                 "cause; on_failure='restart' starts workers again."
@@ -179,11 +193,16 @@ class Crew:
         while True:
             report = self._reports.popleft() if self._reports else self._take()
             if report is not None:
-                self.accounts[report.group].add(report)
-                self._warnings.update(dict.fromkeys(report.warnings))
+                self.enter(report)
                 return report
             assert self._watch is not None, "nothing was ordered"
             self._reports += self._watch.wait(None)
+
+    def enter(self, report: Report) -> None:
+        """Into the account of its group, and what is to be warned of."""
+        self.accounts[report.group].add(report)
+        if report.warnings:
+            self._warnings.update(dict.fromkeys(report.warnings))
 
     def stop(self) -> None:
         """Let all rollouts that have been ordered end after their current step."""
@@ -287,6 +306,8 @@ class Crew:
 
 def give_warnings(crew: Crew) -> None:
     """Warn of what workers have noted. A warning may be an error, and the caller must lose nothing then."""
+    if crew._warned == len(crew._warnings):
+        return
     for text in list(crew._warnings)[crew._warned :]:
         crew._warned += 1
         warnings.warn(text, stacklevel=3)

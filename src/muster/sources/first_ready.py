@@ -16,7 +16,7 @@ from muster.interrupts import postponed
 from muster.memory.slots import Layout, Slot, SlotRing, SlotState
 from muster.sources.crew import Crew, give_warnings, is_absent
 from muster.sources.messages import Order, Report
-from muster.sources.schedule import Bundle, Filled, Schedule, Wanted, filled
+from muster.sources.schedule import Bundle, CollectRequest, FilledSlot, Schedule, filled
 from muster.sources.waiting import layout_of, report_of, to_plain, write
 
 FAIR_AFTER = 8  # batches per group, before shares are compared
@@ -132,7 +132,7 @@ class FirstReady(Schedule):
         self._begun: Counter[int] = Counter()  # rollouts that were ordered, by group
         self._behind: set[int] = set()  # groups that were warned of
 
-    def collect(self, wanted: Wanted, into: Slot | None = None) -> Filled:
+    def collect(self, wanted: CollectRequest, into: Slot | None = None) -> FilledSlot:
         """The next rollout that is complete.
 
         Raises:
@@ -268,7 +268,7 @@ class FirstReady(Schedule):
                     stacklevel=2,
                 )
 
-    def _order(self, wanted: Wanted, batches: int | None, *, delivered: int = 0) -> None:
+    def _order(self, wanted: CollectRequest, batches: int | None, *, delivered: int = 0) -> None:
         """Give work to every group that has too little."""
         # What is delivered now is followed by a publish.
         lag = None if self._max_lag is None else self._max_lag + 1 - delivered
@@ -290,7 +290,7 @@ class FirstReady(Schedule):
     def _can_work(self, bundle: Bundle) -> bool:
         return not self._is_dropped(bundle) and all(self._is_there(group) for group in bundle.groups)
 
-    def _submit(self, bundle: Bundle, wanted: Wanted, delivered: int) -> None:
+    def _submit(self, bundle: Bundle, wanted: CollectRequest, delivered: int) -> None:
         policy = wanted.policy(len(self._ordered) + delivered)
         self._prepare(bundle, policy)
         if self._is_dropped(bundle):  # just now

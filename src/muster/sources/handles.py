@@ -57,37 +57,30 @@ class Handle(Protocol):
         """
 
 
-class Inline:
-    """A worker in the caller's own thread: it works while somebody waits for it."""
+class LocalWorker:
+    """A worker in the caller's own thread: what is ordered is done at once."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.index = worker, 0
         self.groups = [group.number for group in worker.groups]
         self.outstanding: dict[int, Order] = {}
-        self._queue: deque[tuple[Order, Slot]] = deque()
+        self._reports: deque[Report] = deque()
 
     def prepared(self, policy: str) -> bool:
         return self.worker.prepared(policy)
 
     def submit(self, order: Order, slot: Slot) -> None:
-        self.outstanding[order.number] = order
-        self._queue.append((order, slot))
+        self._reports.append(self.worker.run(order, slot.lanes[order.lane]))
 
     def take(self) -> Report | None:
-        if not self._queue:
-            return None
-        order, slot = self._queue.popleft()
-        del self.outstanding[order.number]
-        return self.worker.run(order, slot.lanes[order.lane])
+        return self._reports.popleft() if self._reports else None
 
     def stop(self, number: int) -> None:
         """Nothing is under way while somebody else can act."""
 
     def withdraw(self) -> list[Order]:
-        orders = list(self.outstanding.values())
-        self.outstanding.clear()
-        self._queue.clear()
-        return orders
+        """Nothing waits to be seen."""
+        return []
 
     def call(self, method: str, *args: Any) -> Any:
         try:
@@ -98,7 +91,6 @@ class Inline:
             raise
 
     def begin_close(self) -> None:
-        self.withdraw()
         self.worker.profile(None, 0)
 
     def close(self) -> None:

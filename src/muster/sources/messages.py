@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,7 +174,7 @@ class Report:
     rows: int = 0
     done_steps: int = 0
     executed: int = 0
-    discarded: Counter[str] = field(default_factory=Counter)
+    discarded: Mapping[str, int] = field(default_factory=dict)
     version: int | str = 0
     timing: Timing = field(default_factory=Timing)
     episodes: Episodes | None = None

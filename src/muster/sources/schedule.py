@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from muster.memory.slots import Memory
 
 
-@dataclass(frozen=True)
-class Filled:
+@dataclass
+class FilledSlot:
     """What a batch is made of.
 
     Attributes:
@@ -40,23 +40,23 @@ class Filled:
     """
 
     slots: list[tuple[SlotRing, Slot]]
-    groups: list[int]
-    episodes: Episodes
-    frames: int
-    rows: list[int]
-    versions: list[int | str]
-    finals: list[tuple[Array, list[Final]]]
-    spans: list[Any]
     path: str
-    values: list[Any]
+    groups: list[int] = field(default_factory=list)
+    episodes: Episodes = field(init=False)
+    frames: int = 0
+    rows: list[int] = field(default_factory=list)
+    versions: list[int | str] = field(default_factory=list)
+    finals: list[tuple[Array, list[Final]]] = field(default_factory=list)
+    spans: list[Any] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
 
     @property
     def layout(self) -> Layout:
         return self.slots[0][0].layout
 
 
-@dataclass(frozen=True)
-class Wanted:
+@dataclass
+class CollectRequest:
     """What the next batches should be like.
 
     Attributes:
@@ -67,7 +67,7 @@ class Wanted:
         spans: record what happens when.
         batches: how many may be begun from now on; None: any number.
         rows: time steps of rollouts; None: as many as always.
-        rule: which episodes are wanted of a group; see ``Group.rule``.
+        rule: which episodes are wanted of a group, see ``Group.rule``; None: all.
         bootstrap: see ``Order``.
     """
 
@@ -78,7 +78,7 @@ class Wanted:
     spans: bool = False
     batches: int | None = None
     rows: int | None = None
-    rule: Callable[[int], Rule | None] = lambda group: None
+    rule: Callable[[int], Rule | None] | None = None
     bootstrap: Bootstrap | None = None
 
 
@@ -227,7 +227,9 @@ class Schedule:
 
     def _limit(self, limit: int | None, groups: Sequence[int]) -> int | None:
         """Valid steps in a batch of these groups; None is all of them."""
-        cells = sum(self.T[number] * self.crew.accounts[number].info.num_envs for number in groups)
+        cells = 0
+        for number in groups:
+            cells += self.T[number] * self.crew.accounts[number].info.num_envs
         return limit if limit is not None and limit < cells else None
 
     def _discard(self, reason: str) -> None:
@@ -260,21 +262,22 @@ class Schedule:
         return [self.crew.accounts[number].info.name for number in bundle.groups]
 
 
-def filled(crew: Crew, slots: list[tuple[SlotRing, Slot]], reports: Sequence[Report]) -> Filled:
+def filled(crew: Crew, slots: list[tuple[SlotRing, Slot]], reports: Sequence[Report]) -> FilledSlot:
     """What a batch of these lanes is made of."""
-    done = [report for report in reports if report.episodes is not None]
-    return Filled(
-        slots,
-        [report.group for report in reports],
-        join_episodes([cast(Episodes, report.episodes) for report in done]),
-        frames=sum(report.frames for report in reports),
-        rows=[report.rows for report in reports],
-        versions=[report.version for report in done],
-        finals=[(crew.accounts[report.group].env_ids, report.finals) for report in reports],
-        spans=[span for report in reports for span in report.spans],
-        path=reports[0].path,
-        values=[report.values for report in reports],
-    )
+    made = FilledSlot(slots, path=reports[0].path)
+    episodes: list[Episodes] = []
+    for report in reports:
+        made.groups.append(report.group)
+        made.frames += report.frames
+        made.rows.append(report.rows)
+        made.finals.append((crew.accounts[report.group].env_ids, report.finals))
+        made.spans += report.spans
+        made.values.append(report.values)
+        if report.episodes is not None:
+            episodes.append(report.episodes)
+            made.versions.append(report.version)
+    made.episodes = episodes[0] if len(episodes) == 1 else join_episodes(episodes)
+    return made
 
 
 def _shape(layout: Layout) -> object:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import NoReturn, cast
 
 from muster.interrupts import postponed
-from muster.memory.slots import Layout, Slot, SlotState
+from muster.memory.slots import Layout, Slot, SlotRing, SlotState
 from muster.sources.crew import Crew, give_warnings
-from muster.sources.messages import Report
-from muster.sources.schedule import Bundle, Filled, Schedule, Wanted, filled
+from muster.sources.messages import Order, Report
+from muster.sources.schedule import Bundle, CollectRequest, FilledSlot, Schedule, filled
 from muster.sources.threads import GlobalStreams
+from muster.sources.worker import Worker
 
 
 class Sync(Schedule):
@@ -41,7 +42,7 @@ class Sync(Schedule):
         self._complete: dict[int, Report] = {}  # by group
         self._begun: dict[int, int] = {}  # numbers of the orders for these slots, by group
 
-    def collect(self, wanted: Wanted, into: Slot | None = None) -> Filled:
+    def collect(self, request: CollectRequest, into: Slot | None = None) -> FilledSlot:
         """T steps of every group.
 
         Args:
@@ -50,25 +51,57 @@ class Sync(Schedule):
         Raises:
             MusterError: what went wrong; the next call goes on where this one stopped.
         """
-        self.crew.check_alive()
-        policy = wanted.policy(0)
-        if self._resize(wanted.rows):
+        local = self.crew.local
+        if local is None:
+            self.crew.check_alive()
+        policy = request.policy(0)
+        if self._resize(request.rows):
             self.abandon("resized")
-        self._prepare(policy, wanted.version)
+        self._prepare(policy, request.version)
         if not self._filling:
             again = into is not None and into.layout == self.bundles[0].ring.layout
             self._filling = [_again(cast(Slot, into))] if again else [b.ring.take() for b in self.bundles]
-        before = None if self._streams is None else self._streams.before()
-        self._work(wanted, policy)
-        if self._streams is not None and before is not None:
-            self._streams.check(before)
-        self.crew.check_alive()
+        if local is not None:
+            self._work_here(local, request, policy)
+        else:
+            before = None if self._streams is None else self._streams.before()
+            self._work(request, policy)
+            if self._streams is not None and before is not None:
+                self._streams.check(before)
+            self.crew.check_alive()
         give_warnings(self.crew)
         return self._filled()
 
-    def _work(self, wanted: Wanted, policy: str) -> None:
+    def _work_here(self, local: Worker, request: CollectRequest, policy: str) -> None:
+        """The same in this thread, one group after another."""
+        limit = self._limit(request.limit, self._batch_groups())
+        for bundle, slot in zip(self.bundles, self._filling, strict=True):
+            for lane, group in enumerate(bundle.groups):
+                if group in self._complete:
+                    continue
+                if group not in self._begun:
+                    self._begun[group] = next(self.crew.numbers)
+                order = Order(
+                    self._begun[group],
+                    group,
+                    lane,
+                    policy,
+                    request.version,
+                    request.closes,
+                    limit,
+                    spans=request.spans,
+                    rule=None if request.rule is None else request.rule(group),
+                    bootstrap=request.bootstrap,
+                )
+                report = local.run(order, slot.lanes[lane])
+                self.crew.enter(report)
+                if report.error is not None:
+                    _raise(report)
+                self._complete[group] = report
+
+    def _work(self, request: CollectRequest, policy: str) -> None:
         """Let every group fill its lane, and wait for all of them."""
-        limit = self._limit(wanted.limit, self._batch_groups())
+        limit = self._limit(request.limit, self._batch_groups())
         with self.crew.together():
             for slot, lane, group in self._lanes():
                 if group not in self._complete and not self._is_under_way(group):
@@ -78,13 +111,13 @@ class Sync(Schedule):
                         lane,
                         number=self._begun.get(group),
                         policy=policy,
-                        version=wanted.version,
-                        closes=wanted.closes,
+                        version=request.version,
+                        closes=request.closes,
                         limit=limit,
                         sharing=self._sharing(group),
-                        spans=wanted.spans,
-                        rule=wanted.rule(group),
-                        bootstrap=wanted.bootstrap,
+                        spans=request.spans,
+                        rule=None if request.rule is None else request.rule(group),
+                        bootstrap=request.bootstrap,
                     )
                     self._begun[group] = order.number
         if self.ahead is not None:
@@ -112,9 +145,9 @@ class Sync(Schedule):
     def _prepare(self, policy: str, version: int | str | None) -> None:
         """Slots for what the policy and the environments write."""
         accounts = self.crew.accounts
-        living = [handle for handle in self.crew.handles if not accounts[handle.groups[0]].dropped]
-        if all(b.laid_out for b in self.bundles) and all(h.prepared(policy) for h in living):
+        if self._is_prepared(policy):
             return
+        living = [handle for handle in self.crew.handles if not accounts[handle.groups[0]].dropped]
         self.abandon("policy_changed")
         layouts: dict[int, Layout] = {}
         for handle in living:
@@ -126,6 +159,15 @@ class Sync(Schedule):
             layouts.setdefault(number, replace(like, B=info.num_envs, batch_shape=info.batch_shape))
         for bundle in self.bundles:
             bundle.lay_out([layouts[number] for number in bundle.groups], self._names(bundle))
+
+    def _is_prepared(self, policy: str) -> bool:
+        for bundle in self.bundles:
+            if not bundle.laid_out:
+                return False
+        for handle in self.crew.handles:
+            if not (self.crew.accounts[handle.groups[0]].dropped or handle.prepared(policy)):
+                return False
+        return True
 
     def _discard(self, reason: str) -> None:
         super()._discard(reason)
@@ -168,13 +210,24 @@ class Sync(Schedule):
         finally:
             del error  # it refers to this frame: slots would wait for the cycle collector
 
-    def _filled(self) -> Filled:
-        reports = [self._complete[group] for _, _, group in self._lanes()]
-        slots = [(bundle.ring, slot) for bundle, slot in zip(self.bundles, self._filling, strict=True)]
-        for slot, lane, group in self._lanes():
-            self._finish(slot, lane, self._complete[group])
+    def _filled(self) -> FilledSlot:
+        reports: list[Report] = []
+        slots: list[tuple[SlotRing, Slot]] = []
+        for bundle, slot in zip(self.bundles, self._filling, strict=True):
+            slots.append((bundle.ring, slot))
+            for lane, group in enumerate(bundle.groups):
+                reports.append(self._complete[group])
+                self._finish(slot, lane, self._complete[group])
         self._filling, self._complete, self._begun = [], {}, {}
         return filled(self.crew, slots, reports)
+
+
+def _raise(report: Report) -> NoReturn:
+    error, report.error = report.error, None  # its traceback refers to frames that refer to the report, and to slots
+    try:
+        raise error
+    finally:
+        del error  # it refers to this frame: slots would wait for the cycle collector
 
 
 def _again(slot: Slot) -> Slot:

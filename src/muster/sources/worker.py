@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -21,7 +20,7 @@ from muster.memory.slots import Lane, Layout
 from muster.memory.specs import Array
 from muster.policies.random import RandomPolicy
 from muster.profiling import ProfileConfig, RolloutProfiler
-from muster.progress import Phase, Progress, Timing
+from muster.progress import PHASE, Phase, Progress, Timing
 from muster.protocols import EnvBatch, Policy
 from muster.rng import GroupRng
 from muster.rollout import rollout
@@ -77,7 +76,12 @@ class Worker:
 
     def prepared(self, name: str) -> bool:
         """``layouts(name)`` would say the same as before."""
-        return self.policies[name] is self.acting and not any(group.resumed for group in self.groups)
+        if self.policies[name] is not self.acting:
+            return False
+        for group in self.groups:  # noqa: SIM110 (asked before every batch)
+            if group.resumed:
+                return False
+        return True
 
     def layouts(self, name: str, T: Sequence[int], version: int | str | None = None) -> list[Layout]:
         """Where the policy called ``name`` and the groups write, for rollouts of ``T`` steps each.
@@ -130,9 +134,10 @@ class Worker:
 
     def run(self, order: Order, lane: Lane) -> Report:
         """Follow an order; what it raises is in the report."""
-        group = self.group(order.group)
-        policy = self.policies[order.policy]
-        group.executed, group.discarded, group.timing = 0, Counter(), Timing()
+        group = self.groups[order.group - self.groups[0].number]
+        policy, cells = self.policies[order.policy], self.progress.cells
+        group.executed, group.timing = 0, Timing()
+        group.discarded.clear()
         group.closes_batch, group.frame_limit = order.closes, order.limit
         if order.sharing is not None:
             first, sharing = order.sharing
@@ -141,33 +146,43 @@ class Worker:
         if lane.done_steps == 0:  # else it goes on with the one that it has
             group.rule = order.rule
         self.progress.take_up(order.number)
-        report = Report(order.number, group.number)
+        report = Report(order.number, group.number, timing=group.timing)
         try:
             if self.newest is not None:
                 self.progress.begin(Phase.WEIGHTS)
                 group.version = self.newest()
             elif order.version is not None:
                 group.version = order.version
-            with self._gradients(policy):
-                if order.bootstrap is None:
-                    rollout(group, policy, lane)
-                else:
-                    asked = None if isinstance(policy, ServedPolicy) else policy
-                    report.values = rollout_and_values(group, policy, lane, order.bootstrap, asked)
+            if order.bootstrap is None and not self._grad:
+                rollout(group, policy, lane)
+            else:
+                self._run_specially(group, policy, lane, order, report)
         except BaseException as error:  # noqa: BLE001 (raised where the batch is waited for)
             report.error, report.phase = error, phase_ended_by(error, self.progress)
         else:
             report.frames, report.rows, report.episodes = group.delivered, group.rows, group.episodes
             if self._profiler is not None:
                 self._profiler.step()
-        self.progress.begin(Phase.IDLE)
-        report.executed, report.discarded, report.timing = group.executed, +group.discarded, group.timing
+        cells[PHASE] = Phase.IDLE
+        report.executed = group.executed
+        if group.discarded:
+            report.discarded = +group.discarded
         report.done_steps, report.version, report.finals = lane.done_steps, group.version, group.finals
         report.path = policy.path
         if group.env.casts is not None:
             report.warnings = group.env.casts.take_warnings()
-        report.spans = spans.kept if spans is not None else []
+        if spans is not None:
+            report.spans = spans.kept
         return report
+
+    def _run_specially(self, group: Group, policy: Policy, lane: Lane, order: Order, report: Report) -> None:
+        """A rollout with gradients, or after which values are asked for."""
+        with self._gradients(policy):
+            if order.bootstrap is None:
+                rollout(group, policy, lane)
+            else:
+                asked = None if isinstance(policy, ServedPolicy) else policy
+                report.values = rollout_and_values(group, policy, lane, order.bootstrap, asked)
 
     def group(self, number: int) -> Group:
         return self.groups[number - self.groups[0].number]

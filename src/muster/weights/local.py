@@ -69,16 +69,23 @@ class LocalWeights:
 
     @contextmanager
     def acting(self) -> Iterator[int | str]:
-        """For the time of a rollout: the newest weights are in place, and stay as they are. Gives their version."""
-        with self._lock:
-            self._apply()
-            self._in_rollout = True
-            version = self.version
+        """For the time of a rollout: ``hold``, and ``release``."""
+        version = self.hold()
         try:
             yield version
         finally:
-            with self._lock:
-                self._in_rollout = False
+            self.release()
+
+    def hold(self) -> int | str:
+        """The newest weights are in place, and stay as they are until ``release``. Returns their version."""
+        with self._lock:
+            self._apply()
+            self._in_rollout = True
+            return self._count if self.counter is None else self.counter.version
+
+    def release(self) -> None:
+        """Publishes take effect again."""
+        self._in_rollout = False  # without the lock: a publish that reads it meanwhile was during the rollout
 
     def restore(self, version: int | str) -> None:
         """Set the version, after a load into ``policy``."""
@@ -119,8 +126,9 @@ class LocalWeights:
 
     def _apply(self) -> None:
         """Make visible what is waiting."""
-        copy_pairs(self._waiting)
-        self._waiting = {}
+        if self._waiting:
+            copy_pairs(self._waiting)
+            self._waiting = {}
 
     def _increment(self) -> int | str:
         before = self.version

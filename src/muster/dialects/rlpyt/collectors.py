@@ -139,7 +139,7 @@ class DecorrelatingStartCollector(BaseCollector):
         envs.done[:] = False
         self._actor.begin(itr)
         runner.run(self._actor, lane)
-        with runner.group.surroundings():
+        with runner.group.context():
             self._actor.finish(lane, lane.T - lane.done_steps, getattr(samples.agent, "bootstrap_value", None))
         store(lane, samples)
         return runner.inputs, traj_infos, completed
