@@ -24,8 +24,9 @@ from muster.nodes.weights import NodesPublisher
 from muster.nodes.wire import WEIGHTS, NodeSetup
 from muster.progress import CELLS
 from muster.sources.capsule import Capsule
+from muster.sources.config import WorkerConfig
 from muster.sources.failures import Failure
-from muster.sources.messages import Payload, Start
+from muster.sources.requests import Ask, State
 from muster.sources.threads import Doorbell
 from muster.testing import Fault, OracleEnv
 from muster.testing.oracle import EXECUTED
@@ -45,7 +46,7 @@ from tests.fakes.queue_links import (
 pytestmark = pytest.mark.timeout(180)
 
 POLICY = b""
-START = Start(0, 0, Payload([], b"", b"?", False, b""), [0], None, False, False)
+START = WorkerConfig(0, [0], [], b"", b"?", False, b"")
 
 
 def setup(**changes):
@@ -96,7 +97,7 @@ class TestLeaves:
             (link,) = carrier.links[0]
             pid = collector.stats().workers[0].pid
             say(link, "stack", 1, 1.0)  # the agent looks nowhere else for a second
-            say(link, "to", 1, 0, ("call", "state", ()))
+            say(link, "to", 1, 0, Ask(1, State()))
             os.kill(pid, signal.SIGKILL)
             wait_until(lambda: any(said[0] == "gone" for said in list(link.said)))
             next(iter(collector))
@@ -139,7 +140,7 @@ class TestLeaves:
     def test_a_leaf_that_cannot_be_started_is_told_of(self, agent):
         link, thread, ended = agent
         say(link, "setup", setup(start_method="teleport"), block=Block(np.frombuffer(POLICY, np.uint8)), tag=1)
-        say(link, "start", 0, 1, START)
+        say(link, "start", 1, START)
         (failure,) = heard(link, "failed")
         assert isinstance(failure, Failure)
         assert "teleport" in str(failure.error())

@@ -18,7 +18,7 @@ from muster.policies.adapt import observed_dtype
 from muster.rng import GroupRng
 from muster.sources.build import WorkerOptions, build_envs, build_policy, make_group
 from muster.sources.crew import Crew
-from muster.sources.handles import Inline
+from muster.sources.handles import LocalWorker
 from muster.sources.schedule import Bundle
 from muster.sources.sync import Sync
 from muster.sources.worker import Worker, describe
@@ -52,7 +52,7 @@ def in_this_thread(
     told = worker_options(options, policy)
     policies = {name: build_policy(p, told, groups[0], device) for name, p in (("policy", policy), ("random", None))}
     worker = Worker(groups, policies, policy, device=device)
-    crew = Crew([Inline(worker)], [describe(group.env, group.batch_shape) for group in groups])
+    crew = Crew([LocalWorker(worker)], [describe(group.env, group.batch_shape) for group in groups])
     rows = options.rows_per_batch(crew.num_envs) if options.extend_buffer else 1
     memory = _memory(options, groups[0].env.device)
     bundle = Bundle(range(len(groups)), limit_bytes=cast(int, options.slot_memory_limit), memory=memory)

@@ -19,6 +19,7 @@ from muster.nodes.wire import BEAT_S, WEIGHTS, NodeInfo
 from muster.progress import ORDER, PHASE, Phase
 from muster.sources.failures import Failure, Where
 from muster.sources.launch import UNKNOWN
+from muster.sources.requests import Finished
 from muster.stats import InferenceStats
 from muster.weights.buffer import Manifest
 
@@ -82,10 +83,10 @@ class Session:
         self._receiver = threading.Thread(target=self._receive, name=f"{name}-receives", daemon=True)
         self._sender.start()
 
-    def start(self, leaf: int) -> LeafChannel:
+    def start(self) -> LeafChannel:
         """The channel to a new process of a leaf; what is sent first starts it."""
         with self._losing:
-            channel = LeafChannel(self, leaf, next(self._lives))
+            channel = LeafChannel(self, next(self._lives))
             self._leaves[channel.life] = channel
             if self.lost:
                 channel.end()
@@ -93,7 +94,7 @@ class Session:
 
     def post(self, *message: Any, block: Block | None = None, tag: int = 0, expects: Array | None = None) -> None:
         """Have it sent after all that was posted before. Raises what pickling it does."""
-        life = message[2] if message[0] == "start" else message[1] if message[0] == "to" else None
+        life = message[1] if message[0] in ("start", "to") else None
         self._outbox.put(_Item(_pickled(*message), life, block, tag, expects))
 
     def post_weights(self) -> None:
@@ -231,8 +232,8 @@ class Session:
         leaf.child.pid, leaf.ledger.cells[PHASE] = pid, int(Phase.CONSTRUCT)
 
     def _on_from(self, life: int, message: Any) -> None:
-        if message[0] in ("report", "unfinished"):
-            self._ended(self._leaves[life], message[1].number)
+        if isinstance(message, Finished):
+            self._ended(self._leaves[life], message.report.number)
         self._leaves[life].put(message)
 
     def _on_bye(self) -> None:

@@ -44,7 +44,7 @@ PRELOADED = (
 )
 LIGHT = (  # those that do not import torch
     *("numpy", "numpy.random", "gymnasium", "gymnasium.wrappers", "gymnasium.vector", "cloudpickle", "dm_env"),
-    *("gymnasium.envs.classic_control", "gymnasium.envs.toy_text", "muster.sources.server"),
+    *("gymnasium.envs.classic_control", "gymnasium.envs.toy_text", "muster.sources.main"),
 )
 
 

@@ -54,14 +54,22 @@ class Dispatch:
         return [part for part in (workers[:half], workers[half:]) if part]
 
 
-class Seated(Protocol):
-    """What a server needs to know of a worker; see ``DetachedWorker``."""
+class Lanes(Protocol):
+    """Where a worker's rollouts lie; see ``UnderWay``."""
 
-    index: int
-    groups: list[int]
     outstanding: dict[int, Order]
 
     def lane_of(self, number: int) -> Lane: ...
+
+
+class Seated(Protocol):
+    """What a server needs to know of a worker; see ``WorkerProxy``."""
+
+    index: int
+    groups: list[int]
+
+    @property
+    def under_way(self) -> Lanes: ...
 
 
 @dataclass
@@ -329,7 +337,8 @@ class InferenceServer:
     def _rollout(self, seat: _Seat) -> Rollout:
         number = self.lines.order(seat.worker)
         if seat.rollout is None or seat.rollout.number != number:
-            group, lane = seat.handle.outstanding[number].group, seat.handle.lane_of(number)
+            orders = seat.handle.under_way
+            group, lane = orders.outstanding[number].group, orders.lane_of(number)
             seat.rollout = self._rollouts[number] = self.actor.begin(number, group, lane)
         return seat.rollout
 
