@@ -221,7 +221,7 @@ class Player:
     def _follow(self, kind: str, *content: Any) -> None:
         answers = self.farm.recording.answers
         if kind == "start":
-            self._life, config = content
+            _, self._life, config = content
             (self._group,) = config.groups
             self._say(0.0, ("started", self._life, os.getpid()))
             self._say(0.0, ("from", self._life, Answer(BIRTH, answers["start"])))

@@ -26,7 +26,7 @@ from muster.progress import CELLS
 from muster.sources.capsule import Capsule
 from muster.sources.config import WorkerConfig
 from muster.sources.failures import Failure
-from muster.sources.requests import Ask, State
+from muster.sources.requests import Answer, Ask, TakeState
 from muster.sources.threads import Doorbell
 from muster.testing import Fault, OracleEnv
 from muster.testing.oracle import EXECUTED
@@ -97,7 +97,7 @@ class TestLeaves:
             (link,) = carrier.links[0]
             pid = collector.stats().workers[0].pid
             say(link, "stack", 1, 1.0)  # the agent looks nowhere else for a second
-            say(link, "to", 1, 0, Ask(1, State()))
+            say(link, "to", 1, 0, Ask(1, TakeState()))
             os.kill(pid, signal.SIGKILL)
             wait_until(lambda: any(said[0] == "gone" for said in list(link.said)))
             next(iter(collector))
@@ -140,7 +140,7 @@ class TestLeaves:
     def test_a_leaf_that_cannot_be_started_is_told_of(self, agent):
         link, thread, ended = agent
         say(link, "setup", setup(start_method="teleport"), block=Block(np.frombuffer(POLICY, np.uint8)), tag=1)
-        say(link, "start", 1, START)
+        say(link, "start", 0, 1, START)
         (failure,) = heard(link, "failed")
         assert isinstance(failure, Failure)
         assert "teleport" in str(failure.error())
@@ -408,7 +408,7 @@ class TestServers:
             going_on = threading.Thread(target=lambda: got.append(next(iter(collector))))
             going_on.start()
             wait_until(lambda: len(carrier.links[0]) > 1)
-            wait_until(lambda: any(s[0] == "from" and s[2][0] == "reply" for s in list(carrier.links[0][1].said)))
+            wait_until(lambda: any(s[0] == "from" and isinstance(s[2], Answer) for s in list(carrier.links[0][1].said)))
             two_beats(carrier.links[0][1])
             gate.touch()
             going_on.join(JOIN_S)

@@ -22,20 +22,20 @@ from muster.nodes.node import Nodes
 from muster.nodes.wire import NodeSetup, Service
 from muster.sources.build import WorkerOptions
 from muster.sources.capsule import CrashDirectory, Maker
-from muster.sources.config import Place, WorkerConfig, made_policy
+from muster.sources.config import WorkerConfig, WorkerPlace, made_policy
 from muster.sources.crash_notes import CrashNotes
 from muster.sources.crew import Crew
 from muster.sources.first_ready import FirstReady
 from muster.sources.inference import Dispatch, InferenceServer
-from muster.sources.launchers import in_process, in_thread
+from muster.sources.launch import in_process
 from muster.sources.locked import Turns
 from muster.sources.messages import GroupInfo
 from muster.sources.pickling import dumps
-from muster.sources.proxy import Launcher, WorkerProxy
+from muster.sources.proxy import WorkerHost, WorkerProxy
 from muster.sources.schedule import Bundle
 from muster.sources.supervision import Supervisor
 from muster.sources.sync import Sync
-from muster.sources.threads import Doorbell, GlobalStreams
+from muster.sources.threads import Doorbell, GlobalStreams, in_thread
 from muster.weights.send import SentWeights
 
 
@@ -149,7 +149,7 @@ class Workers:
         made.callback(probe.end)
         probe.start()
         (info,) = self._supervisor.built(probe)
-        probe.assign(Place([0], info.num_envs, False, None))
+        probe.assign(WorkerPlace([0], info.num_envs, False, None))
         probe.call("layouts", "policy", [1], None)
         self._weights.materialise(probe.call("weights"))
         probe.close()
@@ -206,7 +206,7 @@ class Workers:
             self._notes.seeded(range(len(infos)), lambda ids: [seed + i for i in ids])
         for handle in sorted(self._handles, key=lambda handle: not handle.absent):  # they may come from here on
             firsts = [int(crew.accounts[number].env_ids[0]) for number in handle.groups]
-            handle.assign(Place(firsts, crew.num_envs, masks, options.seed))
+            handle.assign(WorkerPlace(firsts, crew.num_envs, masks, options.seed))
 
     def _in_worker(self, rollout: Any) -> Any:
         threads = self._options.num_sub_threads if self._options.backend == "processes" else None
@@ -234,7 +234,7 @@ class Workers:
             in_thread=threads,
         )
         takes_weights = not (served or self._weights.lazy or self._nodes is not None)
-        launcher = Launcher(
+        host = WorkerHost(
             self._starter(index),
             self.arena,
             partial(self._weights.ticket, index) if takes_weights else None,
@@ -244,7 +244,7 @@ class Workers:
             elastic=self._is_elastic,
             where=str if self._nodes is None else partial(self._nodes.where, index),
         )
-        return WorkerProxy(config, launcher, self._supervisor)
+        return WorkerProxy(config, host, self._supervisor)
 
     def _starter(self, index: int) -> Callable[[str, bool], tuple[Any, Any, Any]]:
         if self._nodes is not None:

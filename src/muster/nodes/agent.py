@@ -213,10 +213,10 @@ class Agent:
         if self._setup.service is not None and self.server is None:
             self._make_server()
 
-    def _on_start(self, life: int, config: WorkerConfig) -> None:
+    def _on_start(self, index: int, life: int, config: WorkerConfig) -> None:
         if not config.policy:
             config = replace(config, policy=self._policy)
-        leaf = Leaf(self, life, config, self._setup.start_method)
+        leaf = Leaf(self, index, life, config, self._setup.start_method)
         leaf.launch()
         self._leaves[life] = leaf
         if self.server is not None:

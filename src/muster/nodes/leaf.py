@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 from muster.memory.slots import Lane, Layout, Slot
 from muster.nodes.link import Block
 from muster.progress import KNOWN, ORDER, reward_key, steps_made
-from muster.sources.config import Columns, Place, WorkerConfig
+from muster.sources.config import Columns, WorkerConfig, WorkerPlace
 from muster.sources.failures import Failure, oom_kills, pack
-from muster.sources.launch import has_fork_server
-from muster.sources.launchers import in_process
+from muster.sources.launch import has_fork_server, in_process
 from muster.sources.messages import GroupInfo, Order
 from muster.sources.requests import (
     BIRTH,
@@ -48,8 +47,8 @@ class Leaf:
         unwritten: steps that were reported, but not written into the buffer that they were for.
     """
 
-    def __init__(self, agent: Agent, life: int, config: WorkerConfig, method: str | None) -> None:
-        self._agent, self.index, self.life, self._config = agent, config.index, life, config
+    def __init__(self, agent: Agent, index: int, life: int, config: WorkerConfig, method: str | None) -> None:
+        self._agent, self.index, self.life, self._config = agent, index, life, config
         self.groups = list(config.groups)
         self.outstanding: dict[int, Order] = {}
         self.is_built = False
@@ -167,13 +166,18 @@ class Leaf:
             self._lay_out(number, request.columns)
             return
         if isinstance(request, Configure):
-            self._placed(request.place)
+            place = request.place
+            self._placed(place)
+            self._ask(number, Configure(replace(place, columns=None)), self._pass_on)
+            if place.columns is not None:
+                self._lay_out(None, place.columns)
+            return
         if server is None:
             self._ask(number, request, self._pass_on)
             return
         self._ask(number, request.through(server.actor, self.groups), partial(self._with_server, request))
 
-    def _placed(self, place: Place) -> None:
+    def _placed(self, place: WorkerPlace) -> None:
         """The streams of a successor are others."""
         if self._served and self._agent.server is not None and self._config.generation:
             self._agent.server.actor.reseed(self.groups, place.seed, self._config.generation)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import cloudpickle
 
-from muster.sources.lifeline import signal_on_change
+from muster.sources.keeper import signal_on_change
 
 
 class Lifeline:

@@ -121,10 +121,10 @@ class Nodes:
             node.setup, node.policy = setup, block
 
     def launch(self, leaf: int) -> Callable[[str, bool], tuple[LeafChild, LeafChannel, LeafLedger]]:
-        """See ``Launcher.start``."""
+        """See ``WorkerHost.start``."""
 
         def start(name: str, preload: bool) -> tuple[LeafChild, LeafChannel, LeafLedger]:
-            channel = self.node_of(leaf).session().start()
+            channel = self.node_of(leaf).session().start(leaf)
             return channel.child, channel, channel.ledger
 
         return start

@@ -83,10 +83,10 @@ class Session:
         self._receiver = threading.Thread(target=self._receive, name=f"{name}-receives", daemon=True)
         self._sender.start()
 
-    def start(self) -> LeafChannel:
+    def start(self, leaf: int) -> LeafChannel:
         """The channel to a new process of a leaf; what is sent first starts it."""
         with self._losing:
-            channel = LeafChannel(self, next(self._lives))
+            channel = LeafChannel(self, leaf, next(self._lives))
             self._leaves[channel.life] = channel
             if self.lost:
                 channel.end()
@@ -94,7 +94,7 @@ class Session:
 
     def post(self, *message: Any, block: Block | None = None, tag: int = 0, expects: Array | None = None) -> None:
         """Have it sent after all that was posted before. Raises what pickling it does."""
-        life = message[1] if message[0] in ("start", "to") else None
+        life = message[2] if message[0] == "start" else message[1] if message[0] == "to" else None
         self._outbox.put(_Item(_pickled(*message), life, block, tag, expects))
 
     def post_weights(self) -> None:

@@ -28,9 +28,9 @@ class LeafChannel(LocalChannel):
         life: number of that process, in this session.
     """
 
-    def __init__(self, session: Session, life: int) -> None:
+    def __init__(self, session: Session, leaf: int, life: int) -> None:
         super().__init__(session.node.doorbell)
-        self.session, self.life = session, life
+        self.session, self.leaf, self.life = session, leaf, life
         self.ledger, self.child = LeafLedger(self), LeafChild(self)
         self._expects: Array | None = None
         self._lanes: dict[int, Array] = {}  # by order; of those that come back only if something goes wrong
@@ -44,7 +44,7 @@ class LeafChannel(LocalChannel):
             raise EOFError("The worker has ended.")
         memory, self._expects = self._expects, None
         if isinstance(message, WorkerConfig):
-            self.session.post("start", self.life, message)
+            self.session.post("start", self.leaf, self.life, message)
         elif memory is None:
             self.session.post("to", self.life, 0, message)
         else:

@@ -29,7 +29,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerPlace:
     """The place of a worker's groups among all, known when all workers have made theirs; and what changes later.
 
     Attributes:
@@ -92,7 +92,7 @@ class WorkerConfig:
     stoppable: bool = False
     in_thread: bool = False
     generation: int = 0
-    place: Place | None = None
+    place: WorkerPlace | None = None
     ticket: Ticket | None = None
 
 

@@ -220,7 +220,7 @@ class Crew:
             busy,
             handle.config.generation,
             max(a.lag for a in accounts),
-            handle.launcher.where(),
+            handle.host.where(),
         )
 
     def call(self, method: str, *args: Any) -> list[Any]:

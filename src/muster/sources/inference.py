@@ -127,7 +127,7 @@ class InferenceServer:
         self._acting = threading.Lock()
         self._acting_since: float | None = None
         self._told: Exception | None = None  # the last error in a report
-        self._jobs: list[_Job] = []
+        self._jobs: list[_ThreadCall] = []
         self._stats = InferenceStats()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="muster-inference", daemon=True)
@@ -263,7 +263,7 @@ class InferenceServer:
 
     def _in_thread(self, function: Callable[[], Any]) -> Any:
         """What a function returns or raises in the thread."""
-        job = _Job(function)
+        job = _ThreadCall(function)
         self._jobs.append(job)
         self.lines.bell.ring()
         return job.result(self.check)
@@ -361,7 +361,7 @@ def _oldest(seats: Sequence[_Seat], most: int) -> list[_Seat]:
     return sorted(chosen, key=lambda seat: seat.worker)
 
 
-class _Job:
+class _ThreadCall:
     """Something else that the thread is to do."""
 
     def __init__(self, function: Callable[[], Any]) -> None:

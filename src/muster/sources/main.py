@@ -25,7 +25,7 @@ from muster.progress import ALL_ORDERS, ORDER, PHASE, STOP, Phase, Progress
 from muster.protocols import Policy
 from muster.sources.build import WorkerOptions, build_envs, build_policy, make_group, restarted_rng, restarted_seeds
 from muster.sources.channel import Channel
-from muster.sources.config import Columns, Place, WorkerConfig, made_policy
+from muster.sources.config import Columns, WorkerConfig, WorkerPlace, made_policy
 from muster.sources.failures import Failure, env_index_of, pack
 from muster.sources.history import Anchors
 from muster.sources.ledger import Ledger
@@ -206,7 +206,7 @@ class WorkerMain:
 
     # --- requests that a Worker does not know -----------------------------------------------------
 
-    def configure(self, place: Place) -> None:
+    def configure(self, place: WorkerPlace) -> None:
         """Take a place among all workers, with all that was ever said to a predecessor."""
         if hasattr(self, "worker"):  # its config had it, and somebody had asked its predecessor
             return
@@ -221,7 +221,7 @@ class WorkerMain:
         if place.columns is not None:
             self.lay_out(place.columns)
 
-    def _make_groups(self, place: Place) -> None:
+    def _make_groups(self, place: WorkerPlace) -> None:
         config, (policy, device) = self.config, self._place_policy()
         rollout = replace(self.options.rollout, marks_valid=place.marks_valid)
         if config.stoppable:

@@ -16,7 +16,7 @@ from muster.interrupts import postponed
 from muster.memory.shared import Arena
 from muster.memory.slots import Slot
 from muster.progress import Phase
-from muster.sources.config import Place, WorkerConfig
+from muster.sources.config import WorkerConfig, WorkerPlace
 from muster.sources.launch import Child
 from muster.sources.messages import GroupInfo, Order, Report
 from muster.sources.requests import (
@@ -109,7 +109,7 @@ class Patience(Protocol):
 
 
 @dataclass
-class Launcher:
+class WorkerHost:
     """How a worker is started, and started again.
 
     Attributes:
@@ -171,8 +171,8 @@ class WorkerProxy:
         cause: why it has no process.
     """
 
-    def __init__(self, config: WorkerConfig, launcher: Launcher, patience: Patience) -> None:
-        self.config, self.launcher, self._patience = config, launcher, patience
+    def __init__(self, config: WorkerConfig, host: WorkerHost, patience: Patience) -> None:
+        self.config, self.host, self._patience = config, host, patience
         self.index, self.groups = config.index, list(config.groups)
         self.under_way = UnderWay()
         self.process: WorkerProcess
@@ -230,24 +230,24 @@ class WorkerProxy:
         """
         self._owner.check()
         is_successor = self._state is WorkerState.DEAD
-        joins = self.launcher.elastic and not is_successor
+        joins = self.host.elastic and not is_successor
         if is_successor:
             self.config = replace(self.config, generation=self.config.generation + 1)
         self.infos = self.failure = self._answer = self._awaited = None
         self.under_way.entered.clear()
         name = f"muster-worker-{self.index}"
-        self.process = WorkerProcess(*self.launcher.start(name, not self.config.generation))
+        self.process = WorkerProcess(*self.host.start(name, not self.config.generation))
         self.state = WorkerState.JOINING if joins else WorkerState.RUNNING
         if joins:
             self._send_config(replace(self.config, place=None))
             return
         self._send_config(self.config)
         if self.config.place is not None:
-            if self.launcher.server is not None:
-                self.launcher.server.actor.reseed(self.groups, self.config.place.seed, self.config.generation)
+            if self.host.server is not None:
+                self.host.server.actor.reseed(self.groups, self.config.place.seed, self.config.generation)
             self._begin()
 
-    def assign(self, place: Place) -> None:
+    def assign(self, place: WorkerPlace) -> None:
         """Tell it its place among all workers. One that has just joined does not have to answer."""
         self.config = replace(self.config, place=place)
         if self._state is WorkerState.JOINING and not self.absent:
@@ -285,8 +285,8 @@ class WorkerProxy:
         finally:  # also after Ctrl-C
             self.state = _AFTER_END[self._state]
             self.process.close()
-            if self.launcher.server is not None:
-                self.launcher.server.lost(self.index)
+            if self.host.server is not None:
+                self.host.server.lost(self.index)
 
     # --- Handle -----------------------------------------------------------------------------------
 
@@ -305,8 +305,8 @@ class WorkerProxy:
     def submit(self, order: Order, slot: Slot) -> None:
         self.under_way.add(order, slot)
         if self.alive:
-            if self.launcher.server is not None:
-                self.launcher.server.lines.expect(self.index, order.number)
+            if self.host.server is not None:
+                self.host.server.lines.expect(self.index, order.number)
             self._send_order(order)
         elif not self.reviving:
             self.start()
@@ -334,7 +334,7 @@ class WorkerProxy:
         while self.reviving or self.absent:
             with suppress(Restarted):
                 self._patience.wait_for(self, lambda: self.alive and not self.absent)
-        server = self.launcher.server
+        server = self.host.server
         if server is not None:
             request = self._with_columns(server, request).through(server.actor, self.groups)
         self._remember(request)
@@ -357,11 +357,11 @@ class WorkerProxy:
     # --- parts ------------------------------------------------------------------------------------
 
     def _send_config(self, config: WorkerConfig) -> None:
-        if self.launcher.remote:
+        if self.host.remote:
             self._send(config)
             return
-        server, ticket = self.launcher.server, None if self.launcher.ticket is None else self.launcher.ticket()
-        fds = [*([] if config.in_thread else [self.process.ledger.fd]), self.launcher.arena.fd]
+        server, ticket = self.host.server, None if self.host.ticket is None else self.host.ticket()
+        fds = [*([] if config.in_thread else [self.process.ledger.fd]), self.host.arena.fd]
         fds += server.lines.fds_for(self.index) if server is not None else [] if ticket is None else ticket.fds
         try:
             self._send(replace(config, ticket=ticket), fds)
@@ -427,7 +427,7 @@ class WorkerProxy:
 
     def _send_order(self, order: Order) -> None:
         slot = self.under_way.slot_of(order.number)
-        if self.launcher.remote:
+        if self.host.remote:
             begin = order.lane * slot.layout.lane_bytes
             self.process.channel.expect(slot.block[begin : begin + slot.layout.lane_bytes])
         self._send(RolloutRequest(order, slot.offset, slot.layout.nbytes))
@@ -439,7 +439,7 @@ class WorkerProxy:
             pass  # whoever waits for it will find it dead
 
     def _close(self) -> None:
-        close_s = self.launcher.close_s if self._state is WorkerState.CLOSING else 0.0  # else nobody may ever answer
+        close_s = self.host.close_s if self._state is WorkerState.CLOSING else 0.0  # else nobody may ever answer
         deadline = None if close_s is None else time.monotonic() + close_s
         failure: Failure | None = None
         try:

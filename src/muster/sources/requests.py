@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from muster.sources.config import Columns, Place
+from muster.sources.config import Columns, WorkerPlace
 from muster.sources.messages import Order, Report
 from muster.sources.pickling import dumps, loads
 
@@ -80,7 +80,7 @@ class Request(ABC):
     def run(self, main: WorkerMain) -> Any:
         """In the worker: the answer."""
 
-    def placed(self, place: Place) -> Place:
+    def placed(self, place: WorkerPlace) -> WorkerPlace:
         """In the parent, when it was done: what a successor is told."""
         return place
 
@@ -107,12 +107,12 @@ class Call(Request):
 class Configure(Request):
     """Take a place among all workers."""
 
-    place: Place
+    place: WorkerPlace
 
     def run(self, main: WorkerMain) -> Any:
         main.configure(self.place)
 
-    def placed(self, place: Place) -> Place:
+    def placed(self, place: WorkerPlace) -> WorkerPlace:
         return self.place
 
 
@@ -141,7 +141,7 @@ class LayOut(Request):
     def run(self, main: WorkerMain) -> Any:
         return main.lay_out(self.columns)
 
-    def placed(self, place: Place) -> Place:
+    def placed(self, place: WorkerPlace) -> WorkerPlace:
         return replace(place, columns=self.columns)
 
 
@@ -155,7 +155,7 @@ class Seed(Request):
     def run(self, main: WorkerMain) -> Any:
         main.seed(self.seed, self.static)
 
-    def placed(self, place: Place) -> Place:
+    def placed(self, place: WorkerPlace) -> WorkerPlace:
         return replace(place, seed=self.seed, static=self.static)
 
     def through(self, actor: Actor, groups: Sequence[int]) -> Request:
@@ -172,7 +172,7 @@ class EnableGrad(Request):
     def run(self, main: WorkerMain) -> Any:
         main.worker.enable_grad(self.on)
 
-    def placed(self, place: Place) -> Place:
+    def placed(self, place: WorkerPlace) -> WorkerPlace:
         return replace(place, grad=self.on)
 
 
@@ -188,7 +188,7 @@ class Profile(Request):
 
 
 @dataclass(frozen=True)
-class State(Request):
+class TakeState(Request):
     """See ``Worker.state``."""
 
     def run(self, main: WorkerMain) -> Any:
@@ -199,7 +199,7 @@ class State(Request):
 
 
 @dataclass(frozen=True)
-class Load(Request):
+class LoadState(Request):
     """See ``Worker.load``."""
 
     states: Mapping[int, Mapping[str, Any]]
@@ -211,7 +211,7 @@ class Load(Request):
         main.forget_lanes()
         return failed
 
-    def placed(self, place: Place) -> Place:
+    def placed(self, place: WorkerPlace) -> WorkerPlace:
         return replace(place, columns=None)
 
     def through(self, actor: Actor, groups: Sequence[int]) -> Request:
@@ -226,7 +226,7 @@ class MarkResumed(Request):
         main.worker.mark_resumed()
         main.forget_lanes()
 
-    def placed(self, place: Place) -> Place:
+    def placed(self, place: WorkerPlace) -> WorkerPlace:
         return replace(place, columns=None)
 
 
@@ -248,9 +248,9 @@ def request_for(method: str, args: Sequence[Any], *, in_thread: bool) -> Request
         case "weights", ():
             return Weights()
         case "state", ():
-            return State()
+            return TakeState()
         case "load", (states, cut, trust):
-            return Load(states, cut, trust)
+            return LoadState(states, cut, trust)
         case "mark_resumed", ():
             return MarkResumed()
     return Call(method, tuple(args))

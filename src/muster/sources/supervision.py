@@ -224,7 +224,7 @@ class Supervisor:
     def _explain(self, handle: WorkerProxy, report: Report) -> None:
         """Put the error itself into a report, with the file that replays it if there is one."""
         failure: failures.Failure = report.error
-        failure = replace(failure, where=replace(failure.where, node=handle.launcher.where()))
+        failure = replace(failure, where=replace(failure.where, node=handle.host.where()))
         lane, index = handle.under_way.lane_of(report.number), failure.where.env_index
         report.error = failure.error(*self._notes.failed(report, lane, failure.error(), index))
         if self.server is not None:
@@ -268,7 +268,7 @@ class Supervisor:
 
     def _as_of(self, handle: WorkerProxy) -> float:
         """When its signs were so (``time.monotonic``): what a node tells of its workers is a little old, or more."""
-        told_at: float = handle.process.ledger.told_at if handle.launcher.remote else time.monotonic()
+        told_at: float = handle.process.ledger.told_at if handle.host.remote else time.monotonic()
         return told_at
 
     def _is_served(self, handle: WorkerProxy) -> bool:
@@ -295,9 +295,7 @@ class Supervisor:
                 self._where(handle),
                 phase=phase,
                 exitcode=None if code is None or abs(code) > 255 else code,
-                oom_kills=process.ledger.oom_kills
-                if handle.launcher.remote
-                else failures.oom_kills() - self._oom_kills,
+                oom_kills=process.ledger.oom_kills if handle.host.remote else failures.oom_kills() - self._oom_kills,
                 stack=process.ledger.stack(),
             )
             at_work = self._at_work(handle)  # its lane is here; what is lost with its node left none
@@ -310,7 +308,7 @@ class Supervisor:
         error: MusterError = failures.hung(where, stack=stack, stopped=stopped, **known)
         _halt(handle, deaf=True)  # it may get on again at any time, because of the signal for its stack, too
         # With a node its lane comes only if it ends by itself.
-        self._lose(handle, error, "worker_hung", None if handle.launcher.remote else at_work)
+        self._lose(handle, error, "worker_hung", None if handle.host.remote else at_work)
 
     def _at_work(self, handle: WorkerProxy) -> AtWork | None:
         under_way, cells = handle.under_way, handle.process.ledger.cells
@@ -324,7 +322,7 @@ class Supervisor:
         under_way, config, cells = handle.under_way, handle.config, handle.process.ledger.cells
         order = under_way.at_work(cells) if self.accounts else None
         known: dict[str, Any] = {"worker": handle.index, "pid": handle.process.child.pid}
-        known |= {"generation": config.generation, "node": handle.launcher.where()}
+        known |= {"generation": config.generation, "node": handle.host.where()}
         if order is None:
             ids = [int(i) for group in handle.groups for i in self.accounts[group].env_ids] if self.accounts else []
             return failures.Where(env_ids=tuple(ids), **known)

@@ -10,12 +10,13 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from muster.progress import ALL_ORDERS, CELLS, STOP, Progress
 from muster.rng import global_streams
 from muster.sources.failures import thread_stack
+from muster.sources.launch import Child
 
 LOOKED_AT = 8  # batches
 
@@ -244,3 +245,13 @@ class ThreadChild:
             pass
         finally:
             self._end.close()
+
+
+def in_thread(doorbell: Doorbell) -> Callable[[str, bool], tuple[Child, Any, Any]]:
+    """Launches workers as threads, who ring when they have something to say."""
+
+    def start(name: str, preload: bool) -> tuple[Child, LocalChannel, LocalLedger]:
+        channel, ledger = LocalChannel(doorbell), LocalLedger()
+        return ThreadChild(name, channel.other, ledger), channel, ledger
+
+    return start
