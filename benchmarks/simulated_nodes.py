@@ -23,6 +23,7 @@ import numpy as np
 from muster.memory.specs import Array
 from muster.nodes.link import Block, Link, LinkLost, Received
 from muster.nodes.wire import BEAT_S, NodeInfo
+from muster.sources.requests import BIRTH, Answer, Ask, Closed, Finished, RolloutRequest
 
 HEADER = struct.Struct("=QQQ")  # bytes of the message, bytes of the block, tag
 READ = 1 << 20
@@ -106,7 +107,7 @@ class Recording:
     """What one leaf has said.
 
     Attributes:
-        answers: to "start", "subscribe", and calls, by name.
+        answers: to "start", and requests, by name.
         report, lane: of a rollout.
         cells: of the ledger, as beats tell them.
         seconds: that rollouts took.
@@ -131,32 +132,26 @@ class RecordingLink(SocketLink):
     def __init__(self, sock: socket.socket, recording: Recording) -> None:
         super().__init__(sock)
         self._recording = recording
-        self._asked: deque[str] = deque()
+        self._asked: dict[int, str] = {BIRTH: "start"}
 
     def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
         kind, *content = pickle.loads(message)
-        if kind == "start":
-            self._asked.append("start")
-        elif kind == "to" and content[2][0] in ("call", "subscribe"):
-            self._asked.append(_name(content[2]))
+        if kind == "to" and isinstance(content[2], Ask):
+            self._asked[content[2].number] = type(content[2].request).__name__
         super().send(message, block, tag)
 
     def receive(self) -> Received:
         received = super().receive()
         kind, *content = pickle.loads(received.message)
-        if kind == "from" and content[1][0] == "reply":
-            self._recording.answers[self._asked.popleft()] = content[1][1]
-        elif kind == "from" and content[1][0] == "report" and received.block is not None:
-            self._recording.report = content[1][1]
+        if kind == "from" and isinstance(content[1], Answer):
+            self._recording.answers[self._asked[content[1].number]] = content[1].value
+        elif kind == "from" and isinstance(content[1], Finished) and received.block is not None:
+            self._recording.report = content[1].report
             self._recording.seconds.append(self._recording.report.timing.total / 1e9)
             self._recording.lane = received.block.tobytes()
         elif kind == "beat" and content[0]:
             (self._recording.cells,) = content[0].values()
         return received
-
-
-def _name(message: Any) -> str:
-    return str(message[1]) if message[0] == "call" else str(message[0])
 
 
 # --- playing ---------------------------------------------------------------------------------------------
@@ -226,19 +221,20 @@ class Player:
     def _follow(self, kind: str, *content: Any) -> None:
         answers = self.farm.recording.answers
         if kind == "start":
-            _, self._life, start = content
-            (self._group,) = start.groups
+            _, self._life, config = content
+            (self._group,) = config.groups
             self._say(0.0, ("started", self._life, os.getpid()))
-            self._say(0.0, ("from", self._life, ("reply", answers["start"])))
+            self._say(0.0, ("from", self._life, Answer(BIRTH, answers["start"])))
         elif kind == "to":
             _, tag, message = content
-            if message[0] == "order":
-                self._roll(tag, message[1])
-            elif message[0] == "close":
-                self._say(0.0, ("from", self._life, ("closed", None)))
-                self._say(0.0, ("gone", self._life, 0, self.farm.recording.cells, ""))
+            if isinstance(message, RolloutRequest):
+                self._roll(tag, message.order)
+            elif isinstance(message, Ask):
+                answer = answers.get(type(message.request).__name__)
+                self._say(0.0, ("from", self._life, Answer(message.number, answer)))
             else:
-                self._say(0.0, ("from", self._life, ("reply", answers.get(_name(message)))))
+                self._say(0.0, ("from", self._life, Closed(None)))
+                self._say(0.0, ("gone", self._life, 0, self.farm.recording.cells, ""))
         elif kind == "kill":
             self._say(0.0, ("gone", content[0], -9, self.farm.recording.cells, ""))
 
@@ -247,7 +243,7 @@ class Player:
         begin = max(time.monotonic() + ONE_WAY_S, self._busy_until)
         self._busy_until = begin + self.farm.rollout_s()
         told = replace(self.farm.recording.report, number=order.number, group=self._group)
-        self.farm.at(self._busy_until + ONE_WAY_S, self, ("from", self._life, ("report", told)), tag)
+        self.farm.at(self._busy_until + ONE_WAY_S, self, ("from", self._life, Finished(told)), tag)
 
     def _beat(self) -> None:
         cells = {self._life: self.farm.recording.cells} if self._life else {}

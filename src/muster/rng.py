@@ -49,9 +49,9 @@ class GroupRng:
     """
 
     def __init__(
-        self, seed: int | None, group: int = 0, device: torch.device | None = None, incarnation: int = 0
+        self, seed: int | None, group: int = 0, device: torch.device | None = None, generation: int = 0
     ) -> None:
-        again = (_RESTARTS, incarnation) if incarnation else ()
+        again = (_RESTARTS, generation) if generation else ()
         root = np.random.SeedSequence(seed, spawn_key=(group, *again))
         self._root, self._streams = root, dict[int, np.random.Generator]()
         own, legacy, torch_global, python = root.spawn(4)

@@ -13,16 +13,18 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 from muster.progress import Progress
-from muster.sources import server
+from muster.sources import main as worker_main
 from muster.sources.channel import Channel
-from muster.sources.messages import Payload, Report, Start
+from muster.sources.config import WorkerConfig
+from muster.sources.messages import Order, Report
+from muster.sources.requests import Ask, Call, Close, Closed, RolloutRequest
 
-TRACED = ("serve", "_attend", "_answer", "_send", "_close")
-MESSAGES = [("call", "ping", ()), ("order", 1, 2, 3), ("close",)]
+TRACED = ("serve", "_attend", "answer", "follow", "_answer", "_send", "_close")
+MESSAGES = [Ask(1, Call("running", ())), RolloutRequest(Order(1, 0, 0, "policy"), 2, 3), Close()]
 LIMIT = 2000  # instructions; there are some hundred
 
 
-class Server(server.Server):
+class Server(worker_main.WorkerMain):
     """With an environment that only says when it is closed."""
 
     worker: Any
@@ -31,15 +33,12 @@ class Server(server.Server):
     def _construct(self) -> list[Any]:
         self.made.callback(lambda: self.channel.send(("environment closed", None)))
         self.worker = SimpleNamespace(
-            profile=lambda *_: None, group=lambda _: SimpleNamespace(begin=lambda early: None)
+            profile=lambda *_: None, running=dict, group=lambda _: SimpleNamespace(begin=lambda early: None)
         )
         self.ready = True
         return []
 
-    def ping(self) -> int:
-        return 1
-
-    def _follow(self, *_: Any) -> Report:
+    def _roll_out(self, *_: Any) -> Report:
         return Report(1, 0)
 
 
@@ -51,7 +50,7 @@ class Terminator:
 
     def enter(self, frame: FrameType, _: str, __: Any) -> Any:
         code = frame.f_code
-        if code.co_filename != server.__file__ or code.co_name not in TRACED:
+        if code.co_filename != worker_main.__file__ or code.co_name not in TRACED:
             return None
         frame.f_trace_opcodes = True
         return self.follow
@@ -66,15 +65,14 @@ class Terminator:
 
 
 def serve(channel: Channel, at: int) -> None:
-    """What ``server.main`` does."""
-    payload = Payload(makers=[], kwargs=None, policy=b"", is_factory=False, options=None)
-    start = Start(0, 0, payload, groups=[0], threads=None, stoppable=False, in_thread=False)
-    served: Any = Server(channel, start, Progress(), None, [])  # type: ignore[arg-type]
+    """What the ``main`` of a worker does."""
+    config = WorkerConfig(0, [0], makers=[], kwargs=None, policy=b"", is_factory=False, options=None)
+    served: Any = Server(channel, config, Progress(), None, [])  # type: ignore[arg-type]
     signal.signal(signal.SIGTERM, served.terminate)
     sys.settrace(Terminator(served, at).enter)
     try:
         served.serve()
-    except (EOFError, server.Terminated):
+    except (EOFError, worker_main.Terminated):
         pass
     sys.settrace(None)
     if served.terminated:
@@ -97,8 +95,11 @@ def follow(at: int) -> tuple[dict[str, Any], int]:
     said: dict[str, Any] = {}
     try:
         while True:
-            (kind, content), _ = here.receive(timeout=20)
-            said[kind] = content
+            message, _ = here.receive(timeout=20)
+            if isinstance(message, Closed):
+                said["closed"] = message.failure
+            elif isinstance(message, tuple):
+                said[message[0]] = message[1]
     except EOFError:
         return said, os.waitpid(pid, 0)[1]
     finally:

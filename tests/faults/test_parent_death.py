@@ -89,9 +89,9 @@ WHILE_MADE = [
     "launch.py:_python:return:1",  # the fork server is an interpreter that begins
     "channel.py:send:return:1",  # it is asked for a worker, and imports torch
     "launch.py:request:return:1",  # there is a worker, which was told nothing
-    "detached.py:start:return:1",
-    "detached.py:built:call:1",  # all make their environments
-    "detached.py:built:return:1",
+    "proxy.py:start:return:1",
+    "supervision.py:built:call:1",  # all make their environments
+    "supervision.py:built:return:1",
 ]
 
 

@@ -32,7 +32,7 @@ from muster.errors import (
 from muster.sources.failures import Failure, Where, died, hung, innermost_user_frame, oom_kills, pack, thread_stack
 from muster.testing import FaultyEnv
 
-WHERE = {"worker": 1, "pid": 4711, "incarnation": 0, "env_ids": (5,), "row": 3, "episode": 2, "step": 17, "seed": 42}
+WHERE = {"worker": 1, "pid": 4711, "generation": 0, "env_ids": (5,), "row": 3, "episode": 2, "step": 17, "seed": 42}
 
 
 class TwoArguments(Exception):
@@ -255,7 +255,7 @@ def test_a_crash_shows_where_it_was(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, tmp_path / "native.py"], capture_output=True, text=True, check=False)
     error = died(
-        Where(worker=0, incarnation=2),
+        Where(worker=0, generation=2),
         phase="step",
         exitcode=done.returncode,
         stack=done.stderr,

@@ -22,8 +22,8 @@ from torch import nn
 from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from muster.errors import BadOption, BadPolicyOutput, BadWeights, PolicyError, UnsupportedEnv
 from muster.policies import categorical
-from muster.sources.detached import DetachedWorker
 from muster.sources.inference import _oldest, _Seat
+from muster.sources.proxy import WorkerProxy
 from muster.testing import CountingEnv, OracleEnv, SpaceEnv, TorchCartPole
 from tests.tools import assert_accounted, assert_same, counting
 
@@ -104,10 +104,10 @@ def test_all_who_are_at_work_on_a_batch_are_acted_for_in_one_call():
 
 def test_nobody_is_acted_for_before_all_have_their_orders(monkeypatch):
     """However long the others take to get theirs: here until the first one waits for the server."""
-    submit = DetachedWorker.submit
+    submit = WorkerProxy.submit
 
-    def late(handle: DetachedWorker, order: Any, slot: Any) -> None:
-        server = handle.setup.server
+    def late(handle: WorkerProxy, order: Any, slot: Any) -> None:
+        server = handle.host.server
         assert server is not None
         if handle.index:
             ended = threading.Event()
@@ -116,7 +116,7 @@ def test_nobody_is_acted_for_before_all_have_their_orders(monkeypatch):
             ended.wait(0.02)
         submit(handle, order, slot)
 
-    monkeypatch.setattr(DetachedWorker, "submit", late)
+    monkeypatch.setattr(WorkerProxy, "submit", late)
     with MultiSyncCollector(numbered(2), Logged(), frames_per_batch=8, **THREADS) as collector:
         for _ in range(3):
             collector.next()

@@ -24,8 +24,9 @@ from muster.nodes.weights import NodesPublisher
 from muster.nodes.wire import WEIGHTS, NodeSetup
 from muster.progress import CELLS
 from muster.sources.capsule import Capsule
+from muster.sources.config import WorkerConfig
 from muster.sources.failures import Failure
-from muster.sources.messages import Payload, Start
+from muster.sources.requests import Answer, Ask, TakeState
 from muster.sources.threads import Doorbell
 from muster.testing import Fault, OracleEnv
 from muster.testing.oracle import EXECUTED
@@ -45,7 +46,7 @@ from tests.fakes.queue_links import (
 pytestmark = pytest.mark.timeout(180)
 
 POLICY = b""
-START = Start(0, 0, Payload([], b"", b"?", False, b""), [0], None, False, False)
+START = WorkerConfig(0, [0], [], b"", b"?", False, b"")
 
 
 def setup(**changes):
@@ -96,7 +97,7 @@ class TestLeaves:
             (link,) = carrier.links[0]
             pid = collector.stats().workers[0].pid
             say(link, "stack", 1, 1.0)  # the agent looks nowhere else for a second
-            say(link, "to", 1, 0, ("call", "state", ()))
+            say(link, "to", 1, 0, Ask(1, TakeState()))
             os.kill(pid, signal.SIGKILL)
             wait_until(lambda: any(said[0] == "gone" for said in list(link.said)))
             next(iter(collector))
@@ -407,7 +408,7 @@ class TestServers:
             going_on = threading.Thread(target=lambda: got.append(next(iter(collector))))
             going_on.start()
             wait_until(lambda: len(carrier.links[0]) > 1)
-            wait_until(lambda: any(s[0] == "from" and s[2][0] == "reply" for s in list(carrier.links[0][1].said)))
+            wait_until(lambda: any(s[0] == "from" and isinstance(s[2], Answer) for s in list(carrier.links[0][1].said)))
             two_beats(carrier.links[0][1])
             gate.touch()
             going_on.join(JOIN_S)

@@ -118,7 +118,7 @@ def descriptors() -> list[str]:
 
 
 def server_pid() -> int:
-    return launching._Server.current[False].process.pid
+    return launching._ForkServer.current[False].process.pid
 
 
 # -------------------------------------------------------------------------------------- channels
@@ -746,7 +746,7 @@ def test_many_ends_at_once_are_all_reported(start, light):
 
 def test_a_worker_whose_server_died_before_it_looked_does_not_run():
     code = (
-        "import socket; from muster.sources.lifeline import tie_life; "
+        "import socket; from muster.sources.keeper import tie_life; "
         "ours, lifeline = socket.socketpair(); ours.close(); tie_life(lifeline); print('runs')"
     )
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -952,7 +952,7 @@ def test_nothing_is_left_of_a_killed_parent():
         worker("ready"); worker("spins"); worker("holds_the_gil", first="", fds=[ledger.fd]); worker("with_grandchild")
         worker("with_nested_worker"); worker("with_grandchild", method="spawn"); worker("spins", method="spawn")
         worker("with_daemons"); worker("with_daemons", method="spawn")
-        print(pids + [launching._Server.current[False].process.pid], flush=True)
+        print(pids + [launching._ForkServer.current[False].process.pid], flush=True)
         time.sleep(1000)
         """
     )
@@ -970,7 +970,7 @@ def test_a_parent_may_be_killed_while_its_server_imports(tmp_path):
     process = driver(
         f"""
         worker("spins"); worker("with_grandchild")
-        print(pids + [launching._Server.current[False].process.pid], flush=True)
+        print(pids + [launching._ForkServer.current[False].process.pid], flush=True)
         sys.path.insert(0, {str(tmp_path)!r})
         launching.PRELOADED = ["slow_import"]
         sys.modules["slow_import"] = sys
@@ -1018,7 +1018,7 @@ def test_a_parent_that_ends_by_itself_is_not_held_up_by_its_workers():
     process = driver(
         """
         worker("spins"); worker("with_grandchild"); worker("spins", method="spawn"); worker("with_daemons")
-        print(pids + [launching._Server.current[False].process.pid], flush=True)
+        print(pids + [launching._ForkServer.current[False].process.pid], flush=True)
         """
     )
     lines = process.stdout.read().splitlines()  # ends only when no worker holds its standard output

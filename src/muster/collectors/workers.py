@@ -22,20 +22,20 @@ from muster.nodes.node import Nodes
 from muster.nodes.wire import NodeSetup, Service
 from muster.sources.build import WorkerOptions
 from muster.sources.capsule import CrashDirectory, Maker
+from muster.sources.config import WorkerConfig, WorkerPlace, made_policy
 from muster.sources.crash_notes import CrashNotes
-from muster.sources.crew import Crew, is_absent
-from muster.sources.detached import DetachedWorker
+from muster.sources.crew import Crew
 from muster.sources.first_ready import FirstReady
 from muster.sources.inference import Dispatch, InferenceServer
-from muster.sources.launchers import Setup, in_process, in_thread
+from muster.sources.launch import in_process
 from muster.sources.locked import Turns
-from muster.sources.messages import Assignment, GroupInfo, Payload
+from muster.sources.messages import GroupInfo
 from muster.sources.pickling import dumps
+from muster.sources.proxy import WorkerHost, WorkerProxy
 from muster.sources.schedule import Bundle
-from muster.sources.server import made_policy
 from muster.sources.supervision import Supervisor
 from muster.sources.sync import Sync
-from muster.sources.threads import Doorbell, GlobalStreams
+from muster.sources.threads import Doorbell, GlobalStreams, in_thread
 from muster.weights.send import SentWeights
 
 
@@ -108,7 +108,7 @@ class Workers:
         self.crew = Crew(self._handles, infos, self._supervisor)
         self.crew.elastic = self._supervisor.elastic = self._is_elastic
         for number, account in enumerate(self.crew.accounts):
-            account.late = is_absent(self.crew.handle(number))
+            account.late = self.crew.handle(number).absent
         self._supervisor.accounts = self.crew.accounts
         if self._server is not None:
             self._server.open(self._handles, dict(enumerate(infos)))
@@ -148,8 +148,8 @@ class Workers:
         self._supervisor.handles = [probe]
         made.callback(probe.end)
         probe.start()
-        (info,) = probe.built()
-        probe.assign(Assignment([0], info.num_envs, False, None))
+        (info,) = self._supervisor.built(probe)
+        probe.assign(WorkerPlace([0], info.num_envs, False, None))
         probe.call("layouts", "policy", [1], None)
         self._weights.materialise(probe.call("weights"))
         probe.close()
@@ -164,12 +164,11 @@ class Workers:
     def _start(self) -> list[GroupInfo]:
         """Let workers make their environments."""
         for handle in self._handles:
-            handle.absent = self._is_elastic
             handle.start()
         importlib.import_module("tensordict")  # for batches; it takes seconds, and workers are busy meanwhile
         if self._is_elastic:
             return self._infos_of_enough()
-        infos: list[GroupInfo] = [info for handle in self._handles for info in handle.built()]
+        infos: list[GroupInfo] = [info for handle in self._handles for info in self._supervisor.built(handle)]
         return infos
 
     def _infos_of_enough(self) -> list[GroupInfo]:
@@ -177,7 +176,7 @@ class Workers:
         nodes, makers = self._nodes, self._makers
         assert nodes is not None
 
-        def lack(missing: list[DetachedWorker]) -> int:
+        def lack(missing: list[WorkerProxy]) -> int:
             away = {nodes.of_leaf[handle.index] for handle in missing}
             return (nodes.enough or 0) - (len(nodes.nodes) - len(away))
 
@@ -185,7 +184,6 @@ class Workers:
         known: dict[int, GroupInfo] = {}
         for handle in self._handles:
             known |= zip(handle.groups, handle.infos or (), strict=False)
-            handle.infos = None
         first = next(iter(known.values()))
         alike = {id(makers[number]): info for number, info in known.items()}
         return [known.get(number) or alike.get(id(maker), first) for number, maker in enumerate(makers)]
@@ -208,47 +206,47 @@ class Workers:
             self._notes.seeded(range(len(infos)), lambda ids: [seed + i for i in ids])
         for handle in sorted(self._handles, key=lambda handle: not handle.absent):  # they may come from here on
             firsts = [int(crew.accounts[number].env_ids[0]) for number in handle.groups]
-            handle.assign(Assignment(firsts, crew.num_envs, masks, options.seed))
-        for handle in self._handles:
-            handle.subscribe()
+            handle.assign(WorkerPlace(firsts, crew.num_envs, masks, options.seed))
 
     def _in_worker(self, rollout: Any) -> Any:
         threads = self._options.num_sub_threads if self._options.backend == "processes" else None
         return dataclasses.replace(rollout, num_threads=threads)
 
-    def _handle(self, index: int, groups: list[int], count: int) -> DetachedWorker:
+    def _handle(self, index: int, groups: list[int], count: int) -> WorkerProxy:
         options = self._options
         makers, kwargs, policy, told = self._payloads
         threads = options.backend == "threads"
         served = self._served and not self._weights.lazy
         kwargs = [kwargs[number] for number in groups]
         given = dumps if not threads else lambda value, what: value
-        payload = Payload(
+        config = WorkerConfig(
+            index,
+            groups,
             [makers[number] for number in groups],
             given(kwargs, "create_env_kwargs"),
             policy if self._nodes is None else b"",  # a node has it already
             options.policy_factory is not None,
             given(_without_torch(told) if served else told, "the options"),
-            self._policy_turns,
-            count if served else None,
-        )
-        setup = Setup(
-            payload,
-            groups,
-            self.arena,
-            lambda: self._weights.ticket(index if self._nodes is None else self._nodes.of_leaf[index]),
-            None if threads or served else options.num_sub_threads,
-            self._launcher(index),
-            threads,
-            self._supervisor.timeout("close"),
+            policy_turns=self._policy_turns,
+            served_by=count if served else None,
+            threads=None if threads or served else options.num_sub_threads,
             stoppable=threads or options.enough(len(self._makers)) is not None,
+            in_thread=threads,
+        )
+        takes_weights = not (served or self._weights.lazy or self._nodes is not None)
+        host = WorkerHost(
+            self._starter(index),
+            self.arena,
+            partial(self._weights.ticket, index) if takes_weights else None,
+            self._supervisor.timeout("close"),
             server=self._server,
             remote=self._nodes is not None,
+            elastic=self._is_elastic,
             where=str if self._nodes is None else partial(self._nodes.where, index),
         )
-        return DetachedWorker(index, setup, self._supervisor)
+        return WorkerProxy(config, host, self._supervisor)
 
-    def _launcher(self, index: int) -> Callable[[str, bool], tuple[Any, Any, Any]]:
+    def _starter(self, index: int) -> Callable[[str, bool], tuple[Any, Any, Any]]:
         if self._nodes is not None:
             return self._nodes.launch(index)
         if self._doorbell is not None:
@@ -257,7 +255,7 @@ class Workers:
 
     def _make_server(self, count: int) -> InferenceServer:
         options, (_, _, pickled, told) = self._options, self._payloads
-        policy = made_policy(Payload([], None, pickled, options.policy_factory is not None, None))
+        policy = made_policy(pickled, is_factory=options.policy_factory is not None)
         dispatch = Dispatch(
             Dispatch.teams_of(range(count), alternating=options.alternating),
             options.max_batch,

@@ -23,7 +23,6 @@ from muster.evaluation.tape import Tape
 from muster.keys import Key
 from muster.memory.specs import Array
 from muster.rng import GroupRng
-from muster.sources.detached import DetachedWorker
 from muster.sources.messages import GroupInfo
 from muster.weights.names import Weights, weight_bearer
 
@@ -132,8 +131,7 @@ class Stage:
         """End workers that do not end by themselves; from another thread."""
         if self._collector is not None:
             for handle in self._collector._engine.source.crew.handles:
-                if isinstance(handle, DetachedWorker):
-                    handle.child.kill()
+                handle.kill()
 
     def _make(self) -> BaseCollector:
         """A collector whose rollouts have ``ROWS`` time steps; environments may be more than their makers."""

@@ -29,11 +29,12 @@ from muster.nodes.leaf import Leaf
 from muster.nodes.link import Block, Link, LinkLost, Received
 from muster.nodes.wire import BEAT_S, NodeInfo, NodeSetup
 from muster.nodes.writer import Writer
+from muster.sources.config import WorkerConfig, made_policy
 from muster.sources.failures import Failure, pack
 from muster.sources.inference import Dispatch, InferenceServer
-from muster.sources.messages import GroupInfo, Payload, Report, Start
+from muster.sources.messages import GroupInfo, Report
 from muster.sources.pickling import loads
-from muster.sources.server import made_policy
+from muster.sources.requests import BIRTH, Answer, Finished
 from muster.sources.threads import Doorbell
 from muster.weights.buffer import Buffer, Manifest
 from muster.weights.schemes import default_scheme
@@ -111,10 +112,9 @@ class Agent:
         """Have something sent to the main process."""
         self._outbox.put((message, block, tag))
 
-    def ticket(self, leaf: int) -> Ticket:
-        """To the weights, for a leaf."""
-        assert self._publisher is not None, "weights come before leaves"
-        return self._publisher.ticket(leaf)
+    def ticket(self, leaf: int) -> Ticket | None:
+        """To the weights, for a leaf; None: there are none yet, since the policy's layers are lazy."""
+        return None if self._publisher is None else self._publisher.ticket(leaf)
 
     def learn(self, groups: dict[int, GroupInfo]) -> None:
         """Of groups that leaves have made; with all of them the server begins."""
@@ -213,10 +213,10 @@ class Agent:
         if self._setup.service is not None and self.server is None:
             self._make_server()
 
-    def _on_start(self, index: int, life: int, start: Start) -> None:
-        if not start.payload.policy:
-            start = replace(start, payload=replace(start.payload, policy=self._policy))
-        leaf = Leaf(self, index, life, start, self._setup.start_method)
+    def _on_start(self, index: int, life: int, config: WorkerConfig) -> None:
+        if not config.policy:
+            config = replace(config, policy=self._policy)
+        leaf = Leaf(self, index, life, config, self._setup.start_method)
         leaf.launch()
         self._leaves[life] = leaf
         if self.server is not None:
@@ -259,14 +259,14 @@ class Agent:
     def _on_written(self, error: Exception | None, life: int, report: Report) -> None:
         """In the writer's thread: a report may go, without its lane. If that was not written, its leaf has failed."""
         if error is None:
-            self.say("from", life, ("report", replace(report, elsewhere=True)))
+            self.say("from", life, Finished(replace(report, elsewhere=True)))
             return
         if (leaf := self._leaves.get(life)) is not None:
             leaf.unwritten += report.executed - sum(report.discarded.values())
         known = {} if leaf is None else {"worker": leaf.index, "pid": leaf.pid}
         failure = pack(error, phase="call", node=f"{self.node} ({socket.gethostname()})", **known)
-        self.say("from", life, ("unfinished", replace(report, error=failure)))
-        self.say("from", life, ("failed", failure))
+        self.say("from", life, Finished(replace(report, error=failure), unfinished=True))
+        self.say("from", life, Answer(BIRTH, failure=failure))
         self._unwritten.append(life)
         self._doorbell.ring()
 
@@ -274,14 +274,15 @@ class Agent:
         service = self._setup.service
         assert service is not None
         options = loads(service.options, "the options")
-        policy = made_policy(Payload([], None, self._policy, service.is_factory, None))
-        leaves = list(service.leaves)
+        policy = made_policy(self._policy, is_factory=service.is_factory)
+        leaves, ticket = list(service.leaves), self.ticket(service.leaves[0])
+        assert ticket is not None, "weights come before the server"
         teams = Dispatch.teams_of(leaves, alternating=service.alternating)
         dispatch = Dispatch(teams, service.max_batch, service.max_wait_s, exclusive=True)
         self.server = InferenceServer(
             policy,
             options,
-            self.ticket(leaves[0]),
+            ticket,
             self._setup.workers,
             dispatch,
             threads=service.threads,

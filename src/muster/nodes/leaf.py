@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,15 +11,28 @@ from typing import TYPE_CHECKING, Any
 from muster.memory.slots import Lane, Layout, Slot
 from muster.nodes.link import Block
 from muster.progress import KNOWN, ORDER, reward_key, steps_made
+from muster.sources.config import Columns, WorkerConfig, WorkerPlace
 from muster.sources.failures import Failure, oom_kills, pack
-from muster.sources.launch import has_fork_server
-from muster.sources.launchers import in_process
-from muster.sources.messages import Assignment, GroupInfo, Order, Report, Start
+from muster.sources.launch import has_fork_server, in_process
+from muster.sources.messages import GroupInfo, Order
+from muster.sources.requests import (
+    BIRTH,
+    Answer,
+    Ask,
+    Close,
+    Configure,
+    Finished,
+    LayOut,
+    Message,
+    Observe,
+    Request,
+    RolloutRequest,
+)
 
 if TYPE_CHECKING:
     from muster.nodes.agent import Agent
 
-Replied = Callable[[str, Any], None]
+Replied = Callable[[Answer], None]
 SEND_S = 60.0  # for a message to a process that does not read
 
 
@@ -34,20 +47,21 @@ class Leaf:
         unwritten: steps that were reported, but not written into the buffer that they were for.
     """
 
-    def __init__(self, agent: Agent, index: int, life: int, start: Start, method: str | None) -> None:
-        self._agent, self.index, self.life, self._start = agent, index, life, start
-        self.groups = list(start.groups)
+    def __init__(self, agent: Agent, index: int, life: int, config: WorkerConfig, method: str | None) -> None:
+        self._agent, self.index, self.life, self._config = agent, index, life, config
+        self.groups = list(config.groups)
         self.outstanding: dict[int, Order] = {}
         self.is_built = False
-        self._served = start.payload.served_by is not None
+        self._served = config.served_by is not None
         self._method = method
         self._tags: dict[int, int] = {}  # by order
         self._slot_of: dict[int, Slot] = {}  # by order
         self._slots: dict[tuple[int, int, int], Slot] = {}  # by group, and place in the main process
         self._layouts: dict[int, Layout] = {}  # by group
         self._laying_out = False  # a question for layouts has no answer
-        self._early: list[tuple[int, Any]] = []  # what waits for that: a successor is told everything at once
-        self._replies: deque[Replied] = deque([self._built])  # what to do with the next ones
+        self._early: list[tuple[int, Message]] = []  # what waits for that: a successor is told everything at once
+        self._own = itertools.count(-1, -1)  # numbers of requests that are not the main process's
+        self._replies: dict[int, Replied] = {BIRTH: self._built}  # what to do with answers, by number
         self._killed = False
         self.unwritten = 0
 
@@ -61,9 +75,27 @@ class Leaf:
         light = self._served and not has_fork_server()
         self._oom_kills = oom_kills()
         self._child, self._channel, self._ledger = in_process(self._method, light=light)(name, True)
-        line = self._agent.server.lines.fds_for(self.index) if self._served and self._agent.server else []
-        self._tell(self._start, [self._ledger.fd, self._agent.arena.fd, *line])
+        fds = [self._ledger.fd, self._agent.arena.fd]
+        place, config = self._config.place, self._config
+        if place is not None:
+            self._placed(place)
+            config = replace(config, place=replace(place, columns=None))
+        if self._served:
+            server = self._agent.server
+            self._tell(config, fds if server is None else [*fds, *server.lines.fds_for(self.index)])
+        else:
+            ticket = self._agent.ticket(self.index)
+            self._tell(replace(config, ticket=ticket), fds if ticket is None else [*fds, *ticket.fds])
+            if ticket is not None:
+                ticket.close()
         self._agent.say("started", self.life, self._child.pid)
+        if place is not None and place.columns is not None:
+            self._lay_out(None, place.columns)
+
+    @property
+    def under_way(self) -> Leaf:
+        """As of ``WorkerProxy``, for the inference server."""
+        return self
 
     def fds(self) -> list[int]:
         return [self._channel.fileno(), self._child.fileno()]
@@ -83,19 +115,18 @@ class Leaf:
 
     # --- to the process ---------------------------------------------------------------------------
 
-    def to(self, tag: int, message: Any) -> None:
+    def to(self, tag: int, message: Message) -> None:
         """Pass on a message; ``tag`` is that of the block in which an order's lane goes back."""
-        kind, *content = message
-        if self._laying_out and kind != "close":  # answers are told apart by their order alone
+        if self._laying_out and not isinstance(message, Close):  # answers are told apart by their order alone
             self._early.append((tag, message))
-        elif kind == "order":
-            self._order(tag, *content)
-        elif kind == "subscribe":
-            self._subscribe()
-        elif kind == "call":
-            self._call(*content)
-        else:
-            self._tell(message)
+            return
+        match message:
+            case RolloutRequest():
+                self._order(tag, message)
+            case Ask(number, request):
+                self._call(number, request)
+            case _:
+                self._tell(message)
 
     def _tell(self, message: Any, fds: Sequence[int] = ()) -> None:
         """Send it; if the process is dead or does not read, that is seen by its end."""
@@ -115,72 +146,70 @@ class Leaf:
     def stack(self, seconds: float) -> None:
         self._agent.say("stack", self.life, self._ledger.stack(seconds))
 
-    def _order(self, tag: int, order: Order, offset: int, nbytes: int) -> None:
+    def _order(self, tag: int, request: RolloutRequest) -> None:
+        order = request.order
         if order.group not in self._layouts:  # it has said why
             self._child.kill()
             return
-        place = order.group, offset, order.lane
+        place = order.group, request.offset, order.lane
         if place not in self._slots:
             self._slots[place] = Slot(self._layouts[order.group], self._agent.arena)
         slot = self._slot_of[order.number] = self._slots[place]
         self.outstanding[order.number], self._tags[order.number] = order, tag
         if self._agent.server is not None and self._served:
             self._agent.server.lines.expect(self.index, order.number)
-        self._tell(("order", replace(order, lane=0), slot.offset, len(slot.block)))
+        self._tell(RolloutRequest(replace(order, lane=0), slot.offset, len(slot.block)))
 
-    def _subscribe(self) -> None:
-        if self._served:  # it has no policy
-            self._pass_on("reply", None)
-            return
-        ticket = self._agent.ticket(self.index)
-        self._replies.append(self._pass_on)
-        self._tell(("subscribe", ticket), ticket.fds)
-        ticket.close()
-
-    def _call(self, method: str, args: Any) -> None:
+    def _call(self, number: int, request: Request) -> None:
         server = self._agent.server if self._served else None
-        if method == "lay_out":
-            self._lay_out(args)
+        if isinstance(request, LayOut):
+            self._lay_out(number, request.columns)
             return
-        replied: Replied = self._pass_on
-        if server is not None:
-            if method == "assign":
-                assignment: Assignment = args[0]
-                if self._start.incarnation:
-                    server.actor.reseed(self.groups, assignment.seed, self._start.incarnation)
-            elif method == "set_seed":
-                server.actor.reseed(self.groups, args[0])
-            elif method == "load":
-                args = (server.actor.load(args[0]), *args[1:])
-            elif method == "state":
-                replied = self._with_streams
-        self._ask(method, args, replied)
+        if isinstance(request, Configure):
+            place = request.place
+            self._placed(place)
+            self._ask(number, Configure(replace(place, columns=None)), self._pass_on)
+            if place.columns is not None:
+                self._lay_out(None, place.columns)
+            return
+        if server is None:
+            self._ask(number, request, self._pass_on)
+            return
+        self._ask(number, request.through(server.actor, self.groups), partial(self._with_server, request))
 
-    def _lay_out(self, args: Any) -> None:
-        policy, T, version, columns = args
+    def _placed(self, place: WorkerPlace) -> None:
+        """The streams of a successor are others."""
+        if self._served and self._agent.server is not None and self._config.generation:
+            self._agent.server.actor.reseed(self.groups, place.seed, self._config.generation)
+
+    def _lay_out(self, number: int | None, columns: Columns) -> None:
+        """Have rollouts prepared; None: nobody in the main process waits for the answer."""
         self._laying_out = True
 
-        def ask(columns: Any) -> None:
-            self._ask("lay_out", (policy, T, version, columns), self._laid_out)
+        def laid_out(answer: Answer) -> None:
+            self._laid_out(number, answer)
 
-        def observed(kind: str, content: Any) -> None:
-            if kind != "reply":
-                self._laid_out(kind, content)
+        def ask(columns: Columns) -> None:
+            self._ask(next(self._own), LayOut(columns), laid_out)
+
+        def observed(answer: Answer) -> None:
+            if answer.failure is not None:
+                laid_out(answer)
                 return
-            self._agent.when_open(lambda: adopt(content))
+            self._agent.when_open(lambda: adopt(answer.value))
 
         def adopt(content: Any) -> None:
             assert self._agent.server is not None
-            ask(self._agent.server.ask("adopt", content, policy == "policy"))
+            ask(replace(columns, served=self._agent.server.ask("adopt", content, columns.policy == "policy")))
 
         if self._served:
-            self._ask("observe", (), observed)
+            self._ask(next(self._own), Observe(), observed)
         else:
             ask(columns)
 
-    def _ask(self, method: str, args: Any, replied: Replied) -> None:
-        self._replies.append(replied)
-        self._tell(("call", method, args))
+    def _ask(self, number: int, request: Request, replied: Replied) -> None:
+        self._replies[number] = replied
+        self._tell(Ask(number, request))
 
     # --- from the process -------------------------------------------------------------------------
 
@@ -188,46 +217,49 @@ class Leaf:
         """Take in what it says."""
         try:
             while self._channel.poll():
-                (kind, content), _ = self._channel.receive()
-                if kind in ("report", "unfinished"):
-                    self._report(kind, content)
-                elif kind in ("reply", "failed") and self._replies:
-                    self._replies.popleft()(kind, content)
-                else:
-                    self._pass_on(kind, content)
+                message, _ = self._channel.receive()
+                match message:
+                    case Finished():
+                        self._report(message)
+                    case Answer(number) if number in self._replies:
+                        self._replies.pop(number)(message)
+                    case _:
+                        self._pass_on(message)
         except EOFError:
             self._child.join(1.0)
 
-    def _pass_on(self, kind: str, content: Any) -> None:
-        self._agent.say("from", self.life, (kind, content))
+    def _pass_on(self, message: Any) -> None:
+        self._agent.say("from", self.life, message)
 
-    def _built(self, kind: str, content: Any) -> None:
-        if kind == "reply":
-            infos: list[GroupInfo] = content
+    def _built(self, answer: Answer) -> None:
+        if answer.failure is None:
+            infos: list[GroupInfo] = answer.value
             self.is_built = True
             self._agent.learn(dict(zip(self.groups, infos, strict=True)))
-        self._pass_on(kind, content)
+        self._pass_on(answer)
 
-    def _laid_out(self, kind: str, content: Any) -> None:
+    def _laid_out(self, number: int | None, answer: Answer) -> None:
         self._laying_out = False
-        if kind == "reply":
-            layouts = dict(zip(self.groups, content, strict=True))
+        if answer.failure is None:
+            layouts = dict(zip(self.groups, answer.value, strict=True))
             if layouts != self._layouts:
                 self._layouts = layouts
                 self._slots.clear()
-        self._pass_on(kind, content)
+        if number is not None or answer.failure is not None:
+            self._pass_on(replace(answer, number=BIRTH if number is None else number))
         early, self._early = self._early, []
         for waited in early:
             self.to(*waited)
 
-    def _with_streams(self, kind: str, content: Any) -> None:
-        if kind == "reply" and self._agent.server is not None:
-            self._agent.server.actor.add_streams(self.groups, content)
-        self._pass_on(kind, content)
+    def _with_server(self, request: Request, answer: Answer) -> None:
+        if answer.failure is None and self._agent.server is not None:
+            request.answered(self._agent.server.actor, self.groups, answer.value)
+        self._pass_on(answer)
 
-    def _report(self, kind: str, report: Report) -> None:
-        if kind == "unfinished":  # the order stays under way: its lane goes with the last words
-            self._pass_on(kind, report)
+    def _report(self, message: Finished) -> None:
+        report = message.report
+        if message.unfinished:  # the order stays under way: its lane goes with the last words
+            self._pass_on(message)
             return
         if self._served and self._agent.server is not None:
             self._agent.server.complete(report, _on_server)
@@ -235,11 +267,11 @@ class Leaf:
         slot = self._slot_of.pop(report.number, None)
         writer = self._agent.writer
         if order is None or slot is None or report.lost:
-            self._pass_on(kind, report)
-        elif writer is not None and kind == "report" and report.error is None:
+            self._pass_on(message)
+        elif writer is not None and report.error is None:
             writer.put(slot, self.life, report)
         else:
-            self._agent.say("from", self.life, (kind, report), block=Block(slot.block, slot), tag=tag)
+            self._agent.say("from", self.life, message, block=Block(slot.block, slot), tag=tag)
 
     # --- its end ----------------------------------------------------------------------------------
 

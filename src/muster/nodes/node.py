@@ -121,7 +121,7 @@ class Nodes:
             node.setup, node.policy = setup, block
 
     def launch(self, leaf: int) -> Callable[[str, bool], tuple[LeafChild, LeafChannel, LeafLedger]]:
-        """See ``Setup.launch``."""
+        """See ``WorkerHost.start``."""
 
         def start(name: str, preload: bool) -> tuple[LeafChild, LeafChannel, LeafLedger]:
             channel = self.node_of(leaf).session().start(leaf)

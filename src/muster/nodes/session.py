@@ -19,6 +19,7 @@ from muster.nodes.wire import BEAT_S, WEIGHTS, NodeInfo
 from muster.progress import ORDER, PHASE, Phase
 from muster.sources.failures import Failure, Where
 from muster.sources.launch import UNKNOWN
+from muster.sources.requests import Finished
 from muster.stats import InferenceStats
 from muster.weights.buffer import Manifest
 
@@ -231,8 +232,8 @@ class Session:
         leaf.child.pid, leaf.ledger.cells[PHASE] = pid, int(Phase.CONSTRUCT)
 
     def _on_from(self, life: int, message: Any) -> None:
-        if message[0] in ("report", "unfinished"):
-            self._ended(self._leaves[life], message[1].number)
+        if isinstance(message, Finished):
+            self._ended(self._leaves[life], message.report.number)
         self._leaves[life].put(message)
 
     def _on_bye(self) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from muster.memory.specs import Array
 from muster.nodes.wire import BEAT_S
 from muster.progress import PHASE, Phase
+from muster.sources.config import WorkerConfig
 from muster.sources.launch import UNKNOWN
-from muster.sources.messages import Start
 from muster.sources.threads import LocalChannel, LocalLedger
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ WRITTEN_S = 60.0  # for the first, where the leaf's rollouts have to be written 
 
 
 class LeafChannel(LocalChannel):
-    """The channel to a process of a leaf; implements what ``DetachedWorker`` needs of ``Channel``.
+    """The channel to a process of a leaf; implements what ``WorkerProxy`` needs of ``Channel``.
 
     Attributes:
         life: number of that process, in this session.
@@ -43,14 +43,14 @@ class LeafChannel(LocalChannel):
         if self.closed or self.other.closed:
             raise EOFError("The worker has ended.")
         memory, self._expects = self._expects, None
-        if isinstance(message, Start):
+        if isinstance(message, WorkerConfig):
             self.session.post("start", self.leaf, self.life, message)
         elif memory is None:
             self.session.post("to", self.life, 0, message)
         else:
             tag = self.session.next_tag()
             if self.session.node.setup.buffer is not None:  # a link would expect for ever what is written elsewhere
-                self._lanes[message[1].number], memory = memory, None
+                self._lanes[message.order.number], memory = memory, None
             self.session.post("to", self.life, tag, message, tag=tag, expects=memory)
 
     def arrived(self, number: int, block: Array | None) -> None:
@@ -71,7 +71,7 @@ class LeafChannel(LocalChannel):
 
 
 class LeafLedger(LocalLedger):
-    """Implements what ``DetachedWorker`` needs of ``Ledger``: the cells are those that the node told last.
+    """Implements what ``WorkerProxy`` needs of ``Ledger``: the cells are those that the node told last.
 
     Attributes:
         oom_kills: by how much ``failures.oom_kills()`` of the node has grown since the process was started.

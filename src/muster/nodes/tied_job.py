@@ -11,7 +11,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from muster.sources.lifeline import signal_on_change
+from muster.sources.keeper import signal_on_change
 
 
 def main() -> NoReturn:

@@ -1,7 +1,7 @@
 """What the main process and a node say to each other, inside the messages of a link.
 
 Main to node: ``("setup", NodeSetup)`` with the policy as a block, ``("weights", Manifest)`` with the weights as one,
-``("start", leaf, life, Start)``, ``("to", life, tag, message)``, ``("stop", life, order)``,
+``("start", leaf, life, WorkerConfig)``, ``("to", life, tag, message)``, ``("stop", life, order)``,
 ``("signal", life, number)``, ``("stack", life, seconds)``, ``("kill", life)``, ``("hold",)``, ``("release",)``,
 ``("ask", number, method, args)``, ``("beat",)`` and ``("bye",)``.
 

@@ -130,11 +130,11 @@ class Actor:
 
     # --- random streams ---------------------------------------------------------------------------
 
-    def reseed(self, groups: Sequence[int], seed: int | None, incarnation: int = 0) -> None:
+    def reseed(self, groups: Sequence[int], seed: int | None, generation: int = 0) -> None:
         """Other random streams for groups that have some here; the others bring theirs."""
         for number in set(groups) & self._rngs.keys():
-            self._rngs[number] = GroupRng(seed, number, self._device, incarnation)
-        if not incarnation:  # else its rollout is gone, and those of others go on as they would have
+            self._rngs[number] = GroupRng(seed, number, self._device, generation)
+        if not generation:  # else its rollout is gone, and those of others go on as they would have
             self._epoch += 1
 
     def add_streams(self, groups: Sequence[int], states: Sequence[dict[str, Any]]) -> None:

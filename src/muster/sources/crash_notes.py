@@ -71,12 +71,12 @@ class CrashNotes:
         for number in groups:
             self._histories[number].reset(None, seeds(self._histories[number].env_ids))
 
-    def restarted(self, groups: Sequence[int], seed: int | None, static: bool, incarnation: int) -> None:
+    def restarted(self, groups: Sequence[int], seed: int | None, static: bool, generation: int) -> None:
         """These groups have been made anew."""
         for number in groups:
             self._histories[number].forget()
         if seed is not None:
-            self.seeded(groups, lambda ids: restarted_seeds(seed, [0] * len(ids) if static else ids, incarnation))
+            self.seeded(groups, lambda ids: restarted_seeds(seed, [0] * len(ids) if static else ids, generation))
 
     def reported(self, report: Report, lane: Lane) -> None:
         """A rollout is complete."""

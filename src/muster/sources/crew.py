@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
@@ -17,11 +17,13 @@ from muster.forks import Owner
 from muster.memory.slots import Slot
 from muster.memory.specs import Array
 from muster.progress import Timing
-from muster.sources.detached import DetachedWorker
 from muster.sources.handles import Handle
 from muster.sources.messages import GroupInfo, Order, Report
 from muster.sources.worker import Worker
 from muster.stats import InferenceStats, WorkerStats
+
+if TYPE_CHECKING:
+    from muster.sources.proxy import WorkerProxy
 
 
 @dataclass
@@ -120,7 +122,7 @@ class Crew:
         owner: the process whose workers they are; None: they are in this thread, and a fork has copies of them.
         server: acts for the workers; None: they do.
         numbers: of orders.
-        elastic: workers may be absent (see ``DetachedWorker``) from the beginning, and again later.
+        elastic: workers may be absent (see ``Handle``) from the beginning, and again later.
     """
 
     def __init__(
@@ -180,7 +182,7 @@ class Crew:
     @property
     def has_bad_news(self) -> bool:
         """An error is among the reports that nobody has taken: what failed with it is not to be repeated before."""
-        untaken = [*self._reports, *(report for handle in self.handles for report in _untaken(handle))]
+        untaken = [*self._reports, *(report for handle in self.handles for report in handle.untaken)]
         return any(report.error is not None for report in untaken)
 
     @property
@@ -218,16 +220,16 @@ class Crew:
     def worker_stats(self) -> tuple[WorkerStats, ...]:
         """Of workers that are not in this thread."""
         every = sum(account.delivered for account in self.accounts)
-        return tuple(self._stats_of(h, every) for h in self.handles if isinstance(h, DetachedWorker))
+        return () if self._watch is None else tuple(self._stats_of(cast("WorkerProxy", h), every) for h in self.handles)
 
-    def _stats_of(self, handle: DetachedWorker, every: int) -> WorkerStats:
+    def _stats_of(self, handle: WorkerProxy, every: int) -> WorkerStats:
         accounts = [self.accounts[number] for number in handle.groups]
         frames, busy = sum(a.delivered for a in accounts), sum(a.timing.total for a in accounts) / 1e9
         state = "working" if handle.alive else "dead"
         state = "dropped" if self._is_dropped(handle) else "joining" if handle.absent else state
         return WorkerStats(
             handle.index,
-            handle.child.pid,
+            handle.process.child.pid,
             state,
             handle.phase.name.lower() if handle.alive else "join" if handle.absent else state,
             tuple(int(i) for a in accounts for i in a.env_ids),
@@ -235,9 +237,9 @@ class Crew:
             frames / every if every else 0.0,
             frames / busy if busy else 0.0,
             busy,
-            handle.incarnation,
+            handle.config.generation,
             max(a.lag for a in accounts),
-            handle.setup.where(),
+            handle.host.where(),
         )
 
     def call(self, method: str, *args: Any) -> list[Any]:
@@ -269,7 +271,7 @@ class Crew:
             close_env: False leaves environments open that are in this thread.
         """
         for handle in self.handles:
-            handle.begin_close()
+            handle.close(wait=False)
         with ExitStack() as closing:
             closing.callback(self._enter_last_reports)
             for handle in self.handles if close_env else ():
@@ -282,8 +284,7 @@ class Crew:
             raise
         except BaseException:  # Ctrl-C: whoever has waited long enough does not want to wait for the others
             for other in self.handles:
-                if isinstance(other, DetachedWorker):
-                    other.end()
+                other.end()
             raise
 
     def _enter_last_reports(self) -> None:
@@ -313,19 +314,8 @@ def give_warnings(crew: Crew) -> None:
         warnings.warn(text, stacklevel=3)
 
 
-def is_absent(handle: Handle) -> TypeGuard[DetachedWorker]:
-    """Nothing can be ordered from it; see ``DetachedWorker``."""
-    return isinstance(handle, DetachedWorker) and handle.absent
-
-
 def start_dead(crew: Crew, *, absent: bool) -> None:
     """Start workers that are dead and that nobody else will start: those that are absent, or all others."""
     for handle in crew.handles:
-        if not isinstance(handle, DetachedWorker) or handle.absent is not absent:
-            continue
-        if not (handle.alive or handle.reviving or crew._is_dropped(handle)):
+        if handle.absent is absent and not (handle.alive or handle.reviving or crew._is_dropped(handle)):
             handle.start()
-
-
-def _untaken(handle: Handle) -> Iterable[Report]:
-    return handle.reports if isinstance(handle, DetachedWorker) else ()

@@ -42,7 +42,7 @@ Kind = TypeVar("Kind", bound=MusterError)
 
 _FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+)(?: in (?P<name>.+))?$', re.MULTILINE)
 _MUSTER = str(Path(errors.__file__).parent)
-_WORKING = str(Path("sources", "server.py"))
+_WORKING = str(Path("sources", "main.py"))
 _INSTALLED = (
     *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
     *site.getsitepackages(),
@@ -60,13 +60,13 @@ class Where:
         row: of the rollout.
         episode, step: of the environment: how many episodes it had ended before, and steps since.
         seed: that the environment was last given.
-        incarnation: how often the worker had been restarted.
+        generation: how often the worker had been restarted.
         node: number and host of its node; empty on this machine.
     """
 
     worker: int | None = None
     pid: int | None = None
-    incarnation: int | None = None
+    generation: int | None = None
     env_ids: tuple[int, ...] = ()
     env_index: int | None = None
     row: int | None = None
@@ -80,7 +80,7 @@ class Where:
         if self.worker is not None:
             more = [] if self.pid is None else [f"pid {self.pid}"]
             more += [f"node {self.node}"] if self.node else []
-            more += [f"restart {self.incarnation}"] if self.incarnation else []
+            more += [f"restart {self.generation}"] if self.generation else []
             parts.append(f"worker {self.worker}" + (f" ({', '.join(more)})" if more else ""))
         if self.env_ids:
             ids = ", ".join(map(str, self.env_ids))

@@ -14,7 +14,7 @@ from typing import Any
 from muster.errors import MusterError, SlotsExhausted
 from muster.interrupts import postponed
 from muster.memory.slots import Layout, Slot, SlotRing, SlotState
-from muster.sources.crew import Crew, give_warnings, is_absent
+from muster.sources.crew import Crew, give_warnings
 from muster.sources.messages import Order, Report
 from muster.sources.schedule import Bundle, CollectRequest, FilledSlot, Schedule, filled
 from muster.sources.waiting import layout_of, report_of, to_plain, write
@@ -285,7 +285,7 @@ class FirstReady(Schedule):
         return all(self.crew.accounts[group].dropped for group in bundle.groups)
 
     def _is_there(self, group: int) -> bool:
-        return self.crew.accounts[group].dropped or not is_absent(self.crew.handle(group))
+        return self.crew.accounts[group].dropped or not self.crew.handle(group).absent
 
     def _can_work(self, bundle: Bundle) -> bool:
         return not self._is_dropped(bundle) and all(self._is_there(group) for group in bundle.groups)

@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from muster.sources.channel import Channel
-from muster.sources.keeper import become_subreaper, children, keep
-from muster.sources.lifeline import kill_group, tie_life, untie_life
+from muster.sources.keeper import become_subreaper, children, keep, kill_group, tie_life, untie_life
 
 STATUS_BYTES = 8  # of an exit code in the pipe that tells the parent of a worker's end
 END_S = 1.5  # for the end of all workers, when the parent has ended
@@ -44,12 +43,12 @@ PRELOADED = (
 )
 LIGHT = (  # those that do not import torch
     *("numpy", "numpy.random", "gymnasium", "gymnasium.wrappers", "gymnasium.vector", "cloudpickle", "dm_env"),
-    *("gymnasium.envs.classic_control", "gymnasium.envs.toy_text", "muster.sources.server"),
+    *("gymnasium.envs.classic_control", "gymnasium.envs.toy_text", "muster.sources.main"),
 )
 
 
 @dataclass(frozen=True)
-class Order:
+class ForkRequest:
     """A worker to start, and what it should find there: the parent's present surroundings.
 
     Descriptors that go with it: the worker's channel, the write end of its exit pipe, standard output and error.
@@ -83,7 +82,7 @@ class _Server:
                 self.orders.send((order.number, self.start(order, fds)))
         self.end()
 
-    def start(self, order: Order, fds: list[int]) -> int | str:
+    def start(self, order: ForkRequest, fds: list[int]) -> int | str:
         """The pid of the new worker, or why there is none."""
         sys.path[:] = order.path
         for module in order.preload:
@@ -236,7 +235,7 @@ def run(target: str, channel: Channel) -> NoReturn:
         os._exit(code)
 
 
-def _keep(server: _Server, order: Order, fds: list[int], lifeline: socket.socket, tell: int) -> NoReturn:
+def _keep(server: _Server, order: ForkRequest, fds: list[int], lifeline: socket.socket, tell: int) -> NoReturn:
     """In the fork of the server: keep a worker, which is a fork of this."""
     code = 1
     try:
@@ -274,7 +273,7 @@ def _keep(server: _Server, order: Order, fds: list[int], lifeline: socket.socket
         os._exit(code)
 
 
-def _in_worker(order: Order, channel: int, streams: Sequence[int], lifeline: socket.socket) -> NoReturn:
+def _in_worker(order: ForkRequest, channel: int, streams: Sequence[int], lifeline: socket.socket) -> NoReturn:
     """In the fork of its keeper: become a process of its own, in the surroundings of the parent."""
     try:
         for number, stream in enumerate(streams, 1):

@@ -18,7 +18,11 @@ class Handle(Protocol):
     Attributes:
         index: number of the worker.
         groups: numbers of its groups.
-        outstanding: orders that it has not reported on, by number, oldest first.
+        outstanding: orders that nobody has taken the report of, by number, oldest first.
+        untaken: reports that have come and nobody has taken.
+        alive: it has a process or thread.
+        reviving: it has none, and will be started again by whoever watches over it.
+        absent: its node is not there, so that nothing is ordered from it.
     """
 
     @property
@@ -27,6 +31,23 @@ class Handle(Protocol):
     def groups(self) -> Sequence[int]: ...
     @property
     def outstanding(self) -> dict[int, Order]: ...
+    @property
+    def untaken(self) -> Sequence[Report]: ...
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def reviving(self) -> bool: ...
+    @property
+    def absent(self) -> bool: ...
+
+    def start(self) -> None:
+        """Start it again."""
+
+    def end(self) -> None:
+        """End it by force; not its environments in this thread. May be called again."""
+
+    def kill(self) -> None:
+        """Let its process end; from another thread."""
 
     def prepared(self, policy: str) -> bool:
         """``layouts`` would say the same as before."""
@@ -46,11 +67,11 @@ class Handle(Protocol):
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of its ``Worker``, and wait for what it returns or raises."""
 
-    def begin_close(self) -> None:
-        """Let it give up what it has not done. Nothing can be asked of it any more."""
+    def close(self, *, wait: bool = True) -> None:
+        """End it, with its environments, by force if need be. Nothing can be asked of it any more. May be called again.
 
-    def close(self) -> None:
-        """End it, with its environments, by force if need be. May be called again.
+        Args:
+            wait: False lets it begin to.
 
         Raises:
             Exception: what closing an environment raised; it is closed all the same.
@@ -59,6 +80,9 @@ class Handle(Protocol):
 
 class LocalWorker:
     """A worker in the caller's own thread: what is ordered is done at once."""
+
+    alive, reviving, absent = True, False, False
+    untaken: Sequence[Report] = ()
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.index = worker, 0
@@ -90,8 +114,17 @@ class LocalWorker:
             phase_ended_by(error, self.worker.progress)
             raise
 
-    def begin_close(self) -> None:
-        self.worker.profile(None, 0)
+    def start(self) -> None:
+        """It is always there."""
 
-    def close(self) -> None:
-        self.worker.close()
+    def end(self) -> None:
+        """Its environments are left to the user."""
+
+    def kill(self) -> None:
+        """There is no process of its own."""
+
+    def close(self, *, wait: bool = True) -> None:
+        if wait:
+            self.worker.close()
+        else:
+            self.worker.profile(None, 0)

@@ -153,7 +153,7 @@ class Anchors:
 
 
 @dataclass
-class _Chunk:
+class _Recorded:
     number: int
     actions: dict[Key, Array]  # [n, B, *shape]
     log: ResetLog
@@ -206,7 +206,7 @@ class History:
 
     def forget(self) -> None:
         """What comes next does not follow from what was: after a failure, a restart, or rows that were lost."""
-        self._chunks: deque[_Chunk] = deque()
+        self._chunks: deque[_Recorded] = deque()
         self.nbytes = 0
         self._anchors: list[tuple[int, int] | None] = [None] * len(self.env_ids)  # chunk, position in its resets
         self._due: dict[int, Special] = {}  # resets that no report has shown yet
@@ -233,7 +233,7 @@ class History:
             log: ``Anchors.take`` of the same rows.
             stepped: ``[n, B]`` bool: the others were bypassed. None: there were none.
         """
-        self._chunks.append(_Chunk(self._next, {key: array.copy() for key, array in actions.items()}, log, stepped))
+        self._chunks.append(_Recorded(self._next, {key: array.copy() for key, array in actions.items()}, log, stepped))
         self.nbytes += self._chunks[-1].nbytes
         self._anchors = self._anchors_after(self._next, log)
         self._next += 1
@@ -269,7 +269,7 @@ class History:
             log = self._presumed(ended)
         if index is None and self.alone and len(self.env_ids) == 1:
             index = 0
-        chunks = [*self._chunks, _Chunk(self._next, dict(actions), log)]
+        chunks = [*self._chunks, _Recorded(self._next, dict(actions), log)]
         anchor = self._anchor(index, phase, log)
         chosen = slice(index, index + 1) if self.alone and index is not None else slice(None)
         capsule = Capsule(
@@ -292,7 +292,7 @@ class History:
         capsule.caveat = TOGETHER if not self.alone else "" if capsule.special[0].seed is not None else BY_STATE
         return capsule
 
-    def _fill(self, capsule: Capsule, chunks: list[_Chunk], position: int, chosen: slice) -> None:
+    def _fill(self, capsule: Capsule, chunks: list[_Recorded], position: int, chosen: slice) -> None:
         """Write what happened from reset ``position`` of the first chunk on."""
         first = begin = int(chunks[0].log.resets[position, ROW])  # where rows were bypassed, resets are in row 0
         resets: list[Array] = []

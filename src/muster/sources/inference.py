@@ -54,14 +54,22 @@ class Dispatch:
         return [part for part in (workers[:half], workers[half:]) if part]
 
 
-class Seated(Protocol):
-    """What a server needs to know of a worker; see ``DetachedWorker``."""
+class Lanes(Protocol):
+    """Where a worker's rollouts lie; see ``UnderWay``."""
 
-    index: int
-    groups: list[int]
     outstanding: dict[int, Order]
 
     def lane_of(self, number: int) -> Lane: ...
+
+
+class Seated(Protocol):
+    """What a server needs to know of a worker; see ``WorkerProxy``."""
+
+    index: int
+    groups: list[int]
+
+    @property
+    def under_way(self) -> Lanes: ...
 
 
 @dataclass
@@ -119,7 +127,7 @@ class InferenceServer:
         self._acting = threading.Lock()
         self._acting_since: float | None = None
         self._told: Exception | None = None  # the last error in a report
-        self._jobs: list[_Job] = []
+        self._jobs: list[_ThreadCall] = []
         self._stats = InferenceStats()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="muster-inference", daemon=True)
@@ -255,7 +263,7 @@ class InferenceServer:
 
     def _in_thread(self, function: Callable[[], Any]) -> Any:
         """What a function returns or raises in the thread."""
-        job = _Job(function)
+        job = _ThreadCall(function)
         self._jobs.append(job)
         self.lines.bell.ring()
         return job.result(self.check)
@@ -329,7 +337,8 @@ class InferenceServer:
     def _rollout(self, seat: _Seat) -> Rollout:
         number = self.lines.order(seat.worker)
         if seat.rollout is None or seat.rollout.number != number:
-            group, lane = seat.handle.outstanding[number].group, seat.handle.lane_of(number)
+            orders = seat.handle.under_way
+            group, lane = orders.outstanding[number].group, orders.lane_of(number)
             seat.rollout = self._rollouts[number] = self.actor.begin(number, group, lane)
         return seat.rollout
 
@@ -352,7 +361,7 @@ def _oldest(seats: Sequence[_Seat], most: int) -> list[_Seat]:
     return sorted(chosen, key=lambda seat: seat.worker)
 
 
-class _Job:
+class _ThreadCall:
     """Something else that the thread is to do."""
 
     def __init__(self, function: Callable[[], Any]) -> None:

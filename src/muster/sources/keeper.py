@@ -3,6 +3,9 @@
 Environments start simulators, often in sessions of their own, where no signal to the worker reaches them. On Linux the
 keeper is the worker's parent and a *child subreaper*: what loses its parent below it becomes its own child. So all that
 a worker has started, however, and nothing else, is below its keeper when the worker has ended, whatever ended it.
+
+A lifeline is a socket that a process holds for as long as it lives, and whose other end ends when that process does.
+This module imports little: a process ties its life before it does anything that takes time.
 """
 
 from __future__ import annotations
@@ -15,10 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
-
-from muster.sources.lifeline import hung_up, kill_group
 
 GRACE_S = 2.0  # from SIGTERM to SIGKILL, for what a worker leaves that ended well
 KILLED_S = 5.0  # for the end of what was killed; longer takes what the kernel does not let go of
@@ -36,7 +36,7 @@ def become_subreaper() -> None:
 def children() -> list[int]:
     """Of this process, which has one thread: running ones, and those that have ended and were not waited for."""
     try:
-        return [int(pid) for pid in Path("/proc/thread-self/children").read_text().split()]
+        return [int(pid) for pid in _text("/proc/thread-self/children").split()]
     except OSError:  # no Linux, or one without CONFIG_PROC_CHILDREN
         return [pid for pid in _processes() if _parent(pid) == os.getpid()]
 
@@ -136,5 +136,59 @@ def _processes() -> list[int]:
 
 def _parent(pid: int) -> int:
     with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return int(_text(f"/proc/{pid}/stat").rpartition(")")[2].split()[1])
     return 0
+
+
+def _text(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+# --- lifelines -------------------------------------------------------------------------------------
+
+
+def tie_life(lifeline: socket.socket | int) -> None:
+    """Have the kernel kill this process and all it starts when the other end of ``lifeline`` is closed.
+
+    It needs no thread, which a C function holding the GIL would keep from running, and, other than PR_SET_PDEATHSIG,
+    reaches grandchildren and does not depend on the thread that started this process.
+    """
+    if os.getsid(0) != os.getpid():
+        os.setsid()
+    signal_on_change(lifeline, -os.getpid(), signal.SIGKILL)
+    if hung_up(lifeline):  # before the kernel was told to look
+        os._exit(1)
+
+
+def untie_life(lifeline: socket.socket | int) -> None:
+    """Take ``tie_life`` back."""
+    import fcntl
+
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) & ~os.O_ASYNC)
+
+
+def hung_up(sock: socket.socket | int) -> bool:
+    """Whether the other end is closed."""
+    poller = select.poll()
+    poller.register(sock, 0)
+    return any(event & select.POLLHUP for _, event in poller.poll(0))
+
+
+def kill_group(pid: int, *, reaped: bool = False) -> None:
+    """Kill a worker (unless it was reaped: its number may be another's) and its process group, if anything is left."""
+    for kill in (os.killpg,) if reaped else (os.killpg, os.kill):  # only just forked, it has no group yet
+        try:
+            kill(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+
+def signal_on_change(sock: socket.socket | int, receiver: int, number: int) -> None:
+    """Have the kernel send a signal to a process (or, negative, a group) when something happens at the socket."""
+    import fcntl
+
+    fcntl.fcntl(sock, fcntl.F_SETOWN, receiver)
+    if hasattr(fcntl, "F_SETSIG"):  # elsewhere it is SIGIO, which ends a process as well unless it is handled
+        fcntl.fcntl(sock, fcntl.F_SETSIG, number)
+    fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) | os.O_ASYNC)

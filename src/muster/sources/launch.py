@@ -14,12 +14,13 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing import process
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from muster.errors import BadOption, CollectorTimeout, MusterError
 from muster.sources.channel import Channel
-from muster.sources.forkserver import LIGHT, PRELOADED, STATUS_BYTES, ForkedServer, Order, is_stopped
-from muster.sources.lifeline import kill_group
+from muster.sources.forkserver import LIGHT, PRELOADED, STATUS_BYTES, ForkedServer, ForkRequest, is_stopped
+from muster.sources.keeper import kill_group
+from muster.sources.ledger import Ledger
 
 UNKNOWN = 1 << 16  # the exit code of a worker whose end nobody has seen: the fork server was killed
 SPARE_DESCRIPTORS = 10  # what one more worker must find free
@@ -102,32 +103,50 @@ def launch(
         return starts[method](target, channel_end, name, preload, light)
 
 
+def in_process(method: str | None, *, light: bool = False) -> Callable[[str, bool], tuple[Child, Any, Any]]:
+    """Launches workers as processes; ``light`` ones have not imported torch."""
+
+    def start(name: str, preload: bool) -> tuple[Child, Channel, Ledger]:
+        ours, theirs = Channel.pair()
+        ledger = Ledger.create()
+        try:
+            target = "muster.sources.main:main"
+            return launch(target, theirs, name=name, method=method, preload=preload, light=light), ours, ledger
+        except BaseException:
+            ours.close()
+            theirs.close()
+            ledger.close()
+            raise
+
+    return start
+
+
 def shutdown_forkserver() -> None:
     """End the fork servers, and all workers they have started; the next ``launch`` starts another. Idempotent."""
-    if _Server.lock.acquire(timeout=END_S):  # else a thread is launching, and the servers end with this process
+    if _ForkServer.lock.acquire(timeout=END_S):  # else a thread is launching, and the servers end with this process
         try:
-            for server in list(_Server.current.values()):
+            for server in list(_ForkServer.current.values()):
                 server.end()
         finally:
-            _Server.lock.release()
+            _ForkServer.lock.release()
 
 
 def fork_server_here() -> None:
     """Let this process' fork server be a fork of it, with all that it has imported: for processes with one thread."""
     (channel, theirs), (life, lifeline) = Channel.pair(), socket.socketpair()
-    _Server(False, channel, life, ForkedServer(channel, theirs, life, lifeline))
+    _ForkServer(False, channel, life, ForkedServer(channel, theirs, life, lifeline))
 
 
 def has_fork_server() -> bool:
     """There is one that has imported torch."""
-    return False in _Server.current
+    return False in _ForkServer.current
 
 
-class _Server:
+class _ForkServer:
     """The parent's side of a fork server: one for light workers, one for the others."""
 
     lock = threading.Lock()
-    current: ClassVar[dict[bool, _Server]] = {}  # by whether it is for light ones
+    current: ClassVar[dict[bool, _ForkServer]] = {}  # by whether it is for light ones
 
     def __init__(
         self, light: bool, channel: Channel, life: socket.socket, process: subprocess.Popen[bytes] | ForkedServer
@@ -138,12 +157,12 @@ class _Server:
     @classmethod
     def start(cls, light: bool) -> None:
         (channel, theirs), (life, lifeline) = Channel.pair(), socket.socketpair()
-        with contextlib.closing(theirs), lifeline, _Streams() as streams:
+        with contextlib.closing(theirs), lifeline, _StandardStreams() as streams:
             ends = (theirs.fileno(), lifeline.fileno())
             cls(light, channel, life, _python(lifeline, f"serve{ends}", ends, streams))
 
     @classmethod
-    def request(cls, order: Order, fds: list[int], light: bool) -> int:
+    def request(cls, order: ForkRequest, fds: list[int], light: bool) -> int:
         """The pid of the worker; starts a server if there is none, or a dead one."""
         with cls.lock:
             try:
@@ -162,12 +181,12 @@ class _Server:
         return answer
 
     @classmethod
-    def _running(cls, light: bool) -> _Server:
+    def _running(cls, light: bool) -> _ForkServer:
         if light not in cls.current:
             cls.start(light)
         return cls.current[light]
 
-    def _ask(self, order: Order, fds: list[int]) -> int | str:
+    def _ask(self, order: ForkRequest, fds: list[int]) -> int | str:
         try:
             self.channel.send(order, fds, timeout=START_S)
             while True:
@@ -191,7 +210,7 @@ class _Server:
             child._life.close()
 
     def end(self) -> None:
-        _Server.current.pop(self._light, None)
+        _ForkServer.current.pop(self._light, None)
         self.channel.close()
         try:
             self.process.wait(END_S)
@@ -214,14 +233,14 @@ class _Forked:
         os.set_blocking(self._fd, False)
         self._close = weakref.finalize(self, os.close, self._fd)
         self._close.atexit = False  # whoever ends workers then still looks at it
-        here = [*sys.modules] if preload or light not in _Server.current else []
+        here = [*sys.modules] if preload or light not in _ForkServer.current else []
         suits = LIGHT.__contains__ if light else _preloadable
         modules = [module for module in [*here, target.partition(":")[0]] if suits(module)]
         surroundings = (sys.path[:], sys.argv[:], dict(os.environ), _cwd(), _umask(), _authkey())
-        order = Order(next(_numbers), target, name, modules, *surroundings)
+        order = ForkRequest(next(_numbers), target, name, modules, *surroundings)
         try:
-            with _Streams() as streams:
-                self.pid = _Server.request(order, [channel_end.fileno(), writer, *streams.fds], light)
+            with _StandardStreams() as streams:
+                self.pid = _ForkServer.request(order, [channel_end.fileno(), writer, *streams.fds], light)
         except BaseException:
             self.close()
             raise
@@ -277,7 +296,7 @@ class _Spawned:
         self._swept = False  # what it had started is killed
         (self._life, lifeline), (self._hello, hello) = socket.socketpair(), socket.socketpair()
         self._worker: int | None = None
-        with lifeline, hello, _Streams() as streams:
+        with lifeline, hello, _StandardStreams() as streams:
             self._hello.sendall(b"\0" + _authkey())
             ends = (lifeline.fileno(), channel_end.fileno(), hello.fileno())
             self._process = _python(lifeline, f"spawned(*{ends}, {target!r}, {name!r})", ends, streams)
@@ -332,10 +351,10 @@ class _Spawned:
         self._hello.close()
 
 
-class _Streams:
+class _StandardStreams:
     """Standard output and error of this process, as descriptors that are open in any case."""
 
-    def __enter__(self) -> _Streams:
+    def __enter__(self) -> _StandardStreams:
         self._null = os.open(os.devnull, os.O_WRONLY)
         # Where Python began without one, its number may since have been given to any file.
         std = ((1, sys.__stdout__), (2, sys.__stderr__))
@@ -354,10 +373,12 @@ def _interpreter_flags() -> list[str]:
     return ["-" + "O" * sys.flags.optimize] * bool(sys.flags.optimize) + [f"-W{each}" for each in sys.warnoptions]
 
 
-def _python(lifeline: socket.socket, call: str, fds: Sequence[int], streams: _Streams) -> subprocess.Popen[bytes]:
+def _python(
+    lifeline: socket.socket, call: str, fds: Sequence[int], streams: _StandardStreams
+) -> subprocess.Popen[bytes]:
     """A fresh interpreter that ties its life before all else, and calls a function of the fork server's module."""
     surroundings = f"import sys; sys.path[:] = {sys.path!r}; sys.argv[:] = {sys.argv!r}"
-    tied = f"from muster.sources.lifeline import tie_life; tie_life({lifeline.fileno()})"
+    tied = f"from muster.sources.keeper import tie_life; tie_life({lifeline.fileno()})"
     return subprocess.Popen(
         [
             *(sys.executable, *_interpreter_flags()),
@@ -437,4 +458,4 @@ _numbers = itertools.count()  # of orders
 
 atexit.register(shutdown_forkserver)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_Server.forget)
+    os.register_at_fork(after_in_child=_ForkServer.forget)

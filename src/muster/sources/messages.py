@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,72 +46,6 @@ class GroupInfo:
     observation_specs: Specs = field(default_factory=dict)
     action_specs: Specs = field(default_factory=dict)
     bookkeeping: frozenset[Key] = frozenset()
-
-
-@dataclass(frozen=True)
-class Payload:
-    """What a worker is made of; for processes pickled by ``pickling.dumps``, for threads as it is (but the policy).
-
-    Attributes:
-        makers: of the environments, one for each group.
-        kwargs: a list of keywords for them.
-        policy: what acts, or what makes it.
-        is_factory: the latter.
-        options: ``WorkerOptions``.
-        policy_turns: ``Turns`` of threads with the policy, whose group's random streams are the global ones meanwhile;
-            None: there are none, because these are processes, or because the user's thread does not wait for them.
-        served_by: a server acts, with lines to so many workers; None: this worker does.
-    """
-
-    makers: Sequence[Any]
-    kwargs: Any
-    policy: bytes
-    is_factory: bool
-    options: Any
-    policy_turns: Any = None
-    served_by: int | None = None
-
-
-@dataclass(frozen=True)
-class Start:
-    """What a new worker process is told first. Descriptors of ledger, arena and line go with it.
-
-    Attributes:
-        payload: see there.
-        groups: numbers of the groups, among all.
-        threads: of torch; None leaves them as they are.
-        stoppable: the cell ``STOP`` is to be looked at after every step.
-        in_thread: of the parent's process.
-    """
-
-    index: int
-    incarnation: int
-    payload: Payload
-    groups: Sequence[int]
-    threads: int | None
-    stoppable: bool
-    in_thread: bool
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """The place of a worker's groups among all, known when all workers have made theirs.
-
-    Attributes:
-        firsts: global number of each group's first environment.
-        total: environments over all groups.
-        marks_valid: see ``RolloutOptions``.
-        seed: of all environments and draws.
-        static: environments have the same seed.
-        episodes: number of the episode that each environment begins with, by group; None: 0.
-    """
-
-    firsts: Sequence[int]
-    total: int
-    marks_valid: bool
-    seed: int | None
-    static: bool = False
-    episodes: Sequence[Array] | None = None
 
 
 @dataclass(frozen=True)

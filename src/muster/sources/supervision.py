@@ -18,9 +18,8 @@ from muster.progress import Phase
 from muster.sources import failures
 from muster.sources.crash_notes import CrashNotes, Replay
 from muster.sources.crew import Account
-from muster.sources.detached import DetachedWorker
 from muster.sources.messages import GroupInfo, Order, Report
-from muster.sources.patience import Restarted
+from muster.sources.proxy import Restarted, WorkerProxy, WorkerState
 from muster.sources.restarts import Record, news, unlike
 from muster.sources.threads import Doorbell
 
@@ -43,6 +42,7 @@ TIMEOUTS: dict[str, float | None] = {  # seconds
     "heartbeat": 15.0,
 }
 SAMPLED_EVERY = 0.2  # seconds
+END_S = 5.0  # for a process to end that was killed
 
 
 class Supervisor:
@@ -72,7 +72,7 @@ class Supervisor:
         max_restarts: int | None,
         notes: CrashNotes,
     ) -> None:
-        self.handles: Sequence[DetachedWorker] = ()
+        self.handles: Sequence[WorkerProxy] = ()
         self.doorbell: Doorbell | None = None
         self.server: InferenceServer | None = None
         self.elastic = False
@@ -84,12 +84,12 @@ class Supervisor:
         self._records: defaultdict[int, Record] = defaultdict(Record)
         self._oom_kills = failures.oom_kills()
         self._look_at = 0.0
-        self._listening: tuple[list[int], select.poll, dict[int, list[DetachedWorker]]] | None = None
+        self._listening: tuple[list[int], select.poll, dict[int, list[WorkerProxy]]] | None = None
         self._lost: list[Report] = []
 
     @property
     def restarts(self) -> list[int]:
-        return [max(0, handle.incarnation) for handle in self.handles]
+        return [handle.config.generation for handle in self.handles]
 
     def timeout(self, phase: str) -> float | None:
         """Seconds that a phase may take."""
@@ -103,7 +103,15 @@ class Supervisor:
         lost, self._lost = self._lost, []
         return lost
 
-    def wait_for_enough(self, lack: Callable[[list[DetachedWorker]], int]) -> None:
+    def built(self, handle: WorkerProxy) -> list[GroupInfo]:
+        """The groups that a worker has made, when it has; raises what became of it instead."""
+        self.wait_for(handle, lambda: handle.infos is not None or handle.failure is not None)
+        if handle.failure is not None:
+            raise handle.failure.error()
+        assert handle.infos is not None
+        return handle.infos
+
+    def wait_for_enough(self, lack: Callable[[list[WorkerProxy]], int]) -> None:
         """Until there are enough workers for a crew; raises what became of one of them instead.
 
         Args:
@@ -113,19 +121,19 @@ class Supervisor:
             self._poll(None)
             gone = [handle for handle in self.handles if not handle.alive]
             for handle in gone:
-                if not handle.child.late or lack(gone) > 0:
+                if not handle.process.child.late or lack(gone) > 0:
                     self._raise_once(handle)
 
-    def wait_for(self, handle: DetachedWorker, ready: Callable[[], bool]) -> None:
+    def wait_for(self, handle: WorkerProxy, ready: Callable[[], bool]) -> None:
         """See ``Patience``."""
-        asked = handle.incarnation
+        asked = handle.config.generation
         while not ready():
             if was_alive := handle.alive:
                 self._poll(None)
-            if handle.incarnation != asked:
+            if handle.config.generation != asked:
                 raise Restarted
             if not handle.alive and not ready():
-                has_waited = was_alive and self.elastic and handle.child.late
+                has_waited = was_alive and self.elastic and handle.process.child.late
                 if self._records[handle.index].revive_at is None or has_waited:
                     self._raise_once(handle)
                 while not handle.alive:
@@ -146,44 +154,45 @@ class Supervisor:
         if self.doorbell is not None and ready:  # else it may have begun to ring just now, for what nobody looks at
             self.doorbell.clear()
         for handle in dict.fromkeys(handle for fd, _ in ready for handle in of[fd]):
-            if not handle.pump() or handle.child.exit_code() is not None:
+            if not handle.pump() or handle.process.child.exit_code() is not None:
                 self._has_ended(handle)
             else:
                 self._take_note(handle)
         self._look_for_hangs()
 
-    def _has_ended(self, handle: DetachedWorker) -> None:
-        handle.child.join(1.0)
+    def _has_ended(self, handle: WorkerProxy) -> None:
+        handle.process.child.join(1.0)
         handle.pump()  # what it said before
         self._take_note(handle)
         self._died(handle)
-        for other in self.handles if handle.child.lost else ():  # so are all of its node; they start again together
-            if other.alive and other.child.lost:
+        lost = handle.process.child.lost
+        for other in self.handles if lost else ():  # so are all of its node; they start again together
+            if other.alive and other.process.child.lost:
                 self._has_ended(other)
 
-    def _listen(self) -> tuple[select.poll, dict[int, list[DetachedWorker]]]:
+    def _listen(self) -> tuple[select.poll, dict[int, list[WorkerProxy]]]:
         """What to wait on, and whose it is; made anew when workers come or go."""
-        present = [handle.incarnation if handle.alive else -1 for handle in self.handles]
+        present = [handle.config.generation if handle.alive else -1 for handle in self.handles]
         if self._listening is None or self._listening[0] != present:
             poller = select.poll()
-            of: defaultdict[int, list[DetachedWorker]] = defaultdict(list)
+            of: defaultdict[int, list[WorkerProxy]] = defaultdict(list)
             for handle in self.handles:
-                for fd in handle.fds():
+                for fd in handle.process.fds() if handle.alive else ():
                     of[fd].append(handle)
             for fd in of:
                 poller.register(fd, select.POLLIN)
             self._listening = present, poller, of
         return self._listening[1:]
 
-    def _take_note(self, handle: DetachedWorker) -> None:
+    def _take_note(self, handle: WorkerProxy) -> None:
         """Of reports that have come."""
-        if handle.infos is not None and self.accounts:
+        if handle.state is WorkerState.JOINING and handle.infos is not None and self.accounts:
             self._welcome(handle, handle.infos)
         error = self._take_note_of_reports(handle)
         if error is not None:
             self._lose(handle, error, "env_error")
 
-    def _take_note_of_reports(self, handle: DetachedWorker, *, ending: bool = False) -> Exception | None:
+    def _take_note_of_reports(self, handle: WorkerProxy, *, ending: bool = False) -> Exception | None:
         """Of those that have come.
 
         Args:
@@ -193,7 +202,7 @@ class Supervisor:
             the first error that the worker has to be ended for; the orders of such are under way again.
         """
         first = None
-        fresh, handle.fresh = handle.fresh, []
+        fresh, handle.under_way.fresh = handle.under_way.fresh, []
         for report in fresh:
             if report.clock is not None:
                 self.accounts[report.group].clock = report.clock
@@ -201,38 +210,38 @@ class Supervisor:
                 if self.server is not None:
                     self.server.complete(report)
                 self._records[handle.index].fruitless = 0
-                self._notes.reported(report, handle.lane_of(report.number))
+                self._notes.reported(report, handle.under_way.lane_of(report.number))
             elif report.error is not None:
                 if not ending:
                     self._explain(handle, report)
                 if ending or (self._on_failure != "raise" and isinstance(report.error, (EnvError, BadEnvOutput))):
                     first = first or report.error
-                    for earlier in handle.reports:  # in this order, since only the last is of a partial lane
+                    for earlier in handle.untaken:  # in this order, since only the last is of a partial lane
                         self.accounts[earlier.group].add(earlier)
-                    handle.take_back(report)
+                    handle.under_way.take_back(report)
         return first
 
-    def _explain(self, handle: DetachedWorker, report: Report) -> None:
+    def _explain(self, handle: WorkerProxy, report: Report) -> None:
         """Put the error itself into a report, with the file that replays it if there is one."""
         failure: failures.Failure = report.error
-        failure = replace(failure, where=replace(failure.where, node=handle.setup.where()))
-        lane, index = handle.lane_of(report.number), failure.where.env_index
+        failure = replace(failure, where=replace(failure.where, node=handle.host.where()))
+        lane, index = handle.under_way.lane_of(report.number), failure.where.env_index
         report.error = failure.error(*self._notes.failed(report, lane, failure.error(), index))
         if self.server is not None:
             self.server.complete(report)
 
-    def _welcome(self, handle: DetachedWorker, infos: Sequence[GroupInfo]) -> None:
+    def _welcome(self, handle: WorkerProxy, infos: Sequence[GroupInfo]) -> None:
         """A worker that was absent has made its environments, which have to be as many as was taken for granted."""
-        handle.infos = None
+        assert handle.config.place is not None
         for number, info in zip(handle.groups, infos, strict=True):
             account = self.accounts[number]
             if (info.num_envs, info.batch_shape) != (account.info.num_envs, account.info.batch_shape):
-                handle.absent = True
+                handle.infos = None
                 self._lose(handle, unlike(self._where(handle), account.info, info), "env_error")
                 return
             account.info = info
             self._notes.joined(number, info)
-        handle.enlist()
+        handle.assign(handle.config.place)
         self._lost.append(news(handle.groups[0]))
 
     def _look_for_hangs(self) -> None:
@@ -242,13 +251,13 @@ class Supervisor:
         self._look_at = now + SAMPLED_EVERY / 2
         for handle in self.handles:
             record = self._records[handle.index]
-            if not handle.awaited() or self._is_served(handle):
+            if not handle.awaited or self._is_served(handle):
                 record.signs = ()
                 continue
-            if handle.child.exit_code() is not None:  # without a sign, where something it has started lives on
+            if handle.process.child.exit_code() is not None:  # without a sign, where something it has started lives on
                 self._has_ended(handle)
                 continue
-            as_of, signs = handle.as_of(), handle.signs()
+            as_of, signs = self._as_of(handle), handle.under_way.signs(handle.process.ledger.cells)
             if signs != record.signs or handle.phase is Phase.WAIT:  # for another one, whose deadline runs
                 record.signs, record.since = signs, now
                 continue
@@ -257,79 +266,88 @@ class Supervisor:
             if deadline is not None and as_of - record.since > deadline:
                 self._hung(handle, phase, as_of - record.since, deadline)
 
-    def _is_served(self, handle: DetachedWorker) -> bool:
+    def _as_of(self, handle: WorkerProxy) -> float:
+        """When its signs were so (``time.monotonic``): what a node tells of its workers is a little old, or more."""
+        told_at: float = handle.process.ledger.told_at if handle.host.remote else time.monotonic()
+        return told_at
+
+    def _is_served(self, handle: WorkerProxy) -> bool:
         """It waits for the server, whose affair it then is; raises what keeps that from acting."""
-        if self.server is None or not self.server.waits(handle.index) or handle.child.exit_code() is not None:
+        if self.server is None or not self.server.waits(handle.index) or handle.process.child.exit_code() is not None:
             return False
         self.server.check()
         return True
 
     # --- who is lost ------------------------------------------------------------------------------
 
-    def _died(self, handle: DetachedWorker) -> None:
+    def _died(self, handle: WorkerProxy) -> None:
         if not handle.alive:
             return
-        failure, phase = handle.failure(), handle.phase.name.lower()
-        code = handle.child.exit_code()
+        failure, phase, process = handle.failure, handle.phase.name.lower(), handle.process
+        code = process.child.exit_code()
         at_work = None
         if failure is not None:
             error: MusterError = failure.error()
-        elif lost := handle.child.lost:
+        elif lost := process.child.lost:
             error = failures.node_lost(self._where(handle), phase=phase, why=lost)
         else:
             error = failures.died(
                 self._where(handle),
                 phase=phase,
                 exitcode=None if code is None or abs(code) > 255 else code,
-                oom_kills=handle.ledger.oom_kills if handle.setup.remote else failures.oom_kills() - self._oom_kills,
-                stack=handle.ledger.stack(),
+                oom_kills=process.ledger.oom_kills if handle.host.remote else failures.oom_kills() - self._oom_kills,
+                stack=process.ledger.stack(),
             )
             at_work = self._at_work(handle)  # its lane is here; what is lost with its node left none
         self._lose(handle, error, "worker_died", at_work)
 
-    def _hung(self, handle: DetachedWorker, phase: str, seconds: float, deadline: float) -> None:
-        where, at_work, stopped = self._where(handle), self._at_work(handle), handle.child.is_stopped()
-        stack = "" if stopped else handle.stack()
+    def _hung(self, handle: WorkerProxy, phase: str, seconds: float, deadline: float) -> None:
+        where, at_work, stopped = self._where(handle), self._at_work(handle), handle.process.child.is_stopped()
+        stack = "" if stopped else handle.process.stack()
         known: dict[str, Any] = {"phase": phase, "seconds": seconds, "deadline": deadline}
         error: MusterError = failures.hung(where, stack=stack, stopped=stopped, **known)
-        handle.halt(deaf=True)  # it may get on again at any time, because of the signal for its stack, too
+        _halt(handle, deaf=True)  # it may get on again at any time, because of the signal for its stack, too
         # With a node its lane comes only if it ends by itself.
-        self._lose(handle, error, "worker_hung", None if handle.setup.remote else at_work)
+        self._lose(handle, error, "worker_hung", None if handle.host.remote else at_work)
 
-    def _at_work(self, handle: DetachedWorker) -> AtWork | None:
-        order = handle.order_at_work() if self.accounts else None
+    def _at_work(self, handle: WorkerProxy) -> AtWork | None:
+        under_way, cells = handle.under_way, handle.process.ledger.cells
+        order = under_way.at_work(cells) if self.accounts else None
         if order is None:
             return None
-        lane = handle.lane_of(order.number)
-        return order, lane, *handle.at_work(lane.B)
+        lane = under_way.lane_of(order.number)
+        return order, lane, *under_way.row_at_work(cells, lane.B)
 
-    def _where(self, handle: DetachedWorker) -> failures.Where:
-        order = handle.order_at_work() if self.accounts else None
-        known: dict[str, Any] = {"worker": handle.index, "pid": handle.child.pid, "incarnation": handle.incarnation}
-        known["node"] = handle.setup.where()
+    def _where(self, handle: WorkerProxy) -> failures.Where:
+        under_way, config, cells = handle.under_way, handle.config, handle.process.ledger.cells
+        order = under_way.at_work(cells) if self.accounts else None
+        known: dict[str, Any] = {"worker": handle.index, "pid": handle.process.child.pid}
+        known |= {"generation": config.generation, "node": handle.host.where()}
         if order is None:
             ids = [int(i) for group in handle.groups for i in self.accounts[group].env_ids] if self.accounts else []
             return failures.Where(env_ids=tuple(ids), **known)
-        account, seed = self.accounts[order.group], handle.assignment.seed
-        at, index = handle.at_work(len(account.env_ids))
+        assert config.place is not None
+        account, seed = self.accounts[order.group], config.place.seed
+        at, index = under_way.row_at_work(cells, len(account.env_ids))
         row = at if at >= 0 else None
         if index is None or not account.info.replays_alone:
             return failures.Where(env_ids=tuple(account.env_ids.tolist()), row=row, seed=seed, **known)
         env_id = int(account.env_ids[index])
-        seed = None if seed is None else seed + env_id * (not handle.assignment.static)
+        seed = None if seed is None else seed + env_id * (not config.place.static)
         return failures.Where(env_ids=(env_id,), env_index=index, row=row, seed=seed, **known)
 
-    def told(self, handle: DetachedWorker, method: str, args: Sequence[Any]) -> None:
+    def told(self, handle: WorkerProxy, method: str, args: Sequence[Any]) -> None:
         """See ``Patience``."""
         if self.accounts:
             self._notes.told(handle.groups, method, args)
 
-    def restarted(self, handle: DetachedWorker) -> None:
+    def restarted(self, handle: WorkerProxy) -> None:
         """See ``Patience``."""
-        given = handle.assignment
-        self._notes.restarted(handle.groups, given.seed, given.static, handle.incarnation)
+        config, place = handle.config, handle.config.place
+        assert place is not None
+        self._notes.restarted(handle.groups, place.seed, place.static, config.generation)
 
-    def _lose(self, handle: DetachedWorker, error: Exception, reason: str, at_work: AtWork | None = None) -> None:
+    def _lose(self, handle: WorkerProxy, error: Exception, reason: str, at_work: AtWork | None = None) -> None:
         """End a worker, and do with its orders what is to be done.
 
         Args:
@@ -349,55 +367,60 @@ class Supervisor:
             self._revive(handle)  # others wait for its successor, and nobody for the file
             _add_capsule(error, capsule)
 
-    def ends(self, handle: DetachedWorker) -> None:
+    def ends(self, handle: WorkerProxy) -> None:
         """See ``Patience``. Steps are counted when no more can be made, and no report can come."""
-        handle.halt()
+        _halt(handle)
         if not self.accounts:
             return  # it was never part of the crew
         self._take_note_of_reports(handle, ending=True)
-        for report in [*handle.reports, *handle.unfinished]:  # in this order, since only the last is of a partial lane
+        under_way, cells = handle.under_way, handle.process.ledger.cells
+        for report in [*under_way.reports, *under_way.unfinished]:  # in this order: only the last is of a partial lane
             self.accounts[report.group].add(report)
-        handle.unfinished.clear()
-        steps, at_work = 0, handle.order_at_work()
-        if at_work is not None and at_work.number not in handle.entered:
-            self.accounts[at_work.group].cut_short(steps := handle.steps_seen())
-        for order in handle.under_way() if handle.child.lost else ():
-            lane = handle.lane_of(order.number)
+        under_way.unfinished.clear()
+        steps, at_work = 0, under_way.at_work(cells)
+        if at_work is not None and at_work.number not in under_way.entered:
+            steps = under_way.steps_seen(cells)
+            self.accounts[at_work.group].cut_short(steps)
+        for order in under_way.orders() if handle.process.child.lost else ():
+            lane = under_way.lane_of(order.number)
             self.accounts[order.group].unseen += lane.T * lane.B - (steps if order is at_work else 0)
 
-    def _pass_on(self, handle: DetachedWorker, error: Exception) -> None:
+    def _pass_on(self, handle: WorkerProxy, error: Exception) -> None:
         """Its orders, to a successor, to others or back."""
         record = self._records[handle.index]
         if not self.accounts:
             return  # it was never part of the crew
         self._prepare_successor(handle)
-        away = self.elastic and bool(handle.child.lost)
+        child = handle.process.child
+        away = self.elastic and bool(child.lost)
         if away:
-            handle.incarnation += not handle.absent
-            handle.absent = True
+            if handle.state is WorkerState.DEAD:
+                handle.config = replace(handle.config, generation=handle.config.generation + 1)
+                handle.state = WorkerState.AWAY
             for number in handle.groups:
                 self.accounts[number].late = True
-        if self._on_failure == "restart" and ((away and handle.child.late) or record.may_restart(self._max_restarts)):
+        if self._on_failure == "restart" and ((away and child.late) or record.may_restart(self._max_restarts)):
             record.plan()
-            handle.reviving = True
+            handle.state = WorkerState.REJOINING if handle.absent else WorkerState.RESTARTING
             if away:
-                self._lost += [Report(o.number, o.group, lost=True) for o in handle.give_back()]
+                self._lost += [Report(o.number, o.group, lost=True) for o in handle.under_way.give_up()]
                 self._lost.append(news(handle.groups[0]))
             return
+        orders = handle.under_way.give_up()
         if self._on_failure == "drop":
+            handle.state = WorkerState.DROPPED
             for number in handle.groups:
                 self.accounts[number].dropped = True
-            self._lost += [Report(order.number, order.group, dropped=True) for order in handle.give_back()]
+            self._lost += [Report(order.number, order.group, dropped=True) for order in orders]
             self._lost += [news(handle.groups[0])] if self.elastic else []
             # Last, since a warning may be an error.
             warnings.warn(f"a worker is dropped, and the others go on without it: {error}", stacklevel=2)
             return
-        orders = handle.give_back()
         if not orders and (handle.absent or isinstance(error, WorkerHung)):  # it may have got on and done them all
             self._lost.append(news(handle.groups[0], error))
         self._lost += [Report(o.number, o.group, lost=True, error=None if i else error) for i, o in enumerate(orders)]
 
-    def _prepare_successor(self, handle: DetachedWorker) -> None:
+    def _prepare_successor(self, handle: WorkerProxy) -> None:
         """Its environments begin episodes of new numbers."""
         episodes = []
         for number in handle.groups:
@@ -406,28 +429,45 @@ class Supervisor:
             episode, steps = none_yet if account.clock is None else account.clock
             episodes.append(episode + (steps > 0))
             account.clock = np.stack([episodes[-1], np.zeros_like(steps)])
-        handle.assignment = replace(handle.assignment, episodes=episodes)
+        if handle.config.place is not None:
+            handle.config = replace(handle.config, place=replace(handle.config.place, episodes=episodes))
 
     def _revive_due(self) -> None:
         for handle in self.handles:
             self._revive(handle)
 
-    def _revive(self, handle: DetachedWorker) -> None:
+    def _revive(self, handle: WorkerProxy) -> None:
         """Start a worker again, if it is due."""
         record = self._records[handle.index]
         if record.revive_at is not None and record.revive_at <= time.monotonic():
             record.revive_at = None
             record.signs = ()
-            handle.reviving = False
+            handle.state = WorkerState.AWAY if handle.absent else WorkerState.DEAD
             handle.start()
 
-    def _raise_once(self, handle: DetachedWorker) -> None:
+    def _raise_once(self, handle: WorkerProxy) -> None:
         """The cause of a worker's end, which is then not raised again for its orders."""
         for report in self._lost:
             if report.error is handle.cause:
                 report.error = None
         assert handle.cause is not None
         raise handle.cause
+
+
+def _halt(handle: WorkerProxy, *, deaf: bool = False) -> None:
+    """Let a worker do nothing more, and take in what it has said until then: what its ledger says is final.
+
+    Args:
+        deaf: see ``WorkerProxy.kill``.
+    """
+    process, in_thread = handle.process, handle.config.in_thread
+    if in_thread:  # it goes on: at first nobody listens to it, then nobody sees what it writes
+        process.channel.close()
+        handle.pump()
+    handle.kill(deaf=deaf)
+    if not in_thread:
+        process.child.join(END_S)
+        handle.pump()
 
 
 def _add_capsule(error: Exception, save: Callable[[], Replay] | None) -> None:

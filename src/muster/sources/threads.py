@@ -10,12 +10,13 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from muster.progress import ALL_ORDERS, CELLS, STOP, Progress
 from muster.rng import global_streams
 from muster.sources.failures import thread_stack
+from muster.sources.launch import Child
 
 LOOKED_AT = 8  # batches
 
@@ -126,6 +127,10 @@ class LocalChannel:
         self._arrived.append(message)
         self._doorbell.ring()
 
+    def wake(self) -> None:
+        """From the thread: it has ended."""
+        self._doorbell.ring()
+
     def close(self) -> None:
         if not self.closed:
             self.closed = True
@@ -156,7 +161,7 @@ class ThreadEnd:
 
     def close(self) -> None:
         self.closed = True
-        self._parent.put(("ended", None))
+        self._parent.wake()
 
 
 class LocalLedger:
@@ -186,7 +191,7 @@ class ThreadChild:
 
     def __init__(self, name: str, end: ThreadEnd, ledger: LocalLedger) -> None:
         self._end, self._ledger, self.pid, self.lost, self.late = end, ledger, os.getpid(), "", False
-        self._server: Any = None
+        self._main: Any = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         ledger.thread = self
         self._thread.start()
@@ -211,13 +216,13 @@ class ThreadChild:
     def kill(self) -> None:
         """Let it write into memory of its own, if it is still at work, and give its turn with the policy to others."""
         self._ledger.cells[STOP] = ALL_ORDERS
-        if self._thread.is_alive() and (server := self._server) is not None:
+        if self._thread.is_alive() and (main := self._main) is not None:
             try:
-                server.arena.isolate()
+                main.arena.isolate()
             except OSError:
-                if server.arena.is_open:
+                if main.arena.is_open:
                     raise  # else it has just ended by itself, or the whole program does
-            if (turns := server.start.payload.policy_turns) is not None:
+            if (turns := main.config.policy_turns) is not None:
                 turns.revoke(self.ident)
 
     def join(self, timeout: float) -> bool:
@@ -229,14 +234,24 @@ class ThreadChild:
 
     def _run(self) -> None:
         from muster.memory.shared import Arena
-        from muster.sources.server import Server
+        from muster.sources.main import WorkerMain
 
         try:
-            start, (arena, *line) = self._end.receive()
-            self._server = Server(self._end, start, Progress(self._ledger.cells), Arena.attach(arena), line)
-            self._server.serve()
-            self._server.arena.close()
+            config, (arena, *fds) = self._end.receive()
+            self._main = WorkerMain(self._end, config, Progress(self._ledger.cells), Arena.attach(arena), fds)
+            self._main.serve()
+            self._main.arena.close()
         except EOFError:  # nobody wants anything of it any more
             pass
         finally:
             self._end.close()
+
+
+def in_thread(doorbell: Doorbell) -> Callable[[str, bool], tuple[Child, Any, Any]]:
+    """Launches workers as threads, who ring when they have something to say."""
+
+    def start(name: str, preload: bool) -> tuple[Child, LocalChannel, LocalLedger]:
+        channel, ledger = LocalChannel(doorbell), LocalLedger()
+        return ThreadChild(name, channel.other, ledger), channel, ledger
+
+    return start

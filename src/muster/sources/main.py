@@ -1,10 +1,10 @@
-"""What a worker process does: makes its environments, then follows orders and calls, one after another."""
+"""What a worker does: makes its environments, then follows orders and answers requests, one after another."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -19,18 +19,20 @@ from muster.group import Group
 from muster.keys import TERMINATED, TRUNCATED, Key, next_of
 from muster.memory.shared import Arena
 from muster.memory.slots import Lane, Layout, Slot
-from muster.memory.specs import Array, Column
+from muster.memory.specs import Array
 from muster.policies.random import RandomPolicy
 from muster.progress import ALL_ORDERS, ORDER, PHASE, STOP, Phase, Progress
 from muster.protocols import Policy
 from muster.sources.build import WorkerOptions, build_envs, build_policy, make_group, restarted_rng, restarted_seeds
 from muster.sources.channel import Channel
+from muster.sources.config import Columns, WorkerConfig, WorkerPlace, made_policy
 from muster.sources.failures import Failure, env_index_of, pack
 from muster.sources.history import Anchors
 from muster.sources.ledger import Ledger
 from muster.sources.lines import Line
-from muster.sources.messages import Assignment, GroupInfo, Order, Payload, Report, Start
+from muster.sources.messages import GroupInfo, Report
 from muster.sources.pickling import loads
+from muster.sources.requests import BIRTH, Answer, Closed, Finished, Request, RolloutRequest
 from muster.sources.served import ServedPolicy
 from muster.sources.worker import Worker, describe, objects_of
 from muster.weights.transport import Subscriber, Ticket
@@ -47,48 +49,55 @@ class Terminated(BaseException):
 
 def main(channel: Channel) -> None:
     """The target of ``launch``."""
-    start, (fd, arena, *line) = channel.receive()
+    config, (fd, arena, *fds) = channel.receive()
     ledger = Ledger.attach(fd)
     ledger.arm()
-    server = Server(channel, start, Progress(ledger.cells), Arena.attach(arena), line)
-    if server.line is not None and hasattr(os, "SCHED_BATCH"):
+    worker = WorkerMain(channel, config, Progress(ledger.cells), Arena.attach(arena), fds)
+    if worker.line is not None and hasattr(os, "SCHED_BATCH"):
         with suppress(OSError):  # whom the inference server wakes up does not push it aside while it answers the others
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    signal.signal(signal.SIGTERM, server.terminate)
+    signal.signal(signal.SIGTERM, worker.terminate)
     os.register_at_fork(
         before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, (signal.SIGTERM,)),
         after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, (signal.SIGTERM,)),
-        after_in_child=partial(_leave_to_user, server, ledger),
+        after_in_child=partial(_leave_to_user, worker, ledger),
     )
     try:
-        server.serve()
+        worker.serve()
     except (EOFError, Terminated):  # the parent is gone; or there is nothing to close yet
         pass
-    if server.terminated:  # by that signal, and seen to be
+    if worker.terminated:  # by that signal, and seen to be
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _leave_to_user(server: Server, ledger: Ledger) -> None:
+def _leave_to_user(worker: WorkerMain, ledger: Ledger) -> None:
     """In a fork that an environment or policy has made of a worker: it may do what it likes, but not be the worker."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))  # one that came before it had this is not lost
-    server.channel.close()
-    server.arena.isolate()
+    worker.channel.close()
+    worker.arena.isolate()
     ledger.disarm()
-    end_on_return(f"worker {server.start.index}")
+    end_on_return(f"worker {worker.config.index}")
 
 
-class Server:
-    """Follows orders, in a process or thread of its own."""
+class WorkerMain:
+    """Does what the parent says, in a process or thread of its own.
 
-    def __init__(self, channel: Any, start: Start, progress: Progress, arena: Arena, line: list[int]) -> None:
-        self.channel, self.start, self.arena, self.progress = channel, start, arena, progress
+    Args:
+        fds: of the line to an inference server, or of the ticket to the weights.
+    """
+
+    def __init__(self, channel: Any, config: WorkerConfig, progress: Progress, arena: Arena, fds: list[int]) -> None:
+        self.channel, self.config, self.arena, self.progress = channel, config, arena, progress
         self.made = ExitStack()
         self.line: Line | None = None
-        if (workers := start.payload.served_by) is not None:
-            self.line = Line(start.index, workers, line, lambda: progress.cells[STOP] >= ALL_ORDERS)
+        self._ticket_fds: list[int] = []
+        if (workers := config.served_by) is not None:
+            self.line = Line(config.index, workers, fds, lambda: progress.cells[STOP] >= ALL_ORDERS)
             self.made.callback(self.line.close)
+        else:
+            self._ticket_fds = fds
         self.built: list[BuiltEnv] = []
         self.worker: Worker
         self._layouts: dict[int, Layout] = {}
@@ -101,41 +110,42 @@ class Server:
     def serve(self) -> None:
         """Until the parent says that it is enough, or is gone."""
         self.progress.begin(Phase.CONSTRUCT)
-        if self.start.threads is not None:
-            torch.set_num_threads(self.start.threads)
+        if self.config.threads is not None:
+            torch.set_num_threads(self.config.threads)
         try:
-            if not self._answer(self._construct):
+            if not self._answer(BIRTH, self._construct):
                 return
             while not self.ending:
                 self._attend()
             self._closing = True  # in here: SIGTERM between the last message and this must not skip the closing
         except Terminated:
             self._closing = True
+        finally:
+            self._close_ticket()
         self._close()
 
     def _attend(self) -> None:
         """To the next message."""
         self.progress.begin(Phase.IDLE)
-        (kind, *content), fds = self.channel.receive()
-        if kind == "order":
-            report = self._follow(*content)
-            if self.line is not None:
-                self.line.finished(report.number)
-            report.lost |= self.terminated
-            if self.terminated and report.phase:  # it is seen to have ended there
-                self.progress.begin(Phase[report.phase.upper()])
-            self._send("unfinished" if self.terminated else "report", report)
-            if report.error is None and not report.lost:
-                self._begin_early(self.worker.group(report.group))
-        elif kind == "call":
-            method, args = content
-            self.progress.begin(Phase.CALL)
-            self._answer(getattr(self, method, None) or getattr(self.worker, method), *args)
-        elif kind == "subscribe":
-            self.progress.begin(Phase.WEIGHTS)
-            self._answer(self._subscribe, *content, fds)
-        else:
-            self.ending = True
+        message, _ = self.channel.receive()
+        message.reach(self)
+
+    def follow(self, request: RolloutRequest) -> None:
+        """Make a rollout, and say what came of it."""
+        report = self._roll_out(request)
+        if self.line is not None:
+            self.line.finished(report.number)
+        report.lost |= self.terminated
+        if self.terminated and report.phase:  # it is seen to have ended there
+            self.progress.begin(Phase[report.phase.upper()])
+        self._send(Finished(report, self.terminated))
+        if report.error is None and not report.lost:
+            self._begin_early(self.worker.group(report.group))
+
+    def answer(self, number: int, request: Request) -> None:
+        """Say what a request returns or raises."""
+        self.progress.begin(Phase.CALL)
+        self._answer(number, partial(request.run, self))
 
     def terminate(self, *_: object) -> None:
         """Stop whatever is going on, and end; environments are closed."""
@@ -143,37 +153,42 @@ class Server:
         if not (self._closing or self._sending):
             raise Terminated
 
-    def _send(self, kind: str, content: Any) -> None:
+    def _send(self, message: Finished | Answer | Closed) -> None:
         """Say something to the parent, all of it, whatever comes meanwhile."""
         self._sending = True
-        self.channel.send((kind, content))
+        self.channel.send(message)
         self._sending = False
         if self.terminated and not self._closing:
             raise Terminated
 
-    def _answer(self, function: Callable[..., Any], *args: Any) -> bool:
+    def _answer(self, number: int, function: Callable[[], Any]) -> bool:
         try:
-            result = function(*args)
+            result = function()
         except (EOFError, Terminated):
             raise
         except BaseException as error:  # noqa: BLE001 (the parent's to raise)
-            self._send("failed", self._pack(error, Phase(self.progress.cells[PHASE]).name.lower()))
+            phase = Phase(self.progress.cells[PHASE]).name.lower()
+            self._send(Answer(number, failure=self._pack(error, phase)))
             return False
-        self._send("reply", result)
+        self._send(Answer(number, result))
         return True
 
     def _pack(self, error: BaseException, phase: str, **where: Any) -> Failure:
-        start = self.start
-        return pack(error, phase=phase, worker=start.index, pid=os.getpid(), incarnation=start.incarnation, **where)
-
-    # --- calls of the parent that a Worker does not know ------------------------------------------
+        config = self.config
+        known = {"worker": config.index, "pid": os.getpid(), "generation": config.generation}
+        return pack(error, phase=phase, **known, **where)
 
     def _construct(self) -> list[GroupInfo]:
-        told, groups = self.start.payload, self.start.groups
-        self.options: WorkerOptions = _unpickled(told.options, "the options")
-        self._policy = None if told.served_by is not None else made_policy(told)
-        makers = [_unpickled(m, f"create_env_fn[{number}]") for number, m in zip(groups, told.makers, strict=True)]
-        self.built = build_envs(makers, _unpickled(told.kwargs, "create_env_kwargs"), self.options, self.made)
+        config = self.config
+        self.options: WorkerOptions = _unpickled(config.options, "the options")
+        served = config.served_by is not None
+        self._policy = None if served else made_policy(config.policy, is_factory=config.is_factory)
+        numbered = zip(config.groups, config.makers, strict=True)
+        makers = [_unpickled(maker, f"create_env_fn[{number}]") for number, maker in numbered]
+        self.built = build_envs(makers, _unpickled(config.kwargs, "create_env_kwargs"), self.options, self.made)
+        if config.place is not None:
+            self.progress.begin(Phase.CALL)
+            self.configure(config.place)
         return [describe(b.env, b.batch_shape) for b in self.built]
 
     def _close(self) -> None:
@@ -185,39 +200,52 @@ class Server:
                 self.worker.profile(None, 0)
             self.made.close()
         except BaseException as error:  # noqa: BLE001 (the parent's to raise)
-            self._send("closed", self._pack(error, "close"))
+            self._send(Closed(self._pack(error, "close")))
         else:
-            self._send("closed", None)
+            self._send(Closed(None))
 
-    def assign(self, told: Assignment) -> None:
-        """Make groups of the environments."""
-        policy, device = self._place_policy()
-        rollout = replace(self.options.rollout, marks_valid=told.marks_valid)
-        if self.start.stoppable:
+    # --- requests that a Worker does not know -----------------------------------------------------
+
+    def configure(self, place: WorkerPlace) -> None:
+        """Take a place among all workers, with all that was ever said to a predecessor."""
+        if hasattr(self, "worker"):  # its config had it, and somebody had asked its predecessor
+            return
+        self._make_groups(place)
+        self.seed(place.seed, place.static)
+        if place.grad:
+            self.worker.enable_grad(True)
+        if self.config.ticket is not None:
+            phase = self.progress.begin(Phase.WEIGHTS)
+            self._subscribe(self.config.ticket)
+            self.progress.begin(phase)
+        if place.columns is not None:
+            self.lay_out(place.columns)
+
+    def _make_groups(self, place: WorkerPlace) -> None:
+        config, (policy, device) = self.config, self._place_policy()
+        rollout = replace(self.options.rollout, marks_valid=place.marks_valid)
+        if config.stoppable:
             rollout = replace(rollout, interruptor=_Stop(self.progress.cells, rollout.interruptor))
         groups: list[Group] = []
-        for place_, (b, first) in enumerate(zip(self.built, told.firsts, strict=True)):
-            number = self.start.groups[place_]
-            rng = restarted_rng(told.seed, number, self.start.incarnation, device or b.env.device)
-            shared = self.options.shared_frames
-            group = make_group(b, number, first, told.total, rollout, rng, shared=shared)
-            if self.start.in_thread:
+        for n, (number, b, first) in enumerate(zip(config.groups, self.built, place.firsts, strict=True)):
+            rng = restarted_rng(place.seed, number, config.generation, device or b.env.device)
+            group = make_group(b, number, first, place.total, rollout, rng, shared=self.options.shared_frames)
+            if config.in_thread:
                 group.in_background = lambda: True
             self._anchors[number] = Anchors(b.env)
             group.before_reset, group.lost_track = self._anchors[number].before_reset, self._anchors[number].lose
-            if told.episodes is not None:
-                group.clock.episode[:] = told.episodes[place_]
+            if place.episodes is not None:
+                group.clock.episode[:] = place.episodes[n]
             groups.append(group)
         kinds = {(b.batch_shape, str(b.env.action_specs)) for b in self.built}
         if len(kinds) > 1:
             raise BadOption(
-                f"the groups {list(self.start.groups)} of worker {self.start.index} differ in number of environments "
-                f"or in actions, and one policy acts for all of them: leave num_workers out, so that each has its own"
+                f"the groups {list(config.groups)} of worker {config.index} differ in number of environments or in "
+                f"actions, and one policy acts for all of them: leave num_workers out, so that each has its own"
             )
         self._policy = policy
         policies = {"policy": self._acting(groups[0], device), "random": RandomPolicy(b.env.sample, b.batch_shape)}
         self.worker = Worker(groups, policies, policy, device=device, progress=self.progress)
-        self.set_seed(told.seed, told.static)
 
     def _place_policy(self) -> tuple[Any, torch.device | None]:
         """The policy and where it computes."""
@@ -232,7 +260,7 @@ class Server:
         if self.line is not None:
             return ServedPolicy(self.line, self.progress)
         policy = build_policy(self._policy, self.options, group, device)
-        if (turns := self.start.payload.policy_turns) is None:
+        if (turns := self.config.policy_turns) is None:
             return policy
         from muster.sources.locked import OneAtATime
 
@@ -250,52 +278,43 @@ class Server:
             for group in self.worker.groups
         }
 
-    def set_seed(self, seed: int | None, static: bool) -> None:
-        """Seed the environments of this incarnation."""
+    def seed(self, seed: int | None, static: bool) -> None:
+        """Seed the environments of this generation."""
         if seed is None:
             return
-        if not self.start.incarnation:
+        if not self.config.generation:
             self.worker.seed(seed, static)
             return
         for group in self.worker.groups:
             ids = [0] * group.B if static else group.clock.env_ids.tolist()
-            group.rng = restarted_rng(seed, group.number, self.start.incarnation, group.rng.device)
-            group.reset(seeds=restarted_seeds(seed, ids, self.start.incarnation))
+            group.rng = restarted_rng(seed, group.number, self.config.generation, group.rng.device)
+            group.reset(seeds=restarted_seeds(seed, ids, self.config.generation))
 
-    def lay_out(
-        self, policy: str, T: Sequence[int], version: int | str | None, columns: Sequence[Column] = ()
-    ) -> list[Layout]:
-        """See ``Worker.layouts``; orders that follow are about these.
-
-        Args:
-            columns: that a server writes.
-        """
+    def lay_out(self, columns: Columns) -> list[Layout]:
+        """See ``Worker.layouts``; orders that follow are about these."""
         served = self.worker.policies["policy"]
         if isinstance(served, ServedPolicy):
-            served.learn(columns)
-        made = self.worker.layouts(policy, T, version)
-        layouts = dict(zip(self.start.groups, made, strict=True))
+            served.learn(columns.served)
+        made = self.worker.layouts(columns.policy, columns.T, columns.version)
+        layouts = dict(zip(self.config.groups, made, strict=True))
         if layouts != self._layouts:
             self._layouts = layouts
             self._lanes.clear()
         return made
 
-    def profile(self, config: Any, index: int) -> None:
-        """Profile the next rollouts; None ends it. The number is this worker's own."""
-        self.worker.profile(None if config is None else _unpickled(config, "on_trace_ready"), self.start.index)
-
-    def forget(self) -> None:
+    def forget_lanes(self) -> None:
         """Environments were restored, and may hold other objects inside."""
         self._lanes.clear()
 
     # --- rollouts ---------------------------------------------------------------------------------
 
-    def _follow(self, order: Order, offset: int, nbytes: int) -> Report:
+    def _roll_out(self, request: RolloutRequest) -> Report:
+        order = request.order
         self._failed.discard(order.number)
         if order.after in self._failed:  # to be ordered again, after the one before it
             self._failed.add(order.number)
             return Report(order.number, order.group, lost=True)
-        lane, shared = self._lane(order, offset, nbytes)
+        lane, shared = self._lane(request)
         if self._at.get(id(lane)) != order.number:  # else it goes on after an error
             lane.done_steps, lane.stopped = 0, False
             self._at[id(lane)] = order.number
@@ -322,18 +341,18 @@ class Server:
         except BaseException as error:  # noqa: BLE001 (of the environment)
             group.due.error = error
 
-    def _lane(self, order: Order, offset: int, nbytes: int) -> tuple[Lane, Lane]:
-        layout = self._layouts[order.group]
-        place_ = (order.group, offset)
-        if place_ not in self._lanes:
+    def _lane(self, request: RolloutRequest) -> tuple[Lane, Lane]:
+        order, layout = request.order, self._layouts[request.order.group]
+        at = (order.group, request.offset)
+        if at not in self._lanes:
             begin = order.lane * layout.lane_bytes
-            block = self.arena.view(offset, nbytes)[begin : begin + layout.lane_bytes]
+            block = self.arena.view(request.offset, request.nbytes)[begin : begin + layout.lane_bytes]
             shared = lane = Lane(layout, block)
             device = self.worker.group(order.group).env.device
             if device is not None and device.type != "cpu":
                 lane = Slot(layout, device).lanes[0]
-            self._lanes[place_] = lane, shared
-        return self._lanes[place_]
+            self._lanes[at] = lane, shared
+        return self._lanes[at]
 
     def _explain(self, error: BaseException, phase: str, group: Group, lane: Lane) -> Any:
         """The error with what is known of where it happened."""
@@ -358,20 +377,17 @@ class Server:
 
         return {name: tensor.cpu() for name, tensor in named_tensors(self._policy).items()}
 
-    def _subscribe(self, ticket: Ticket, fds: list[int]) -> None:
+    def _subscribe(self, ticket: Ticket) -> None:
         from muster.weights.names import named_tensors
 
-        subscriber, into = ticket.open(fds), named_tensors(self._policy)
+        subscriber, into = ticket.open(self._ticket_fds), named_tensors(self._policy)
         self.made.callback(subscriber.close)  # a thread's descriptors outlive it otherwise
-        while fds:
-            os.close(fds.pop())
+        self._close_ticket()
         self.worker.newest = lambda: _taken(subscriber, into)
 
-
-def made_policy(told: Payload) -> Any:
-    """The policy that a worker or server acts with."""
-    policy = loads(told.policy, "policy_factory" if told.is_factory else "policy")
-    return policy() if told.is_factory else policy
+    def _close_ticket(self) -> None:
+        while self._ticket_fds:
+            os.close(self._ticket_fds.pop())
 
 
 def _unpickled(given: Any, what: str) -> Any:
