@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import warnings
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,11 @@ def main(launcher: str, folder: Path) -> None:
         import dm_env  # noqa: F401  (is preloaded)
 
         launcher = "mp"
+    if launcher == "submitting":  # the first job has started, and is never told what to do
+        from submitit.core.utils import JobPaths
+
+        JobPaths.move_temporary_file = lambda *_, **__: threading.Event().wait()
+        launcher = "submitit"
     os.chdir(folder)  # for the files of jobs
     warnings.filterwarnings("ignore", "There is no SLURM here")
     kind = RPCCollector if launcher == "rpc" else DistributedCollector

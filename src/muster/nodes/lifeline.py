@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import signal
+import sys
 import weakref
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
-
-import cloudpickle
+from typing import ClassVar
 
 from muster.sources.lifeline import signal_on_change
 
@@ -34,9 +33,9 @@ class Lifeline:
         self._close.atexit = False  # it ends with the process
         Lifeline._all.add(self)
 
-    def tied(self, function: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
-        """What a job calls, and with which arguments, for this call to end with this process."""
-        return run_tied, str(self._path), cloudpickle.dumps((function, args))
+    def python(self) -> str:
+        """A command that is this interpreter, but for its end: that of this process at the latest."""
+        return shlex.join([sys.executable, "-m", __name__, str(self._path)])
 
     @classmethod
     def forget(cls) -> None:
@@ -45,8 +44,10 @@ class Lifeline:
             one._close()
 
 
-def run_tied(path: str, call: bytes) -> Any:
-    """In the job. The kernel kills it when the process at the other end is gone: no thread has to run for that."""
+def main(path: str, *args: str) -> None:
+    """In the job, before it waits for anything. The kernel kills it when the process at the other end is gone: no
+    thread has to run for that, and it holds for the interpreter that takes the place of this one.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     signal_on_change(fd, os.getpid(), signal.SIGKILL)
     try:
@@ -54,9 +55,12 @@ def run_tied(path: str, call: bytes) -> Any:
             os._exit(1)
     except BlockingIOError:  # it is there, and says nothing
         pass
-    function, args = cloudpickle.loads(call)
-    return function(*args)
+    os.set_inheritable(fd, True)
+    os.execv(sys.executable, [sys.executable, *args])
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=Lifeline.forget)
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -126,11 +126,10 @@ class Jobs:
     def __init__(self, parameters: dict[str, Any] | None, folder: Path, cluster: str | None) -> None:
         self.folder = folder
         self.parameters = _complete(parameters)
-        self._executor = _executor(self.parameters, folder, cluster)
+        self._executor, self._lifeline = _executor(self.parameters, folder, cluster)
         self.cluster: str = self._executor.cluster
         self._lock = threading.Lock()
         self._queue = Queue()
-        self._lifeline = None if self.cluster == "slurm" else Lifeline(folder)
 
     def submit(
         self,
@@ -148,13 +147,12 @@ class Jobs:
             secret: a file to remove when the job has been ended.
             more: parameters of this job only.
         """
-        call = (function, *args) if self._lifeline is None else self._lifeline.tied(function, *args)
         with self._lock:  # submitit's executors are not made for several threads
             self._executor.update_parameters(
                 **{"slurm_dependency": None, **self.parameters, **(more or {}), "name": name}
             )
             try:
-                job = self._executor.submit(*call)
+                job = self._executor.submit(function, *args)
             except (RuntimeError, OSError) as error:
                 raise LinkLost(f"The job {name} could not be submitted: {_last_line(str(error))}") from error
         if self.cluster == "slurm":
@@ -342,7 +340,8 @@ def _complete(parameters: dict[str, Any] | None) -> dict[str, Any]:
     return complete
 
 
-def _executor(parameters: dict[str, Any], folder: Path, cluster: str | None) -> Any:
+def _executor(parameters: dict[str, Any], folder: Path, cluster: str | None) -> tuple[Any, Lifeline | None]:
+    """Submitit's, and what local jobs are tied to."""
     if cluster not in (None, "slurm", "local"):
         raise BadOption(f"cluster={cluster!r} is unknown; there are 'slurm' and 'local'.")
     try:
@@ -350,7 +349,11 @@ def _executor(parameters: dict[str, Any], folder: Path, cluster: str | None) -> 
     except ModuleNotFoundError as error:
         raise BadOption("launcher='submitit' needs submitit: `pip install muster-rl[slurm]`.") from error
     try:
-        executor = submitit.AutoExecutor(folder, cluster=cluster)
+        found = cluster or submitit.AutoExecutor.which()
+        # From its first moment on: a job waits a minute for what it is to do, which submitit writes after its start.
+        lifeline = Lifeline(folder) if found == "local" else None
+        tied = {} if lifeline is None else {"local_python": lifeline.python()}
+        executor = submitit.AutoExecutor(folder, cluster=found, **tied)
         executor.update_parameters(**parameters)
     except (RuntimeError, NameError, ValueError, TypeError, AssertionError) as error:
         raise BadOption(f"submitit refuses slurm_kwargs={parameters} with cluster={cluster!r}: {error}") from error
@@ -360,7 +363,7 @@ def _executor(parameters: dict[str, Any], folder: Path, cluster: str | None) -> 
             "cluster='local' says that this is meant.",
             stacklevel=4,
         )
-    return executor
+    return executor, lifeline
 
 
 def check_host(host: str, launcher: str, hosts: list[str]) -> None:
