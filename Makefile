@@ -14,12 +14,14 @@ PEERS := .venv-peers
 QUIET := $(if $(MAKE_TERMOUT),,--quiet)
 PIP := "$(BIN)/python" -m pip --disable-pip-version-check install $(QUIET) -c constraints.txt
 
-.PHONY: help demo test check canary pythons lint format-check types layers size format bench clean
+.PHONY: help demo test test-rest test-all check canary pythons lint format-check types layers size format bench clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo     collect 100,000 frames of CartPole, with progress and a summary"
-	@echo "make test     run the tests                 (ARGS='-k slots' goes to pytest; MUSTER_TESTS=quick leaves out nodes)"
+	@echo "make test     run the tests, but for most repetitions for other backends and options"
+	@echo "make test-all run all tests                 (ARGS='-k slots' goes to pytest; MUSTER_TESTS=quick leaves out nodes)"
+	@echo "make test-rest run those that make test leaves out"
 	@echo "make check    lint, format, types, layers, size budget"
 	@echo "make canary   run the core suite with the newest tensordict, gymnasium, NumPy and torch that can be installed"
 	@echo "make pythons  run what can be run with the other Pythons of this machine, and check types for newer ones"
@@ -32,9 +34,15 @@ demo: $(STAMPS)/classic
 	"$(BIN)/muster" collect CartPole-v1 --frames 100k --envs 8 --policy mlp --seed 0 \
 	    --out "runs/demo-$$(date +%Y%m%d-%H%M%S)"
 
-# Two processes: that of the tests of nodes, and that of all others. See tests/conftest.py.
+# What is left out, and in which of the two processes tests run: tests/conftest.py.
 test: $(STAMPS)/test
-	"$(BIN)/python" -m pytest -n 2 $(ARGS)
+	"$(BIN)/python" -m pytest -n 2 --durations=10 -m "not slow" $(ARGS)
+
+test-rest: $(STAMPS)/test
+	"$(BIN)/python" -m pytest -n 2 --durations=10 -m slow $(ARGS)
+
+test-all: $(STAMPS)/test
+	"$(BIN)/python" -m pytest -n 2 --durations=10 $(ARGS)
 
 canary pythons: $(STAMPS)/dev
 	"$(BIN)/python" scripts/versions.py $@ $(ARGS)

@@ -46,7 +46,7 @@ CORE = (
     *("tests/unit/test_weights.py", "tests/unit/test_whole_episodes.py", "tests/unit/test_without_torch.py"),
 )
 NOT_CORE = "not torchrl and not tianshou"  # they ask for a tensordict of their own, and are tested by `make test`
-IN_TWO = ("-n", "2", "--dist", "loadfile", "-k", NOT_CORE)
+IN_TWO = ("-n", "2", "--dist", "loadfile", "-k", NOT_CORE, "-m", "not slow")
 WITHOUT_TORCH = (
     *("tests/unit/test_collect_stats.py", "tests/unit/test_episode_rules.py", "tests/unit/test_lines.py"),
     *("tests/unit/test_private_names.py", "tests/unit/test_seal.py", "tests/unit/test_shared_memory.py"),
@@ -112,7 +112,7 @@ def pythons(limit_s: float) -> int:
         typed = {version: pool.submit(types, version) for version in TYPED}
     print("pythons:")
     for version in SUPPORTED:
-        here = "all tests (`make test`)" if version == mine else "not on this machine"
+        here = "all tests (`make test-all`)" if version == mine else "not on this machine"
         print(f"  {version:<6} {ran[version].result()[0] if version in ran else here}")
     for version, checked in typed.items():
         print(f"  {version:<6} types: {checked.result()[0]}")

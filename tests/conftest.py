@@ -1,9 +1,14 @@
-"""What all tests run under, and in which of the two processes of ``make test`` each of them runs.
+"""What all tests run under, what ``make test`` leaves to ``make test-rest``, and in which of two processes tests run.
 
-The tests of nodes have a process of their own (``pytest -n 2 --dist loadgroup``): Ray, gloo and RPC start threads and
-open files in it that others would count. These tests start many processes, or need a Ray cluster, several machines
-(network namespaces) or SLURM; among them are the whole suites of collectors once more for each engine.
-``MUSTER_TESTS=quick`` leaves them out.
+``make test`` has all but what is marked ``slow``, by hand or here: suites that run every test for many kinds of
+collectors, environments or faults (``SUITES``) run each test for ``SHARE`` of them, other ones for each test, so that
+every kind and every test is there. ``make test-rest`` runs what is marked, ``make test-all`` everything.
+
+The tests of nodes have a process of their own (``pytest -n 2``): Ray, gloo and RPC start threads and open files in it
+that others would count. These tests start many processes, or need a Ray cluster, several machines (network namespaces)
+or SLURM; among them are the whole suites of collectors once more for each engine. ``MUSTER_TESTS=quick`` leaves them
+out. The other process runs what counts (``COUNTS``) and all other files; files that do not mind are for whichever
+process has nothing else to do.
 """
 
 from __future__ import annotations
@@ -59,14 +64,45 @@ OF_NODES = re.compile(
 )
 
 
+COUNTS = re.compile(  # threads, files, memory; or forks this process
+    r"/faults/|/test_(weight_transports|cli|inference_server|lines|loggers|memory|multi_collectors|oracle|processes"
+    r"|recording|shared_memory)\.py"
+)
+SUITES = re.compile(r"/(contract|faults|parity)/|/test_(sync_schemes|elastic|cli_cluster|capsule|device_lanes)\.py")
+SHARE = 3
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
+    _leave_to_the_rest([item for item in items if SUITES.search(item.nodeid)])
     if os.environ.get("MUSTER_TESTS") != "quick":
         return
     left_out = [item for item in items if OF_NODES.search(item.nodeid)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not OF_NODES.search(item.nodeid)]
+
+
+def _leave_to_the_rest(items: list[Any]) -> None:
+    """Mark all but ``SHARE`` variants of each test ``slow``."""
+    tests: dict[str, list[Any]] = {}
+    for item in items:
+        if hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for number, variants in enumerate(tests.values()):
+        sizes: dict[str, int] = {}
+        for item in variants:
+            for name, index in item.callspec.indices.items():
+                sizes[name] = max(sizes.get(name, 0), index + 1)
+        kept: list[Any] = []
+        for turn in range(number * SHARE, (number + 1) * SHARE):
+            chosen = {name: turn % size for name, size in sizes.items()}
+            rest = [item for item in variants if item not in kept]
+            if rest:
+                kept.append(max(rest, key=lambda item: len(chosen.items() & item.callspec.indices.items())))
+        for item in variants:
+            if item not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -77,9 +113,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
 
     class Apart(LoadScopeScheduling):  # type: ignore[misc]
-        """One process takes all that are not of nodes, which come first, being the most; the others take the rest."""
+        """By file. The last process begins with the tests of nodes, the others with those that count."""
 
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid.partition("::")[0] if OF_NODES.search(nodeid) else "others"
+            file = nodeid.partition("::")[0]
+            kind = "nodes" if OF_NODES.search(nodeid) else "counts" if COUNTS.search(file) else "any"
+            return f"{kind}: {file}"
+
+        def _assign_work_unit(self, node: Any) -> None:
+            processes = list(self.assigned_work)
+            if len(processes) > 1:
+                first, not_here = ("nodes", "counts") if node is processes[-1] else ("counts", "nodes")
+                suitable = [scope for scope in self.workqueue if not scope.startswith(not_here)]
+                if not suitable:
+                    node.shutdown()
+                    return
+                best = min(suitable, key=lambda scope: not scope.startswith(first))
+                self.workqueue.move_to_end(best, last=False)
+            super()._assign_work_unit(node)
 
     return Apart(config, log)

@@ -138,7 +138,9 @@ def test_a_fork_has_no_workers_and_leaves_those_of_its_parent_alone(tmp_path, ki
         assert stats.restarts == 0
     stats = collector.stats()
     assert stats.frames == sum(check_stream(copies).values())
-    assert stats.executed == stats.frames + stats.discarded["shutdown"] == OracleEnv.read(path)[:, 2].sum()
+    # On a busy machine the end comes in the middle of a rollout: the step that was being made is "interrupted".
+    assert set(stats.discarded) <= {"shutdown", "interrupted"}
+    assert stats.executed == stats.frames + sum(stats.discarded.values()) == OracleEnv.read(path)[:, 2].sum()
 
 
 def test_a_fork_that_goes_on_to_the_end_of_the_program_disturbs_nobody():
