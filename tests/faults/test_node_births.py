@@ -77,6 +77,7 @@ def newborn(tmp_path):
         all_gone(one.family(), 0.0)
 
 
+@pytest.mark.slow
 def test_while_the_fork_server_is_in_a_long_call_of_c(newborn, tmp_path):
     """Loading torch is one; no handler of a signal runs meanwhile."""
     program = newborn("importing")
@@ -111,6 +112,7 @@ def test_of_local_jobs(newborn, count):
     program.killed()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("submitit") is None, reason="needs submitit")
 def test_while_a_job_waits_for_what_it_is_to_do(newborn, tmp_path):
     """Submitit writes it after the job's start, and the job would wait a minute for it."""
