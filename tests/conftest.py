@@ -1,8 +1,8 @@
 """What all tests run under, what ``make test`` leaves to ``make test-rest``, and in which of two processes tests run.
 
 ``make test`` has all but what is marked ``slow``, by hand or here: suites that run every test for many kinds of
-collectors, environments or faults (``SUITES``) run each test for ``SHARE`` of them, other ones for each test, so that
-every kind and every test is there. ``make test-rest`` runs what is marked, ``make test-all`` everything.
+collectors, environments or faults (``SUITES``) run each test for a few of them, other ones for each test, so that every
+kind and every test is there. ``make test-rest`` runs what is marked, ``make test-all`` everything.
 
 The tests of nodes have a process of their own (``pytest -n 2``): Ray, gloo and RPC start threads and open files in it
 that others would count. These tests start many processes, or need a Ray cluster, several machines (network namespaces)
@@ -68,8 +68,11 @@ COUNTS = re.compile(  # threads, files, memory; or forks this process
     r"/faults/|/test_(weight_transports|cli|inference_server|lines|loggers|memory|multi_collectors|oracle|processes"
     r"|recording|shared_memory)\.py"
 )
-SUITES = re.compile(r"/(contract|faults|parity)/|/test_(sync_schemes|elastic|cli_cluster|capsule|device_lanes)\.py")
-SHARE = 3
+SUITES = re.compile(
+    r"tests/(contract|docs|faults|parity)/"
+    r"|/test_(capsule|cli_\w+|device_lanes|elastic|evaluator|multi_collectors|sync_schemes|submitit|seed_\w+)\.py"
+)
+SHARE = 2  # variants of a test in `make test`; of one that only nodes run: 1
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -84,18 +87,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
 
 
 def _leave_to_the_rest(items: list[Any]) -> None:
-    """Mark all but ``SHARE`` variants of each test ``slow``."""
+    """Mark all but a few variants of each test ``slow``; the next test keeps the next ones."""
     tests: dict[str, list[Any]] = {}
     for item in items:
         if hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for number, variants in enumerate(tests.values()):
+    for number, (test, variants) in enumerate(tests.items()):
+        share = 1 if OF_NODES.search(test) else SHARE
         sizes: dict[str, int] = {}
         for item in variants:
             for name, index in item.callspec.indices.items():
                 sizes[name] = max(sizes.get(name, 0), index + 1)
         kept: list[Any] = []
-        for turn in range(number * SHARE, (number + 1) * SHARE):
+        for turn in range(number * share, (number + 1) * share):
             chosen = {name: turn % size for name, size in sizes.items()}
             rest = [item for item in variants if item not in kept]
             if rest:

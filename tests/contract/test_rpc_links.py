@@ -81,6 +81,7 @@ class TestAgent:
         first.close()
         introduced(connect(carriers(tensorpipe_options={"num_worker_threads": 5})))
 
+    @pytest.mark.slow
     def test_of_the_user_is_used_and_left_alone(self, tmp_path):
         script = f"""
 import threading

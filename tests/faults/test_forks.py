@@ -143,6 +143,7 @@ def test_a_fork_has_no_workers_and_leaves_those_of_its_parent_alone(tmp_path, ki
     assert stats.executed == stats.frames + sum(stats.discarded.values()) == OracleEnv.read(path)[:, 2].sum()
 
 
+@pytest.mark.slow
 def test_a_fork_that_goes_on_to_the_end_of_the_program_disturbs_nobody():
     script = """if True:
         import os, muster

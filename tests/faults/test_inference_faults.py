@@ -447,6 +447,7 @@ def test_nothing_outlives_a_killed_program(start, place):  # noqa: F811
     assert all_gone(family)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["served", "served_never"])
 def test_nothing_outlives_a_program_that_is_asked_to_end(start, place):  # noqa: F811
     program = start(place)

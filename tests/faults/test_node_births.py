@@ -104,6 +104,7 @@ def test_of_torch_rpc(newborn, count):
 needs_submitit = pytest.mark.skipif(importlib.util.find_spec("submitit") is None, reason="needs submitit")
 
 
+@pytest.mark.slow
 @needs_submitit
 def test_while_a_local_job_is_submitted(newborn):
     """Its process is there, and waits up to a minute for the file that says what it is to do."""

@@ -181,6 +181,7 @@ def test_a_node_killed_when_something_reaches_it(tmp_path, monkeypatch, what):
     assert got.counts[0, 0] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(subprocess.run(["unshare", "-m", "true"]).returncode != 0, reason="needs a mount namespace")
 def test_a_worker_that_its_node_had_no_memory_for_says_so(tmp_path, monkeypatch):
     """The numbers are those of the node's machine, and since the worker started."""
@@ -255,6 +256,7 @@ def until_run(collector, batches, env, run, within_s=30.0):
 # --- what follows -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_streams_after_a_death_are_those_of_local_workers(tmp_path):
     """Seeds and numbers of episodes go on likewise, whether a worker, its node or a local worker has died."""
     ways = {
@@ -284,6 +286,7 @@ def test_all_workers_of_a_node_are_lost_with_it(tmp_path, undisturbed):
     assert stats.executed <= counts[:, 2].sum() <= stats.executed + stats.unseen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", NODE_KINDS)
 def test_workers_of_a_node_that_was_lost_before_their_first_order_come_back_together(tmp_path, kind):
     """The node's server acts once all of them are there, and nobody has an order for it before."""
@@ -421,6 +424,7 @@ def test_a_node_that_wakes_up_is_not_heard_and_joins_again(tmp_path, fault):
         assert [node.wait(20) for node in nodes] == [0, 0], "they heard the goodbye"
 
 
+@pytest.mark.slow
 def test_a_short_stop_is_no_loss(tmp_path):
     path = tmp_path / "counts"
     timeouts = {**deadlines(0.5), "construct": 60.0, "call": 60.0, "heartbeat": 20.0}

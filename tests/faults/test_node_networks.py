@@ -199,6 +199,7 @@ class TestMachines:
             old.link.send(b"anybody?")
         new.link.close()
 
+    @pytest.mark.slow
     def test_node_that_missed_its_own_end_is_not_heard_any_more(self, hosts, serving, token):
         """The network is away for less than the deadline; meanwhile the main process has given the session up."""
         main, machine, _ = hosts
@@ -218,6 +219,7 @@ class TestMachines:
         node.says("lost", 1, 5)
         new.link.close()
 
+    @pytest.mark.slow
     def test_short_cut_is_no_loss(self, hosts, serving, token):
         main, machine, _ = hosts
         carrier = serving(deadline_s=10.0)
@@ -233,6 +235,7 @@ class TestMachines:
         assert not [line for line in node.said if line.startswith("lost")]
         session.link.close()
 
+    @pytest.mark.slow
     def test_slow_network(self, hosts, serving, token):
         main, machine, _ = hosts
         carrier = serving(deadline_s=15.0)
@@ -253,6 +256,7 @@ class TestMachines:
         link.send(b"bye")
         link.close()
 
+    @pytest.mark.slow
     def test_node_with_another_token_is_refused(self, hosts, serving, token, tmp_path):
         main, machine, _ = hosts
         carrier = serving(deadline_s=5.0)
@@ -265,6 +269,7 @@ class TestMachines:
         Node(machine, carrier, token)
         coming.within(JOIN_S).close()
 
+    @pytest.mark.slow
     def test_nothing_listens_but_at_the_bound_address(self, hosts, serving, token):
         main, machine, _ = hosts
         before = everywhere(main)

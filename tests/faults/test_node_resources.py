@@ -65,6 +65,7 @@ def test_nothing_is_left_of_collectors_that_were_shut_down(cls):
     assert threads() <= running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", ["DistributedCollector", "RPCCollector"])
 def test_a_process_that_ends_without_shutdown_says_nothing(cls):
     """Neither torch nor this library aborts, or prints a traceback, when the interpreter is taken down."""

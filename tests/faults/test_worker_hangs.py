@@ -194,6 +194,7 @@ while collector.stats().restarts == 0:
 """
 
 
+@pytest.mark.slow
 def test_a_program_ends_in_silence_beside_a_thread_that_hangs_and_its_successor():
     done = subprocess.run([sys.executable, "-c", HANGS_AND_ENDS], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -771,6 +771,7 @@ def test_replay_of_what_failed_outside_the_environment_plays_all(tmp_path: Path,
     assert "4 actions and 1 resets." in out
 
 
+@pytest.mark.slow
 def test_replay_says_what_will_end_the_process_before_it_does(tmp_path: Path) -> None:
     done = subprocess.run(
         command(tilted("kill", tmp_path / "c", error=WorkerDied), "--trust", "--no-pdb"),
@@ -826,6 +827,7 @@ def test_replay_on_a_terminal_is_a_debugger_where_the_environment_raised(tmp_pat
     assert terminal.end() == 1
 
 
+@pytest.mark.slow
 def test_replay_on_a_terminal_stops_before_what_hung(tmp_path: Path) -> None:
     terminal = Terminal(command(tilted("hang", tmp_path / "c", error=WorkerHung), "--trust"))
     assert "in which the worker hung." in terminal.until("(Pdb) ")
@@ -841,6 +843,7 @@ def test_replay_on_a_terminal_stops_before_what_hung(tmp_path: Path) -> None:
     assert terminal.end() == 1
 
 
+@pytest.mark.slow
 def test_leaving_the_debugger_before_the_step_runs_nothing(tmp_path: Path) -> None:
     terminal = Terminal(command(tilted("kill", tmp_path / "c", error=WorkerDied), "--trust"))
     terminal.until("(Pdb) ")
@@ -848,6 +851,7 @@ def test_leaving_the_debugger_before_the_step_runs_nothing(tmp_path: Path) -> No
     assert terminal.end() == 1
 
 
+@pytest.mark.slow
 def test_leaving_the_debugger_within_the_step_ends_it(tmp_path: Path) -> None:
     terminal = Terminal(command(tilted("kill", tmp_path / "c", error=WorkerDied), "--trust"))
     terminal.until("(Pdb) ")

@@ -159,6 +159,7 @@ def test_existing_recordings_are_refused(tmp_path: Path, capsys: pytest.CaptureF
 # ------------------------------------------------------------------------------------------ workers
 
 
+@pytest.mark.slow
 def test_workers_record_the_data_of_as_many_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["collect", "CartPole-v1", "--frames", "1600", "--frames-per-batch", "800", "--seed", 5]
     code, out, err = run(capsys, *argv, "--workers", 2, "--envs", 4, "--out", tmp_path / "a")
@@ -603,6 +604,7 @@ def test_stopping_keeps_what_was_collected(
         assert "stopped at once" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [[], ["--workers", "2"]])
 def test_a_real_ctrl_c_on_a_real_terminal(tmp_path: Path, workers: list[str]) -> None:
     """The whole command under a pty: a bar appears, and the byte that Ctrl-C sends stops it."""

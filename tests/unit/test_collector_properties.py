@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -220,6 +221,7 @@ def test_batches_are_those_of_the_reference(
         assert_accounted(c)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     B=st.sampled_from([None, 1, 3]),
@@ -261,6 +263,7 @@ def test_the_same_data_however_they_are_cut(B, T, ends, limit, per_step, compact
         assert_chain(whole, ends)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
@@ -342,6 +345,7 @@ class Failing(CountingEnv):
         return obs, float("nan") if fault == "nan" else reward, *rest
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(
     lengths=st.lists(st.integers(1, 7), min_size=1, max_size=3),

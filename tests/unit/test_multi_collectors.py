@@ -49,6 +49,7 @@ class Registered(CountingEnv):
         made[os.getppid()] = (keeper / "cmdline").read_bytes() + (keeper / "environ").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_workers_reach_a_manager_of_their_parent_and_nobody_else_can_read_its_key(method):

@@ -350,6 +350,7 @@ def storm(handler):
         sys.unraisablehook = hook
 
 
+@pytest.mark.slow
 def test_exceptions_of_signal_handlers_lose_and_double_nothing(start):
     channel, _ = start("echo")
     file = os.memfd_create("passed")
@@ -546,6 +547,7 @@ def test_a_worker_sees_the_surroundings_that_the_parent_has_now(ask, start, tmp_
     assert capfd.readouterr() == ("to the present stdout\n", "and err\n")
 
 
+@pytest.mark.slow
 def test_a_parent_without_a_directory_or_output_can_start_workers_all_the_same(tmp_path):
     (tmp_path / "gone").mkdir()
     process = driver(
@@ -709,6 +711,7 @@ def test_orphans_that_end_while_the_worker_lives_leave_no_zombies(start, light):
         select.select([], [], [], 0.01)
 
 
+@pytest.mark.slow
 def test_a_keeper_without_the_kernels_list_of_children_finds_them_all_the_same(monkeypatch):
     with subprocess.Popen(["sleep", "1000"]) as child:
         mine = [pid for pid in keeper.children() if pid == child.pid]
@@ -965,6 +968,7 @@ def test_nothing_is_left_of_a_killed_parent():
     assert all_gone(pids, within_s=5)
 
 
+@pytest.mark.slow
 def test_a_parent_may_be_killed_while_its_server_imports(tmp_path):
     (tmp_path / "slow_import.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(1000)\n")
     process = driver(

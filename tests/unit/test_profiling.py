@@ -70,6 +70,7 @@ def test_stopping_in_the_warmup_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_while_profiling_writes_what_there_is(tmp_path):
     code = """if True:
         import torch

@@ -176,6 +176,7 @@ class TestPublicWays:
                 reached.append("after the signal")
         assert reached == ["after the signal"]
 
+    @pytest.mark.slow
     def test_a_fork_server_gets_warnings_and_optimization(self, monkeypatch):
         from muster.sources.launch import _interpreter_flags
 

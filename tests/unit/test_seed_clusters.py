@@ -310,6 +310,7 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_rpc", [pytest.param(1, marks=needs_rpc), 0])
 def test_process_groups_of_the_users_own(with_rpc: int, tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(textwrap.dedent(RANKS))

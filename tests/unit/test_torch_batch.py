@@ -537,6 +537,7 @@ def sampled(rows: int, cuts: int = 1, seed: int = 0) -> Any:
     return {key[-1]: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
 
+@pytest.mark.slow
 def test_random_actions_have_the_space_s_distribution():
     drawn = sampled(4000)
     assert [drawn[k].dtype for k in ("die", "box", "open", "byte")] == [np.int64, np.float64, np.float16, np.uint8]
