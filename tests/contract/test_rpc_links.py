@@ -240,7 +240,7 @@ class TestOptions:
             carriers()
 
     def test_bind_must_be_an_address_of_an_interface(self, carriers):
-        from muster.nodes.interfaces import interface_of
+        from muster.nodes.rpc_agent import interface_of
 
         assert interface_of("127.0.0.1") in ("lo", "lo0")
         with pytest.raises(BadOption, match="203.0.113.7.*'lo': '127.0.0.1'"):

@@ -338,18 +338,19 @@ class TestWaitingNodes:
             carrier.connect(2, 0, 0.2, threading.Event())
         assert time.monotonic() - begin < 10
 
-    def test_that_are_gone_before_the_group_is_made(self):
+    def test_that_say_nothing_once_they_have_joined(self):
         meeting = Meeting(1)
         carrier = DistributedCarrier(1, launcher=WaitingLauncher(), meeting=meeting, deadline_s=1.0)
         try:
             accepted = []
             thread = threading.Thread(target=lambda: accepted.append(Guest(meeting.address, meeting.token, 0).next()))
             thread.start()
-            with pytest.raises(LinkLost, match="Node 0 has not joined"):
-                carrier.connect(0, 0, 60.0, threading.Event())
+            link = carrier.connect(0, 0, 60.0, threading.Event())
             thread.join(30)
-            with pytest.raises((LinkLost, RuntimeError)):  # it comes late
-                join(accepted[0], meeting.token)
+            with pytest.raises(LinkLost, match="has not said anything for 1 s"):
+                link.receive()
+            with pytest.raises(LinkLost):  # it comes late
+                join(accepted[0], meeting.token).receive()
         finally:
             carrier.close()
 

@@ -76,7 +76,7 @@ class ClusterCollector(MultiCollector):
 
 
 class DistributedCollector(ClusterCollector):
-    """Workers on nodes that torch.distributed connects.
+    """Workers on nodes, each with one TCP connection to this process, where TorchRL has groups of torch.distributed.
 
     ::
 
@@ -87,7 +87,8 @@ class DistributedCollector(ClusterCollector):
     Args:
         create_env_fn: one entry for each node.
         policy: see ``MultiSyncCollector``.
-        backend: "gloo". Others of torch's ("nccl", "ucc", "mpi") are refused until they have run once.
+        backend: "gloo": data goes through the hosts' memory. Others of torch's ("nccl", "ucc", "mpi") are refused until
+            they have run once.
         launcher: "mp": processes of this machine. "submitit": SLURM jobs. "submitit_delayed": jobs of
             ``submitit_delayed_launcher``. "torchrun": the other ranks, which call ``run_node()``. "manual": nodes come
             by themselves (``muster node``). Or a ``Launcher`` (``muster.nodes.launchers``).

@@ -2,8 +2,8 @@
 
 Every connection is sealed (``seal``) before either end acts on anything that the other says. So all fields of an
 invitation come from a process that knows the token, belong to this connection alone, and cannot be repeated in another
-one. The connection then is the session's private channel: the ends tell each other through it where the engine
-listens. A process that reaches the port without the token can keep nodes from joining, and nothing else.
+one. The connection then is the link of the session; or the ends tell each other through it where RPC listens. A process
+that reaches the port without the token can keep nodes from joining, and nothing else.
 
 ::
 
@@ -30,8 +30,6 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-import torch.distributed
-
 from muster.errors import BadOption
 from muster.nodes.link import Link, LinkLost
 from muster.nodes.seal import MEETING, WrongToken, seal
@@ -48,8 +46,6 @@ BACKLOG = 512
 STRANGERS = 128  # connections at a time that have not proved yet that they know the token
 DISTRIBUTED, RPC = "distributed", "rpc"  # engines
 ENGINES = {DISTRIBUTED: "torch.distributed", RPC: "torch RPC"}
-
-_c10d: Any = torch.distributed  # whose types do not say that it has stores
 
 
 class Meeting:
@@ -83,8 +79,6 @@ class Meeting:
         tcp_port: int = 0,
         token: bytes | str | os.PathLike[str] | None = None,
     ) -> None:
-        if not torch_has_distributed():
-            raise BadOption("This PyTorch was built without torch.distributed; use backend='ray', or workers here.")
         self.count, self.host = count, _resolved(bind)
         given = read_token(token)
         if given is None and not is_loopback(self.host):
@@ -243,7 +237,7 @@ class Meeting:
 
     def _accepted(self, connection: SocketLink, channel: Link, node: int, epoch: int) -> bool:
         with self._changed:
-            connection.deadline_s = self._settings.get("deadline_s", ANSWER_S)
+            connection.know(self._settings.get("deadline_s", ANSWER_S))
             if self._open.get(node) != epoch or self._closed:  # it was withdrawn meanwhile
                 return False
             del self._open[node]
@@ -340,7 +334,7 @@ class Guest:
                     self._met, reached = True, time.monotonic()
                     while (found := self._ask(channel)) is None:
                         reached = time.monotonic()
-                    connection.deadline_s = found.settings.get("deadline_s", ANSWER_S)
+                    connection.know(found.settings.get("deadline_s", ANSWER_S))
                     failed.pop_all()
                     return found
             except WrongToken:
@@ -430,11 +424,6 @@ def local_address(host: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:  # nothing is sent
         probe.connect(remote)
         return str(probe.getsockname()[0])
-
-
-def torch_has_distributed() -> bool:
-    """Whether there are stores and gloo."""
-    return bool(_c10d.is_available() and _c10d.is_gloo_available())
 
 
 def _read_secret(path: Path) -> bytes:

@@ -15,9 +15,12 @@ code as this user: use a private network.
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
+import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,7 +29,6 @@ from torch.distributed import autograd, rpc
 from torch.distributed.rpc import TensorPipeRpcBackendOptions, api
 
 from muster.errors import BadOption
-from muster.nodes.interfaces import listening_at
 from muster.nodes.link import LinkLost
 from muster.nodes.meeting import is_loopback
 
@@ -199,7 +201,7 @@ def _made(name: str, terms: Terms) -> TensorPipeAgent:
     for other, map_ in terms.devices.items():
         options.set_device_map(other, {torch.device(here): torch.device(there) for here, there in map_.items()})
     _autograd._init(0)  # calls fail without it
-    with listening_at(terms.host, INTERFACE):
+    with _listening_at(terms.host):
         try:
             agent = TensorPipeAgent(HashStore(), name, 0, None, options, {}, [])
         except RuntimeError as error:
@@ -213,6 +215,50 @@ def _made(name: str, terms: Terms) -> TensorPipeAgent:
             "Leave it to the collector, or set TP_SOCKET_IFNAME to the interface that has this address."
         )
     return agent
+
+
+@contextlib.contextmanager
+def _listening_at(host: str) -> Iterator[None]:
+    """An agent that is made in this context listens at ``host`` only; raises BadOption if no interface has it."""
+    before = os.environ.get(INTERFACE)
+    os.environ[INTERFACE] = interface_of(host)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[INTERFACE]
+        else:
+            os.environ[INTERFACE] = before
+
+
+def interface_of(host: str) -> str:
+    """The network interface whose first IPv4 address this is, or that is loopback as it is.
+
+    Raises:
+        BadOption: there is none.
+    """
+    if is_loopback(host):
+        return "lo" if sys.platform == "linux" else "lo0"
+    found = {}
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError):
+            found[name] = _first_address(name)
+    for name, address in found.items():
+        if address == host:
+            return name
+    raise BadOption(
+        f"bind={host!r} is not the first IPv4 address of a network interface of this machine, where alone torch can "
+        f"listen; there are {found}."
+    )
+
+
+def _first_address(interface: str) -> str:
+    import fcntl
+
+    request = 0x8915 if sys.platform == "linux" else 0xC0206921  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe.fileno(), request, interface.encode()[:15].ljust(256, b"\0"))
+    return socket.inet_ntoa(answer[20:24])
 
 
 def _is_at(url: str, host: str) -> bool:

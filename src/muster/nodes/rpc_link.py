@@ -16,6 +16,7 @@ the memory that was expected to take them.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import threading
 import time
@@ -23,13 +24,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.distributed import rpc
 from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
 
 from muster.memory.specs import Array
-from muster.nodes.gloo import as_tensor
 from muster.nodes.link import SLOWEST, Block, LinkLost, Received, allowed_s
 from muster.nodes.rpc_agent import RpcAgent
 
@@ -281,6 +282,14 @@ def watch(session: str) -> Future[bool]:
     """See the module."""
     link = _open.get(session)
     return _done(False) if link is None else link.watch()
+
+
+def as_tensor(array: Array) -> torch.Tensor:
+    """The same memory, also of an array that may not be written (which torch would warn of)."""
+    if not array.flags.writeable:
+        same: Any = (ctypes.c_ubyte * array.size).from_address(array.ctypes.data)
+        array = np.frombuffer(same, np.uint8)
+    return torch.from_numpy(array)
 
 
 def _done(result: bool) -> Future[bool]:

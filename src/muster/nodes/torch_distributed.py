@@ -1,4 +1,7 @@
-"""Nodes over torch.distributed: how the main process gets them to join, and what they run."""
+"""Nodes of ``DistributedCollector``: how the main process gets them to join, and what they run.
+
+A session runs over the connection through which its node has joined. No process group of torch is made.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,11 @@ from collections.abc import Callable
 from os import PathLike
 
 from muster.attributes import named
-from muster.errors import BadOption, MusterError
-from muster.nodes.gloo import join_group, why
+from muster.errors import BadOption
 from muster.nodes.launchers import Launcher, Started
 from muster.nodes.link import AGENT, Link, LinkLost
-from muster.nodes.meeting import DISTRIBUTED, RPC, Guest, Invitation, Meeting, local_address, read_token
-from muster.nodes.seal import WrongToken, seal
+from muster.nodes.meeting import DISTRIBUTED, RPC, Guest, Invitation, Meeting, read_token
+from muster.nodes.seal import WrongToken
 from muster.nodes.torchrun import torchrun_meeting
 from muster.sources.channel import Channel
 from muster.sources.launch import fork_server_here
@@ -22,7 +24,7 @@ JOIN_POLL_S = 0.02
 
 
 class DistributedCarrier:
-    """Nodes over torch.distributed.
+    """Nodes in the place of TorchRL's over torch.distributed.
 
     Args:
         count: of nodes.
@@ -56,7 +58,7 @@ class DistributedCarrier:
         try:
             self._start(node, epoch)
             channel = self._wait(node, epoch, deadline, within_s, given_up)
-            return self._opened(channel, node, epoch)
+            return self.meet(channel, node, epoch)
         except BaseException:
             self.meeting.withdraw(node)
             self._end(node)
@@ -72,7 +74,7 @@ class DistributedCarrier:
         self.meeting.close()
 
     def meet(self, channel: Link, node: int, epoch: int) -> Link:
-        """A link to a node that does the same at its end. Other engines override it.
+        """The link to a node that does the same at its end. Other engines override it.
 
         Args:
             channel: to that node, of this session alone; closed by this, or with the link.
@@ -80,18 +82,9 @@ class DistributedCarrier:
             epoch: of the session.
 
         Raises:
-            RuntimeError, LinkLost: the node does not come within the deadline.
+            LinkLost: the node does not come within the deadline.
         """
-        return join_group(channel, 0, self.meeting.host, self.deadline_s)
-
-    def _opened(self, channel: Link, node: int, epoch: int) -> Link:
-        try:
-            link = self.meet(channel, node, epoch)
-            return seal(link, self.meeting.token, main=True, node=node, epoch=epoch)
-        except MusterError:
-            raise
-        except (LinkLost, RuntimeError) as error:  # the latter of the group
-            raise LinkLost(f"Node {node} has not joined: {why(error)}") from error
+        return channel
 
     def _start(self, node: int, epoch: int) -> None:
         started = self._launcher.start(node, epoch, self.meeting)
@@ -170,7 +163,7 @@ def run_node(
             link = join(invitation, secret, engine)
         except WrongToken:
             raise
-        except (LinkLost, RuntimeError):  # the main process has given this session up: there will be another
+        except LinkLost:  # the main process has given this session up: there will be another
             continue
         try:
             if serve(link, invitation.node):
@@ -192,19 +185,11 @@ def join(invitation: Invitation, token: bytes, engine: str = DISTRIBUTED) -> Lin
         WrongToken: the main process has another.
         LinkLost: it is gone.
     """
-    deadline_s = float(invitation.settings["deadline_s"])
-    if engine == RPC:
-        from muster.nodes.torch_rpc import join_rpc
+    if engine != RPC:
+        return invitation.channel
+    from muster.nodes.torch_rpc import join_rpc
 
-        link = join_rpc(invitation, deadline_s)
-    else:
-        try:
-            here = local_address(invitation.host)
-        except BaseException:
-            invitation.channel.close()
-            raise
-        link = join_group(invitation.channel, 1, here, deadline_s)
-    return seal(link, token, main=False, node=invitation.node, epoch=invitation.epoch)
+    return join_rpc(invitation, token)
 
 
 def node_main(channel: Channel) -> None:

@@ -19,6 +19,7 @@ from muster.errors import BadOption
 from muster.nodes.launchers import Launcher
 from muster.nodes.link import Link, LinkLost
 from muster.nodes.meeting import RPC, Invitation, Meeting, hear, local_address, say
+from muster.nodes.seal import seal
 from muster.nodes.torch_distributed import DistributedCarrier
 from muster.private_names import VARIABLE, usable
 
@@ -80,12 +81,15 @@ class RpcCarrier(DistributedCarrier):
             url = hear(channel)["url"]
             name = f"muster-node-{node}-{epoch}-{session}"
             link.begin(agent, agent.meet(name, url, () if device is None else (MAIN_DEVICE,)))
+        except LinkLost as error:
+            link.close()
+            raise LinkLost(f"Node {node} has not joined: {error}") from error
         except BaseException:
             link.close()
             raise
         finally:
             channel.close()
-        return link
+        return seal(link, self.meeting.token, main=True, node=node, epoch=epoch)
 
     def close(self) -> None:
         super().close()
@@ -98,21 +102,22 @@ class RpcCarrier(DistributedCarrier):
 _node_agent: RpcAgent | None = None  # of this process, while it is a node: one for each session
 
 
-def join_rpc(invitation: Invitation, deadline_s: float) -> Link:
+def join_rpc(invitation: Invitation, token: bytes) -> Link:
     """The node's end of the session that it was invited to.
 
     Raises:
-        LinkLost: the main process has given it up.
+        LinkLost: the main process has given it up, or has another token.
         BadOption: this PyTorch has no RPC, or RPC cannot listen at this machine's address.
     """
     try:
         check_rpc()
-        return _join_rpc(invitation, deadline_s)
+        link = _join_rpc(invitation)
     finally:
         invitation.channel.close()
+    return seal(link, token, main=False, node=invitation.node, epoch=invitation.epoch)
 
 
-def _join_rpc(invitation: Invitation, deadline_s: float) -> Link:
+def _join_rpc(invitation: Invitation) -> Link:
     from muster.nodes.rpc_agent import RpcAgent, Terms
     from muster.nodes.rpc_link import RpcLink
 
@@ -126,7 +131,7 @@ def _join_rpc(invitation: Invitation, deadline_s: float) -> Link:
     devices = {} if device is None else {main: {device: MAIN_DEVICE}}
     terms = Terms(local_address(invitation.host), card["options"], devices)
     _node_agent = RpcAgent.hold(f"muster-node-{invitation.node}-{invitation.epoch}", terms)
-    link = RpcLink(session, deadline_s, device)
+    link = RpcLink(session, float(invitation.settings["deadline_s"]), device)
     try:
         link.begin(_node_agent, _node_agent.meet(main, card["url"]))
         say(invitation.channel, url=_node_agent.url)
