@@ -5,8 +5,8 @@ that describes the chunk without the manifest's help. A leaf of N batches is one
 its batch dimensions in the order in which they lay in memory, so that nothing is transposed on the way.
 Leaves of Python objects are ``U8`` tensors: JSON, one line per batch.
 
-Whatever reads safetensors reads a chunk. The library neither writes nor reads it here: it orders the metadata as it likes,
-where the seal needs its place; it copies all data to write them; and it takes twice as long to map a batch.
+Whatever reads safetensors reads a chunk. The library neither writes nor reads it here: it orders the metadata as it
+likes, where the seal needs its place; it copies all data to write them; and it takes twice as long to map a batch.
 """
 
 from __future__ import annotations

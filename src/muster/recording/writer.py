@@ -21,7 +21,7 @@ import torch
 from muster.errors import BadOption, BadRecording, UnsupportedSpace
 from muster.forks import Owner
 from muster.keys import Key, dotted
-from muster.recording import chunks, files, jsonable
+from muster.recording import chunks, files
 from muster.whole_files import write_whole
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Recorder:
         if chunk_bytes < 1:
             raise BadOption(f"chunk_bytes={chunk_bytes} is not positive.")
         try:
-            meta = json.loads(jsonable.dumps(meta))
+            meta = json.loads(_exact_json(meta))
         except TypeError as error:
             raise BadOption(f"meta may hold str, numbers, bool, None, lists and dicts, and has {error}.") from None
         self.directory = Path(directory).resolve()
@@ -356,12 +356,39 @@ def _json_line(key: Key, value: Any) -> str:
     if not is_non_tensor(value):
         raise UnsupportedSpace(f"{dotted(key)} is a {type(value).__name__}, which a recording cannot hold.")
     try:
-        return jsonable.dumps(value.tolist(), separators=(",", ":"))
+        return _exact_json(value.tolist(), separators=(",", ":"))
     except TypeError as error:
         raise UnsupportedSpace(
             f"{dotted(key)} holds {error}. A recording keeps tensors, and objects made of str, int, float, bool, "
             f"None, lists and dicts. Convert it, or leave it out with batch.exclude(...)."
         ) from error
+
+
+def _exact_json(value: Any, **options: Any) -> str:
+    """``value`` as JSON that reads back equal and of the same types.
+
+    Raises:
+        TypeError: it holds something else than str, int, float, bool, None, lists and dicts with str keys;
+            JSON would turn tuples into lists, and keys into text, without a word.
+    """
+    try:
+        _check_plain(value)
+        return json.dumps(value, **options)
+    except (ValueError, RecursionError) as error:  # circular, too deep, or an int of thousands of digits
+        raise TypeError(f"{type(value).__name__} cannot be written as JSON: {error}") from error
+
+
+def _check_plain(value: Any) -> None:
+    if isinstance(value, list):
+        for item in value:
+            _check_plain(item)
+    elif type(value) is dict:
+        for key, item in value.items():
+            if type(key) is not str:
+                raise TypeError(f"a dict with the key {key!r} ({type(key).__name__}, not str)")
+            _check_plain(item)
+    elif value is not None and type(value) not in (str, int, float, bool):
+        raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__}")
 
 
 def _version() -> str:

@@ -29,6 +29,6 @@ from __future__ import annotations
 
 from muster.dialects.tianshou.async_collector import AsyncCollector
 from muster.dialects.tianshou.collector import Collector
-from muster.dialects.tianshou.hooks import EpisodeRolloutHookMerged
+from muster.dialects.tianshou.steps import EpisodeRolloutHookMerged
 
 __all__ = ["Collector", "AsyncCollector", "EpisodeRolloutHookMerged"]

@@ -18,11 +18,10 @@ from tianshou.env import DummyVectorEnv
 from tianshou.utils.torch_utils import torch_train_mode
 from typing_extensions import Self
 
-from muster.dialects.tianshou.buffers import add, takes_many
 from muster.dialects.tianshou.envs import VectorEnvs, listed
 from muster.dialects.tianshou.policies import Actor
 from muster.dialects.tianshou.sampling import Sampling
-from muster.dialects.tianshou.steps import StepByStep, Tally
+from muster.dialects.tianshou.steps import StepByStep, Tally, add, takes_many
 from muster.episodes.rules import LastEven
 from muster.errors import BadOption
 

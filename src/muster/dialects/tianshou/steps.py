@@ -1,13 +1,15 @@
-"""What is done with the steps: statistics of a call, and whatever has to look at every row of them."""
+"""What is done with the steps: they go into the buffer, statistics and hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from tianshou.data import Batch, CachedReplayBuffer, ReplayBufferManager, to_numpy
+import tianshou
+from tianshou.data import Batch, CachedReplayBuffer, PrioritizedReplayBuffer, ReplayBufferManager, to_numpy
 from tianshou.data.batch import create_value
+from tianshou.data.collector import EpisodeRolloutHookMerged as TianshouMerged
 from tianshou.data.collector import get_stddev_from_dist
 
 from muster.dialects.tianshou.episodes import Ended, Taken
@@ -16,8 +18,41 @@ from muster.errors import BadOption
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
 
+TESTED = "2.0.1"
+"""Of Tianshou: whose ``add`` takes several steps of one environment in one call, which is not documented."""
+
+ADDS = ReplayBufferManager.add, PrioritizedReplayBuffer.add
+
 KEYS = frozenset({"obs", "act", "rew", "terminated", "truncated", "done", "obs_next", "info", "policy"})
 """Entries of a step that every buffer stores."""
+
+
+def takes_many(buffer: Any) -> bool:
+    """Whether one ``add`` may get several steps of each environment.
+
+    A buffer with an ``add`` of its own may look at rows, and gets them one by one.
+    """
+    own = isinstance(buffer, ReplayBufferManager) and type(buffer).add in ADDS
+    return own and tianshou.__version__ == TESTED
+
+
+def add(buffer: Any, taken: Taken) -> None:
+    """Add steps; the buffer is then as if every row had been added by itself."""
+    for begin, end in _parts(buffer, taken) if takes_many(buffer) else taken.pieces():
+        buffer.add(taken.batch[begin:end], buffer_ids=taken.env[begin:end])
+
+
+def _parts(buffer: Any, taken: Taken) -> Iterator[tuple[int, int]]:
+    """Where each part begins and ends, in none of which a ring overwrites what it has just got.
+
+    The first row of all is a part: memory is made for what it has.
+    """
+    most, row = max(1, int(np.diff(buffer.subbuffer_edges).min())), 0
+    while row < taken.rows:
+        rows = most if hasattr(buffer, "obs") else 1
+        begin, end = np.searchsorted(taken.t, [row, row + rows]).tolist()
+        yield begin, end
+        row += rows
 
 
 class Tally:
@@ -153,3 +188,21 @@ def _add_entries(buffer: Any, step: Any, places: Array) -> None:
                 stored[place] = step[[k]][key]
         else:
             stored[places] = step[key]
+
+
+class EpisodeRolloutHookMerged(TianshouMerged):  # type: ignore[misc] # of a package that mypy skips
+    """Several episode hooks as one. Tianshou's own refuses whatever the first of them returns.
+
+    Args:
+        episode_rollout_hooks: called in this order.
+        check_overlapping_keys: raise ``KeyError`` if two return an entry of the same name; else the last one stays.
+    """
+
+    def __call__(self, episode_batch: Any) -> dict[str, Any] | None:
+        merged: dict[str, Any] = {}
+        for hook in self.episode_rollout_hooks:
+            entries = hook(episode_batch) or {}
+            if self.check_overlapping_keys and (twice := sorted(merged.keys() & entries.keys())):
+                raise KeyError(f"{hook} returns {twice}, as a hook before it does: give them names of their own")
+            merged.update(entries)
+        return merged or None
