@@ -16,7 +16,7 @@ from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.envs.dm_env import DmEnv, adapt, is_dm_env
+from muster.envs.dm_env import DmEnv, adapt, takes
 from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv, UnsupportedSpace
 from muster.testing import CountingEnv, EnvContract
 from tests.fakes.chains import OneWayChain
@@ -350,15 +350,15 @@ def test_closing_closes_the_environment():
 def test_a_batch_of_them_needs_different_ones():
     env = Scripted()
     assert adapt([env, Scripted()], None).num_envs == 2
-    with pytest.raises(UnsupportedEnv, match="returned the same Scripted twice"):
+    with pytest.raises(UnsupportedEnv, match="Scripted: the factory returned the same object twice"):
         adapt([env, env], None)
 
 
 def test_dm_envs_are_recognised_and_nothing_else():
-    assert is_dm_env(Scripted())
-    assert not any(map(is_dm_env, (CountingEnv(), Scripted, DmEnv(Scripted()), None, 3)))
+    assert takes(Scripted())
+    assert not any(map(takes, (CountingEnv(), Scripted, DmEnv(Scripted()), None, 3)))
 
 
 def test_nothing_imports_dm_env():
-    code = "import muster.envs.dm_env as m, sys; assert not m.is_dm_env(3); assert 'dm_env' not in sys.modules"
+    code = "import muster.envs.dm_env as m, sys; assert not m.takes(3); assert 'dm_env' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

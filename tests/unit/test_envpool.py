@@ -15,7 +15,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 from muster import Collector
-from muster.envs.envpool import EnvPoolVectorEnv, adapt, is_envpool
+from muster.envs.envpool import EnvPoolVectorEnv, adapt, takes
 from muster.errors import BadOption, MusterError, UnsupportedEnv
 from muster.testing import CountingEnv, EnvContract
 from tests.fakes.chains import OneWayChain
@@ -254,7 +254,7 @@ def test_real_pools_that_cannot_be_collected_from_are_refused():
         (envpool.make_gymnasium("CartPole-v1", num_envs=4, batch_size=2), "asynchronous"),
         (envpool.make_gymnasium("TicTacToe-v1", num_envs=2), "players"),
     ]:
-        assert is_envpool(made)
+        assert takes(made)
         with pytest.raises(UnsupportedEnv, match=message):
             EnvPoolVectorEnv(made)
 
@@ -265,9 +265,9 @@ def test_options_are_refused():
 
 
 def test_pools_are_recognised_and_nothing_else():
-    assert is_envpool(GymnasiumEnvPool(Chain))
-    assert is_envpool(DMEnvPool())
-    assert not any(map(is_envpool, (CountingEnv(), GymnasiumEnvPool, pool()(), None)))
+    assert takes(GymnasiumEnvPool(Chain))
+    assert takes(DMEnvPool())
+    assert not any(map(takes, (CountingEnv(), GymnasiumEnvPool, pool()(), None)))
 
 
 def test_only_one_makes_a_batch():
@@ -289,5 +289,5 @@ def test_closing_closes_the_pool_once():
 
 
 def test_nothing_imports_envpool():
-    code = "import muster.envs.envpool as m, sys; m.is_envpool(3); assert 'envpool' not in sys.modules"
+    code = "import muster.envs.envpool as m, sys; m.takes(3); assert 'envpool' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

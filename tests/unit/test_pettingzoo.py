@@ -260,12 +260,6 @@ def test_rewards_of_agents_that_are_gone_count():
         assert [record.episode_return for record in collector.episodes] == [208]
 
 
-def test_random_legal_actions_do_not_depend_on_how_steps_are_cut():
-    whole = collect(shifts(masks="obs"), None, num_envs=2, frames_per_batch=48, seed=3)
-    parts = collect(shifts(masks="obs"), None, batches=6, num_envs=2, frames_per_batch=8, seed=3)
-    assert_same(whole, parts)
-
-
 def test_a_policy_after_random_frames_chooses_by_itself():
     with Collector(Shifts(masks="obs"), Ones(), frames_per_batch=8, init_random_frames=8, seed=0) as collector:
         assert not (collector.rollout()["cook", "action"] == 1).all()

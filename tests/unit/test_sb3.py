@@ -15,7 +15,7 @@ import torch
 from gymnasium import spaces
 
 from muster import Collector
-from muster.envs.sb3 import Sb3VectorEnv, adapt, is_sb3_vec_env
+from muster.envs.sb3 import Sb3VectorEnv, adapt, takes
 from muster.errors import BadOption, MusterError, UnsupportedEnv
 from muster.testing import CountingEnv, EnvContract, SpaceEnv
 from tests.fakes import sb3 as fake
@@ -342,10 +342,10 @@ def test_truncation_is_only_told_where_an_episode_ends():
 
 def test_sb3_environments_are_recognised_wrapped_or_not(sb3):
     env = sb3.DummyVecEnv([CountingEnv])
-    assert is_sb3_vec_env(env)
-    assert is_sb3_vec_env(strange(sb3)(env))
+    assert takes(env)
+    assert takes(strange(sb3)(env))
     others = [CountingEnv(), sb3.DummyVecEnv, Sb3VectorEnv(env), SimpleNamespace(num_envs=2), None]
-    assert not any(map(is_sb3_vec_env, others))
+    assert not any(map(takes, others))
 
 
 def test_only_one_makes_a_batch(sb3):
@@ -365,5 +365,5 @@ def test_closing_closes_the_environments(sb3):
 
 
 def test_nothing_imports_stable_baselines3():
-    code = "import muster.envs.sb3 as m, sys; m.is_sb3_vec_env(3); assert 'stable_baselines3' not in sys.modules"
+    code = "import muster.envs.sb3 as m, sys; m.takes(3); assert 'stable_baselines3' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -351,7 +351,7 @@ ROWS = np.zeros((2, 2), np.float32)
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        ({0: np.zeros((2, 3), np.float32)}, r"observation is an array of shape \(2, 3\).*says 2 x \(shape \(2,\)"),
+        ({0: np.zeros((2, 3), np.float32)}, r"observation is an array of shape \(2, 3\).*says shape \(2, 2\)"),
         ({0: np.full((2, 2), 1e39)}, r"array of dtype float64.*dtype float32"),
         ({0: np.zeros((2, 2), complex)}, r"array of dtype complex128.*dtype float32"),
         ({0: None}, "observation is NoneType"),

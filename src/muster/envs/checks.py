@@ -5,13 +5,15 @@ Values in another dtype than the space says are cast where that keeps them; ``Ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 
-from muster.errors import BadEnvOutput, BadOption, shown
-from muster.memory.specs import OBJECT, Array, ArraySpec
+from muster.errors import BadEnvOutput, BadOption, EnvError, UnsupportedEnv, UnsupportedSpace, described, shown
+from muster.keys import dotted
+from muster.memory.specs import OBJECT, Array, ArraySpec, Specs
 
 NUMBERS = "biuf"  # kinds of dtypes
 FIX = "Fix the environment, or correct its space with a gymnasium wrapper."
@@ -31,12 +33,72 @@ def the_only(envs: Sequence[Any]) -> Any:
     return envs[0]
 
 
-def explains_itself(env: Any) -> bool:
-    """``env`` is an adapter of Muster's that looks at values itself, so its ``BadEnvOutput`` is passed on as it is.
+def env_name(env: Any) -> str:
+    """What messages call it: its id, or its class."""
+    return getattr(getattr(env, "spec", None), "id", None) or type(getattr(env, "unwrapped", env)).__name__
+
+
+def check_distinct(envs: Sequence[Any], name: str) -> None:
+    """Raise ``UnsupportedEnv`` if an environment is there twice."""
+    if len({id(env) for env in envs}) < len(envs):
+        raise UnsupportedEnv(f"{name}: the factory returned the same object twice; return a new env per call")
+
+
+def check_arrays(name: str, *specs: Specs) -> None:
+    """Raise ``UnsupportedSpace`` if a leaf is no array; for adapters that cannot store Python objects."""
+    for key, spec in (item for part in specs for item in part.items()):
+        if not spec.is_tensor:
+            raise UnsupportedSpace(f"{name}: {dotted(key)} has a space whose values are no arrays")
+
+
+def close_all(closes: Sequence[Callable[[], Any]]) -> None:
+    """Call them all, the last one first, whatever one of them raises."""
+    with ExitStack() as stack:
+        for close in closes:
+            stack.callback(close)
+
+
+def call(env: Any, method: str, who: str, *args: Any, index: int | None = None, **kwargs: Any) -> Any:
+    """What a method of the user's environment returns; what it raises becomes an ``EnvError`` of ``who``."""
+    try:
+        return getattr(env, method)(*args, **kwargs)
+    except Exception as error:
+        if is_explained(error, env):
+            raise
+        raise EnvError(f"{who}.{method} raised {described(error)}", env_index=index) from error
+
+
+def is_explained(error: BaseException, env: Any) -> bool:
+    """``error`` comes from an adapter of Muster's that looks at values itself, and is passed on as it is.
 
     The same error from any other environment is only something that it raised, perhaps of a collector inside.
     """
-    return type(env).__module__.startswith("muster.envs.")
+    ours = type(env).__module__.startswith("muster.envs.")
+    return ours and issubclass(type(error), (BadEnvOutput, UnsupportedEnv))
+
+
+def reset_pair(got: Any, who: str) -> tuple[Any, Any]:
+    """Observations and infos, if that is what ``reset`` returned; else raise ``BadEnvOutput``."""
+    if not isinstance(got, tuple) or len(got) != 2 or not isinstance(got[1], Mapping):
+        raise BadEnvOutput(f"{who}.reset returned {type(got).__name__}, expected (observation, info). {FIX}")
+    return got
+
+
+def step_values(got: Any, who: str) -> tuple[Any, Any, Any, Any, Any]:
+    """What ``step`` returned, if it is five values; else raise ``BadEnvOutput``."""
+    if not isinstance(got, tuple) or len(got) != 5:
+        size = f" of {len(got)}" if isinstance(got, tuple) else ""
+        raise BadEnvOutput(
+            f"{who} returned {type(got).__name__}{size}, expected (observation, reward, terminated, truncated, info). "
+            f"{FIX}"
+        )
+    return got
+
+
+def batch_seed(seeds: Sequence[int]) -> Any:
+    """Seeds in Gymnasium's convention for batches: an int s means s, s + 1, ..."""
+    first = int(seeds[0])
+    return first if list(seeds) == list(range(first, first + len(seeds))) else list(seeds)
 
 
 def leaf_problem(value: Any, spec: ArraySpec) -> str | None:
@@ -111,6 +173,11 @@ class Casts:
             return f"{problem}, which validate='full' does not cast"
         self.note(f"{what} has dtype {np.asarray(value).dtype}, but its space says {spec.dtype}")
         return None
+
+    def check(self, value: Any, spec: ArraySpec, what: str, who: str) -> None:
+        """Raise ``BadEnvOutput`` where ``problem`` finds one with what ``who`` returned."""
+        if problem := self.problem(value, spec, what):
+            raise BadEnvOutput(f"{who}: {what} is {problem}, but its space says {spec}. {FIX}")
 
     def reward_problem(self, value: Any) -> str | None:
         """What is wrong with the reward of one environment, or None where ``number`` takes it."""

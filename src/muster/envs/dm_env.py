@@ -14,6 +14,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from muster.envs.checks import check_distinct
 from muster.envs.spaces import observation_codec
 from muster.envs.stacked import StackedEnvs
 from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv, UnsupportedSpace
@@ -23,13 +24,10 @@ from muster.protocols import EnvBatch
 FIRST, LAST = 0, 2  # dm_env.StepType
 
 
-def is_dm_env(obj: Any) -> bool:
+def takes(obj: Any) -> bool:
     """Is it a ``dm_env.Environment``? There is none before ``dm_env`` is imported, so this does not import it."""
     module = sys.modules.get("dm_env")
     return module is not None and isinstance(obj, module.Environment)
-
-
-takes = is_dm_env
 
 
 def adapt(envs: list[Any], device: Any) -> EnvBatch:
@@ -38,8 +36,7 @@ def adapt(envs: list[Any], device: Any) -> EnvBatch:
     Raises:
         UnsupportedEnv: one environment given twice; otherwise as ``DmEnv``.
     """
-    if len(set(map(id, envs))) < len(envs):
-        raise UnsupportedEnv(f"the factory returned the same {type(envs[0]).__name__} twice; return a new env per call")
+    check_distinct(envs, type(envs[0]).__name__)
     return StackedEnvs([DmEnv(env) for env in envs])
 
 

@@ -22,12 +22,9 @@ from muster.memory.specs import Array
 from muster.protocols import EnvBatch
 
 
-def is_envpool(obj: Any) -> bool:
+def takes(obj: Any) -> bool:
     """Is it an EnvPool, of any type? Ask this first: EnvPools are Gymnasium or dm_env environments by class too."""
     return any(f"{cls.__module__}.{cls.__name__}" == "envpool.python.envpool.EnvPoolMixin" for cls in type(obj).__mro__)
-
-
-takes = is_envpool
 
 
 def adapt(envs: list[Any], device: Any) -> EnvBatch:

@@ -71,7 +71,7 @@ def dump(value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any] = ()) -> tu
     known = list(mujoco)
     for _ in range(100):
         file = io.BytesIO()
-        pickler = _Pickler(file, fixed, known)
+        pickler = _GraphPickler(file, fixed, known)
         try:
             pickler.dump(value)
         except _DataFound:
@@ -82,7 +82,7 @@ def dump(value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any] = ()) -> tu
 
 def load(data: bytes, shared: list[bytes], fixed: Mapping[Any, Any]) -> Any:
     """What ``dump`` has pickled; runs code that the pickle names. ``fixed``: the live objects by name."""
-    unpickler = _Unpickler(io.BytesIO(data), buffers=shared)
+    unpickler = _GraphUnpickler(io.BytesIO(data), buffers=shared)
     unpickler.fixed = fixed
     return unpickler.load()
 
@@ -107,7 +107,7 @@ class _DataFound(Exception):
     pass
 
 
-class _Unpickler(pickle.Unpickler):
+class _GraphUnpickler(pickle.Unpickler):
     fixed: Mapping[Any, Any]
 
     def persistent_load(self, name: Any) -> Any:
@@ -115,7 +115,7 @@ class _Unpickler(pickle.Unpickler):
         return vars(importlib.import_module(what)) if kind == "globals" else self.fixed[name]
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     def __init__(self, file: io.BytesIO, fixed: Mapping[int, Any], mujoco: list[Any]) -> None:
         super().__init__(file, protocol=5, buffer_callback=self._in_band)
         self.shared: list[bytes] = []

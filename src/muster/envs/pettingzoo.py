@@ -17,7 +17,6 @@ An agent's last observation is in the row after its last step. After that, and b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,9 +27,10 @@ from gymnasium.vector.utils import batch_space
 from pettingzoo import AECEnv, ParallelEnv
 from pettingzoo.utils.conversions import aec_to_parallel
 
-from muster.envs.checks import FIX, Casts, as_flag, number
+from muster.envs import checks
+from muster.envs.checks import FIX, Casts
 from muster.envs.spaces import SpaceCodec
-from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv, UnsupportedSpace, described
+from muster.errors import BadEnvOutput, UnsupportedEnv, UnsupportedSpace
 from muster.keys import FLAGS, RESERVED, TEAM_REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec, Specs
@@ -96,12 +96,11 @@ class ParallelEnvs(EnvBatch):
         )
         if not getattr(env, "possible_agents", None):
             raise UnsupportedEnv(f"{self.name} has no possible_agents: Muster must know all agents that may ever come")
-        if len({id(other) for other in self.envs}) < len(self.envs):
-            raise UnsupportedEnv(f"{self.name}: the factory returned the same object twice; return a new env per call")
+        checks.check_distinct(self.envs, self.name)
         for b, other in enumerate(self.envs[1:], 1):
             if _spaces(other) != _spaces(env):
                 raise UnsupportedEnv(f"{self.name}: environment {b} has other agents or spaces than environment 0")
-        _, infos = self._pair(self._call(0, "reset"), 0)
+        _, infos = self._reset(0)
         self.teams = [self._team(env, name, agents, infos) for name, agents in _group(env).items()]
         self._actions = SpaceCodec(
             spaces.Dict(
@@ -118,9 +117,7 @@ class ParallelEnvs(EnvBatch):
         self._state = SpaceCodec(state, ("state",)) if isinstance(state, spaces.Space) else None
         self.observation_specs = self._observation_specs()
         self.step_specs = {team.keys["reward"]: ArraySpec((len(team.agents), 1), FLOAT) for team in self.teams}
-        for key, spec in (*self.observation_specs.items(), *self.action_specs.items()):
-            if not spec.is_tensor:
-                raise UnsupportedSpace(f"{self.name}: {dotted(key)} has a space whose values are no arrays")
+        checks.check_arrays(self.name, self.observation_specs, self.action_specs)
         self._acting: list[list[str]] = [[] for _ in envs]
         self._left: list[dict[str, tuple[bool, bool]]] = [{} for _ in envs]  # terminated, truncated
         # What agents may do now, [B, k, n] per team with action masks; and who draws random actions of those.
@@ -146,8 +143,7 @@ class ParallelEnvs(EnvBatch):
     def reset(self, arrays: Mapping[Key, Array], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         options, self.reset_options = self.reset_options or {}, None
         for n, b in enumerate(which):
-            got = self._call(b, "reset", seed=None if seeds is None else int(seeds[n]), **options)
-            obs, infos = self._pair(got, b)
+            obs, infos = self._reset(b, seed=None if seeds is None else int(seeds[n]), **options)
             self._acting[b], self._left[b] = list(self.envs[b].agents), {}
             self._write(arrays, row, b, obs, infos, "reset")
 
@@ -194,9 +190,7 @@ class ParallelEnvs(EnvBatch):
         self._legal = {name: array.copy() for name, array in state["legal"].items()}
 
     def close(self) -> None:
-        with ExitStack() as closing:  # all of them, whatever one of them raises
-            for env in reversed(self.envs):
-                closing.callback(env.close)
+        checks.close_all([env.close for env in self.envs])
 
     # --- rows -------------------------------------------------------------------------------------
 
@@ -218,8 +212,8 @@ class ParallelEnvs(EnvBatch):
                 value = reward.get(agent, 0.0)
                 if problem := self.casts.reward_problem(value):
                     raise BadEnvOutput(f"{self.name}[{b}].step: {agent}: {problem}. {FIX}")
-                array[t, b, i, 0] = number(value)
-                total += float(number(value))
+                array[t, b, i, 0] = checks.number(value)
+                total += float(checks.number(value))
         return total
 
     def _write(self, arrays: Mapping[Key, Array], row: int, b: int, obs: Any, infos: Any, method: str) -> None:
@@ -244,8 +238,7 @@ class ParallelEnvs(EnvBatch):
         if self._state is not None:
             leaves = self._state.flatten(self._call(b, "state"))
             for (key, spec), leaf in zip(self._state.specs.items(), leaves, strict=True):
-                if problem := self.casts.problem(leaf, spec, dotted(key)):
-                    raise BadEnvOutput(f"{self.name}[{b}].state: {dotted(key)} is {problem}, expected {spec}. {FIX}")
+                self.casts.check(leaf, spec, dotted(key), f"{self.name}[{b}].state")
                 arrays[key][row, b] = leaf
 
     def _put(self, targets: list[Array], i: int, team: Team, seen: Any, who: str) -> None:
@@ -259,8 +252,7 @@ class ParallelEnvs(EnvBatch):
         for (key, spec), target, leaf in zip(
             team.observation.specs.items(), targets, team.observation.flatten(seen), strict=True
         ):
-            if problem := self.casts.problem(leaf, spec, dotted(key)):
-                raise BadEnvOutput(f"{who}: {dotted(key)} is {problem}, but its space says {spec}. {FIX}")
+            self.casts.check(leaf, spec, dotted(key), who)
             target[i] = leaf
 
     def _draw_legal(self, rng: GroupRng) -> dict[Key, Array]:
@@ -285,8 +277,8 @@ class ParallelEnvs(EnvBatch):
         for name, part in (("reward", reward), ("termination", ended), ("truncation", cut)):
             if missing := [agent for agent in self._acting[b] if agent not in part]:
                 raise BadEnvOutput(f"{who} returned no {name} of {missing}, which acted. {FIX}")
-        ended = {agent: as_flag(flag, f"termination of {agent}", who) for agent, flag in ended.items()}
-        cut = {agent: as_flag(flag, f"truncation of {agent}", who) for agent, flag in cut.items()}
+        ended = {agent: checks.as_flag(flag, f"termination of {agent}", who) for agent, flag in ended.items()}
+        cut = {agent: checks.as_flag(flag, f"truncation of {agent}", who) for agent, flag in cut.items()}
         here = self.envs[b].agents
         for agent in self._acting[b]:
             if agent not in here and not (ended[agent] or cut[agent]):
@@ -295,17 +287,14 @@ class ParallelEnvs(EnvBatch):
                 raise BadEnvOutput(f"{who} returned no observation of {agent}, which goes on or was truncated. {FIX}")
         return obs, reward, ended, cut, infos
 
-    def _pair(self, got: Any, b: int) -> tuple[Any, Any]:
-        if not isinstance(got, tuple) or len(got) != 2 or not all(isinstance(part, Mapping) for part in got):
-            raise BadEnvOutput(f"{self.name}[{b}].reset returned {type(got).__name__}, expected two dicts. {FIX}")
-        return got
+    def _reset(self, b: int, **given: Any) -> tuple[Any, Any]:
+        obs, infos = checks.reset_pair(self._call(b, "reset", **given), f"{self.name}[{b}]")
+        if not isinstance(obs, Mapping):
+            raise BadEnvOutput(f"{self.name}[{b}].reset returned {type(obs).__name__}, expected two dicts. {FIX}")
+        return obs, infos
 
-    def _call(self, b: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return getattr(self.envs[b], method)(*args, **kwargs)
-        except Exception as error:
-            message = f"{self.name}[{b}].{method} raised {described(error)}"
-            raise EnvError(message, env_index=b) from error
+    def _call(self, b: int, method: str, *args: Any, **given: Any) -> Any:
+        return checks.call(self.envs[b], method, f"{self.name}[{b}]", *args, index=b, **given)
 
     # --- what there is ----------------------------------------------------------------------------
 

@@ -113,62 +113,57 @@ class Decoder:
 
     def decode(self, encoded: Any, live: Any = None) -> Any:
         """The value of ``encoded``; ``live`` is what stands in its place now. Raises ``Mismatch``."""
-        if not isinstance(encoded, list):
-            return encoded
-        kind, *rest = encoded
-        found: Any = getattr(self, f"_{kind}")(*rest, *([live] if kind in ("space", "fact") else []))
-        return found
+        made: Any
+        match encoded:
+            case ["layer", number]:
+                return self._layers[number]
+            case ["same", number]:
+                return self._made[number]
+            case ["tuple", items]:
+                return tuple(self.decode(item) for item in items)
+            case ["list", items]:
+                self._made.append(made := [])
+                made.extend(self.decode(item) for item in items)
+                return made
+            case ["dict", items]:
+                self._made.append(made := {})
+                made.update((self.decode(k), self.decode(v)) for k, v in items)
+                return made
+            case ["deque", maxlen, items]:
+                self._made.append(made := deque(maxlen=maxlen))
+                made.extend(self.decode(item) for item in items)
+                return made
+            case ["scalar", array]:
+                return array[()]
+            case ["array", array]:
+                self._made.append(made := array.copy())
+                return made
+            case ["generator", name, state, seeds]:
+                self._made.append(made := _generator(name, state, seeds))
+                return made
+            case ["fact", facts]:
+                return _of_facts(live, facts)
+            case ["space", facts, generators]:
+                for space, generator in zip(_tree(_of_facts(live, facts)), generators, strict=True):
+                    setattr(space, str(SPACE_GENERATOR), self.decode(generator))  # known, as it was when that was saved
+                return live
+            case [kind, *_]:
+                raise Mismatch(f"is saved as {kind!r}, which this version of Muster does not know")
+        return encoded
 
-    def _layer(self, number: int) -> Any:
-        return self._layers[number]
 
-    def _same(self, number: int) -> Any:
-        return self._made[number]
+def _generator(name: str, state: dict[str, Any], seeds: dict[str, Any] | None) -> np.random.Generator:
+    if name not in BIT_GENERATORS:
+        raise Mismatch(f"{name!r} is no bit generator of NumPy's")
+    bits = getattr(np.random, name)(np.random.SeedSequence(**seeds) if seeds else 0)
+    bits.state = state
+    return np.random.Generator(bits)
 
-    def _tuple(self, items: list[Any]) -> tuple[Any, ...]:
-        return tuple(self.decode(item) for item in items)
 
-    def _scalar(self, array: Any) -> Any:
-        return array[()]
-
-    def _list(self, items: list[Any]) -> list[Any]:
-        self._made.append(made := list[Any]())
-        made.extend(self.decode(item) for item in items)
-        return made
-
-    def _dict(self, items: list[Any]) -> dict[Any, Any]:
-        self._made.append(made := dict[Any, Any]())
-        made.update((self.decode(k), self.decode(v)) for k, v in items)
-        return made
-
-    def _deque(self, maxlen: int | None, items: list[Any]) -> deque[Any]:
-        self._made.append(made := deque[Any](maxlen=maxlen))
-        made.extend(self.decode(item) for item in items)
-        return made
-
-    def _array(self, array: Any) -> Any:
-        self._made.append(array.copy())
-        return self._made[-1]
-
-    def _generator(self, name: str, state: dict[str, Any], seeds: dict[str, Any] | None) -> np.random.Generator:
-        if name not in BIT_GENERATORS:
-            raise Mismatch(f"{name!r} is no bit generator of NumPy's")
-        bits = getattr(np.random, name)(np.random.SeedSequence(**seeds) if seeds else 0)
-        bits.state = state
-        self._made.append(np.random.Generator(bits))
-        found: np.random.Generator = self._made[-1]
-        return found
-
-    def _space(self, facts: str, generators: list[Any], live: Any) -> Any:
-        self._fact(facts, live)
-        for space, encoded in zip(_tree(live), generators, strict=True):
-            setattr(space, str(SPACE_GENERATOR), self.decode(encoded))  # known, as it was when that was saved
-        return live
-
-    def _fact(self, facts: str, live: Any) -> Any:
-        if _facts(live) != facts:
-            raise Mismatch(f"is {_facts(live)}, and was {facts}")
-        return live
+def _of_facts(live: Any, facts: str) -> Any:
+    if _facts(live) != facts:
+        raise Mismatch(f"is {_facts(live)}, and was {facts}")
+    return live
 
 
 def same(a: Any, b: Any) -> bool:

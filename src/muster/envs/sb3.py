@@ -24,12 +24,9 @@ from muster.protocols import EnvBatch
 PACKAGE = "stable_baselines3.common.vec_env."
 
 
-def is_sb3_vec_env(obj: Any) -> bool:
+def takes(obj: Any) -> bool:
     """Is it a ``VecEnv`` of ``stable_baselines3``, wrapped or not?"""
     return _derives(obj, "base_vec_env.VecEnv")
-
-
-takes = is_sb3_vec_env
 
 
 def adapt(envs: list[Any], device: Any) -> EnvBatch:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from muster.envs.checks import FIX
 from muster.errors import BadEnvOutput, UnsupportedSpace
 from muster.keys import ACTION, OBSERVATION, RESERVED, Key, dotted
 from muster.memory.specs import OBJECT, Array, ArraySpec, Specs
@@ -38,14 +39,21 @@ class SpaceCodec:
             raise UnsupportedSpace(f"{space} has no part that could be stored; give it at least one")
         self.single = not isinstance(space, (spaces.Dict, spaces.Tuple))
 
-    def flatten(self, value: Any) -> Leaves:
+    def flatten(self, value: Any, who: str = "") -> Leaves:
         """The leaves of ``value``, unchecked but for their number.
+
+        Args:
+            value: of the space.
+            who: returned it, for the message.
 
         Raises:
             BadEnvOutput: a Dict with missing or extra keys, a Tuple of another length.
         """
         leaves: Leaves = []
-        self._flatten(value, leaves)
+        try:
+            self._flatten(value, leaves)
+        except BadEnvOutput as error:
+            raise BadEnvOutput(f"{who}: {error}. {FIX}" if who else str(error)) from None
         return leaves
 
     def build(self, leaves: Sequence[Any]) -> Any:
@@ -140,12 +148,17 @@ def _build(space: spaces.Space[Any], leaves: Any) -> Any:
 
 
 def _sample(space: spaces.Space[Any], spec: ArraySpec, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    if spec.dtype == OBJECT:
-        out = np.empty(shape, OBJECT)
-        for index in np.ndindex(shape):
-            space.seed(int(rng.integers(2**31)))
-            out[index] = space.sample()
-        return out
+    if spec.is_tensor:
+        return draw(spec, rng, shape)
+    out = np.empty(shape, OBJECT)
+    for index in np.ndindex(shape):
+        space.seed(int(rng.integers(2**31)))
+        out[index] = space.sample()
+    return out
+
+
+def draw(spec: ArraySpec, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Uniform values of a leaf with bounds, ``[*shape, *leaf shape]``; where they are infinite as by ``Box.sample``."""
     assert spec.low is not None and spec.high is not None
     size = (*shape, *spec.shape)
     if spec.dtype.kind in "iub":

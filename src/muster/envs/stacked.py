@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import gymnasium
 import numpy as np
 
-from muster.envs.checks import FIX, Casts, as_flag, explains_itself, number
+from muster.envs import checks
+from muster.envs.checks import FIX, Casts
 from muster.envs.spaces import SpaceCodec, action_codec, observation_codec
 from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv, described, shown, text_of
 from muster.keys import REWARD, Key, dotted, next_of
@@ -39,9 +39,8 @@ class StackedEnvs(EnvBatch):
         self.envs = list(envs)
         self.num_envs = len(self.envs)
         first = self.envs[0]
-        self.name = first.spec.id if first.spec is not None else type(first.unwrapped).__name__
-        if len({id(env) for env in self.envs}) < len(self.envs):
-            raise UnsupportedEnv(f"{self.name}: the factory returned the same object twice; return a new env per call")
+        self.name = checks.env_name(first)
+        checks.check_distinct(self.envs, self.name)
         for i, env in enumerate(self.envs):
             for kind in ("observation_space", "action_space"):
                 if getattr(env, kind) != getattr(first, kind):
@@ -56,7 +55,6 @@ class StackedEnvs(EnvBatch):
         (key, spec), *_ = self.observation_specs.items()
         self._plain = self.observations.single and spec.is_tensor, key, spec.shape, spec.dtype
         self.executed_in_row = 0  # environments stepped in a row that an error cut short
-        self._explained = all(map(explains_itself, self.envs))
         self.bypasses = True
         self.lives_lost: set[int] = set()
         self._bypassed: frozenset[int] = frozenset()
@@ -70,18 +68,8 @@ class StackedEnvs(EnvBatch):
         plain, key, shape, dtype = self._plain
         options, self.reset_options = self.reset_options or {}, None
         for n, i in enumerate(which):
-            try:
-                got = self.envs[i].reset(seed=None if seeds is None else seeds[n], **options)
-            except Exception as error:
-                if self._explained and issubclass(type(error), (BadEnvOutput, UnsupportedEnv)):
-                    raise
-                message = f"{self.name}[{i}].reset raised {described(error)}"
-                raise EnvError(message, env_index=i) from error
-            if not isinstance(got, tuple) or len(got) != 2 or not isinstance(got[1], dict):
-                raise BadEnvOutput(
-                    f"{self.name}[{i}].reset returned {type(got).__name__}, expected (observation, info). {FIX}"
-                )
-            obs = got[0]
+            who, seed = f"{self.name}[{i}]", None if seeds is None else seeds[n]
+            obs, _ = checks.reset_pair(checks.call(self.envs[i], "reset", who, index=i, seed=seed, **options), who)
             if plain and type(obs) is np.ndarray and obs.shape == shape and obs.dtype == dtype:
                 arrays[key][row, i] = obs
             else:
@@ -105,9 +93,7 @@ class StackedEnvs(EnvBatch):
         return self.envs
 
     def close(self) -> None:
-        with ExitStack() as stack:  # closes them all, also where one of them raises
-            for env in reversed(self.envs):
-                stack.callback(env.close)
+        checks.close_all([env.close for env in self.envs])
 
     def _make_step(self, lane: Lane) -> Step:
         """The function that runs one row, with all it needs in local variables."""
@@ -223,16 +209,12 @@ class StackedEnvs(EnvBatch):
         """Write one observation into entry ``at`` of the arrays, checking every leaf."""
         try:
             leaves = [obs] if self.observations.single else self.observations.flatten(obs)
+            for (key, spec), leaf in zip(self.observations.specs.items(), leaves, strict=True):
+                if spec.is_tensor and (problem := self.casts.problem(leaf, spec, dotted(key))):
+                    raise BadEnvOutput(f"{dotted(key)} is {problem}, but its space says {spec}")
+                arrays[key][at] = leaf
         except BadEnvOutput as error:
             raise BadEnvOutput(f"{self.name}[{at[-1]}].{method}: {error}. {FIX}") from None
-        for (key, spec), leaf in zip(self.observations.specs.items(), leaves, strict=True):
-            if spec.is_tensor:
-                problem = self.casts.problem(leaf, spec, dotted(key))
-                if problem:
-                    raise BadEnvOutput(
-                        f"{self.name}[{at[-1]}].{method}: {dotted(key)} is {problem}, but its space says {spec}. {FIX}"
-                    )
-            arrays[key][at] = leaf
 
     def _action_rows(self, lane: Lane) -> Callable[[int], Sequence[Any]]:
         """``actions(t)``: what the environments get. Copies: an env may keep or change what it is given."""
@@ -254,7 +236,8 @@ class StackedEnvs(EnvBatch):
         terminated_rows, truncated_rows = lane.arrays[TERMINATED], lane.arrays[TRUNCATED]
 
         def record(t: int, b: int, terminated: Any, truncated: Any, finished: list[int] | None) -> list[int] | None:
-            ended, cut = as_flag(terminated, "terminated", self.name), as_flag(truncated, "truncated", self.name)
+            ended = checks.as_flag(terminated, "terminated", self.name)
+            cut = checks.as_flag(truncated, "truncated", self.name)
             if not (ended or cut):
                 return finished
             terminated_rows[t, b], truncated_rows[t, b] = ended, cut
@@ -274,24 +257,19 @@ class StackedEnvs(EnvBatch):
         if not issubclass(type(error), Exception):  # Ctrl-C
             raise error
         who = f"{self.name}[{b}].step (row {t} of the batch)"
-        if got is ... and self._explained and issubclass(type(error), (BadEnvOutput, UnsupportedEnv)):
+        if got is ... and checks.is_explained(error, self.envs[b]):
             raise error
         if got is ...:
             raise EnvError(f"{who} raised {described(error)}", env_index=b) from error
         if type(got) is _Refused:
             raise got.error from None
-        if not isinstance(got, tuple) or len(got) != 5:
-            size = f" of {len(got)}" if isinstance(got, tuple) else ""
-            raise BadEnvOutput(
-                f"{who} returned {type(got).__name__}{size}, "
-                f"expected (observation, reward, terminated, truncated, info). {FIX}"
-            ) from error
+        checks.step_values(got, who)
         scratch = {k: np.empty((self.num_envs, *s.shape), s.dtype) for k, s in self.observation_specs.items()}
         self._write(scratch, (b,), got[0], f"step (row {t} of the batch)")
         problem = self.casts.reward_problem(got[1])
         if problem:
             raise BadEnvOutput(f"{who}: {problem}. {FIX}") from error
-        as_flag(got[2], "terminated", who), as_flag(got[3], "truncated", who)
+        checks.as_flag(got[2], "terminated", who), checks.as_flag(got[3], "truncated", who)
         if again or not self.casts.any:
             returned = shown(lambda: repr(got))
             raise BadEnvOutput(f"{who} returned {returned}, which could not be stored: {text_of(error)}") from error
@@ -317,8 +295,8 @@ def _counting_lives(step: Callable[[Any], Any], who: str, key: str, i: int, lost
             problem = f"{who}.step returned an info that is {type(info).__name__}, expected a dict. {FIX}"
             return _Refused(BadEnvOutput(problem))
         try:
-            ended = as_flag(terminated, "terminated", who) or as_flag(truncated, "truncated", who)
-            over = as_flag(info.get(key, ended), f"info[{key!r}]", who)
+            ended = checks.as_flag(terminated, "terminated", who) or checks.as_flag(truncated, "truncated", who)
+            over = checks.as_flag(info.get(key, ended), f"info[{key!r}]", who)
         except BadEnvOutput as error:
             return _Refused(error)
         (lost.add if ended and not over else lost.discard)(i)
@@ -336,7 +314,7 @@ class _Rewards:
     def __setitem__(self, k: int, reward: Any) -> None:
         if problem := self._casts.reward_problem(reward):
             raise BadEnvOutput(problem)
-        self._flat[k] = number(reward)
+        self._flat[k] = checks.number(reward)
 
 
 def _flat(array: Array) -> Any:

@@ -14,20 +14,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
-from muster.envs.checks import FIX, Casts, the_only
+from muster.envs import checks
+from muster.envs.checks import FIX, Casts
 from muster.envs.spaces import SpaceCodec, action_codec, observation_codec
-from muster.envs.torch_spaces import drawing, single_space
-from muster.errors import BadEnvOutput, BadOption, EnvError, UnsupportedEnv, UnsupportedSpace, described
+from muster.envs.vector import autoreset_mode
+from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv, UnsupportedSpace
 from muster.keys import IS_INIT, NEXT_OBS_VALID, REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
 from muster.memory.slots import Lane, torch_dtype
+from muster.memory.specs import ArraySpec
 from muster.protocols import EnvBatch, Step
 from muster.rng import GroupRng
 
 Leaves = list[torch.Tensor]
+Draw = Callable[[torch.Generator], torch.Tensor]
 FINAL = ("final_obs", "final_observation")  # where the true last observations are, newest convention first
 MANI_SKILL, ISAAC_LAB = "mani_skill", ("isaaclab", "omni.isaac.lab")
 DO_ONE = (
@@ -49,7 +53,7 @@ def takes(obj: Any) -> bool:
 
 def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
     """The env batch, with rows on ``device``; None is the environments' own."""
-    return TorchEnvs(the_only(envs), device)
+    return TorchEnvs(checks.the_only(envs), device)
 
 
 class TorchEnvs(EnvBatch):
@@ -78,14 +82,12 @@ class TorchEnvs(EnvBatch):
         self.device = None if rows.type == "cpu" else rows
         self.num_envs = int(getattr(env, "num_envs", getattr(base, "num_envs", 0)))
         self.batch_shape: tuple[int, ...] | None = (self.num_envs,)
-        self.name = getattr(getattr(env, "spec", None), "id", None) or type(base).__name__
-        self.observations: SpaceCodec = observation_codec(single_space(env, "observation_space", self.num_envs))
-        self.actions: SpaceCodec = action_codec(single_space(env, "action_space", self.num_envs))
+        self.name = checks.env_name(env)
+        self.observations: SpaceCodec = observation_codec(_single_space(env, "observation_space", self.num_envs))
+        self.actions: SpaceCodec = action_codec(_single_space(env, "action_space", self.num_envs))
         self.observation_specs, self.action_specs = self.observations.specs, self.actions.specs
         self.casts: Casts = Casts(self.name)
-        for key, spec in (*self.observation_specs.items(), *self.action_specs.items()):
-            if not spec.is_tensor:
-                raise UnsupportedSpace(f"{self.name}: {dotted(key)} has a space whose values are no tensors")
+        checks.check_arrays(self.name, self.observation_specs, self.action_specs)
         specs = self.observation_specs.items()
         self._expected = [(key, (self.num_envs, *spec.shape), torch_dtype(spec.dtype)) for key, spec in specs]
         self._self_resetting = self._mode() is AutoresetMode.SAME_STEP
@@ -102,7 +104,7 @@ class TorchEnvs(EnvBatch):
         self._count = torch.zeros(self.num_envs, dtype=torch.int64, device=self._on)  # steps of running episodes
         rows_on = self.device or torch.device("cpu")
         self._generator = torch.Generator(rows_on)
-        self._draws = [drawing(spec, self.num_envs, rows_on) for spec in self.action_specs.values()]
+        self._draws = [_drawing(spec, self.num_envs, rows_on) for spec in self.action_specs.values()]
         if not self._self_resetting:
             self._need_mask("it does not reset by itself (AutoresetMode.DISABLED)")
 
@@ -139,9 +141,8 @@ class TorchEnvs(EnvBatch):
 
     def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         given, self.reset_options = dict(self.reset_options or {}), None
-        if seeds is not None:  # Gymnasium's convention for batches: an int s means s, s + 1, ...
-            in_order = list(seeds) == list(range(seeds[0], seeds[0] + len(seeds)))
-            given["seed"] = seeds[0] if in_order else list(seeds)
+        if seeds is not None:
+            given["seed"] = checks.batch_seed(seeds)
         index = list(which)
         with _no_grad():
             targets = [torch.as_tensor(arrays[key])[row] for key in self.observation_specs]
@@ -233,14 +234,12 @@ class TorchEnvs(EnvBatch):
         return step
 
     def _step(self, action: Leaves, t: int) -> tuple[Leaves, torch.Tensor, torch.Tensor, torch.Tensor, Any]:
-        got = self._call("step", self.actions.build(action))
+        got = checks.call(self.env, "step", self.name, self.actions.build(action))
         self.executed_in_row = self.num_envs
-        if not isinstance(got, tuple) or len(got) != 5:
-            raise BadEnvOutput(f"{self.name}.step returned {type(got).__name__}, expected five values. {FIX}")
-        leaves = self._leaves(got[0], f"{self.name}.step (row {t} of the batch)")
-        columns = zip(got[1:4], ("reward", "terminated", "truncated"), strict=True)
-        reward, terminated, truncated = (self._column(value, name) for value, name in columns)
-        return leaves, reward, terminated, truncated, got[4]
+        obs, reward, terminated, truncated, info = checks.step_values(got, f"{self.name}.step")
+        leaves = self._leaves(obs, f"{self.name}.step (row {t} of the batch)")
+        flags = self._column(terminated, "terminated"), self._column(truncated, "truncated")
+        return leaves, self._column(reward, "reward"), *flags, info
 
     def _last(self, obs: Leaves, done: torch.Tensor, info: Any) -> tuple[Leaves, torch.Tensor]:
         """The true last observations where ``done``, else ``obs``; NaN or 0 where unknown, and where that is."""
@@ -259,10 +258,7 @@ class TorchEnvs(EnvBatch):
 
     def _leaves(self, obs: Any, who: str) -> Leaves:
         """The observation as checked tensors ``[B, *shape]``; checks look at shapes and dtypes only."""
-        try:
-            leaves = self.observations.flatten(obs)
-        except BadEnvOutput as error:
-            raise BadEnvOutput(f"{who}: {error}. {FIX}") from None
+        leaves = self.observations.flatten(obs, who)
         for (key, expected, dtype), leaf in zip(self._expected, leaves, strict=True):
             if not torch.is_tensor(leaf) or tuple(leaf.shape) != expected or not self._fits(leaf.dtype, dtype, key):
                 raise BadEnvOutput(
@@ -294,10 +290,8 @@ class TorchEnvs(EnvBatch):
     # --- resets -----------------------------------------------------------------------------------
 
     def _reset(self, given: Mapping[str, Any]) -> Leaves:
-        got = self._call("reset", **given)
-        if not isinstance(got, tuple) or len(got) != 2:
-            raise BadEnvOutput(f"{self.name}.reset returned {type(got).__name__}, expected (observations, info). {FIX}")
-        return self._leaves(got[0], f"{self.name}.reset")
+        obs, _ = checks.reset_pair(checks.call(self.env, "reset", self.name, **given), self.name)
+        return self._leaves(obs, f"{self.name}.reset")
 
     def _reset_some(self, mask: torch.Tensor, given: dict[str, Any], which: Sequence[int] = ()) -> Leaves:
         """Reset where ``mask``; ``which`` says the same to environments that want indices."""
@@ -340,25 +334,18 @@ class TorchEnvs(EnvBatch):
 
     def _mode(self) -> AutoresetMode:
         env = self.env
-        declared = (getattr(env, "metadata", None) or {}).get("autoreset_mode", getattr(env, "autoreset_mode", None))
-        if declared is None and _is_from(env, *ISAAC_LAB):
-            declared = AutoresetMode.SAME_STEP
-        if declared is None and _is_from(env, MANI_SKILL) and getattr(env, "auto_reset", False):
-            declared = AutoresetMode.SAME_STEP
-        if declared is None or AutoresetMode(declared) is AutoresetMode.NEXT_STEP:
+        declared = autoreset_mode(env)
+        mani_skill = _is_from(env, MANI_SKILL) and getattr(env, "auto_reset", False)
+        if declared is None and (mani_skill or _is_from(env, *ISAAC_LAB)):
+            return AutoresetMode.SAME_STEP
+        if declared is None or declared is AutoresetMode.NEXT_STEP:
             raise UnsupportedEnv(
                 f"{self.name} {'resets at the next step' if declared else 'does not say how it resets'}: Muster takes "
                 f"batches on tensors with metadata['autoreset_mode'] SAME_STEP (it returns the first observations of "
                 f"new episodes, and the last ones as info['final_obs']) or DISABLED (reset() takes a mask). "
                 f"ManiSkill: pass ManiSkillVectorEnv(env, auto_reset=True)."
             )
-        return AutoresetMode(declared)
-
-    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return getattr(self.env, method)(*args, **kwargs)
-        except Exception as error:
-            raise EnvError(f"{self.name}.{method} raised {described(error)}") from error
+        return declared
 
 
 @dataclass(frozen=True)
@@ -406,3 +393,56 @@ def _describe(value: Any) -> str:
     if torch.is_tensor(value):
         return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
     return type(value).__name__
+
+
+# --- spaces ---------------------------------------------------------------------------------------
+
+
+def _drawing(spec: ArraySpec, B: int, on: torch.device) -> Draw:
+    """Values for B environments, distributed as by ``SpaceCodec.sample``."""
+    assert spec.low is not None and spec.high is not None
+    size, dtype = (B, *spec.shape), torch_dtype(spec.dtype)
+    low, high = (torch.as_tensor(np.array(x, np.float64), device=on) for x in (spec.low, spec.high))
+
+    def uniform(generator: torch.Generator) -> torch.Tensor:
+        return torch.rand(size, generator=generator, dtype=torch.float64, device=on)
+
+    if spec.dtype.kind in "iub":
+        return lambda g: torch.minimum(low + (uniform(g) * (high - low + 1)).floor(), high).to(dtype)
+    below, above = low.isfinite(), high.isfinite()
+    low0, high0 = low.where(below, torch.zeros_like(low)), high.where(above, torch.zeros_like(high))
+
+    def floats(generator: torch.Generator) -> torch.Tensor:
+        u = uniform(generator)
+        normal = torch.randn(size, generator=generator, dtype=torch.float64, device=on)
+        tail = -torch.log1p(-u)
+        one_sided = torch.where(below, low0 + tail, high0 - tail)
+        both = low0 + u * (high0 - low0)
+        return torch.where(below & above, both, torch.where(below | above, one_sided, normal)).to(dtype)
+
+    return floats
+
+
+def _single_space(env: Any, name: str, B: int) -> spaces.Space[Any]:
+    """The space of one environment; wrappers know the batch's only."""
+    base, batched = getattr(env, "unwrapped", env), getattr(env, name, None)
+    if hasattr(env, f"single_{name}") or batched is getattr(base, name, None):
+        space = getattr(env, f"single_{name}", getattr(base, f"single_{name}", None))
+        if isinstance(space, spaces.Space):
+            return space
+    return _unbatched(batched, B)
+
+
+def _unbatched(space: Any, B: int) -> spaces.Space[Any]:
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({key: _unbatched(part, B) for key, part in space.spaces.items()})
+    if not isinstance(space, (spaces.Box, spaces.MultiDiscrete)) or space.shape[:1] != (B,):
+        raise UnsupportedSpace(
+            f"{space} is no space of {B} environments: give the environment single_observation_space and "
+            f"single_action_space"
+        )
+    if isinstance(space, spaces.Box):
+        return spaces.Box(space.low[0], space.high[0], dtype=space.dtype.type)
+    if space.nvec.ndim == 1:
+        return spaces.Discrete(int(space.nvec[0]), start=int(space.start[0]))
+    return spaces.MultiDiscrete(space.nvec[0], start=space.start[0])

@@ -8,13 +8,13 @@ episode, ``reset`` otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import torch
 from torchrl.envs import Compose, EnvBase, GymEnv, Transform, TransformedEnv
 
+from muster.envs.checks import check_distinct, close_all
 from muster.envs.torchrl_gym import PlainGym, fast_step, is_plain_gym, plain_parts
 from muster.envs.torchrl_one import OneEnv
 from muster.envs.torchrl_specs import declared, drawers, masked
@@ -128,10 +128,7 @@ class TorchRLEnvs(EnvBatch):
         self._ones = self._make_ones()
 
     def close(self) -> None:
-        with ExitStack() as stack:  # closes them all, also where one of them raises
-            for env in reversed(self.envs):
-                if not env.is_closed:
-                    stack.callback(env.close)
+        close_all([env.close for env in self.envs if not env.is_closed])
 
     def _make_ones(self) -> list[OneEnv]:
         parts = plain_parts(self.envs[0]) or self.envs
@@ -193,8 +190,7 @@ class TorchRLEnvs(EnvBatch):
                 row[...] = None if cells is None else cells.reshape(-1)
 
     def _check(self, first: EnvBase) -> None:
-        if len({id(env) for env in self.envs}) < len(self.envs):
-            raise UnsupportedEnv(f"{self.name}: the factory returned the same object twice; return a new env per call")
+        check_distinct(self.envs, self.name)
         if len(self.envs) > 1 and first.batch_size:
             raise BadOption(
                 f"num_envs={len(self.envs)} was given, but {self.name} is a batch of environments already: "

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs.batched_envs import BatchedEnvBase, ParallelEnv, SerialEnv
 
-from muster.envs.torchrl_seeds import seed
-from muster.envs.torchrl_specs import Declared, Node
+from muster.envs.torchrl_specs import Declared, Nesting
 from muster.errors import BadEnvOutput, EnvError, described, text_of
 from muster.keys import FLAGS, NEXT_OBS_VALID, RESERVED, REWARD, Key, dotted, next_of
 from muster.memory.cells import assemble, take
@@ -123,7 +123,7 @@ class OneEnv:
         rows = np.asarray(which) - self.columns.start
         with self._explained("reset"):
             if seeds is not None:
-                seed(self.env, list(seeds), whole=len(rows) == self.count)
+                _seed(self.env, list(seeds), whole=len(rows) == self.count)
             td = self._reset(rows, options or {}, anew=seeds is not None)
         self._current, self._stepped = td, None
         for key, spec in self.specs.observations.items():
@@ -350,7 +350,7 @@ class OneEnv:
         tree: dict[str, Any] = {}
         for key, leaf in leaves.items():
             _put(tree, key, leaf)
-        nodes = {**specs.nodes, ("next",): Node()}
+        nodes = {**specs.nodes, ("next",): Nesting()}
         make_td = tensordict_maker()
 
         def make(part: dict[str, Any], path: Key, t: int) -> Any:
@@ -396,3 +396,27 @@ def _put(tree: dict[str, Any], key: Key, value: Any) -> None:
 def _total(cell: Any) -> float:
     leaves = [cell] if torch.is_tensor(cell) else [part for td in cell.unbind(0) for part in td.values(True, True)]
     return float(sum(float(leaf.sum()) for leaf in leaves))
+
+
+def _seed(env: EnvBase, seeds: list[int], *, whole: bool) -> None:
+    """Seed the environments of ``env``, one by one where it is made of several: TorchRL would chain hashes.
+
+    Another batch of environments has one generator, which gets the first seed.
+    """
+    base = env
+    while isinstance(base, TransformedEnv):
+        base = base.base_env
+    if isinstance(base, BatchedEnvBase) and whole and len(seeds) == base.num_workers:
+        if base.is_closed:
+            base.start()
+        if isinstance(base, SerialEnv):
+            for part, value in zip(base._envs, seeds, strict=True):
+                part.set_seed(value)
+            return
+        if isinstance(base, ParallelEnv):
+            for channel, value in zip(base.parent_channels, seeds, strict=True):
+                channel.send(("seed", (value, True)))
+            for channel in base.parent_channels:
+                channel.recv()
+            return
+    env.set_seed(seeds[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from torchrl.data import (
 from torchrl.data.tensor_specs import StackedComposite
 from torchrl.envs import EnvBase
 
+from muster.envs.spaces import draw
 from muster.errors import UnsupportedEnv
 from muster.keys import FLAGS, REWARD, TEAM_REWARD, Key, next_of
 from muster.memory.specs import OBJECT, Array, ArraySpec, Specs
@@ -31,7 +33,7 @@ Draw = Callable[[np.random.Generator, tuple[int, ...]], Array]
 
 
 @dataclass(frozen=True)
-class Node:
+class Nesting:
     """A nested TensorDict: its dimensions besides the batch's, and the tensorclass it is, if any."""
 
     shape: tuple[int, ...] = ()
@@ -65,7 +67,7 @@ class Declared:
     rewards: Specs
     reward_key: Key
     reward_dtype: np.dtype[Any]
-    nodes: dict[Key, Node]
+    nodes: dict[Key, Nesting]
 
     def same_as(self, other: Declared) -> bool:
         """Can environments with these specs share columns?"""
@@ -85,7 +87,7 @@ def declared(env: EnvBase) -> Declared:
         UnsupportedEnv: a key that a batch needs for itself.
     """
     lead = tuple(env.batch_size)
-    nodes: dict[Key, Node] = {}
+    nodes: dict[Key, Nesting] = {}
 
     def specs(composite: Composite) -> Specs:
         found = {key: _array_spec(spec, len(lead)) for key, spec in _leaves(composite, len(lead), nodes)}
@@ -119,7 +121,7 @@ def declared(env: EnvBase) -> Declared:
         rewards,
         REWARD if plain else TEAM_REWARD,
         reward[1].dtype if plain else np.dtype(np.float32),
-        {key: node for key, node in nodes.items() if node != Node()},
+        {key: node for key, node in nodes.items() if node != Nesting()},
     )
 
 
@@ -132,11 +134,11 @@ def _ends(done: Specs) -> tuple[Key, ...]:
 
 
 def _leaves(
-    composite: Composite, dims: int, nodes: dict[Key, Node], path: Key = ()
+    composite: Composite, dims: int, nodes: dict[Key, Nesting], path: Key = ()
 ) -> Iterator[tuple[Key, TensorSpec | None]]:
     """Leaves by key; None stands for one that only some of the parts stacked here have."""
     if path:
-        nodes[path] = Node(tuple(composite.shape[dims:]), getattr(composite, "data_cls", None))
+        nodes[path] = Nesting(tuple(composite.shape[dims:]), getattr(composite, "data_cls", None))
     if isinstance(composite, StackedComposite):
         names = dict.fromkeys(name for part in composite._specs for name in list(part.keys()))
     else:
@@ -225,26 +227,17 @@ def _drawer(spec: TensorSpec, row: ArraySpec, dims: int) -> Draw | None:
             return np.concatenate([table[chosen[..., i]] for i, table in enumerate(tables)], -1)
 
         return several
-    if kind in (Categorical, Binary) and spec.space.n > 0:
-        return lambda rng, size: rng.integers(spec.space.n, size=(*size, *shape)).astype(dtype)
-    if kind is MultiCategorical and (nvec := _row(spec.nvec, dims if spec.nvec.ndim > 1 else 0)) is not None:
-        return lambda rng, size: rng.integers(nvec, size=(*size, *shape)).astype(dtype)
-    if isinstance(spec, Unbounded) and dtype.kind == "f":
-        return lambda rng, size: rng.standard_normal((*size, *shape)).astype(dtype)
-    if not isinstance(spec, Bounded):
-        return None
-    low, high = _row(spec.space.low, dims), _row(spec.space.high, dims)
-    if low is None or high is None:
-        return None
-    if dtype.kind == "f":
-        return lambda rng, size: np.clip(rng.uniform(low, high, (*size, *shape)).astype(dtype), low, high)
-    if dtype.kind == "i" or dtype.itemsize < 8:
-        least, most = low.astype(np.int64), high.astype(np.int64)
-        return lambda rng, size: rng.integers(least, most, (*size, *shape), endpoint=True).astype(dtype)
-    return None
+    alike = kind in (Categorical, Binary) or (isinstance(spec, Unbounded) and dtype.kind == "f")
+    if kind is MultiCategorical:
+        alike = spec.nvec.ndim == 1 or _alike(spec.nvec, dims)
+    elif isinstance(spec, Bounded):
+        alike = _alike(spec.space.low, dims) and _alike(spec.space.high, dims)
+    elif isinstance(spec, Unbounded):
+        row = replace(row, low=np.full(shape, -np.inf), high=np.full(shape, np.inf))
+    return partial(draw, row) if alike and row.low is not None else None
 
 
-def _row(bound: torch.Tensor, dims: int) -> Array | None:
-    """A bound without the batch's dimensions; None where environments differ in it."""
-    rows = bound.cpu().flatten(0, dims - 1) if dims else bound.cpu().unsqueeze(0)
-    return rows[0].numpy() if bool((rows == rows[0]).all()) else None
+def _alike(bound: torch.Tensor, dims: int) -> bool:
+    """Whether all environments of a batch have the same bound."""
+    rows = bound.flatten(0, dims - 1) if dims else bound.unsqueeze(0)
+    return bool((rows == rows[0]).all())

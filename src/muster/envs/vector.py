@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import gymnasium
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
-from muster.envs.checks import FIX, NUMBERS, Casts, explains_itself
+from muster.envs import checks
+from muster.envs.checks import FIX, Casts
 from muster.envs.spaces import SpaceCodec, action_codec, observation_codec
-from muster.errors import BadEnvOutput, BadOption, EnvError, UnsupportedEnv, described
+from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv
 from muster.keys import NEXT_OBS_VALID, REWARD, Key, dotted, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec
@@ -37,8 +39,7 @@ class VectorEnvBatch(EnvBatch):
         self.env = env
         self.num_envs = env.num_envs
         self.batch_shape = (env.num_envs,)
-        spec = getattr(env, "spec", None)
-        self.name = spec.id if spec is not None else type(env.unwrapped).__name__
+        self.name = checks.env_name(env)
         self.mode = self._mode(env)
         exact = isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)) or _is_ale(env.unwrapped)
         self._known = exact or bool(getattr(env.unwrapped, "muster_exact", False))
@@ -46,6 +47,9 @@ class VectorEnvBatch(EnvBatch):
         self.observations: SpaceCodec = observation_codec(env.single_observation_space)
         self.actions: SpaceCodec = action_codec(env.single_action_space)
         self.observation_specs, self.action_specs = self.observations.specs, self.actions.specs
+        self._batched = [  # specs of what the environment returns
+            ArraySpec((self.num_envs, *spec.shape), spec.dtype) for spec in self.observation_specs.values()
+        ]
         self.casts: Casts = Casts(self.name)
         self.executed_in_row = 0
         self._masks = self._known or self.mode is AutoresetMode.SAME_STEP or self.num_envs == 1  # as far as one knows
@@ -81,15 +85,13 @@ class VectorEnvBatch(EnvBatch):
 
         def step(t: int) -> Sequence[int] | None:
             action = self.actions.build([array[t].copy() for array in act_arrays])
-            got = self._call("step", action)
+            got = checks.call(self.env, "step", self.name, action)
             self.executed_in_row = self.num_envs
-            if not isinstance(got, tuple) or len(got) != 5:
-                raise BadEnvOutput(f"{self.name}.step returned {type(got).__name__}, expected five values. {FIX}")
-            obs, reward, ended, cut, info = got
+            obs, reward, ended, cut, info = checks.step_values(got, f"{self.name}.step")
             leaves = self._leaves(obs, f"{self.name}.step (row {t} of the batch)")
             for array, leaf in zip(obs_arrays, leaves, strict=True):
                 array[t + 1] = leaf
-            rewards[t] = self._column(reward, "reward", NUMBERS)
+            rewards[t] = self._column(reward, "reward", checks.NUMBERS)
             terminated[t] = self._column(ended, "terminated", "b")
             truncated[t] = self._column(cut, "truncated", "b")
             finished: list[int] = np.flatnonzero(terminated[t] | truncated[t]).tolist()
@@ -122,9 +124,8 @@ class VectorEnvBatch(EnvBatch):
         if final is not None and final[i] is not None:
             leaves = [final[i]] if self.observations.single else self.observations.flatten(final[i])
             for (key, spec), row, leaf in zip(self.observations.specs.items(), rows, leaves, strict=True):
-                problem = self.casts.problem(leaf, spec, f"final_obs {dotted(key)}") if spec.is_tensor else None
-                if problem:
-                    raise BadEnvOutput(f"{self.name}[{i}]: final_obs {dotted(key)} is {problem}, expected {spec}")
+                if spec.is_tensor:
+                    self.casts.check(leaf, spec, f"final_obs {dotted(key)}", f"{self.name}[{i}]")
                 row[i] = leaf
             return
         if known is None:
@@ -135,8 +136,7 @@ class VectorEnvBatch(EnvBatch):
 
     def _try_mask(self, seeds: Sequence[int] | None) -> None:
         """Reset the first environment of a class that Muster does not know, to see before the first batch."""
-        before = self._leaves(self._pair(self._call("reset", seed=self._seeds(seeds))), f"{self.name}.reset")
-        before = [leaf.copy() for leaf in before]
+        before = [leaf.copy() for leaf in self._leaves(self._reset(seed=self._seeds(seeds)), f"{self.name}.reset")]
         after = self._leaves(self._masked_reset([0], None), f"{self.name}.reset")
         self._check_mask_respected(before, after, [0])
         self._masks = True
@@ -148,7 +148,7 @@ class VectorEnvBatch(EnvBatch):
         if len(which) == self.num_envs:
             if not self._masks:
                 self._try_mask(seeds)
-            return self._pair(self._call("reset", seed=self._seeds(seeds), **given))
+            return self._reset(seed=self._seeds(seeds), **given)
         mask = np.zeros(self.num_envs, bool)
         mask[which] = True
         if seeds is not None:
@@ -159,7 +159,7 @@ class VectorEnvBatch(EnvBatch):
         else:
             seed_arg = None
         options = {**(given.get("options") or {}), "reset_mask": mask}
-        return self._pair(self._call("reset", seed=seed_arg, options=options))
+        return self._reset(seed=seed_arg, options=options)
 
     def _check_mask_respected(self, before: list[Array], after: list[Array], which: list[int]) -> None:
         others = np.ones(self.num_envs, bool)
@@ -176,35 +176,25 @@ class VectorEnvBatch(EnvBatch):
     def _seeds(self, seeds: Sequence[int] | None) -> Any:
         if seeds is None:
             return None
-        first = int(seeds[0])
-        consecutive = list(seeds) == list(range(first, first + len(seeds)))
-        if _is_ale(self.env.unwrapped):
-            return np.asarray(list(seeds))
-        return first if consecutive else list(seeds)
+        return np.asarray(list(seeds)) if _is_ale(self.env.unwrapped) else checks.batch_seed(seeds)
+
+    def _reset(self, **given: Any) -> Any:
+        """The observations after a reset."""
+        return checks.reset_pair(checks.call(self.env, "reset", self.name, **given), self.name)[0]
 
     def _leaves(self, obs: Any, who: str) -> list[Array]:
         """The batched observation as checked arrays ``[B, *shape]``."""
-        out: list[Array] = []
-        try:
-            leaves = self.observations.flatten(obs)
-        except BadEnvOutput as error:
-            raise BadEnvOutput(f"{who}: {error}. {FIX}") from None
-        for (key, spec), leaf in zip(self.observations.specs.items(), leaves, strict=True):
-            if not spec.is_tensor:
-                out.append(_object_row(leaf, self.num_envs))
-                continue
-            batched = ArraySpec((self.num_envs, *spec.shape), spec.dtype)
-            problem = self.casts.problem(leaf, batched, dotted(key))
-            if problem:
-                raise BadEnvOutput(
-                    f"{who}: {dotted(key)} is {problem}, but its space says {self.num_envs} x ({spec}). {FIX}"
-                )
-            out.append(leaf)
-        return out
+        leaves = self.observations.flatten(obs, who)
+        for n, (key, spec) in enumerate(zip(self.observation_specs, self._batched, strict=True)):
+            if spec.is_tensor:
+                self.casts.check(leaves[n], spec, dotted(key), who)
+            else:
+                leaves[n] = _object_row(leaves[n], self.num_envs)
+        return leaves
 
     def _column(self, value: Any, name: str, kinds: str) -> Array:
         array = np.asarray(value)
-        if kinds == NUMBERS and array.shape == (self.num_envs, 1) and not self.casts.refused:
+        if kinds == checks.NUMBERS and array.shape == (self.num_envs, 1) and not self.casts.refused:
             self.casts.note(f"rewards have shape {array.shape}, expected ({self.num_envs},)")
             array = array[:, 0]
         if array.shape != (self.num_envs,) or array.dtype.kind not in kinds:
@@ -214,29 +204,13 @@ class VectorEnvBatch(EnvBatch):
             )
         return array
 
-    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return getattr(self.env, method)(*args, **kwargs)
-        except Exception as error:
-            if explains_itself(self.env) and issubclass(type(error), (BadEnvOutput, UnsupportedEnv)):
-                raise
-            raise EnvError(f"{self.name}.{method} raised {described(error)}") from error
-
-    def _pair(self, got: Any) -> Any:
-        if not isinstance(got, tuple) or len(got) != 2:
-            raise BadEnvOutput(f"{self.name}.reset returned {type(got).__name__}, expected (observations, info). {FIX}")
-        return got[0]
-
     def _mode(self, env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
-        declared = (env.metadata or {}).get("autoreset_mode")
-        if declared is None:
-            declared = getattr(env.unwrapped, "autoreset_mode", None)
-        if declared is None:
+        mode = autoreset_mode(env)
+        if mode is None:
             raise UnsupportedEnv(
                 f"{self.name} does not say how it resets: set metadata['autoreset_mode'] to a "
                 f"gymnasium.vector.AutoresetMode. Guessing would corrupt the ends of episodes."
             )
-        mode = AutoresetMode(declared)
         base = env.unwrapped
         if mode is AutoresetMode.NEXT_STEP and isinstance(base, AsyncVectorEnv) and not base.shared_memory:
             raise UnsupportedEnv(
@@ -246,6 +220,19 @@ class VectorEnvBatch(EnvBatch):
         if mode is not AutoresetMode.SAME_STEP and getattr(base, "batch_size", self.num_envs) != self.num_envs:
             raise UnsupportedEnv(f"{self.name}: batch_size < num_envs is not lockstep; use batch_size = num_envs")
         return mode
+
+
+def autoreset_mode(env: Any) -> AutoresetMode | None:
+    """How a batch of environments says it resets finished ones; None if it does not say.
+
+    Only its own word counts: some packages write into the ``metadata`` that all classes without their own share.
+    """
+    metadata = getattr(env, "metadata", None) or {}
+    shared = metadata is gymnasium.Env.metadata or metadata is VectorEnv.metadata
+    declared = None if shared else metadata.get("autoreset_mode")
+    for owner in (env, getattr(env, "unwrapped", env)):
+        declared = getattr(owner, "autoreset_mode", None) if declared is None else declared
+    return None if declared is None else AutoresetMode(declared)
 
 
 def _same(row: Array, new: Array) -> bool:

@@ -13,8 +13,7 @@ import torch
 
 from muster.collectors import Collector, MultiSyncCollector
 from muster.collectors.setup import keywords_of, makers_of
-from muster.envs.build import is_environment, is_single
-from muster.envs.episode_seeds import EpisodeSeeds, SeedingMaker
+from muster.envs.build import EpisodeSeeds, SeedingMaker, is_environment, is_single
 from muster.errors import MusterError
 from muster.evaluation.copies import private_copy, shares_modules
 from muster.evaluation.result import Evaluation

@@ -13,7 +13,8 @@ import torch
 
 from muster.errors import BadOption
 from muster.policies.functions import FunctionPolicy
-from muster.policies.heads import Head, HeadPolicy
+from muster.policies.head_policy import HeadPolicy
+from muster.policies.heads import Head
 from muster.policies.random import RandomPolicy
 from muster.protocols import EnvBatch, Policy
 
@@ -50,6 +51,8 @@ def adapt(
         return RandomPolicy(env.sample, batch_shape)
     seen = {key: spec for key, spec in env.observation_specs.items() if key not in env.bookkeeping}
     seen = seen or env.observation_specs
+    home = torch.empty(0, device=env.device).device  # of the rows, with its index
+    device = None if device == home else device
     if isinstance(policy, Head):
         if len(env.action_specs) != 1:
             raise BadOption(f"{type(policy).__name__} chooses one action, but the action space has several parts")
@@ -79,8 +82,7 @@ def adapt(
     if takes_tensordict(policy) if takes_td is None else takes_td:
         from muster.policies.tensordict import TensorDictPolicy
 
-        keys = list(env.action_specs)
-        return TensorDictPolicy(policy, action_keys=keys, exploration_type=exploration_type, **common)
+        return TensorDictPolicy(policy, exploration_type=exploration_type, **common)
     return FunctionPolicy(policy, **common | {"obs_specs": seen})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +45,17 @@ def column_of(key: Key, value: torch.Tensor, lead: tuple[int, ...], policy: str,
         )
     dtype = torch.empty(0, dtype=value.dtype).numpy().dtype
     return Column(key, tuple(value.shape[len(lead) :]), dtype, carry=carry)
+
+
+def nested(leaves: Mapping[Key, Any]) -> dict[str, Any]:
+    """``{("a", "b"): x}`` as ``{"a": {"b": x}}``."""
+    root: dict[str, Any] = {}
+    for key, value in leaves.items():
+        node = root
+        for part in key[:-1]:
+            node = node.setdefault(part, {})
+        node[key[-1]] = value
+    return root
 
 
 def frozen_check(obs: Mapping[Key, torch.Tensor], policy: str) -> Callable[[], None]:

@@ -13,7 +13,6 @@ A program reads the module's own parameter memory, so optimizer steps and ``copy
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -230,42 +229,35 @@ def _torch_steps(leaves: list[nn.Module], trace: list[Any]) -> tuple[Call, ...] 
             return None  # only the last layer may return several tensors
         if type(layer) in (nn.Identity, nn.Dropout) or (type(layer) is nn.Flatten and x.shape == y.shape):
             continue
-        if type(layer) in _TORCH_INPLACE:
-            if not owned:
-                steps.append(torch.empty_like(x).copy_)
-            steps.append(_TORCH_INPLACE[type(layer)](layer))
-        else:
-            step = _torch_step(layer, x, y)
-            if step is None:
-                return None
-            steps.append(step)
+        in_place = _TORCH_IN_PLACE.get(type(layer))
+        if not owned and (in_place is not None or getattr(layer, "inplace", False)):
+            steps.append(torch.empty_like(x).copy_)
+        steps.append(in_place or _torch_step(layer, x, y))
         owned = owned or type(layer) is not nn.Flatten
     return tuple(steps) if owned else None
 
 
-def _torch_step(layer: Any, x: torch.Tensor, y: Any) -> Call | None:
+_TORCH_IN_PLACE: dict[type[nn.Module], Call] = {
+    nn.Tanh: torch.tanh_,
+    nn.ReLU: torch.relu_,
+    nn.Sigmoid: torch.sigmoid_,
+}
+
+
+def _torch_step(layer: Any, x: torch.Tensor, y: Any) -> Call:
+    """What a layer does, without looking its parameters up in every call."""
     kind: type[nn.Module] = type(layer)
-    if kind is nn.Linear:
+    if kind is nn.Linear and x.ndim <= 2:
         return _torch_linear(layer, x, y)
-    if kind is nn.Flatten:
-        return operator.methodcaller("reshape", y.shape)
-    if kind is nn.GELU:
-        approximate = layer.approximate
-        return lambda x: F.gelu(x, approximate=approximate)
-    if kind is nn.Softplus:
-        beta, threshold = layer.beta, layer.threshold
-        return lambda x: F.softplus(x, beta, threshold)
     if kind is nn.LayerNorm:
         weight, bias = _detached(layer.weight), _detached(layer.bias)
         shape, eps = layer.normalized_shape, layer.eps
         return lambda x: torch.layer_norm(x, shape, weight, bias, eps)
-    if kind is nn.Conv2d:
-        if layer.padding_mode != "zeros":
-            return None
+    if kind is nn.Conv2d and layer.padding_mode == "zeros":
         weight, bias = layer.weight.detach(), _detached(layer.bias)
         stride, padding, dilation, groups = layer.stride, layer.padding, layer.dilation, layer.groups
         return lambda x: F.conv2d(x, weight, bias, stride, padding, dilation, groups)
-    forward: Call = layer.forward  # one of tensordict's parameter extractors: what they read is watched
+    forward: Call = layer.forward  # what it reads is watched
     return forward
 
 
@@ -273,11 +265,9 @@ def _detached(parameter: torch.Tensor | None) -> torch.Tensor | None:
     return None if parameter is None else parameter.detach()
 
 
-def _torch_linear(layer: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> Call | None:
+def _torch_linear(layer: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> Call:
     out = torch.empty_like(y)
     weight = layer.weight.detach()
-    if x.ndim > 2:
-        return None
     if layer.bias is None:
         if x.ndim == 1:
             return lambda x: torch.mv(weight, x, out=out)
@@ -289,26 +279,6 @@ def _torch_linear(layer: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> Call | 
         return lambda x: addmv(bias, weight, x, out=out)
     transposed, addmm = weight.t(), torch.addmm
     return lambda x: addmm(bias, x, transposed, out=out)
-
-
-def _elu(layer: Any) -> Call:
-    alpha = layer.alpha
-    return lambda x: F.elu(x, alpha, inplace=True)
-
-
-def _leaky_relu(layer: Any) -> Call:
-    slope = layer.negative_slope
-    return lambda x: F.leaky_relu(x, slope, inplace=True)
-
-
-_TORCH_INPLACE: dict[type[nn.Module], Callable[[Any], Call]] = {
-    nn.Tanh: lambda layer: torch.tanh_,
-    nn.ReLU: lambda layer: torch.relu_,
-    nn.Sigmoid: lambda layer: torch.sigmoid_,
-    nn.SiLU: lambda layer: lambda x: F.silu(x, inplace=True),
-    nn.ELU: _elu,
-    nn.LeakyReLU: _leaky_relu,
-}
 
 
 def _kind(module: nn.Module) -> type[nn.Module] | str:
@@ -324,10 +294,10 @@ _CONFIG: dict[type[nn.Module] | str, Call | None] = {
     nn.Tanh: None,
     nn.ReLU: None,
     nn.Sigmoid: None,
-    nn.SiLU: None,
+    nn.SiLU: operator.attrgetter("inplace"),
     nn.Dropout: operator.attrgetter("training"),
-    nn.ELU: operator.attrgetter("alpha"),
-    nn.LeakyReLU: operator.attrgetter("negative_slope"),
+    nn.ELU: operator.attrgetter("alpha", "inplace"),
+    nn.LeakyReLU: operator.attrgetter("negative_slope", "inplace"),
     nn.GELU: operator.attrgetter("approximate"),
     nn.Softplus: operator.attrgetter("beta", "threshold"),
     nn.LayerNorm: operator.attrgetter("normalized_shape", "eps"),

@@ -19,8 +19,7 @@ from muster.errors import BadOption, BadPolicyOutput
 from muster.keys import ACTION, OBSERVATION, RESERVED, STATE, Key, dotted
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec, Column, Specs
-from muster.policies.checks import action_problem, column_of, frozen_check
-from muster.policies.device_sampling import elsewhere
+from muster.policies.checks import action_problem, column_of, frozen_check, nested
 from muster.policies.executor import Program, plan
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
@@ -37,7 +36,7 @@ class FunctionPolicy:
             observation is a dict, and returns tensors, arrays or plain numbers.
         obs_specs, action_specs: of one environment.
         batch_shape: see ``Layout``.
-        device: where ``fn`` computes; None leaves everything where it is.
+        device: where rows are moved to for ``fn``; None: it computes where they lie.
         executor: allow the executor where ``fn`` is a network whose output is the action.
         rows_device: where the environments' rows lie; None is the host.
     """
@@ -61,7 +60,7 @@ class FunctionPolicy:
             raise BadOption(f"the observation has the key {STATE[0]!r}, where a batch keeps the state of a policy")
         self._taken = RESERVED | {key[0] for key in obs_specs} | (set(STATE) if self.takes_state else set())
         self._lead = batch_shape
-        self._device, self._on_device = elsewhere(device, rows_device), rows_device is not None
+        self._device, self._on_device = device, rows_device is not None
         self._columns: list[Column] = []
         one = list(obs_specs) == [OBSERVATION] and list(action_specs) == [ACTION]
         tensors = all(spec.is_tensor for spec in (*obs_specs.values(), *action_specs.values()))
@@ -171,7 +170,8 @@ class FunctionPolicy:
         if self._device is not None:
             obs = {k: v.to(self._device, non_blocking=True) if torch.is_tensor(v) else v for k, v in obs.items()}
             state = {k: v.to(self._device) for k, v in state.items()} if state else state
-        argument = obs[("observation",)] if list(obs) == [("observation",)] else _nest(obs)
+        parts = nested(obs)  # as the environment returned them, tuples by their position
+        argument = parts["observation"] if list(parts) == ["observation"] else parts
         if not self.takes_state:
             return self._split(self.fn(argument))
         return self._split(self.fn(argument, None if state is None else _restore(self._state_shape, state)))
@@ -279,17 +279,6 @@ def _takes_state(fn: Callable[..., Any]) -> bool:
 
 def _rows(lane: Lane, key: Key, spec: ArraySpec) -> Sequence[Any] | Array | torch.Tensor:
     return lane.rows(key) if spec.is_tensor else lane.np_rows(key)
-
-
-def _nest(leaves: Mapping[Key, Any]) -> Any:
-    """Leaves by key as the nested dict the environment returned (tuples by their position)."""
-    root: dict[str, Any] = {}
-    for key, value in leaves.items():
-        node = root
-        for part in key[:-1]:
-            node = node.setdefault(part, {})
-        node[key[-1]] = value
-    return root["observation"] if list(root) == ["observation"] else root
 
 
 def _take_apart(state: Any, key: Key, out: Leaves) -> Any:

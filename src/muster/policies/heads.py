@@ -10,26 +10,94 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import distributions as D
 from torch import nn
+from torch.distributions import constraints
 
-from muster.errors import BadPolicyOutput
-from muster.keys import LOG_PROB, Key
-from muster.memory.slots import Lane, torch_dtype
-from muster.memory.specs import Array, ArraySpec, Column
-from muster.policies.checks import frozen_check
-from muster.policies.device_sampling import draw, elsewhere
-from muster.policies.executor import Program, plan
-from muster.policies.head_modules import LOG_STD_BOUNDS, Categorical, Deterministic, Gaussian, Head, TanhGaussian
-from muster.policies.sampling import Emit, Rows
-from muster.protocols import Act, Outputs
-from muster.rng import GroupRng
+from muster.errors import BadOption
+from muster.memory.specs import ArraySpec
+from muster.policies import sampling
+from muster.policies.sampling import ActionRows, Emit
 
-__all__ = ["Head", "HeadPolicy", "categorical", "deterministic", "gaussian", "tanh_gaussian"]
+LOG_STD_BOUNDS = (-20.0, 2.0)
+
+Drawn = tuple[torch.Tensor, "torch.Tensor | None"]  # actions, and log-probabilities [B]
+
+
+class Head(nn.Module):
+    """A network and what its output means. ``net`` gets the observation (or a dict of its leaves)."""
+
+    name = "head"
+    has_log_prob = True
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.action_shape: tuple[int, ...] | None = None  # one environment's; known once bound
+
+    def forward(self, obs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Sample: ``(action, {"action_log_prob": ...})``."""
+        distribution = self.distribution(obs)
+        action = distribution.sample()
+        return action, {"action_log_prob": distribution.log_prob(action)}
+
+    def distribution(self, obs: Any) -> D.Distribution:
+        """Over the environment's own actions: ``log_prob`` and ``entropy`` are ``[*batch]``."""
+        raise NotImplementedError
+
+    def mode(self, obs: Any) -> torch.Tensor:
+        """The action without randomness."""
+        return self.distribution(obs).mode
+
+    def bind(self, spec: ArraySpec) -> int:
+        """Take shape and bounds from the action space.
+
+        Returns:
+            The number of values per environment that the network must return.
+
+        Raises:
+            BadOption: the head is for another kind of space.
+        """
+        raise NotImplementedError
+
+    def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
+        """How to turn the network's output into rows, from row ``first`` on; ``rng=None`` for the mode."""
+        raise NotImplementedError
+
+    def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
+        """Actions from the network's output ``[B, width]`` (float32), where it lies and without waiting for it.
+
+        The distribution is that of ``emitter``, but noise is torch's, drawn row by row, and nothing checks that the
+        network's output is finite: that would wait.
+        """
+        raise NotImplementedError
+
+    def needs(self, spec: ArraySpec) -> str:
+        """Why the network must return what it must, for messages."""
+        return f"the action space has {spec}"
+
+    def _refuse(self, spec: ArraySpec, takes: str, instead: str) -> BadOption:
+        return BadOption(f"{self.name}: for {takes}, but the action space has {spec}. Use {instead}.")
+
+    def _bind_floats(self, spec: ArraySpec) -> int:
+        """Take the shape of a continuous space; returns the number of its entries."""
+        if spec.dtype.kind != "f":
+            raise self._refuse(spec, "floating-point actions (Box)", "categorical(net)")
+        self.action_shape = spec.shape
+        return math.prod(spec.shape)
+
+    def _shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """``[*batch, n]`` as ``[*batch, *action_shape]``."""
+        return flat if self.action_shape is None else flat.reshape((*flat.shape[:-1], *self.action_shape))
+
+    def _normal(self, mean: torch.Tensor, log_std: torch.Tensor) -> D.Distribution:
+        dims = 1 if self.action_shape is None else len(self.action_shape)
+        return D.Independent(D.Normal(self._shaped(mean), self._shaped(log_std.exp())), dims)
 
 
 def categorical(net: nn.Module, *, nvec: tuple[int, ...] | None = None) -> Categorical:
@@ -40,6 +108,87 @@ def categorical(net: nn.Module, *, nvec: tuple[int, ...] | None = None) -> Categ
         nvec: choices per variable. A collector fills it in from the action space.
     """
     return Categorical(net, None if nvec is None else tuple(int(n) for n in nvec))
+
+
+class Categorical(Head):
+    """See ``categorical``."""
+
+    name = "categorical"
+
+    def __init__(self, net: nn.Module, nvec: tuple[int, ...] | None) -> None:
+        super().__init__(net)
+        self.nvec = nvec
+        self.low: tuple[int, ...] | None = None
+
+    def distribution(self, obs: Any) -> D.Distribution:
+        logits = self.net(obs)
+        if self.nvec is None or (self.action_shape == () and self.low == (0,)):
+            return D.Categorical(logits=logits)
+        shape = (len(self.nvec),) if self.action_shape is None else self.action_shape
+        return Categoricals(logits, self.nvec, self.low or (0,) * len(self.nvec), shape)
+
+    def bind(self, spec: ArraySpec) -> int:
+        choices, low = _choices(self, spec, "gaussian(net) or tanh_gaussian(net)")
+        if self.nvec is not None and self.nvec != choices:
+            raise BadOption(
+                f"categorical: nvec={self.nvec}, but the action space has {choices} choices. Leave nvec out."
+            )
+        self.nvec, self.low, self.action_shape = choices, low, spec.shape
+        return sum(choices)
+
+    def needs(self, spec: ArraySpec) -> str:
+        assert self.nvec is not None  # bound
+        space = f"Discrete({self.nvec[0]})" if spec.shape == () else f"several variables, with {self.nvec} choices"
+        return f"one logit per choice, and the action space is {space}"
+
+    def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
+        assert self.nvec is not None and self.low is not None  # bound
+        return sampling.categorical(rows, first, nvec=self.nvec, low=np.array(self.low), rng=rng)
+
+    def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
+        assert self.nvec is not None and self.low is not None  # bound
+        actions, log_probs = [], []
+        for logits, low in zip(torch.split(out, list(self.nvec), -1), self.low, strict=True):
+            log_prob = logits.log_softmax(-1)
+            # Gumbel's way: ``torch.multinomial`` would wait, to check its input.
+            noisy = log_prob if deterministic else log_prob - torch.empty_like(log_prob).exponential_().log()
+            index = noisy.argmax(-1, keepdim=True)
+            actions.append(index + low)
+            log_probs.append(log_prob.gather(-1, index))
+        return torch.cat(actions, -1), torch.cat(log_probs, -1).sum(-1)
+
+
+class Categoricals(D.Distribution):
+    """Independent categorical variables, as one action of shape ``shape``; the first choice is called ``low``."""
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  torch's way
+
+    def __init__(
+        self, logits: torch.Tensor, nvec: tuple[int, ...], low: tuple[int, ...], shape: tuple[int, ...]
+    ) -> None:
+        self.parts = [D.Categorical(logits=part) for part in torch.split(logits, list(nvec), -1)]
+        self.low = torch.tensor(low, device=logits.device)
+        super().__init__(logits.shape[:-1], torch.Size(shape), validate_args=False)
+
+    def sample(self, sample_shape: Any = ()) -> torch.Tensor:
+        return self._action([part.sample(torch.Size(sample_shape)) for part in self.parts])  # type: ignore[no-untyped-call]
+
+    @property
+    def mode(self) -> torch.Tensor:
+        return self._action([part.mode for part in self.parts])
+
+    def log_prob(self, value: torch.Tensor) -> torch.Tensor:
+        lead = value.shape[: value.ndim - len(self.event_shape)]
+        index = (value.reshape(*lead, -1) - self.low).unbind(-1)
+        log_probs = [part.log_prob(i) for part, i in zip(self.parts, index, strict=True)]  # type: ignore[no-untyped-call]
+        return torch.stack(log_probs).sum(0)
+
+    def entropy(self) -> torch.Tensor:
+        return torch.stack([part.entropy() for part in self.parts]).sum(0)  # type: ignore[no-untyped-call]
+
+    def _action(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        stacked = torch.stack(parts, -1) + self.low
+        return stacked.reshape((*stacked.shape[:-1], *self.event_shape))
 
 
 def gaussian(net: nn.Module, *, log_std: float | torch.Tensor | None = 0.0) -> Gaussian:
@@ -57,6 +206,50 @@ def gaussian(net: nn.Module, *, log_std: float | torch.Tensor | None = 0.0) -> G
     return Gaussian(net, log_std)
 
 
+class Gaussian(Head):
+    """See ``gaussian``."""
+
+    name = "gaussian"
+
+    def __init__(self, net: nn.Module, log_std: float | torch.Tensor | None) -> None:
+        super().__init__(net)
+        if isinstance(log_std, (int, float)):
+            log_std = nn.Parameter(torch.full((_outputs(net),), float(log_std)))
+        if isinstance(log_std, nn.Parameter):
+            self.log_std: torch.Tensor | None = log_std
+        else:
+            self.register_buffer("log_std", log_std)
+
+    def distribution(self, obs: Any) -> D.Distribution:
+        return self._normal(*self._parameters_of(self.net(obs)))
+
+    def bind(self, spec: ArraySpec) -> int:
+        n = self._bind_floats(spec)
+        if self.log_std is None:
+            return 2 * n
+        if self.log_std.numel() not in (1, n):
+            raise BadOption(
+                f"gaussian: log_std has {self.log_std.numel()} entries, but the action space has {n}. "
+                f"Pass log_std=torch.zeros({n})."
+            )
+        return n
+
+    def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
+        if self.log_std is None:
+            return sampling.gaussian_by_state(rows, first, log_std_bounds=LOG_STD_BOUNDS, squash=None, rng=rng)
+        log_std = self.log_std.detach().to("cpu", torch.float32).numpy().reshape(-1)
+        n = rows.matrix[0].shape[1]
+        return sampling.gaussian(rows, first, log_std=np.broadcast_to(log_std, (n,)), rng=rng)
+
+    def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
+        return _draw_normal(*self._parameters_of(out), deterministic=deterministic)
+
+    def _parameters_of(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.log_std is None:
+            return _mean_and_log_std(out, LOG_STD_BOUNDS)
+        return out, self.log_std.reshape(-1).expand_as(out)
+
+
 def tanh_gaussian(net: nn.Module, *, log_std_bounds: tuple[float, float] = LOG_STD_BOUNDS) -> TanhGaussian:
     """A normal distribution squashed by tanh to the bounds of the Box (-1 to 1 until a collector tells).
 
@@ -70,202 +263,163 @@ def tanh_gaussian(net: nn.Module, *, log_std_bounds: tuple[float, float] = LOG_S
     return TanhGaussian(net, log_std_bounds)
 
 
+class TanhGaussian(Head):
+    """See ``tanh_gaussian``."""
+
+    name = "tanh_gaussian"
+
+    def __init__(self, net: nn.Module, log_std_bounds: tuple[float, float]) -> None:
+        super().__init__(net)
+        self.log_std_bounds = log_std_bounds
+        # Not in the state_dict: they belong to the environment, not to what was learned.
+        self.register_buffer("middle", torch.zeros(()), persistent=False)
+        self.register_buffer("halfwidth", torch.ones(()), persistent=False)
+        self.middle: torch.Tensor
+        self.halfwidth: torch.Tensor
+
+    def distribution(self, obs: Any) -> D.Distribution:
+        base = self._normal(*_mean_and_log_std(self.net(obs), self.log_std_bounds))
+        return Squashed(base, [Squash(self.middle, self.halfwidth)])
+
+    def bind(self, spec: ArraySpec) -> int:
+        n = self._bind_floats(spec)
+        if spec.low is None or spec.high is None or not np.isfinite([*spec.low.flat, *spec.high.flat]).all():
+            raise BadOption(
+                "tanh_gaussian: the action space is unbounded, there is no interval to squash to. Use gaussian(net), "
+                "or bound the space (gymnasium.wrappers.RescaleAction)."
+            )
+        low, high = (torch.as_tensor(np.broadcast_to(bound, spec.shape).copy()) for bound in (spec.low, spec.high))
+        self.middle = ((low + high) / 2).to(self.middle)
+        self.halfwidth = ((high - low) / 2).to(self.halfwidth)
+        return 2 * n
+
+    def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
+        middle, half = (x.to("cpu", torch.float32).numpy().reshape(-1) for x in (self.middle, self.halfwidth))
+        bounds = self.log_std_bounds
+        return sampling.gaussian_by_state(rows, first, log_std_bounds=bounds, squash=(middle, half), rng=rng)
+
+    def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
+        u, log_prob = _draw_normal(*_mean_and_log_std(out, self.log_std_bounds), deterministic=deterministic)
+        middle, half = self.middle.reshape(-1), self.halfwidth.reshape(-1)
+        action = (middle + half * u.tanh()).clamp(middle - half, middle + half)  # rounding could leave the interval
+        return action, log_prob - _log_slope(u, half).sum(-1)
+
+
+class Squash(D.Transform):
+    """``middle + halfwidth * tanh(u)``, with the log-determinant from ``u`` so that it is exact in the tails."""
+
+    domain = constraints.real
+    codomain = constraints.real
+    bijective = True
+    sign = 1
+
+    def __init__(self, middle: torch.Tensor, halfwidth: torch.Tensor) -> None:
+        super().__init__(cache_size=1)
+        self.middle, self.halfwidth = middle, halfwidth
+
+    def _call(self, u: torch.Tensor) -> torch.Tensor:
+        return self.middle + self.halfwidth * u.tanh()
+
+    def _inverse(self, action: torch.Tensor) -> torch.Tensor:
+        limit = 1 - torch.finfo(action.dtype).eps
+        return ((action - self.middle) / self.halfwidth).clamp(-limit, limit).atanh()
+
+    def log_abs_det_jacobian(self, u: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        return _log_slope(u, self.halfwidth)
+
+
+class Squashed(D.TransformedDistribution):
+    """A squashed normal distribution; its mode is the squashed mean."""
+
+    @property
+    def mode(self) -> torch.Tensor:
+        mode = self.base_dist.mode
+        for transform in self.transforms:
+            mode = transform(mode)
+        return mode
+
+
 def deterministic(net: nn.Module) -> Deterministic:
     """The network's output is the action (Box), or its largest entry says which (Discrete). No log-probability."""
     return Deterministic(net)
 
 
-class HeadPolicy:
-    """Implements ``Policy`` for a head.
+class Deterministic(Head):
+    """See ``deterministic``."""
 
-    Noise comes from ``rng.numpy``, once per rollout and the same for every ``path``; on a device see
-    ``device_sampling``. What ``act`` costs for a 4-64-64-2 network is in docs/decisions/0002-executor-choice.md.
+    name = "deterministic"
+    has_log_prob = False
 
-    Args:
-        head: bound to the action space here.
-        obs_keys: one gives the network a tensor, several a nested dict of them.
-        action_key: where actions go.
-        action_spec: of one environment.
-        batch_dims: number of leading dimensions that the network sees, as in ``Layout.batch_shape``.
-        device: where the network computes.
-        deterministic: take the mode.
-        executor: allow the executor where it gives what the module gives.
-        rows_device: where the environments' rows lie, and actions are sampled; None is the host.
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.low: int | None = None  # the first action of a discrete space
 
-    Raises:
-        BadOption: the head does not fit the action space.
-    """
+    def forward(self, obs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """``(action, {})``."""
+        return self.mode(obs), {}
 
-    def __init__(
-        self,
-        head: Head,
-        *,
-        obs_keys: Sequence[Key],
-        action_key: Key,
-        action_spec: ArraySpec,
-        batch_dims: int,
-        device: torch.device | None,
-        deterministic: bool = False,
-        executor: bool = True,
-        rows_device: torch.device | None = None,
-    ) -> None:
-        self.head, self.name, self.path = head, head.name, "module"
-        self._width = head.bind(action_spec)
-        self._obs_keys, self._action_key, self._spec = tuple(obs_keys), action_key, action_spec
-        self._batch_dims, self._batched, self._deterministic = batch_dims, batch_dims > 0, deterministic
-        self._device, self._on_device = elsewhere(device, rows_device), rows_device is not None
-        self._executor = executor and len(obs_keys) == 1
-        self._program: Program | None = None
-        self._float32 = False  # the program's output is what the samplers take
+    def mode(self, obs: Any) -> torch.Tensor:
+        return self._shaped(self._action_of(self.net(obs)))
 
-    @torch.no_grad()
-    def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
-        unchanged = frozen_check(obs, self.head.name)
-        leaves = [obs[key] for key in self._obs_keys]
-        x = self._input(leaves)
-        out = self.head.net(x)
-        unchanged()
-        lead = tuple(leaves[0].shape[: self._batch_dims])
-        B = math.prod(lead)
-        self._check(out, lead)
-        self._plan(x)
-        if self._on_device:
-            return self._drawn(out, leaves[0])
-        rows = Rows(self.head.name, np.zeros((1, B, *self._spec.shape), self._spec.dtype), None)
-        self._emitter(rows, 0, rng)(0, _host(out).reshape(B, -1))
-        action, log_prob = rows.action[0], rows.log_prob_array[0]
-        action, log_prob = (a.reshape((*lead, *a.shape[1:])) for a in (action, log_prob))
-        extras = {LOG_PROB: torch.as_tensor(log_prob)} if self.head.has_log_prob else {}
-        return Outputs({self._action_key: torch.as_tensor(action)}, extras)
+    def bind(self, spec: ArraySpec) -> int:
+        if spec.dtype.kind == "f":
+            return self._bind_floats(spec)
+        choices, low = _choices(self, spec, "a Discrete or Box space")
+        if spec.shape != ():
+            raise self._refuse(spec, "Discrete and Box spaces", "categorical(net) with deterministic=True")
+        self.low = low[0]
+        return choices[0]
 
-    @property
-    def draws_globally(self) -> bool:
-        return not self.path.endswith("executor")
+    def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
+        return sampling.identity(rows) if self.low is None else sampling.greedy(rows, low=np.array([self.low]))
 
-    def columns(self) -> Sequence[Column]:
-        return [Column(LOG_PROB, (), np.dtype(np.float32))] if self.head.has_log_prob else []
+    def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
+        return self._action_of(out), None
 
-    def start(self, lane: Lane, rng: GroupRng) -> Act:
-        if lane.mirrored:
-            return self._start_on_device(lane)
-        if self not in lane.cache:
-            lane.cache[self] = self._views(lane)
-        tensors, arrays, rows = lane.cache[self]
-        if self._program is not None and not self._program.current():
-            self._plan(self._input([leaf[lane.acts_from] for leaf in tensors]))
-        emit, program, B = self._emitter(rows, lane.acts_from, rng), self._program, lane.B
-        if program is not None and program.kind == "numpy":
-            return _act_numpy(program.steps, arrays, emit, self._batched)
-        if self._device is None and len(tensors) == 1:
-            if program is not None and self._float32:
-                return _act_torch(program.steps, tensors[0], emit, B)
-            return _act_module(program or self.head.net, tensors[0], emit, B)
-        compute: Callable[[Any], Any] = program or self.head.net
-
-        def act(t: int) -> None:
-            emit(t, _host(compute(self._input([leaf[t] for leaf in tensors]))).reshape(B, -1))
-
-        return act
-
-    def _start_on_device(self, lane: Lane) -> Act:
-        tensors = [lane.rows(key) for key in self._obs_keys]
-        if self._program is not None and not self._program.current():
-            self._plan(self._input([leaf[lane.acts_from] for leaf in tensors]))
-        actions, log_probs = lane.tensors[self._action_key], lane.tensors.get(LOG_PROB)
-        compute: Callable[[Any], Any] = self._program or self.head.net
-        head, deterministic, B = self.head, self._deterministic, lane.B
-
-        def act(t: int) -> None:
-            out = compute(self._input([leaf[t] for leaf in tensors]))
-            action, log_prob = draw(head, out.reshape(B, -1), deterministic=deterministic)
-            actions[t].copy_(action.reshape(actions[t].shape))
-            if log_probs is not None and log_prob is not None:
-                log_probs[t].copy_(log_prob)
-
-        return act
-
-    def _drawn(self, out: torch.Tensor, like: torch.Tensor) -> Outputs:
-        lead = tuple(like.shape[: self._batch_dims])
-        action, log_prob = draw(self.head, out.reshape(math.prod(lead), -1), deterministic=self._deterministic)
-        action = action.reshape((*lead, *self._spec.shape)).to(torch_dtype(self._spec.dtype))
-        extras = {} if log_prob is None else {LOG_PROB: log_prob.reshape(lead)}
-        return Outputs({self._action_key: action}, extras)
-
-    def _emitter(self, rows: Rows, first: int, rng: GroupRng) -> Emit:
-        return self.head.emitter(rows, first, None if self._deterministic else rng.numpy)
-
-    def _plan(self, x: Any) -> None:
-        numpy_ok = self._device is None and not self._on_device
-        self._program = program = plan(self.head.net, x, numpy_ok=numpy_ok) if self._executor else None
-        self._float32 = program is not None and program.kind == "torch" and program(x).dtype == torch.float32
-        self.path = "module" if self._program is None else f"{self._program.kind} executor"
-
-    def _views(self, lane: Lane) -> tuple[list[Any], list[Array], Rows]:
-        tensors = [lane.rows(key) for key in self._obs_keys]
-        first = lane.arrays[self._obs_keys[0]]
-        rows = Rows(self.head.name, lane.arrays[self._action_key], lane.arrays.get(LOG_PROB))
-        return tensors, list(first if self._batched else first[:, 0]), rows
-
-    def _input(self, leaves: Sequence[torch.Tensor]) -> Any:
-        if self._device is not None:
-            leaves = [leaf.to(self._device, non_blocking=True) for leaf in leaves]
-        if len(leaves) == 1:
-            return leaves[0]
-        nested: dict[str, Any] = {}
-        for key, leaf in zip(self._obs_keys, leaves, strict=True):
-            inner = nested
-            for part in key[:-1]:
-                inner = inner.setdefault(part, {})
-            inner[key[-1]] = leaf
-        return nested
-
-    def _check(self, out: Any, lead: tuple[int, ...]) -> None:
-        if not isinstance(out, torch.Tensor) or not out.is_floating_point():
-            got = f"{out.dtype} tensor" if isinstance(out, torch.Tensor) else type(out).__name__
-            raise BadPolicyOutput(f"{self.head.name}: the network returned a {got}, expected one tensor of floats.")
-        if tuple(out.shape[: len(lead)]) != lead or out.numel() != math.prod(lead) * self._width:
-            raise BadPolicyOutput(
-                f"{self.head.name}: the network returned shape {tuple(out.shape)}, expected {(*lead, self._width)}: "
-                f"{self.head.needs(self._spec)}. Change the last layer to return {self._width} values."
-            )
+    def _action_of(self, out: torch.Tensor) -> torch.Tensor:
+        return out if self.low is None else out.argmax(-1) + self.low
 
 
-def _act_numpy(steps: tuple[Callable[[Any], Any], ...], obs: list[Array], emit: Emit, batched: bool) -> Act:
-    def act(t: int) -> None:
-        x = obs[t]
-        for step in steps:
-            x = step(x)
-        emit(t, x)
-
-    def act_unbatched(t: int) -> None:
-        x = obs[t]
-        for step in steps:
-            x = step(x)
-        emit(t, x[None])
-
-    return act if batched else act_unbatched
+def _draw_normal(
+    mean: torch.Tensor, log_std: torch.Tensor, *, deterministic: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values ``[B, n]`` and their log-densities ``[B]``."""
+    log_std = log_std.to(mean.dtype)
+    noise = torch.zeros_like(mean) if deterministic else torch.randn_like(mean)
+    log_prob = (-0.5 * noise.square() - log_std).sum(-1) - 0.5 * mean.shape[-1] * math.log(2 * math.pi)
+    return mean + log_std.exp() * noise, log_prob
 
 
-def _act_torch(steps: tuple[Callable[[Any], Any], ...], obs: Sequence[torch.Tensor], emit: Emit, B: int) -> Act:
-    def act(t: int) -> None:
-        x: Any = obs[t]
-        for step in steps:
-            x = step(x)
-        emit(t, x.numpy().reshape(B, -1))
-
-    return act
+def _log_slope(u: torch.Tensor, halfwidth: torch.Tensor) -> torch.Tensor:
+    """Log-derivative of ``halfwidth * tanh(u)``."""
+    return halfwidth.log() + 2 * (math.log(2) - u - F.softplus(-2 * u))
 
 
-def _act_module(compute: Callable[[Any], Any], obs: Sequence[torch.Tensor], emit: Emit, B: int) -> Act:
-    def act(t: int) -> None:
-        emit(t, _host(compute(obs[t])).reshape(B, -1))
-
-    return act
+def _mean_and_log_std(out: torch.Tensor, bounds: tuple[float, float]) -> tuple[torch.Tensor, torch.Tensor]:
+    mean, log_std = out.chunk(2, -1)
+    return mean, log_std.clamp(*bounds)
 
 
-def _host(out: torch.Tensor) -> Array:
-    """As float32 on the CPU, without a copy where it is that already."""
-    if out.dtype != torch.float32 or out.requires_grad or out.device.type != "cpu":
-        out = out.detach().to("cpu", torch.float32)
-    array: Array = out.numpy()
-    return array
+def _choices(head: Head, spec: ArraySpec, instead: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Number of choices and first choice of each variable of an integer space."""
+    if spec.dtype.kind not in "iub" or spec.low is None or spec.high is None:
+        raise head._refuse(spec, "integers with bounds (Discrete, MultiDiscrete, MultiBinary)", instead)
+    if spec.one_hot:
+        raise head._refuse(
+            spec,
+            "numbered choices",
+            "an environment without one-hot actions: GymEnv(..., categorical_action_encoding=True)",
+        )
+    low, high = (np.broadcast_to(np.asarray(x, np.int64), spec.shape).reshape(-1) for x in (spec.low, spec.high))
+    return tuple((high - low + 1).tolist()), tuple(low.tolist())
+
+
+def _outputs(net: nn.Module) -> int:
+    """How many values the last linear layer returns."""
+    sizes = [layer.out_features for layer in net.modules() if isinstance(layer, nn.Linear)]
+    if not sizes or isinstance(sizes[-1], nn.parameter.UninitializedParameter) or sizes[-1] == 0:
+        raise BadOption(
+            f"gaussian: cannot see from {type(net).__name__} how many actions it returns. "
+            f"Pass log_std=torch.zeros(n), or torch.nn.Parameter(torch.zeros(n)) to learn it."
+        )
+    return int(sizes[-1])

@@ -29,7 +29,7 @@ SMALL = 16
 LEAST_EXPONENTIAL = 1e-30
 
 
-class Rows:
+class ActionRows:
     """Where one rollout's actions and log-probabilities go; views are made once per lane.
 
     Args:
@@ -64,7 +64,9 @@ class Rows:
         )
 
 
-def categorical(rows: Rows, first: int, *, nvec: tuple[int, ...], low: Array, rng: np.random.Generator | None) -> Emit:
+def categorical(
+    rows: ActionRows, first: int, *, nvec: tuple[int, ...], low: Array, rng: np.random.Generator | None
+) -> Emit:
     """Sample one or several categorical variables per environment; ``rng=None`` takes the most probable.
 
     Args:
@@ -120,7 +122,7 @@ def categorical(rows: Rows, first: int, *, nvec: tuple[int, ...], low: Array, rn
     return emit
 
 
-def _categorical_one(rows: Rows, gumbel: list[list[float]], low: int) -> Emit:
+def _categorical_one(rows: ActionRows, gumbel: list[list[float]], low: int) -> Emit:
     actions, log_probs, not_finite = rows.flat, rows.log_prob, rows.not_finite
     exp, log = math.exp, math.log
 
@@ -139,7 +141,7 @@ def _categorical_one(rows: Rows, gumbel: list[list[float]], low: int) -> Emit:
     return emit
 
 
-def gaussian(rows: Rows, first: int, *, log_std: Array, rng: np.random.Generator | None) -> Emit:
+def gaussian(rows: ActionRows, first: int, *, log_std: Array, rng: np.random.Generator | None) -> Emit:
     """``params + exp(log_std) * noise`` with a standard deviation that does not depend on the state.
 
     The log-probability then depends on the noise only, and is computed for all rows at once. It is stored row
@@ -166,7 +168,7 @@ def gaussian(rows: Rows, first: int, *, log_std: Array, rng: np.random.Generator
 
 
 def gaussian_by_state(
-    rows: Rows,
+    rows: ActionRows,
     first: int,
     *,
     log_std_bounds: tuple[float, float],
@@ -220,7 +222,7 @@ def gaussian_by_state(
     return emit
 
 
-def greedy(rows: Rows, *, low: Array) -> Emit:
+def greedy(rows: ActionRows, *, low: Array) -> Emit:
     """The action with the highest value, ``params`` ``[B, n]``."""
     actions, start, ones = rows.flat, int(low[0]), np.ones(rows.flat[0].size, np.float32)
 
@@ -234,7 +236,7 @@ def greedy(rows: Rows, *, low: Array) -> Emit:
     return emit
 
 
-def identity(rows: Rows) -> Emit:
+def identity(rows: ActionRows) -> Emit:
     """The network's output is the action."""
     actions, ones = rows.matrix, np.ones(rows.flat[0].size, np.float32)
 
@@ -246,7 +248,7 @@ def identity(rows: Rows) -> Emit:
     return emit
 
 
-def _normal(rows: Rows, first: int, n: int, rng: np.random.Generator | None) -> tuple[Array, Array]:
+def _normal(rows: ActionRows, first: int, n: int, rng: np.random.Generator | None) -> tuple[Array, Array]:
     """Standard normal noise ``[T, B, n]`` and its log-density ``[T, B]``; rows before ``first`` are not used."""
     noise = np.zeros((rows.T, rows.B, n), np.float32)
     if rng is not None:

@@ -20,9 +20,8 @@ from muster.errors import BadOption, BadPolicyOutput
 from muster.keys import IS_INIT, RESERVED, Key, dotted, next_of
 from muster.memory.cells import assemble, is_uneven, take
 from muster.memory.slots import Lane
-from muster.memory.specs import OBJECT, Array, Column, Specs
+from muster.memory.specs import OBJECT, Array, ArraySpec, Column, Specs
 from muster.policies.checks import action_problem, column_of, frozen_check
-from muster.policies.device_sampling import elsewhere
 from muster.policies.tensordict_program import TensorDictProgram, Values, as_key, fuse
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
@@ -39,13 +38,11 @@ class TensorDictPolicy:
     Args:
         module: called with one TensorDict, ``batch_size`` ``batch_shape``, the same object at
             every step of a rollout with the previous outputs taken out.
-        obs_specs: of one environment.
-        action_keys: what the module must return.
+        obs_specs, action_specs: of one environment; the module must return all actions.
         batch_shape: see ``Layout``.
-        device: where the module computes; None is the CPU.
+        device: where rows are moved to for the module; None: it computes where they lie.
         exploration_type: TorchRL's, ``"random"``, ``"deterministic"``, ``"mode"``, ``"mean"`` or ``"median"``.
         executor: allow the executor (CPU only) where all outputs are bit-equal to the module's.
-        action_specs: lets ``first`` check actions; otherwise the first ``start`` does.
         rows_device: where the environments' rows lie; None is the host.
 
     Raises:
@@ -58,12 +55,11 @@ class TensorDictPolicy:
         module: Any,
         *,
         obs_specs: Specs,
-        action_keys: Sequence[Key],
+        action_specs: Specs,
         batch_shape: tuple[int, ...],
         device: torch.device | None,
         exploration_type: str = "random",
         executor: bool = True,
-        action_specs: Specs | None = None,
         rows_device: torch.device | None = None,
     ) -> None:
         self.module, self.path = module, "module"
@@ -73,9 +69,9 @@ class TensorDictPolicy:
         self._obs_keys = list(obs_specs)
         self._object_keys = [key for key, spec in obs_specs.items() if not spec.is_tensor]
         self._inner = {key[:-1]: spec.shape[: spec.inner] for key, spec in obs_specs.items() if spec.inner}
-        self._action_keys, self._action_specs = list(action_keys), action_specs or {}
+        self._action_specs = action_specs
         self._lead = batch_shape
-        self._device, self._home = elsewhere(device, rows_device), device or rows_device
+        self._device, self._home = device, device or rows_device
         try:
             self._interaction = InteractionType(exploration_type)
         except ValueError:
@@ -93,9 +89,10 @@ class TensorDictPolicy:
     @torch.no_grad()
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
         unchanged = frozen_check(obs, self.name)
-        objects = {key: np.reshape(obs[key], self._lead) for key in self._object_keys}
-        inputs: dict[Key, Any] = {key: self._move(obs[key]) for key in self._obs_keys if key not in objects}
-        inputs |= objects
+        inputs: dict[Key, Any] = {
+            key: np.reshape(obs[key], self._lead) if key in self._object_keys else self._move(obs[key])
+            for key in self._obs_keys
+        }
         if self._wants_init:
             begins = obs[IS_INIT].reshape(self._lead) if IS_INIT in obs else torch.ones(self._lead, dtype=torch.bool)
             inputs[IS_INIT] = begins.unsqueeze(-1).to(self._home, copy=True)
@@ -110,7 +107,7 @@ class TensorDictPolicy:
         self._columns += [
             Column(key, (), OBJECT, ragged=_is_ragged(cells))
             for key, cells in outputs.objects.items()
-            if key not in self._action_keys
+            if key not in self._action_specs
         ]
         if self._wants_init:
             self._columns.append(Column(IS_INIT, (), np.dtype(bool), carry=True, trailing=True))
@@ -133,9 +130,9 @@ class TensorDictPolicy:
         inputs, outputs = lane.cache[self]
         if self._program is not None and not self._program.current():
             self._replan({key: rows[lane.done_steps] for key, rows in inputs.items()})
-        if self._object_keys or self._object_outputs:
-            return self._act_objects(inputs, outputs, {key: lane.arrays[key] for key in self._object_outputs})
-        return self._act_module(inputs, outputs) if self._program is None else self._act_program(inputs, outputs)
+        if self._program is not None:
+            return self._act_program(inputs, outputs)
+        return self._act_module(inputs, outputs, {key: lane.arrays[key] for key in self._object_outputs})
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -155,35 +152,27 @@ class TensorDictPolicy:
 
         return act
 
-    def _act_module(self, inputs: dict[Key, Rows], outputs: list[tuple[Key, Rows]]) -> Act:
-        carrier = self._carrier({})
+    def _act_module(self, inputs: dict[Key, Rows], outputs: list[tuple[Key, Rows]], objects: dict[Key, Array]) -> Act:
+        # Where there are objects a TensorDict may be a lazy stack, which cannot be filled again.
+        carrier: Any = None if self._object_keys or objects else self._carrier({})
         written = [key[0] if len(key) == 1 else key for key, _ in outputs]
         kinds = [self._kinds[key] for key, _ in outputs]
         sources = [(key[0] if len(key) == 1 else key, rows) for key, rows in inputs.items()]
 
         def act(t: int) -> None:
-            for name, rows in sources:
-                carrier.set(name, self._move(rows[t]))
-            out = self._call(carrier)
+            if carrier is None:
+                out = self._call(self._carrier({key: self._move(rows[t]) for key, rows in inputs.items()}))
+            else:
+                for name, rows in sources:
+                    carrier.set(name, self._move(rows[t]))
+                out = self._call(carrier)
             for name, kind, (key, rows) in zip(written, kinds, outputs, strict=True):
                 value = out.get(name, None)
                 if value is None or (value.shape, value.dtype) != kind:
                     self._refuse_change(key, value, kind)
                 rows[t].copy_(value)
                 if out is carrier:  # so that an output the module leaves out next time is noticed
-                    carrier.del_(name)
-
-        return act
-
-    def _act_objects(self, inputs: dict[Key, Rows], outputs: list[tuple[Key, Rows]], objects: dict[Key, Array]) -> Act:
-        def act(t: int) -> None:
-            leaves = {key: rows[t] for key, rows in inputs.items()}
-            out = self._call(self._carrier({k: self._move(v) if torch.is_tensor(v) else v for k, v in leaves.items()}))
-            for key, rows in outputs:
-                value = out.get(key, None)
-                if value is None or (value.shape, value.dtype) != self._kinds[key]:
-                    self._refuse_change(key, value, self._kinds[key])
-                rows[t].copy_(value)
+                    out.del_(name)
             for key, array in objects.items():
                 cells = take(out, key, self._lead)
                 if cells is None:
@@ -222,16 +211,15 @@ class TensorDictPolicy:
         keys = [as_key(key) for key in out.keys(True, True, is_leaf=is_leaf_nontensor)]
         leaves = {key: self._value(out, key) for key in keys if key not in inputs}
         outputs = Outputs({}, {}, {})
-        for key in self._action_keys:
+        for key, spec in self._action_specs.items():
             if key not in leaves:
                 got = sorted(map(dotted, leaves))
                 raise BadPolicyOutput(
                     f"policy {self.name} did not return {dotted(key)}, only {got}. Name the action so in out_keys."
                 )
             value = leaves.pop(key)
-            spec = self._action_specs.get(key)
-            if spec is None or spec.is_tensor:
-                outputs.action[key] = self._action(key, value)
+            if spec.is_tensor:
+                outputs.action[key] = self._action(key, value, spec)
             else:
                 outputs.objects[key] = self._cells(out, key)
         for key in self._state_keys:
@@ -258,13 +246,12 @@ class TensorDictPolicy:
         assert cells is not None
         return cells.reshape(-1)
 
-    def _action(self, key: Key, action: Any) -> torch.Tensor:
-        spec = self._action_specs.get(key)
+    def _action(self, key: Key, action: Any, spec: ArraySpec) -> torch.Tensor:
         if not torch.is_tensor(action):
             raise BadPolicyOutput(
                 f"policy {self.name} returned {dotted(key)} as {type(action).__name__}, expected {spec}"
             )
-        problem = None if spec is None else action_problem(action, spec, self._lead)
+        problem = action_problem(action, spec, self._lead)
         if problem:
             raise BadPolicyOutput(f"policy {self.name} returned {dotted(key)} {problem}")
         return action
@@ -332,8 +319,9 @@ class TensorDictPolicy:
             carrier.set(key, value)
         return carrier
 
-    def _move(self, value: torch.Tensor) -> torch.Tensor:
-        return value if self._device is None else value.to(self._device, non_blocking=True)
+    def _move(self, value: Any) -> Any:
+        stays = self._device is None or not torch.is_tensor(value)
+        return value if stays else value.to(self._device, non_blocking=True)
 
 
 def _is_ragged(cells: Array) -> bool:

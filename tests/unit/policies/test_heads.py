@@ -15,7 +15,8 @@ from muster.errors import BadOption, BadPolicyOutput
 from muster.keys import LOG_PROB
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import ArraySpec, Column
-from muster.policies.heads import Head, HeadPolicy, categorical, deterministic, gaussian, tanh_gaussian
+from muster.policies.head_policy import HeadPolicy
+from muster.policies.heads import Head, categorical, deterministic, gaussian, tanh_gaussian
 from muster.rng import GroupRng
 
 OBS, ACTION = ("observation",), ("action",)

@@ -1,0 +1,212 @@
+"""A head as a policy: the network by the executor where it can, actions sampled with noise of the group's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from muster.errors import BadPolicyOutput
+from muster.keys import LOG_PROB, Key
+from muster.memory.slots import Lane, torch_dtype
+from muster.memory.specs import Array, ArraySpec, Column
+from muster.policies.checks import frozen_check, nested
+from muster.policies.executor import Program, plan
+from muster.policies.heads import Head
+from muster.policies.sampling import ActionRows, Emit
+from muster.protocols import Act, Outputs
+from muster.rng import GroupRng
+
+
+class HeadPolicy:
+    """Implements ``Policy`` for a head.
+
+    Noise comes from ``rng.numpy``, once per rollout and the same for every ``path``; on a device see
+    ``Head.draw``. What ``act`` costs for a 4-64-64-2 network is in docs/decisions/0002-executor-choice.md.
+
+    Args:
+        head: bound to the action space here.
+        obs_keys: one gives the network a tensor, several a nested dict of them.
+        action_key: where actions go.
+        action_spec: of one environment.
+        batch_dims: number of leading dimensions that the network sees, as in ``Layout.batch_shape``.
+        device: where rows are moved to for the network; None: it computes where they lie.
+        deterministic: take the mode.
+        executor: allow the executor where it gives what the module gives.
+        rows_device: where the environments' rows lie, and actions are sampled; None is the host.
+
+    Raises:
+        BadOption: the head does not fit the action space.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        *,
+        obs_keys: Sequence[Key],
+        action_key: Key,
+        action_spec: ArraySpec,
+        batch_dims: int,
+        device: torch.device | None,
+        deterministic: bool = False,
+        executor: bool = True,
+        rows_device: torch.device | None = None,
+    ) -> None:
+        self.head, self.name, self.path = head, head.name, "module"
+        self._width = head.bind(action_spec)
+        self._obs_keys, self._action_key, self._spec = tuple(obs_keys), action_key, action_spec
+        self._batch_dims, self._batched, self._deterministic = batch_dims, batch_dims > 0, deterministic
+        self._device, self._on_device = device, rows_device is not None
+        self._executor = executor and len(obs_keys) == 1
+        self._program: Program | None = None
+        self._float32 = False  # the program's output is what the samplers take
+
+    @torch.no_grad()
+    def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
+        unchanged = frozen_check(obs, self.head.name)
+        leaves = [obs[key] for key in self._obs_keys]
+        x = self._input(leaves)
+        out = self.head.net(x)
+        unchanged()
+        lead = tuple(leaves[0].shape[: self._batch_dims])
+        B = math.prod(lead)
+        self._check(out, lead)
+        self._plan(x)
+        if self._on_device:
+            return self._drawn(out, leaves[0])
+        rows = ActionRows(self.head.name, np.zeros((1, B, *self._spec.shape), self._spec.dtype), None)
+        self._emitter(rows, 0, rng)(0, _host(out).reshape(B, -1))
+        action, log_prob = rows.action[0], rows.log_prob_array[0]
+        action, log_prob = (a.reshape((*lead, *a.shape[1:])) for a in (action, log_prob))
+        extras = {LOG_PROB: torch.as_tensor(log_prob)} if self.head.has_log_prob else {}
+        return Outputs({self._action_key: torch.as_tensor(action)}, extras)
+
+    @property
+    def draws_globally(self) -> bool:
+        return not self.path.endswith("executor")
+
+    def columns(self) -> Sequence[Column]:
+        return [Column(LOG_PROB, (), np.dtype(np.float32))] if self.head.has_log_prob else []
+
+    def start(self, lane: Lane, rng: GroupRng) -> Act:
+        if lane.mirrored:
+            return self._start_on_device(lane)
+        if self not in lane.cache:
+            lane.cache[self] = self._views(lane)
+        tensors, arrays, rows = lane.cache[self]
+        if self._program is not None and not self._program.current():
+            self._plan(self._input([leaf[lane.acts_from] for leaf in tensors]))
+        emit, program, B = self._emitter(rows, lane.acts_from, rng), self._program, lane.B
+        if program is not None and program.kind == "numpy":
+            return _act_numpy(program.steps, arrays, emit, self._batched)
+        if self._device is None and len(tensors) == 1:
+            if program is not None and self._float32:
+                return _act_torch(program.steps, tensors[0], emit, B)
+            return _act_module(program or self.head.net, tensors[0], emit, B)
+        compute: Callable[[Any], Any] = program or self.head.net
+
+        def act(t: int) -> None:
+            emit(t, _host(compute(self._input([leaf[t] for leaf in tensors]))).reshape(B, -1))
+
+        return act
+
+    def _start_on_device(self, lane: Lane) -> Act:
+        tensors = [lane.rows(key) for key in self._obs_keys]
+        if self._program is not None and not self._program.current():
+            self._plan(self._input([leaf[lane.acts_from] for leaf in tensors]))
+        actions, log_probs = lane.tensors[self._action_key], lane.tensors.get(LOG_PROB)
+        compute: Callable[[Any], Any] = self._program or self.head.net
+        head, deterministic, B = self.head, self._deterministic, lane.B
+
+        def act(t: int) -> None:
+            out = compute(self._input([leaf[t] for leaf in tensors]))
+            action, log_prob = head.draw(out.reshape(B, -1).float(), deterministic=deterministic)
+            actions[t].copy_(action.reshape(actions[t].shape))
+            if log_probs is not None and log_prob is not None:
+                log_probs[t].copy_(log_prob)
+
+        return act
+
+    def _drawn(self, out: torch.Tensor, like: torch.Tensor) -> Outputs:
+        lead = tuple(like.shape[: self._batch_dims])
+        flat = out.reshape(math.prod(lead), -1).float()
+        action, log_prob = self.head.draw(flat, deterministic=self._deterministic)
+        action = action.reshape((*lead, *self._spec.shape)).to(torch_dtype(self._spec.dtype))
+        extras = {} if log_prob is None else {LOG_PROB: log_prob.reshape(lead)}
+        return Outputs({self._action_key: action}, extras)
+
+    def _emitter(self, rows: ActionRows, first: int, rng: GroupRng) -> Emit:
+        return self.head.emitter(rows, first, None if self._deterministic else rng.numpy)
+
+    def _plan(self, x: Any) -> None:
+        numpy_ok = self._device is None and not self._on_device
+        self._program = program = plan(self.head.net, x, numpy_ok=numpy_ok) if self._executor else None
+        self._float32 = program is not None and program.kind == "torch" and program(x).dtype == torch.float32
+        self.path = "module" if self._program is None else f"{self._program.kind} executor"
+
+    def _views(self, lane: Lane) -> tuple[list[Any], list[Array], ActionRows]:
+        tensors = [lane.rows(key) for key in self._obs_keys]
+        first = lane.arrays[self._obs_keys[0]]
+        rows = ActionRows(self.head.name, lane.arrays[self._action_key], lane.arrays.get(LOG_PROB))
+        return tensors, list(first if self._batched else first[:, 0]), rows
+
+    def _input(self, leaves: Sequence[torch.Tensor]) -> Any:
+        if self._device is not None:
+            leaves = [leaf.to(self._device, non_blocking=True) for leaf in leaves]
+        if len(leaves) == 1:
+            return leaves[0]
+        return nested(dict(zip(self._obs_keys, leaves, strict=True)))
+
+    def _check(self, out: Any, lead: tuple[int, ...]) -> None:
+        if not isinstance(out, torch.Tensor) or not out.is_floating_point():
+            got = f"{out.dtype} tensor" if isinstance(out, torch.Tensor) else type(out).__name__
+            raise BadPolicyOutput(f"{self.head.name}: the network returned a {got}, expected one tensor of floats.")
+        if tuple(out.shape[: len(lead)]) != lead or out.numel() != math.prod(lead) * self._width:
+            raise BadPolicyOutput(
+                f"{self.head.name}: the network returned shape {tuple(out.shape)}, expected {(*lead, self._width)}: "
+                f"{self.head.needs(self._spec)}. Change the last layer to return {self._width} values."
+            )
+
+
+def _act_numpy(steps: tuple[Callable[[Any], Any], ...], obs: list[Array], emit: Emit, batched: bool) -> Act:
+    def act(t: int) -> None:
+        x = obs[t]
+        for step in steps:
+            x = step(x)
+        emit(t, x)
+
+    def act_unbatched(t: int) -> None:
+        x = obs[t]
+        for step in steps:
+            x = step(x)
+        emit(t, x[None])
+
+    return act if batched else act_unbatched
+
+
+def _act_torch(steps: tuple[Callable[[Any], Any], ...], obs: Sequence[torch.Tensor], emit: Emit, B: int) -> Act:
+    def act(t: int) -> None:
+        x: Any = obs[t]
+        for step in steps:
+            x = step(x)
+        emit(t, x.numpy().reshape(B, -1))
+
+    return act
+
+
+def _act_module(compute: Callable[[Any], Any], obs: Sequence[torch.Tensor], emit: Emit, B: int) -> Act:
+    def act(t: int) -> None:
+        emit(t, _host(compute(obs[t])).reshape(B, -1))
+
+    return act
+
+
+def _host(out: torch.Tensor) -> Array:
+    """As float32 on the CPU, without a copy where it is that already."""
+    if out.dtype != torch.float32 or out.requires_grad or out.device.type != "cpu":
+        out = out.detach().to("cpu", torch.float32)
+    array: Array = out.numpy()
+    return array
