@@ -26,11 +26,7 @@ class Span:
 
 
 class Chunk:
-    """A copy of the rows of one batch. It lives as long as an episode refers to it.
-
-    Args:
-        rows: ``[frames]``; nothing else writes into them.
-    """
+    """A copy of the rows of one batch, ``[frames]``. It lives as long as an episode refers to it."""
 
     def __init__(self, rows: TensorDict) -> None:
         self.rows = rows

@@ -95,11 +95,12 @@ class WholeEpisodes:
         n: episodes per group; without a ``rule`` it has no meaning.
         num_envs: environments in all batches (in one: the product of its dimensions other than time; 1 without any).
         layout: ``"cat"`` one after the other; ``"pad"`` one per line, zeros on the right, trajectory id -1 there.
-        rule: which episodes come next, see ``StreamRule``.
+        rule: which episodes come next, see ``make_queue``.
             None: groups are taken by hand, with ``new_ends`` and ``take``.
         on_policy_only: drop episodes in which more than one policy version acted. That is more often true of
             long ones, so what is left is biased to short ones.
         done_key: the column that says that an episode ended. ``set_truncated`` marks ends that are none.
+        from_resets: the first rows come after resets. False: the first episode of every environment is dropped.
 
     Attributes:
         frames_held: frames kept for groups to come: of open episodes, and of ended ones that wait for others.
@@ -119,6 +120,7 @@ class WholeEpisodes:
         rule: StreamRule | None = "first_begun",
         on_policy_only: bool = False,
         done_key: Key = ENDED,
+        from_resets: bool = True,
     ) -> None:
         self.n = 0 if rule is None else integer("n", n, of="WholeEpisodes")
         self.num_envs = integer("num_envs", num_envs, of="WholeEpisodes")
@@ -133,10 +135,11 @@ class WholeEpisodes:
         self.dropped: Counter[str] = Counter()
         self.frames_held = 0
         self._time = np.zeros(self.num_envs, np.int64)  # rows so far, of each environment
-        self._open: dict[int, HeldEpisode] = {}  # by environment
+        middle = () if from_resets else range(self.num_envs)
+        self._open = {env: HeldEpisode(env, UNKNOWN, CUT, 0) for env in middle}  # by environment
         self._first_open = np.full(self.num_envs, NO_MORE)  # number of each environment's open episode that is held
         self._ended: dict[int, HeldEpisode] = {}  # by number, in order of their ends, then by environment
-        self._queue = make_queue(rule, self.n, self.num_envs)  # those of ``_ended`` that wait for others
+        self._queue = None if rule is None else make_queue(rule, self.n, self.num_envs)  # of those that wait for others
         self._due: list[int] = []  # those that do not, in order
         self._without_end = np.zeros(self.num_envs, np.int64)  # rows of each environment since an episode of it ended
         self._asked = 0  # what ended before was in ``new_ends`` already
@@ -259,10 +262,6 @@ class WholeEpisodes:
             + " give the collector max_frames_per_traj=, which truncates them. Nothing was lost: another call waits on."
         )
 
-    def skip_running(self) -> None:
-        """The first episode of every environment may have begun before the first batch: it is dropped."""
-        self._open = {env: HeldEpisode(env, UNKNOWN, CUT, 0) for env in range(self.num_envs)}
-
     def skip(self, batch: TensorDict, envs: Envs = None) -> None:
         """Take note of a batch that goes elsewhere: episodes with a part in it will not be whole, and are dropped.
 
@@ -308,7 +307,8 @@ class WholeEpisodes:
         for episode in self._open.values():
             self._forget(episode, min(episode.number, CUT))
         self._ended.clear()
-        self._queue, self._due = make_queue(self.rule, self.n, self.num_envs), []
+        self._queue = None if self.rule is None else make_queue(self.rule, self.n, self.num_envs)
+        self._due = []
         self.frames_held = 0
         return frames
 

@@ -7,7 +7,6 @@ import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from types import TracebackType
 from typing import Any, Literal
 
@@ -325,7 +324,7 @@ class Evaluator:
 
     def _waiting(self) -> int:
         """Number of triggers whose evaluation is not done."""
-        return len(list(takewhile(lambda future: not future.done(), reversed([*self._triggered]))))
+        return sum(not future.done() for future in [*self._triggered])
 
     def _evaluate(self, job: _Job, progress: Progress | None) -> Evaluation:
         lost = 0

@@ -48,8 +48,7 @@ class EpisodeHook:
 
     def begin_anew(self) -> None:
         """Forget what is going on: environments may be in the middle of episodes, which are not shown then."""
-        self._episodes, self._under_way = self._nothing_yet(), None
-        self._episodes.skip_running()
+        self._episodes, self._under_way = self._nothing_yet(from_resets=False), None
 
     def watch(self, batch: TensorDict, envs: Envs = None, hidden: Sequence[Key] = ()) -> deque[TensorDict]:
         """Take the next batch of ``envs`` (None: all), ``[*lead, T]``; it is copied. After an error, call again with
@@ -117,8 +116,8 @@ class EpisodeHook:
 
     # --- parts ------------------------------------------------------------------------------------
 
-    def _nothing_yet(self) -> WholeEpisodes:
-        return WholeEpisodes(num_envs=self._num_envs, rule=None, done_key=self._done_key)
+    def _nothing_yet(self, *, from_resets: bool = True) -> WholeEpisodes:
+        return WholeEpisodes(num_envs=self._num_envs, rule=None, done_key=self._done_key, from_resets=from_resets)
 
     def _call(self, episode: TensorDict) -> Any:
         return call_hook("on_episode_done", self._function, episode, KEPT)
