@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from muster.episodes.clock import TrajectoryClock
 from muster.errors import BadCheckpoint, BadOption, HookError
 from muster.integers import integer
 from muster.loggers import as_logger
@@ -38,8 +39,7 @@ class MetricsTracker:
     def __init__(self, num_envs: int, logger: Any = None) -> None:
         self.num_envs = integer("num_envs", num_envs, of="MetricsTracker")
         self._log = None if logger is None else as_logger(logger)
-        self._rewards = np.zeros(num_envs, np.float64)  # of the episodes going on
-        self._lengths = np.zeros(num_envs, np.int64)
+        self._clock = TrajectoryClock(np.arange(num_envs), num_envs)
         self.reset()
 
     def reset(self) -> None:
@@ -59,9 +59,7 @@ class MetricsTracker:
         Args:
             which: numbers of environments. None: all.
         """
-        index = slice(None) if which is None else np.asarray(which, np.int64)
-        self._rewards[index] = 0.0
-        self._lengths[index] = 0
+        self._clock.abandon(np.arange(self.num_envs) if which is None else which)
 
     def update(self, reward: Any, done: Any) -> None:
         """Count one step of all environments.
@@ -89,26 +87,36 @@ class MetricsTracker:
         Raises:
             HookError: see ``update``; the first one.
         """
-        failure, begin, ended = None, 0, done.astype(bool)
-        for end in sorted({*(np.flatnonzero(ended.any(axis=1)) + 1).tolist(), len(reward)}):
-            rows = reward[begin:end]
-            self.collected_steps += rows.size
-            self.cumulative_reward += float(rows.sum(dtype=np.float64))
-            self._rewards += rows.sum(axis=0, dtype=np.float64)
-            self._lengths += len(rows)
-            if end > begin and len(finished := np.flatnonzero(ended[end - 1])):
-                try:
-                    self._finish(finished)
-                except HookError as error:
-                    failure = failure or error
-            begin = end
+        failure = None
+        ended = done.astype(bool)
+        episodes = self._clock.advance(reward, ended, ended, ended)
+        steps = np.flatnonzero(ended) // self.num_envs  # of each of these episodes
+        cumulative = self.cumulative_reward + np.cumsum(reward.sum(axis=1, dtype=np.float64))
+        before = self.collected_steps
+        self.collected_steps += reward.size
+        self.cumulative_reward = float(cumulative[-1]) if len(reward) else self.cumulative_reward
+        for episode, step in zip(episodes, steps.tolist(), strict=True):
+            self.episode_count += 1
+            self.last_episode_reward = episode.episode_return
+            self.last_episode_length = episode.length
+            record = {
+                "episode_reward": episode.episode_return,
+                "episode_length": episode.length,
+                "cumulative_reward": float(cumulative[step]),
+                "episode_number": self.episode_count,
+            }
+            try:
+                if self._log is not None:
+                    self._log(record, before + (step + 1) * self.num_envs)
+            except HookError as error:
+                failure = failure or error
         if failure is not None:
             raise failure
 
     def state_dict(self) -> dict[str, Any]:
         """All counts, as plain data and copies of arrays."""
         counts = {name: getattr(self, name) for name in _COUNTS}
-        return {**counts, "rewards": self._rewards.copy(), "lengths": self._lengths.copy()}
+        return {**counts, "rewards": self._clock.returns.copy(), "lengths": self._clock.steps.copy()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state_dict()``. Raises ``BadCheckpoint`` if it is of another number of environments."""
@@ -119,32 +127,8 @@ class MetricsTracker:
             )
         for name in _COUNTS:
             setattr(self, name, state[name])
-        self._rewards[...], self._lengths[...] = state["rewards"], state["lengths"]
-
-    def _finish(self, finished: Array) -> None:
-        records = []
-        for total, length in zip(self._rewards[finished].tolist(), self._lengths[finished].tolist(), strict=True):
-            self.episode_count += 1
-            self.last_episode_reward, self.last_episode_length = total, length
-            records.append(
-                {
-                    "episode_reward": total,
-                    "episode_length": length,
-                    "cumulative_reward": self.cumulative_reward,
-                    "episode_number": self.episode_count,
-                }
-            )
-        self.abandon(finished)
-        if self._log is None:
-            return
-        failure = None
-        for record in records:
-            try:
-                self._log(record, self.collected_steps)
-            except HookError as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+        self._clock.returns[...] = state["rewards"]
+        self._clock.steps[...] = state["lengths"]
 
     def _rows(self, name: str, given: Any) -> Array:
         """``given`` as ``[N, ...]`` float64."""

@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -42,7 +41,6 @@ from muster.errors import (
 )
 from muster.evaluation import evaluator as evaluator_module
 from muster.evaluation import run as run_module
-from muster.evaluation.background import Background
 from muster.evaluation.result import student_quantile
 from muster.evaluation.run import Plan, Run
 from muster.policies import categorical
@@ -695,23 +693,6 @@ def test_triggers_queue_up_and_each_has_the_weights_of_its_moment(pipe: str) -> 
         stats = evaluator.stats()
         assert (stats.evaluations, stats.episodes, stats.waiting, stats.version) == (4, 8, 0, 4)
         assert stats.frames == 4 * 32
-
-
-def test_results_are_fetched_in_the_order_of_the_jobs() -> None:
-    last = threading.Event()
-
-    def work(job: int) -> int:
-        if job == 3:
-            last.set()
-        return job
-
-    background: Background[int, int] = Background(work, "test")
-    for job in (1, 2, 3):
-        background.add(job)
-    assert last.wait(PATIENCE)
-    assert [background.wait(PATIENCE) for _ in range(3)] == [1, 2, 3]
-    assert background.take() is None
-    assert background.stop(PATIENCE)
 
 
 def test_the_snapshot_is_taken_when_it_is_triggered(pipe: str) -> None:

@@ -137,3 +137,12 @@ def test_episodes_are_equal_by_their_records():
 
 def test_joined_episodes_come_group_by_group():
     assert [e.traj_id for e in join_episodes([records(3, 1), records(), records(2)])] == [3, 1, 2]
+
+
+def test_a_return_that_is_not_finite_is_that_of_its_own_episode_only():
+    clock = TrajectoryClock(np.arange(2), 2)
+    reward = np.array([[np.inf, 1], [2, np.nan], [3, 4], [np.inf, 5]], np.float32)
+    done = np.array([[1, 0], [0, 0], [1, 1], [1, 1]], bool)
+    for _ in range(2):  # nor do they change what comes after these rows
+        found = [(e.env_id, e.episode_return, e.length) for e in clock.advance(reward, done, ~done, done)]
+        np.testing.assert_equal(found, [(0, np.inf, 1), (0, 5.0, 2), (1, np.nan, 3), (0, np.inf, 1), (1, 5.0, 1)])

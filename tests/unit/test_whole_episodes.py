@@ -328,7 +328,6 @@ def test_groups_taken_by_hand_are_the_episodes_that_were_named(history, layout, 
         assert episodes.push(stream.batch(T, holes)) == []
         held = sorted((e for e in stream.episodes if e.is_complete and e not in gone), key=lambda e: (e.ended, e.env))
         assert [number % stream.envs for number in episodes.held] == [e.env for e in held]
-        assert episodes.open_envs == [i for i, e in enumerate(stream.running) if e is not None and e.dropped is None]
         named = dict(zip(episodes.held, held, strict=True))
         if data.draw(st.booleans(), "ask"):
             new = [e for e in held if e not in told]
@@ -349,11 +348,11 @@ def test_groups_taken_by_hand_are_the_episodes_that_were_named(history, layout, 
             gone += [e for e in held if e not in gone]
             for e in filter(None, stream.running):
                 e.dropped = e.dropped or "cut"
-            assert (episodes.held, episodes.open_envs, episodes.new_ends()) == ([], [], [])
+            assert (episodes.held, episodes.new_ends()) == ([], [])
         assert stream.number == frames + episodes.dropped.total() + episodes.frames_held
         if resume:
             state, episodes = episodes.state_dict(), make()
-            assert state["ended"][:, 2].sum() + state["open"][:, 4].sum() == rows_in(state)
+            assert state["episodes"][:, 4].sum() == rows_in(state)
             episodes.load_state_dict(state)
 
 
@@ -379,13 +378,13 @@ def test_what_goes_on_after_clearing_is_no_episode():
     stream = Stream([[3], [5]], (2,))
     episodes = WholeEpisodes(num_envs=2, rule=None)
     episodes.push(stream.batch(4))
-    assert (episodes.held, episodes.open_envs) == ([0], [0, 1])
+    assert episodes.held == [0]
     assert episodes.clear("surplus") == 8
     assert episodes.new_ends() == []
     episodes.push(stream.batch(5))  # environment 0 ends at 6 and 9, 1 at 5, and next at 10
     assert [[number % 2 for number in step] for step in episodes.new_ends()] == [[0]]
     assert episodes.dropped == {"surplus": 8, "cut": 2 + 1}
-    assert episodes.open_envs == [1]
+    assert episodes.frames_held == 3 + 4
 
 
 def test_what_is_not_there_cannot_be_taken():

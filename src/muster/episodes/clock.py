@@ -45,7 +45,7 @@ class TrajectoryClock:
         for name in ("episode", "steps", "returns"):
             getattr(self, name)[...] = state[name]
 
-    def abandon(self, which: Sequence[int]) -> None:
+    def abandon(self, which: Sequence[int] | Array) -> None:
         """Begin new trajectories in ``which``; those not begun yet keep their id."""
         index = np.asarray(which, np.int64)
         self.episode[index] += self.steps[index] > 0
@@ -68,37 +68,31 @@ class TrajectoryClock:
     def advance(self, reward: Array, terminated: Array, truncated: Array, done: Array) -> Episodes:
         """Move to the end of the rows (``[T, B]`` each); returns the episodes that ended, in order."""
         T, B = reward.shape
-        place = done.reshape(-1).nonzero()[0]  # in order of time
-        if not len(place):
+        end = done.T.reshape(-1).nonzero()[0]  # from here on rows are numbered by environment, then time
+        if not len(end):
             self.steps += T
             self.returns += np.add.reduce(reward, axis=0, dtype=np.float64)
             return NO_EPISODES
-        total = np.cumsum(reward, axis=0, dtype=np.float64)
-        by_env = np.argsort(place % B, kind="stable")  # from here on by environment, then time
-        t, env = np.divmod(place[by_env], B)
-        at_end = total[t, env]
-        first = np.ones(len(env), bool)
-        np.not_equal(env[1:], env[:-1], out=first[1:])
-        before, began, nth = np.empty_like(at_end), np.empty_like(t), np.arange(len(env))
-        before[1:], began[1:] = at_end[:-1], t[:-1]
-        firsts = np.flatnonzero(first)
-        before[firsts], began[firsts] = -self.returns[env[firsts]], -1 - self.steps[env[firsts]]
-        count = np.append(firsts[1:], len(env)) - firsts
-        nth -= np.repeat(firsts, count)  # of its environment, in these rows
-        in_time = np.empty_like(by_env)
-        in_time[by_env] = np.arange(len(env))
+        env, t = np.divmod(end, T)
+        lane = np.arange(B) * T  # first row of each environment
+        begin = np.union1d(lane, end[t < T - 1] + 1)  # of pieces of episodes
+        total = np.add.reduceat(reward.T.reshape(-1).astype(np.float64), begin)
+        first = np.searchsorted(begin, lane)  # piece of each environment, which goes on from the rows before
+        total[first] += self.returns
+        begin[first] -= self.steps
+        piece = first[env] + np.arange(len(end)) - np.searchsorted(env, env)
+        in_time = np.argsort(t, kind="stable")
         episodes = Episodes(
-            (self.env_ids[env] + self.total_envs * (self.episode[env] + nth))[in_time],
+            (self.env_ids[env] + self.total_envs * (self.episode[env] + piece - first[env]))[in_time],
             self.env_ids[env][in_time],
-            (at_end - before)[in_time],
-            (t - began)[in_time],
-            terminated.reshape(-1)[place],
-            truncated.reshape(-1)[place],
+            total[piece][in_time],
+            (end + 1 - begin[piece])[in_time],
+            terminated[t, env][in_time],
+            truncated[t, env][in_time],
         )
-        ended, lasts = env[firsts], firsts + count - 1
-        self.episode[ended] += count
-        self.steps += T
-        self.steps[ended] = T - 1 - t[lasts]
-        self.returns += total[-1]
-        self.returns[ended] = total[-1, ended] - at_end[lasts]
+        last = np.append(first[1:], len(begin)) - 1
+        goes_on = ~done[-1]
+        self.episode += np.bincount(env, minlength=B)
+        self.steps[...] = np.where(goes_on, lane + T - begin[last], 0)
+        self.returns[...] = np.where(goes_on, total[last], 0.0)
         return episodes

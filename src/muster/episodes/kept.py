@@ -26,11 +26,7 @@ class Span:
 
 
 class Chunk:
-    """A copy of the rows of one batch. It lives as long as an episode refers to it.
-
-    Args:
-        rows: ``[frames]``; nothing else writes into them.
-    """
+    """A copy of the rows of one batch, ``[frames]``. It lives as long as an episode refers to it."""
 
     def __init__(self, rows: TensorDict) -> None:
         self.rows = rows
@@ -68,33 +64,27 @@ class Chunk:
             start += span.length
 
 
-Parts = Sequence[tuple[Chunk, Span]]
-
-
-def gather(parts: Parts) -> tuple[TensorDict, Array | None]:
+def gather(parts: Sequence[tuple[Chunk, Span]]) -> tuple[TensorDict, Array]:
     """The rows of these parts.
 
     The work is proportional to the rows of the parts, not to what else their chunks hold.
 
     Returns:
-        rows, and the numbers of the parts' rows in them, part by part.
-        None in the place of the numbers: the rows are a copy that is in this order already.
+        a TensorDict that has them, and their numbers in it, part by part.
     """
     of_chunk: dict[Chunk, list[Span]] = {}
     for chunk, span in parts:
         of_chunk.setdefault(chunk, []).append(span)
     if len(of_chunk) == 1:
         return parts[0][0].rows, _row_numbers([span for _, span in parts])
-    copies: Any = [take(chunk.rows, _row_numbers(spans)) for chunk, spans in of_chunk.items()]
-    begin: dict[Span, int] = {}
-    rows = 0
+    joined: Any = torch.cat([take(chunk.rows, _row_numbers(spans)) for chunk, spans in of_chunk.items()])
+    moved: dict[Span, Span] = {}
+    start = 0
     for spans in of_chunk.values():
         for span in spans:
-            begin[span] = rows
-            rows += span.length
-    numbers = _row_numbers([Span(begin[span], span.length) for _, span in parts])
-    in_order = bool((numbers[1:] > numbers[:-1]).all())
-    return torch.cat(copies), None if in_order else numbers
+            moved[span] = Span(start, span.length)
+            start += span.length
+    return joined, _row_numbers([moved[span] for _, span in parts])
 
 
 def _row_numbers(spans: Sequence[Span]) -> Array:

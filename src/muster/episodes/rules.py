@@ -221,21 +221,6 @@ class Queue(Protocol):
         """
 
 
-class InOrderOfEnds:
-    """``"first_done"`` for a stream. The first groups have too many short episodes."""
-
-    def __init__(self) -> None:
-        self._ended: list[int] = []
-
-    def add(self, number: int) -> None:
-        self._ended.append(number)
-
-    def pop(self, first_open: int) -> list[int]:
-        ended = self._ended
-        self._ended = []
-        return ended
-
-
 class InOrderOfBeginnings:
     """``"first_begun"``: what ends early waits for what began before it, so every episode is delivered in its turn."""
 
@@ -253,7 +238,7 @@ class InOrderOfBeginnings:
 
 
 class EqualShares:
-    """``"per_env"`` for a stream: the next ``share`` of every environment, environment by environment."""
+    """The next ``share`` of every environment, environment by environment, each in order of ends."""
 
     def __init__(self, share: int, num_envs: int) -> None:
         self._share = share
@@ -274,21 +259,19 @@ class EqualShares:
         return due
 
 
-def make_queue(name: StreamRule | None, group: int, num_envs: int) -> Queue | None:
-    """An empty queue; None without a rule.
+def make_queue(name: StreamRule, group: int, num_envs: int) -> Queue:
+    """An empty queue.
 
     Args:
-        name: ``"first_begun"``: in the order in which the episodes began, then by environment. ``"per_env"``: as many
-            of every environment in each group; the surplus of quick environments waits. ``"first_done"``: in the order
-            in which they ended (TorchRL's).
+        name: ``"first_begun"``: in the order in which the episodes began, then by environment.
+            ``"per_env"``: as many of every environment in each group; the surplus of quick environments waits.
+            ``"first_done"``: in the order in which they ended (TorchRL's). The first groups have too many short ones.
         group: number of episodes that are delivered together.
         num_envs: whose episodes compete.
     """
-    if name == "per_env":
-        return EqualShares(group // num_envs, num_envs)
-    queues: dict[str | None, type[InOrderOfEnds | InOrderOfBeginnings]]
-    queues = {"first_begun": InOrderOfBeginnings, "first_done": InOrderOfEnds}
-    return queues[name]() if name in queues else None
+    if name == "first_begun":
+        return InOrderOfBeginnings()
+    return EqualShares(group // num_envs, num_envs) if name == "per_env" else EqualShares(1, 1)
 
 
 def check_stream_rule(option: str, name: str) -> None:

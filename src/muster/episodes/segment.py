@@ -64,12 +64,15 @@ def find_pieces(batch: TensorDict, done_key: Key = ENDED) -> Pieces:
     ids = batch.get(TRAJ_IDS, None)
     if ids is None:
         raise BadOption(f"the batch has no {dotted(TRAJ_IDS)}, which say what belongs together: track_traj_ids=True")
-    T = batch.shape[-1]
-    ids = _host(ids).reshape(-1, T)
-    usable = written(batch)
+    ids = _host(ids).reshape(-1, batch.shape[-1])
     ended = np.zeros(ids.shape, bool)
     if (done := batch.get(done_key, None)) is not None:
         ended |= _host(done).reshape(*ids.shape, -1).any(-1)
+    return cut(ids, written(batch), ended)
+
+
+def cut(ids: Array, usable: Array, ended: Array) -> Pieces:
+    """Cut rows, ``[envs, T]`` each, at every change of their id, after every end, and where they are not usable."""
     begins, ends = usable.copy(), usable.copy()
     goes_on = usable[:, 1:] & usable[:, :-1] & (ids[:, 1:] == ids[:, :-1]) & ~ended[:, :-1]
     begins[:, 1:] &= ~goes_on

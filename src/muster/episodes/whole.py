@@ -27,6 +27,8 @@ Layout = Literal["cat", "pad"]
 Envs = Sequence[int] | Array | None
 
 CUT, MIXED = -2, -3  # in the place of an episode's number: why its rows are not kept
+GOING = -1  # in the place of an episode's end
+UNKNOWN = -2  # in the place of an open episode's trajectory id
 REASONS = {CUT: "cut", MIXED: "mixed_policy"}
 
 NO_MORE = 2**62  # divided by the number of environments: the time of one from which nothing more will come
@@ -54,7 +56,7 @@ class HeldEpisode:
         number: time of its first row * number of environments + ``env``; negative if it was dropped.
         version: of the policy in its first row; not used after its end.
         length: frames that are kept.
-        end: the sum of all environments' times before the batch in which it ended, plus the row; -1 while it is open.
+        end: the sum of all environments' times before the batch in which it ended, plus the row; or ``GOING``.
         parts: where its rows are, in order of time.
     """
 
@@ -63,7 +65,7 @@ class HeldEpisode:
     number: int
     version: int
     length: int = 0
-    end: int = -1
+    end: int = GOING
     parts: list[tuple[Chunk, Span]] = field(default_factory=list)
 
 
@@ -93,11 +95,12 @@ class WholeEpisodes:
         n: episodes per group; without a ``rule`` it has no meaning.
         num_envs: environments in all batches (in one: the product of its dimensions other than time; 1 without any).
         layout: ``"cat"`` one after the other; ``"pad"`` one per line, zeros on the right, trajectory id -1 there.
-        rule: which episodes come next, see ``StreamRule``.
+        rule: which episodes come next, see ``make_queue``.
             None: groups are taken by hand, with ``new_ends`` and ``take``.
         on_policy_only: drop episodes in which more than one policy version acted. That is more often true of
             long ones, so what is left is biased to short ones.
         done_key: the column that says that an episode ended. ``set_truncated`` marks ends that are none.
+        from_resets: the first rows come after resets. False: the first episode of every environment is dropped.
 
     Attributes:
         frames_held: frames kept for groups to come: of open episodes, and of ended ones that wait for others.
@@ -117,6 +120,7 @@ class WholeEpisodes:
         rule: StreamRule | None = "first_begun",
         on_policy_only: bool = False,
         done_key: Key = ENDED,
+        from_resets: bool = True,
     ) -> None:
         self.n = 0 if rule is None else integer("n", n, of="WholeEpisodes")
         self.num_envs = integer("num_envs", num_envs, of="WholeEpisodes")
@@ -131,10 +135,11 @@ class WholeEpisodes:
         self.dropped: Counter[str] = Counter()
         self.frames_held = 0
         self._time = np.zeros(self.num_envs, np.int64)  # rows so far, of each environment
-        self._open: dict[int, HeldEpisode] = {}  # by environment
+        middle = () if from_resets else range(self.num_envs)
+        self._open = {env: HeldEpisode(env, UNKNOWN, CUT, 0) for env in middle}  # by environment
         self._first_open = np.full(self.num_envs, NO_MORE)  # number of each environment's open episode that is held
         self._ended: dict[int, HeldEpisode] = {}  # by number, in order of their ends, then by environment
-        self._queue = make_queue(rule, self.n, self.num_envs)  # those of ``_ended`` that wait for others
+        self._queue = None if rule is None else make_queue(rule, self.n, self.num_envs)  # of those that wait for others
         self._due: list[int] = []  # those that do not, in order
         self._without_end = np.zeros(self.num_envs, np.int64)  # rows of each environment since an episode of it ended
         self._asked = 0  # what ended before was in ``new_ends`` already
@@ -144,11 +149,6 @@ class WholeEpisodes:
     def held(self) -> list[int]:
         """The numbers of complete episodes, in order of their ends. Number k is of environment ``k % num_envs``."""
         return list(self._ended)
-
-    @property
-    def open_envs(self) -> list[int]:
-        """Environments in an episode that is held from its first row on, ascending."""
-        return sorted(env for env, episode in self._open.items() if episode.number >= 0)
 
     def push(self, batch: TensorDict, envs: Envs = None) -> list[EpisodeGroup]:
         """Take the next batch, ``[*lead, T]``; it is copied.
@@ -179,13 +179,16 @@ class WholeEpisodes:
             begin = (self._time[env] + t) * self.num_envs + env
             version = self._versions(batch, pieces)
             columns = (env, begin, pieces.first, pieces.length, pieces.traj_id, version)
+            ends = np.where(pieces.ended, end, GOING).tolist()
             ended = []
-            for piece, is_end in zip(zip(*(c.tolist() for c in columns), strict=True), pieces.ended, strict=True):
+            for piece, row in zip(zip(*(c.tolist() for c in columns), strict=True), ends, strict=True):
                 episode = self._follow(chunk, *piece)
-                if is_end:
-                    self._close(episode.env)
+                if row != GOING:
+                    episode.end = row
+                    del self._open[episode.env]
+                    self._first_open[episode.env] = NO_MORE
                     ended.append(episode)
-            self._hold(ended, end[pieces.ended].tolist())
+            self._hold(ended)
             self._sparse.add(chunk)
             np.add.at(self._without_end, env, pieces.length)
             self._without_end[env[pieces.ended]] = 0
@@ -304,7 +307,8 @@ class WholeEpisodes:
         for episode in self._open.values():
             self._forget(episode, min(episode.number, CUT))
         self._ended.clear()
-        self._queue, self._due = make_queue(self.rule, self.n, self.num_envs), []
+        self._queue = None if self.rule is None else make_queue(self.rule, self.n, self.num_envs)
+        self._due = []
         self.frames_held = 0
         return frames
 
@@ -326,17 +330,15 @@ class WholeEpisodes:
 
     def state_dict(self) -> dict[str, Any]:
         """All that is held, as numbers, tensors and lists; it shares no memory with groups."""
-        ended, going = list(self._ended.values()), list(self._open.values())
+        episodes = [*self._ended.values(), *self._open.values()]
+        columns = [(e.env, e.traj_id, e.number, e.version, e.length, e.end) for e in episodes]
         return {
             "num_envs": self.num_envs,
             "time": torch.from_numpy(self._time.copy()),
             "dropped": dict(self.dropped),
-            "ended": torch.tensor([(e.number, e.end, e.length) for e in ended], dtype=torch.int64).reshape(-1, 3),
-            "open": torch.tensor(
-                [(e.env, e.traj_id, e.number, e.version, e.length) for e in going], dtype=torch.int64
-            ).reshape(-1, 5),
+            "episodes": torch.tensor(columns, dtype=torch.int64).reshape(-1, 6),
             "asked": self._asked,
-            "rows": to_plain(_copied([*ended, *going])) if self.frames_held else None,
+            "rows": to_plain(take(*_gathered(episodes))) if self.frames_held else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -350,23 +352,17 @@ class WholeEpisodes:
         self.clear("")
         self._time, self.dropped = state["time"].numpy().copy(), Counter(state["dropped"])
         self._without_end[:] = 0
-        ended = [
-            HeldEpisode(number % self.num_envs, NEVER, number, 0, length)
-            for number, _, length in state["ended"].tolist()
-        ]
-        going = [HeldEpisode(*columns) for columns in state["open"].tolist()]
-        self._open = {episode.env: episode for episode in going}
+        episodes = [HeldEpisode(*columns) for columns in state["episodes"].tolist()]
+        self._open = {episode.env: episode for episode in episodes if episode.end == GOING}
         self._first_open[:] = NO_MORE
-        for episode in going:
-            if episode.number >= 0:
-                self._first_open[episode.env] = episode.number
-        if state["rows"] is not None:
-            chunk = Chunk(from_plain(state["rows"]))
-            for episode in (*ended, *going):
-                if episode.length:
-                    episode.parts.append((chunk, chunk.keep(self.frames_held, episode.length)))
-                    self.frames_held += episode.length
-        self._hold(ended, state["ended"][:, 1].tolist())
+        for env, episode in self._open.items():
+            self._first_open[env] = episode.number if episode.number >= 0 else NO_MORE
+        chunk = None if state["rows"] is None else Chunk(from_plain(state["rows"]))
+        for episode in episodes:
+            if chunk is not None and episode.length:
+                episode.parts.append((chunk, chunk.keep(self.frames_held, episode.length)))
+                self.frames_held += episode.length
+        self._hold(episode for episode in episodes if episode.end != GOING)
         self._asked = state["asked"]
 
     # --- parts ------------------------------------------------------------------------------------
@@ -409,6 +405,8 @@ class WholeEpisodes:
     ) -> HeldEpisode:
         """Add a piece (rows of ``chunk`` from ``first`` on) to its episode, or to a new one of number ``begin``."""
         episode = self._open.get(env)
+        if episode is not None and episode.traj_id == UNKNOWN:
+            episode.traj_id = traj_id
         if episode is None or episode.traj_id != traj_id:
             if episode is not None:
                 self._drop(episode, CUT)
@@ -424,15 +422,8 @@ class WholeEpisodes:
             self.frames_held += length
         return episode
 
-    def _close(self, env: int) -> None:
-        """The open episode of an environment is over."""
-        del self._open[env]
-        self._first_open[env] = NO_MORE
-
-    def _hold(self, ended: list[HeldEpisode], ends: list[int]) -> None:
+    def _hold(self, ended: Iterable[HeldEpisode]) -> None:
         """Those of these episodes that were not dropped are complete."""
-        for episode, end in zip(ended, ends, strict=True):
-            episode.end = end
         for episode in sorted(ended, key=lambda episode: (episode.end, episode.env)):
             if episode.number >= 0:
                 self._ended[episode.number] = episode
@@ -454,11 +445,11 @@ class WholeEpisodes:
     def _joined(self, episodes: Sequence[HeldEpisode]) -> EpisodeGroup:
         """A group of episodes, which stay held."""
         length = np.array([episode.length for episode in episodes])
+        rows, numbers = _gathered(episodes)
         if self.layout == "pad":
-            rows, numbers = _gathered(episodes)
-            group = padded(rows, np.arange(len(rows)) if numbers is None else numbers, length, NEVER)
+            group = padded(rows, numbers, length, NEVER)
         else:
-            group = _copied(episodes)
+            group = take(rows, numbers)
             group.names = ["time"]
         return EpisodeGroup(group, int(length.sum()))
 
@@ -481,12 +472,6 @@ class WholeEpisodes:
         self._sparse.clear()
 
 
-def _gathered(episodes: Iterable[HeldEpisode]) -> tuple[TensorDict, Array | None]:
-    """See ``gather``."""
+def _gathered(episodes: Iterable[HeldEpisode]) -> tuple[TensorDict, Array]:
+    """Their rows, see ``gather``."""
     return gather([part for episode in episodes for part in episode.parts])
-
-
-def _copied(episodes: Iterable[HeldEpisode]) -> TensorDict:
-    """Their rows, ``[frames]``, one episode after the other."""
-    rows, numbers = _gathered(episodes)
-    return rows if numbers is None else take(rows, numbers)

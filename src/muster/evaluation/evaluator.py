@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal
@@ -19,12 +21,12 @@ from muster.errors import (
     BadWeights,
     CollectorBusy,
     CollectorClosed,
+    CollectorTimeout,
     EnvError,
     UnknownOption,
     WorkerDied,
     WorkerHung,
 )
-from muster.evaluation.background import Background
 from muster.evaluation.copies import weights_of
 from muster.evaluation.result import Evaluation
 from muster.evaluation.run import Plan, Progress
@@ -193,7 +195,8 @@ class Evaluator:
         self._owner = Owner("evaluator", "workers") if num_workers else None
         self._stats, self._counting = EvaluatorStats(), threading.Lock()
         self._closed = False
-        self._background: Background[_Job, Evaluation] = Background(self._in_background, f"muster-eval-{id(self):x}")
+        self._executor = ThreadPoolExecutor(1, f"muster-eval-{id(self):x}")
+        self._triggered: deque[Future[Evaluation]] = deque()  # whose results were not fetched
 
     # --- evaluating -------------------------------------------------------------------------------
 
@@ -222,6 +225,8 @@ class Evaluator:
     def trigger(self, policy_or_weights: Any = None, version: int | str | None = None) -> int:
         """Take a snapshot of the weights and evaluate it in the background; returns at once.
 
+        A program that ends without ``shutdown()`` waits for the evaluations that it has triggered.
+
         Args: see ``evaluate``.
 
         Returns:
@@ -237,19 +242,19 @@ class Evaluator:
             raise BadOption("evaluating in the background takes a process: make the Evaluator with num_workers=1")
         if self._served:
             raise BadOption("inference='server' acts in this process, and not beside your training: leave it out")
-        if self._background.waiting and self.when_busy == "raise":
+        if self.is_running() and self.when_busy == "raise":
             raise CollectorBusy("an evaluation is going on: poll() or wait() first, or use when_busy='queue' or 'skip'")
-        if self._background.waiting and self.when_busy == "skip":
+        if self.is_running() and self.when_busy == "skip":
             self._count(skipped=1)
             return 0
         job = self._job(policy_or_weights, version, copied=True)
-        self._background.add(job)
+        self._triggered.append(self._executor.submit(self._evaluate, job, lambda *_: not self._closed))
         return job.number
 
     def poll(self) -> Evaluation | None:
         """The oldest evaluation of a trigger that is done and was not fetched yet, or None; raises what it raised."""
         self._check_here()
-        return self._background.take()
+        return self._triggered.popleft().result() if self._triggered and self._triggered[0].done() else None
 
     def wait(self, timeout: float | None = None) -> Evaluation:
         """``poll``, when it is done.
@@ -259,15 +264,19 @@ class Evaluator:
             BadOption: nothing was triggered.
         """
         self._check_open()
-        return self._background.wait(timeout)
+        if not self._triggered:
+            raise BadOption("there is nothing to wait for: every result was taken, so trigger() another one")
+        if not wait([self._triggered[0]], timeout).done:
+            raise CollectorTimeout(f"the evaluation is not done after {timeout} s; it goes on: wait() again")
+        return self._triggered.popleft().result()
 
     def is_running(self) -> bool:
         """An evaluation is going on in the background, or about to."""
-        return self._background.waiting > 0
+        return self._waiting() > 0
 
     def stats(self) -> EvaluatorStats:
         """A snapshot; cheap, also after ``shutdown``."""
-        return replace(self._stats, waiting=self._background.waiting)
+        return replace(self._stats, waiting=self._waiting())
 
     def shutdown(self, timeout: float | None = 10.0) -> None:
         """End everything: environments, workers, the background thread. May be called again.
@@ -280,9 +289,10 @@ class Evaluator:
         self._closed = True
         if self._owner is not None and not self._owner.is_here():  # nothing of it is this process's to end
             return
-        if not self._background.stop(timeout):
+        self._triggered = deque(future for future in self._triggered if not future.cancel())
+        if wait(self._triggered, timeout).not_done:
             self._stage.kill()
-            self._background.stop(None)
+        self._executor.shutdown()
         self._stage.close()
 
     def __enter__(self) -> Self:
@@ -312,8 +322,9 @@ class Evaluator:
         self._number += 1
         return _Job(self._number, weights, self._number if version is None else version)
 
-    def _in_background(self, job: _Job) -> Evaluation:
-        return self._evaluate(job, lambda *_: not self._background.stopping)
+    def _waiting(self) -> int:
+        """Number of triggers whose evaluation is not done."""
+        return sum(not future.done() for future in [*self._triggered])
 
     def _evaluate(self, job: _Job, progress: Progress | None) -> Evaluation:
         lost = 0
@@ -331,7 +342,7 @@ class Evaluator:
                 lost += executed
                 self._stage.close(objects=False)  # what a rollout has left half done belongs to nobody
                 again = isinstance(error, (WorkerDied, WorkerHung, EnvError)) and self.on_failure == "restart"
-                again = again and attempt < ATTEMPTS and not self._background.stopping
+                again = again and attempt < ATTEMPTS and not self._closed
                 self._count(frames=executed, restarts=int(again))
                 if not again:
                     raise

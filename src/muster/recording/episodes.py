@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 
+from muster.episodes.segment import cut
 from muster.memory.specs import Array
 
 
@@ -69,6 +69,7 @@ class _Open:
     """An episode that is being put together."""
 
     begun: bool
+    gaps: int  # in the recording, before its last piece
     holes: bool = False
     ended: bool = False
     terminated: bool = False
@@ -95,27 +96,18 @@ def find_episodes(batches: Iterable[Rows]) -> tuple[Episode, ...]:
     Pieces belong together by their trajectory id alone, whichever environment, worker or chunk they are in.
     """
     found: dict[int, _Open] = {}
+    gaps = 0
     for rows in batches:
-        if not rows.follows:
-            for episode in found.values():
-                episode.holes |= not episode.ended
-        for piece in _pieces(rows):
-            _add(found, rows, piece)
+        gaps += not rows.follows
+        pieces = cut(rows.ids, np.ones(rows.ids.shape, bool), np.zeros(rows.ids.shape, bool))
+        for first, length in zip(pieces.first.tolist(), pieces.length.tolist(), strict=True):
+            env, start = divmod(first, rows.ids.shape[1])
+            _add(found, rows, Piece(rows.batch, env, start, start + length), gaps)
     table = [episode.close(traj_id) for traj_id, episode in found.items()]
     return tuple(sorted(table, key=lambda e: (*e.start, e.env)))
 
 
-def _pieces(rows: Rows) -> list[Piece]:
-    """Runs of one id."""
-    changes = rows.ids[:, 1:] != rows.ids[:, :-1]
-    pieces = []
-    for env, change in enumerate(changes):
-        edges = [0, *(np.flatnonzero(change) + 1).tolist(), rows.ids.shape[1]]
-        pieces += [Piece(rows.batch, env, a, b) for a, b in pairwise(edges)]
-    return pieces
-
-
-def _add(found: dict[int, _Open], rows: Rows, piece: Piece) -> None:
+def _add(found: dict[int, _Open], rows: Rows, piece: Piece, gaps: int) -> None:
     traj_id = int(rows.ids[piece.env, piece.start])
     episode = found.get(traj_id)
     if episode is None:
@@ -123,7 +115,9 @@ def _add(found: dict[int, _Open], rows: Rows, piece: Piece) -> None:
         begun = piece.start > 0 or rows.follows
         if rows.is_init is not None:
             begun = bool(rows.is_init[piece.env, piece.start])
-        episode = found[traj_id] = _Open(begun)
+        episode = found[traj_id] = _Open(begun, gaps)
+    episode.holes |= not episode.ended and episode.gaps != gaps
+    episode.gaps = gaps
     last = piece.env, piece.stop - 1
     episode.pieces.append(piece)
     episode.episode_return += float(rows.reward[piece.env, piece.start : piece.stop].sum())

@@ -40,7 +40,6 @@ class EpisodeHook:
         self._function, self._num_envs, self._done_key = function, num_envs, done_key
         self._known: dict[Key, tuple[Any, ...]] | None = None  # the columns: shape and dtype of the first episode's
         self._episodes = self._nothing_yet()
-        self._tails: set[int] = set()  # environments that may be in an episode whose beginning nobody has seen
         self._taken: TensorDict | None = None  # the batch of which ``watch`` was interrupted by an error
         self._ended: TensorDict | None = None  # the episodes that end in it
         self._under_way: TensorDict | None = None  # the batch of whole episodes that an error interrupted
@@ -49,7 +48,7 @@ class EpisodeHook:
 
     def begin_anew(self) -> None:
         """Forget what is going on: environments may be in the middle of episodes, which are not shown then."""
-        self._episodes, self._tails, self._under_way = self._nothing_yet(), set(range(self._num_envs)), None
+        self._episodes, self._under_way = self._nothing_yet(from_resets=False), None
 
     def watch(self, batch: TensorDict, envs: Envs = None, hidden: Sequence[Key] = ()) -> deque[TensorDict]:
         """Take the next batch of ``envs`` (None: all), ``[*lead, T]``; it is copied. After an error, call again with
@@ -65,12 +64,7 @@ class EpisodeHook:
             BadOption: see ``WholeEpisodes.push``.
         """
         if batch is not self._taken:
-            steps = _with_all_steps(batch)
-            if not self._tails.isdisjoint(self._numbers(envs)):
-                self.skip(steps[..., :1], envs)
-                steps = steps[..., 1:]
-            if steps.shape[-1]:
-                self._episodes.add(steps, envs)
+            self._episodes.add(_with_all_steps(batch), envs)
             self._taken = batch
         if self._ended is None and (numbers := self._episodes.held):
             self._ended = self._episodes.take(numbers).batch
@@ -118,16 +112,12 @@ class EpisodeHook:
 
     def skip(self, batch: TensorDict, envs: Envs = None) -> None:
         """Take note of a batch that is not shown: episodes with a part in it are not either."""
-        self._tails.difference_update(self._numbers(envs))
         self._episodes.skip(_with_all_steps(batch), envs)
 
     # --- parts ------------------------------------------------------------------------------------
 
-    def _nothing_yet(self) -> WholeEpisodes:
-        return WholeEpisodes(num_envs=self._num_envs, rule=None, done_key=self._done_key)
-
-    def _numbers(self, envs: Envs) -> list[int]:
-        return list(range(self._num_envs)) if envs is None else [int(i) for i in envs]
+    def _nothing_yet(self, *, from_resets: bool = True) -> WholeEpisodes:
+        return WholeEpisodes(num_envs=self._num_envs, rule=None, done_key=self._done_key, from_resets=from_resets)
 
     def _call(self, episode: TensorDict) -> Any:
         return call_hook("on_episode_done", self._function, episode, KEPT)
