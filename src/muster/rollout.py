@@ -32,7 +32,11 @@ def rollout(group: Group, policy: Policy, lane: Lane) -> None:
     cells = group.progress.cells
     cells[PHASE] = Phase.STEP
     with group.context(), allowed():
-        fill(group, policy, lane)
+        act, step, acted = _start(group, policy, lane)
+        if acted:
+            _run(group, policy, _already_acted, step, lane, lane.done_steps, lane.acts_from)
+        if not lane.stopped:
+            _run(group, policy, act, step, lane, lane.acts_from, lane.T)
     completing = time.perf_counter_ns()
     group.leave(lane)
     cells[PHASE] = Phase.IDLE
@@ -46,7 +50,16 @@ def rollout(group: Group, policy: Policy, lane: Lane) -> None:
 
 
 def fill(group: Group, policy: Policy, lane: Lane) -> None:
-    """The steps of ``rollout``, within ``Group.context``; ``Group.leave`` completes them."""
+    """The steps of ``rollout`` for a policy without a first call, within ``Group.context``; ``Group.leave`` completes
+    them.
+    """
+    act, step, _ = _start(group, policy, lane)
+    if not lane.stopped:
+        _run(group, policy, act, step, lane, lane.acts_from, lane.T)
+
+
+def _start(group: Group, policy: Policy, lane: Lane) -> tuple[Act, Step, bool]:
+    """What acts and steps in this lane, and whether the policy has acted for the first row."""
     group.enter(lane)
     begin = lane.done_steps
     acted = begin == 0 and not lane.stopped and group.take_primed(lane)
@@ -60,11 +73,7 @@ def fill(group: Group, policy: Policy, lane: Lane) -> None:
             raise
         raise policy_error(policy, error) from error
     cells[PHASE] = phase
-    step = group.env.start(lane)
-    if acted:
-        _run(group, policy, _already_acted, step, lane, begin, begin + 1)
-    if not lane.stopped:
-        _run(group, policy, act, step, lane, lane.acts_from, lane.T)
+    return act, group.env.start(lane), acted
 
 
 def _run(group: Group, policy: Policy, act: Act, step: Step, lane: Lane, begin: int, end: int) -> None:

@@ -91,7 +91,8 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
                 "this collector is being iterated already. Use one `for` loop at a time; drop the first iterator "
                 "(`del it`) to begin another, or end the background thread with `async_shutdown()`."
             )
-        batches = self._batches()
+        after = self._log if self._logged is not None else None
+        batches = self._engine.iterate(self._check_open, self._before_batch, after)
         self._iterator = weakref.ref(batches)
         return batches
 
@@ -334,25 +335,10 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
         if options.seed is not None:
             self.set_seed(options.seed)
 
-    def _batches(self) -> Generator[Any, None, None]:
-        engine, total = self._engine, self.options.total_frames
-        outlet, here = engine.outlet, engine.source.crew.owner is None
-        while total < 0 or engine.counted < total or not outlet.is_empty:
-            if self._closed or self._background is not None or not here:
-                self._check_open()
-            if not outlet.is_direct:
-                outlet.go_on()  # with what an error has kept
-            if not outlet.ready:
-                self._autosave.now_and_then(self)  # the user is done with the batch before
-                self._before_batch()
-                engine.put_batch()
-                if self._logged is not None:
-                    self._log()
-            if outlet.ready:
-                yield outlet.take()  # the user's alone while the next one is collected
-
     def _before_batch(self) -> None:
-        """Whenever another batch is wanted."""
+        """Whenever another batch is wanted, and the user is done with the one before."""
+        if self.options.autosave is not None:
+            self._autosave.now_and_then(self)
 
     def _go_into_background(self) -> None:
         """Before a thread begins to collect."""
@@ -409,6 +395,8 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
         return [owner for owner in owners if owner]
 
     def _check_open(self) -> None:
+        if not self._closed and self._background is None and self._engine.source.crew.owner is None:
+            return
         for owner in self._owners():
             owner.check()
         self._raise_from_background()

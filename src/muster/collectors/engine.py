@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -122,6 +122,29 @@ class Engine:
     def policy(self, policy: Policy) -> None:
         assert self.local is not None
         self.local.policies["policy"] = policy
+
+    def iterate(
+        self, check_open: Callable[[], None], before: Callable[[], None], after: Callable[[], None] | None
+    ) -> Generator[Any, None, None]:
+        """What iteration yields, until ``total_frames``.
+
+        Args:
+            check_open: raises if nothing can be collected any more.
+            before: called when the user is done with the batch before, and another one is wanted.
+            after: called when it has been collected.
+        """
+        total, outlet = self.options.total_frames, self.outlet
+        while total < 0 or self.counted < total or not outlet.is_empty:
+            check_open()
+            if not outlet.is_direct:
+                outlet.go_on()  # with what an error has kept
+            if not outlet.ready:
+                before()
+                self.put_batch()
+                if after is not None:
+                    after()
+            if outlet.ready:
+                yield outlet.take()  # the user's alone while the next one is collected
 
     def put_batch(self) -> None:
         """One batch through hooks into the outlet."""
@@ -343,8 +366,16 @@ class Engine:
         like = request.limit, request.rows, request.closes, request.bootstrap
         if self._unmade is not None and self._unmade[0] != like:
             self.source.crew.accounts[0].discarded["interrupted"] += self._give_up_unmade()
-        if self._unmade is None:
-            self._unmade = like, self._fill(request)
+        if self._unmade is None and isinstance(self.source, FirstReady):
+            if isinstance(self.weights, SentWeights):
+                self.weights.catch_up()
+            self._unmade = like, self.source.collect(request)
+        elif self._unmade is None:
+            request.version = self.weights.hold()  # the same for all groups, whatever is published meanwhile
+            try:
+                self._unmade = like, self.source.collect(request, self.delivery.reused)
+            finally:
+                self.weights.release()
         filled = self._unmade[1]
         batch = self.delivery.batch(filled)
         self._unmade = None
@@ -357,17 +388,6 @@ class Engine:
             self.delivery.give_up(self._unmade[1])
         self._unmade = None
         return frames
-
-    def _fill(self, request: CollectRequest) -> FilledSlot:
-        if isinstance(self.source, FirstReady):
-            if isinstance(self.weights, SentWeights):
-                self.weights.catch_up()
-            return self.source.collect(request)
-        request.version = self.weights.hold()  # the same for all groups, whatever is published meanwhile
-        try:
-            return self.source.collect(request, self.delivery.reused)
-        finally:
-            self.weights.release()
 
     def _retire_dropped(self) -> None:
         """Nobody should wait for episodes of groups that are gone."""

@@ -121,6 +121,7 @@ class MultiCollector(BaseCollector):
         return found
 
     def _before_batch(self) -> None:
+        super()._before_batch()
         if self.options.update_at_each_batch:
             self.update_policy_weights_()
 

@@ -7,12 +7,11 @@ from dataclasses import replace
 from typing import NoReturn, cast
 
 from muster.interrupts import postponed
-from muster.memory.slots import Layout, Slot, SlotRing, SlotState
+from muster.memory.slots import Lane, Layout, Slot, SlotRing, SlotState
 from muster.sources.crew import Crew, give_warnings
 from muster.sources.messages import Order, Report
 from muster.sources.schedule import Bundle, CollectRequest, FilledSlot, Schedule, filled
 from muster.sources.threads import GlobalStreams
-from muster.sources.worker import Worker
 
 
 class Sync(Schedule):
@@ -62,7 +61,12 @@ class Sync(Schedule):
             again = into is not None and into.layout == self.bundles[0].ring.layout
             self._filling = [_again(cast(Slot, into))] if again else [b.ring.take() for b in self.bundles]
         if local is not None:
-            self._work_here(local, request, policy)
+            for order, lane in self._missing(request, policy):
+                report = local.run(order, lane)
+                self.crew.enter(report)
+                if report.error is not None:
+                    _raise(report)
+                self._complete[order.group] = report
         else:
             before = None if self._streams is None else self._streams.before()
             self._work(request, policy)
@@ -72,9 +76,10 @@ class Sync(Schedule):
         give_warnings(self.crew)
         return self._filled()
 
-    def _work_here(self, local: Worker, request: CollectRequest, policy: str) -> None:
-        """The same in this thread, one group after another."""
+    def _missing(self, request: CollectRequest, policy: str) -> list[tuple[Order, Lane]]:
+        """What the worker of this thread has still to do for the slots."""
         limit = self._limit(request.limit, self._batch_groups())
+        missing: list[tuple[Order, Lane]] = []
         for bundle, slot in zip(self.bundles, self._filling, strict=True):
             for lane, group in enumerate(bundle.groups):
                 if group in self._complete:
@@ -93,11 +98,8 @@ class Sync(Schedule):
                     rule=None if request.rule is None else request.rule(group),
                     bootstrap=request.bootstrap,
                 )
-                report = local.run(order, slot.lanes[lane])
-                self.crew.enter(report)
-                if report.error is not None:
-                    _raise(report)
-                self._complete[group] = report
+                missing.append((order, slot.lanes[lane]))
+        return missing
 
     def _work(self, request: CollectRequest, policy: str) -> None:
         """Let every group fill its lane, and wait for all of them."""
