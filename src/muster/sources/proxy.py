@@ -317,7 +317,7 @@ class WorkerProxy:
             self.start()
 
     def take(self) -> Report | None:
-        return self.under_way.take()
+        return self.under_way.take() if self.under_way.reports else None
 
     def stop(self, number: int) -> None:
         if self.alive:
