@@ -715,26 +715,23 @@ def test_orphans_that_end_while_the_worker_lives_leave_no_zombies(start, light):
 def test_a_keeper_without_the_kernels_list_of_children_finds_them_all_the_same(monkeypatch):
     with subprocess.Popen(["sleep", "1000"]) as child:
         mine = [pid for pid in keeper.children() if pid == child.pid]
-        monkeypatch.setattr(keeper.Path, "read_text", missing := MissingList(keeper.Path.read_text))
+        monkeypatch.setattr(keeper, "_text", missing := MissingList(keeper._text))
         assert [pid for pid in keeper.children() if pid == child.pid] == mine == [child.pid]
         assert missing.asked
         child.kill()
 
 
 class MissingList:
-    """``Path.read_text`` on a kernel without CONFIG_PROC_CHILDREN."""
+    """Reads files on a kernel without CONFIG_PROC_CHILDREN."""
 
     def __init__(self, honest):
         self.honest, self.asked = honest, False
 
-    def __get__(self, path, _):
-        def read_text(*args):
-            if path.name == "children":
-                self.asked = True
-                raise FileNotFoundError(path)
-            return self.honest(path, *args)
-
-        return read_text
+    def __call__(self, path):
+        if path.endswith("/children"):
+            self.asked = True
+            raise FileNotFoundError(path)
+        return self.honest(path)
 
 
 def test_many_ends_at_once_are_all_reported(start, light):

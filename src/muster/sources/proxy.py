@@ -193,8 +193,11 @@ class WorkerProxy:
 
     @state.setter
     def state(self, state: WorkerState) -> None:
-        assert state in _NEXT[self._state], f"worker {self.index}: {self._state.name} -> {state.name}"
+        self._check_next(state)
         self._state = state
+
+    def _check_next(self, state: WorkerState) -> None:
+        assert state in _NEXT[self._state], f"worker {self.index}: {self._state.name} -> {state.name}"
 
     @property
     def alive(self) -> bool:
@@ -231,13 +234,15 @@ class WorkerProxy:
         self._owner.check()
         is_successor = self._state is WorkerState.DEAD
         joins = self.host.elastic and not is_successor
+        started = WorkerState.JOINING if joins else WorkerState.RUNNING
+        self._check_next(started)
         if is_successor:
             self.config = replace(self.config, generation=self.config.generation + 1)
         self.infos = self.failure = self._answer = self._awaited = None
         self.under_way.entered.clear()
         name = f"muster-worker-{self.index}"
         self.process = WorkerProcess(*self.host.start(name, not self.config.generation))
-        self.state = WorkerState.JOINING if joins else WorkerState.RUNNING
+        self.state = started
         if joins:
             self._send_config(replace(self.config, place=None))
             return
@@ -312,7 +317,7 @@ class WorkerProxy:
             self.start()
 
     def take(self) -> Report | None:
-        return self.under_way.take()
+        return self.under_way.take() if self.under_way.reports else None
 
     def stop(self, number: int) -> None:
         if self.alive:

@@ -186,7 +186,7 @@ class Supervisor:
 
     def _take_note(self, handle: WorkerProxy) -> None:
         """Of reports that have come."""
-        if handle.state is WorkerState.JOINING and handle.infos is not None and self.accounts:
+        if self.elastic and handle.state is WorkerState.JOINING and handle.infos is not None:
             self._welcome(handle, handle.infos)
         error = self._take_note_of_reports(handle)
         if error is not None:

@@ -44,10 +44,8 @@ class UnderWay:
         self.fresh.append(report)
         self._reported[report.number] = self._slots.pop(report.number)
 
-    def take(self) -> Report | None:
+    def take(self) -> Report:
         """The oldest report."""
-        if not self.reports:
-            return None
         report = self.reports.popleft()
         del self.outstanding[report.number], self._reported[report.number]
         return report

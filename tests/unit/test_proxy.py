@@ -1,0 +1,142 @@
+"""A worker as its crew sees it: what a successor is told, whose answer is whose, and which states follow on which."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from muster.errors import WorkerError
+from muster.memory.shared import Arena
+from muster.memory.slots import Layout, Slot
+from muster.sources.config import Columns, WorkerConfig, WorkerPlace
+from muster.sources.failures import pack
+from muster.sources.launch import Child
+from muster.sources.messages import Order
+from muster.sources.proxy import WorkerHost, WorkerProxy, WorkerState
+from muster.sources.requests import BIRTH, Answer, Ask, EnableGrad, LayOut, RolloutRequest, Seed
+from muster.sources.threads import LocalLedger
+
+
+class Wire:
+    """The parent's end of a channel to a worker that says what a test lets it say."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.said: deque[Any] = deque()
+
+    def fileno(self) -> int:
+        return -1
+
+    def send(self, message: Any, fds: Sequence[int] = (), timeout: float | None = None) -> None:
+        self.sent.append(message)
+
+    def poll(self) -> bool:
+        return bool(self.said)
+
+    def receive(self, timeout: float | None = None) -> tuple[Any, list[int]]:
+        return self.said.popleft(), []
+
+    def close(self) -> None:
+        """There is nothing to release."""
+
+
+class Gone(Child):
+    """A process that ends when it is killed."""
+
+    pid, late, lost = 1, False, ""
+
+    def kill(self) -> None:
+        """It has."""
+
+    def close(self) -> None:
+        """There is nothing to release."""
+
+
+class Answering:
+    """Implements ``Patience``: the worker answers at once, as the test says; an exception is raised instead."""
+
+    def __init__(self) -> None:
+        self.answers: deque[Callable[[int], Sequence[Answer]] | BaseException] = deque()
+
+    def wait_for(self, handle: WorkerProxy, ready: Callable[[], bool]) -> None:
+        answer = self.answers.popleft() if self.answers else lambda number: [Answer(number)]
+        if isinstance(answer, BaseException):
+            raise answer
+        wire = handle.process.channel
+        wire.said += answer(wire.sent[-1].number)
+        handle.pump()
+        assert ready()
+
+    def told(self, handle: WorkerProxy, method: str, args: Sequence[Any]) -> None:
+        """Nobody keeps histories."""
+
+    def restarted(self, handle: WorkerProxy) -> None:
+        """Nobody keeps histories."""
+
+    def ends(self, handle: WorkerProxy) -> None:
+        """Nobody keeps accounts."""
+
+
+@pytest.fixture
+def proxy():
+    """Of a worker that has its place."""
+    arena = Arena.create("muster-test")
+    host = WorkerHost(lambda name, first: (Gone(), Wire(), LocalLedger()), arena, None, 1.0)
+    config = WorkerConfig(3, [0], [b""], b"", b"", False, b"", in_thread=True)
+    made = WorkerProxy(config, host, Answering())
+    made.start()
+    made.process.channel.said.append(Answer(BIRTH, ["info"]))
+    made.pump()
+    made.assign(WorkerPlace([0], 1, False, 5))
+    yield made
+    arena.close()
+
+
+def test_a_successor_gets_the_config_that_its_predecessor_would_have_now(proxy):
+    proxy.call("seed", 7, True)
+    proxy.call("enable_grad", True)
+    proxy.call("layouts", "policy", [4], None)
+    requests = [message.request for message in proxy.process.channel.sent[2:]]
+    assert requests == [Seed(7, True), EnableGrad(True), LayOut(Columns("policy", [4]))]
+    order = Order(1, 0, 0, "policy")
+    proxy.submit(order, Slot(Layout(1, 1, ()), "heap"))
+    proxy.end()
+    proxy.start()
+    config, *rest = proxy.process.channel.sent
+    assert (config.generation, config.makers) == (1, [b""])
+    assert config.place == WorkerPlace([0], 1, False, 7, True, grad=True, columns=Columns("policy", [4]))
+    assert [message.order for message in rest if isinstance(message, RolloutRequest)] == [order]
+    assert len(rest) == 1, "nothing is told again message by message"
+
+
+def test_an_answer_that_nobody_waits_for_any_more_is_not_taken_for_another(proxy):
+    patience = proxy._patience
+    late = Answer(2, failure=pack(ValueError("late"), phase="call"))
+    patience.answers += [KeyboardInterrupt(), lambda number: [late, Answer(number, "of this one")]]
+    with pytest.raises(KeyboardInterrupt):
+        proxy.call("running")
+    assert [m.number for m in proxy.process.channel.sent if isinstance(m, Ask)] == [1, 2]
+    assert proxy.call("running") == "of this one"
+
+
+def test_a_failure_is_raised_where_it_was_asked_for(proxy):
+    failure = pack(ValueError("no"), phase="call")
+    proxy._patience.answers.append(lambda number: [Answer(number, failure=failure)])
+    with pytest.raises(WorkerError, match="no"):
+        proxy.call("running")
+    assert proxy.call("running") is None
+
+
+def test_a_state_follows_only_on_those_that_it_can_follow_on(proxy):
+    assert proxy.state is WorkerState.RUNNING
+    for state in (WorkerState.NEW, WorkerState.RESTARTING, WorkerState.CLOSED):
+        with pytest.raises(AssertionError, match=f"worker 3: RUNNING -> {state.name}"):
+            proxy.state = state
+    proxy.end()
+    assert (proxy.state, proxy.alive) == (WorkerState.DEAD, False)
+    proxy.state = WorkerState.DROPPED
+    with pytest.raises(AssertionError, match="DROPPED -> RUNNING"):
+        proxy.start()
