@@ -32,7 +32,7 @@ VALUES: tuple[Key, ...] = (("state_value",), ("value",))  # what policies call t
 
 
 @dataclass
-class NextRows:
+class BootstrapRows:
     """Rows that a policy would act on next: ``t`` and ``env`` of the steps before them, ``[k]``, and their columns.
 
     Attributes:
@@ -82,7 +82,7 @@ class After:
             if (row - 1, i) not in self._kept:  # else it is reset again, after an error, and its states are new ones
                 self._kept[row - 1, i] = {key: _copy(self._lane.data[key][row, i]) for key in self._states}
 
-    def values(self, policy: Policy | None) -> NextRows:
+    def values(self, policy: Policy | None) -> BootstrapRows:
         """What ``wanted`` says, when the rollout is over; without a policy others have to fill in the values."""
         made = self._gather()
         if policy is not None and len(made.t):
@@ -96,7 +96,7 @@ class After:
             made.values = np.empty(0, np.float32)
         return made
 
-    def _gather(self) -> NextRows:
+    def _gather(self) -> BootstrapRows:
         lane, n = self._lane, self._lane.done_steps
         terminated, truncated, ids = (
             lane.arrays[key][:n] for key in (next_of(TERMINATED), next_of(TRUNCATED), TRAJ_IDS)
@@ -121,10 +121,12 @@ class After:
                     rows[key][place] = False
                 elif cell in self._kept:
                     rows[key][place] = self._kept[cell][key]
-        return NextRows(t, env, last, rows, lane.layout.columns)
+        return BootstrapRows(t, env, last, rows, lane.layout.columns)
 
 
-def rollout_and_values(group: Group, policy: Policy, lane: Lane, wanted: Bootstrap, asked: Policy | None) -> NextRows:
+def rollout_and_values(
+    group: Group, policy: Policy, lane: Lane, wanted: Bootstrap, asked: Policy | None
+) -> BootstrapRows:
     """``rollout``, and ``After.values`` of ``asked``; where only the values are missing, only these."""
     if lane.done_steps == 0:
         lane.cache.pop(COMPLETE, None)
@@ -162,7 +164,7 @@ def spare_lane(columns: tuple[Column, ...], B: int, batch_shape: tuple[int, ...]
 
 
 def fill_values(
-    made: NextRows, policy: Policy, rng: GroupRng, lane: Lane, around: AbstractContextManager[None]
+    made: BootstrapRows, policy: Policy, rng: GroupRng, lane: Lane, around: AbstractContextManager[None]
 ) -> None:
     """Ask the policy, a row of ``lane`` at a time; random streams are as before afterwards.
 

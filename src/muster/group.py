@@ -17,7 +17,7 @@ from muster.episodes.record import Episodes
 from muster.episodes.rules import Rule
 from muster.errors import BadEnvOutput, BadPolicyOutput
 from muster.keys import IS_INIT, POLICY_VERSION, RESUMED, STEP_COUNT, TRAJ_DONE, TRAJ_IDS, VALID, Key, next_of
-from muster.marks import NEVER, Final, NextRows, cut_after_end, mark_end, mark_valid, marks_of
+from muster.marks import NEVER, Final, NextObservations, cut_after_end, mark_end, mark_valid, marks_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
 from muster.progress import BEFORE, KNOWN, Phase, Progress, Timing
@@ -38,7 +38,7 @@ class LaneViews:
     """What a group reads and writes of a lane in every rollout; made once per slot.
 
     Attributes:
-        next_rows: see ``NextRows.columns_of``.
+        next_rows: see ``NextObservations.columns_of``.
         carried: columns with what comes after the last row, and their rows.
         states: rows of those that the environments do not write, and their value at a reset.
         marks: see ``marks_of``.
@@ -117,7 +117,7 @@ class Group:
         self.resumed: list[int] | None = None  # environments whose next row begins anew after a load; None: no load
         self._obs_keys = list(env.observation_specs)
         row_bytes, shown = sum(row.nbytes for row in self.carry.values()), not (env.writes_next or options.compact_obs)
-        self._next = NextRows(self._obs_keys, shown=shown, row_bytes=row_bytes)
+        self._next = NextObservations(self._obs_keys, shown=shown, row_bytes=row_bytes)
         self._primed: tuple[Policy, Outputs, int | str] | None = None
         self.due = Due(range(self.B))
         self._deadline = np.full(self.B, NEVER, np.int64)  # row at which max_frames_per_traj is reached

@@ -31,7 +31,7 @@ class Final:
     leaves: dict[Key, Array]
 
 
-class NextRows:
+class NextObservations:
     """``next`` observations: copied from the rows after, in pieces, before resets overwrite these.
 
     Args:

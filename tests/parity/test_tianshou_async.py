@@ -21,7 +21,7 @@ from tianshou.env.worker import DummyEnvWorker
 
 from muster.dialects import tianshou as dialect
 from muster.dialects.tianshou.async_envs import AsyncVectorEnvs
-from muster.dialects.tianshou.policies import Actor
+from muster.dialects.tianshou.policies import TianshouActor
 from muster.dialects.tianshou.sampling import Sampling
 from muster.errors import BadOption, EnvError
 from tests.parity.tianshou_envs import ACTIONS, POLICIES, Counting
@@ -279,7 +279,7 @@ def collecting(envs: list[Counting], script: Script, policy: Any, **options: Any
 
 def test_rows_of_environments_on_their_way_repeat_what_was_observed_and_say_nothing_else() -> None:
     envs = AsyncVectorEnvs(scripted(one_by_one)([lambda n=n: Counting(n) for n in (2, 9, 9)]), np.zeros((3, 2), "f"))
-    sampling = Sampling(envs, Actor(envs, envs.venv.action_space))
+    sampling = Sampling(envs, TianshouActor(envs, envs.venv.action_space))
     sampling.begin(*envs.venv.reset())
     sampling.actor.begin(POLICIES["none"](ACTIONS["discrete"]()), random=False, noise=False, no_grad=True)
     arrays = sampling.make(6, None, None).arrays

@@ -30,7 +30,7 @@ from muster.cli import doctor
 from muster.cli.doctor import known_bad
 from muster.cli.main import main
 from muster.cli.numbers import frames_per_batch, parse_count
-from muster.cli.report import Bar, Lines, Returns, clock, short, summary, worker_lines
+from muster.cli.report import Bar, PlainProgress, Returns, clock, short, summary, worker_lines
 from muster.errors import BadOption
 from muster.recording import Recorder, load
 from muster.stats import CollectorStats, WorkerStats
@@ -721,7 +721,7 @@ def stats(**changes: Any) -> CollectorStats:
 
 
 def test_lines_are_limited_by_time_not_by_batches(capsys: pytest.CaptureFixture[str]) -> None:
-    never, always = Lines(1000, every_s=1e9), Lines(1000, every_s=0)
+    never, always = PlainProgress(1000, every_s=1e9), PlainProgress(1000, every_s=0)
     for _ in range(3):
         never.update(stats())
     assert capsys.readouterr().out == ""
@@ -826,7 +826,7 @@ def test_the_bar_looks_for_itself_while_no_batch_comes() -> None:
 
 
 def test_lines_tell_of_restarts(capsys: pytest.CaptureFixture[str]) -> None:
-    Lines(1000, every_s=0).update(stats(workers=(worker(0), worker(1, restarts=2)), restarts=2))
+    PlainProgress(1000, every_s=0).update(stats(workers=(worker(0), worker(1, restarts=2)), restarts=2))
     assert "episodes 0  restarts 2 (worker 1: 2)  eta" in capsys.readouterr().out
 
 

@@ -31,7 +31,7 @@ NO_TOKEN = (
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeCommand:
     """Be a node of a collector with the same token (MUSTER_TOKEN_FILE): run what it sends, until it says goodbye."""
 
     address: Annotated[Positional[str], arg(metavar="HOST:PORT")]
@@ -48,11 +48,11 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ClusterCommand:
     """Say how to collect with workers on nodes (other machines), and which engines for that are here."""
 
 
-def node(command: Node) -> int:
+def node(command: NodeCommand) -> int:
     """Run the command. Returns 0 after a goodbye, 1 if the collector ended without one, or cannot be reached.
 
     Raises:
@@ -235,7 +235,7 @@ def _first_signal_ignored() -> Iterator[None]:
 # --- what there is ------------------------------------------------------------------------------------
 
 
-def cluster(_: Cluster) -> int:
+def cluster(_: ClusterCommand) -> int:
     """Run the command."""
     for name, (state, lines) in engines().items():
         print(f"{name:<10} {state}")

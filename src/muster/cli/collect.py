@@ -112,7 +112,7 @@ def collect(command: Collect) -> int:
         stack.enter_context(in_short(command.env, allow_import=command.allow_import))
         collector = stack.enter_context(_make_collector(command, chosen.policy, frames))
         recorder = stack.enter_context(_recorder(command, chosen.description)) if command.out else None
-        run = _Run(command, collector, recorder, stop)
+        run = _Collection(command, collector, recorder, stop)
         run.loop()
         if recorder is not None:
             with _full_disk(recorder):
@@ -123,7 +123,7 @@ def collect(command: Collect) -> int:
 
 
 @dataclass
-class _Run:
+class _Collection:
     """One collection, from the first batch to the summary."""
 
     command: Collect

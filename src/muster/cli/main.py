@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-from muster.cli.cluster import Cluster, Node, cluster, node
+from muster.cli.cluster import ClusterCommand, NodeCommand, cluster, node
 from muster.cli.collect import Collect, collect
 from muster.cli.doctor import Doctor, doctor
 from muster.cli.eval import Eval, evaluate
@@ -22,8 +22,8 @@ COMMANDS: dict[type, Callable[[Any], int]] = {
     Collect: collect,
     Eval: evaluate,
     Tune: tune,
-    Cluster: cluster,
-    Node: node,
+    ClusterCommand: cluster,
+    NodeCommand: node,
     Replay: replay,
     Doctor: doctor,
 }

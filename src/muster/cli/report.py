@@ -37,7 +37,7 @@ class Returns:
         return math.sqrt(self._squares / self.count) if self.count else 0.0
 
 
-class Lines:
+class PlainProgress:
     """For logs and pipes: a line now and then, not one per batch.
 
     Args:
@@ -129,7 +129,7 @@ def reporting(
         with Bar(total, look) as bar:
             yield bar.update
     else:
-        yield Lines(total).update
+        yield PlainProgress(total).update
 
 
 def worker_lines(workers: Sequence[WorkerStats]) -> list[str]:

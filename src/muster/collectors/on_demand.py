@@ -17,7 +17,7 @@ from muster.collectors.choice import Choice
 from muster.collectors.contradictions import NEEDS_ENVS
 from muster.collectors.engine import Engine
 from muster.collectors.next_values import add_next_values
-from muster.collectors.on_demand_parts import Made, Part, Rollout, joined
+from muster.collectors.on_demand_parts import CollectedRollout, Made, Part, joined
 from muster.collectors.outlet import Passage
 from muster.episodes.record import Episodes, join_episodes
 from muster.episodes.rules import NobodyLetGo, PerEnv, Rule, RuleName
@@ -55,7 +55,7 @@ class OnDemand:
         self._interrupted: Asked | None = None  # by an error
         self._choice: Choice  # of the call that collects episodes
         self._parts: list[Part] = []  # of the call that collects steps
-        self._rollout: Rollout | None = None  # that is to be one, and has no values of next observations yet
+        self._rollout: CollectedRollout | None = None  # that is to be one, and has no values of next observations yet
         self._unkept: tuple[TensorDict, Array, int] | None = None  # a rollout for the store: its environments, frames
         self._random = False  # what is in the store
 
@@ -123,7 +123,7 @@ class OnDemand:
         self._parts, self._interrupted = [], None  # only now: if they cannot be joined, the next call tries again
         return made
 
-    def _roll_out(self, asked: Asked, missing: int) -> Rollout:
+    def _roll_out(self, asked: Asked, missing: int) -> CollectedRollout:
         """One of those that make up ``missing`` steps."""
         engine, n = self._engine, asked.n_step or 0
         others: dict[str, Any] = {"acting": "random" if asked.random else None, "bootstrap": asked.values}
@@ -139,9 +139,9 @@ class OnDemand:
                 batch.set(VALID, self._valid(batch, n))
         frames = engine.frames - before
         engine.undelivered += frames
-        return Rollout(batch, hidden, frames, engine.episodes, engine.env_ids, engine.values)
+        return CollectedRollout(batch, hidden, frames, engine.episodes, engine.env_ids, engine.values)
 
-    def _part(self, asked: Asked, rollout: Rollout) -> Part:
+    def _part(self, asked: Asked, rollout: CollectedRollout) -> Part:
         """What is shown of a rollout. If the policy fails when it is asked for values, the next call asks again."""
         engine, batch, hidden = self._engine, rollout.batch, rollout.hidden
         try:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 
-class Rollout(NamedTuple):
+class CollectedRollout(NamedTuple):
     """What ``Engine.collect`` has made, and what the engine says of it."""
 
     batch: TensorDict

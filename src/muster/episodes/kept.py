@@ -25,7 +25,7 @@ class Span:
     kept: bool = True
 
 
-class Chunk:
+class CopiedRows:
     """A copy of the rows of one batch, ``[frames]``. It lives as long as an episode refers to it."""
 
     def __init__(self, rows: TensorDict) -> None:
@@ -64,7 +64,7 @@ class Chunk:
             start += span.length
 
 
-def gather(parts: Sequence[tuple[Chunk, Span]]) -> tuple[TensorDict, Array]:
+def gather(parts: Sequence[tuple[CopiedRows, Span]]) -> tuple[TensorDict, Array]:
     """The rows of these parts.
 
     The work is proportional to the rows of the parts, not to what else their chunks hold.
@@ -72,7 +72,7 @@ def gather(parts: Sequence[tuple[Chunk, Span]]) -> tuple[TensorDict, Array]:
     Returns:
         a TensorDict that has them, and their numbers in it, part by part.
     """
-    of_chunk: dict[Chunk, list[Span]] = {}
+    of_chunk: dict[CopiedRows, list[Span]] = {}
     for chunk, span in parts:
         of_chunk.setdefault(chunk, []).append(span)
     if len(of_chunk) == 1:

@@ -1,8 +1,8 @@
 """Which episodes count or come next, where several environments compete to end theirs: every rule, by its one name.
 
 A number of episodes that is fixed beforehand (``collect(n_episode=)``, ``Evaluator``) is shared out by a ``Rule``. A
-stream without an end (``trajs_per_batch``) is put in order by a ``Queue``. Where both have a rule of the same name it
-means the same.
+stream without an end (``trajs_per_batch``) is put in order by an ``EpisodeQueue``. Where both have a rule of the same
+name it means the same.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def check_rule(name: str) -> None:
         )
 
 
-class Queue(Protocol):
+class EpisodeQueue(Protocol):
     """Puts the complete episodes of a stream in the order in which they are delivered. Episodes are numbers.
 
     Number k is of environment ``k % num_envs``, and of the time ``k // num_envs`` of its first row.
@@ -259,7 +259,7 @@ class EqualShares:
         return due
 
 
-def make_queue(name: StreamRule, group: int, num_envs: int) -> Queue:
+def make_queue(name: StreamRule, group: int, num_envs: int) -> EpisodeQueue:
     """An empty queue.
 
     Args:

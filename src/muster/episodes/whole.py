@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import numpy as np
 import torch
 
-from muster.episodes.kept import Chunk, Span, gather
+from muster.episodes.kept import CopiedRows, Span, gather
 from muster.episodes.plain import from_plain, to_plain
 from muster.episodes.rules import ENDLESS, StreamRule, check_stream_rule, make_queue
 from muster.episodes.segment import ENDED, NEVER, Pieces, find_pieces, padded, take, time_last
@@ -66,7 +66,7 @@ class HeldEpisode:
     version: int
     length: int = 0
     end: int = GOING
-    parts: list[tuple[Chunk, Span]] = field(default_factory=list)
+    parts: list[tuple[CopiedRows, Span]] = field(default_factory=list)
 
 
 class WholeEpisodes:
@@ -143,7 +143,7 @@ class WholeEpisodes:
         self._due: list[int] = []  # those that do not, in order
         self._without_end = np.zeros(self.num_envs, np.int64)  # rows of each environment since an episode of it ended
         self._asked = 0  # what ended before was in ``new_ends`` already
-        self._sparse: set[Chunk] = set()  # whose rows were dropped in part since they were last compacted
+        self._sparse: set[CopiedRows] = set()  # whose rows were dropped in part since they were last compacted
 
     @property
     def held(self) -> list[int]:
@@ -173,7 +173,7 @@ class WholeEpisodes:
         pieces = find_pieces(batch, self.done_key)
         T = batch.shape[-1]
         if len(pieces.rows):
-            chunk = Chunk(take(batch, pieces.rows))
+            chunk = CopiedRows(take(batch, pieces.rows))
             place, t = np.divmod(pieces.rows[pieces.first], T)
             env, end = numbers[place], self._time.sum() + t + pieces.length - 1
             begin = (self._time[env] + t) * self.num_envs + env
@@ -357,7 +357,7 @@ class WholeEpisodes:
         self._first_open[:] = NO_MORE
         for env, episode in self._open.items():
             self._first_open[env] = episode.number if episode.number >= 0 else NO_MORE
-        chunk = None if state["rows"] is None else Chunk(from_plain(state["rows"]))
+        chunk = None if state["rows"] is None else CopiedRows(from_plain(state["rows"]))
         for episode in episodes:
             if chunk is not None and episode.length:
                 episode.parts.append((chunk, chunk.keep(self.frames_held, episode.length)))
@@ -401,7 +401,7 @@ class WholeEpisodes:
         return np.where(low == high, low, MIXED)
 
     def _follow(
-        self, chunk: Chunk, env: int, begin: int, first: int, length: int, traj_id: int, version: int
+        self, chunk: CopiedRows, env: int, begin: int, first: int, length: int, traj_id: int, version: int
     ) -> HeldEpisode:
         """Add a piece (rows of ``chunk`` from ``first`` on) to its episode, or to a new one of number ``begin``."""
         episode = self._open.get(env)

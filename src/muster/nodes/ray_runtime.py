@@ -29,7 +29,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass
-class _Run:
+class _RunningRay:
     """Ray, from a start to its shutdown; ``ours`` if a lease has started it."""
 
     ours: bool
@@ -50,7 +50,7 @@ class Lease:
     """
 
     _lock = threading.Lock()
-    _run: ClassVar[_Run | None] = None
+    _run: ClassVar[_RunningRay | None] = None
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         config = dict(config or {})
@@ -59,9 +59,9 @@ class Lease:
         with Lease._lock:
             if not ray.is_initialized():
                 _init(config)
-                Lease._run = _Run(ours=True)
+                Lease._run = _RunningRay(ours=True)
             elif Lease._run is None:
-                Lease._run = _Run(ours=False)
+                Lease._run = _RunningRay(ours=False)
             self._mine = Lease._run
             self._mine.holders += 1
 

@@ -122,7 +122,7 @@ def submitit_delayed_launcher(
             where = private_folder(folder)
             mains = Jobs(submitit_main_conf, where, cluster)
             nodes = Jobs(submitit_collection_conf, where, cluster)
-            run = _Run(where, num_jobs, restarts)
+            run = _Program(where, num_jobs, restarts)
             result: _R = run(mains, nodes, main, args, kwargs)
             return result
 
@@ -131,7 +131,7 @@ def submitit_delayed_launcher(
     return decorate
 
 
-class _Run:
+class _Program:
     """One call of a decorated program, on the login node."""
 
     def __init__(self, folder: Path, count: int, restarts: int) -> None:

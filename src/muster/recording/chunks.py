@@ -56,7 +56,7 @@ class Cut(BadRecording):
 
 
 @dataclass(frozen=True)
-class Leaf:
+class StoredTensor:
     """Where the values of one key lie in a chunk: ``shape`` is ``[N, *batch, *shape]``, or ``[bytes]`` for objects."""
 
     name: str  # of the safetensors tensor
@@ -81,7 +81,7 @@ class Chunk:
     batch_size: tuple[int, ...]
     names: tuple[str | None, ...]
     order: tuple[int, ...]  # batch dimension ``order[i]`` is the stored dimension ``i``
-    leaves: Mapping[Key, Leaf]
+    leaves: Mapping[Key, StoredTensor]
     manifest: Mapping[str, Any]
 
     @property
@@ -195,7 +195,7 @@ def _parse(path: Path, size: int, header: dict[str, Any], data: int) -> Chunk:
         raise ValueError("more frames than bytes")  # a leaf of a frame is never smaller than that
     stored = (batches, *(batch_size[i] for i in order))
     objects = set(about["objects"])
-    leaves: dict[Key, Leaf] = {}
+    leaves: dict[Key, StoredTensor] = {}
     position = data
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape = DTYPES[entry["dtype"]], _shape(entry["shape"])
@@ -206,7 +206,8 @@ def _parse(path: Path, size: int, header: dict[str, Any], data: int) -> Chunk:
             raise ValueError(f"{name!r} has shape {shape}, and the batches {stored}")
         if name in objects and (dtype != torch.uint8 or len(shape) != 1):
             raise ValueError(f"{name!r} is no text")
-        leaves[_key(name)] = Leaf(name, dtype, shape, start, stop, int(about["crc32"][name], 16), name in objects)
+        crc32 = int(about["crc32"][name], 16)
+        leaves[_key(name)] = StoredTensor(name, dtype, shape, start, stop, crc32, name in objects)
         position = stop
     if any(key[:n] in leaves for key in leaves for n in range(1, len(key))):
         raise ValueError("a key is also the parent of another one")

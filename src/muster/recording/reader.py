@@ -19,7 +19,7 @@ import torch
 from muster.errors import BadRecording
 from muster.keys import DONE, REWARD, TERMINATED, TRAJ_IDS, TRUNCATED, Key, dotted, next_of
 from muster.recording import files
-from muster.recording.chunks import MAX_HEADER_BYTES, Chunk, Cut, Leaf, as_bytes, damaged, read_chunk
+from muster.recording.chunks import MAX_HEADER_BYTES, Chunk, Cut, StoredTensor, as_bytes, damaged, read_chunk
 from muster.recording.episodes import Episode, Rows, find_episodes
 from muster.recording.writer import FORMAT, VERSION
 from muster.whole_files import TEMPORARY, read_json
@@ -257,7 +257,7 @@ def _map(chunk: Chunk) -> torch.UntypedStorage:
     return cast("torch.UntypedStorage", storage)
 
 
-def _tensor(chunk: Chunk, leaf: Leaf, storage: torch.UntypedStorage, place: int) -> torch.Tensor:
+def _tensor(chunk: Chunk, leaf: StoredTensor, storage: torch.UntypedStorage, place: int) -> torch.Tensor:
     shape = leaf.shape[1:]
     items = math.prod(shape)
     inner = [math.prod(shape[d + 1 :]) for d in range(len(shape))]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from muster.acting import call_policy, keep, store_outputs
-from muster.bootstrap import NextRows, fill_values, spare_lane
+from muster.bootstrap import BootstrapRows, fill_values, spare_lane
 from muster.envs.build import BuiltEnv
 from muster.keys import IS_INIT, POLICY_VERSION, Key
 from muster.memory.slots import Lane, Layout, Slot
@@ -42,7 +42,7 @@ _Pairs3 = tuple[_Pairs, _Pairs, _Pairs]
 
 
 @dataclass
-class Rollout:
+class ServedRollout:
     """What a worker is at.
 
     Attributes:
@@ -166,12 +166,12 @@ class Actor:
 
     # --- acting -----------------------------------------------------------------------------------
 
-    def begin(self, number: int, group: int, lane: Lane) -> Rollout:
+    def begin(self, number: int, group: int, lane: Lane) -> ServedRollout:
         """A rollout, with the newest weights."""
         self._take_weights()
-        return Rollout(number, group, lane, self._weights.version or 0)
+        return ServedRollout(number, group, lane, self._weights.version or 0)
 
-    def act(self, asked: Sequence[tuple[Rollout, int]]) -> None:
+    def act(self, asked: Sequence[tuple[ServedRollout, int]]) -> None:
         """Act on a row of each rollout, in one call of the policy. Its errors come as those of ``muster.errors``."""
         version = self._weights.version or 0
         for rollout, row in asked:
@@ -185,7 +185,7 @@ class Actor:
             self._act_together(asked, first=first)
         self._acted.update(rollout.group for rollout, _ in asked)
 
-    def path(self, rollout: Rollout) -> str:
+    def path(self, rollout: ServedRollout) -> str:
         """How actions were computed, for ``stats()``."""
         alone = self._policies.get(rollout.lane.layout.lead) if rollout.act is not None else None
         return f"server: {(alone or self.any_policy()).path}"
@@ -198,7 +198,7 @@ class Actor:
         self._grad = on
         self._epoch += 1
 
-    def value(self, group: int, made: NextRows) -> NextRows:
+    def value(self, group: int, made: BootstrapRows) -> BootstrapRows:
         """Fill in the values of rows that a group would act on next."""
         info, rng = self._infos[group], self._rngs[group]
         lead, some = info.batch_shape, np.arange(info.num_envs) % len(made.t)
@@ -217,7 +217,7 @@ class Actor:
         fill_values(made, policy, rng, spare_lane(made.columns, info.num_envs, lead), around())
         return made
 
-    def _act_alone(self, rollout: Rollout, row: int, *, first: bool) -> None:
+    def _act_alone(self, rollout: ServedRollout, row: int, *, first: bool) -> None:
         """Where the rows lie."""
         lane, rng = rollout.lane, self._rngs[rollout.group]
         policy = self._policy_for(lane.layout.lead, lambda: self._seen(lane, row), rng)
@@ -230,7 +230,7 @@ class Actor:
                 rollout.act, rollout.epoch = call_policy(policy, lambda: policy.start(lane, rng)), self._epoch
             rollout.act(row)
 
-    def _act_together(self, asked: Sequence[tuple[Rollout, int]], *, first: bool) -> None:
+    def _act_together(self, asked: Sequence[tuple[ServedRollout, int]], *, first: bool) -> None:
         """Gather rows, act on all of them at once, and give every lane its part."""
         (leader, row), B = asked[0], sum(rollout.lane.B for rollout, _ in asked)
         rng, size = self._rngs[leader.group], (B, leader.lane.T)
@@ -270,7 +270,7 @@ class Actor:
             outputs = call_policy(policy, lambda: policy.first(self._seen(lane, row), rng))
         store_outputs(keep(outputs), lane, row)
 
-    def _parts(self, asked: Sequence[tuple[Rollout, int]], stage: Lane) -> list[tuple[_Pairs3, int]]:
+    def _parts(self, asked: Sequence[tuple[ServedRollout, int]], stage: Lane) -> list[tuple[_Pairs3, int]]:
         """Where rows go from and to: for all at once, where their lanes lie evenly in one slot, else for each."""
         lanes = [rollout.lane for rollout, _ in asked]
         leader, row = asked[0]

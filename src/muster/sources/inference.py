@@ -18,7 +18,7 @@ from muster.acting import OWN, policy_error
 from muster.errors import MusterError
 from muster.interrupts import allowed
 from muster.memory.slots import Lane
-from muster.sources.actor import Actor, Rollout
+from muster.sources.actor import Actor, ServedRollout
 from muster.sources.build import WorkerOptions
 from muster.sources.failures import on_server, server_hung
 from muster.sources.lines import LOOK_S, Lines
@@ -79,7 +79,7 @@ class _Seat:
     worker: int
     handle: Seated
     envs: int  # of a group
-    rollout: Rollout | None = None
+    rollout: ServedRollout | None = None
     since: float = 0.0  # when its question was first seen
     seen: int = 0  # the number of that question
 
@@ -120,7 +120,7 @@ class InferenceServer:
             policy, options, self._weights, exclusive=dispatch.exclusive, keeps_streams=dispatch.keeps_streams
         )
         self._seats: dict[int, _Seat] = {}  # by worker
-        self._rollouts: dict[int, Rollout] = {}  # by order, until they are complete
+        self._rollouts: dict[int, ServedRollout] = {}  # by order, until they are complete
         self._turn = 0  # of the teams
         self._chosen: list[_Seat] = []
         self._held = threading.Event()
@@ -318,7 +318,7 @@ class InferenceServer:
                 return
             began = self._acting_since = time.monotonic()
             error: Exception | None = None
-            asked: list[tuple[Rollout, int]] = []
+            asked: list[tuple[ServedRollout, int]] = []
             try:
                 asked += [(self._rollout(seat), self.lines.row(seat.worker)) for seat in seats]
                 self.actor.act(asked)
@@ -334,7 +334,7 @@ class InferenceServer:
             for seat, number in zip(seats, numbers, strict=True):
                 self.lines.answer(seat.worker, number, failed=error is not None)
 
-    def _rollout(self, seat: _Seat) -> Rollout:
+    def _rollout(self, seat: _Seat) -> ServedRollout:
         number = self.lines.order(seat.worker)
         if seat.rollout is None or seat.rollout.number != number:
             orders = seat.handle.under_way

@@ -55,7 +55,7 @@ class PipePublisher:
         self._manifest, self._deadline_s = Manifest.of(weights), deadline_s
         self._published = 0
         first = self._message(weights, version)
-        self._lines = [_Line(first) for _ in range(workers)]
+        self._lines = [_WorkerSocket(first) for _ in range(workers)]
 
     def publish(self, weights: Weights, version: int | str, workers: Collection[int] | None = None) -> None:
         receiving = chosen(workers, len(self._lines))
@@ -102,7 +102,7 @@ class PipePublisher:
         return message
 
 
-class _Line:
+class _WorkerSocket:
     """The connection to one worker.
 
     Attributes:

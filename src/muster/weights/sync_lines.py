@@ -51,7 +51,7 @@ class Sender:
     def __init__(self, weights: Weights, workers: int, transport: Scheme, *, deadline_s: float) -> None:
         self._workers, self._deadline_s = workers, deadline_s
         self._publisher: Publisher = transport.publisher(weights, workers)
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, _ReceiverLine] = {}
         self._state = threading.Lock()
         self._serving = False
         folder = tempfile.mkdtemp(prefix="muster-weights-")  # mode 0700
@@ -120,13 +120,13 @@ class Sender:
                 ticket.close()
             if worker in self._lines:
                 self._lines[worker].close()
-            self._lines[worker] = _Line(line)
+            self._lines[worker] = _ReceiverLine(line)
 
-    def _meant(self, workers: Collection[int] | None) -> dict[int, _Line]:
+    def _meant(self, workers: Collection[int] | None) -> dict[int, _ReceiverLine]:
         return {worker: self._lines[worker] for worker in chosen(workers, self._workers) if worker in self._lines}
 
 
-class _Line:
+class _ReceiverLine:
     """A receiver that is there, as its sender sees it."""
 
     def __init__(self, line: socket.socket) -> None:
@@ -261,7 +261,7 @@ def _serve(listener: socket.socket, sender: weakref.ref[Sender]) -> None:
         del serving, line
 
 
-def _end(pid: int, folder: str, listener: socket.socket, publisher: Publisher, lines: dict[int, _Line]) -> None:
+def _end(pid: int, folder: str, listener: socket.socket, publisher: Publisher, lines: dict[int, _ReceiverLine]) -> None:
     if os.getpid() == pid:  # else a fork of the sender, which leaves alone what is the sender's
         for line in lines.values():
             line.close()

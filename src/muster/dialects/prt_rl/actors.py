@@ -25,7 +25,7 @@ NOTHING = torch.empty(0, 0)
 TAKEN = frozenset({"state", "next_state", "reward", "done", "last_value_est"})
 
 
-class Actor:
+class PrtRlActor:
     """A policy with ``act(state, deterministic=False) -> (action, dict)``; implements ``Policy``.
 
     What it returns with a graph is handed on with it, as prt_rl's ``PolicyGradient`` needs it, if the caller has

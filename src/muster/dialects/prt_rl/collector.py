@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from muster.dialects.base import GroupRunner, borrowed
-from muster.dialects.prt_rl.actors import Actor, HeadActor, Tensors
+from muster.dialects.prt_rl.actors import HeadActor, PrtRlActor, Tensors
 from muster.dialects.prt_rl.envs import PrtEnvs, Side, side_of
 from muster.dialects.prt_rl.selection import LastRow, Selection
 from muster.errors import BadOption, BadPolicyOutput, HookError
@@ -51,7 +51,7 @@ class Collector:
         self._side = side_of(env)
         self.metric = MetricsTracker(self._side.env.num_envs, logger)
         self._runner: GroupRunner | None = None
-        self._actor: Actor | HeadActor | None = None
+        self._actor: PrtRlActor | HeadActor | None = None
         self._failure: HookError | None = None
 
     def collect_experience(self, policy: Any, num_steps: int = 1, bootstrap: bool = True) -> Tensors:
@@ -77,7 +77,7 @@ class Collector:
         last = found["next_state"][-1], found["done"][-1]
         if self.flatten:
             found = {name: tensor.flatten(0, 1) for name, tensor in found.items()}
-        if bootstrap and isinstance(actor, Actor) and "value" in found:
+        if bootstrap and isinstance(actor, PrtRlActor) and "value" in found:
             found["last_value_est"] = actor.last_value(*last)
         return self._logged(found)
 
@@ -122,7 +122,7 @@ class Collector:
         """What was collected so far, in numbers; steps and episodes that no call returned included."""
         return self.metric
 
-    def _roll(self, policy: Any, T: int, chosen: Selection | None = None) -> tuple[Actor | HeadActor, Tensors]:
+    def _roll(self, policy: Any, T: int, chosen: Selection | None = None) -> tuple[PrtRlActor | HeadActor, Tensors]:
         """``T`` steps, or less if ``chosen`` is complete: ``(n, N, ...)`` each."""
         if self._actor is None or self._actor.policy is not policy:
             self._actor = _actor_of(policy, self._side)
@@ -133,7 +133,9 @@ class Collector:
             raise
         return actor, self._experience(actor, lane)
 
-    def _fill(self, actor: Actor | HeadActor, T: int, chosen: Selection | None) -> tuple[Actor | HeadActor, Lane]:
+    def _fill(
+        self, actor: PrtRlActor | HeadActor, T: int, chosen: Selection | None
+    ) -> tuple[PrtRlActor | HeadActor, Lane]:
         runner = self._started()
         if not actor.begin():
             runner.group.prime(actor.adapted)
@@ -145,7 +147,7 @@ class Collector:
         except BadPolicyOutput:
             if actor.unused is None or lane.done_steps or (chosen is not None and chosen.before):
                 raise
-            self._actor = Actor(actor.policy, self._side, actor.unused)  # which returns other things from now on
+            self._actor = PrtRlActor(actor.policy, self._side, actor.unused)  # which returns other things from now on
             return self._fill(self._actor, T, chosen)
         finally:
             self._count(lane)
@@ -166,7 +168,7 @@ class Collector:
             self._side.env.anew = True
         self.metric.abandon()
 
-    def _experience(self, actor: Actor | HeadActor, lane: Lane) -> Tensors:
+    def _experience(self, actor: PrtRlActor | HeadActor, lane: Lane) -> Tensors:
         """Copies of all that a lane has, ``(n, N, ...)`` each."""
         side, n = self._side, lane.done_steps
         state, next_state = (side.show(lane.tensors[key][:n]) for key in (OBSERVATION, next_of(OBSERVATION)))
@@ -197,7 +199,7 @@ class Collector:
         raise failure
 
 
-def _actor_of(policy: Any, side: Side) -> Actor | HeadActor:
+def _actor_of(policy: Any, side: Side) -> PrtRlActor | HeadActor:
     if isinstance(policy, Head):
         return HeadActor(policy, side)
     if not callable(getattr(policy, "act", None)):
@@ -205,4 +207,4 @@ def _actor_of(policy: Any, side: Side) -> Actor | HeadActor:
             f"policy is {type(policy).__name__}, expected an object with act(state, deterministic=False) -> (action, "
             f"dict), or a head such as muster.policies.categorical(net)"
         )
-    return Actor(policy, side)
+    return PrtRlActor(policy, side)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from muster.dialects.rlpyt.envs import RlpytEnvs
-from muster.dialects.rlpyt.trees import Part, as_array, overwrite
+from muster.dialects.rlpyt.trees import BufferPart, as_array, overwrite
 from muster.envs.previous import PREV_ACTION, PREV_REWARD
 from muster.errors import BadOption, BadPolicyOutput, CollectorTimeout, MusterError, WorkerDied
 from muster.keys import Key
@@ -26,7 +26,7 @@ class EvaluationStopped(MusterError):
     """The action server says that it has seen enough: the step it was asked for is not made."""
 
 
-class Actor(ABC):
+class RlpytActor(ABC):
     """Implements ``Policy``; ``agent_info`` is what the agent says besides its actions.
 
     Args:
@@ -38,7 +38,7 @@ class Actor(ABC):
 
     path, draws_globally = "rlpyt agent", True
 
-    def __init__(self, name: str, envs: RlpytEnvs, agent_info: Part | None) -> None:
+    def __init__(self, name: str, envs: RlpytEnvs, agent_info: BufferPart | None) -> None:
         self.name, self.envs, self.agent_info = name, envs, agent_info
 
     def first(self, obs: Mapping[Key, Any], rng: GroupRng) -> Outputs:
@@ -107,10 +107,10 @@ class Actor(ABC):
     def _conclude(self, last: Sequence[Any], value: Any) -> None: ...
 
 
-class Agent(Actor):
+class LocalAgent(RlpytActor):
     """An agent in this process; it gets tensors over the lane's rows."""
 
-    def __init__(self, agent: Any, envs: RlpytEnvs, agent_info: Part | None) -> None:
+    def __init__(self, agent: Any, envs: RlpytEnvs, agent_info: BufferPart | None) -> None:
         super().__init__(type(agent).__name__, envs, agent_info)
         self.agent = agent
 
@@ -136,7 +136,7 @@ class Agent(Actor):
             value[...] = as_array(self.agent.value(*last))
 
 
-class Server(Actor):
+class Server(RlpytActor):
     """An action server, which another process runs; rows go through a buffer ``[B]`` that both share.
 
     Args:
@@ -153,7 +153,7 @@ class Server(Actor):
         step_buffer: Any,
         sync: Any,
         envs: RlpytEnvs,
-        agent_info: Part | None,
+        agent_info: BufferPart | None,
         *,
         max_wait_s: float,
         stops: bool = False,
@@ -217,10 +217,12 @@ def check_actor(collector: Any, acts: str) -> None:
         )
 
 
-def actor_of(collector: Any, acts: str, envs: RlpytEnvs, agent_info: Part | None = None, stops: bool = False) -> Actor:
+def actor_of(
+    collector: Any, acts: str, envs: RlpytEnvs, agent_info: BufferPart | None = None, stops: bool = False
+) -> RlpytActor:
     """Who acts for a collector."""
     if acts == "agent":
-        return Agent(collector.agent, envs, agent_info)
+        return LocalAgent(collector.agent, envs, agent_info)
     return Server(
         collector.step_buffer_np, collector.sync, envs, agent_info, max_wait_s=collector.max_wait_s, stops=stops
     )

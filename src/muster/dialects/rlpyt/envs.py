@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from muster.dialects.rlpyt.trees import Part, mapped
+from muster.dialects.rlpyt.trees import BufferPart, mapped
 from muster.envs.checks import as_flag, reward_problem
 from muster.errors import BadEnvOutput, EnvError, MusterError, described
 from muster.keys import REWARD, Key, next_of
@@ -46,9 +46,9 @@ class RlpytEnvs(EnvBatch):
         envs: Sequence[Any],
         TrajInfoCls: Any,
         *,
-        observation: Part,
-        action: Part,
-        env_info: Part | None = None,
+        observation: BufferPart,
+        action: BufferPart,
+        env_info: BufferPart | None = None,
         reward_dtype: Any = np.float32,
     ) -> None:
         self.envs, self.num_envs, self.name = list(envs), len(envs), type(envs[0]).__name__

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from muster.dialects.rlpyt.actors import EvaluationStopped, actor_of, check_actor
 from muster.dialects.rlpyt.envs import RlpytEnvs
 from muster.dialects.rlpyt.sampling import RlpytRunner, options
-from muster.dialects.rlpyt.trees import Part
+from muster.dialects.rlpyt.trees import BufferPart
 from muster.errors import BadOption
 from muster.keys import ACTION, OBSERVATION
 
@@ -56,7 +56,7 @@ class BaseEvalCollector(ABC):
         self.traj_infos_queue = traj_infos_queue
         self.agent, self.sync, self.step_buffer_np = agent, sync, step_buffer_np
         self.unfinished_infos: list[Any] = []
-        self._evaluation: Evaluation | None = None
+        self._evaluation: EvaluationRun | None = None
         check_actor(self, self._acts)
 
     @abstractmethod
@@ -65,7 +65,7 @@ class BaseEvalCollector(ABC):
 
     def _evaluate(self, itr: int, deliver: Callable[[Any], None], enough: Callable[[], Any]) -> None:
         if self._evaluation is None:
-            self._evaluation = Evaluation(self, self._acts)
+            self._evaluation = EvaluationRun(self, self._acts)
         self.unfinished_infos = self._evaluation.run(itr, deliver, enough)
         lost = len(self.unfinished_infos)
         log.info("evaluation %s, worker %s: %s episodes were not finished, and do not count", itr, self.rank, lost)
@@ -119,7 +119,7 @@ class SerialEvalCollector(BaseEvalCollector):
         return completed
 
 
-class Evaluation:
+class EvaluationRun:
     """The environments of an evaluation collector, and who acts in them.
 
     Args:
@@ -131,9 +131,9 @@ class Evaluation:
         envs, buffer, self._collector = collector.envs, collector.step_buffer_np, collector
         self._resets = {} if acts == "server" else {0: envs[0].reset()}
         observation, action = (
-            (Part(buffer.observation, OBSERVATION, 1), Part(buffer.action, ACTION, 1))
+            (BufferPart(buffer.observation, OBSERVATION, 1), BufferPart(buffer.action, ACTION, 1))
             if acts == "server"
-            else (Part(self._resets[0], OBSERVATION, 0), Part(envs[0].action_space.null_value(), ACTION, 0))
+            else (BufferPart(self._resets[0], OBSERVATION, 0), BufferPart(envs[0].action_space.null_value(), ACTION, 0))
         )
         self._envs = RlpytEnvs(envs, collector.TrajInfoCls, observation=observation, action=action)
         self._envs.resets_made = self._resets

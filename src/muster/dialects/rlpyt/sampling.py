@@ -11,7 +11,7 @@ from muster.columns import RolloutOptions
 from muster.dialects.base import GroupRunner, borrowed
 from muster.dialects.rlpyt.actors import AGENT_INFO
 from muster.dialects.rlpyt.envs import ENV_INFO, RlpytEnvs
-from muster.dialects.rlpyt.trees import Part, leaves
+from muster.dialects.rlpyt.trees import BufferPart, leaves
 from muster.envs.previous import PREV_ACTION, PREV_REWARD, with_previous
 from muster.errors import BadOption
 from muster.keys import ACTION, DONE, OBSERVATION, REWARD, Key, dotted, next_of
@@ -71,7 +71,7 @@ class RlpytRunner(GroupRunner):
         self.inputs = AgentInputs(envs.observation.over(carry), prev_action, carry[PREV_REWARD])
 
 
-def envs_of(samples: Any, T: int, envs: Sequence[Any], TrajInfoCls: Any) -> tuple[RlpytEnvs, Part | None]:
+def envs_of(samples: Any, T: int, envs: Sequence[Any], TrajInfoCls: Any) -> tuple[RlpytEnvs, BufferPart | None]:
     """Environments whose values are stored as ``samples`` has room for them, and what has room for ``agent_info``.
 
     Raises:
@@ -91,11 +91,11 @@ def envs_of(samples: Any, T: int, envs: Sequence[Any], TrajInfoCls: Any) -> tupl
     return RlpytEnvs(
         envs,
         TrajInfoCls,
-        observation=Part(env.observation, OBSERVATION, 2),
-        action=Part(agent.action, ACTION, 2),
-        env_info=Part(env.env_info, ENV_INFO, 2) if hasattr(env, "env_info") else None,
+        observation=BufferPart(env.observation, OBSERVATION, 2),
+        action=BufferPart(agent.action, ACTION, 2),
+        env_info=BufferPart(env.env_info, ENV_INFO, 2) if hasattr(env, "env_info") else None,
         reward_dtype=env.reward.dtype,
-    ), Part(agent.agent_info, AGENT_INFO, 2) if hasattr(agent, "agent_info") else None
+    ), BufferPart(agent.agent_info, AGENT_INFO, 2) if hasattr(agent, "agent_info") else None
 
 
 def store(lane: Lane, samples: Any) -> None:

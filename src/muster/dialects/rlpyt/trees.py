@@ -31,7 +31,7 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
     return _rebuilt(tree, source)
 
 
-class Part:
+class BufferPart:
     """One buffer of rlpyt's as columns.
 
     Args:

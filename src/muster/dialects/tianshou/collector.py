@@ -19,7 +19,7 @@ from tianshou.utils.torch_utils import torch_train_mode
 from typing_extensions import Self
 
 from muster.dialects.tianshou.envs import VectorEnvs, listed
-from muster.dialects.tianshou.policies import Actor
+from muster.dialects.tianshou.policies import TianshouActor
 from muster.dialects.tianshou.sampling import Sampling
 from muster.dialects.tianshou.steps import StepByStep, Tally, add, takes_many
 from muster.episodes.rules import LastEven
@@ -148,7 +148,7 @@ class Collector:
         sampling = self._sampling
         if sampling is None or not sampling.envs.takes(obs):
             envs = self._make_envs(obs)
-            sampling = self._sampling = Sampling(envs, Actor(envs, self._action_space))
+            sampling = self._sampling = Sampling(envs, TianshouActor(envs, self._action_space))
         sampling.begin(obs, infos)
         return obs, infos
 

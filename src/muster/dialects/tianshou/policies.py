@@ -20,7 +20,7 @@ from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
 
 
-class Actor:
+class TianshouActor:
     """Chooses actions for the environments that are ready; implements ``Policy``.
 
     Args:

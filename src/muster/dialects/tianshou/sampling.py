@@ -13,7 +13,7 @@ from muster.columns import lane_columns
 from muster.dialects.base import GroupRunner, borrowed
 from muster.dialects.tianshou.envs import Row, VectorEnvs, batch_of, stacked
 from muster.dialects.tianshou.episodes import Going, Taken
-from muster.dialects.tianshou.policies import Actor
+from muster.dialects.tianshou.policies import TianshouActor
 from muster.episodes.rules import Rule
 from muster.keys import OBSERVATION, TERMINATED, TRUNCATED, next_of
 from muster.memory.slots import Lane, Layout
@@ -34,7 +34,7 @@ class Sampling(GroupRunner):
         last: what the last rollout was written into.
     """
 
-    def __init__(self, envs: VectorEnvs, actor: Actor) -> None:
+    def __init__(self, envs: VectorEnvs, actor: TianshouActor) -> None:
         super().__init__(envs, OPTIONS, rng=GroupRng(0))
         self.envs, self.actor = envs, actor
         row_bytes = Layout(1, envs.num_envs, lane_columns(envs, (), OPTIONS)).nbytes
