@@ -111,7 +111,7 @@ def test_shell_commands_are_run_by_ci(block: Block, words: list[str], tmp_path: 
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                timeout=100,
+                timeout=200,
             )
             assert done.returncode == 0, f"{block}: {shlex.join(words)}\n{done.stdout}"
         case _:

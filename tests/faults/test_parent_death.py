@@ -112,6 +112,7 @@ def test_nothing_outlives_a_program_that_is_killed_while_its_collector_is_made(s
     assert not program.family()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["stepping", "hung", "nodes", "nodes_hung"])
 def test_nothing_outlives_a_program_that_is_asked_to_end(start, place):
     program = start(place)
@@ -119,6 +120,7 @@ def test_nothing_outlives_a_program_that_is_asked_to_end(start, place):
     assert program.end() == ("", -signal.SIGTERM)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "send"),
     [("idle", os.kill), ("stepping", os.kill), ("stepping", os.killpg), ("waiting", os.kill), ("threads", os.killpg)],
@@ -134,6 +136,7 @@ def test_ctrl_c_is_one_traceback_and_a_clean_end(start, place, send):
         assert OracleEnv.read(program.folder / "counts")[:, 3].tolist() == [1, 1], "environments were closed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "send"), [("nodes", os.kill), ("nodes", os.killpg), ("nodes_joining", os.kill)])
 def test_ctrl_c_ends_nodes_too(start, place, send):
     program = start(place)
@@ -146,6 +149,7 @@ def test_ctrl_c_ends_nodes_too(start, place, send):
         assert OracleEnv.read(program.folder / "counts")[:, 3].tolist() == [1, 1], "environments were closed"
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_shutdown_that_takes_too_long(start):
     program = start("closing_hangs")
     os.kill(program.process.pid, signal.SIGINT)
@@ -154,11 +158,13 @@ def test_ctrl_c_ends_a_shutdown_that_takes_too_long(start):
     assert said.rstrip().endswith("KeyboardInterrupt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["never_shut_down", "thrown_away_with_a_hang"])
 def test_a_program_that_forgets_to_shut_down_ends_at_once_and_leaves_nothing(start, place):
     assert start(place).end() == ("", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["raises", "simulators_raise"])
 def test_a_program_that_fails_in_its_own_loop_says_only_that(start, place):
     said, code = start(place).end()
@@ -167,6 +173,7 @@ def test_a_program_that_fails_in_its_own_loop_says_only_that(start, place):
     assert said.rstrip().endswith("ValueError: in the user's own loop")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 @pytest.mark.parametrize("iterating", [False, True])
 def test_the_workers_of_a_collector_that_is_thrown_away_end(tmp_path, kind, iterating):
@@ -185,6 +192,7 @@ def test_the_workers_of_a_collector_that_is_thrown_away_end(tmp_path, kind, iter
     assert (batch == kept).all()  # what the user holds is still there
 
 
+@pytest.mark.slow
 def test_a_worker_closes_its_environments_wherever_it_is_when_it_is_told_to_end():
     told = subprocess.run(
         [sys.executable, "-m", "tests.fakes.terminated_servers"],
