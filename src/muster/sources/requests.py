@@ -46,6 +46,14 @@ class RolloutRequest:
     def reach(self, main: WorkerMain) -> None:
         main.follow(self)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without the names of fields, and with one class: this is half of what a rollout's messages cost."""
+        return _rollout_request, (self.offset, self.nbytes, *vars(self.order).values())
+
+
+def _rollout_request(offset: int, nbytes: int, *order: Any) -> RolloutRequest:
+    return RolloutRequest(Order(*order), offset, nbytes)
+
 
 @dataclass(frozen=True)
 class Ask:
@@ -111,9 +119,6 @@ class Configure(Request):
 
     def run(self, main: WorkerMain) -> Any:
         main.configure(self.place)
-
-    def placed(self, place: WorkerPlace) -> WorkerPlace:
-        return self.place
 
 
 @dataclass(frozen=True)
@@ -280,6 +285,14 @@ class Finished:
 
     report: Report
     unfinished: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """See ``RolloutRequest``."""
+        return _finished, (self.unfinished, *vars(self.report).values())
+
+
+def _finished(unfinished: bool, *report: Any) -> Finished:
+    return Finished(Report(*report), unfinished)
 
 
 @dataclass(frozen=True)
