@@ -193,6 +193,7 @@ class WholeEpisodes:
             np.add.at(self._without_end, env, pieces.length)
             self._without_end[env[pieces.ended]] = 0
         self._time[numbers] += T
+        self._compact()
 
     def groups(self) -> list[EpisodeGroup]:
         """The second half of ``push``: the groups that are complete."""
@@ -307,6 +308,7 @@ class WholeEpisodes:
         for episode in self._open.values():
             self._forget(episode, min(episode.number, CUT))
         self._ended.clear()
+        self._sparse.clear()
         self._queue = None if self.rule is None else make_queue(self.rule, self.n, self.num_envs)
         self._due = []
         self.frames_held = 0
