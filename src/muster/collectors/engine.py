@@ -136,7 +136,7 @@ class Engine:
         total, outlet = self.options.total_frames, self.outlet
         while total < 0 or self.counted < total or not outlet.is_empty:
             check_open()
-            if not outlet.is_direct:
+            if not outlet.is_empty:
                 outlet.go_on()  # with what an error has kept
             if not outlet.ready:
                 before()
@@ -161,7 +161,7 @@ class Engine:
             batch, hidden = self.collect(limit)
             frames = self.frames - before
             self.counted += frames
-            if self._is_direct:
+            if self._is_direct and not hidden:
                 self.outlet.ready.append(Passage(batch, (), frames))
                 return
             try:
@@ -332,8 +332,12 @@ class Engine:
     @property
     def discarded_steps(self) -> int:
         """All of these."""
-        own = sum(sum(account.discarded.values()) for account in self.source.crew.accounts)
-        return own + sum(self._dropped().values())
+        steps = sum(self.outlet.dropped.values())
+        if self.kept is not None:
+            steps += sum(self.kept.dropped.values())
+        for account in self.source.crew.accounts:
+            steps += sum(account.discarded.values())
+        return steps
 
     def _dropped(self) -> Counter[str]:
         """Those of them that the source has delivered."""

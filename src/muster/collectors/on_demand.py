@@ -74,9 +74,13 @@ class OnDemand:
         engine, began, before = self._engine, time.perf_counter(), self._engine.discarded_steps
         if not self._resumes(asked):
             self._begin_anew(asked)
-        with self._mode(asked):
-            steps = self._steps if asked.n_episode is None else self._episodes
-            batch, engine.episodes, frames, native, first = steps(asked)
+        steps = self._steps if asked.n_episode is None else self._episodes
+        if asked.no_grad and asked.render is None:
+            done = steps(asked)
+        else:
+            with self._mode(asked):
+                done = steps(asked)
+        batch, engine.episodes, frames, native, first = done
         engine.undelivered = frames
         made = CollectStats.of(
             engine.episodes,

@@ -24,6 +24,7 @@ from muster.dialects.torchrl.numbering import Numbering, TrajectoryPool
 from muster.dialects.torchrl.state import TorchRLState
 from muster.dialects.torchrl.weights import TorchRLWeights
 from muster.errors import CollectorClosed, EnvError, PolicyError
+from muster.interrupts import postponed
 from muster.keys import IS_INIT
 from muster.policies.adapt import place
 from muster.policies.random import RandomPolicy as UniformPolicy
@@ -290,7 +291,8 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
     def _collect(self) -> Any:
         engine = self._engine
         engine.policy = self._random() if self._should_use_random_frames() else self._acting
-        batch = self._tidy(engine.collect(engine.num_envs * engine.source.T[0])[0])
+        with postponed():
+            batch = self._tidy(engine.collect(engine.num_envs * engine.source.T[0])[0])
         if self.track_traj_ids:
             self._numbering.write(batch)
         if self.return_same_td:
