@@ -9,6 +9,7 @@ exchanged for another, torch's state is read and set, and Python's is copied whe
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import struct
 import sys
@@ -18,6 +19,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from muster.private_names import VARIABLE
 
 if TYPE_CHECKING:
     import torch
@@ -217,7 +220,7 @@ class _PythonStream:
 
     def __init__(self, generator: Any) -> None:
         self.generator = generator
-        offset = _python_offset()
+        offset = None if os.environ.get(VARIABLE) == "never" else _python_offset()
         self._memory: Any = None
         if offset is not None:
             self._memory = (ctypes.c_char * MT_BYTES).from_address(id(generator) + offset)
@@ -237,12 +240,12 @@ class _PythonStream:
 
     def exchange(self, other: _PythonStream) -> None:
         """Each goes on where the other one is."""
-        if self._memory is None or other._memory is None:
-            here = self.state()
-            self.restore(other.state())
-            other.restore(here)
-            return
         mine, theirs = self.generator, other.generator
+        if self._memory is None or other._memory is None:
+            here = mine.getstate()
+            mine.setstate(theirs.getstate())
+            theirs.setstate(here)
+            return
         self._memory.raw, other._memory.raw = other._memory.raw, self._memory.raw
         mine.gauss_next, theirs.gauss_next = theirs.gauss_next, mine.gauss_next
 

@@ -15,6 +15,7 @@ import muster
 from muster import Collector, MultiSyncCollector
 from muster.checkpoint import load, save
 from muster.errors import MusterError
+from muster.private_names import VARIABLE
 from muster.rng import GroupRng, global_streams
 from muster.testing import CountingEnv, FaultyEnv
 from tests.tools import assert_same, collect, counting
@@ -247,6 +248,19 @@ def test_the_groups_generators_are_the_global_ones_only_inside():
     with pytest.raises(KeyError), GroupRng(0).as_global():
         assert user_draws() == first
         raise KeyError
+
+
+def test_the_public_way_to_exchange_pythons_generator_gives_the_same_numbers(monkeypatch):
+    def drawn() -> list[Any]:
+        rng = GroupRng(0)
+        random.seed(1)
+        random.gauss(0, 1)  # leaves a second number in hand
+        return [*all_draws(rng), random.gauss(0, 1), random.random(), *all_draws(rng), random.random()]
+
+    assert GroupRng(0)._python._memory is not None, "or both are the public way"
+    private = drawn()
+    monkeypatch.setenv(VARIABLE, "never")
+    assert drawn() == private
 
 
 def all_draws(rng: GroupRng) -> list[Any]:
