@@ -25,6 +25,7 @@ from muster.nodes.meeting import Meeting, write_token
 from muster.nodes.torch_distributed import DistributedCarrier
 from muster.nodes.torch_rpc import RpcCarrier
 from tests.fakes.netns import Host, listening, missing, network
+from tests.fakes.queue_links import wait_until
 
 WHY_NOT = missing()
 pytestmark = [pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)), pytest.mark.timeout(180)]
@@ -307,7 +308,7 @@ def test_nothing_is_unpickled_that_comes_from_strangers(hosts, token, tmp_path):
         coming = Connecting(main, carrier, 0)
         Node(stranger, carrier, marker, "hostile").says("lost", 2, JOIN_S)
         assert not marker.exists()
-        assert "2 connections were refused" in carrier.meeting.refused()
+        wait_until(lambda: "2 connections were refused" in carrier.meeting.refused(), JOIN_S)
         Node(machine, carrier, token)  # which has the token
         session = Session(coming.within(JOIN_S))
         session.has(3)

@@ -83,7 +83,8 @@ def _parse(arguments: Sequence[str]) -> Any:
     import tyro
 
     described: list[Any] = [
-        Annotated[kind, tyro.conf.subcommand(kind.__name__.lower(), description=kind.__doc__)] for kind in COMMANDS
+        Annotated[kind, tyro.conf.subcommand(kind.__name__.lower().removesuffix("command"), description=kind.__doc__)]
+        for kind in COMMANDS
     ]
     one_of: Any = functools.reduce(operator.or_, described)
     return tyro.cli(
