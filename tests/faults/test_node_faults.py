@@ -120,7 +120,8 @@ def test_a_node_killed_in_a_reset(tmp_path, undisturbed, kind):
 def test_a_node_killed_while_environments_are_made_ends_the_construction(tmp_path, on_failure):
     with pytest.raises(WorkerDied) as caught:
         run(tmp_path, Fault(KILLS, "construct"), sync_nodes, on_failure=on_failure)
-    assert_said(caught.value, 0, "construct")
+    assert_said(caught.value, 0)
+    assert caught.value.phase in ("construct", "join")  # which of the two depends on whether its greeting had come
     assert all_gone(node_pids().values())
 
 
