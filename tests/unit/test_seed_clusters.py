@@ -192,10 +192,13 @@ def test_the_nodes_of_a_batch_get_weights_after_it(sync: bool) -> None:
         first = collector.next()
         assert first[VERSION].unique().tolist() == [0]
         zero(policy, 0.5)
-        for _ in range(8):  # asynchronous nodes are some rollouts ahead
+        versions = [0]
+        for _ in range(500):  # asynchronous nodes are some rollouts ahead, more of them on a busy machine
             batch = collector.next()
             versions = batch[VERSION].unique().tolist()
             assert (batch["action"].unique().tolist() == [0.5]) == (versions != [0])
+            if versions != [0]:
+                break
         assert versions != [0]
 
 
