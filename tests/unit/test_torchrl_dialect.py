@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from typing import Any
 
 import gymnasium
@@ -172,6 +174,19 @@ def test_a_closed_collector_says_so():
     for call in (collector.next, collector.rollout, collector.reset, collector.fake_tensordict):
         with pytest.raises(CollectorClosed, match="shut down"):
             call()
+
+
+def test_a_collector_that_nobody_refers_to_ends_at_once():
+    """Left to the garbage collector it would close the environment while another collector uses it."""
+    gc.disable()
+    try:
+        collector = Collector(pendulum(), linear(), frames_per_batch=5, total_frames=10)
+        assert len(list(collector)) == 2
+        ended = weakref.ref(collector)
+        del collector
+        assert ended() is None
+    finally:
+        gc.enable()
 
 
 def test_an_environment_may_stay_open():

@@ -589,7 +589,12 @@ def test_what_a_parent_sends_goes_on_to_the_workers(sent):
         def receive(self) -> None:
             self.context.update_policy_weights_(constant(3.0))
 
-    receivers = Receivers(weights, lambda model_id: policy, 0)
+    class Parent:
+        def get_model(self, model_id: str) -> Any:
+            return policy
+
+    parent = Parent()
+    receivers = Receivers(weights, parent, 0)
     receivers.register({"policy": Scheme()})
     assert (one.take(), one.values) == (1, [2.0])
     with weights.acting():

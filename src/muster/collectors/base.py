@@ -323,7 +323,7 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
         self._on_demand = OnDemand(self._engine)
         self._logged = None if options.logger is None else CollectionLog(options.logger)
         self._groups, self.timeline = self._engine.groups, self._engine.timeline
-        self._receivers = Receivers(self._weights, self.get_model, options.worker_idx)
+        self._receivers = Receivers(self._weights, self, options.worker_idx)
         if options.weight_recv_schemes:
             self._receivers.register(options.weight_recv_schemes)
         self._updater = options.weight_updater

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from muster.errors import BadOption, BadWeights
+from muster.errors import BadOption, BadWeights, CollectorClosed
 from muster.weights.local import LocalWeights
 
 
@@ -21,12 +22,13 @@ class Receivers:
 
     Args:
         weights: of the policy.
-        find: the model for an id.
+        collector: whose ``get_model(id)`` finds the model. It is held weakly: one that nobody refers to any more
+            ends at once, with its environment, and not when garbage is collected.
         worker_idx: given to schemes that ask.
     """
 
-    def __init__(self, weights: LocalWeights, find: Callable[[str], Any], worker_idx: int | None) -> None:
-        self._weights, self._find, self._worker_idx = weights, find, worker_idx
+    def __init__(self, weights: LocalWeights, collector: Any, worker_idx: int | None) -> None:
+        self._weights, self._collector, self._worker_idx = weights, weakref.ref(collector), worker_idx
         self.schemes: dict[str, Any] = {}
         self._contexts: dict[str, _Context] = {}
 
@@ -64,6 +66,12 @@ class Receivers:
         if isinstance(weights, torch.nn.Module) or weights is not None:
             model = self._find(model_id)
             self._weights.publish(weights, model=model if isinstance(model, torch.nn.Module) else None)
+
+    def _find(self, model_id: str) -> Any:
+        collector = self._collector()
+        if collector is None:
+            raise CollectorClosed("the collector that these weights are for does not exist any more")
+        return collector.get_model(model_id)
 
     def close(self) -> None:
         for scheme in self.schemes.values():

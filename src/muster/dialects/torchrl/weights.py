@@ -84,7 +84,7 @@ class TorchRLWeights:
         acting = self._wrapped_policy if isinstance(self._wrapped_policy, torch.nn.Module) else self.policy
         moved = None if original is self.policy else original
         self._weights = LocalWeights(acting, moved, self.policy_version_tracker)
-        self._receivers = Receivers(self._weights, self.get_model, self.worker_idx)
+        self._receivers = Receivers(self._weights, self, self.worker_idx)
 
     def _set_up_schemes(self, updater: Any, sending: Any, receiving: Any) -> None:
         self._weight_sync_schemes, self.weight_updater = sending, None
