@@ -135,7 +135,7 @@ def summary(collector: Any, watch: Watch) -> dict[str, Any]:
 def table(found: dict[str, Any]) -> str:
     """What was asked for, and what came out."""
     joined, first = found["joined_s"], found["first_batch_s"]
-    return report._aligned(
+    return report.aligned(
         [
             [f"{found['kills']} kills of a node, one after the other; {WORKLOAD.describe}"],
             ["", "asked", "median", "maximum"],

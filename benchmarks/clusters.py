@@ -125,7 +125,7 @@ def measure(
             workers: dict[str, runner.WorkerProcess] = {
                 name: homes[SYSTEMS[name].home or name] for name in systems if interpreters[name] is not None
             }
-            results[case] = runner._measure_one(case, systems, workers, slices=rounds, seconds=seconds)
+            results[case] = runner.measure_one(case, systems, workers, slices=rounds, seconds=seconds)
             wire[case] = {
                 name: per_frame(homes[SYSTEMS[name].home or name].wire[name][-rounds:], series)
                 for name, series in results[case].items()
@@ -155,7 +155,7 @@ def table(results: report.Results, wire: Mapping[str, Any], case: str) -> str:
         rate, spread = report.median_iqr(own.fps)
         cells = [f"{rate:,.4g}", f"{spread / rate:.0%}", f"{1e3 / rate:.3g}", f"{wire[case][name][0]:,.0f}"]
         rows.append([label, *cells])
-    return report._aligned(rows)
+    return report.aligned(rows)
 
 
 def figures_of(results: report.Results, wire: Mapping[str, Any]) -> list[Figure]:

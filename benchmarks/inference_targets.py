@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.inference_cases import CASES, CORES, PARTS, Case
-from benchmarks.report import Results, _aligned, median_iqr
+from benchmarks.report import Results, aligned, median_iqr
 from benchmarks.systems import SYSTEMS
 from benchmarks.workers_targets import Figure
 
@@ -150,7 +150,7 @@ def table(results: Results, case: Case, told: dict[str, dict[str, float]]) -> st
         cells.append(_median(results, case, ratio(name, first), {name, first}) if first else "")
         cells += [f"{value:.3g}" for value in told.get(name, {}).values()]
         rows.append([SYSTEMS[name].label, *cells])
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _median(results: Results, case: Case, formula: Formula, systems: set[str]) -> str:

@@ -1,12 +1,10 @@
-"""What ``collect`` and the dialects promise, how it is judged, and the tables."""
+"""What ``collect`` and the dialects promise, and how it is judged."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from benchmarks.on_demand_cases import Case
-from benchmarks.report import Results, _aligned, median_iqr, ratio
-from benchmarks.systems import SYSTEMS
+from benchmarks.report import Results, ratio
 from benchmarks.workers_targets import Figure, Speed
 
 EACH = ("steps-1", "steps-8", "steps-32")
@@ -58,25 +56,3 @@ TARGETS = (
         )
     ),
 )
-
-
-def table(results: Results, case: Case) -> str:
-    """All systems of a case; ``us/step`` is of a time step of all environments."""
-    series = results[case.name]
-    bases = [name for name in ("bare", "collect-heads", "collect-per-env", "collect-critic-alone") if name in series][
-        :2
-    ]
-    columns = ["system", "frames/s", "IQR", "us/step", *(f"of {name}" for name in bases)]
-    rows = [[f"{case.name}: {case.describe}"], columns]
-    for name, own in series.items():
-        label = SYSTEMS[name].label
-        if not own.slices:
-            rows.append([label, own.note.partition("\n")[0][:120] or "no slices"])
-            continue
-        fps, spread = median_iqr(own.fps)
-        cells = [f"{fps:,.0f}", f"{spread / fps:.0%}", f"{1e6 * case.B / fps:.1f}"]
-        for base in bases:
-            got = ratio(own, series[base])
-            cells.append(f"{got[0]:.3g}" if got else "")
-        rows.append([label, *cells])
-    return _aligned(rows)

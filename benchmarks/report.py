@@ -61,7 +61,7 @@ def table(results: Results, workload: str) -> str:
             _cell(series, "muster-heads", name),
         ]
         rows.append([label, f"{fps:,.0f}", f"{spread / fps:.0%}", *cells])
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def target_table(results: Results) -> str:
@@ -80,7 +80,7 @@ def target_table(results: Results) -> str:
             met = "met" if got[0] >= target.at_least else "MISSED"
             cpu = ratio(series[target.faster], series[target.slower], "cpu") or got
             rows.append([name, f"{target.at_least:.2f}", f"{got[0]:.2f}", f"{got[1]:.2f}", f"{cpu[0]:.2f}", met])
-    return _aligned(rows) if len(rows) > 1 else ""
+    return aligned(rows) if len(rows) > 1 else ""
 
 
 def save(results: Results, options: dict[str, Any], extra: dict[str, Any], path: Path | None = None) -> Path:
@@ -158,7 +158,7 @@ def _cell(series: dict[str, Series], faster: str, slower: str) -> str:
     return "" if got is None else f"{got[0]:.3g}"
 
 
-def _aligned(rows: list[list[str]]) -> str:
+def aligned(rows: list[list[str]]) -> str:
     """Columns padded to their widest cell; rows of one or two cells are notes and pad nothing."""
     full = [row for row in rows if len(row) > 2]
     widths = [max(len(row[i]) for row in full if i < len(row)) for i in range(max(map(len, full)))]

@@ -200,7 +200,7 @@ def measure(
     results: dict[str, dict[str, Series]] = {}
     try:
         for workload in workloads:
-            results[workload] = _measure_one(workload, systems, workers, slices=slices, seconds=seconds)
+            results[workload] = measure_one(workload, systems, workers, slices=slices, seconds=seconds)
             for one in results[workload].values():
                 one.clock = clock
             progress(f"{workload}: {slices} slices of {sum(not s.note for s in results[workload].values())} systems")
@@ -210,7 +210,7 @@ def measure(
     return results
 
 
-def _measure_one(
+def measure_one(
     workload: str, systems: Sequence[str], workers: dict[str, WorkerProcess], *, slices: int, seconds: float
 ) -> dict[str, Series]:
     series = {name: Series(note="" if name in workers else "not installed") for name in systems}

@@ -174,7 +174,7 @@ def table(results: dict[str, Any]) -> str:
             cells = [f"{point['batches_per_s']:,.0f}", f"{point['of_ideal']:.0%}", f"{point['frames_per_s']:,.0f}"]
             cells += [f"{point['main_cores']:.2f}", f"{point['main_us_per_batch']:,.0f}", f"{point['unaccounted']}"]
             rows.append([name, f"{point['nodes']}", *cells])
-    return report._aligned(rows)
+    return report.aligned(rows)
 
 
 def parse() -> argparse.Namespace:

@@ -93,7 +93,7 @@ def measure(
                     workers[name] = homes[home] if home in homes else homes.setdefault(home, CrewProcess(python))
             longer = SLEEPING if workload == SLEEP_WORKLOAD.name else 1.0
             begin = time.perf_counter()
-            results[workload] = runner._measure_one(workload, systems, workers, slices=rounds, seconds=longer * seconds)
+            results[workload] = runner.measure_one(workload, systems, workers, slices=rounds, seconds=longer * seconds)
             print(f"\n{table(results, workload)}\n({time.perf_counter() - begin:.0f} s)", flush=True)
     finally:
         for process in homes.values():
@@ -123,7 +123,7 @@ def table(results: report.Results, workload: str) -> str:
         fps, spread = report.median_iqr(own.fps)
         found = [combined(results, workload, *column(name)) for column in columns.values()]
         rows.append([label, f"{fps:,.0f}", f"{spread / fps:.0%}", *(f"{got[0]:.3g}" if got else "" for got in found)])
-    return report._aligned(rows)
+    return report.aligned(rows)
 
 
 def micro(quick: bool) -> tuple[list[Figure], dict[str, Any]]:

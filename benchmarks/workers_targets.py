@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.report import Results, _aligned, median_iqr
+from benchmarks.report import Results, aligned, median_iqr
 
 _VERDICTS = {True: "met", False: "MISSED", None: "not measured:"}
 
@@ -119,4 +119,4 @@ def table(figures: list[Figure]) -> str:
         measured, spread = ("-", "") if one.measured is None else (f"{one.measured:.3g}", f"{one.spread:.2g}")
         rows.append([one.name, asked, measured, spread])
         verdicts.append(f"  {_VERDICTS[one.met]}  {one.note[:80]}")
-    return "\n".join((line + end).rstrip() for line, end in zip(_aligned(rows).splitlines(), verdicts, strict=True))
+    return "\n".join((line + end).rstrip() for line, end in zip(aligned(rows).splitlines(), verdicts, strict=True))
