@@ -22,13 +22,14 @@ from muster.errors import BadOption, BadRecording, UnsupportedSpace
 from muster.forks import Owner
 from muster.keys import Key, dotted
 from muster.recording import chunks, files
+from muster.tensor_files import STORABLE, seal
 from muster.whole_files import write_whole
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
 FORMAT = "muster-recording"
-VERSION = 1
+VERSION = 2
 MAX_BATCHES_PER_CHUNK = 1 << 16
 
 _log = logging.getLogger(__name__)
@@ -73,7 +74,6 @@ class Recorder:
         self._chunks = self._batches = self._frames = 0  # on disk
         self._pending: _Pending | None = None
         self._manifest: dict[str, Any] = {
-            "crc32": files.UNSEALED,
             "format": FORMAT,
             "version": VERSION,
             "id": uuid.uuid4().hex,
@@ -138,9 +138,9 @@ class Recorder:
         if self._pending is None or not self._pending.count:
             return
         about = {"chunk": self._chunks, "first_batch": self._batches, "manifest": self._manifest}
-        path, parts = self.directory / files.chunk_name(self._chunks), self._pending.encode(about)
+        path, content = self.directory / files.chunk_name(self._chunks), self._pending.encode(about)
         try:
-            write_whole(path, parts)
+            write_whole(path, [content])
         except BaseException as error:
             with suppress(OSError):  # written, but perhaps not for good; what is pending may become less
                 path.unlink(missing_ok=True)
@@ -218,9 +218,8 @@ class Recorder:
         self._signature = content.signature
 
     def _write_manifest(self, **state: Any) -> None:
-        text = json.dumps(self._manifest | state, indent=1).encode()
         try:
-            write_whole(self.directory / files.MANIFEST, [files.seal(text)])
+            write_whole(self.directory / files.MANIFEST, [seal(self._manifest | state, indent=1)])
         except OSError as error:
             raise self._not_written(files.MANIFEST, error) from error
 
@@ -264,7 +263,7 @@ class _Content:
             raise BadRecording("A batch without any leaf cannot be recorded.")
         dims = len(self.batch_size)
         self.signature = {
-            key: (chunks.DTYPE_NAMES[t.dtype], tuple(t.shape[dims:])) for key, t in self.tensors.items()
+            key: (str(t.dtype).removeprefix("torch."), tuple(t.shape[dims:])) for key, t in self.tensors.items()
         } | dict.fromkeys(self.objects, ("object", ()))
 
 
@@ -321,7 +320,7 @@ class _Pending:
         if not self.count:
             self.clear()
 
-    def encode(self, about: dict[str, Any]) -> list[Any]:
+    def encode(self, about: dict[str, Any]) -> bytes:
         size = {"batches": self.count, "batch_size": list(self.batch_size), "names": self.names, "order": self.order}
         leaves = {key: buffer[: self.count] for key, buffer in self._buffers.items()}
         objects = {key: "\n".join(lines).encode() for key, lines in self._lines.items()}
@@ -342,7 +341,7 @@ def _leaves(batch: TensorDictBase) -> Iterator[tuple[Key, Any]]:
 
 
 def _storable(key: Key, tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype not in chunks.DTYPE_NAMES or tensor.layout is not torch.strided or tensor.is_nested:
+    if tensor.dtype not in STORABLE or tensor.layout is not torch.strided or tensor.is_nested:
         raise UnsupportedSpace(
             f"{dotted(key)} is a tensor of dtype {tensor.dtype} and layout {tensor.layout}, which a recording cannot "
             f"hold. Convert it, or leave it out with batch.exclude(...)."
