@@ -78,7 +78,8 @@ class Recording:
 
     Attributes:
         directory: where it lies.
-        manifest: all that the recorder noted: ``muster`` (version), ``created``, ``keys``, ``batch_size``, ...
+        manifest: all that the recorder noted: ``muster`` (version), ``created``, ...; ``keys``, ``batch_size`` and
+            ``frames_per_batch`` of the first batch if it was closed.
         meta: what the user noted.
         lost: why the end is, or may be, incomplete, and what was left out; None if everything is there.
     """
