@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from muster.memory.specs import Array
 
 IS_INIT: Key = ("collector", "is_init")
+NEEDED: list[Key] = [TRAJ_IDS, REWARD, next_of(DONE), next_of(TERMINATED), next_of(TRUNCATED)]  # to tell episodes apart
 
 
 def load(directory: str | os.PathLike[str], *, skip_damaged: bool = False) -> Recording:
@@ -106,7 +107,9 @@ class Recording:
         return list(self._chunks[0].leaves) if self._chunks else []
 
     def __iter__(self) -> Iterator[TensorDict]:
-        return (self.batch(i) for i in range(self.batches))
+        for chunk in self._chunks:  # each is mapped once: its batches have nothing in common
+            for values in self._read(chunk, range(chunk.batches), chunk.leaves):
+                yield _tensordict(chunk, values)
 
     def batch(self, i: int) -> TensorDict:
         """Batch ``i`` with the size, names, dtypes and (on disk) strides that it was written with.
@@ -115,16 +118,9 @@ class Recording:
             IndexError: there is no batch ``i``.
             BadRecording: its chunk does not match its checksums.
         """
-        from tensordict import TensorDict
-
-        chunk, _ = self._locate(i)
-        root: dict[str, Any] = {}
-        for key, value in self._read(i, chunk.leaves).items():
-            place = root
-            for part in key[:-1]:
-                place = place.setdefault(part, {})
-            place[key[-1]] = value
-        return TensorDict(root, batch_size=chunk.batch_size, names=list(chunk.names))
+        chunk, place = self._locate(i)
+        (values,) = self._read(chunk, [place], chunk.leaves)
+        return _tensordict(chunk, values)
 
     @cached_property
     def episodes(self) -> tuple[Episode, ...]:
@@ -155,8 +151,8 @@ class Recording:
         Raises:
             BadRecording: something does not match.
         """
-        for end, chunk in zip(self._ends, self._chunks, strict=True):
-            self._read(end - 1, chunk.leaves)
+        for chunk in self._chunks:
+            list(self._read(chunk, [chunk.batches - 1], chunk.leaves))
 
     def __repr__(self) -> str:
         size = sum(chunk.size_bytes for chunk in self._chunks)
@@ -180,53 +176,67 @@ class Recording:
         at = bisect_right(self._ends, i)
         return self._chunks[at], i - (self._ends[at] - self._chunks[at].batches)
 
-    def _read(self, i: int, keys: Iterable[Key]) -> dict[Key, Any]:
-        """The values of batch ``i``; those of a chunk are compared with their checksums once."""
-        chunk, place = self._locate(i)
+    def _read(self, chunk: Chunk, places: Iterable[int], keys: Iterable[Key]) -> Iterator[dict[Key, Any]]:
+        """The values of some batches of a chunk; all those of the chunk are compared with their checksums once."""
         file, _ = files.open_regular(chunk.path)
-        values: dict[Key, Any] = {}
+        columns: dict[Key, Any] = {}
         try:
             with file, opened(file) as stored:
                 for key in keys:
                     leaf = chunk.index, chunk.leaves[key]
                     tensor = stored.tensor(chunk.leaves[key], check=leaf not in self._checked)
                     self._checked.add(leaf)
-                    objects = chunk.leaves[key] in chunk.objects
-                    values[key] = _objects(chunk, tensor, place) if objects else _of_batch(chunk, tensor, place)
+                    columns[key] = _lines(tensor) if chunk.leaves[key] in chunk.objects else _in_order(chunk, tensor)
+            for place in places:
+                yield {
+                    key: column[place] if torch.is_tensor(column) else _objects(chunk, column, place)
+                    for key, column in columns.items()
+                }
         except Damaged as error:
             raise DamagedChunk(chunk.path, error) from error
-        return values
 
     def _rows(self) -> Iterator[Rows]:
-        fresh, expected = bool(self.manifest["fresh"]), 0
-        done, terminated, truncated = next_of(DONE), next_of(TERMINATED), next_of(TRUNCATED)
-        needed = [TRAJ_IDS, REWARD, done, terminated, truncated]
-        for i in range(self.batches):
-            chunk, place = self._locate(i)
-            missing = [key for key in needed if key not in chunk.leaves]
+        fresh, expected, i = bool(self.manifest["fresh"]), 0, 0
+        for chunk in self._chunks:
+            missing = [key for key in NEEDED if key not in chunk.leaves]
             if missing:
                 raise BadRecording(f"{self.directory} has no table of episodes: {missing} were not recorded.")
-            values = self._read(i, [*needed, *(key for key in (IS_INIT,) if key in chunk.leaves)])
-            numbers = {key: value for key, value in values.items() if torch.is_tensor(value) and value.numel()}
-            empty = [dotted(key) for key in needed if key not in numbers]
-            if empty:
-                raise BadRecording(f"{self.directory} has no table of episodes: {empty} are no columns of numbers.")
-            column = {key: _flat(chunk, value) for key, value in numbers.items()}
-            reward = column[REWARD]
-            if reward.shape[2] != 1:
-                reward = np.full(reward.shape[:2], math.nan)
-            number = chunk.first_batch + place
-            yield Rows(
-                batch=i,
-                ids=column[TRAJ_IDS][..., 0],
-                reward=reward.reshape(reward.shape[:2]).astype(np.float64),
-                done=column[done][..., 0],
-                terminated=column[terminated][..., 0],
-                truncated=column[truncated][..., 0],
-                is_init=column[IS_INIT][..., 0] if IS_INIT in column else None,
-                follows=number == expected and (fresh or number > 0),
-            )
-            expected = number + 1
+            keys = [*NEEDED, *(key for key in (IS_INIT,) if key in chunk.leaves)]
+            for place, values in enumerate(self._read(chunk, range(chunk.batches), keys)):
+                number = chunk.first_batch + place
+                yield self._rows_of(chunk, values, i, follows=number == expected and (fresh or number > 0))
+                expected, i = number + 1, i + 1
+
+    def _rows_of(self, chunk: Chunk, values: dict[Key, Any], i: int, *, follows: bool) -> Rows:
+        column = {k: _flat(chunk, value) for k, value in values.items() if torch.is_tensor(value) and value.numel()}
+        empty = [dotted(key) for key in NEEDED if key not in column]
+        if empty:
+            raise BadRecording(f"{self.directory} has no table of episodes: {empty} are no columns of numbers.")
+        reward = column[REWARD]
+        if reward.shape[2] != 1:
+            reward = np.full(reward.shape[:2], math.nan)
+        return Rows(
+            batch=i,
+            ids=column[TRAJ_IDS][..., 0],
+            reward=reward.reshape(reward.shape[:2]).astype(np.float64),
+            done=column[next_of(DONE)][..., 0],
+            terminated=column[next_of(TERMINATED)][..., 0],
+            truncated=column[next_of(TRUNCATED)][..., 0],
+            is_init=column[IS_INIT][..., 0] if IS_INIT in column else None,
+            follows=follows,
+        )
+
+
+def _tensordict(chunk: Chunk, values: dict[Key, Any]) -> TensorDict:
+    from tensordict import TensorDict
+
+    root: dict[str, Any] = {}
+    for key, value in values.items():
+        place = root
+        for part in key[:-1]:
+            place = place.setdefault(part, {})
+        place[key[-1]] = value
+    return TensorDict(root, batch_size=chunk.batch_size, names=list(chunk.names))
 
 
 def _flat(chunk: Chunk, tensor: torch.Tensor) -> Array:
@@ -244,16 +254,20 @@ def _time_dim(chunk: Chunk) -> int:
     return chunk.names.index("time") if "time" in chunk.names else len(chunk.batch_size) - 1
 
 
-def _of_batch(chunk: Chunk, tensor: torch.Tensor, place: int) -> torch.Tensor:
-    """One batch of a leaf, its dimensions in the batch's order."""
+def _in_order(chunk: Chunk, tensor: torch.Tensor) -> torch.Tensor:
+    """A leaf ``[N, *stored, *shape]`` with the dimensions of the stored batches in the order of the batch."""
     stored = len(chunk.order)
-    back = [chunk.order.index(dim) for dim in range(stored)]
-    return tensor[place].permute(*back, *range(stored, tensor.ndim - 1))
+    back = [1 + chunk.order.index(dim) for dim in range(stored)]
+    return tensor.permute(0, *back, *range(1 + stored, tensor.ndim))
 
 
-def _objects(chunk: Chunk, tensor: torch.Tensor, place: int) -> Any:
+def _lines(tensor: torch.Tensor) -> list[bytes]:
+    return bytes(bytes_of(tensor)).split(b"\n")
+
+
+def _objects(chunk: Chunk, lines: list[bytes], place: int) -> Any:
     try:
-        return _stack(read_json(bytes(bytes_of(tensor)).split(b"\n")[place]), chunk.batch_size)
+        return _stack(read_json(lines[place]), chunk.batch_size)
     except (ValueError, IndexError, RecursionError) as error:
         raise Damaged(f"objects are not what the header says ({error})") from error
 
