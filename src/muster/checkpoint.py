@@ -55,7 +55,7 @@ def load(path: str | Path) -> Any:
         BadCheckpoint: the file is missing, damaged, or something else.
     """
     try:
-        with open(path, "rb") as file, opened(file) as found:
+        with open(path, "rb") as file, opened(file, path) as found:
             if found.about["format"] != FORMAT:
                 raise BadCheckpoint(
                     f"{path} has format {found.about['format']}, and this version of Muster reads {FORMAT}."

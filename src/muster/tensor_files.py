@@ -100,21 +100,26 @@ class TensorFile:
         if name not in self.names:
             raise Damaged(f"{name!r} is missing")
         tensor: torch.Tensor = self._file.get_tensor(name)
+        if tensor.dtype not in STORABLE:
+            raise Damaged(f"{name!r} is of dtype {tensor.dtype}")
         if check and _checksum(tensor) != self._checksums[name]:
             raise Damaged(f"the values of {name!r} do not match their checksum")
         return tensor
 
 
 @contextmanager
-def opened(file: IO[bytes]) -> Iterator[TensorFile]:
-    """Read the header of an open file; tensors that are taken stay valid afterwards.
+def opened(file: IO[bytes], path: str | os.PathLike[str]) -> Iterator[TensorFile]:
+    """Read the header of ``file``, which is open; tensors that are taken stay valid afterwards.
+
+    Args:
+        path: its name. Where the system allows it, this very file is read, whatever the name points to now.
 
     Raises:
         Damaged: it is cut, changed, or nothing that ``encode`` has written; raised in the ``with`` block, too.
     """
-    same = f"/proc/self/fd/{file.fileno()}"  # this very file, whatever its name points to now
+    same = f"/proc/self/fd/{file.fileno()}"
     try:
-        with safe_open(same if os.path.exists(same) else file.name, framework="pt") as found:
+        with safe_open(same if os.path.exists(same) else path, framework="pt") as found:
             text = (found.metadata() or {}).get("muster")
             if text is None:
                 raise Damaged("it has no description of Muster's")

@@ -291,3 +291,14 @@ def test_another_format_is_refused(file):
     safetensors.torch.save_file({}, file, {"muster": text})
     with pytest.raises(BadCheckpoint, match=r"^\S+ has format 99, and this version of Muster reads 2"):
         load(file)
+
+
+def test_a_dtype_that_is_never_written_is_refused(file):
+    text = sealed(
+        json.dumps({"tensors": {"0": "00000000"}, "about": {"format": 2, "state": {"tensor": 0}}})[1:].encode()
+    )
+    entry = {"dtype": "F8_E8M0", "shape": [8], "data_offsets": [0, 8]}
+    header = json.dumps({"__metadata__": {"muster": text}, "0": entry}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(BadCheckpoint, match="'0' is of dtype torch.float8_e8m0fnu"):
+        load(file)

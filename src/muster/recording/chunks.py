@@ -78,7 +78,7 @@ def read_chunk(path: Path) -> Chunk:
     """
     file, size = open_regular(path)
     try:
-        with file, tensor_files.opened(file) as opened:
+        with file, tensor_files.opened(file, path) as opened:
             return _parse(path, size, opened)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DamagedChunk(path, repr(str(error)[:200])) from error  # it may have anything of the file in it

@@ -181,7 +181,7 @@ class Recording:
         file, _ = files.open_regular(chunk.path)
         columns: dict[Key, Any] = {}
         try:
-            with file, opened(file) as stored:
+            with file, opened(file, chunk.path) as stored:
                 for key in keys:
                     leaf = chunk.index, chunk.leaves[key]
                     tensor = stored.tensor(chunk.leaves[key], check=leaf not in self._checked)
