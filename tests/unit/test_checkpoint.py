@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import zlib
 from collections import OrderedDict
 from typing import Any
 
@@ -19,7 +20,6 @@ from hypothesis.extra import numpy as npst
 from muster.checkpoint import load, save
 from muster.episodes.clock import TrajectoryClock
 from muster.errors import BadCheckpoint
-from muster.recording.files import seal
 
 DTYPES = [
     torch.bool,
@@ -129,7 +129,7 @@ def test_a_cut_file_is_refused(file, size):
 def test_a_longer_file_is_refused(file):
     save(file, {"weights": torch.arange(10)})
     file.write_bytes(file.read_bytes() + b"x")
-    with pytest.raises(BadCheckpoint, match="bytes long"):
+    with pytest.raises(BadCheckpoint, match="damaged"):
         load(file)
 
 
@@ -253,11 +253,16 @@ def test_a_clock_goes_on_with_its_episodes(file):
             stranger.load_state_dict(state)
 
 
+def sealed(rest: bytes) -> str:
+    """A description with a right checksum: what an attacker can make."""
+    return (b'{"crc32": "%08x",' % zlib.crc32(rest) + rest).decode("latin1")
+
+
 @pytest.mark.parametrize("what", [b"[" * 100_000 + b"]" * 100_000, b"9" * 5000, b'"\xff"', b"{"])
 @pytest.mark.parametrize("inner", [False, True])
 def test_a_sealed_header_that_is_no_json_is_refused(file, what, inner):
-    quoted = json.dumps(what.decode("latin1")).encode()
-    text = seal(b'{"__metadata__": {"crc32": "00000000", "muster": ' + (quoted if inner else what) + b"}}")
+    quoted = json.dumps(sealed(b'"x": ' + what)).encode()
+    text = b'{"__metadata__": {"muster": ' + (quoted if inner else what) + b"}}"
     file.write_bytes(len(text).to_bytes(8, "little") + text)
     with pytest.raises(BadCheckpoint, match="damaged"):
         load(file)
@@ -267,15 +272,33 @@ def test_a_sealed_header_that_is_no_json_is_refused(file, what, inner):
     "state",
     [
         *({"bytes": 1}, {"tensor": -2}, {"tuple": 5}, {"dict": [[[], 1]]}, {}, {"float": "1e"}, {"int": "x"}),
-        *({"tensor": 0, "shape": [10**18]}, {"tensor": 0, "shape": [-1]}, {"tensor": 0, "dtype": "load", "shape": []}),
+        *({"tensor": 0, "dtype": "complex128", "shape": [n]} for n in (10**18, -2)),
+        {"tensor": 0, "dtype": "load", "shape": []},
         *({"array": 0, "dtype": "O"}, {"array": 0, "dtype": "i8", "shape": [10**18]}),
     ],
 )
 def test_a_sealed_header_that_lies_is_refused(file, state):
-    about = {"format": 1, "state": state, "crc32": [0]}
-    header = {"crc32": "00000000", "muster": json.dumps(about)}
-    empty = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
-    text = seal(json.dumps({"__metadata__": header, "0": empty}).encode())
-    file.write_bytes(len(text).to_bytes(8, "little") + text)
-    with pytest.raises(BadCheckpoint, match="damaged"):
+    about = {"format": 2, "state": state}
+    crc = f"{zlib.crc32(b'torch.uint8 [0]'):08x}"
+    text = sealed(json.dumps({"tensors": {"0": crc}, "about": about})[1:].encode())
+    safetensors.torch.save_file({"0": torch.empty(0, dtype=torch.uint8)}, file, {"muster": text})
+    with pytest.raises(BadCheckpoint, match="is damaged|or damaged: '1' is missing|or damaged: '-2' is missing"):
+        load(file)
+
+
+def test_another_format_is_refused(file):
+    text = sealed(json.dumps({"tensors": {}, "about": {"format": 99, "state": None}})[1:].encode())
+    safetensors.torch.save_file({}, file, {"muster": text})
+    with pytest.raises(BadCheckpoint, match=r"^\S+ has format 99, and this version of Muster reads 2"):
+        load(file)
+
+
+def test_a_dtype_that_is_never_written_is_refused(file):
+    text = sealed(
+        json.dumps({"tensors": {"0": "00000000"}, "about": {"format": 2, "state": {"tensor": 0}}})[1:].encode()
+    )
+    entry = {"dtype": "F8_E8M0", "shape": [8], "data_offsets": [0, 8]}
+    header = json.dumps({"__metadata__": {"muster": text}, "0": entry}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(BadCheckpoint, match="'0' is of dtype torch.float8_e8m0fnu"):
         load(file)

@@ -312,7 +312,7 @@ def test_a_dropped_worker_is_told_at_once(failing: list[Any], capsys: pytest.Cap
 
 @pytest.mark.parametrize(("env", "trust"), [("CartPole-v1", ""), ("mine:Maze-v0", " --trust")])
 def test_a_crash_capsule_is_pointed_to(env: str, trust: str) -> None:
-    from muster.cli.collect import in_short
+    from muster.cli.request import in_short
     from muster.errors import WorkerDied
 
     error = WorkerDied("Worker 1 was killed by SIGKILL.\n\nStack of the worker: ...")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import shutil
-import signal
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
 from muster.cli.doctor import installed
+from muster.cli.options import refuse_given
+from muster.cli.signals import StopSignals
 from muster.errors import BadOption
 
 if TYPE_CHECKING:
@@ -77,7 +75,7 @@ def is_node(command: Collect) -> bool:
 
 def serve_rank(command: Collect) -> int:
     """Be that node. Its first Ctrl-C or SIGTERM is left to the collector, which gets it too and then says goodbye."""
-    with _first_signal_ignored():
+    with StopSignals("the collector says goodbye first; again to stop at once."):
         return _serve(None, None, None, command.join_timeout, "distributed")
 
 
@@ -89,11 +87,7 @@ def check(command: Collect) -> None:
     """
     backend = command.backend
     if backend is None:
-        given: dict[str, object] = {"nodes": command.nodes, "address": command.address, "bind": command.bind}
-        given |= {"min-nodes": command.min_nodes}
-        given |= {"join-timeout": None if command.join_timeout == JOIN_S else command.join_timeout}
-        if useless := [f"--{name}" for name, value in given.items() if value is not None]:
-            raise BadOption(f"{useless[0]} is about nodes: add --backend, or leave it out.")
+        refuse_given(command, ("nodes", "min_nodes", "address", "bind", "join_timeout"), "nodes: add --backend")
         return
     if command.threads:
         raise BadOption("--threads: the workers of nodes are processes; leave it out.")
@@ -212,24 +206,6 @@ def _rank() -> int | None:
     from muster.nodes.torchrun import torchrun_rank
 
     return torchrun_rank()
-
-
-@contextlib.contextmanager
-def _first_signal_ignored() -> Iterator[None]:
-    """Ctrl-C and SIGTERM, once; the next one of either has its usual effect."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    old = {number: signal.getsignal(number) for number in numbers}
-
-    def ignore(*_: int | FrameType | None) -> None:
-        for number in numbers:
-            signal.signal(number, old[number])
-
-    for number in numbers:
-        signal.signal(number, ignore)
-    try:
-        yield
-    finally:
-        ignore()
 
 
 # --- what there is ------------------------------------------------------------------------------------

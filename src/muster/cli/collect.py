@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import os
-import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +14,11 @@ from tyro.conf import arg
 
 from muster.cli import cluster
 from muster.cli.numbers import frames_per_batch
-from muster.cli.options import AllowImport, Count, Env, ObsDtype, Policy
-from muster.cli.policies import Chosen, check_policy, choose_policy, needs_spaces, obs_dtype_of
+from muster.cli.options import AllowImport, Count, Env, ObsDtype, Policy, refuse_given
 from muster.cli.report import Returns, reporting, summary
+from muster.cli.request import admit, in_short, obs_dtype_of, policy_for
 from muster.cli.signals import StopSignals
-from muster.errors import BadOption, BadRecording, EnvError, ImportRefused, MusterError, described
+from muster.errors import BadOption, BadRecording
 
 if TYPE_CHECKING:
     from muster.collectors.base import BaseCollector
@@ -106,12 +102,12 @@ def collect(command: Collect) -> int:
         return cluster.serve_rank(command)
     frames = _check_numbers(command)
     admit(command.env, command.policy, allow_import=command.allow_import)
-    chosen = policy_for(command.env, command.policy, command.seed)
+    policy, description = policy_for(command.env, command.policy, command.seed)
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignals())
         stack.enter_context(in_short(command.env, allow_import=command.allow_import))
-        collector = stack.enter_context(_make_collector(command, chosen.policy, frames))
-        recorder = stack.enter_context(_recorder(command, chosen.description)) if command.out else None
+        collector = stack.enter_context(_make_collector(command, policy, frames))
+        recorder = stack.enter_context(_recorder(command, description)) if command.out else None
         run = _Collection(command, collector, recorder, stop)
         run.loop()
         if recorder is not None:
@@ -168,10 +164,8 @@ def _check_numbers(command: Collect) -> int:
     """The size of a batch, if all numbers fit together."""
     cluster.check(command)
     if command.workers is None and command.backend is None:
-        given = {"async": command.asynchronous, "threads": command.threads, "on-failure": command.on_failure != "raise"}
-        given |= {"inference": command.inference != "worker", "alternating": command.alternating}
-        if useless := [f"--{name}" for name, is_given in given.items() if is_given]:
-            raise BadOption(f"{useless[0]} is about workers: add --workers N, or leave it out.")
+        of_workers = ("asynchronous", "threads", "on_failure", "inference", "alternating")
+        refuse_given(command, of_workers, "workers: add --workers N")
     elif command.workers is not None and command.workers < 1:
         raise BadOption(f"--workers {command.workers}: at least one is needed. Without --workers there are none.")
     if command.alternating and command.inference != "server":
@@ -205,118 +199,6 @@ def _make_collector(command: Collect, policy: Any, frames: int) -> BaseCollector
         on_failure=command.on_failure,
         **options,
     )
-
-
-@contextmanager
-def in_short(env: str, *, allow_import: bool) -> Iterator[None]:
-    """Say the first part of errors and warnings about workers; the traceback only where code of the user's may run."""
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_: print(f"muster: {_first_part(message)}", file=sys.stderr)
-        try:
-            yield
-        except MusterError as error:
-            if error.worker is None:
-                raise
-            if allow_import:
-                print(error, file=sys.stderr)
-            error.args = (f"{_first_part(error)}{_replay_hint(env, error)}",)
-            raise error from None  # the original has no traceback in this process
-
-
-def _first_part(error: object) -> str:
-    return str(error).partition("\n\n")[0]
-
-
-def _replay_hint(env: str, error: MusterError) -> str:
-    if error.capsule is None:
-        return ""
-    trust = " --trust" if ":" in env else ""
-    return f"\nSee it happen again with: muster replay {error.capsule}{trust}"
-
-
-def admit(env: str, policy: str, *, allow_import: bool) -> None:
-    """Refuse an id and a ``--policy`` that can be refused by name; imports, if allowed, find what is in this directory.
-
-    Raises:
-        ImportRefused, BadOption: see ``check_env_id``, ``check_policy`` and ``find_env``.
-    """
-    check_env_id(env, allow_import=allow_import)
-    check_policy(policy, allow_import=allow_import)
-    if allow_import and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    find_env(env)
-
-
-def policy_for(env: str, policy: str, seed: int) -> Chosen:
-    """What ``choose_policy`` makes of a ``--policy``; the environment is made only where its spaces are needed."""
-    return choose_policy(policy, env_spaces(env) if needs_spaces(policy) else None, seed)
-
-
-def check_env_id(env: str, *, allow_import: bool) -> None:
-    """Refuse ids that import a module.
-
-    Raises:
-        ImportRefused: ``MODULE:ID`` without ``--allow-import``.
-    """
-    if ":" in env and not allow_import:
-        raise ImportRefused(
-            f"{env}: gymnasium imports the module before the colon, and so runs the code in it. "
-            f"If you trust {env.partition(':')[0]!r}, add --allow-import."
-        )
-
-
-def find_env(env: str) -> None:
-    """Look an id up (importing its module, if it names one) without making the environment.
-
-    Raises:
-        BadOption: there is no such id; the message names similar ones.
-    """
-    import gymnasium
-
-    module, _, name = env.rpartition(":")
-    try:
-        if module:
-            _import(module)
-        gymnasium.spec(name)
-    except gymnasium.error.Error as error:
-        near = difflib.get_close_matches(name, list(gymnasium.registry), n=4, cutoff=0.6)
-        hint = f" Similar: {', '.join(near)}." if near else ""
-        if isinstance(error, gymnasium.error.NamespaceNotFound):
-            hint += (
-                f" If an installed package has it, name the package: muster collect PACKAGE:{name} --allow-import "
-                f"(ale_py for ALE)."
-            )
-        raise BadOption(f"There is no environment {name!r}.{hint}") from error
-
-
-def _import(module: str) -> None:
-    import importlib
-
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module.partition(".")[0] and error.name != module:
-            raise  # the module is there, and something that it imports is not
-        raise BadOption(f"There is no module {module!r} to import (searched where Python does, and here).") from error
-
-
-def env_spaces(env: str) -> tuple[Any, Any]:
-    """Observation and action space of an environment.
-
-    Raises:
-        EnvError: it cannot be made.
-    """
-    import gymnasium
-
-    make: Callable[..., Any] = gymnasium.make
-    try:
-        one = make(env)
-    except Exception as error:  # whatever a foreign constructor raises; it is the cause
-        raise EnvError(f"Making {env} raised {described(error)}") from error
-    try:
-        return one.observation_space, one.action_space
-    finally:
-        one.close()
 
 
 @contextmanager

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
-import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from muster.cli.collect import admit, in_short, policy_for
 from muster.cli.options import AllowImport, Count, Env, ObsDtype, Policy
-from muster.cli.policies import obs_dtype_of
-from muster.cli.report import LINE_EVERY_S, symbols
+from muster.cli.report import LINE_EVERY_S, NowAndThen, symbols
+from muster.cli.request import admit, in_short, obs_dtype_of, policy_for
 from muster.cli.signals import StopSignals
 from muster.episodes.rules import RuleName
 from muster.errors import BadOption
@@ -91,18 +92,18 @@ def evaluate(command: Eval) -> int:
         from muster.evaluation.video import writer
 
         writer()  # rather than find out at the end
-    chosen = policy_for(command.env, command.policy, command.seed)
+    policy, description = policy_for(command.env, command.policy, command.seed)
     with StopSignals() as stop, in_short(command.env, allow_import=command.allow_import):
-        evaluation = _evaluate(command, chosen.policy, stop)
+        evaluation = _evaluate(command, policy, stop)
         files: list[Path] = []
         try:
             files += (evaluation.video(which, command.out) for which in wanted if evaluation.records)
         finally:  # whatever becomes of the videos
             if command.json:
-                about = {"policy": chosen.description, "videos": list(map(str, files))}
+                about = {"policy": description, "videos": list(map(str, files))}
                 print(json.dumps({**evaluation.as_dict(), **about}))
             else:
-                print(table(evaluation, chosen.description, files))
+                print(table(evaluation, description, files))
     return stop.exit_code
 
 
@@ -125,11 +126,11 @@ def _evaluate(command: Eval, policy: Any, stop: StopSignals) -> Evaluation:
             record_actions=command.video is not None,
             obs_dtype=obs_dtype_of(command.obs_dtype),
         ) as evaluator,
-        _Progress(command.episodes, quiet=command.quiet or command.json) as progress,
+        _progress(command.episodes, quiet=command.quiet or command.json) as show,
     ):
 
         def go_on(episodes: int, frames: int) -> bool:
-            progress.update(episodes, frames)
+            show(episodes, frames)
             return stop.received is None
 
         return evaluator.evaluate(progress=go_on)
@@ -154,34 +155,22 @@ def _check(command: Eval) -> list[str | int]:
     return wanted
 
 
-class _Progress:
-    """A bar on terminals, a line now and then elsewhere."""
+@contextmanager
+def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[int, int], object]]:
+    """What shows the numbers of episodes and frames: a bar on terminals, a line now and then elsewhere."""
 
-    def __init__(self, total: int, *, quiet: bool) -> None:
-        self._total, self._quiet = total, quiet
-        self._bar: Any = None
-        self._last = time.monotonic()
+    def text(episodes: int, frames: int) -> str:
+        return f"eval {episodes:,}/{total:,} episodes  {frames:,} frames"
 
-    def __enter__(self) -> _Progress:
-        if not self._quiet and sys.stdout.isatty():
-            from rich.progress import Progress
+    if not quiet and sys.stdout.isatty():
+        from rich.progress import Progress
 
-            self._bar = Progress(transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task("eval", total=self._total)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def update(self, episodes: int, frames: int) -> None:
-        text = f"eval {episodes:,}/{self._total:,} episodes  {frames:,} frames"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=episodes, description=text)
-        elif not self._quiet and time.monotonic() - self._last >= LINE_EVERY_S:
-            self._last = time.monotonic()
-            print(text, flush=True)
+        with Progress(transient=True) as bar:
+            task = bar.add_task("eval", total=total)
+            yield lambda episodes, frames: bar.update(task, completed=episodes, description=text(episodes, frames))
+    else:
+        lines = NowAndThen(math.inf if quiet else LINE_EVERY_S)
+        yield lambda episodes, frames: lines.is_due() and print(text(episodes, frames), flush=True)
 
 
 def table(evaluation: Evaluation, policy: str, files: list[Path]) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from muster.cli.numbers import parse_count
+from muster.errors import BadOption
 
 Count = Annotated[
     int,
@@ -45,3 +48,21 @@ ObsDtype = Annotated[
 AllowImport = Annotated[
     bool, arg(help="Allow ENV and --policy to import and run Python code (the current directory is searched, too).")
 ]
+
+
+def refuse_given(command: Any, names: Sequence[str], what: str) -> None:
+    """Refuse options that have another value than their default.
+
+    Args:
+        command: an object of a command's class.
+        names: of its fields.
+        what: they are about, and how to get it.
+
+    Raises:
+        BadOption: one of them does.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(command)}
+    for name in names:
+        if getattr(command, name) != defaults[name]:
+            option = name.replace("asynchronous", "async").replace("_", "-")
+            raise BadOption(f"--{option} is about {what}, or leave it out.")

@@ -37,6 +37,21 @@ class Returns:
         return math.sqrt(self._squares / self.count) if self.count else 0.0
 
 
+class NowAndThen:
+    """So that logs and pipes get a line every ``every_s`` seconds, not one per batch."""
+
+    def __init__(self, every_s: float) -> None:
+        self.began = self._last = time.monotonic()
+        self._every_s = every_s
+
+    def is_due(self) -> bool:
+        """The last one was long ago; then this is one, too."""
+        now = time.monotonic()
+        due = now - self._last >= self._every_s
+        self._last = now if due else self._last
+        return due
+
+
 class PlainProgress:
     """For logs and pipes: a line now and then, not one per batch.
 
@@ -46,14 +61,11 @@ class PlainProgress:
     """
 
     def __init__(self, total: int, every_s: float = LINE_EVERY_S) -> None:
-        self._total, self._every_s = total, every_s
-        self._last = self._began = time.monotonic()
+        self._total, self._lines = total, NowAndThen(every_s)
 
     def update(self, stats: CollectorStats) -> None:
-        now = time.monotonic()
-        if now - self._last >= self._every_s and stats.frames < self._total:
-            self._last = now
-            left_s = (now - self._began) * (self._total / stats.frames - 1)
+        if stats.frames < self._total and self._lines.is_due():
+            left_s = (time.monotonic() - self._lines.began) * (self._total / stats.frames - 1)
             print(
                 f"collect {stats.frames / self._total:4.0%}  {stats.frames:,}/{self._total:,} frames  "
                 f"{short(stats.frames_per_s)} frames/s  {_episodes(stats)}{_troubles(stats)}  eta {clock(left_s)}",

@@ -14,10 +14,14 @@ class StopSignals:
 
     The next one of either raises KeyboardInterrupt where the program is, and the one after that has its usual,
     deadly effect, for code that does not come back to the interpreter.
+
+    Args:
+        say: is printed at the first one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, say: str = "stopping after this batch; again to stop at once.") -> None:
         self.received: int | None = None
+        self._say = say
         self._old: dict[int, Any] = {}
 
     @property
@@ -42,4 +46,4 @@ class StopSignals:
             raise KeyboardInterrupt
         self.received = number
         # Not print: the signal may have come in the middle of one.
-        os.write(2, b"\nmuster: stopping after this batch; again to stop at once.\n")
+        os.write(2, f"\nmuster: {self._say}\n".encode())

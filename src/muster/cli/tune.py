@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import arg
 
-from muster.cli.collect import admit, in_short, policy_for
 from muster.cli.options import AllowImport, Count, Env, ObsDtype, Policy
-from muster.cli.policies import obs_dtype_of
 from muster.cli.report import short
+from muster.cli.request import admit, in_short, obs_dtype_of, policy_for
 from muster.errors import BadOption
 
 if TYPE_CHECKING:
@@ -59,13 +58,13 @@ def tune(command: Tune) -> int:
     if wrong := [n for n in command.num_envs if n < 1]:
         raise BadOption(f"--num-envs {wrong[0]}: at least one environment is needed.")
     admit(command.env, command.policy, allow_import=command.allow_import)
-    chosen = policy_for(command.env, command.policy, 0)
+    policy, description = policy_for(command.env, command.policy, 0)
     with in_short(command.env, allow_import=command.allow_import):
         from muster.tuning import tune as find_best
 
         found = find_best(
             command.env,
-            chosen.policy,
+            policy,
             seconds=command.seconds,
             num_envs=command.num_envs or None,
             frames_per_batch=command.frames_per_batch,
@@ -78,7 +77,7 @@ def tune(command: Tune) -> int:
         return 0
     print(
         f"One worker computes {found.cpu_share:.0%} of the time, and this process may use {found.cores:g} cores "
-        f"(policy: {chosen.description})."
+        f"(policy: {description})."
     )
     _print_table(found)
     print(f"\n{code}")

@@ -10,7 +10,7 @@ import torch
 
 from muster.errors import BadWeights, described
 from muster.sources.pickling import dumps, loads
-from muster.weights.names import Weights, modules_of, named_weights, weight_bearer
+from muster.weights.names import Weights, modules_of, named_tensors, named_weights, weight_bearer
 
 
 def private_copy(policy: Any) -> Any:
@@ -24,7 +24,7 @@ def private_copy(policy: Any) -> Any:
     """
     if policy is None:
         return None
-    _check_not_lazy(weight_bearer(policy))
+    named_tensors(policy)  # which raises for lazy layers
     try:
         own = copy.deepcopy(policy) if isinstance(policy, torch.nn.Module) else loads(dumps(policy, "policy"), "policy")
     except (RuntimeError, TypeError) as error:
@@ -54,12 +54,7 @@ def weights_of(source: Any, *, copied: bool) -> Weights | None:
     bearer = source if plain else weight_bearer(source)
     if bearer is None:
         return None
-    _check_not_lazy(bearer)
+    if isinstance(bearer, torch.nn.Module):
+        named_tensors(bearer)  # which raises for lazy layers
     weights = named_weights(bearer)
     return {name: tensor.clone() for name, tensor in weights.items()} if copied else weights
-
-
-def _check_not_lazy(bearer: Any) -> None:
-    state = bearer.state_dict(keep_vars=True) if isinstance(bearer, torch.nn.Module) else {}
-    if lazy := [name for name, tensor in state.items() if torch.nn.parameter.is_lazy(tensor)]:
-        raise BadWeights(f"weight {lazy[0]} is of a lazy layer, which has none before the policy's first call: call it")

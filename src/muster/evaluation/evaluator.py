@@ -49,7 +49,6 @@ PASSED_ON = [
     "max_batch",
     "max_frames_per_traj",
     "max_wait_s",
-    "no_cuda_sync",
     "num_sub_threads",
     "obs_dtype",
     "policy_device",

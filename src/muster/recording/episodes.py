@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -64,30 +66,16 @@ class Rows:
     follows: bool  # nothing is missing between this batch and the one before (or the start of the collection)
 
 
-@dataclass
-class _Open:
-    """An episode that is being put together."""
+class _Part(NamedTuple):
+    """A piece of an episode, and what its rows say."""
 
-    begun: bool
-    gaps: int  # in the recording, before its last piece
-    holes: bool = False
-    ended: bool = False
-    terminated: bool = False
-    truncated: bool = False
-    episode_return: float = 0.0
-    pieces: list[Piece] = field(default_factory=list)
-
-    def close(self, traj_id: int) -> Episode:
-        return Episode(
-            traj_id=traj_id,
-            env=self.pieces[0].env,
-            length=sum(piece.stop - piece.start for piece in self.pieces),
-            episode_return=self.episode_return,
-            terminated=self.terminated,
-            truncated=self.truncated,
-            complete=self.begun and self.ended and not self.holes,
-            pieces=tuple(self.pieces),
-        )
+    piece: Piece
+    total: float  # of its rewards
+    begins: bool
+    done: bool
+    terminated: bool
+    truncated: bool
+    gaps: int  # in the recording, before it
 
 
 def find_episodes(batches: Iterable[Rows]) -> tuple[Episode, ...]:
@@ -95,31 +83,44 @@ def find_episodes(batches: Iterable[Rows]) -> tuple[Episode, ...]:
 
     Pieces belong together by their trajectory id alone, whichever environment, worker or chunk they are in.
     """
-    found: dict[int, _Open] = {}
+    found: dict[int, list[_Part]] = {}
     gaps = 0
     for rows in batches:
         gaps += not rows.follows
         pieces = cut(rows.ids, np.ones(rows.ids.shape, bool), np.zeros(rows.ids.shape, bool))
         for first, length in zip(pieces.first.tolist(), pieces.length.tolist(), strict=True):
             env, start = divmod(first, rows.ids.shape[1])
-            _add(found, rows, Piece(rows.batch, env, start, start + length), gaps)
-    table = [episode.close(traj_id) for traj_id, episode in found.items()]
+            part = _part(rows, Piece(rows.batch, env, start, start + length), gaps)
+            found.setdefault(int(rows.ids[env, start]), []).append(part)
+    table = [_episode(traj_id, parts) for traj_id, parts in found.items()]
     return tuple(sorted(table, key=lambda e: (*e.start, e.env)))
 
 
-def _add(found: dict[int, _Open], rows: Rows, piece: Piece, gaps: int) -> None:
-    traj_id = int(rows.ids[piece.env, piece.start])
-    episode = found.get(traj_id)
-    if episode is None:
-        # A change of id within a batch is a reset. At its start it is one if nothing can be missing before it.
-        begun = piece.start > 0 or rows.follows
-        if rows.is_init is not None:
-            begun = bool(rows.is_init[piece.env, piece.start])
-        episode = found[traj_id] = _Open(begun, gaps)
-    episode.holes |= not episode.ended and episode.gaps != gaps
-    episode.gaps = gaps
-    last = piece.env, piece.stop - 1
-    episode.pieces.append(piece)
-    episode.episode_return += float(rows.reward[piece.env, piece.start : piece.stop].sum())
-    episode.ended = bool(rows.done[last])
-    episode.terminated, episode.truncated = bool(rows.terminated[last]), bool(rows.truncated[last])
+def _part(rows: Rows, piece: Piece, gaps: int) -> _Part:
+    env, start, stop = piece.env, piece.start, piece.stop
+    # A change of id within a batch is a reset. At its start it is one if nothing can be missing before it.
+    begins = start > 0 or rows.follows if rows.is_init is None else bool(rows.is_init[env, start])
+    return _Part(
+        piece,
+        float(rows.reward[env, start:stop].sum()),
+        begins,
+        bool(rows.done[env, stop - 1]),
+        bool(rows.terminated[env, stop - 1]),
+        bool(rows.truncated[env, stop - 1]),
+        gaps,
+    )
+
+
+def _episode(traj_id: int, parts: Sequence[_Part]) -> Episode:
+    whole = all(before.done or before.gaps == after.gaps for before, after in pairwise(parts))
+    pieces, last = tuple(part.piece for part in parts), parts[-1]
+    return Episode(
+        traj_id=traj_id,
+        env=pieces[0].env,
+        length=sum(piece.stop - piece.start for piece in pieces),
+        episode_return=sum(part.total for part in parts),
+        terminated=last.terminated,
+        truncated=last.truncated,
+        complete=parts[0].begins and last.done and whole,
+        pieces=pieces,
+    )

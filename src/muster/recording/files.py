@@ -1,4 +1,4 @@
-"""The files of a recording: what they are called, how damage shows, who writes; never reached through a link."""
+"""The files of a recording: what they are called, and who writes; never reached through a link."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import re
 import stat
 import weakref
-import zlib
 from pathlib import Path
 from typing import IO
 
@@ -17,31 +16,10 @@ MANIFEST = "recording.json"
 LOCK = ".lock"
 CHUNK = re.compile(r"chunk-(\d{6,12})\.safetensors")
 
-_SEAL = re.compile(rb'\{\s*(?:"__metadata__":\s*\{\s*)?"crc32":\s*"([0-9a-f]{8})"')
-
-UNSEALED = "00000000"  # what stands in a text's own crc32 field while that crc32 is computed
-
 
 def chunk_name(index: int) -> str:
     """The file name that ``CHUNK`` matches."""
     return f"chunk-{index:06d}.safetensors"
-
-
-def seal(text: bytes) -> bytes:
-    """Write the CRC32 of a JSON text into its own first field, ``"crc32": "00000000"``."""
-    found = _SEAL.match(text)
-    if found is None:
-        raise AssertionError("the first field of a sealed text is crc32")
-    return b"%b%08x%b" % (text[: found.start(1)], zlib.crc32(text), text[found.end(1) :])
-
-
-def is_sealed(text: bytes) -> bool:
-    """Whether the text is bit for bit what ``seal`` returned."""
-    found = _SEAL.match(text)
-    if found is None:
-        return False
-    blank = text[: found.start(1)] + UNSEALED.encode() + text[found.end(1) :]
-    return zlib.crc32(blank) == int(found.group(1), 16)
 
 
 def open_regular(path: Path) -> tuple[IO[bytes], int]:

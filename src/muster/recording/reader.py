@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 import reprlib
-import zlib
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,9 +19,10 @@ import torch
 from muster.errors import BadRecording
 from muster.keys import DONE, REWARD, TERMINATED, TRAJ_IDS, TRUNCATED, Key, dotted, next_of
 from muster.recording import files
-from muster.recording.chunks import MAX_HEADER_BYTES, Chunk, Cut, StoredTensor, as_bytes, damaged, read_chunk
+from muster.recording.chunks import Chunk, DamagedChunk, read_chunk
 from muster.recording.episodes import Episode, Rows, find_episodes
 from muster.recording.writer import FORMAT, VERSION
+from muster.tensor_files import Damaged, bytes_of, opened, unseal
 from muster.whole_files import TEMPORARY, read_json
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from muster.memory.specs import Array
 
 IS_INIT: Key = ("collector", "is_init")
+NEEDED: list[Key] = [TRAJ_IDS, REWARD, next_of(DONE), next_of(TERMINATED), next_of(TRUNCATED)]  # to tell episodes apart
 
 
 def load(directory: str | os.PathLike[str], *, skip_damaged: bool = False) -> Recording:
@@ -41,8 +43,8 @@ def load(directory: str | os.PathLike[str], *, skip_damaged: bool = False) -> Re
             everything once.
 
     Raises:
-        BadRecording: there is no recording, or a part of it is damaged. A cut at the end, as crashes leave it, is
-            no error: see ``Recording.lost``.
+        BadRecording: there is no recording, or a part of it is damaged. A last chunk that is cut, as crashes leave
+            it, or whose header is damaged, is no error: see ``Recording.lost``.
     """
     root = Path(directory).resolve()
     try:
@@ -54,14 +56,16 @@ def load(directory: str | os.PathLike[str], *, skip_damaged: bool = False) -> Re
         raise BadRecording(f"{root} holds no recording: there is neither {files.MANIFEST} nor a chunk in it.")
     lost: list[str] = []
     manifest = _read_manifest(root, lost)
+    if manifest is not None:
+        _check_manifest(root / files.MANIFEST, manifest)
     chunks = _read_chunks(root, found, lost, skip_damaged)
     if manifest is None:
         if not chunks:
             raise BadRecording(f"{root} holds no readable recording: {' '.join(lost)}")
         manifest = dict(chunks[0].manifest)
-    _check_manifest(root / files.MANIFEST, manifest)
+        _check_manifest(chunks[0].path, manifest)
     for chunk in chunks:
-        if chunk.recording_id != manifest["id"]:
+        if chunk.manifest["id"] != manifest["id"]:
             raise BadRecording(f"{chunk.path} belongs to another recording. Move it away.")
     _note_missing_end(root, manifest, found, names, lost)
     return Recording(root, manifest, chunks, lost)
@@ -75,7 +79,8 @@ class Recording:
 
     Attributes:
         directory: where it lies.
-        manifest: all that the recorder noted: ``muster`` (version), ``created``, ``keys``, ``batch_size``, ...
+        manifest: all that the recorder noted: ``muster`` (version), ``created``, ...; ``keys``, ``batch_size`` and
+            ``frames_per_batch`` of the first batch if it was closed.
         meta: what the user noted.
         lost: why the end is, or may be, incomplete, and what was left out; None if everything is there.
     """
@@ -102,7 +107,9 @@ class Recording:
         return list(self._chunks[0].leaves) if self._chunks else []
 
     def __iter__(self) -> Iterator[TensorDict]:
-        return (self.batch(i) for i in range(self.batches))
+        for chunk in self._chunks:  # each is mapped once: its batches have nothing in common
+            for values in self._read(chunk, range(chunk.batches), chunk.leaves):
+                yield _tensordict(chunk, values)
 
     def batch(self, i: int) -> TensorDict:
         """Batch ``i`` with the size, names, dtypes and (on disk) strides that it was written with.
@@ -111,16 +118,9 @@ class Recording:
             IndexError: there is no batch ``i``.
             BadRecording: its chunk does not match its checksums.
         """
-        from tensordict import TensorDict
-
-        chunk, _ = self._locate(i)
-        root: dict[str, Any] = {}
-        for key, value in self._read(i, list(chunk.leaves)).items():
-            place = root
-            for part in key[:-1]:
-                place = place.setdefault(part, {})
-            place[key[-1]] = value
-        return TensorDict(root, batch_size=chunk.batch_size, names=list(chunk.names))
+        chunk, place = self._locate(i)
+        (values,) = self._read(chunk, [place], chunk.leaves)
+        return _tensordict(chunk, values)
 
     @cached_property
     def episodes(self) -> tuple[Episode, ...]:
@@ -151,8 +151,8 @@ class Recording:
         Raises:
             BadRecording: something does not match.
         """
-        for end, chunk in zip(self._ends, self._chunks, strict=True):
-            self._read(end - 1, list(chunk.leaves))
+        for chunk in self._chunks:
+            list(self._read(chunk, [chunk.batches - 1], chunk.leaves))
 
     def __repr__(self) -> str:
         size = sum(chunk.size_bytes for chunk in self._chunks)
@@ -163,7 +163,7 @@ class Recording:
         ]
         if self._chunks:
             first = self._chunks[0]
-            lines.append(f"  batch {list(first.batch_size)}: " + ", ".join(leaf.name for leaf in first.leaves.values()))
+            lines.append(f"  batch {list(first.batch_size)}: " + ", ".join(first.leaves.values()))
         if self.lost:
             lines.append(f"  lost: {self.lost}")
         return "\n".join(lines)
@@ -176,53 +176,67 @@ class Recording:
         at = bisect_right(self._ends, i)
         return self._chunks[at], i - (self._ends[at] - self._chunks[at].batches)
 
-    def _read(self, i: int, keys: list[Key]) -> dict[Key, Any]:
-        chunk, place = self._locate(i)
-        storage = _map(chunk)
-        raw = as_bytes(torch.empty(0, dtype=torch.uint8).set_(storage))
-        values: dict[Key, Any] = {}
-        for key in keys:
-            leaf = chunk.leaves[key]
-            if (chunk.index, leaf.name) not in self._checked:
-                if zlib.crc32(raw[leaf.start : leaf.stop]) != leaf.crc:
-                    raise damaged(chunk, f"the values of {leaf.name!r} do not match their checksum")
-                self._checked.add((chunk.index, leaf.name))
-            if leaf.is_object:
-                values[key] = _objects(chunk, bytes(raw[leaf.start : leaf.stop]), place)
-            else:
-                values[key] = _tensor(chunk, leaf, storage, place)
-        return values
+    def _read(self, chunk: Chunk, places: Iterable[int], keys: Iterable[Key]) -> Iterator[dict[Key, Any]]:
+        """The values of some batches of a chunk; all those of the chunk are compared with their checksums once."""
+        file, _ = files.open_regular(chunk.path)
+        columns: dict[Key, Any] = {}
+        try:
+            with file, opened(file, chunk.path) as stored:
+                for key in keys:
+                    leaf = chunk.index, chunk.leaves[key]
+                    tensor = stored.tensor(chunk.leaves[key], check=leaf not in self._checked)
+                    self._checked.add(leaf)
+                    columns[key] = _lines(tensor) if chunk.leaves[key] in chunk.objects else _in_order(chunk, tensor)
+            for place in places:
+                yield {
+                    key: column[place] if torch.is_tensor(column) else _objects(chunk, column, place)
+                    for key, column in columns.items()
+                }
+        except Damaged as error:
+            raise DamagedChunk(chunk.path, error) from error
 
     def _rows(self) -> Iterator[Rows]:
-        fresh, expected = bool(self.manifest["fresh"]), 0
-        done, terminated, truncated = next_of(DONE), next_of(TERMINATED), next_of(TRUNCATED)
-        needed = [TRAJ_IDS, REWARD, done, terminated, truncated]
-        for i in range(self.batches):
-            chunk, place = self._locate(i)
-            missing = [key for key in needed if key not in chunk.leaves]
+        fresh, expected, i = bool(self.manifest["fresh"]), 0, 0
+        for chunk in self._chunks:
+            missing = [key for key in NEEDED if key not in chunk.leaves]
             if missing:
                 raise BadRecording(f"{self.directory} has no table of episodes: {missing} were not recorded.")
-            empty = [dotted(key) for key in needed if not _has_numbers(chunk, key)]
-            if empty:
-                raise BadRecording(f"{self.directory} has no table of episodes: {empty} are no columns of numbers.")
-            optional = [IS_INIT] if IS_INIT in chunk.leaves and _has_numbers(chunk, IS_INIT) else []
-            values = self._read(i, needed + optional)
-            column = {key: _flat(chunk, value) for key, value in values.items()}
-            reward = column[REWARD]
-            if reward.shape[2] != 1:
-                reward = np.full(reward.shape[:2], math.nan)
-            number = chunk.first_batch + place
-            yield Rows(
-                batch=i,
-                ids=column[TRAJ_IDS][..., 0],
-                reward=reward.reshape(reward.shape[:2]).astype(np.float64),
-                done=column[done][..., 0],
-                terminated=column[terminated][..., 0],
-                truncated=column[truncated][..., 0],
-                is_init=column[IS_INIT][..., 0] if optional else None,
-                follows=number == expected and (fresh or number > 0),
-            )
-            expected = number + 1
+            keys = [*NEEDED, *(key for key in (IS_INIT,) if key in chunk.leaves)]
+            for place, values in enumerate(self._read(chunk, range(chunk.batches), keys)):
+                number = chunk.first_batch + place
+                yield self._rows_of(chunk, values, i, follows=number == expected and (fresh or number > 0))
+                expected, i = number + 1, i + 1
+
+    def _rows_of(self, chunk: Chunk, values: dict[Key, Any], i: int, *, follows: bool) -> Rows:
+        column = {k: _flat(chunk, value) for k, value in values.items() if torch.is_tensor(value) and value.numel()}
+        empty = [dotted(key) for key in NEEDED if key not in column]
+        if empty:
+            raise BadRecording(f"{self.directory} has no table of episodes: {empty} are no columns of numbers.")
+        reward = column[REWARD]
+        if reward.shape[2] != 1:
+            reward = np.full(reward.shape[:2], math.nan)
+        return Rows(
+            batch=i,
+            ids=column[TRAJ_IDS][..., 0],
+            reward=reward.reshape(reward.shape[:2]).astype(np.float64),
+            done=column[next_of(DONE)][..., 0],
+            terminated=column[next_of(TERMINATED)][..., 0],
+            truncated=column[next_of(TRUNCATED)][..., 0],
+            is_init=column[IS_INIT][..., 0] if IS_INIT in column else None,
+            follows=follows,
+        )
+
+
+def _tensordict(chunk: Chunk, values: dict[Key, Any]) -> TensorDict:
+    from tensordict import TensorDict
+
+    root: dict[str, Any] = {}
+    for key, value in values.items():
+        place = root
+        for part in key[:-1]:
+            place = place.setdefault(part, {})
+        place[key[-1]] = value
+    return TensorDict(root, batch_size=chunk.batch_size, names=list(chunk.names))
 
 
 def _flat(chunk: Chunk, tensor: torch.Tensor) -> Array:
@@ -236,43 +250,26 @@ def _flat(chunk: Chunk, tensor: torch.Tensor) -> Array:
     return array.reshape(math.prod(chunk.batch_size) // frames, frames, -1)
 
 
-def _has_numbers(chunk: Chunk, key: Key) -> bool:
-    leaf = chunk.leaves[key]
-    return not leaf.is_object and math.prod(leaf.shape) > 0
-
-
 def _time_dim(chunk: Chunk) -> int:
     return chunk.names.index("time") if "time" in chunk.names else len(chunk.batch_size) - 1
 
 
-def _map(chunk: Chunk) -> torch.UntypedStorage:
-    """The file as private copy-on-write memory; no descriptor stays open."""
-    file, size = files.open_regular(chunk.path)
-    with file:
-        if size != chunk.size_bytes:
-            raise damaged(chunk, f"the file had {chunk.size_bytes:,} bytes when it was opened and has {size:,} now")
-        opened = f"/proc/self/fd/{file.fileno()}"  # the very file that was checked, whatever its name points to now
-        name = opened if os.path.exists(opened) else str(chunk.path)
-        storage: Any = torch.UntypedStorage.from_file(name, shared=False, nbytes=size)
-    return cast("torch.UntypedStorage", storage)
-
-
-def _tensor(chunk: Chunk, leaf: StoredTensor, storage: torch.UntypedStorage, place: int) -> torch.Tensor:
-    shape = leaf.shape[1:]
-    items = math.prod(shape)
-    inner = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    flat = torch.empty(0, dtype=leaf.dtype)
-    flat.set_(storage, leaf.start // leaf.dtype.itemsize + place * items, shape, inner)
+def _in_order(chunk: Chunk, tensor: torch.Tensor) -> torch.Tensor:
+    """A leaf ``[N, *stored, *shape]`` with the dimensions of the stored batches in the order of the batch."""
     stored = len(chunk.order)
-    back = [chunk.order.index(dim) for dim in range(stored)]
-    return flat.permute(*back, *range(stored, len(shape)))
+    back = [1 + chunk.order.index(dim) for dim in range(stored)]
+    return tensor.permute(0, *back, *range(1 + stored, tensor.ndim))
 
 
-def _objects(chunk: Chunk, text: bytes, place: int) -> Any:
+def _lines(tensor: torch.Tensor) -> list[bytes]:
+    return bytes(bytes_of(tensor)).split(b"\n")
+
+
+def _objects(chunk: Chunk, lines: list[bytes], place: int) -> Any:
     try:
-        return _stack(read_json(text.split(b"\n")[place]), chunk.batch_size)
+        return _stack(read_json(lines[place]), chunk.batch_size)
     except (ValueError, IndexError, RecursionError) as error:
-        raise damaged(chunk, f"objects are not what the header says ({error})") from error
+        raise Damaged(f"objects are not what the header says ({error})") from error
 
 
 def _stack(value: Any, size: tuple[int, ...]) -> Any:
@@ -290,20 +287,20 @@ def _read_manifest(root: Path, lost: list[str]) -> dict[str, Any] | None:
     """The manifest, or None with a note: every chunk carries a copy of what matters in it."""
     path = root / files.MANIFEST
     try:
-        file, size = files.open_regular(path)
+        file, _ = files.open_regular(path)
     except BadRecording as error:
         lost.append(f"{error} What it says was taken from the chunks, which cannot tell whether some are missing.")
         return None
     with file:
-        text = file.read(MAX_HEADER_BYTES) if size <= MAX_HEADER_BYTES else b""
-    if not files.is_sealed(text):
-        lost.append(f"{path} is damaged; what it says was taken from the chunks, which cannot tell whether some miss.")
-        return None
-    try:
-        manifest: dict[str, Any] = read_json(text)
-    except ValueError as error:
-        raise BadRecording(f"{path} is not as Muster writes it: {error}.") from error
-    return manifest
+        text = file.read()
+    with suppress(Damaged):
+        return unseal(text)
+    with suppress(ValueError):
+        found = read_json(text)
+        if isinstance(found, dict) and found.get("version") != VERSION:
+            return found  # to be refused for that: other versions have other checksums
+    lost.append(f"{path} is damaged; what it says was taken from the chunks, which cannot tell whether some miss.")
+    return None
 
 
 def _check_manifest(path: Path, manifest: dict[str, Any]) -> None:
@@ -322,27 +319,23 @@ def _check_manifest(path: Path, manifest: dict[str, Any]) -> None:
 def _read_chunks(root: Path, found: list[int], lost: list[str], skip_damaged: bool) -> list[Chunk]:
     chunks: list[Chunk] = []
     for before, index in zip([-1, *found], found, strict=False):
-        path = root / files.chunk_name(index)
         try:
             if index != before + 1:
                 what = f"{root / files.chunk_name(before + 1)} is missing"
                 if not skip_damaged:
                     raise BadRecording(f"{what}, and chunks follow it. {_SKIP}")
                 lost.append(f"{what} ({index - before - 1} in a row).")
-            chunk = read_chunk(path)
+            chunk = read_chunk(root / files.chunk_name(index))
             complete = skip_damaged or chunk.first_batch == sum(other.batches for other in chunks)
             if chunk.index != index or not complete:
-                raise damaged(chunk, f"it is chunk {chunk.index} under another name")
+                raise BadRecording(f"{chunk.path} is chunk {chunk.index} under another name. {_SKIP}")
             if skip_damaged:
                 Recording(root, {"meta": {}}, [chunk], []).verify()
-        except Cut as error:
-            if index != found[-1] and not skip_damaged:
-                raise BadRecording(f"{error}, and chunks follow it. {_SKIP}") from error
-            lost.append(f"{error}: its frames are lost.")
         except BadRecording as error:
-            if not skip_damaged:
+            at_the_end = index == found[-1] and isinstance(error, DamagedChunk)  # as crashes leave it
+            if not (skip_damaged or at_the_end):
                 raise
-            lost.append(f"Left out: {error}")
+            lost.append(f"Its frames are lost: {error}" if at_the_end else f"Left out: {error}")
         else:
             chunks.append(chunk)
     return chunks

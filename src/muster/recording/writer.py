@@ -22,13 +22,14 @@ from muster.errors import BadOption, BadRecording, UnsupportedSpace
 from muster.forks import Owner
 from muster.keys import Key, dotted
 from muster.recording import chunks, files
+from muster.tensor_files import STORABLE, seal
 from muster.whole_files import write_whole
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
 FORMAT = "muster-recording"
-VERSION = 1
+VERSION = 2
 MAX_BATCHES_PER_CHUNK = 1 << 16
 
 _log = logging.getLogger(__name__)
@@ -73,7 +74,6 @@ class Recorder:
         self._chunks = self._batches = self._frames = 0  # on disk
         self._pending: _Pending | None = None
         self._manifest: dict[str, Any] = {
-            "crc32": files.UNSEALED,
             "format": FORMAT,
             "version": VERSION,
             "id": uuid.uuid4().hex,
@@ -82,7 +82,8 @@ class Recorder:
             "fresh": fresh,
             "meta": meta,
         }
-        self._signature: dict[Key, tuple[str, tuple[int, ...]]] | None = None
+        self._signature: dict[Key, tuple[str, tuple[int, ...]]] | None = None  # of all batches
+        self._about: dict[str, Any] = {}  # them, for the manifest at the end
         self._owner = Owner("recorder", "files")
         self._lock: files.DirectoryLock | None = self._claim()
 
@@ -111,9 +112,7 @@ class Recorder:
         if self._lock is None:
             raise BadRecording(f"The recorder of {self.directory} is closed.")
         content = _Content(batch)
-        if self._signature is None:
-            self._begin(content)
-        elif self._signature != content.signature:
+        if self._signature not in (None, content.signature):
             raise BadRecording(f"A batch does not fit the recording {self.directory}: {self._difference(content)}.")
         if self._pending is not None and not self._pending.takes(content):
             self.flush()
@@ -126,6 +125,12 @@ class Recorder:
             except BaseException:
                 self._pending.remove_last()
                 raise
+        if self._signature is None:
+            self._signature = content.signature
+            self._about |= {"frames_per_batch": content.frames, "batch_size": list(content.batch_size)}
+            self._about["keys"] = {
+                dotted(key): {"dtype": dtype, "shape": list(shape)} for key, (dtype, shape) in content.signature.items()
+            }
 
     def flush(self) -> None:
         """Write what is pending as a chunk of its own.
@@ -138,9 +143,9 @@ class Recorder:
         if self._pending is None or not self._pending.count:
             return
         about = {"chunk": self._chunks, "first_batch": self._batches, "manifest": self._manifest}
-        path, parts = self.directory / files.chunk_name(self._chunks), self._pending.encode(about)
+        path, content = self.directory / files.chunk_name(self._chunks), self._pending.encode(about)
         try:
-            write_whole(path, parts)
+            write_whole(path, [content])
         except BaseException as error:
             with suppress(OSError):  # written, but perhaps not for good; what is pending may become less
                 path.unlink(missing_ok=True)
@@ -163,7 +168,8 @@ class Recorder:
         if self._lock is None or not self._owner.is_here():
             return
         self.flush()
-        self._write_manifest(closed=True, frames=self._frames, batches=self._batches, chunks=self._chunks)
+        counts = {"frames": self._frames, "batches": self._batches, "chunks": self._chunks}
+        self._write_manifest(self._about | counts | {"closed": True})
         self._lock.release()
         self._lock = self._pending = None
 
@@ -196,31 +202,15 @@ class Recorder:
                         f"{self.directory} already holds a recording ({name}), and recordings are never overwritten. "
                         f"Choose another directory, or delete that one."
                     )
-            self._write_manifest(closed=False)
+            self._write_manifest({"closed": False})
         except BaseException:
             lock.release()
             raise
         return lock
 
-    def _begin(self, content: _Content) -> None:
-        """Complete the manifest with what the first batch shows."""
-        before = self._manifest
-        self._manifest = before | {
-            "frames_per_batch": content.frames,
-            "batch_size": list(content.batch_size),
-            "keys": {dotted(key): {"dtype": d, "shape": list(s)} for key, (d, s) in content.signature.items()},
-        }
+    def _write_manifest(self, state: dict[str, Any]) -> None:
         try:
-            self._write_manifest(closed=False)
-        except BaseException:
-            self._manifest = before
-            raise
-        self._signature = content.signature
-
-    def _write_manifest(self, **state: Any) -> None:
-        text = json.dumps(self._manifest | state, indent=1).encode()
-        try:
-            write_whole(self.directory / files.MANIFEST, [files.seal(text)])
+            write_whole(self.directory / files.MANIFEST, [seal(self._manifest | state, indent=1)])
         except OSError as error:
             raise self._not_written(files.MANIFEST, error) from error
 
@@ -264,7 +254,7 @@ class _Content:
             raise BadRecording("A batch without any leaf cannot be recorded.")
         dims = len(self.batch_size)
         self.signature = {
-            key: (chunks.DTYPE_NAMES[t.dtype], tuple(t.shape[dims:])) for key, t in self.tensors.items()
+            key: (str(t.dtype).removeprefix("torch."), tuple(t.shape[dims:])) for key, t in self.tensors.items()
         } | dict.fromkeys(self.objects, ("object", ()))
 
 
@@ -272,7 +262,7 @@ class _Pending:
     """The next chunk, in memory: up to ``capacity`` batches of one size."""
 
     def __init__(self, first: _Content, chunk_bytes: int) -> None:
-        self.batch_size, self.names = first.batch_size, first.names
+        self.batch_size, self._names, self._signature = first.batch_size, first.names, first.signature
         dims = range(len(first.batch_size))
         strides = next((t.stride() for t in first.tensors.values()), tuple(reversed(dims)))
         self.order = sorted(dims, key=lambda d: -strides[d])  # as they lie in memory: a copy then transposes nothing
@@ -303,7 +293,8 @@ class _Pending:
         return self.count == self.capacity or self._text_bytes >= self._chunk_bytes
 
     def takes(self, content: _Content) -> bool:
-        return not self.full and (content.batch_size, content.names) == (self.batch_size, self.names)
+        same_size = (content.batch_size, content.names) == (self.batch_size, self._names)
+        return not self.full and same_size and content.signature == self._signature
 
     def add(self, content: _Content) -> None:
         for key, tensor in content.tensors.items():
@@ -321,8 +312,8 @@ class _Pending:
         if not self.count:
             self.clear()
 
-    def encode(self, about: dict[str, Any]) -> list[Any]:
-        size = {"batches": self.count, "batch_size": list(self.batch_size), "names": self.names, "order": self.order}
+    def encode(self, about: dict[str, Any]) -> bytes:
+        size = {"batches": self.count, "batch_size": list(self.batch_size), "names": self._names, "order": self.order}
         leaves = {key: buffer[: self.count] for key, buffer in self._buffers.items()}
         objects = {key: "\n".join(lines).encode() for key, lines in self._lines.items()}
         return chunks.encode(about | size, leaves, objects)
@@ -342,7 +333,7 @@ def _leaves(batch: TensorDictBase) -> Iterator[tuple[Key, Any]]:
 
 
 def _storable(key: Key, tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype not in chunks.DTYPE_NAMES or tensor.layout is not torch.strided or tensor.is_nested:
+    if tensor.dtype not in STORABLE or tensor.layout is not torch.strided or tensor.is_nested:
         raise UnsupportedSpace(
             f"{dotted(key)} is a tensor of dtype {tensor.dtype} and layout {tensor.layout}, which a recording cannot "
             f"hold. Convert it, or leave it out with batch.exclude(...)."
