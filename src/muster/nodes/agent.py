@@ -29,13 +29,13 @@ from muster.nodes.leaf import Leaf
 from muster.nodes.link import Block, Link, LinkLost, Received
 from muster.nodes.wire import BEAT_S, NodeInfo, NodeSetup
 from muster.nodes.writer import Writer
-from muster.sources.config import WorkerConfig, made_policy
+from muster.sources.channel import WakeUp
+from muster.sources.config import WorkerConfig
 from muster.sources.failures import Failure, pack
-from muster.sources.inference import Dispatch, InferenceServer
+from muster.sources.inference import InferenceServer
 from muster.sources.messages import GroupInfo, Report
 from muster.sources.pickling import loads
 from muster.sources.requests import BIRTH, Answer, Finished
-from muster.sources.threads import Doorbell
 from muster.weights.buffer import Buffer, Manifest
 from muster.weights.schemes import default_scheme
 from muster.weights.shared_memory import SharedMemoryPublisher
@@ -72,7 +72,7 @@ class Agent:
     def __init__(self, link: Link, node: int, made: ExitStack, threads: list[threading.Thread]) -> None:
         self.link, self.node, self._made = link, node, made
         self.arena = Arena.create("muster-slots")
-        self._doorbell = Doorbell()
+        self._wake_up = WakeUp()
         self._inbox: deque[Received | LinkLost] = deque()
         self._outbox: queue.SimpleQueue[tuple[tuple[Any, ...], Block | None, int] | None] = queue.SimpleQueue()
         self._leaves: dict[int, Leaf] = {}  # by life
@@ -88,7 +88,7 @@ class Agent:
         self._unwritten: deque[int] = deque()  # lives of leaves that have failed, since the buffer did
         self._threads = threads
         made.callback(self.arena.close)
-        made.callback(self._doorbell.close)
+        made.callback(self._wake_up.close)
 
     def run(self) -> bool:
         """Until the end of the session."""
@@ -123,8 +123,8 @@ class Agent:
         if self.server is None or service is None or self.server.is_open:
             return
         seats = {leaf.index: leaf for leaf in self._leaves.values() if leaf.is_built}
-        if set(service.leaves) <= seats.keys():
-            self.server.open([seats[index] for index in service.leaves], self._infos)
+        if set(service.workers) <= seats.keys():
+            self.server.open([seats[index] for index in service.workers], self._infos)
             waiting, self._waiting = self._waiting, []
             for function in waiting:
                 function()
@@ -141,14 +141,14 @@ class Agent:
     def _attend(self) -> None:
         """To what has come, after waiting for some of it."""
         poller = select.poll()
-        poller.register(self._doorbell.fileno(), select.POLLIN)
+        poller.register(self._wake_up.fileno(), select.POLLIN)
         of: dict[int, Leaf] = {}
         for leaf in self._leaves.values():
             for fd in leaf.fds():
                 poller.register(fd, select.POLLIN)
                 of[fd] = leaf
         ready = [fd for fd, _ in poller.poll(BEAT_S * 1000)]
-        self._doorbell.clear()
+        self._wake_up.clear()
         for leaf in {of[fd].life: of[fd] for fd in ready if fd in of}.values():
             self._guarded(leaf.pump)
         for leaf in list(self._leaves.values()):
@@ -268,26 +268,14 @@ class Agent:
         self.say("from", life, Finished(replace(report, error=failure), unfinished=True))
         self.say("from", life, Answer(BIRTH, failure=failure))
         self._unwritten.append(life)
-        self._doorbell.ring()
+        self._wake_up.ring()
 
     def _make_server(self) -> None:
         service = self._setup.service
         assert service is not None
-        options = loads(service.options, "the options")
-        policy = made_policy(self._policy, is_factory=service.is_factory)
-        leaves, ticket = list(service.leaves), self.ticket(service.leaves[0])
+        ticket = self.ticket(service.workers[0])
         assert ticket is not None, "weights come before the server"
-        teams = Dispatch.teams_of(leaves, alternating=service.alternating)
-        dispatch = Dispatch(teams, service.max_batch, service.max_wait_s, exclusive=True)
-        self.server = InferenceServer(
-            policy,
-            options,
-            ticket,
-            self._setup.workers,
-            dispatch,
-            threads=service.threads,
-            deadline_s=service.deadline_s,
-        )
+        self.server = InferenceServer(service, self._policy, ticket, self._setup.workers)
         self._made.callback(self.server.close)
 
     # --- threads ----------------------------------------------------------------------------------
@@ -296,10 +284,10 @@ class Agent:
         try:
             while True:
                 self._inbox.append(self.link.receive())
-                self._doorbell.ring()
+                self._wake_up.ring()
         except BaseException as error:
             self._inbox.append(LinkLost(f"this node cannot receive: {error!r}"))
-            self._doorbell.ring()
+            self._wake_up.ring()
             if not isinstance(error, LinkLost):
                 raise
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
-import select
 import threading
 import time
 import warnings
@@ -15,6 +13,7 @@ from typing import Any
 
 from muster.progress import ALL_ORDERS, CELLS, STOP, Progress
 from muster.rng import global_streams
+from muster.sources.channel import WakeUp
 from muster.sources.failures import thread_stack
 from muster.sources.launch import Child
 
@@ -52,51 +51,21 @@ class GlobalStreams:
             )
 
 
-class Doorbell:
-    """Wakes up whoever waits for any of many threads. Costs one or two descriptors."""
-
-    def __init__(self) -> None:
-        self._read, self._write = os.pipe()
-        self._closing, self._closed = threading.Lock(), False
-        os.set_blocking(self._read, False)
-        os.set_blocking(self._write, False)
-
-    def fileno(self) -> int:
-        return self._read
-
-    def ring(self) -> None:
-        with self._closing, contextlib.suppress(BlockingIOError):  # it is ringing already
-            if not self._closed:  # else the number can be that of another file
-                os.write(self._write, b"!")
-
-    def clear(self) -> None:
-        """Before looking at what there is."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._read, 1 << 16)
-
-    def close(self) -> None:
-        """May be called again."""
-        with self._closing:
-            closed, self._closed = self._closed, True
-            for fd in () if closed else (self._read, self._write):
-                os.close(fd)
-
-
 class LocalChannel:
     """The parent's end of what ``Channel`` is between processes; nothing is pickled.
 
     Args:
-        doorbell: rung with every message for this end.
+        wake_up: rung with every message for this end.
     """
 
-    def __init__(self, doorbell: Doorbell) -> None:
-        self._doorbell = doorbell
+    def __init__(self, wake_up: WakeUp) -> None:
+        self._wake_up = wake_up
         self._arrived: deque[Any] = deque()
         self.other = ThreadEnd(self)
         self.closed = False
 
     def fileno(self) -> int:
-        return self._doorbell.fileno()
+        return self._wake_up.fileno()
 
     def send(self, message: Any, fds: Sequence[int] = (), timeout: float | None = None) -> None:
         """Give a message, and duplicates of descriptors, to the thread."""
@@ -110,12 +79,9 @@ class LocalChannel:
         while not self._arrived:
             if self.other.closed:
                 raise EOFError("The thread has ended.")
-            left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
-            poller = select.poll()
-            poller.register(self._doorbell.fileno(), select.POLLIN)
-            if not poller.poll(left):
+            left = None if deadline is None else deadline - time.monotonic()
+            if not self._wake_up.wait(left):
                 raise TimeoutError("The thread has not answered in time.")
-            self._doorbell.clear()
         return self._arrived.popleft(), []
 
     def poll(self) -> bool:
@@ -125,11 +91,11 @@ class LocalChannel:
     def put(self, message: Any) -> None:
         """From the thread."""
         self._arrived.append(message)
-        self._doorbell.ring()
+        self._wake_up.ring()
 
     def wake(self) -> None:
         """From the thread: it has ended."""
-        self._doorbell.ring()
+        self._wake_up.ring()
 
     def close(self) -> None:
         if not self.closed:
@@ -247,11 +213,11 @@ class ThreadChild:
             self._end.close()
 
 
-def in_thread(doorbell: Doorbell) -> Callable[[str, bool], tuple[Child, Any, Any]]:
+def in_thread(wake_up: WakeUp) -> Callable[[str, bool], tuple[Child, Any, Any]]:
     """Launches workers as threads, who ring when they have something to say."""
 
     def start(name: str, preload: bool) -> tuple[Child, LocalChannel, LocalLedger]:
-        channel, ledger = LocalChannel(doorbell), LocalLedger()
+        channel, ledger = LocalChannel(wake_up), LocalLedger()
         return ThreadChild(name, channel.other, ledger), channel, ledger
 
     return start
