@@ -29,7 +29,6 @@ from muster.sources.crew import Crew
 from muster.sources.first_ready import FirstReady
 from muster.sources.inference import InferenceServer, ServerConfig
 from muster.sources.launch import in_process
-from muster.sources.locked import Turns
 from muster.sources.messages import GroupInfo
 from muster.sources.pickling import dumps
 from muster.sources.proxy import WorkerHost, WorkerProxy
@@ -37,7 +36,7 @@ from muster.sources.requests import LayOut, Weights
 from muster.sources.schedule import Bundle
 from muster.sources.supervision import Supervisor
 from muster.sources.sync import Sync
-from muster.sources.threads import GlobalStreams, in_thread
+from muster.sources.threads import GlobalStreams, Turns, in_thread
 from muster.weights.send import SentWeights
 
 

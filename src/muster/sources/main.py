@@ -269,7 +269,7 @@ class WorkerMain:
         policy = build_policy(self._policy, self.options, group, device)
         if (turns := self.config.policy_turns) is None:
             return policy
-        from muster.sources.locked import OneAtATime
+        from muster.sources.threads import OneAtATime
 
         return OneAtATime(policy, turns, self.progress)
 
