@@ -17,10 +17,10 @@ from muster.sources import main as worker_main
 from muster.sources.channel import Channel
 from muster.sources.config import WorkerConfig
 from muster.sources.messages import Order, Report
-from muster.sources.requests import Ask, Call, Close, Closed, RolloutRequest
+from muster.sources.requests import Ask, Close, Closed, Observe, RolloutRequest
 
 TRACED = ("serve", "_attend", "answer", "follow", "_answer", "_send", "_close")
-MESSAGES = [Ask(1, Call("running", ())), RolloutRequest(Order(1, 0, 0, "policy"), 2, 3), Close()]
+MESSAGES = [Ask(1, Observe()), RolloutRequest(Order(1, 0, 0, "policy"), 2, 3), Close()]
 LIMIT = 2000  # instructions; there are some hundred
 
 
@@ -33,7 +33,7 @@ class Server(worker_main.WorkerMain):
     def _construct(self) -> list[Any]:
         self.made.callback(lambda: self.channel.send(("environment closed", None)))
         self.worker = SimpleNamespace(
-            profile=lambda *_: None, running=dict, group=lambda _: SimpleNamespace(begin=lambda early: None)
+            profile=lambda *_: None, observe=dict, group=lambda _: SimpleNamespace(begin=lambda early: None)
         )
         self.ready = True
         return []

@@ -244,11 +244,11 @@ def test_workers_that_were_killed_leave_no_zombie(tmp_path):
         assert not Path(f"/proc/{first[0]}").exists()
 
 
-def test_a_doorbell_that_is_gone_does_not_ring_at_other_files():
+def test_a_wake_up_that_is_gone_does_not_ring_at_other_files():
     """A thread can end long after its collector, when the number is that of somebody else's file."""
-    from muster.sources.threads import Doorbell
+    from muster.sources.channel import WakeUp
 
-    bell = Doorbell()
+    bell = WakeUp()
     bell.ring()
     assert select.select([bell], [], [], 0)[0]
     bell.close()

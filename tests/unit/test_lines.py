@@ -12,19 +12,19 @@ import pytest
 
 from muster.errors import MusterError, PolicyError
 from muster.sources import lines as module
-from muster.sources.channel import Channel
+from muster.sources.channel import Channel, WakeUp
 from muster.sources.launch import launch
-from muster.sources.lines import ASKED, ASLEEP, CELLS, FINISHED, Bell, Line, Lines
+from muster.sources.lines import ASKED, ASLEEP, CELLS, FINISHED, Line, Lines
 
 pytestmark = [pytest.mark.skipif(sys.platform == "win32", reason="no worker processes"), pytest.mark.timeout(60)]
 LONG_S = 30.0  # for what comes at once
 
 
 @pytest.fixture(params=["eventfd", "pipe"])
-def bell(request, monkeypatch):
+def wake_up(request, monkeypatch):
     if request.param == "pipe":
         monkeypatch.delattr(os, "eventfd", raising=False)
-    made = Bell()
+    made = WakeUp()
     assert len(made.fds) == (2 if request.param == "pipe" else 1)
     yield made
     made.close()
@@ -32,7 +32,7 @@ def bell(request, monkeypatch):
 
 @pytest.fixture
 def lines(monkeypatch):
-    monkeypatch.setattr(module, "LOOK_S", 1000.0)  # who is not woken by a bell is not woken
+    monkeypatch.setattr(module, "LOOK_S", 1000.0)  # who is not woken by a wake-up is not woken
     made = Lines(2)
     yield made
     made.close()
@@ -46,8 +46,8 @@ def line(lines):
     made.close()
 
 
-def rings(bell):
-    return bool(select.select([bell.fds[0]], [], [], 0)[0])
+def rings(wake_up):
+    return bool(select.select([wake_up.fds[0]], [], [], 0)[0])
 
 
 def finished(lines, worker):
@@ -76,40 +76,40 @@ def until(ready):
         ended.wait(0.001)
 
 
-# --- bells ------------------------------------------------------------------------------------------
+# --- wake-ups ---------------------------------------------------------------------------------------
 
 
-def test_a_bell_that_rings_many_times_is_heard_once(bell):
-    assert not rings(bell)
+def test_a_wake_up_that_rings_many_times_is_heard_once(wake_up):
+    assert not rings(wake_up)
     for _ in range(100_000):  # more than a pipe holds
-        bell.ring()
-    assert rings(bell)
-    bell.wait(LONG_S)
-    assert not rings(bell)
-    bell.ring()
-    bell.wait(LONG_S)
-    assert not rings(bell)
+        wake_up.ring()
+    assert rings(wake_up)
+    wake_up.wait(LONG_S)
+    assert not rings(wake_up)
+    wake_up.ring()
+    wake_up.wait(LONG_S)
+    assert not rings(wake_up)
 
 
-def test_who_waits_for_a_bell_that_does_not_ring_waits_no_longer_than_that(bell):
-    bell.wait(0.0)
-    bell.wait(0.01)
-    assert not rings(bell)
+def test_who_waits_for_a_wake_up_that_does_not_ring_waits_no_longer_than_that(wake_up):
+    assert not wake_up.wait(0.0)
+    assert not wake_up.wait(0.01)
+    assert not rings(wake_up)
 
 
-def test_a_bell_wakes_who_sleeps_on_it_in_another_hand(bell):
-    other = Bell(*[os.dup(fd) for fd in bell.fds])
-    thread, got = in_thread(lambda: bell.wait(LONG_S) or "woken")
+def test_a_wake_up_wakes_who_sleeps_on_it_in_another_hand(wake_up):
+    other = WakeUp(*[os.dup(fd) for fd in wake_up.fds])
+    thread, got = in_thread(lambda: wake_up.wait(LONG_S))
     other.ring()
     thread.join(LONG_S)
-    assert got == ["woken"]
+    assert got == [True]
     other.close()
 
 
-def test_closed_bells_have_no_descriptors_and_close_again(bell):
-    fds = bell.fds
-    bell.close()
-    bell.close()
+def test_closed_wake_ups_have_no_descriptors_and_close_again(wake_up):
+    fds = wake_up.fds
+    wake_up.close()
+    wake_up.close()
     for fd in fds:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
@@ -180,7 +180,7 @@ def test_a_successor_does_not_inherit_the_sleep_of_who_was_killed(lines, line):
     line._cells[ASLEEP] = 1
     Line(1, 2, [os.dup(fd) for fd in lines.fds_for(1)], lambda: False).close()
     lines.answer(1, 0)
-    assert not rings(lines._bells[1])
+    assert not rings(lines._wake_ups[1])
 
 
 def test_who_is_given_up_does_not_wait_for_ever(lines, monkeypatch):
@@ -230,12 +230,12 @@ def test_of_those_who_are_answered_together_the_last_one_rings():
     made.cells[4 * CELLS + ASLEEP] = 1
     threads = []
     for worker, wakes in ((0, False), (2, True), (1, True)):  # nobody waits for 3, which has nothing to do
-        while rings(made.bell):
-            made.bell.wait(0)
+        while rings(made.wake_up):
+            made.wake_up.wait(0)
         threads.append(in_thread(partial(hands[worker].ask, worker + 1, 0))[0])
         until(partial(made.question, worker))
         until(lambda worker=worker: made.cells[worker * CELLS + ASLEEP])
-        assert rings(made.bell) == wakes, worker
+        assert rings(made.wake_up) == wakes, worker
     for worker in (0, 1, 2):
         made.answer(worker, 1)
     for thread in threads:

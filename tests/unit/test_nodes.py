@@ -24,10 +24,10 @@ from muster.nodes.weights import NodesPublisher
 from muster.nodes.wire import WEIGHTS, NodeSetup
 from muster.progress import CELLS
 from muster.sources.capsule import Capsule
+from muster.sources.channel import WakeUp
 from muster.sources.config import WorkerConfig
 from muster.sources.failures import Failure
 from muster.sources.requests import Answer, Ask, TakeState
-from muster.sources.threads import Doorbell
 from muster.testing import Fault, OracleEnv
 from muster.testing.oracle import EXECUTED
 from muster.weights.buffer import Buffer
@@ -299,7 +299,7 @@ class Never:
 
 
 def node_of(carrier):
-    node = Node(carrier, 0, JOIN_S, Doorbell())
+    node = Node(carrier, 0, JOIN_S, WakeUp())
     node.setup, node.policy = setup(), Block(np.frombuffer(POLICY, np.uint8))
     return node
 

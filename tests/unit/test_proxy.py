@@ -16,7 +16,7 @@ from muster.sources.failures import pack
 from muster.sources.launch import Child
 from muster.sources.messages import Order
 from muster.sources.proxy import WorkerHost, WorkerProxy, WorkerState
-from muster.sources.requests import BIRTH, Answer, Ask, EnableGrad, LayOut, RolloutRequest, Seed
+from muster.sources.requests import BIRTH, Answer, Ask, EnableGrad, LayOut, Request, RolloutRequest, Running, Seed
 from muster.sources.threads import LocalLedger
 
 
@@ -70,7 +70,7 @@ class Answering:
         handle.pump()
         assert ready()
 
-    def told(self, handle: WorkerProxy, method: str, args: Sequence[Any]) -> None:
+    def told(self, handle: WorkerProxy, request: Request) -> None:
         """Nobody keeps histories."""
 
     def restarted(self, handle: WorkerProxy) -> None:
@@ -96,9 +96,9 @@ def proxy():
 
 
 def test_a_successor_gets_the_config_that_its_predecessor_would_have_now(proxy):
-    proxy.call("seed", 7, True)
-    proxy.call("enable_grad", True)
-    proxy.call("layouts", "policy", [4], None)
+    proxy.call(Seed(7, True))
+    proxy.call(EnableGrad(True))
+    proxy.call(LayOut(Columns("policy", [4])))
     requests = [message.request for message in proxy.process.channel.sent[2:]]
     assert requests == [Seed(7, True), EnableGrad(True), LayOut(Columns("policy", [4]))]
     order = Order(1, 0, 0, "policy")
@@ -117,17 +117,17 @@ def test_an_answer_that_nobody_waits_for_any_more_is_not_taken_for_another(proxy
     late = Answer(2, failure=pack(ValueError("late"), phase="call"))
     patience.answers += [KeyboardInterrupt(), lambda number: [late, Answer(number, "of this one")]]
     with pytest.raises(KeyboardInterrupt):
-        proxy.call("running")
+        proxy.call(Running())
     assert [m.number for m in proxy.process.channel.sent if isinstance(m, Ask)] == [1, 2]
-    assert proxy.call("running") == "of this one"
+    assert proxy.call(Running()) == "of this one"
 
 
 def test_a_failure_is_raised_where_it_was_asked_for(proxy):
     failure = pack(ValueError("no"), phase="call")
     proxy._patience.answers.append(lambda number: [Answer(number, failure=failure)])
     with pytest.raises(WorkerError, match="no"):
-        proxy.call("running")
-    assert proxy.call("running") is None
+        proxy.call(Running())
+    assert proxy.call(Running()) is None
 
 
 def test_a_state_follows_only_on_those_that_it_can_follow_on(proxy):

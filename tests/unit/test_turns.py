@@ -14,7 +14,7 @@ import torch
 from muster.errors import MusterError
 from muster.progress import ALL_ORDERS, PHASE, STOP, Phase, Progress
 from muster.rng import GroupRng
-from muster.sources.locked import Turns
+from muster.sources.threads import Turns
 
 
 class Actor(threading.Thread):

@@ -28,6 +28,7 @@ from muster.errors import BadOption, CollectorBusy, CollectorClosed, CollectorTi
 from muster.forks import Owner
 from muster.loggers import CollectionLog
 from muster.profiling import ProfileConfig
+from muster.sources.requests import Profile
 from muster.stats import CollectorStats
 from muster.weights.local import LocalWeights
 from muster.weights.receive import Receivers
@@ -232,13 +233,13 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
         self._check_open()
         self.disable_profile()
         self.profile_config = ProfileConfig(**config)
-        self._engine.source.crew.call("profile", self.profile_config, self.options.worker_idx or 0)
+        self._engine.source.crew.call(Profile(self.profile_config))
 
     def disable_profile(self) -> None:
         """End profiling; what was recorded is written."""
         self._raise_from_background()
         if self.profile_config is not None:
-            self._engine.source.crew.call("profile", None, 0)
+            self._engine.source.crew.call(Profile(None))
         self.profile_config = None
 
     # --- state ------------------------------------------------------------------------------------

@@ -26,9 +26,8 @@ from muster.marks import Final
 from muster.memory.slots import Layout
 from muster.memory.specs import Array
 from muster.protocols import Policy
-from muster.sources.first_ready import FirstReady
-from muster.sources.schedule import CollectRequest, FilledSlot
-from muster.sources.sync import Sync
+from muster.sources.requests import CheckReset, Reset, Seed
+from muster.sources.schedule import CollectRequest, FilledSlot, Schedule
 from muster.sources.worker import Worker
 from muster.stats import CollectorStats
 from muster.timeline import Timeline
@@ -68,7 +67,7 @@ class Engine:
     def __init__(
         self,
         options: CollectorOptions,
-        source: Sync | FirstReady,
+        source: Schedule,
         weights: LocalWeights,
         *,
         stacked: bool,
@@ -232,9 +231,9 @@ class Engine:
         if filled.episodes is not NO_EPISODES:
             self.window.add(filled.episodes)
         self._count_lag(filled)
-        if isinstance(self.source, Sync) and self.source.preempts:
+        if self.source.preempts:
             self._cut_short += sum(filled.layout.T - rows for rows in filled.rows) * filled.layout.B
-        overlaps = isinstance(self.source, FirstReady) and self._ended_at  # the workers went on meanwhile
+        overlaps = self.source.overlaps and self._ended_at  # the workers went on meanwhile
         since, self._ended_at = self._ended_at if overlaps else began, time.perf_counter_ns()
         self._elapsed += self._ended_at - since
         for span in filled.spans:
@@ -268,8 +267,8 @@ class Engine:
             first = int(account.env_ids[0])
             if inside := [i - first for i in chosen if first <= i < first + len(account.env_ids)]:
                 which[number] = inside
-        self.source.crew.call_for("check_reset", which)
-        self.source.crew.call_for("reset", which, kwargs or None)
+        self.source.crew.call_for(which, CheckReset)
+        self.source.crew.call_for(which, lambda part: Reset(part, kwargs or None))
         if self.outlet.episodes is not None:
             self.outlet.episodes.flush(chosen)
 
@@ -277,7 +276,7 @@ class Engine:
         """See ``Collector.set_seed``."""
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise BadOption(f"set_seed({seed!r}): expected an integer of at least 0")
-        self.source.crew.call("seed", seed, static)
+        self.source.crew.call(Seed(seed, static))
         if self.outlet.episodes is not None:
             self.outlet.episodes.flush()
         return seed if static else seed + self.num_envs - 1
@@ -370,7 +369,7 @@ class Engine:
         like = request.limit, request.rows, request.closes, request.bootstrap
         if self._unmade is not None and self._unmade[0] != like:
             self.source.crew.accounts[0].discarded["interrupted"] += self._give_up_unmade()
-        if self._unmade is None and isinstance(self.source, FirstReady):
+        if self._unmade is None and self.source.overlaps:
             if isinstance(self.weights, SentWeights):
                 self.weights.catch_up()
             self._unmade = like, self.source.collect(request)

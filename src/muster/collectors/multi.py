@@ -20,6 +20,7 @@ from muster.collectors.workers import Workers, count_workers
 from muster.errors import BadOption
 from muster.nodes.node import Nodes
 from muster.nodes.weights import nodes_scheme
+from muster.sources.requests import EnvAttribute, Execute, Request
 from muster.weights.schemes import one_scheme
 from muster.weights.send import SentWeights
 
@@ -87,7 +88,7 @@ class MultiCollector(BaseCollector):
 
     def getattr_env(self, attr: str) -> Any:
         """An attribute of every environment, in the order of ``create_env_fn``; it has to be picklable."""
-        found = self._ask("env_attribute", attr)
+        found = self._ask(EnvAttribute(attr))
         return [value for of_worker in found for value in of_worker]
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
@@ -101,12 +102,12 @@ class MultiCollector(BaseCollector):
         Raises:
             BadOption: the path names nothing.
         """
-        return self._ask("execute", attr_path, args, kwargs)
+        return self._ask(Execute(attr_path, args, kwargs))
 
-    def _ask(self, method: str, *args: Any) -> Any:
+    def _ask(self, request: Request) -> Any:
         self._check_open()
         with self._exclusively():
-            return self._engine.source.crew.call(method, *args)
+            return self._engine.source.crew.call(request)
 
     def _part(self, model_id: str) -> torch.nn.Module | None:
         """Of the copy of the policy that weights are checked against."""

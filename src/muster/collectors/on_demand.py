@@ -28,7 +28,7 @@ from muster.errors import BadOption, CollectorTimeout, UnsupportedEnv, WorkerDie
 from muster.interrupts import postponed
 from muster.keys import TERMINATED, TRAJ_DONE, TRUNCATED, VALID, next_of
 from muster.memory.specs import Array
-from muster.sources.first_ready import FirstReady
+from muster.sources.requests import EnableGrad, Render, Running
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -47,7 +47,7 @@ class OnDemand:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._options = engine, engine.options
-        self._first_ready = engine.source if isinstance(engine.source, FirstReady) else None
+        self._source = engine.source
         self.batch: TensorDict | None = None
         self.unreported: Collected | None = None
         self._waiting: tuple[Passage, CollectStats] | None = None  # that a hook or buffer has refused
@@ -115,7 +115,7 @@ class OnDemand:
     def _steps(self, asked: Asked) -> Made:
         """``n_step``: one rollout of all groups; of first-ready groups as many as it takes."""
         engine, n, parts = self._engine, asked.n_step or 0, self._parts
-        while self._rollout is not None or not parts or (self._first_ready is not None and engine.undelivered < n):
+        while self._rollout is not None or not parts or (self._source.overlaps and engine.undelivered < n):
             if self._rollout is None:
                 self._rollout = self._roll_out(asked, n - engine.undelivered)
             parts.append(self._part(asked, self._rollout))
@@ -132,9 +132,9 @@ class OnDemand:
         engine, n = self._engine, asked.n_step or 0
         others: dict[str, Any] = {"acting": "random" if asked.random else None, "bootstrap": asked.values}
         before = engine.frames
-        if self._first_ready is not None:
+        if self._source.overlaps:
             rows = self._rows(-(-n // engine.num_envs))
-            others |= {"rows": rows, "batches": self._first_ready.rollouts_for(missing, rows)}
+            others |= {"rows": rows, "batches": self._source.rollouts_for(missing, rows)}
             batch, hidden = engine.collect(None, **others)
         else:
             sharing = len(self._living())
@@ -251,16 +251,16 @@ class OnDemand:
 
     def _give_up_ahead(self) -> bool:
         """Rollouts that first-ready workers have begun for calls of another kind; whether there were any."""
-        if self._first_ready is None or not self._first_ready.ahead_of_user:
+        if not self._source.ahead_of_user:
             return False
-        self._first_ready.abandon("surplus")
+        self._source.abandon("surplus")
         self._seen = -1
         return True
 
     def _reset_running(self) -> None:
         """Environments in the middle of an episode begin anew."""
         crew = self._engine.source.crew
-        parts = [part for part in crew.call("running") if part]
+        parts = [part for part in crew.call(Running()) if part]
         running = [int(crew.accounts[n].env_ids[i]) for part in parts for n, which in part.items() for i in which]
         try:
             self._engine.reset(running, {})
@@ -268,7 +268,7 @@ class OnDemand:
             self._engine.reset(None, {})
 
     def _keeps(self, asked: Asked) -> bool:
-        return (asked.surplus or ("discard" if self._first_ready is None else "keep")) == "keep"
+        return (asked.surplus or ("keep" if self._source.overlaps else "discard")) == "keep"
 
     def _resumes(self, asked: Asked) -> bool:
         """The last call was the same, and did not come to its end."""
@@ -355,17 +355,17 @@ class OnDemand:
         if not asked.no_grad:
             self._enable_grad(True)
         if asked.render is not None:
-            crew.call("render", asked.render)
+            crew.call(Render(asked.render))
         try:
             yield
         finally:
             if asked.render is not None:
-                crew.call("render", None)
+                crew.call(Render(None))
             if not asked.no_grad:
                 self._enable_grad(False)
 
     def _enable_grad(self, on: bool) -> None:
         crew = self._engine.source.crew
-        crew.call("enable_grad", on)
+        crew.call(EnableGrad(on))
         if crew.server is not None:
             crew.server.ask("enable_grad", on)

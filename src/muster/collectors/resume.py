@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from muster import checkpoint
 from muster.errors import BadCheckpoint, BadWeights
-from muster.sources.first_ready import FirstReady
+from muster.sources.requests import LoadState, MarkResumed, TakeState
 
 if TYPE_CHECKING:
     from muster.collectors.base import BaseCollector
@@ -60,7 +60,7 @@ def state_of(collector: BaseCollector) -> dict[str, Any]:
     # Before what is counted: both may join parts that could not be joined yet.
     outlet, on_demand = engine.outlet.state_dict(), collector._on_demand.state_dict()
     acting = _acting(collector)
-    states = [state for worker in engine.source.crew.call("state") for state in worker]
+    states = [state for worker in engine.source.crew.call(TakeState()) for state in worker]
     for state, account in zip(states, engine.source.crew.accounts, strict=True):
         state["group"] |= {"executed": account.executed, "discarded": dict(account.discarded)}
     return {
@@ -96,7 +96,7 @@ def load(collector: BaseCollector, state: Any, *, trust: bool) -> ResumeReport:
         notes.append("the policy is no module: whatever it keeps is not restored")
     restored = [int(i) for account in crew.accounts for i in account.env_ids if int(i) not in failed]
     if failed:
-        crew.call("mark_resumed")
+        crew.call(MarkResumed())
     collector._weights.restore(state["policy_version"])
     engine.source.restore(state["waiting"])
     engine.outlet.load_state_dict(state["outlet"])
@@ -121,7 +121,7 @@ def _load_groups(engine: Engine, state: dict[str, Any], trust: bool) -> dict[int
     failed: dict[int, str] = {}
     for handle in crew.handles:
         part = {number: groups[number] for number in handle.groups}
-        for of_group in handle.call("load", part, CUT_SHORT if state["in_flight"] else None, trust):
+        for of_group in handle.call(LoadState(part, CUT_SHORT if state["in_flight"] else None, trust)):
             failed |= of_group
     for account, group in zip(crew.accounts, state["groups"], strict=True):
         account.executed, account.discarded = group["executed"], Counter(group["discarded"])
@@ -173,7 +173,7 @@ def _check(collector: BaseCollector, state: Any) -> None:
                 f"Make the collector in the same way. Nothing was changed."
             )
     source = collector._engine.source
-    bundles = [bundle.groups for bundle in source.bundles] if isinstance(source, FirstReady) else []
+    bundles = [bundle.groups for bundle in source.bundles] if source.overlaps else []
     if any(rollout["groups"] not in bundles for rollout in state["waiting"]):
         raise BadCheckpoint(
             f"the state has {len(state['waiting'])} rollouts that workers had made while the last batch was used, and "

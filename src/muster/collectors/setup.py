@@ -17,8 +17,7 @@ from muster.group import Group
 from muster.policies.adapt import observed_dtype
 from muster.rng import GroupRng
 from muster.sources.build import WorkerOptions, build_envs, build_policy, make_group
-from muster.sources.crew import Crew
-from muster.sources.handles import LocalWorker
+from muster.sources.crew import Crew, LocalWorker
 from muster.sources.schedule import Bundle
 from muster.sources.sync import Sync
 from muster.sources.worker import Worker, describe
@@ -51,7 +50,7 @@ def in_this_thread(
     """A worker in this thread, and the schedule that lets it fill a slot at a time."""
     told = worker_options(options, policy)
     policies = {name: build_policy(p, told, groups[0], device) for name, p in (("policy", policy), ("random", None))}
-    worker = Worker(groups, policies, policy, device=device)
+    worker = Worker(groups, policies, policy, device=device, index=options.worker_idx or 0)
     infos = [describe(group.env, group.batch_shape) for group in groups]
     crew = Crew([LocalWorker(worker)], infos, local=worker)
     rows = options.rows_per_batch(crew.num_envs) if options.extend_buffer else 1

@@ -19,23 +19,24 @@ from muster.envs.build import is_environment
 from muster.errors import BadOption
 from muster.memory.shared import Arena
 from muster.nodes.node import Nodes
-from muster.nodes.wire import NodeSetup, Service
+from muster.nodes.wire import NodeSetup
 from muster.sources.build import WorkerOptions
 from muster.sources.capsule import CrashDirectory, Maker
-from muster.sources.config import WorkerConfig, WorkerPlace, made_policy
+from muster.sources.channel import WakeUp
+from muster.sources.config import Columns, WorkerConfig, WorkerPlace
 from muster.sources.crash_notes import CrashNotes
 from muster.sources.crew import Crew
 from muster.sources.first_ready import FirstReady
-from muster.sources.inference import Dispatch, InferenceServer
+from muster.sources.inference import InferenceServer, ServerConfig
 from muster.sources.launch import in_process
-from muster.sources.locked import Turns
 from muster.sources.messages import GroupInfo
 from muster.sources.pickling import dumps
 from muster.sources.proxy import WorkerHost, WorkerProxy
+from muster.sources.requests import LayOut, Weights
 from muster.sources.schedule import Bundle
 from muster.sources.supervision import Supervisor
 from muster.sources.sync import Sync
-from muster.sources.threads import Doorbell, GlobalStreams, in_thread
+from muster.sources.threads import GlobalStreams, Turns, in_thread
 from muster.weights.send import SentWeights
 
 
@@ -98,7 +99,9 @@ class Workers:
             self._materialise(made)
             self._prepare(count)
         if self._served and nodes is None:
-            self._server = self._supervisor.server = self._make_server(count)
+            *_, pickled, told = self._payloads
+            config = self._server_config(range(count), told, exclusive=not alone)
+            self._server = self._supervisor.server = InferenceServer(config, pickled, weights.ticket(0), count)
             made.callback(self._server.close)
         parts = [part.tolist() for part in np.array_split(np.arange(len(makers)), count)]
         self._handles = [self._handle(index, part, count) for index, part in enumerate(parts)]
@@ -150,8 +153,8 @@ class Workers:
         probe.start()
         (info,) = self._supervisor.built(probe)
         probe.assign(WorkerPlace([0], info.num_envs, False, None))
-        probe.call("layouts", "policy", [1], None)
-        self._weights.materialise(probe.call("weights"))
+        probe.call(LayOut(Columns("policy", [1])))
+        self._weights.materialise(probe.call(Weights()))
         probe.close()
         if self._nodes is not None:
             self._nodes.end_sessions()  # what they were told first has changed
@@ -201,9 +204,7 @@ class Workers:
         origins = [Maker(m, options.num_envs, k, device) for m, k in zip(self._makers, kwargs, strict=True)]
         infos, ids = zip(*((account.info, account.env_ids) for account in crew.accounts), strict=True)
         self._notes.open(origins, infos, ids, options.max_frames_per_traj)
-        if options.seed is not None:
-            seed = options.seed
-            self._notes.seeded(range(len(infos)), lambda ids: [seed + i for i in ids])
+        self._notes.seeded(range(len(infos)), options.seed)
         for handle in sorted(self._handles, key=lambda handle: not handle.absent):  # they may come from here on
             firsts = [int(crew.accounts[number].env_ids[0]) for number in handle.groups]
             handle.assign(WorkerPlace(firsts, crew.num_envs, masks, options.seed))
@@ -249,29 +250,9 @@ class Workers:
     def _starter(self, index: int) -> Callable[[str, bool], tuple[Any, Any, Any]]:
         if self._nodes is not None:
             return self._nodes.launch(index)
-        if self._doorbell is not None:
-            return in_thread(self._doorbell)
+        if self._wake_up is not None:
+            return in_thread(self._wake_up)
         return in_process(self._options.start_method, light=self._server is not None)
-
-    def _make_server(self, count: int) -> InferenceServer:
-        options, (_, _, pickled, told) = self._options, self._payloads
-        policy = made_policy(pickled, is_factory=options.policy_factory is not None)
-        dispatch = Dispatch(
-            Dispatch.teams_of(range(count), alternating=options.alternating),
-            options.max_batch,
-            self._max_wait_s,
-            exclusive=not self._alone,
-            keeps_streams=not self._doorbell,
-        )
-        return InferenceServer(
-            policy,
-            told,
-            self._weights.ticket(0),
-            count,
-            dispatch,
-            threads=options.num_sub_threads,
-            deadline_s=self._supervisor.timeout("policy"),
-        )
 
     @property
     def _max_wait_s(self) -> float | None:
@@ -293,43 +274,44 @@ class Workers:
             count,
             tuple(sys.path),
             options.start_method,
-            self._service(told) if self._served else None,
+            self._server_config((), dumps(told, "the options")) if self._served else None,
             hashlib.sha256(policy).digest(),
             None if nodes.buffer is None else dumps(nodes.buffer, "replay_buffer"),
             options.layout,
         )
         nodes.prepare([setup.of(number, nodes.leaves(number)) for number in range(len(nodes.nodes))], policy)
 
-    def _service(self, told: WorkerOptions) -> Service:
-        """What the inference servers of all nodes are told."""
+    def _server_config(self, workers: Sequence[int], told: Any, *, exclusive: bool = True) -> ServerConfig:
         options = self._options
-        return Service(
-            (),
-            dumps(told, "the options"),
+        return ServerConfig(
+            workers,
+            told,
             options.policy_factory is not None,
             options.alternating,
             options.max_batch,
             self._max_wait_s,
             options.num_sub_threads,
             self._supervisor.timeout("policy"),
+            exclusive,
+            keeps_streams=not self._wake_up,
         )
 
     def _prepare_threads(self, made: ExitStack) -> None:
         if self._nodes is not None:
-            self._doorbell = None
-            self._supervisor.doorbell = self._nodes.doorbell
+            self._wake_up = None
+            self._supervisor.wake_up = self._nodes.wake_up
             self._policy_turns = None
             return
-        self._doorbell = self._supervisor.doorbell = Doorbell() if self._options.backend == "threads" else None
-        self._policy_turns = Turns() if self._doorbell is not None and not self._alone else None
-        if self._doorbell is not None:
-            made.callback(self._doorbell.close)
+        self._wake_up = self._supervisor.wake_up = WakeUp() if self._options.backend == "threads" else None
+        self._policy_turns = Turns() if self._wake_up is not None and not self._alone else None
+        if self._wake_up is not None:
+            made.callback(self._wake_up.close)
 
     def _pickle(self) -> tuple[list[Any], list[Any], bytes, WorkerOptions]:
         """Makers and keywords by group, the policy, and the options. Makers go to threads as they are."""
         options = self._options
         makers = list(self._makers)
-        if self._doorbell is None:
+        if self._wake_up is None:
             indices = reversed(range(len(makers)))
             once = {id(makers[i]): dumps(makers[i], f"create_env_fn[{i}]") for i in indices}
             makers = [once[id(maker)] for maker in makers]

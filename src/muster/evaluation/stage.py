@@ -23,6 +23,7 @@ from muster.keys import Key
 from muster.memory.specs import Array
 from muster.rng import GroupRng
 from muster.sources.messages import GroupInfo
+from muster.sources.requests import EnvAttribute
 from muster.weights.names import Weights, weight_bearer
 
 if TYPE_CHECKING:
@@ -191,6 +192,6 @@ def _rewards(batch: TensorDict, key: Key, num_envs: int) -> Array:
 def _has_seeds(collector: BaseCollector) -> bool:
     """All environments are ``EpisodeSeeds``."""
     try:
-        return all(itertools.chain(*collector._engine.source.crew.call("env_attribute", "seeds_episodes")))
+        return all(itertools.chain(*collector._engine.source.crew.call(EnvAttribute("seeds_episodes"))))
     except (AttributeError, MusterError):  # as environments of other kinds say
         return False

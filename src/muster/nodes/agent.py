@@ -23,19 +23,22 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from muster.errors import MusterError
+import torch
+
+from muster.errors import MusterError, WorkerError, described
 from muster.memory.shared import Arena
+from muster.memory.slots import Slot
+from muster.memory.views import BatchView, Order
 from muster.nodes.leaf import Leaf
 from muster.nodes.link import Block, Link, LinkLost, Received
 from muster.nodes.wire import BEAT_S, NodeInfo, NodeSetup
-from muster.nodes.writer import Writer
-from muster.sources.config import WorkerConfig, made_policy
+from muster.sources.channel import WakeUp
+from muster.sources.config import WorkerConfig
 from muster.sources.failures import Failure, pack
-from muster.sources.inference import Dispatch, InferenceServer
+from muster.sources.inference import InferenceServer
 from muster.sources.messages import GroupInfo, Report
 from muster.sources.pickling import loads
 from muster.sources.requests import BIRTH, Answer, Finished
-from muster.sources.threads import Doorbell
 from muster.weights.buffer import Buffer, Manifest
 from muster.weights.schemes import default_scheme
 from muster.weights.shared_memory import SharedMemoryPublisher
@@ -72,7 +75,7 @@ class Agent:
     def __init__(self, link: Link, node: int, made: ExitStack, threads: list[threading.Thread]) -> None:
         self.link, self.node, self._made = link, node, made
         self.arena = Arena.create("muster-slots")
-        self._doorbell = Doorbell()
+        self._wake_up = WakeUp()
         self._inbox: deque[Received | LinkLost] = deque()
         self._outbox: queue.SimpleQueue[tuple[tuple[Any, ...], Block | None, int] | None] = queue.SimpleQueue()
         self._leaves: dict[int, Leaf] = {}  # by life
@@ -88,7 +91,7 @@ class Agent:
         self._unwritten: deque[int] = deque()  # lives of leaves that have failed, since the buffer did
         self._threads = threads
         made.callback(self.arena.close)
-        made.callback(self._doorbell.close)
+        made.callback(self._wake_up.close)
 
     def run(self) -> bool:
         """Until the end of the session."""
@@ -123,8 +126,8 @@ class Agent:
         if self.server is None or service is None or self.server.is_open:
             return
         seats = {leaf.index: leaf for leaf in self._leaves.values() if leaf.is_built}
-        if set(service.leaves) <= seats.keys():
-            self.server.open([seats[index] for index in service.leaves], self._infos)
+        if set(service.workers) <= seats.keys():
+            self.server.open([seats[index] for index in service.workers], self._infos)
             waiting, self._waiting = self._waiting, []
             for function in waiting:
                 function()
@@ -141,14 +144,14 @@ class Agent:
     def _attend(self) -> None:
         """To what has come, after waiting for some of it."""
         poller = select.poll()
-        poller.register(self._doorbell.fileno(), select.POLLIN)
+        poller.register(self._wake_up.fileno(), select.POLLIN)
         of: dict[int, Leaf] = {}
         for leaf in self._leaves.values():
             for fd in leaf.fds():
                 poller.register(fd, select.POLLIN)
                 of[fd] = leaf
         ready = [fd for fd, _ in poller.poll(BEAT_S * 1000)]
-        self._doorbell.clear()
+        self._wake_up.clear()
         for leaf in {of[fd].life: of[fd] for fd in ready if fd in of}.values():
             self._guarded(leaf.pump)
         for leaf in list(self._leaves.values()):
@@ -268,26 +271,14 @@ class Agent:
         self.say("from", life, Finished(replace(report, error=failure), unfinished=True))
         self.say("from", life, Answer(BIRTH, failure=failure))
         self._unwritten.append(life)
-        self._doorbell.ring()
+        self._wake_up.ring()
 
     def _make_server(self) -> None:
         service = self._setup.service
         assert service is not None
-        options = loads(service.options, "the options")
-        policy = made_policy(self._policy, is_factory=service.is_factory)
-        leaves, ticket = list(service.leaves), self.ticket(service.leaves[0])
+        ticket = self.ticket(service.workers[0])
         assert ticket is not None, "weights come before the server"
-        teams = Dispatch.teams_of(leaves, alternating=service.alternating)
-        dispatch = Dispatch(teams, service.max_batch, service.max_wait_s, exclusive=True)
-        self.server = InferenceServer(
-            policy,
-            options,
-            ticket,
-            self._setup.workers,
-            dispatch,
-            threads=service.threads,
-            deadline_s=service.deadline_s,
-        )
+        self.server = InferenceServer(service, self._policy, ticket, self._setup.workers)
         self._made.callback(self.server.close)
 
     # --- threads ----------------------------------------------------------------------------------
@@ -296,10 +287,10 @@ class Agent:
         try:
             while True:
                 self._inbox.append(self.link.receive())
-                self._doorbell.ring()
+                self._wake_up.ring()
         except BaseException as error:
             self._inbox.append(LinkLost(f"this node cannot receive: {error!r}"))
-            self._doorbell.ring()
+            self._wake_up.ring()
             if not isinstance(error, LinkLost):
                 raise
 
@@ -328,6 +319,61 @@ class Agent:
     def _beat(self) -> tuple[Any, ...]:
         stats = None if self.server is None else self.server.stats()
         return "beat", {leaf.life: leaf.cells() for leaf in list(self._leaves.values())}, stats
+
+
+class Writer:
+    """A thread that writes what is put, in order.
+
+    Args:
+        sink: with ``write(TensorDict)``, which is done with the memory when it returns, and its ``buffer``.
+        order: of the batches' dimensions.
+        written: called in the thread, for each report: None or what went wrong, its leaf's life, and it.
+    """
+
+    def __init__(self, sink: Any, order: Order, written: Callable[[Exception | None, int, Report], None]) -> None:
+        self._sink, self._order, self._written = sink, order, written
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._view: BatchView | None = None  # of the newest layout
+        self._failed: dict[int, Exception] = {}  # by life; what follows on a rollout that is missing is not written
+        self._thread = threading.Thread(target=self._run, name="muster-agent-writes", daemon=True)
+        self._thread.start()
+
+    def put(self, slot: Slot, life: int, report: Report) -> None:
+        """A rollout is in this slot, which is left alone until the report has gone."""
+        self._queue.put(partial(self._write, slot, life, report))
+
+    def then(self, function: Callable[[], None]) -> None:
+        """Call it in the thread, once all has been written that was put."""
+        self._queue.put(function)
+
+    def close(self) -> None:
+        """End the thread, once it has written what was put."""
+        self._queue.put(None)
+        self._thread.join(END_S)
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            job()
+
+    def _write(self, slot: Slot, life: int, report: Report) -> None:
+        if life not in self._failed:
+            try:
+                self._sink.write(self._batch(slot, report))
+            except Exception as raised:  # noqa: BLE001 (the main process's to raise)
+                error = WorkerError(
+                    f"the replay buffer that this node writes into, a {type(self._sink.buffer).__name__}, raised "
+                    f"{described(raised)}. The rollout is not in it, and counts as discarded"
+                )
+                error.__cause__ = raised
+                self._failed[life] = error
+        self._written(self._failed.get(life), life, report)
+
+    def _batch(self, slot: Slot, report: Report) -> Any:
+        for key, array in report.objects.items():
+            slot.lanes[0].arrays[key][...] = array
+        if self._view is None or self._view.layout is not slot.layout:
+            self._view = BatchView(slot.layout, stacked=False, order=self._order)
+        return self._view.tensordict(torch.from_numpy(slot.block), slot)
 
 
 def _join(threads: list[threading.Thread]) -> None:

@@ -16,7 +16,7 @@ from muster.nodes.link import Block, Carrier
 from muster.nodes.session import Newest, Session
 from muster.nodes.stand_ins import END_S, LeafChannel, LeafChild, LeafLedger
 from muster.nodes.wire import NodeInfo, NodeSetup
-from muster.sources.threads import Doorbell
+from muster.sources.channel import WakeUp
 from muster.stats import InferenceStats
 from muster.weights.buffer import Manifest
 
@@ -26,7 +26,7 @@ class Node:
 
     Args:
         join_s: seconds for it to join; None is for ever.
-        doorbell: rung when a leaf has something to say.
+        wake_up: rung when a leaf has something to say.
 
     Attributes:
         setup, policy: what it is told first, in every session.
@@ -38,8 +38,8 @@ class Node:
     setup: NodeSetup
     policy: Block
 
-    def __init__(self, carrier: Carrier, number: int, join_s: float | None, doorbell: Doorbell) -> None:
-        self.carrier, self.number, self.doorbell = carrier, number, doorbell
+    def __init__(self, carrier: Carrier, number: int, join_s: float | None, wake_up: WakeUp) -> None:
+        self.carrier, self.number, self.wake_up = carrier, number, wake_up
         self.join_s = float("inf") if join_s is None else join_s
         self.info: NodeInfo | None = None
         self.inference: InferenceStats | None = None
@@ -105,10 +105,10 @@ class Nodes:
     enough: int | None = None
 
     def __init__(self, carrier: Carrier, of_leaf: Sequence[int], join_s: float | None) -> None:
-        self.doorbell = Doorbell()
+        self.wake_up = WakeUp()
         self._owner = os.getpid()
         self.of_leaf, self.carrier = list(of_leaf), carrier  # a leaf has one group, of the same number
-        self.nodes = [Node(carrier, number, join_s, self.doorbell) for number in range(max(of_leaf) + 1)]
+        self.nodes = [Node(carrier, number, join_s, self.wake_up) for number in range(max(of_leaf) + 1)]
 
     def prepare(self, setups: Sequence[NodeSetup], policy: bytes) -> None:
         """Say what nodes are told first.
@@ -147,7 +147,7 @@ class Nodes:
             return
         self.end_sessions(bye=True)
         self.carrier.close()
-        self.doorbell.close()
+        self.wake_up.close()
 
     def end_sessions(self, *, bye: bool = False) -> None:
         """Let nodes end or, without a goodbye, wait for the next session."""

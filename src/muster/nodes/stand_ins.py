@@ -29,7 +29,7 @@ class LeafChannel(LocalChannel):
     """
 
     def __init__(self, session: Session, leaf: int, life: int) -> None:
-        super().__init__(session.node.doorbell)
+        super().__init__(session.node.wake_up)
         self.session, self.leaf, self.life = session, leaf, life
         self.ledger, self.child = LeafLedger(self), LeafChild(self)
         self._expects: Array | None = None

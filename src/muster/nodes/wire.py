@@ -18,31 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from muster.memory.views import Order
 
+if TYPE_CHECKING:
+    from muster.sources.inference import ServerConfig
+
 WEIGHTS = 1 << 62  # tag of the first weights of a session; the next ones have the next, so that nodes can expect them
 BEAT_S = 1.0  # seconds after which each end says something, if only that it is there
-
-
-@dataclass(frozen=True)
-class Service:
-    """How a node's inference server acts for its leaves; see ``MultiOptions``.
-
-    Attributes:
-        leaves: indices of all workers on the node.
-        options: ``WorkerOptions``, pickled.
-        is_factory: the policy of the setup makes the one that acts.
-    """
-
-    leaves: Sequence[int]
-    options: bytes
-    is_factory: bool
-    alternating: bool
-    max_batch: int | None
-    max_wait_s: float | None
-    threads: int | None
-    deadline_s: float | None
 
 
 @dataclass(frozen=True)
@@ -54,7 +38,7 @@ class NodeSetup:
         workers: of all nodes.
         path: of the main process, for what is unpickled.
         start_method: of the leaves.
-        service: None: leaves act by themselves.
+        service: how a server on the node acts for them; None: leaves act by themselves.
         policy_digest: SHA-256 of the policy, which comes as a block: those are not authenticated.
         buffer: pickled handle of a replay buffer that the node writes into; None: batches go to the main process.
         layout: of those batches.
@@ -64,14 +48,14 @@ class NodeSetup:
     workers: int
     path: Sequence[str]
     start_method: str | None
-    service: Service | None
+    service: ServerConfig | None
     policy_digest: bytes
     buffer: bytes | None = None
     layout: Order = "batch_major"
 
     def of(self, node: int, leaves: Sequence[int]) -> NodeSetup:
         """The same for another node, with these workers."""
-        service = None if self.service is None else replace(self.service, leaves=leaves)
+        service = None if self.service is None else replace(self.service, workers=leaves)
         return replace(self, node=node, service=service)
 
 

@@ -19,7 +19,8 @@ import torch
 from muster.acting import call_policy, keep, store_outputs
 from muster.bootstrap import BootstrapRows, fill_values, spare_lane
 from muster.envs.build import BuiltEnv
-from muster.keys import IS_INIT, POLICY_VERSION, Key
+from muster.errors import BadOption
+from muster.keys import IS_INIT, POLICY_VERSION, Key, dotted
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import Array, Column
 from muster.policies.adapt import place
@@ -28,7 +29,6 @@ from muster.protocols import Act, Policy
 from muster.rng import GroupRng
 from muster.sources.build import WorkerOptions, build_policy
 from muster.sources.messages import GroupInfo
-from muster.sources.served import Described, check_alike
 from muster.weights.names import named_tensors
 from muster.weights.transport import Subscriber
 
@@ -384,3 +384,31 @@ def _lie_evenly(lanes: Sequence[Lane]) -> bool:
 
 def _address(array: Array) -> int:
     return int(array.ctypes.data)
+
+
+class Described:
+    """What a policy has to know about environments that are elsewhere; as of ``EnvBatch``."""
+
+    device = sample = None
+
+    def __init__(self, info: GroupInfo) -> None:
+        self.name, self.num_envs = info.name, info.num_envs
+        self.observation_specs, self.action_specs = info.observation_specs, info.action_specs
+        self.bookkeeping = info.bookkeeping
+
+
+def check_alike(info: GroupInfo, first: GroupInfo) -> None:
+    """Raise ``BadOption`` for a group that no server can act for together with the first one."""
+    specs = {**info.observation_specs, **info.action_specs}
+    if info.device is not None and info.device.type != "cpu":
+        raise BadOption(f"inference='server': {info.name} steps on {info.device} itself; leave inference out")
+    if objects := [dotted(key) for key, spec in specs.items() if not spec.is_tensor]:
+        raise BadOption(
+            f"inference='server' needs fixed shapes, and {info.name} has Python objects in {objects}: leave inference "
+            f"out, or encode them as arrays"
+        )
+    if (info.observations, info.actions) != (first.observations, first.actions):
+        raise BadOption(
+            f"inference='server' acts with one policy for all environments, and {info.name} and {first.name} differ in "
+            f"observations or actions: use a collector for each kind"
+        )

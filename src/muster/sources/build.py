@@ -85,13 +85,10 @@ def make_group(
     return group
 
 
-def restarted_rng(seed: int | None, number: int, generation: int, device: torch.device | None) -> GroupRng:
-    """The random streams of a group in a worker that has been restarted so many times."""
-    return GroupRng(seed, number, device, generation)
-
-
-def restarted_seeds(seed: int, env_ids: Sequence[int], generation: int) -> list[int]:
-    """Other seeds for environments that begin anew after their worker was lost: not the same episodes again."""
+def seeds_of(seed: int, env_ids: Sequence[int], generation: int) -> list[int]:
+    """Of environments; of those that begin anew after their worker was lost others: not the same episodes again."""
+    if not generation:
+        return [seed + i for i in env_ids]
     roots = (np.random.SeedSequence([seed, i, generation]) for i in env_ids)
     return [int(root.generate_state(1)[0] >> 1) for root in roots]
 

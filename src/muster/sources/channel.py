@@ -1,4 +1,4 @@
-"""Messages and descriptors between two processes, over an unnamed socket pair.
+"""Messages and descriptors between two processes, over an unnamed socket pair; and what wakes up who sleeps.
 
 A message is a header (length, number of descriptors) and a pickle. Only processes of one collector have an end of a
 channel, so that what arrives is as trusted as this process.
@@ -11,13 +11,17 @@ and the assignment of its result, the result could be lost.
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import os
 import pickle
 import select
 import socket
 import struct
+import sys
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +35,7 @@ _NOSIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
 _DONTWAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
 _CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _TRUNCATED = int(socket.MSG_CTRUNC)
+_ONE = (1).to_bytes(8, sys.byteorder)
 
 
 class Channel:
@@ -192,3 +197,56 @@ class Channel:
         left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
         if not poller.poll(left):
             raise TimeoutError(f"The other end of the channel has not {what} in time.")
+
+
+class WakeUp:
+    """Wakes who sleeps on it, from another thread or process; twice is once. Costs one descriptor, or two where there
+    is no eventfd.
+
+    Attributes:
+        fds: what another process needs for ``WakeUp(*fds)``; owned by this object.
+    """
+
+    def __init__(self, *fds: int) -> None:
+        if not fds:
+            fds = (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC),) if hasattr(os, "eventfd") else os.pipe()
+        self.fds, self._read = fds, fds[0]
+        self._closing = threading.Lock()
+        self._close = weakref.finalize(self, _close_all, fds)  # a thread may never come to it
+        self._close.atexit = False
+        for fd in fds:
+            os.set_blocking(fd, False)
+        self._poller = select.poll()
+        self._poller.register(self._read, select.POLLIN)
+
+    def fileno(self) -> int:
+        """It is readable when it rings."""
+        return self._read
+
+    def ring(self) -> None:
+        with self._closing, contextlib.suppress(BlockingIOError):  # it is ringing already
+            if self.fds:  # else the number can be that of another file
+                os.write(self.fds[-1], _ONE)
+
+    def wait(self, seconds: float | None) -> bool:
+        """Until it rings, but not longer than that; whether it did."""
+        rings = bool(self._poller.poll(None if seconds is None else max(0.0, seconds) * 1000))
+        if rings:
+            self.clear()
+        return rings
+
+    def clear(self) -> None:
+        """Before looking at what there is."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._read, 1 << 16)  # of a pipe all there is
+
+    def close(self) -> None:
+        """May be called again."""
+        with self._closing:
+            self._close()
+            self.fds = ()
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -13,7 +13,7 @@ from muster.errors import HookError, MusterError
 from muster.keys import TERMINATED, TRAJ_DONE, TRAJ_IDS, TRUNCATED, Key, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
-from muster.sources.build import restarted_seeds
+from muster.sources.build import seeds_of
 from muster.sources.capsule import Capsule, CrashDirectory, Maker
 from muster.sources.history import LIMIT_BYTES, History
 from muster.sources.messages import GroupInfo, Order, Report
@@ -53,30 +53,28 @@ class CrashNotes:
         history = self._histories[number]
         history.name, history.alone = info.name, info.replays_alone
 
-    def told(self, groups: Sequence[int], method: str, args: Sequence[Any]) -> None:
-        """A worker of these groups was asked for something."""
-        if method == "reset":
-            which, options = args
-            for number, chosen in which.items():
-                self._histories[number].reset(chosen, None, options)
-        elif method == "seed":
-            seed, static = args
-            self.seeded(groups, lambda ids: [seed if static else seed + i for i in ids])
-        elif method == "load":
-            for number in groups:
-                self._histories[number].forget()
+    def reset(self, which: Mapping[int, Sequence[int]], options: dict[str, Any] | None) -> None:
+        """These environments, by group, begin anew."""
+        for number, chosen in which.items():
+            self._histories[number].reset(chosen, None, options)
 
-    def seeded(self, groups: Sequence[int], seeds: Any) -> None:
-        """All environments of these groups begin anew with seeds, ``seeds(env_ids)``."""
+    def forget(self, groups: Sequence[int]) -> None:
+        """Of these groups' episodes under way nobody knows the beginning."""
         for number in groups:
-            self._histories[number].reset(None, seeds(self._histories[number].env_ids))
+            self._histories[number].forget()
+
+    def seeded(self, groups: Sequence[int], seed: int | None, *, static: bool = False, generation: int = 0) -> None:
+        """All environments of these groups begin anew with seeds, as ``Worker.seed`` gives them."""
+        if seed is None:
+            return
+        for number in groups:
+            history = self._histories[number]
+            history.reset(None, seeds_of(seed, [0] * len(history.env_ids) if static else history.env_ids, generation))
 
     def restarted(self, groups: Sequence[int], seed: int | None, static: bool, generation: int) -> None:
         """These groups have been made anew."""
-        for number in groups:
-            self._histories[number].forget()
-        if seed is not None:
-            self.seeded(groups, lambda ids: restarted_seeds(seed, [0] * len(ids) if static else ids, generation))
+        self.forget(groups)
+        self.seeded(groups, seed, static=static, generation=generation)
 
     def reported(self, report: Report, lane: Lane) -> None:
         """A rollout is complete."""

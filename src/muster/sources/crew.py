@@ -5,25 +5,166 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
 from muster.errors import MusterError, WorkerDied
 from muster.forks import Owner
+from muster.interrupts import allowed
 from muster.memory.slots import Slot
 from muster.memory.specs import Array
 from muster.progress import Timing
-from muster.sources.handles import Handle
 from muster.sources.messages import GroupInfo, Order, Report
-from muster.sources.worker import Worker
+from muster.sources.requests import Request
+from muster.sources.worker import Worker, phase_ended_by
 from muster.stats import InferenceStats, WorkerStats
 
 if TYPE_CHECKING:
     from muster.sources.proxy import WorkerProxy
+
+
+class Handle(Protocol):
+    """A worker as its crew sees it. Orders and calls are followed one after another, in the order in which they came.
+
+    Attributes:
+        index: number of the worker.
+        groups: numbers of its groups.
+        outstanding: orders that nobody has taken the report of, by number, oldest first.
+        untaken: reports that have come and nobody has taken.
+        alive: it has a process or thread.
+        reviving: it has none, and will be started again by whoever watches over it.
+        absent: its node is not there, so that nothing is ordered from it.
+    """
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def groups(self) -> Sequence[int]: ...
+    @property
+    def outstanding(self) -> dict[int, Order]: ...
+    @property
+    def untaken(self) -> Sequence[Report]: ...
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def reviving(self) -> bool: ...
+    @property
+    def absent(self) -> bool: ...
+
+    def start(self) -> None:
+        """Start it again."""
+
+    def end(self) -> None:
+        """End it by force; not its environments in this thread. May be called again."""
+
+    def kill(self) -> None:
+        """Let its process end; from another thread."""
+
+    def prepared(self, policy: str) -> bool:
+        """``layouts`` would say the same as before."""
+
+    def submit(self, order: Order, slot: Slot) -> None:
+        """Let it follow an order. Does not wait."""
+
+    def take(self) -> Report | None:
+        """The next report that is there."""
+
+    def stop(self, number: int) -> None:
+        """Let orders up to this number end after their current step."""
+
+    def withdraw(self) -> list[Order]:
+        """Take back orders that it has not seen yet."""
+
+    def call(self, request: Request) -> Any:
+        """Wait for what it answers or raises."""
+
+    def close(self, *, wait: bool = True) -> None:
+        """End it, with its environments, by force if need be. Nothing can be asked of it any more. May be called again.
+
+        Args:
+            wait: False lets it begin to.
+
+        Raises:
+            Exception: what closing an environment raised; it is closed all the same.
+        """
+
+
+class LocalWorker:
+    """A worker in the caller's own thread: what is ordered is done at once."""
+
+    alive, reviving, absent = True, False, False
+    untaken: Sequence[Report] = ()
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker, self.index = worker, worker.index
+        self.groups = [group.number for group in worker.groups]
+        self.outstanding: dict[int, Order] = {}
+        self._reports: deque[Report] = deque()
+
+    def prepared(self, policy: str) -> bool:
+        return self.worker.prepared(policy)
+
+    def submit(self, order: Order, slot: Slot) -> None:
+        self._reports.append(self.worker.run(order, slot.lanes[order.lane]))
+
+    def take(self) -> Report | None:
+        return self._reports.popleft() if self._reports else None
+
+    def stop(self, number: int) -> None:
+        """Nothing is under way while somebody else can act."""
+
+    def withdraw(self) -> list[Order]:
+        """Nothing waits to be seen."""
+        return []
+
+    def call(self, request: Request) -> Any:
+        try:
+            with allowed():
+                return request.run(self.worker)
+        except BaseException as error:
+            phase_ended_by(error, self.worker.progress)
+            raise
+
+    def start(self) -> None:
+        """It is always there."""
+
+    def end(self) -> None:
+        """Its environments are left to the user."""
+
+    def kill(self) -> None:
+        """There is no process of its own."""
+
+    def close(self, *, wait: bool = True) -> None:
+        if wait:
+            self.worker.close()
+        else:
+            self.worker.profile(None)
+
+
+@dataclass(frozen=True)
+class FrameCounts:
+    """What became of the steps of a group so far, as plain data: for whoever counts them for others, too.
+
+    Attributes:
+        executed, discarded, unseen: see ``Account``.
+        timing: see ``Timing``.
+    """
+
+    executed: int = 0
+    discarded: Mapping[str, int] = field(default_factory=dict)
+    unseen: int = 0
+    timing: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+
+    def since(self, earlier: FrameCounts) -> FrameCounts:
+        """What has been added after ``earlier``."""
+        discarded = Counter(self.discarded)
+        discarded.subtract(earlier.discarded)
+        timing = tuple(now - then for now, then in zip(self.timing, earlier.timing, strict=True))
+        return FrameCounts(self.executed - earlier.executed, discarded, self.unseen - earlier.unseen, timing)
 
 
 @dataclass
@@ -73,6 +214,19 @@ class Account:
         timing.policy += more.policy
         timing.copy += more.copy
         timing.total += more.total
+
+    def counts(self) -> FrameCounts:
+        """So far; changes no more."""
+        return FrameCounts(self.executed, +self.discarded, self.unseen, astuple(self.timing))
+
+    def add_counts(self, more: FrameCounts) -> None:
+        """Enter what another process has counted for this group. What is not discarded is on its way."""
+        self.executed += more.executed
+        self.in_flight += more.executed - sum(more.discarded.values())
+        self.discarded.update({reason: steps for reason, steps in more.discarded.items() if steps})
+        self.unseen += more.unseen
+        now = zip(astuple(self.timing), more.timing, strict=True)
+        self.timing = Timing(*(have + add for have, add in now))
 
     def cut_short(self, steps: int) -> None:
         """The lane at work has so many steps in all, which nobody has reported."""
@@ -242,27 +396,27 @@ class Crew:
             handle.host.where(),
         )
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every ``Worker``; what each of them returns."""
-        return [answer for handle in self.handles for answer in self.ask(handle, method, *args)]
+    def call(self, request: Request) -> list[Any]:
+        """What every worker answers."""
+        return [answer for handle in self.handles for answer in self.ask(handle, request)]
 
-    def ask(self, handle: Handle, method: str, *args: Any) -> list[Any]:
-        """What a ``Worker`` says to a call, as the only entry of a list; an empty list if it is dropped."""
+    def ask(self, handle: Handle, request: Request) -> list[Any]:
+        """What a worker answers, as the only entry of a list; an empty list if it is dropped."""
         if self._is_dropped(handle):
             return []
         try:
-            return [handle.call(method, *args)]
+            return [handle.call(request)]
         except MusterError:
             if self._is_dropped(handle):  # just now
                 return []
             raise
 
-    def call_for(self, method: str, groups: Mapping[int, Any], *args: Any) -> None:
-        """Call a method of the workers of ``groups``, each with its part of the mapping."""
+    def call_for(self, groups: Mapping[int, Any], request: Callable[[dict[int, Any]], Request]) -> None:
+        """Ask the workers of ``groups``, each about its part of the mapping."""
         for handle in self.handles:
             part = {number: groups[number] for number in handle.groups if number in groups}
             if part and not self._is_dropped(handle):
-                self.ask(handle, method, part, *args)
+                self.ask(handle, request(part))
 
     def close(self, *, close_env: bool = True) -> None:
         """End all workers, whatever one of them raises.

@@ -121,7 +121,8 @@ class Failure:
         """
         cls: type[MusterError] = getattr(errors, self.kind) if self.kind else CLASSES.get(self.phase, WorkerError)
         stack = f"Traceback in the worker:\n{self.traceback}" if self.traceback else ""
-        message = _sections(f"{_sentence(self.message)} In {self.where}, phase {self.phase}.", _hint(replay), stack)
+        hint = f"To see it happen again under a debugger: {replay}" if replay else ""
+        message = _sections(f"{_sentence(self.message)} In {self.where}, phase {self.phase}.", hint, stack)
         error = _dressed(_made(cls, message), self.where, self.phase, capsule)
         error.__cause__ = self._original()
         return error
@@ -182,8 +183,6 @@ def died(
     exitcode: int | None,
     oom_kills: int = 0,
     stack: str = "",
-    capsule: Path | None = None,
-    replay: str = "",
 ) -> WorkerDied:
     """The error for a worker process that ended unasked.
 
@@ -192,7 +191,6 @@ def died(
         exitcode: as ``subprocess`` has them: negative for signals; None: unknown.
         oom_kills: by how much ``oom_kills()`` has grown since the worker started.
         stack: what ``faulthandler`` has written.
-        capsule, replay: see ``Failure.error``.
     """
     how, name = "ended in an unknown way", ""
     if exitcode is not None and exitcode < 0:
@@ -204,7 +202,7 @@ def died(
     if stack and (frame := innermost_user_frame(stack)):
         message += f" It was at {frame}."
     stack = f"Stack of the worker (most recent call first):\n{stack.strip()}" if stack else ""
-    error = _dressed(WorkerDied(_sections(message, _hint(replay), stack)), where, phase, capsule)
+    error = _dressed(WorkerDied(_sections(message, stack)), where, phase)
     error.exitcode = exitcode
     return error
 
@@ -216,7 +214,7 @@ def node_lost(where: Where, *, phase: str, why: str) -> WorkerDied:
         why: as the node's link says it.
     """
     message = f"{_capital(where)} is lost with its node, during {phase}: {why}"
-    return _dressed(WorkerDied(message), where, phase, None)
+    return _dressed(WorkerDied(message), where, phase)
 
 
 def hung(
@@ -227,8 +225,6 @@ def hung(
     deadline: float,
     stack: str = "",
     stopped: bool = False,
-    capsule: Path | None = None,
-    replay: str = "",
 ) -> WorkerHung:
     """The error for a worker that got nowhere for longer than its deadline.
 
@@ -237,7 +233,6 @@ def hung(
         seconds: since the last sign of life.
         stack: what ``faulthandler`` has written; empty if it could not.
         stopped: the process is stopped (SIGSTOP, a debugger).
-        capsule, replay: see ``Failure.error``.
     """
     frame = innermost_user_frame(stack) if stack else None
     at = f" at {frame}" if frame else ""
@@ -248,7 +243,7 @@ def hung(
         message += " Its stack could not be taken: it does not answer signals, or has not got far enough to."
     message += " If it may take that long, give this phase a longer deadline (None: no deadline)."
     stack = f"Stack of the worker (most recent call first):\n{stack.strip()}" if stack else ""
-    return _dressed(WorkerHung(_sections(message, _hint(replay), stack)), where, phase, capsule)
+    return _dressed(WorkerHung(_sections(message, stack)), where, phase)
 
 
 def on_server(error: Exception, seen: MusterError) -> MusterError:
@@ -337,7 +332,7 @@ def _why_it_died(name: str, exitcode: int | None, oom_kills: int) -> str:
     return "Workers end only when asked: something has called os._exit, or ended the process from native code."
 
 
-def _dressed(error: Kind, where: Where, phase: str, capsule: Path | None) -> Kind:
+def _dressed(error: Kind, where: Where, phase: str, capsule: Path | None = None) -> Kind:
     error.worker, error.seed, error.phase, error.capsule = where.worker, where.seed, phase, capsule
     error.env_id = where.env_ids[0] if len(where.env_ids) == 1 else None
     error.env_index = where.env_index
@@ -401,10 +396,6 @@ def _capital(where: Where) -> str:
 
 def _sentence(text: str) -> str:
     return text if text.endswith((".", "!", "?")) else text + "."
-
-
-def _hint(replay: str) -> str:
-    return f"To see it happen again under a debugger: {replay}" if replay else ""
 
 
 def _sections(*parts: str) -> str:

@@ -15,9 +15,9 @@ from muster.errors import MusterError, SlotsExhausted
 from muster.interrupts import postponed
 from muster.memory.slots import Layout, Slot, SlotRing, SlotState
 from muster.sources.crew import Crew, give_warnings
+from muster.sources.group_state import layout_of, report_of, to_plain, write
 from muster.sources.messages import Order, Report
 from muster.sources.schedule import Bundle, CollectRequest, FilledSlot, Schedule, filled
-from muster.sources.waiting import layout_of, report_of, to_plain, write
 
 FAIR_AFTER = 8  # batches per group, before shares are compared
 FAIR_SHARE = 0.5  # of an equal share; less is worth a warning
@@ -112,6 +112,8 @@ class FirstReady(Schedule):
         publishes: how many there were so far.
     """
 
+    overlaps = True
+
     def __init__(
         self,
         crew: Crew,
@@ -133,11 +135,7 @@ class FirstReady(Schedule):
         self._behind: set[int] = set()  # groups that were warned of
 
     def collect(self, wanted: CollectRequest, into: Slot | None = None) -> FilledSlot:
-        """The next rollout that is complete.
-
-        Raises:
-            MusterError: what went wrong; the next call goes on.
-        """
+        """The next rollout that is complete; see ``Schedule``."""
         self._compare_shares()  # first, since a warning may be an error
         if self.crew.elastic:
             self.crew.welcome()
@@ -174,11 +172,9 @@ class FirstReady(Schedule):
 
     @property
     def ahead_of_user(self) -> bool:
-        """Rollouts were begun that nobody has got."""
         return len(self._ordered) > 0
 
     def rollouts_for(self, frames: int, rows: int | None) -> int:
-        """How many rollouts have at least so many frames, whoever makes them."""
         if not len(self._ordered):
             self._resize(rows)
         accounts = self.crew.accounts
@@ -222,7 +218,7 @@ class FirstReady(Schedule):
 
     @postponed()
     def abandon(self, reason: str) -> None:
-        """Give up all that nobody has got; the environments go on where they are."""
+        """See ``Schedule``; the environments go on where they are."""
         while self.crew.outstanding:
             with suppress(MusterError):
                 self._take_note(self._next_report())

@@ -19,10 +19,11 @@ from muster.errors import MusterError
 from muster.interrupts import allowed
 from muster.memory.slots import Lane
 from muster.sources.actor import Actor, ServedRollout
-from muster.sources.build import WorkerOptions
+from muster.sources.config import made_policy
 from muster.sources.failures import on_server, server_hung
 from muster.sources.lines import LOOK_S, Lines
 from muster.sources.messages import GroupInfo, Order, Report
+from muster.sources.pickling import unpickled
 from muster.stats import InferenceStats
 from muster.weights.transport import Ticket
 
@@ -30,28 +31,38 @@ LOST_S = 5.0  # for a call of the policy to end that writes into the lane of a w
 
 
 @dataclass(frozen=True)
-class Dispatch:
-    """Who is acted for together.
+class ServerConfig:
+    """What an inference server is made from, but for its policy and weights; see ``MultiOptions``. Can be pickled.
 
     Attributes:
-        teams: numbers of workers; each team by itself.
+        workers: numbers of those that it acts for.
+        options: ``WorkerOptions``; for a node pickled by ``pickling.dumps``.
+        is_factory: the policy is made by what is given as such.
+        alternating: half of them step while the other half is acted for.
         max_batch: environments of one call; None: no bound.
-        max_wait_s: how long the first to ask waits for others of its team that are at work; None: until all ask.
+        max_wait_s: how long the first to ask waits for others that are at work; None: until all ask.
+        threads: of torch; None leaves them as they are.
+        deadline_s: for a call of the policy; None is for ever.
         exclusive: the user's thread waits meanwhile; see ``Actor``.
         keeps_streams: see there.
     """
 
-    teams: Sequence[Sequence[int]]
+    workers: Sequence[int]
+    options: Any
+    is_factory: bool
+    alternating: bool
     max_batch: int | None
     max_wait_s: float | None
-    exclusive: bool
+    threads: int | None
+    deadline_s: float | None
+    exclusive: bool = True
     keeps_streams: bool = True
 
-    @staticmethod
-    def teams_of(workers: Sequence[int], *, alternating: bool) -> list[Sequence[int]]:
+    @property
+    def teams(self) -> list[Sequence[int]]:
         """All workers together, or half of them stepping while the other half is acted for."""
-        half = -(-len(workers) // 2) if alternating else len(workers)
-        return [part for part in (workers[:half], workers[half:]) if part]
+        half = -(-len(self.workers) // 2) if self.alternating else len(self.workers)
+        return [part for part in (self.workers[:half], self.workers[half:]) if part]
 
 
 class Lanes(Protocol):
@@ -88,36 +99,28 @@ class InferenceServer:
     """Acts for workers, in a thread of its own.
 
     Args:
-        policy: the server's own copy.
-        options: of the collector.
+        policy: pickled; the server makes its own.
         ticket: to the weights.
-        workers: their number.
-        threads: of torch; None leaves them as they are.
-        deadline_s: for a call of the policy; None is for ever.
+        workers: of all servers that share the weights.
 
     Attributes:
         actor: the policy; the thread's while workers are at work.
         lines: to the workers.
     """
 
-    def __init__(
-        self,
-        policy: Any,
-        options: WorkerOptions,
-        ticket: Ticket,
-        workers: int,
-        dispatch: Dispatch,
-        *,
-        threads: int | None,
-        deadline_s: float | None,
-    ) -> None:
-        lockstep = dispatch.max_wait_s is None and dispatch.max_batch is None
-        self.lines = Lines(workers, dispatch.teams if lockstep else ())
-        self._dispatch, self._threads, self._deadline_s = dispatch, threads, deadline_s
+    def __init__(self, config: ServerConfig, policy: bytes, ticket: Ticket, workers: int) -> None:
+        self._config, self._teams = config, config.teams
+        lockstep = config.max_wait_s is None and config.max_batch is None
+        self.lines = Lines(workers, self._teams if lockstep else ())
+        own = made_policy(policy, is_factory=config.is_factory)
         self._weights = ticket.open(ticket.fds)
         ticket.close()
         self.actor = Actor(
-            policy, options, self._weights, exclusive=dispatch.exclusive, keeps_streams=dispatch.keeps_streams
+            own,
+            unpickled(config.options, "the options"),
+            self._weights,
+            exclusive=config.exclusive,
+            keeps_streams=config.keeps_streams,
         )
         self._seats: dict[int, _Seat] = {}  # by worker
         self._rollouts: dict[int, ServedRollout] = {}  # by order, until they are complete
@@ -147,7 +150,7 @@ class InferenceServer:
         self.actor.open(infos)
         self._seats = {h.index: _Seat(h.index, h, infos[h.groups[0]].num_envs) for h in handles}
         self._thread.start()
-        if (threads := self._threads) is not None:
+        if (threads := self._config.threads) is not None:
             users = torch.get_num_threads()
             self._in_thread(lambda: _limit_threads(threads))
             torch.set_num_threads(users)  # for threads that the user will start
@@ -160,7 +163,7 @@ class InferenceServer:
             yield
         finally:
             self._held.clear()
-            self.lines.bell.ring()
+            self.lines.wake_up.ring()
 
     def settle(self) -> None:
         """A batch is complete, or will not be now: the user's random streams are the global ones again."""
@@ -202,7 +205,7 @@ class InferenceServer:
     @contextmanager
     def _between_calls(self) -> Iterator[None]:
         """Not while the policy acts, but where it hangs."""
-        longest = LOST_S if self._deadline_s is None else min(LOST_S, self._deadline_s)
+        longest = min(LOST_S, LOST_S if self._config.deadline_s is None else self._config.deadline_s)
         between = self._acting.acquire(timeout=max(0.0, longest - self.acting_for()))
         try:
             yield
@@ -217,9 +220,9 @@ class InferenceServer:
 
     def check(self) -> None:
         """Raise ``WorkerHung`` if the policy does not return, ``MusterError`` if the thread has ended."""
-        seconds = self.acting_for()
-        if self._deadline_s is not None and seconds > self._deadline_s:
-            raise server_hung(self._thread.ident, seconds=seconds, deadline=self._deadline_s)
+        seconds, deadline = self.acting_for(), self._config.deadline_s
+        if deadline is not None and seconds > deadline:
+            raise server_hung(self._thread.ident, seconds=seconds, deadline=deadline)
         if not self._thread.is_alive():
             raise MusterError("The inference server of this collector has ended; make another collector.")
 
@@ -234,13 +237,13 @@ class InferenceServer:
         if seat is not None and seat.rollout is not None:
             self._rollouts.pop(seat.rollout.number, None)
             seat.rollout = None
-        self.lines.bell.ring()
+        self.lines.wake_up.ring()
 
     def close(self) -> None:
         """End the thread; may be called again."""
         self._closing = True
         if self._thread.is_alive():
-            self.lines.bell.ring()
+            self.lines.wake_up.ring()
             self._thread.join(1.0)
         if not self._thread.is_alive():  # else it is in a policy that does not return
             self._weights.close()
@@ -265,7 +268,7 @@ class InferenceServer:
         """What a function returns or raises in the thread."""
         job = _ThreadCall(function)
         self._jobs.append(job)
-        self.lines.bell.ring()
+        self.lines.wake_up.ring()
         return job.result(self.check)
 
     def _wanted(self) -> bool:
@@ -275,7 +278,7 @@ class InferenceServer:
 
     def _patience(self) -> float:
         """Seconds until somebody has waited long enough."""
-        wait = self._dispatch.max_wait_s
+        wait = self._config.max_wait_s
         if wait is None or self._held.is_set():
             return LOOK_S
         since = [seat.since for seat in self._seats.values() if self.lines.question(seat.worker)]
@@ -287,7 +290,7 @@ class InferenceServer:
         """Whom to act for now, in the order of the workers; teams take turns."""
         if self._held.is_set():
             return []
-        teams = self._dispatch.teams
+        teams = self._teams
         for step in range(len(teams)):
             turn = (self._turn + step) % len(teams)
             if chosen := self._of_team(teams[turn]):
@@ -297,7 +300,7 @@ class InferenceServer:
 
     def _of_team(self, team: Sequence[int]) -> list[_Seat]:
         questions, at_work = self.lines.look(team)
-        most, wait = self._dispatch.max_batch, self._dispatch.max_wait_s
+        most, wait = self._config.max_batch, self._config.max_wait_s
         if not questions or (most is None and wait is None and len(questions) < at_work):
             return []
         asking = [self._seats[worker] for worker, _ in questions]

@@ -1,63 +1,33 @@
-"""Lines between workers and the server that acts for them: integers in shared memory, and bells for who is asleep.
+"""Lines between workers and the server that acts for them: integers in shared memory, and wake-ups for who is asleep.
 
 A question is two numbers, the order at work and the row to act on; the observations lie in that row. Whoever waits
-looks at the cells for some microseconds, then sleeps on a bell, which costs the other side a system call. Nothing is
+looks at the cells for some microseconds, then sleeps, and waking it costs the other side a system call. Nothing is
 queued: a worker has one question at a time. Cells are seen in the order in which they were written, as on x86.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
-import sys
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from muster.errors import MusterError, PolicyError
+from muster.keys import Key
 from muster.memory.shared import Arena
+from muster.memory.slots import Lane
+from muster.memory.specs import Column
+from muster.progress import ORDER as AT_WORK
+from muster.progress import Progress
+from muster.protocols import Act, Outputs
+from muster.rng import GroupRng
+from muster.sources.channel import WakeUp
 
 ASKED, ANSWERED, ASLEEP, ORDER, ROW, FINISHED, NEWEST, TEAM = range(8)  # of a line
 CELLS = 8  # per line: one cache line of the processor, so that no two workers write into the same one
 SERVER_SPIN_S = 50e-6  # the next question often comes sooner than a sleeper wakes up
 WORKER_SPIN_S = 100e-6  # if there is a processor for everybody; else who spins keeps others from what it waits for
-LOOK_S = 0.1  # between two looks at what no bell announces
-
-
-class Bell:
-    """Wakes who sleeps on it; twice is once. Costs one descriptor, or two where there is no eventfd.
-
-    Attributes:
-        fds: what another process needs for ``Bell(*fds)``; owned by this object.
-    """
-
-    def __init__(self, *fds: int) -> None:
-        if not fds:
-            fds = (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC),) if hasattr(os, "eventfd") else os.pipe()
-        self.fds = fds
-        self._close = weakref.finalize(self, _close_all, fds)  # a thread may never come to it
-        self._read, self._write = fds[0], fds[-1]
-        for fd in fds:
-            os.set_blocking(fd, False)
-        self._poller = select.poll()
-        self._poller.register(self._read, select.POLLIN)
-
-    def ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it is ringing already
-            os.write(self._write, b"\1\0\0\0\0\0\0\0" if sys.byteorder == "little" else b"\0\0\0\0\0\0\0\1")
-
-    def wait(self, seconds: float) -> None:
-        """Until it rings, but not longer than that."""
-        if self._poller.poll(seconds * 1000):
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._read, 1 << 16)  # of a pipe all there is
-
-    def close(self) -> None:
-        """May be called again."""
-        self._close()
-        self.fds = ()
+LOOK_S = 0.1  # between two looks at what nobody announces
 
 
 class Lines:
@@ -69,15 +39,15 @@ class Lines:
 
     Attributes:
         cells: of all lines, ``CELLS`` each; the last line is the server's own.
-        bell: the server's.
+        wake_up: the server's.
     """
 
     def __init__(self, workers: int, teams: Sequence[Sequence[int]] = ()) -> None:
         self._arena = Arena.create("muster-lines")
         self._arena.allocate((workers + 1) * CELLS * 8)
         self.cells = _cells(self._arena, workers + 1)
-        self.bell = Bell()
-        self._bells = [Bell() for _ in range(workers)]
+        self.wake_up = WakeUp()
+        self._wake_ups = [WakeUp() for _ in range(workers)]
         self._own = workers * CELLS + ASLEEP
         for number, team in enumerate(teams):
             for worker in team:
@@ -85,7 +55,7 @@ class Lines:
 
     def fds_for(self, worker: int) -> list[int]:
         """What a worker needs for ``Line``; they stay this object's."""
-        return [self._arena.fd, *self.bell.fds, *self._bells[worker].fds]
+        return [self._arena.fd, *self.wake_up.fds, *self._wake_ups[worker].fds]
 
     def question(self, worker: int) -> int:
         """The number of a worker's question that has no answer yet; 0: there is none."""
@@ -125,14 +95,14 @@ class Lines:
         at = worker * CELLS
         self.cells[at + ANSWERED] = -number if failed else number
         if self.cells[at + ASLEEP]:
-            self._bells[worker].ring()
+            self._wake_ups[worker].ring()
 
     def sleep(self, ready: Callable[[], bool], seconds: float) -> None:
         """Until something is so: look for a while, then sleep until some worker rings, or the time is over."""
         if not _spun(ready, SERVER_SPIN_S):
             self.cells[self._own] = 1
             if not ready():
-                self.bell.wait(seconds)
+                self.wake_up.wait(seconds)
             self.cells[self._own] = 0
 
     def reset(self, worker: int) -> None:
@@ -144,8 +114,8 @@ class Lines:
     def close(self) -> None:
         """May be called again."""
         self._arena.close()
-        for bell in (self.bell, *self._bells):
-            bell.close()
+        for wake_up in (self.wake_up, *self._wake_ups):
+            wake_up.close()
 
 
 class Line:
@@ -161,7 +131,7 @@ class Line:
     def __init__(self, number: int, workers: int, fds: list[int], given_up: Callable[[], bool]) -> None:
         self._arena = Arena.attach(fds[0])
         half = 1 + (len(fds) - 1) // 2
-        self._server, self._bell = Bell(*fds[1:half]), Bell(*fds[half:])
+        self._server, self._wake_up = WakeUp(*fds[1:half]), WakeUp(*fds[half:])
         self._all: Any = _cells(self._arena, workers + 1)
         self._cells: Any = self._all[number * CELLS : (number + 1) * CELLS]
         self._servers: Any = self._all[workers * CELLS :]
@@ -191,7 +161,7 @@ class Line:
         if not _spun(answered, self._spin_s):
             cells[ASLEEP] = 1
             while not answered():
-                self._bell.wait(LOOK_S)
+                self._wake_up.wait(LOOK_S)
                 if self._given_up():
                     raise MusterError("Nobody waits for this worker any more.")
             cells[ASLEEP] = 0
@@ -216,12 +186,39 @@ class Line:
         """May be called again."""
         self._arena.close()
         self._server.close()
-        self._bell.close()
+        self._wake_up.close()
 
 
-def _close_all(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
+class ServedPolicy:
+    """Implements ``Policy``: somebody else acts, in the very rows of the lanes. Every row is a question to the server.
+
+    Args:
+        line: to the server.
+        progress: says which order is at work.
+    """
+
+    name, path, draws_globally = "policy", "server", False
+    raises = (MusterError,)  # the user's policy is elsewhere
+
+    def __init__(self, line: Line, progress: Progress) -> None:
+        self.line = line
+        self._progress = progress
+        self._columns: Sequence[Column] = ()
+
+    def first(self, obs: Mapping[Key, Any], rng: GroupRng) -> Outputs:
+        """The server makes the first call, for row 0."""
+        raise NotImplementedError
+
+    def learn(self, columns: Sequence[Column]) -> None:
+        """The server knows by now which columns there are."""
+        self._columns = columns
+
+    def columns(self) -> Sequence[Column]:
+        return self._columns
+
+    def start(self, lane: Lane, rng: GroupRng) -> Act:
+        ask, order = self.line.ask, int(self._progress.cells[AT_WORK])
+        return lambda t: ask(order, t)
 
 
 def _cells(arena: Arena, lines: int) -> Any:

@@ -16,24 +16,23 @@ from muster.envs.build import BuiltEnv
 from muster.errors import BadOption
 from muster.forks import end_on_return
 from muster.group import Group
-from muster.keys import TERMINATED, TRUNCATED, Key, next_of
+from muster.keys import TERMINATED, TRUNCATED, next_of
 from muster.memory.shared import Arena
 from muster.memory.slots import Lane, Layout, Slot
-from muster.memory.specs import Array
 from muster.policies.random import RandomPolicy
 from muster.progress import ALL_ORDERS, ORDER, PHASE, STOP, Phase, Progress
 from muster.protocols import Policy
-from muster.sources.build import WorkerOptions, build_envs, build_policy, make_group, restarted_rng, restarted_seeds
+from muster.rng import GroupRng
+from muster.sources.build import WorkerOptions, build_envs, build_policy, make_group
 from muster.sources.channel import Channel
-from muster.sources.config import Columns, WorkerConfig, WorkerPlace, made_policy
+from muster.sources.config import WorkerConfig, WorkerPlace, made_policy
 from muster.sources.failures import Failure, env_index_of, pack
 from muster.sources.history import Anchors
 from muster.sources.ledger import Ledger
-from muster.sources.lines import Line
+from muster.sources.lines import Line, ServedPolicy
 from muster.sources.messages import GroupInfo, Report
-from muster.sources.pickling import loads
+from muster.sources.pickling import unpickled
 from muster.sources.requests import BIRTH, Answer, Closed, Finished, Request, RolloutRequest
-from muster.sources.served import ServedPolicy
 from muster.sources.worker import Worker, describe, objects_of
 from muster.weights.transport import Subscriber, Ticket
 
@@ -100,9 +99,9 @@ class WorkerMain:
             self._ticket_fds = fds
         self.built: list[BuiltEnv] = []
         self.worker: Worker
-        self._layouts: dict[int, Layout] = {}
         self._anchors: dict[int, Anchors] = {}  # by group
         self._lanes: dict[tuple[int, int], tuple[Lane, Lane]] = {}  # by group and offset: on the device, and shared
+        self._lanes_of: dict[int, Layout] = {}  # the layouts that they have
         self._at: dict[int, int] = {}  # order that a lane was last used for
         self._failed: set[int] = set()  # orders that are not complete
         self.ending = self.terminated = self._closing = self._sending = False
@@ -145,7 +144,7 @@ class WorkerMain:
     def answer(self, number: int, request: Request) -> None:
         """Say what a request returns or raises."""
         self.progress.begin(Phase.CALL)
-        self._answer(number, partial(request.run, self))
+        self._answer(number, partial(request.run_in, self))
 
     def terminate(self, *_: object) -> None:
         """Stop whatever is going on, and end; environments are closed."""
@@ -180,12 +179,12 @@ class WorkerMain:
 
     def _construct(self) -> list[GroupInfo]:
         config = self.config
-        self.options: WorkerOptions = _unpickled(config.options, "the options")
+        self.options: WorkerOptions = unpickled(config.options, "the options")
         served = config.served_by is not None
         self._policy = None if served else made_policy(config.policy, is_factory=config.is_factory)
         numbered = zip(config.groups, config.makers, strict=True)
-        makers = [_unpickled(maker, f"create_env_fn[{number}]") for number, maker in numbered]
-        self.built = build_envs(makers, _unpickled(config.kwargs, "create_env_kwargs"), self.options, self.made)
+        makers = [unpickled(maker, f"create_env_fn[{number}]") for number, maker in numbered]
+        self.built = build_envs(makers, unpickled(config.kwargs, "create_env_kwargs"), self.options, self.made)
         if config.place is not None:
             self.progress.begin(Phase.CALL)
             self.configure(config.place)
@@ -197,7 +196,7 @@ class WorkerMain:
             self.progress.begin(Phase.CLOSE)
         try:
             if hasattr(self, "worker"):
-                self.worker.profile(None, 0)
+                self.worker.profile(None)
             self.made.close()
         except BaseException as error:  # noqa: BLE001 (the parent's to raise)
             self._send(Closed(self._pack(error, "close")))
@@ -211,7 +210,7 @@ class WorkerMain:
         if hasattr(self, "worker"):  # its config had it, and somebody had asked its predecessor
             return
         self._make_groups(place)
-        self.seed(place.seed, place.static)
+        self.worker.seed(place.seed, place.static)
         if place.grad:
             self.worker.enable_grad(True)
         if self.config.ticket is not None:
@@ -219,7 +218,7 @@ class WorkerMain:
             self._subscribe(self.config.ticket)
             self.progress.begin(phase)
         if place.columns is not None:
-            self.lay_out(place.columns)
+            self.worker.layouts(place.columns)
 
     def _make_groups(self, place: WorkerPlace) -> None:
         config, (policy, device) = self.config, self._place_policy()
@@ -228,7 +227,7 @@ class WorkerMain:
             rollout = replace(rollout, interruptor=_Stop(self.progress.cells, rollout.interruptor))
         groups: list[Group] = []
         for n, (number, b, first) in enumerate(zip(config.groups, self.built, place.firsts, strict=True)):
-            rng = restarted_rng(place.seed, number, config.generation, device or b.env.device)
+            rng = GroupRng(place.seed, number, device or b.env.device, config.generation)
             group = make_group(b, number, first, place.total, rollout, rng, shared=self.options.shared_frames)
             if config.in_thread:
                 group.in_background = lambda: True
@@ -245,7 +244,15 @@ class WorkerMain:
             )
         self._policy = policy
         policies = {"policy": self._acting(groups[0], device), "random": RandomPolicy(b.env.sample, b.batch_shape)}
-        self.worker = Worker(groups, policies, policy, device=device, progress=self.progress)
+        self.worker = Worker(
+            groups,
+            policies,
+            policy,
+            device=device,
+            progress=self.progress,
+            index=config.index,
+            generation=config.generation,
+        )
 
     def _place_policy(self) -> tuple[Any, torch.device | None]:
         """The policy and where it computes."""
@@ -262,49 +269,9 @@ class WorkerMain:
         policy = build_policy(self._policy, self.options, group, device)
         if (turns := self.config.policy_turns) is None:
             return policy
-        from muster.sources.locked import OneAtATime
+        from muster.sources.threads import OneAtATime
 
         return OneAtATime(policy, turns, self.progress)
-
-    def observe(self) -> dict[int, tuple[dict[Key, Array], dict[str, Any]]]:
-        """What a server needs to act for the first time: by group, observations and the state of random streams."""
-        for group in self.worker.groups:
-            group.begin()
-        return {
-            group.number: (
-                {key: np.array(group.carry[key][0]) for key in group.env.observation_specs},
-                group.rng.state_dict(),
-            )
-            for group in self.worker.groups
-        }
-
-    def seed(self, seed: int | None, static: bool) -> None:
-        """Seed the environments of this generation."""
-        if seed is None:
-            return
-        if not self.config.generation:
-            self.worker.seed(seed, static)
-            return
-        for group in self.worker.groups:
-            ids = [0] * group.B if static else group.clock.env_ids.tolist()
-            group.rng = restarted_rng(seed, group.number, self.config.generation, group.rng.device)
-            group.reset(seeds=restarted_seeds(seed, ids, self.config.generation))
-
-    def lay_out(self, columns: Columns) -> list[Layout]:
-        """See ``Worker.layouts``; orders that follow are about these."""
-        served = self.worker.policies["policy"]
-        if isinstance(served, ServedPolicy):
-            served.learn(columns.served)
-        made = self.worker.layouts(columns.policy, columns.T, columns.version)
-        layouts = dict(zip(self.config.groups, made, strict=True))
-        if layouts != self._layouts:
-            self._layouts = layouts
-            self._lanes.clear()
-        return made
-
-    def forget_lanes(self) -> None:
-        """Environments were restored, and may hold other objects inside."""
-        self._lanes.clear()
 
     # --- rollouts ---------------------------------------------------------------------------------
 
@@ -342,7 +309,10 @@ class WorkerMain:
             group.due.error = error
 
     def _lane(self, request: RolloutRequest) -> tuple[Lane, Lane]:
-        order, layout = request.order, self._layouts[request.order.group]
+        if self._lanes_of is not self.worker.laid_out:
+            self._lanes_of = self.worker.laid_out
+            self._lanes.clear()
+        order, layout = request.order, self._lanes_of[request.order.group]
         at = (order.group, request.offset)
         if at not in self._lanes:
             begin = order.lane * layout.lane_bytes
@@ -371,12 +341,6 @@ class WorkerMain:
 
     # --- weights ----------------------------------------------------------------------------------
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Of the policy, as it is."""
-        from muster.weights.names import named_tensors
-
-        return {name: tensor.cpu() for name, tensor in named_tensors(self._policy).items()}
-
     def _subscribe(self, ticket: Ticket) -> None:
         from muster.weights.names import named_tensors
 
@@ -388,10 +352,6 @@ class WorkerMain:
     def _close_ticket(self) -> None:
         while self._ticket_fds:
             os.close(self._ticket_fds.pop())
-
-
-def _unpickled(given: Any, what: str) -> Any:
-    return loads(given, what) if isinstance(given, bytes) else given
 
 
 def _taken(subscriber: Subscriber, into: Mapping[str, torch.Tensor]) -> int | str:

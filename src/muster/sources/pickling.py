@@ -48,6 +48,11 @@ def loads(data: bytes, what: str) -> Any:
         ) from error
 
 
+def unpickled(given: Any, what: str) -> Any:
+    """What a process gets pickled, and a thread as it is."""
+    return loads(given, what) if isinstance(given, bytes) else given
+
+
 def _advice(obj: Any) -> str:
     if isinstance(obj, (FunctionType, MethodType, partial)):
         return "Make it inside the function instead."

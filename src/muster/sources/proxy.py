@@ -32,7 +32,6 @@ from muster.sources.requests import (
     Observe,
     Request,
     RolloutRequest,
-    request_for,
 )
 from muster.sources.under_way import UnderWay, phase_of
 from muster.weights.transport import Ticket
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from muster.sources.inference import InferenceServer
 
 SEND_S = 60.0  # for a message to a worker that does not read
-WHEN_THERE = ("seed", "check_reset", "reset", "profile")  # calls that absent workers need not hear, or hear later
 STACK_S = 0.5  # for the stack of one that hangs
 _DEAF = -1  # instead of the number of an answer: none counts any more
 
@@ -98,8 +96,8 @@ class Patience(Protocol):
             Exception: what became of the worker instead.
         """
 
-    def told(self, handle: WorkerProxy, method: str, args: Sequence[Any]) -> None:
-        """A worker has followed a call."""
+    def told(self, handle: WorkerProxy, request: Request) -> None:
+        """A worker has done what was asked of it."""
 
     def restarted(self, handle: WorkerProxy) -> None:
         """A worker has a successor."""
@@ -327,12 +325,11 @@ class WorkerProxy:
         return []  # it has seen all of them
 
     @postponed()
-    def call(self, method: str, *args: Any) -> Any:
-        request = request_for(method, args, in_thread=self.config.in_thread)
-        if self.absent and method in WHEN_THERE:
-            self._remember(request)
-            if method == "seed":
-                self._patience.told(self, method, args)
+    def call(self, request: Request) -> Any:
+        asked = request
+        if self.absent and request.waits:
+            if self._remember(request):
+                self._patience.told(self, request)
             return None
         if not self.alive and not self.reviving:
             self.start()
@@ -346,7 +343,7 @@ class WorkerProxy:
         result = self._ask(request)
         if server is not None:
             request.answered(server.actor, self.groups, result)
-        self._patience.told(self, method, args)
+        self._patience.told(self, asked)
         return result
 
     def close(self, *, wait: bool = True) -> None:
@@ -401,10 +398,12 @@ class WorkerProxy:
         if self._state is WorkerState.JOINING and self.config.place is None and infos is not None:
             self.state = WorkerState.RUNNING  # the crew is not complete, and it is one of the first
 
-    def _remember(self, request: Request) -> None:
-        """For a successor."""
-        if self.config.place is not None:
-            self.config = replace(self.config, place=request.placed(self.config.place))
+    def _remember(self, request: Request) -> bool:
+        """For a successor; whether it is told anything else than before."""
+        before = self.config.place
+        if before is not None:
+            self.config = replace(self.config, place=request.placed(before))
+        return self.config.place is not before
 
     def _with_columns(self, server: InferenceServer, request: Request) -> Request:
         """A request for layouts with what the server writes, or would write."""

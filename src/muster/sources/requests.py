@@ -1,7 +1,7 @@
 """What a worker is asked for, and what it answers.
 
 A request knows what it does in the worker (``run``, ``reach``), and in this process what it means for the worker's
-successors (``placed``) and for the inference server.
+successors (``placed``), for crash reports (``noted``) and for the inference server.
 """
 
 from __future__ import annotations
@@ -9,16 +9,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from muster.attributes import resolve
+from muster.errors import BadOption
 from muster.sources.config import Columns, WorkerPlace
 from muster.sources.messages import Order, Report
 from muster.sources.pickling import dumps, loads
 
 if TYPE_CHECKING:
     from muster.sources.actor import Actor
+    from muster.sources.crash_notes import CrashNotes
     from muster.sources.failures import Failure
     from muster.sources.main import WorkerMain
+    from muster.sources.worker import Worker
 
 
 # --- to a worker -----------------------------------------------------------------------------------
@@ -82,11 +86,24 @@ class Close:
 
 
 class Request(ABC):
-    """What a worker is asked, besides rollouts."""
+    """What a worker is asked, besides rollouts.
+
+    Attributes:
+        waits: workers that are absent need not hear it, or hear it when they come.
+    """
+
+    waits: ClassVar[bool] = False
 
     @abstractmethod
-    def run(self, main: WorkerMain) -> Any:
+    def run(self, worker: Worker) -> Any:
         """In the worker: the answer."""
+
+    def run_in(self, main: WorkerMain) -> Any:
+        """The same, where the worker is a process or thread of its own."""
+        return self.run(main.worker)
+
+    def noted(self, notes: CrashNotes, groups: Sequence[int]) -> None:  # noqa: B027 (most change no episodes)
+        """In the parent, when it was done: what it means for the episodes of the worker's groups."""
 
     def placed(self, place: WorkerPlace) -> WorkerPlace:
         """In the parent, when it was done: what a successor is told."""
@@ -101,23 +118,15 @@ class Request(ABC):
 
 
 @dataclass(frozen=True)
-class Call(Request):
-    """What a method of ``Worker`` returns."""
-
-    method: str
-    args: tuple[Any, ...]
-
-    def run(self, main: WorkerMain) -> Any:
-        return getattr(main.worker, self.method)(*self.args)
-
-
-@dataclass(frozen=True)
 class Configure(Request):
     """Take a place among all workers."""
 
     place: WorkerPlace
 
-    def run(self, main: WorkerMain) -> Any:
+    def run(self, worker: Worker) -> Any:
+        """That of this thread has its place."""
+
+    def run_in(self, main: WorkerMain) -> Any:
         main.configure(self.place)
 
 
@@ -125,16 +134,16 @@ class Configure(Request):
 class Observe(Request):
     """What a server needs to act for the first time: by group, observations and the state of random streams."""
 
-    def run(self, main: WorkerMain) -> Any:
-        return main.observe()
+    def run(self, worker: Worker) -> Any:
+        return worker.observe()
 
 
 @dataclass(frozen=True)
 class Weights(Request):
     """Of the policy, as it is."""
 
-    def run(self, main: WorkerMain) -> Any:
-        return main.weights()
+    def run(self, worker: Worker) -> Any:
+        return worker.weights()
 
 
 @dataclass(frozen=True)
@@ -143,8 +152,8 @@ class LayOut(Request):
 
     columns: Columns
 
-    def run(self, main: WorkerMain) -> Any:
-        return main.lay_out(self.columns)
+    def run(self, worker: Worker) -> Any:
+        return worker.layouts(self.columns)
 
     def placed(self, place: WorkerPlace) -> WorkerPlace:
         return replace(place, columns=self.columns)
@@ -154,11 +163,12 @@ class LayOut(Request):
 class Seed(Request):
     """See ``Worker.seed``."""
 
+    waits = True
     seed: int | None
     static: bool
 
-    def run(self, main: WorkerMain) -> Any:
-        main.seed(self.seed, self.static)
+    def run(self, worker: Worker) -> Any:
+        worker.seed(self.seed, self.static)
 
     def placed(self, place: WorkerPlace) -> WorkerPlace:
         return replace(place, seed=self.seed, static=self.static)
@@ -167,6 +177,40 @@ class Seed(Request):
         actor.reseed(groups, self.seed)
         return self
 
+    def noted(self, notes: CrashNotes, groups: Sequence[int]) -> None:
+        notes.seeded(groups, self.seed, static=self.static)
+
+
+@dataclass(frozen=True)
+class CheckReset(Request):
+    """Raise ``UnsupportedEnv`` where some of a group's environments cannot be reset without the others."""
+
+    waits = True
+    which: Mapping[int, Sequence[int]]
+
+    def run(self, worker: Worker) -> Any:
+        for number, chosen in self.which.items():
+            group = worker.group(number)
+            if 0 < len(set(chosen)) < group.B:
+                group.env.check_partial_reset()
+
+
+@dataclass(frozen=True)
+class Reset(Request):
+    """Let environments, by group, begin anew before the next step."""
+
+    waits = True
+    which: Mapping[int, Sequence[int]]
+    options: dict[str, Any] | None = None
+
+    def run(self, worker: Worker) -> Any:
+        for number, chosen in self.which.items():
+            worker.group(number).reset(chosen)
+            worker.group(number).env.reset_options = self.options
+
+    def noted(self, notes: CrashNotes, groups: Sequence[int]) -> None:
+        notes.reset(self.which, self.options)
+
 
 @dataclass(frozen=True)
 class EnableGrad(Request):
@@ -174,8 +218,8 @@ class EnableGrad(Request):
 
     on: bool
 
-    def run(self, main: WorkerMain) -> Any:
-        main.worker.enable_grad(self.on)
+    def run(self, worker: Worker) -> Any:
+        worker.enable_grad(self.on)
 
     def placed(self, place: WorkerPlace) -> WorkerPlace:
         return replace(place, grad=self.on)
@@ -183,21 +227,28 @@ class EnableGrad(Request):
 
 @dataclass(frozen=True)
 class Profile(Request):
-    """See ``Worker.profile``. The number is the worker's own."""
+    """See ``Worker.profile``. Pickling raises BadOption where the user's function cannot be."""
 
+    waits = True
     config: Any
 
-    def run(self, main: WorkerMain) -> Any:
-        config = loads(self.config, "on_trace_ready") if isinstance(self.config, bytes) else self.config
-        main.worker.profile(config, main.config.index)
+    def run(self, worker: Worker) -> Any:
+        worker.profile(self.config)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _profile, (dumps(self.config, "on_trace_ready"),)
+
+
+def _profile(config: bytes) -> Profile:
+    return Profile(loads(config, "on_trace_ready"))
 
 
 @dataclass(frozen=True)
 class TakeState(Request):
     """See ``Worker.state``."""
 
-    def run(self, main: WorkerMain) -> Any:
-        return main.worker.state()
+    def run(self, worker: Worker) -> Any:
+        return worker.state()
 
     def answered(self, actor: Actor, groups: Sequence[int], result: Any) -> None:
         actor.add_streams(groups, result)
@@ -211,10 +262,8 @@ class LoadState(Request):
     cut: str | None
     trust: bool
 
-    def run(self, main: WorkerMain) -> Any:
-        failed = main.worker.load(self.states, self.cut, self.trust)
-        main.forget_lanes()
-        return failed
+    def run(self, worker: Worker) -> Any:
+        return worker.load(self.states, self.cut, self.trust)
 
     def placed(self, place: WorkerPlace) -> WorkerPlace:
         return replace(place, columns=None)
@@ -222,43 +271,66 @@ class LoadState(Request):
     def through(self, actor: Actor, groups: Sequence[int]) -> Request:
         return replace(self, states=actor.load(self.states))
 
+    def noted(self, notes: CrashNotes, groups: Sequence[int]) -> None:
+        notes.forget(groups)
+
 
 @dataclass(frozen=True)
 class MarkResumed(Request):
-    """See ``Worker.mark_resumed``."""
+    """All groups say which episodes begin anew after a load, since one of them has such."""
 
-    def run(self, main: WorkerMain) -> Any:
-        main.worker.mark_resumed()
-        main.forget_lanes()
+    def run(self, worker: Worker) -> Any:
+        for group in worker.groups:
+            group.resumed = group.resumed or []
 
     def placed(self, place: WorkerPlace) -> WorkerPlace:
         return replace(place, columns=None)
 
 
-def request_for(method: str, args: Sequence[Any], *, in_thread: bool) -> Request:
-    """The request that a call of a ``Worker``'s method is for a worker elsewhere.
+@dataclass(frozen=True)
+class Running(Request):
+    """Environments in the middle of an episode, by group."""
 
-    Raises:
-        BadOption: something in it cannot be pickled.
-    """
-    match method, args:
-        case "layouts", (policy, T, version):
-            return LayOut(Columns(policy, T, version))
-        case "seed", (seed, static):
-            return Seed(seed, static)
-        case "enable_grad", (on,):
-            return EnableGrad(bool(on))
-        case "profile", (config, _):
-            return Profile(config if in_thread or config is None else dumps(config, "on_trace_ready"))
-        case "weights", ():
-            return Weights()
-        case "state", ():
-            return TakeState()
-        case "load", (states, cut, trust):
-            return LoadState(states, cut, trust)
-        case "mark_resumed", ():
-            return MarkResumed()
-    return Call(method, tuple(args))
+    def run(self, worker: Worker) -> dict[int, list[int]]:
+        return {
+            group.number: [i for i in range(group.B) if group.clock.steps[i] and i not in group.pending]
+            for group in worker.groups
+        }
+
+
+@dataclass(frozen=True)
+class Render(Request):
+    """See ``Worker.render``."""
+
+    seconds: float | None
+
+    def run(self, worker: Worker) -> Any:
+        worker.render(self.seconds)
+
+
+@dataclass(frozen=True)
+class EnvAttribute(Request):
+    """Of every environment object."""
+
+    name: str
+
+    def run(self, worker: Worker) -> list[Any]:
+        return [getattr(env, self.name) for group in worker.groups for env in group.env.objects()]
+
+
+@dataclass(frozen=True)
+class Execute(Request):
+    """Call what a path such as "env.unwrapped.set_gravity" names."""
+
+    path: str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    def run(self, worker: Worker) -> Any:
+        found = resolve(worker, self.path)
+        if not callable(found):
+            raise BadOption(f"cascade_execute({self.path!r}): that is {type(found).__name__}, which cannot be called")
+        return found(*self.args, **self.kwargs)
 
 
 # --- from a worker ---------------------------------------------------------------------------------

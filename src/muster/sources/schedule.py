@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -16,9 +17,10 @@ from muster.errors import BadOption
 from muster.marks import Final, blank
 from muster.memory.slots import Layout, Slot, SlotRing, SlotState
 from muster.memory.specs import Array
-from muster.sources.crew import Crew, start_dead
-from muster.sources.handles import Handle
+from muster.sources.config import Columns
+from muster.sources.crew import Crew, Handle, start_dead
 from muster.sources.messages import Report
+from muster.sources.requests import LayOut
 
 if TYPE_CHECKING:
     from muster.memory.slots import Memory
@@ -152,8 +154,8 @@ class Ahead(Protocol):
         """It will never be full; whether it comes back to its ring by itself."""
 
 
-class Schedule:
-    """What all schedules share.
+class Schedule(ABC):
+    """Who works when, and what becomes a batch.
 
     Args:
         crew: who does the work.
@@ -162,13 +164,46 @@ class Schedule:
 
     Attributes:
         ahead: is told of slots that workers fill.
+        overlaps: workers go on while the user has a batch, and take the newest weights by themselves.
+        preempts: rollouts may end early.
     """
+
+    overlaps: ClassVar[bool] = False
+    preempts = False
 
     def __init__(self, crew: Crew, bundles: Sequence[Bundle], T: Sequence[int]) -> None:
         self.crew, self.bundles, self.T = crew, list(bundles), list(T)
         self._usual_T = list(T)
         self.waited = 0  # ns, for workers
         self.ahead: Ahead | None = None
+
+    @abstractmethod
+    def collect(self, request: CollectRequest, into: Slot | None = None) -> FilledSlot:
+        """What the next batch is made of.
+
+        Args:
+            into: a slot to use again, whoever looks at it (``return_same_td``).
+
+        Raises:
+            MusterError: what went wrong; the next call goes on where this one stopped.
+        """
+
+    @abstractmethod
+    def layout(self, policy: str, version: int | str | None = None) -> Layout:
+        """Of the slots for a policy, which is called once for it; ``collect`` goes on from that call."""
+
+    @abstractmethod
+    def abandon(self, reason: str) -> None:
+        """Give up all that nobody has got."""
+
+    @property
+    def ahead_of_user(self) -> bool:
+        """Rollouts were begun that nobody has got."""
+        return False
+
+    def rollouts_for(self, frames: int, rows: int | None) -> int | None:
+        """How many rollouts have at least so many frames, whoever makes them; None: each batch has one of everybody."""
+        return None
 
     @property
     def sharing(self) -> int:
@@ -245,7 +280,7 @@ class Schedule:
     def _lay_out(self, handle: Handle, policy: str, version: int | str | None) -> dict[int, Layout]:
         """What a worker's groups write when this policy acts; nothing if it is dropped."""
         start_dead(self.crew, absent=False)  # those of one node wait for one another, where its server acts for them
-        made = self.crew.ask(handle, "layouts", policy, [self.T[number] for number in handle.groups], version)
+        made = self.crew.ask(handle, LayOut(Columns(policy, [self.T[number] for number in handle.groups], version)))
         return dict(zip(handle.groups, made[0], strict=True)) if made else {}
 
     def _finish(self, slot: Slot, lane: int, report: Report) -> None:

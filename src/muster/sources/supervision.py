@@ -16,12 +16,13 @@ from muster.errors import BadEnvOutput, EnvError, MusterError, WorkerHung
 from muster.interrupts import allowed
 from muster.progress import Phase
 from muster.sources import failures
+from muster.sources.channel import WakeUp
 from muster.sources.crash_notes import CrashNotes, Replay
 from muster.sources.crew import Account
 from muster.sources.messages import GroupInfo, Order, Report
 from muster.sources.proxy import Restarted, WorkerProxy, WorkerState
+from muster.sources.requests import Request
 from muster.sources.restarts import Record, news, unlike
-from muster.sources.threads import Doorbell
 
 if TYPE_CHECKING:
     from muster.memory.slots import Lane
@@ -58,7 +59,7 @@ class Supervisor:
     Attributes:
         handles: all workers.
         accounts: of the groups.
-        doorbell: of threads.
+        wake_up: of threads.
         server: acts for all workers; None: they act by themselves.
         elastic: nodes may come and go: what a lost one had to do is for others.
         restarts: of all workers, by index.
@@ -73,7 +74,7 @@ class Supervisor:
         notes: CrashNotes,
     ) -> None:
         self.handles: Sequence[WorkerProxy] = ()
-        self.doorbell: Doorbell | None = None
+        self.wake_up: WakeUp | None = None
         self.server: InferenceServer | None = None
         self.elastic = False
         self._on_failure = on_failure
@@ -151,8 +152,8 @@ class Supervisor:
         longest = min([SAMPLED_EVERY, *due, *([] if timeout is None else [timeout])])
         with allowed():
             ready = poller.poll(max(0.0, longest) * 1000)
-        if self.doorbell is not None and ready:  # else it may have begun to ring just now, for what nobody looks at
-            self.doorbell.clear()
+        if self.wake_up is not None and ready:  # else it may have begun to ring just now, for what nobody looks at
+            self.wake_up.clear()
         for handle in dict.fromkeys(handle for fd, _ in ready for handle in of[fd]):
             if not handle.pump() or handle.process.child.exit_code() is not None:
                 self._has_ended(handle)
@@ -336,10 +337,10 @@ class Supervisor:
         seed = None if seed is None else seed + env_id * (not config.place.static)
         return failures.Where(env_ids=(env_id,), env_index=index, row=row, seed=seed, **known)
 
-    def told(self, handle: WorkerProxy, method: str, args: Sequence[Any]) -> None:
+    def told(self, handle: WorkerProxy, request: Request) -> None:
         """See ``Patience``."""
         if self.accounts:
-            self._notes.told(handle.groups, method, args)
+            request.noted(self._notes, handle.groups)
 
     def restarted(self, handle: WorkerProxy) -> None:
         """See ``Patience``."""

@@ -10,6 +10,7 @@ from muster.interrupts import postponed
 from muster.memory.slots import Lane, Layout, Slot, SlotRing, SlotState
 from muster.sources.crew import Crew, give_warnings
 from muster.sources.messages import Order, Report
+from muster.sources.requests import Reset
 from muster.sources.schedule import Bundle, CollectRequest, FilledSlot, Schedule, filled
 from muster.sources.threads import GlobalStreams
 
@@ -42,14 +43,7 @@ class Sync(Schedule):
         self._begun: dict[int, int] = {}  # numbers of the orders for these slots, by group
 
     def collect(self, request: CollectRequest, into: Slot | None = None) -> FilledSlot:
-        """T steps of every group.
-
-        Args:
-            into: a slot to use again, whoever looks at it (``return_same_td``).
-
-        Raises:
-            MusterError: what went wrong; the next call goes on where this one stopped.
-        """
+        """T steps of every group; see ``Schedule``."""
         local = self.crew.local
         if local is None:
             self.crew.check_alive()
@@ -133,14 +127,13 @@ class Sync(Schedule):
 
     @postponed()
     def abandon(self, reason: str) -> None:
-        """Give up slots that are not complete; the environments begin anew."""
+        """See ``Schedule``; the environments begin anew."""
         if not self._filling:
             return
         self._discard(reason)
-        self.crew.call_for("reset", {n: range(a.info.num_envs) for n, a in enumerate(self.crew.accounts)})
+        self.crew.call_for({n: range(a.info.num_envs) for n, a in enumerate(self.crew.accounts)}, Reset)
 
     def layout(self, policy: str, version: int | str | None = None) -> Layout:
-        """Of the slots for a policy, which is called once for it; ``collect`` goes on from that call."""
         self._prepare(policy, version)
         return self.bundles[0].ring.layout
 

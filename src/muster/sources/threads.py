@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
-import select
 import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from muster.progress import ALL_ORDERS, CELLS, STOP, Progress
-from muster.rng import global_streams
+from muster.errors import MusterError
+from muster.keys import Key
+from muster.memory.slots import Lane
+from muster.memory.specs import Column
+from muster.progress import ALL_ORDERS, CELLS, STOP, Phase, Progress
+from muster.protocols import Act, Outputs, Policy
+from muster.rng import GroupRng, global_streams
+from muster.sources.channel import WakeUp
 from muster.sources.failures import thread_stack
 from muster.sources.launch import Child
 
+if TYPE_CHECKING:
+    import torch
+
 LOOKED_AT = 8  # batches
+LOOK_S = 0.1  # between two looks of a thread that waits, at whether it still has to
+ENDED = "This worker was ended while the policy was called, or while it waited for its turn."
 
 
 class GlobalStreams:
@@ -52,51 +63,21 @@ class GlobalStreams:
             )
 
 
-class Doorbell:
-    """Wakes up whoever waits for any of many threads. Costs one or two descriptors."""
-
-    def __init__(self) -> None:
-        self._read, self._write = os.pipe()
-        self._closing, self._closed = threading.Lock(), False
-        os.set_blocking(self._read, False)
-        os.set_blocking(self._write, False)
-
-    def fileno(self) -> int:
-        return self._read
-
-    def ring(self) -> None:
-        with self._closing, contextlib.suppress(BlockingIOError):  # it is ringing already
-            if not self._closed:  # else the number can be that of another file
-                os.write(self._write, b"!")
-
-    def clear(self) -> None:
-        """Before looking at what there is."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._read, 1 << 16)
-
-    def close(self) -> None:
-        """May be called again."""
-        with self._closing:
-            closed, self._closed = self._closed, True
-            for fd in () if closed else (self._read, self._write):
-                os.close(fd)
-
-
 class LocalChannel:
     """The parent's end of what ``Channel`` is between processes; nothing is pickled.
 
     Args:
-        doorbell: rung with every message for this end.
+        wake_up: rung with every message for this end.
     """
 
-    def __init__(self, doorbell: Doorbell) -> None:
-        self._doorbell = doorbell
+    def __init__(self, wake_up: WakeUp) -> None:
+        self._wake_up = wake_up
         self._arrived: deque[Any] = deque()
         self.other = ThreadEnd(self)
         self.closed = False
 
     def fileno(self) -> int:
-        return self._doorbell.fileno()
+        return self._wake_up.fileno()
 
     def send(self, message: Any, fds: Sequence[int] = (), timeout: float | None = None) -> None:
         """Give a message, and duplicates of descriptors, to the thread."""
@@ -110,12 +91,9 @@ class LocalChannel:
         while not self._arrived:
             if self.other.closed:
                 raise EOFError("The thread has ended.")
-            left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
-            poller = select.poll()
-            poller.register(self._doorbell.fileno(), select.POLLIN)
-            if not poller.poll(left):
+            left = None if deadline is None else deadline - time.monotonic()
+            if not self._wake_up.wait(left):
                 raise TimeoutError("The thread has not answered in time.")
-            self._doorbell.clear()
         return self._arrived.popleft(), []
 
     def poll(self) -> bool:
@@ -125,11 +103,11 @@ class LocalChannel:
     def put(self, message: Any) -> None:
         """From the thread."""
         self._arrived.append(message)
-        self._doorbell.ring()
+        self._wake_up.ring()
 
     def wake(self) -> None:
         """From the thread: it has ended."""
-        self._doorbell.ring()
+        self._wake_up.ring()
 
     def close(self) -> None:
         if not self.closed:
@@ -247,11 +225,114 @@ class ThreadChild:
             self._end.close()
 
 
-def in_thread(doorbell: Doorbell) -> Callable[[str, bool], tuple[Child, Any, Any]]:
+def in_thread(wake_up: WakeUp) -> Callable[[str, bool], tuple[Child, Any, Any]]:
     """Launches workers as threads, who ring when they have something to say."""
 
     def start(name: str, preload: bool) -> tuple[Child, LocalChannel, LocalLedger]:
-        channel, ledger = LocalChannel(doorbell), LocalLedger()
+        channel, ledger = LocalChannel(wake_up), LocalLedger()
         return ThreadChild(name, channel.other, ledger), channel, ledger
 
     return start
+
+
+# --- policies that draw from the process's generators ------------------------------------------------
+
+
+@dataclass
+class _Turn:
+    thread: int
+    streams: ExitStack = field(default_factory=ExitStack)  # closed, it has put back the user's
+
+
+class Turns:
+    """Lets one thread at a time act, with its group's streams in the place of the global ones.
+
+    A thread that hangs in its turn loses it by ``revoke``: the user's streams are the global ones again and the others
+    go on. When it gets on again, it ends a turn that is over, which changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._present: _Turn | None = None
+
+    @contextmanager
+    def turn(self, rng: GroupRng, progress: Progress) -> Iterator[None]:
+        """The calling thread's, when the others have ended theirs.
+
+        Raises:
+            MusterError: its worker was ended while it waited, or hung in its turn.
+        """
+        mine = _Turn(threading.get_ident())
+        with self._changed:
+            if self._present is not None:
+                self._wait(progress)
+            mine.streams.enter_context(rng.as_global())
+            self._present = mine
+        try:
+            yield
+        finally:
+            with self._changed:
+                revoked = self._present is not mine
+                self._end(mine)
+        if revoked:  # nothing is done any more with what came of it
+            raise MusterError(ENDED)
+
+    def revoke(self, thread: int | None) -> None:
+        """End the turn of a thread, if it has it; from another thread."""
+        with self._changed:
+            if self._present is not None and self._present.thread == thread:
+                self._end(self._present)
+
+    def _wait(self, progress: Progress) -> None:
+        phase = progress.begin(Phase.WAIT)
+        try:
+            while self._present is not None:
+                if progress.cells[STOP] >= ALL_ORDERS:
+                    raise MusterError(ENDED)
+                self._changed.wait(LOOK_S)
+        finally:
+            progress.begin(phase)
+
+    def _end(self, turn: _Turn) -> None:
+        turn.streams.close()
+        if self._present is turn:
+            self._present = None
+            self._changed.notify()
+
+
+class OneAtATime:
+    """Implements ``Policy``: acts when it is its thread's turn.
+
+    Policies that draw from the group's own generator need no turn, but for their first call.
+
+    Args:
+        turns: common to all threads.
+        progress: of this thread's worker.
+    """
+
+    def __init__(self, policy: Policy, turns: Turns, progress: Progress) -> None:
+        self.inner, self._turns, self._progress = policy, turns, progress
+        self.name, self.draws_globally = policy.name, False
+
+    @property
+    def path(self) -> str:
+        return self.inner.path
+
+    def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
+        with self._turns.turn(rng, self._progress):
+            return self.inner.first(obs, rng)
+
+    def start(self, lane: Lane, rng: GroupRng) -> Act:
+        act = self.inner.start(lane, rng)
+        if not self.inner.draws_globally:
+            return act
+        turn, progress = self._turns.turn, self._progress
+
+        def act_alone(t: int) -> None:
+            with turn(rng, progress):
+                act(t)
+
+        return act_alone
+
+    def columns(self) -> Sequence[Column]:
+        return self.inner.columns()

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from muster.attributes import resolve
 from muster.bootstrap import rollout_and_values
 from muster.columns import lane_columns
-from muster.errors import BadOption, MusterError
+from muster.errors import MusterError
 from muster.group import Group
 from muster.hooks import rendering
 from muster.keys import Key, dotted
@@ -25,9 +24,11 @@ from muster.protocols import EnvBatch, Policy
 from muster.rng import GroupRng
 from muster.rollout import rollout
 from muster.sources import group_state
+from muster.sources.build import seeds_of
+from muster.sources.config import Columns
 from muster.sources.history import replays_alone
+from muster.sources.lines import ServedPolicy
 from muster.sources.messages import GroupInfo, Order, Report
-from muster.sources.served import ServedPolicy
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +45,11 @@ class Worker:
         model: the policy as the user gave it, for ``execute``.
         device: of the policy.
         progress: of all groups.
+        index: of the worker.
+        generation: how often it was started before.
 
     Attributes:
+        laid_out: the layouts of its groups, which orders are about; another dict when lanes have to be made anew.
         acting: the policy that acted last, or has been called for its columns since.
         newest: takes over the newest weights, and returns their version; None: they are always in place, and orders
             say which they are.
@@ -59,9 +63,12 @@ class Worker:
         *,
         device: torch.device | None = None,
         progress: Progress | None = None,
+        index: int = 0,
+        generation: int = 0,
     ) -> None:
         self.groups, self.policies, self.policy = list(groups), policies, model
-        self.progress = progress or Progress()
+        self.progress, self.index, self._generation = progress or Progress(), index, generation
+        self.laid_out: dict[int, Layout] = {}
         self.acting: Policy | None = None
         self._known: tuple[Policy, Mapping[Key, Array]] | None = None  # that was called; its objects at that call
         self.newest: Callable[[], int | str] | None = None
@@ -83,22 +90,40 @@ class Worker:
                 return False
         return True
 
-    def layouts(self, name: str, T: Sequence[int], version: int | str | None = None) -> list[Layout]:
-        """Where the policy called ``name`` and the groups write, for rollouts of ``T`` steps each.
+    def layouts(self, columns: Columns) -> list[Layout]:
+        """Where a policy and the groups write, in rollouts to come; by group.
 
         A policy that has not acted before makes its first call for that; rollouts go on from there. Rollouts of
         "random" have the columns of "policy".
         """
-        policy = self._adopt(name, version)
-        return [
+        served = self.policies["policy"]
+        if isinstance(served, ServedPolicy):
+            served.learn(columns.served)
+        policy = self._adopt(columns.policy, columns.version)
+        made = [
             Layout(
                 steps,
                 group.B,
                 lane_columns(group.env, policy.columns(), group.options, resumed=group.resumed is not None),
                 batch_shape=group.batch_shape,
             )
-            for steps, group in zip(T, self.groups, strict=True)
+            for steps, group in zip(columns.T, self.groups, strict=True)
         ]
+        if made != list(self.laid_out.values()):
+            self.laid_out = {group.number: layout for group, layout in zip(self.groups, made, strict=True)}
+        return made
+
+    def observe(self) -> dict[int, tuple[dict[Key, Array], dict[str, Any]]]:
+        """What a server needs to act for the first time: by group, observations and the state of random streams."""
+        for group in self.groups:
+            group.begin()
+        return {
+            group.number: (
+                {key: np.array(group.carry[key][0]) for key in group.env.observation_specs},
+                group.rng.state_dict(),
+            )
+            for group in self.groups
+        }
 
     def _adopt(self, name: str, version: int | str | None) -> Policy:
         policy = self.policies[name]
@@ -189,19 +214,6 @@ class Worker:
 
     # --- what else is done to groups --------------------------------------------------------------
 
-    def check_reset(self, which: Mapping[int, Sequence[int]]) -> None:
-        """Raise ``UnsupportedEnv`` where some of a group's environments cannot be reset without the others."""
-        for number, chosen in which.items():
-            group = self.group(number)
-            if 0 < len(set(chosen)) < group.B:
-                group.env.check_partial_reset()
-
-    def reset(self, which: Mapping[int, Sequence[int]], options: dict[str, Any] | None = None) -> None:
-        """Let environments, by group, begin anew before the next step."""
-        for number, chosen in which.items():
-            self.group(number).reset(chosen)
-            self.group(number).env.reset_options = options
-
     def render(self, seconds: float | None) -> None:
         """Let environments render after every step, and wait so long then; None ends it."""
         for group in self.groups:
@@ -223,18 +235,14 @@ class Worker:
 
         return gradients_enabled(policy)
 
-    def running(self) -> dict[int, list[int]]:
-        """Environments in the middle of an episode, by group."""
-        return {
-            group.number: [i for i in range(group.B) if group.clock.steps[i] and i not in group.pending]
-            for group in self.groups
-        }
-
-    def seed(self, seed: int, static: bool) -> None:
-        """See ``Collector.set_seed``."""
+    def seed(self, seed: int | None, static: bool) -> None:
+        """See ``Collector.set_seed``; in a worker that was started again, other streams and episodes follow from it."""
+        if seed is None:
+            return
         for group in self.groups:
-            group.rng = GroupRng(seed, group.number, self._device or group.env.device)
-            group.reset(seeds=[seed if static else seed + int(i) for i in group.clock.env_ids])
+            ids = [0] * group.B if static else group.clock.env_ids.tolist()
+            group.rng = GroupRng(seed, group.number, self._device or group.env.device, self._generation)
+            group.reset(seeds=seeds_of(seed, ids, self._generation))
 
     def state(self) -> list[dict[str, Any]]:
         """Of every group, with its environments', as plain data."""
@@ -273,12 +281,8 @@ class Worker:
             failed.append(group_state.load(group, state["group"], reasons, self.acting))
         for group in self.groups:
             group.env.look_again()
+        self.laid_out = {}
         return failed
-
-    def mark_resumed(self) -> None:
-        """All groups say which episodes begin anew after a load, since one of them has such."""
-        for group in self.groups:
-            group.resumed = group.resumed or []
 
     # --- questions --------------------------------------------------------------------------------
 
@@ -288,29 +292,24 @@ class Worker:
         objects = [env for group in self.groups for env in group.env.objects()]
         return objects[0] if len(objects) == 1 else objects
 
-    def env_attribute(self, name: str) -> list[Any]:
-        """Of every environment object."""
-        return [getattr(env, name) for group in self.groups for env in group.env.objects()]
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Of the policy, as it is."""
+        from muster.weights.names import named_tensors
 
-    def execute(self, path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call what a path such as "env.unwrapped.set_gravity" names."""
-        found = resolve(self, path)
-        if not callable(found):
-            raise BadOption(f"cascade_execute({path!r}): that is {type(found).__name__}, which cannot be called")
-        return found(*args, **kwargs)
+        return {name: tensor.cpu() for name, tensor in named_tensors(self.policy).items()}
 
-    def profile(self, config: ProfileConfig | None, index: int) -> None:
+    def profile(self, config: ProfileConfig | None) -> None:
         """Profile the next rollouts; None ends it."""
         if self._profiler is not None:
             self._profiler.stop()
         self._profiler = None
-        if config is not None and config.includes(index):
-            self._profiler = RolloutProfiler(config, index)
+        if config is not None and config.includes(self.index):
+            self._profiler = RolloutProfiler(config, self.index)
             self._profiler.start()
 
     def close(self) -> None:
         """Close the environments: all of them, whatever one of them raises."""
-        self.profile(None, 0)
+        self.profile(None)
         with ExitStack() as closing:
             for group in self.groups:
                 closing.callback(group.env.close)
