@@ -7,7 +7,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
@@ -145,28 +145,6 @@ class LocalWorker:
             self.worker.profile(None)
 
 
-@dataclass(frozen=True)
-class FrameCounts:
-    """What became of the steps of a group so far, as plain data: for whoever counts them for others, too.
-
-    Attributes:
-        executed, discarded, unseen: see ``Account``.
-        timing: see ``Timing``.
-    """
-
-    executed: int = 0
-    discarded: Mapping[str, int] = field(default_factory=dict)
-    unseen: int = 0
-    timing: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
-
-    def since(self, earlier: FrameCounts) -> FrameCounts:
-        """What has been added after ``earlier``."""
-        discarded = Counter(self.discarded)
-        discarded.subtract(earlier.discarded)
-        timing = tuple(now - then for now, then in zip(self.timing, earlier.timing, strict=True))
-        return FrameCounts(self.executed - earlier.executed, discarded, self.unseen - earlier.unseen, timing)
-
-
 @dataclass
 class Account:
     """The books of one group, over all that ever ran it.
@@ -214,19 +192,6 @@ class Account:
         timing.policy += more.policy
         timing.copy += more.copy
         timing.total += more.total
-
-    def counts(self) -> FrameCounts:
-        """So far; changes no more."""
-        return FrameCounts(self.executed, +self.discarded, self.unseen, astuple(self.timing))
-
-    def add_counts(self, more: FrameCounts) -> None:
-        """Enter what another process has counted for this group. What is not discarded is on its way."""
-        self.executed += more.executed
-        self.in_flight += more.executed - sum(more.discarded.values())
-        self.discarded.update({reason: steps for reason, steps in more.discarded.items() if steps})
-        self.unseen += more.unseen
-        now = zip(astuple(self.timing), more.timing, strict=True)
-        self.timing = Timing(*(have + add for have, add in now))
 
     def cut_short(self, steps: int) -> None:
         """The lane at work has so many steps in all, which nobody has reported."""
