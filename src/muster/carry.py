@@ -39,9 +39,12 @@ class Carry(dict[Key, Any]):
 
     def take(self, column: Column, row: Any, but: Collection[int]) -> None:
         """The next row of a carried column, ``[B, *shape]``; environments ``but`` stay where they are."""
-        here = self[column.key][0] if column.key in self else self.of(column)[0]
-        which: Any = [i for i in range(len(here)) if i not in but] if but else ...
-        here[which] = row[which]
+        here = self.of(column)[0]
+        if but:
+            which = [i for i in range(len(here)) if i not in but]
+            here[which] = row[which]
+        else:
+            here[...] = row
 
     def begin_anew(self, which: Sequence[int]) -> None:
         """Recurrent states of ``which`` as at the beginning of an episode."""

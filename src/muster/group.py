@@ -57,7 +57,7 @@ class LaneViews:
         self.mirrored = [column.key for column in lane.layout.tensor_columns if column.host and lane.mirrored]
         self.reward, self.ids = arrays[group.env.reward_key], arrays[TRAJ_IDS]
         self.terminated, self.truncated, self.done = arrays[TERMINATED], arrays[TRUNCATED], arrays[DONE]
-        self.version, self.valid = arrays.get(POLICY_VERSION), arrays.get(VALID)
+        self.version, self.valid, self.resumed = arrays.get(POLICY_VERSION), arrays.get(VALID), arrays.get(RESUMED)
 
 
 class Group:
@@ -106,7 +106,7 @@ class Group:
         self.clock = TrajectoryClock(env_ids, total_envs)
         self.timing = Timing()
         self.spans: Any = None
-        self.in_background: Callable[[], bool] = lambda: False
+        self.in_background: Callable[[], bool] = bool
         self.executed = 0  # environment steps, whatever became of them
         self.discarded: Counter[str] = Counter()  # environment steps that no batch will show, by reason
         self.episodes: Episodes  # ended in the last rollout
@@ -184,13 +184,14 @@ class Group:
 
     def enter(self, lane: Lane) -> None:
         """Make row ``lane.done_steps`` the one to act on."""
+        views = self._views_of(lane)
         if (begin := lane.done_steps) == 0:
-            self._enter_first(lane)
+            self._enter_first(lane, views)
         elif self.pending:
             self._cut(lane, begin - 1)
         self.progress.count(waits=self.env.bypasses and not self.options.reset_when_done)
-        if (versions := self._views_of(lane).version) is not None:
-            versions[begin:] = self.version
+        if views.version is not None:
+            views.version[begin:] = self.version
 
     def take_primed(self, lane: Lane) -> bool:
         """Write what ``prime`` left for row 0, if anything."""
@@ -298,8 +299,8 @@ class Group:
             views = lane.cache[self] = LaneViews(self, lane)
         return views
 
-    def _enter_first(self, lane: Lane) -> None:
-        waiting, views, let_go = self.waiting, self._views_of(lane), list[int]()
+    def _enter_first(self, lane: Lane, views: LaneViews) -> None:
+        waiting, let_go = self.waiting, []
         if self.rule is not None or self.due.which or self.due.begun:
             let_go = self._unwanted(range(self.B))
             held = self.due.leave_out(let_go)
@@ -318,9 +319,9 @@ class Group:
             self.progress.mark_unwritten(lane, self.env.reward_key, 0)
         for fill, value in views.fills:
             fill(value)
-        if RESUMED in lane.arrays:
-            lane.arrays[RESUMED][...] = False
-            lane.arrays[RESUMED][0, self.resumed or []] = True
+        if views.resumed is not None:
+            views.resumed[...] = False
+            views.resumed[0, self.resumed or []] = True
             self.resumed = []
         for column, rows in views.carried:
             rows[:1] = self.carry.of(column)

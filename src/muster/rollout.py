@@ -34,7 +34,7 @@ def rollout(group: Group, policy: Policy, lane: Lane) -> None:
     with group.context(), allowed():
         act, step, acted = _start(group, policy, lane)
         if acted:
-            _run(group, policy, _already_acted, step, lane, lane.done_steps, lane.acts_from)
+            _run(group, policy, lambda t: None, step, lane, lane.done_steps, lane.acts_from)  # ``prime`` has acted
         if not lane.stopped:
             _run(group, policy, act, step, lane, lane.acts_from, lane.T)
     completing = time.perf_counter_ns()
@@ -79,7 +79,8 @@ def _start(group: Group, policy: Policy, lane: Lane) -> tuple[Act, Step, bool]:
 def _run(group: Group, policy: Policy, act: Act, step: Step, lane: Lane, begin: int, end: int) -> None:
     clock = time.perf_counter_ns
     call_at = group.next_call(begin)
-    spans, track = group.spans, int(group.clock.env_ids[0])
+    spans = group.spans
+    track = 0 if spans is None else int(group.clock.env_ids[0])
     cells = group.progress.cells
     in_env = in_policy = timed = 0
     t, at = begin, IN_POLICY
@@ -155,7 +156,3 @@ def _executed(group: Group, lane: Lane, t: int, at: int) -> int:
     if at == IN_STEP:
         return group.env.executed_in_row
     return group.waiting.made(t, t + 1) if at == AFTER_STEP and lane.done_steps <= t else 0
-
-
-def _already_acted(t: int) -> None:
-    """Stands in for the policy at row 0, which ``prime`` has filled."""

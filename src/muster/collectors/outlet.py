@@ -31,7 +31,8 @@ class Passage:
     """
 
     def __init__(self, made: TensorDict, stages: Iterable[Stage], frames: int) -> None:
-        self.made, self.frames, self._item, self._stages = made, frames, made, deque(stages)
+        self.made, self.frames, self._item = made, frames, made
+        self._stages: Any = deque(stages) if stages else ()
 
     def go_on(self) -> Any:
         """To the end; the item as it is there."""

@@ -230,12 +230,11 @@ def values_problem(array: Array, spec: ArraySpec) -> tuple[tuple[int, ...], str]
     """First place at which ``array`` (``[..., *shape]``) leaves the bounds of ``spec``, and why."""
     if spec.dtype == OBJECT:
         return None
-    some, every = np.logical_or.reduce, np.logical_and.reduce  # what ``any`` and ``all`` call, after a detour
-    if array.dtype.kind == "f" and not every(np.isfinite(array), axis=None):
+    if array.dtype.kind == "f" and 0 in np.isfinite(array).tobytes():  # ``all``, in a sixth of the time where small
         return _first(~np.isfinite(array), array, "not finite")
-    if spec.low is not None and some(array < spec.low, axis=None):
+    if spec.low is not None and 1 in (array < spec.low).tobytes():
         return _first(array < spec.low, array, f"below the space's low {_bound(spec.low)}")
-    if spec.high is not None and some(array > spec.high, axis=None):
+    if spec.high is not None and 1 in (array > spec.high).tobytes():
         return _first(array > spec.high, array, f"above the space's high {_bound(spec.high)}")
     return None
 

@@ -29,6 +29,7 @@ class TrajectoryClock:
         self.episode = np.zeros(len(env_ids), np.int64)
         self.steps = np.zeros(len(env_ids), np.int64)
         self.returns = np.zeros(len(env_ids), np.float64)
+        self._ids = env_ids.copy()  # of the trajectories that the environments are in
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of all that changes, and what it belongs to."""
@@ -44,6 +45,12 @@ class TrajectoryClock:
             )
         for name in ("episode", "steps", "returns"):
             getattr(self, name)[...] = state[name]
+        self._number()
+
+    def begin_at(self, episode: Array) -> None:
+        """Number the trajectories from these episodes on (``[B]``)."""
+        self.episode[...] = episode
+        self._number()
 
     def abandon(self, which: Sequence[int] | Array) -> None:
         """Begin new trajectories in ``which``; those not begun yet keep their id."""
@@ -51,11 +58,12 @@ class TrajectoryClock:
         self.episode[index] += self.steps[index] > 0
         self.steps[index] = 0
         self.returns[index] = 0.0
+        self._number()
 
     def fill_ids(self, ids: Array, done: Array) -> None:
         """Write the trajectory id of every row (``[T, B]`` int64), before ``advance``."""
-        ids[...] = self.env_ids + self.total_envs * self.episode
-        if len(done) > 1 and done.any():
+        ids[...] = self._ids
+        if len(done) > 1 and 1 in done.tobytes():
             ids[1:] += self.total_envs * np.cumsum(done[:-1], axis=0)
 
     def fill_step_counts(self, counts: Array, done: Array) -> None:
@@ -68,11 +76,11 @@ class TrajectoryClock:
     def advance(self, reward: Array, terminated: Array, truncated: Array, done: Array) -> Episodes:
         """Move to the end of the rows (``[T, B]`` each); returns the episodes that ended, in order."""
         T, B = reward.shape
-        end = done.T.reshape(-1).nonzero()[0]  # from here on rows are numbered by environment, then time
-        if not len(end):
-            self.steps += T
-            self.returns += np.add.reduce(reward, axis=0, dtype=np.float64)
+        if 1 not in done.tobytes():
+            self.steps += np.int64(T)
+            self.returns += reward[0] if T == 1 else np.add.reduce(reward, axis=0, dtype=np.float64)
             return NO_EPISODES
+        end = done.T.reshape(-1).nonzero()[0]  # from here on rows are numbered by environment, then time
         env, t = np.divmod(end, T)
         lane = np.arange(B) * T  # first row of each environment
         begin = np.union1d(lane, end[t < T - 1] + 1)  # of pieces of episodes
@@ -93,6 +101,11 @@ class TrajectoryClock:
         last = np.append(first[1:], len(begin)) - 1
         goes_on = ~done[-1]
         self.episode += np.bincount(env, minlength=B)
+        self._number()
         self.steps[...] = np.where(goes_on, lane + T - begin[last], 0)
         self.returns[...] = np.where(goes_on, total[last], 0.0)
         return episodes
+
+    def _number(self) -> None:
+        """Some environments have come to another episode."""
+        self._ids = self.env_ids + self.total_envs * self.episode

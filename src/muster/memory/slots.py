@@ -19,10 +19,11 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from typing_extensions import Self
 
 from muster.errors import SlotsExhausted
 from muster.keys import Key
@@ -39,6 +40,7 @@ else:
 
 ALIGNMENT = 64  # bytes: one cache line, and a multiple of every item size
 MAX_ROW_VIEWS = 1 << 14  # beyond this many, row views are made when used instead of kept
+_loans: dict[int, Any] = {}  # references to the owners of lent slots; one that is gone calls nothing
 KEPT_FREE = 2  # one being filled while the user holds another; more than that is given back
 
 
@@ -202,6 +204,12 @@ class Slot:
         step = layout.lane_bytes
         self.lanes = [Lane(layout, self.block[i * step : (i + 1) * step]) for i in range(layout.lanes)]
 
+    def begin(self) -> Self:
+        """Fill it from the first row on."""
+        for lane in self.lanes:
+            lane.done_steps, lane.stopped = 0, False
+        return self
+
 
 class SlotRing:
     """The slots of one layout: reused when nobody looks at them any more, more of them when needed.
@@ -239,11 +247,13 @@ class SlotRing:
                     f"on Muster's memory and keeps all of it alive as long as any tensor of it lives: drop batches "
                     f"you no longer need, keep `batch.clone()` of small parts, or raise slot_memory_limit."
                 )
-        slot = self._free.popleft() if self._free else self._grow()
+        if self._free:
+            slot = self._free.popleft()
+        else:
+            slot = Slot(self.layout, self.memory)
+            self._live.add(slot)
         slot.state = SlotState.FILLING
-        for lane in slot.lanes:
-            lane.done_steps, lane.stopped = 0, False
-        return slot
+        return slot.begin()
 
     def lend(self, slot: Slot) -> torch.Tensor:
         """The slot's memory as flat bytes, for the user; it comes back when no tensor shares it any more.
@@ -257,8 +267,14 @@ class SlotRing:
             return memory
         owner = slot.block.view()  # a new array object: its death is the death of the last tensor over it
         slot.state = SlotState.LENT
-        weakref.finalize(owner, self.give_back, slot).atexit = False
+        loan = weakref.ref(owner, partial(self._end, slot))  # ``weakref.finalize`` takes 5 us longer
+        _loans[id(loan)] = loan
         return torch.from_numpy(owner)
+
+    def _end(self, slot: Slot, loan: Any) -> None:
+        """The last tensor over a lent slot is gone."""
+        del _loans[id(loan)]
+        self.give_back(slot)
 
     def give_back(self, slot: Slot) -> None:
         """Make a slot free again, or drop it when enough are free."""
@@ -274,11 +290,6 @@ class SlotRing:
 
     def _fits(self) -> bool:
         return (len(self._live) + 1) * self.layout.nbytes <= self.limit_bytes
-
-    def _grow(self) -> Slot:
-        slot = Slot(self.layout, self.memory)
-        self._live.add(slot)
-        return slot
 
 
 def _aligned(nbytes: int) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,14 +20,13 @@ if TYPE_CHECKING:
 Order = Literal["batch_major", "time_major"]
 
 
-@dataclass(frozen=True)
-class _Leaf:
+class _Leaf(NamedTuple):
     path: Key  # of the nested TensorDict that it is in
     name: str
-    dtype: torch.dtype
-    offset: int  # in items
+    dtype: np.dtype[Any]
+    offset: int  # in bytes
     size: tuple[int, ...]
-    stride: tuple[int, ...]
+    stride: tuple[int, ...]  # in bytes
 
 
 @dataclass(frozen=True)
@@ -74,26 +73,28 @@ class BatchView:
         shown = [(*leaf.path, leaf.name) for leaf in self._leaves] + [c.key for c in self._objects if not c.ragged]
         paths = dict.fromkeys(key[:depth] for key in shown for depth in range(1, len(key)))
         self._nodes = [self._node(path, inner.get(path, ())) for path in (*sorted(paths, key=len, reverse=True), ())]
-        # ``torch.empty`` costs more than all that is done with the tensor; ``data`` of one is a new tensor, too.
-        with torch.inference_mode(False):  # what is made in it stays an inference tensor, and so would ``data`` of it
-            self._empty = {leaf.dtype: torch.empty(0, dtype=leaf.dtype) for leaf in self._leaves}
 
     def tensordict(self, memory: torch.Tensor, slot: Slot) -> TensorDict:
         """The batch over ``memory`` (flat bytes, from ``SlotRing.lend`` or a copy of them)."""
-        storage = memory.untyped_storage()
-        first = memory.storage_offset()
-        empty = self._empty
-        if memory.device.type != "cpu":
-            empty = {dtype: torch.empty(0, dtype=dtype, device=memory.device) for dtype in empty}
+        if torch.is_inference_mode_enabled():  # what is made in it stays an inference tensor
+            with torch.inference_mode(False):
+                return self.tensordict(memory, slot)
         entries: dict[Key, dict[str, Any]] = {}
         for node in self._nodes:
             entries[node.path] = {}
-        for leaf in self._leaves:
-            # Not as_strided: its results would share one version counter, and a change of one leaf would
-            # look to autograd like a change of all.
-            tensor = empty[leaf.dtype].data
-            offset = leaf.offset + first // leaf.dtype.itemsize if first else leaf.offset
-            entries[leaf.path][leaf.name] = tensor.set_(storage, offset, leaf.size, leaf.stride)
+        # Not as_strided: its results would share one version counter, and a change of one leaf would
+        # look to autograd like a change of all.
+        if memory.device.type == "cpu":
+            array, view, from_numpy = memory.numpy(), np.ndarray, torch.from_numpy
+            for path, name, dtype, offset, size, stride in self._leaves:  # a storage each: ``set_`` takes twice as long
+                entries[path][name] = from_numpy(view(size, dtype, array, offset, stride))
+        else:
+            for leaf in self._leaves:
+                item = leaf.dtype.itemsize
+                stride = tuple(step // item for step in leaf.stride)
+                tensor = torch.empty(0, dtype=torch_dtype(leaf.dtype), device=memory.device)
+                tensor.set_(memory.untyped_storage(), leaf.offset // item, leaf.size, stride)
+                entries[leaf.path][leaf.name] = tensor
         for column in self._objects:
             if not column.ragged:
                 entries[column.key[:-1]][column.key[-1]] = self._non_tensor(column, slot)
@@ -120,22 +121,22 @@ class BatchView:
 
     def _leaf(self, layout: Layout, column: Column) -> _Leaf:
         item = column.dtype.itemsize
-        row = math.prod(column.shape)
-        inner = [math.prod(column.shape[i + 1 :]) for i in range(len(column.shape))]
+        row = item * math.prod(column.shape)
+        inner = [item * math.prod(column.shape[i + 1 :]) for i in range(len(column.shape))]
         size, stride = list(column.shape), inner
         if column.trailing:
-            size, stride = [*size, 1], [*stride, 1]
+            size, stride = [*size, 1], [*stride, item]
         lead: list[tuple[int, int]] = []
         if self._stacked:
-            lead.append((layout.lanes, layout.lane_bytes // item))
+            lead.append((layout.lanes, layout.lane_bytes))
         lead += [(n, row * math.prod(layout.lead[i + 1 :])) for i, n in enumerate(layout.lead)]
         time = (layout.T, layout.B * row)
         lead = [time, *lead] if self._time_first else [*lead, time]
         return _Leaf(
             column.key[:-1],
             column.key[-1],
-            torch_dtype(column.dtype),
-            layout.offsets[column.key] // item,
+            column.dtype,
+            layout.offsets[column.key],
             tuple(n for n, _ in lead) + tuple(size),
             tuple(s for _, s in lead) + tuple(stride),
         )

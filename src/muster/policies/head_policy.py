@@ -62,7 +62,6 @@ class HeadPolicy:
         self._device, self._on_device = device, rows_device is not None
         self._executor = executor and len(obs_keys) == 1
         self._program: Program | None = None
-        self._float32 = False  # the program's output is what the samplers take
 
     @torch.no_grad()
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
@@ -103,8 +102,6 @@ class HeadPolicy:
         if program is not None and program.kind == "numpy":
             return _act_numpy(program.steps, arrays, emit, self._batched)
         if self._device is None and len(tensors) == 1:
-            if program is not None and self._float32:
-                return _act_torch(program.steps, tensors[0], emit, B)
             return _act_module(program or self.head.net, tensors[0], emit, B)
         compute: Callable[[Any], Any] = program or self.head.net
 
@@ -143,8 +140,7 @@ class HeadPolicy:
 
     def _plan(self, x: Any) -> None:
         numpy_ok = self._device is None and not self._on_device
-        self._program = program = plan(self.head.net, x, numpy_ok=numpy_ok) if self._executor else None
-        self._float32 = program is not None and program.kind == "torch" and program(x).dtype == torch.float32
+        self._program = plan(self.head.net, x, numpy_ok=numpy_ok) if self._executor else None
         self.path = "module" if self._program is None else f"{self._program.kind} executor"
 
     def _views(self, lane: Lane) -> tuple[list[Any], list[Array], ActionRows]:
@@ -185,16 +181,6 @@ def _act_numpy(steps: tuple[Callable[[Any], Any], ...], obs: list[Array], emit: 
         emit(t, x[None])
 
     return act if batched else act_unbatched
-
-
-def _act_torch(steps: tuple[Callable[[Any], Any], ...], obs: Sequence[torch.Tensor], emit: Emit, B: int) -> Act:
-    def act(t: int) -> None:
-        x: Any = obs[t]
-        for step in steps:
-            x = step(x)
-        emit(t, x.numpy().reshape(B, -1))
-
-    return act
 
 
 def _act_module(compute: Callable[[Any], Any], obs: Sequence[torch.Tensor], emit: Emit, B: int) -> Act:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -224,28 +224,37 @@ def gaussian_by_state(
 
 def greedy(rows: ActionRows, *, low: Array) -> Emit:
     """The action with the highest value, ``params`` ``[B, n]``."""
-    actions, start, ones = rows.flat, int(low[0]), np.ones(rows.flat[0].size, np.float32)
+    actions, start, isfinite = rows.flat, int(low[0]), math.isfinite
+    direct = rows.action.dtype == np.int64 and not start
 
     def emit(t: int, values: Array) -> None:
-        best = values.argmax(1)
         # NaN is the maximum of a row that has one; infinities are allowed, for actions that are not.
-        if not math.isfinite(values.max(1).dot(ones)):
+        if not (isfinite(values.reshape(-1).dot(_ones(values.size))) or np.isfinite(values.max(1)).all()):
             raise rows.not_finite(t, values)
-        np.add(best, start, out=actions[t], casting="unsafe")
+        if direct:
+            values.argmax(1, actions[t])
+        else:
+            np.add(values.argmax(1), start, out=actions[t], casting="unsafe")
 
     return emit
 
 
 def identity(rows: ActionRows) -> Emit:
     """The network's output is the action."""
-    actions, ones = rows.matrix, np.ones(rows.flat[0].size, np.float32)
+    actions = rows.matrix
 
     def emit(t: int, action: Array) -> None:
-        if not math.isfinite(action.reshape(-1).dot(ones)):
+        if not math.isfinite(action.reshape(-1).dot(_ones(action.size))):
             raise rows.not_finite(t, action)
         np.copyto(actions[t], action)
 
     return emit
+
+
+@lru_cache(maxsize=64)
+def _ones(n: int) -> Array:
+    """For sums by ``dot``, which takes a tenth of the time of a reduction."""
+    return np.ones(n, np.float32)
 
 
 def _normal(rows: ActionRows, first: int, n: int, rng: np.random.Generator | None) -> tuple[Array, Array]:

@@ -234,7 +234,7 @@ class WorkerMain:
             self._anchors[number] = Anchors(b.env)
             group.before_reset, group.lost_track = self._anchors[number].before_reset, self._anchors[number].lose
             if place.episodes is not None:
-                group.clock.episode[:] = place.episodes[n]
+                group.clock.begin_at(place.episodes[n])
             groups.append(group)
         kinds = {(b.batch_shape, str(b.env.action_specs)) for b in self.built}
         if len(kinds) > 1:

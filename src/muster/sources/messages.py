@@ -48,7 +48,7 @@ class GroupInfo:
     bookkeeping: frozenset[Key] = frozenset()
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen, which would make each one ten times as expensive
 class Order:
     """One rollout of one group into one lane.
 

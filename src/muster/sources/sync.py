@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NoReturn, cast
+from typing import cast
 
 from muster.interrupts import postponed
-from muster.memory.slots import Lane, Layout, Slot, SlotRing, SlotState
+from muster.memory.slots import Lane, Layout, Slot, SlotState
 from muster.sources.crew import Crew, give_warnings
 from muster.sources.messages import Order, Report
 from muster.sources.requests import Reset
@@ -53,13 +53,17 @@ class Sync(Schedule):
         self._prepare(policy, request.version)
         if not self._filling:
             again = into is not None and into.layout == self.bundles[0].ring.layout
-            self._filling = [_again(cast(Slot, into))] if again else [b.ring.take() for b in self.bundles]
+            self._filling = [cast(Slot, into).begin()] if again else [b.ring.take() for b in self.bundles]
         if local is not None:
             for order, lane in self._missing(request, policy):
                 report = local.run(order, lane)
                 self.crew.enter(report)
-                if report.error is not None:
-                    _raise(report)
+                error, report.error = report.error, None
+                try:
+                    if error is not None:
+                        raise error
+                finally:
+                    del error  # its traceback refers to this frame: slots would wait for the cycle collector
                 self._complete[order.group] = report
         else:
             before = None if self._streams is None else self._streams.before()
@@ -72,27 +76,26 @@ class Sync(Schedule):
 
     def _missing(self, request: CollectRequest, policy: str) -> list[tuple[Order, Lane]]:
         """What the worker of this thread has still to do for the slots."""
-        limit = self._limit(request.limit, self._batch_groups())
         missing: list[tuple[Order, Lane]] = []
-        for bundle, slot in zip(self.bundles, self._filling, strict=True):
-            for lane, group in enumerate(bundle.groups):
-                if group in self._complete:
-                    continue
-                if group not in self._begun:
-                    self._begun[group] = next(self.crew.numbers)
-                order = Order(
-                    self._begun[group],
-                    group,
-                    lane,
-                    policy,
-                    request.version,
-                    request.closes,
-                    limit,
-                    spans=request.spans,
-                    rule=None if request.rule is None else request.rule(group),
-                    bootstrap=request.bootstrap,
-                )
-                missing.append((order, slot.lanes[lane]))
+        limit = self._limit(request.limit, self._batch_groups())
+        for slot, lane, group in self._lanes():
+            if group in self._complete:
+                continue
+            if group not in self._begun:
+                self._begun[group] = next(self.crew.numbers)
+            order = Order(
+                self._begun[group],
+                group,
+                lane,
+                policy,
+                request.version,
+                request.closes,
+                limit,
+                spans=request.spans,
+                rule=None if request.rule is None else request.rule(group),
+                bootstrap=request.bootstrap,
+            )
+            missing.append((order, slot.lanes[lane]))
         return missing
 
     def _work(self, request: CollectRequest, policy: str) -> None:
@@ -140,9 +143,10 @@ class Sync(Schedule):
     def _prepare(self, policy: str, version: int | str | None) -> None:
         """Slots for what the policy and the environments write."""
         accounts = self.crew.accounts
-        if self._is_prepared(policy):
-            return
         living = [handle for handle in self.crew.handles if not accounts[handle.groups[0]].dropped]
+        ready = [bundle.laid_out for bundle in self.bundles] + [handle.prepared(policy) for handle in living]
+        if False not in ready:
+            return
         self.abandon("policy_changed")
         layouts: dict[int, Layout] = {}
         for handle in living:
@@ -155,15 +159,6 @@ class Sync(Schedule):
         for bundle in self.bundles:
             bundle.lay_out([layouts[number] for number in bundle.groups], self._names(bundle))
 
-    def _is_prepared(self, policy: str) -> bool:
-        for bundle in self.bundles:
-            if not bundle.laid_out:
-                return False
-        for handle in self.crew.handles:
-            if not (self.crew.accounts[handle.groups[0]].dropped or handle.prepared(policy)):
-                return False
-        return True
-
     def _discard(self, reason: str) -> None:
         super()._discard(reason)
         for bundle, slot in zip(self.bundles, self._filling, strict=False):
@@ -171,10 +166,9 @@ class Sync(Schedule):
                 self._give_back(bundle.ring, slot)
         self._filling, self._complete, self._begun = [], {}, {}
 
-    def _lanes(self) -> Iterator[tuple[Slot, int, int]]:
-        for bundle, slot in zip(self.bundles, self._filling, strict=True):
-            for lane, group in enumerate(bundle.groups):
-                yield slot, lane, group
+    def _lanes(self) -> list[tuple[Slot, int, int]]:
+        pairs = zip(self.bundles, self._filling, strict=True)
+        return [(slot, lane, group) for bundle, slot in pairs for lane, group in enumerate(bundle.groups)]
 
     def _is_under_way(self, group: int) -> bool:
         """Its order was not withdrawn when the last call was interrupted (Ctrl-C)."""
@@ -206,26 +200,10 @@ class Sync(Schedule):
             del error  # it refers to this frame: slots would wait for the cycle collector
 
     def _filled(self) -> FilledSlot:
-        reports: list[Report] = []
-        slots: list[tuple[SlotRing, Slot]] = []
-        for bundle, slot in zip(self.bundles, self._filling, strict=True):
-            slots.append((bundle.ring, slot))
-            for lane, group in enumerate(bundle.groups):
-                reports.append(self._complete[group])
-                self._finish(slot, lane, self._complete[group])
+        reports = []
+        for slot, lane, group in self._lanes():
+            reports.append(self._complete[group])
+            self._finish(slot, lane, reports[-1])
+        slots = [(bundle.ring, slot) for bundle, slot in zip(self.bundles, self._filling, strict=True)]
         self._filling, self._complete, self._begun = [], {}, {}
         return filled(self.crew, slots, reports)
-
-
-def _raise(report: Report) -> NoReturn:
-    error, report.error = report.error, None  # its traceback refers to frames that refer to the report, and to slots
-    try:
-        raise error
-    finally:
-        del error  # it refers to this frame: slots would wait for the cycle collector
-
-
-def _again(slot: Slot) -> Slot:
-    for lane in slot.lanes:
-        lane.done_steps, lane.stopped = 0, False
-    return slot
