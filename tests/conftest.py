@@ -23,6 +23,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Tianshou compiles its helpers in every process that imports it, which takes 6 to 15 seconds of CPU time each;
+# the same functions as plain Python give the same numbers.
+os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
+
 try:
     import torch
 except ImportError:  # Python versions without a CPU build of torch: scripts/pythons.py runs what needs none
