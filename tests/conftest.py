@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,12 +24,20 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Tianshou compiles its helpers in every process that imports it, which takes 6 to 15 seconds of CPU time each;
+# the same functions as plain Python give the same numbers.
+os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
+
 try:
     import torch
 except ImportError:  # Python versions without a CPU build of torch: scripts/pythons.py runs what needs none
     pass
 else:
     torch.set_num_threads(1)
+
+# Shells start what runs in the background with Ctrl-C ignored, and what the tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run, and no clock that fails a test on a busy machine.
 settings.register_profile(
@@ -70,9 +79,12 @@ COUNTS = re.compile(  # threads, files, memory; or forks this process
 )
 SUITES = re.compile(
     r"tests/(contract|docs|faults|parity)/"
-    r"|/test_(capsule|cli_\w+|device_lanes|elastic|evaluator|multi_collectors|sync_schemes|submitit|seed_\w+)\.py"
+    r"|/test_(capsule|cli_\w+|device_lanes|elastic|evaluator|inference_server|joining|multi_collectors|resume|rollout"
+    r"|sync_schemes|submitit|seed_\w+|torchrl_\w+|whole_episodes)\.py"
 )
 SHARE = 2  # variants of a test in `make test`; of one that only nodes run: 1
+ON_RAY = re.compile(r"[\[-]ray\b")
+RAY_SHARE = 1  # of the tests of a file that run on Ray, too; each actor takes some 6 CPU seconds to start
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -92,7 +104,14 @@ def _leave_to_the_rest(items: list[Any]) -> None:
     for item in items:
         if hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    on_ray: dict[str, int] = {}
     for number, (test, variants) in enumerate(tests.items()):
+        file = test.partition("::")[0]
+        if on_ray.get(file, 0) >= RAY_SHARE:
+            for item in variants:
+                if ON_RAY.search(item.nodeid):
+                    item.add_marker(pytest.mark.slow)
+            variants = [item for item in variants if not ON_RAY.search(item.nodeid)]
         share = 1 if OF_NODES.search(test) else SHARE
         sizes: dict[str, int] = {}
         for item in variants:
@@ -107,6 +126,7 @@ def _leave_to_the_rest(items: list[Any]) -> None:
         for item in variants:
             if item not in kept:
                 item.add_marker(pytest.mark.slow)
+        on_ray[file] = on_ray.get(file, 0) + sum(bool(ON_RAY.search(item.nodeid)) for item in kept)
 
 
 @pytest.hookimpl(optionalhook=True)

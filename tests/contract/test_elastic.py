@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from muster import DistributedCollector, RayCollector
+from tests.fakes.leisurely import LeisurelyEnv
 from tests.fakes.ray_cluster import Remote, needs_ray, ray_cluster  # noqa: F401 (a fixture)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -62,7 +63,7 @@ def test_nodes_that_people_start_when_they_like() -> None:
     options: dict[str, Any] = {"launcher": "manual", "tcp_port": port, "token": token.encode(), "total_frames": -1}
     with (
         node(where, token) as first,
-        DistributedCollector(["CartPole-v1"] * 3, None, **USUAL | options) as collector,
+        DistributedCollector([LeisurelyEnv] * 3, None, **USUAL | options) as collector,
         node(where, token),
     ):
         batches = iter(collector)
@@ -96,7 +97,7 @@ def test_the_end_does_not_wait_for_nodes(tmp_path: Path) -> None:
     options: dict[str, Any] = {"launcher": "manual", "tcp_port": port, "token": token.encode(), "total_frames": 2000}
     with (
         node(f"127.0.0.1:{port}", token),
-        DistributedCollector(["CartPole-v1"] * 3, None, **USUAL | options) as collector,
+        DistributedCollector([LeisurelyEnv] * 3, None, **USUAL | options) as collector,
     ):
         assert sum(batch.numel() for batch in collector) == 2000
         assert sum(worker.frames > 0 for worker in collector.stats().workers) == 1
@@ -110,7 +111,7 @@ def test_machines_that_join_a_ray_cluster_and_leave_it(ray_cluster: Remote) -> N
     need = {"num_cpus": 1, "resources": {"elastic": 1}}
     try:
         with RayCollector(
-            ["CartPole-v1"], None, num_collectors=3, remote_configs=need, total_frames=-1, **USUAL
+            [LeisurelyEnv], None, num_collectors=3, remote_configs=need, total_frames=-1, **USUAL
         ) as collector:
             batches = iter(collector)
             (one,) = [worker.index for worker in collector.stats().workers if worker.state == "working"]

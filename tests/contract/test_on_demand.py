@@ -21,8 +21,10 @@ from tests.tools import assert_accounted, assert_same
 
 LENGTHS = [[3], [1, 4], [2], [9, 2], [5], [1]]
 RULES = ["fair", "last_even", "per_env", "first_done"]
-IN_STEP = [kind for kind in KINDS if not kind.alone]
-MANY = [kind for kind in KINDS if kind.name not in ("sync-1", "sync-3", "async-threads", "sync-server-threads")]
+ON_RAY = [kind for kind in KINDS if kind.name.startswith("ray")]
+ELSEWHERE = [kind for kind in KINDS if kind not in ON_RAY]  # an actor takes seconds to start: few tests make their own
+IN_STEP = [kind for kind in ELSEWHERE if not kind.alone]
+MANY = [kind for kind in ELSEWHERE if kind.name not in ("sync-1", "sync-3", "async-threads", "sync-server-threads")]
 A_FEW = [kind for kind in MANY if kind.name in ("Collector", "sync-2", "sync-threads", "async", "AsyncCollector")]
 
 
@@ -169,7 +171,7 @@ def assert_fits(rule: str, n: int, found: list[Whole], envs: int) -> None:
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else True
 
 
-@pytest.mark.parametrize("kind", MANY, ids=named)
+@pytest.mark.parametrize("kind", [*MANY, *ON_RAY], ids=named)
 def test_calls_of_all_kinds_go_on_where_others_ended(kind):
     """In every environment time goes on, and whatever is shown of an episode is a piece without a gap."""
     rows: dict[int, list[list[float]]] = {}
@@ -281,6 +283,7 @@ def test_reset_before_collect_begins_anew_with_the_given_keywords(kind, shared):
             assert (of_env[:, 3] == torch.where(marked, 7.0, 0.0)).all(), "they are for this reset alone"
 
 
+@pytest.mark.parametrize("kind", ELSEWHERE, ids=named)
 @pytest.mark.parametrize("random", [False, True])
 def test_observation_action_next_observation_and_state_belong_together(kind, random):
     with make(kind, EchoEnv, remembering, seed=0) as c:
@@ -417,7 +420,7 @@ def test_what_makes_no_sense_is_refused_before_anything_is_stepped(shared):
 
 
 @pytest.mark.usefixtures("_crash_files")
-@pytest.mark.parametrize("kind", MANY, ids=named)
+@pytest.mark.parametrize("kind", [*MANY, ON_RAY[1]], ids=named)
 @pytest.mark.parametrize("amount", ["n_step", "n_episode"])
 def test_an_error_of_an_environment_loses_nothing_that_was_complete(kind, amount):
     """Each environment of the last group raises at its 6th step."""

@@ -55,7 +55,7 @@ class TestJoining:
         begin = time.monotonic()
         with pytest.raises(LinkLost, match="given up"):
             carrier.connect(0, 0, 60.0, given_up)
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 40
 
     def test_fails_at_once_with_the_reason(self, nodes):
         with pytest.raises(LinkLost, match=r"^Node 0 could not be started: .*No module named 'tests.fakes.no_such'\.$"):

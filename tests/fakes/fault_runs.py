@@ -122,7 +122,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def all_gone(pids: Any, within_s: float = 5.0) -> bool:
+def all_gone(pids: Any, within_s: float = 60.0) -> bool:
     """Whether they have ended by themselves; those that have not are killed."""
     deadline = time.monotonic() + within_s
     while left := [pid for pid in pids if alive(pid)]:

@@ -12,7 +12,8 @@ from typing import Any
 import gymnasium
 
 from muster.nodes.link import LinkLost
-from tests.fakes.queue_links import JOIN_S, QueueCarrier, QueueCollector, QueueLink, wait_until
+from tests.fakes.queue_links import JOIN_S, QueueCarrier, QueueCollector, QueueLink
+from tests.tools import wait_until
 
 
 class GatedCarrier(QueueCarrier):

@@ -66,7 +66,7 @@ def node_pids() -> dict[int, int]:
     return found
 
 
-def wait_until(happened: Callable[[], Any], within_s: float = 20.0) -> None:
+def wait_until(happened: Callable[[], Any], within_s: float = 60.0) -> None:
     deadline = time.monotonic() + within_s
     pause = threading.Event()
     while not happened():

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pickle
 import queue
 import threading
-import time
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,8 +16,9 @@ from muster.nodes import agent
 from muster.nodes.link import Block, LinkLost, Received
 from muster.nodes.wire import BEAT_S
 from muster.sinks.replay_buffer import ReplaySink
+from tests.tools import wait_until
 
-JOIN_S = 30.0
+JOIN_S = 60.0
 
 
 class QueueLink:
@@ -159,15 +158,6 @@ class GatedBuffer:
 
     def __len__(self) -> int:
         return sum(batch.numel() for batch in self.rows)
-
-
-def wait_until(happened: Callable[[], Any], within_s: float = 60.0) -> Any:
-    """What it returns once that is true."""
-    pause, deadline = threading.Event(), time.monotonic() + within_s
-    while not (found := happened()):
-        assert time.monotonic() < deadline, f"not within {within_s:g} s"
-        pause.wait(0.01)
-    return found
 
 
 def beats(link: QueueLink) -> int:

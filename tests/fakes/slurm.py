@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "setpriv")
-START_S = 30.0
+START_S = 60.0
 END_S = 10.0
 
 CONF = """\

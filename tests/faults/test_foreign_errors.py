@@ -17,7 +17,6 @@ from tests.fakes.foreign_policy import TroubledPolicy
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="no worker processes"),
-    pytest.mark.timeout(120),
 ]
 
 BACKENDS: dict[str, dict[str, Any]] = {

@@ -27,7 +27,6 @@ from tests.fakes.node_runs import async_nodes
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="forks"),
-    pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
 ]
 

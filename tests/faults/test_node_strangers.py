@@ -30,11 +30,11 @@ from muster.nodes.socket_link import LONGEST, SocketLink
 from muster.nodes.torch_distributed import DistributedCarrier, run_node
 from tests.fakes.link_nodes import pattern
 from tests.fakes.netns_nodes import Bomb
-from tests.fakes.queue_links import wait_until
+from tests.tools import wait_until
 
 TOKEN, OTHER = b"0123456789abcdef", b"another one, as long"
 TARGET = "tests.fakes.link_nodes:introduced"
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 LENGTH = struct.Struct("<Q16x")  # and no block
 NUMBER_OF_MESSAGES = {"main": 3, "node": 4}  # until a node has accepted an invitation that was there
 SAID_IN_A_STORE = {  # where nodes met before November 2026

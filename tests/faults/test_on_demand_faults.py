@@ -15,7 +15,6 @@ from tests.fakes.mortal import Mortal
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="kills processes"),
-    pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore:a worker is dropped"),
 ]
 AMOUNTS = {

@@ -23,7 +23,6 @@ from tests.fakes.node_runs import NODE_KINDS, wait_until
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="kills processes"),
-    pytest.mark.timeout(60),
 ]
 
 WAYS = {
@@ -280,7 +279,7 @@ class AloneWithSimulator(OracleEnv):
         faults.HasChild(str(folder / "pids"), detached=True)(None)
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_the_simulator_of_a_dead_worker_is_gone_when_its_successor_makes_another(tmp_path, method):
     maker = partial(AloneWithSimulator, tmp_path / "counts", tmp_path)
     options = {"frames_per_batch": T, "on_failure": "restart", "start_method": method}

@@ -17,7 +17,6 @@ from tests.fakes.node_runs import NODE_KINDS, sync_nodes
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="no worker processes"),
-    pytest.mark.timeout(60),
 ]
 
 AT = 30  # row 10 of the second rollout

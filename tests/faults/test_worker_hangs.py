@@ -25,7 +25,6 @@ from tests.fakes.node_runs import NODE_KINDS, sync_nodes
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
-    pytest.mark.timeout(60),
 ]
 
 WAYS = {"wait": faults.waits, "GIL": faults.holds_the_gil, "SIGSTOP": faults.stops}

@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +17,10 @@ import pytest
 from muster import MultiAsyncCollector, MultiSyncCollector
 from muster.testing import CountingEnv, OracleEnv, TorchCartPole
 from tests.fakes.fault_runs import KINDS, alive, all_gone
+from tests.tools import wait_until
 
-pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"), pytest.mark.timeout(90)]
-CYCLES = 20
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
+CYCLES = 8
 ROOT = Path(__file__).parents[2]
 
 
@@ -64,9 +66,19 @@ def resources():
     }
 
 
-def more_than(before):
-    """What grew; less is no leak: what earlier tests left (a hung thread) may end meanwhile."""
-    return {what: (before[what], count) for what, count in resources().items() if count > before[what]}
+def more_than(before, but=()):
+    """What grew and does not shrink within a minute: what ends takes its time on a busy machine.
+
+    Less is no leak: what earlier tests left (a hung thread) may end meanwhile.
+    """
+    deadline, pause = time.monotonic() + 60.0, threading.Event()
+    while grown := {
+        what: (before[what], count) for what, count in resources().items() if count > before[what] and what not in but
+    }:
+        if time.monotonic() > deadline:
+            break
+        pause.wait(0.05)
+    return grown
 
 
 @pytest.mark.parametrize("backend", ["processes", "threads"])
@@ -120,11 +132,12 @@ def test_batches_stay_valid_when_their_collector_is_gone(backend):
 
 
 def test_no_socket_listens():
+    before = sockets_of({os.getpid(), *descendants()})  # what other tests have left
     with MultiAsyncCollector([CountingEnv] * 2, None, frames_per_batch=20) as collector:
         collector.next()
         ours = {os.getpid(), *descendants()}
         assert len(ours) >= 4
-        sockets = {link for pid in ours for link in links(pid) if link.startswith("socket:[")}
+        sockets = sockets_of(ours) - before
         listening = set()
         for table in ("tcp", "tcp6"):
             for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -137,6 +150,10 @@ def test_no_socket_listens():
                 listening.add(f"socket:[{fields[6]}]")
         assert sockets
         assert not sockets & listening
+
+
+def sockets_of(pids):
+    return {link for pid in pids for link in links(pid) if link.startswith("socket:[")}
 
 
 def links(pid):
@@ -152,17 +169,13 @@ def test_workers_sleep_while_nobody_asks(kind, backend):
     with kind([CountingEnv] * 2, None, frames_per_batch=2000, backend=backend) as collector:
         collector.next()
         pids = descendants() | {os.getpid()}
-        while moving(pids):  # until those that are ahead have made what they may
-            pass
-        before = processor_time(pids)
-        select.select([], [], [], 1.0)
-        assert processor_time(pids) - before <= 0.05
+        wait_until(lambda: used_in_a_second(pids) <= 0.05)  # those that are ahead make what they may; others end
 
 
-def moving(pids):
+def used_in_a_second(pids):
     before = processor_time(pids)
-    select.select([], [], [], 0.2)
-    return processor_time(pids) > before
+    select.select([], [], [], 1.0)
+    return processor_time(pids) - before
 
 
 def processor_time(pids):
@@ -178,40 +191,40 @@ def processor_time(pids):
 def test_memory_does_not_grow_with_frames(kind):
     with kind(partial(TorchCartPole, 128), None, num_workers=2, frames_per_batch=64 * 1024) as collector:
         assert collector.stats().executed == 0
+        pids = {os.getpid(), *(worker.pid for worker in collector.stats().workers)}
         frames = 0
         before = {}
         for batch in collector:
             frames += batch.numel()
-            if frames > 300_000 and not before:
-                before = anonymous_bytes()
-            if frames > 1_300_000:
+            if frames > 200_000 and not before:
+                before = anonymous_bytes(pids)
+            if frames > 700_000:
                 break
-        after = anonymous_bytes()
-        assert before.keys() == after.keys()
+        after = anonymous_bytes(pids)
         assert max(after[pid] - before[pid] for pid in after) < 4 << 20
 
 
-def anonymous_bytes():
+def anonymous_bytes(pids):
     """Private memory by process."""
     found = {}
-    for pid in {os.getpid(), *descendants()}:
+    for pid in pids:
         line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon"))
         found[pid] = int(line.split()[1]) * 1024
     return found
 
 
 SMALL_SHM = """
-mount -t tmpfs -o size=8m tmpfs /dev/shm && exec "$0" -c '
+mount -t tmpfs -o size=2m tmpfs /dev/shm && exec "$0" -c '
 import os
 from functools import partial
 import numpy as np
 from gymnasium import spaces
 from muster import MultiSyncCollector
 from muster.testing import SpaceEnv
-image = spaces.Box(0, 255, (1 << 20,), np.uint8)
-assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 8 << 20
+image = spaces.Box(0, 255, (1 << 18,), np.uint8)
+assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 2 << 20
 with MultiSyncCollector([partial(SpaceEnv, image, spaces.Discrete(2))] * 2, None, num_envs=8, frames_per_batch=64) as c:
-    assert c.next()["observation"].nbytes == 64 << 20
+    assert c.next()["observation"].nbytes == 16 << 20
     assert os.listdir("/dev/shm") == []
 print("done")
 '
@@ -219,7 +232,7 @@ print("done")
 
 
 def test_a_small_dev_shm_is_enough():
-    """As in a container: 8 MiB, and batches of 128 MiB."""
+    """As in a container: 2 MiB, and batches of 32 MiB."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         pytest.skip("may not make a mount namespace")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}

@@ -230,7 +230,7 @@ def test_processes_give_unbroken_chains() -> None:
             collects({"n_step": 30}, {"n_episode": 5}, {"n_step": 11, "random": True}),
             "array",
             env={"act": "boxes", "infos": "all"},
-            venv=lambda fns, options=options: SubprocVectorEnv(fns, **options),
+            venv=lambda fns, options=options: SubprocVectorEnv(fns, context="fork", **options),
         )
         seen = play(dialect, program, asynchronous)
         total = seen[-1]["buffer"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -166,7 +167,8 @@ def test_reset_before_collect_and_reset_arguments_reach_the_environments() -> No
 @pytest.mark.parametrize("act", ["discrete", "boxes"])
 def test_environments_in_processes(act: str) -> None:
     calls = [*MIXED, ("collect", {"n_step": 9, "random": True}), ("collect", {"n_step": 6})]
-    program = Program((3, 5, 2), calls, "actor", env={"act": act, "infos": "some"}, venv=SubprocVectorEnv)
+    forked = partial(SubprocVectorEnv, context="fork")  # TorchRL makes "spawn" the default, once it is imported
+    program = Program((3, 5, 2), calls, "actor", env={"act": act, "infos": "some"}, venv=forked)
     assert_equal_to_tianshou(program)
 
 

@@ -89,14 +89,14 @@ def file(tmp_path_factory):
 
 @given(state=states)
 @example(state=[1 << 20_000, -(1 << 63), (1 << 63) - 1, math.inf, -math.inf, -0.0, ()])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_state_comes_back_with_its_types_its_order_and_every_bit(file, state):
     save(file, state)
     assert equal(load(file), state)
 
 
 @given(state=states, data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_a_file_with_another_byte_anywhere_is_refused_or_means_the_same(file, state, data):
     save(file, state)
     content = bytearray(file.read_bytes())

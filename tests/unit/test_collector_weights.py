@@ -19,7 +19,7 @@ from muster.errors import BadOption, BadWeights
 from muster.testing import CountingEnv
 from tests.tools import column, counting, joined
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 VERSION = ("collector", "policy_version")
 
 

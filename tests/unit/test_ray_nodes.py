@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -18,12 +19,23 @@ pytestmark = needs_ray
 
 
 @pytest.fixture
-def end():
+def end_of():
+    """An end of a link, by its deadline; closed in the end."""
     from muster.nodes.ray_actor import NodeEnd
 
-    end = NodeEnd(0.5)
-    yield end
-    end.close()
+    with contextlib.ExitStack() as stack:
+
+        def make(deadline_s):
+            made = NodeEnd(deadline_s)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def end(end_of):
+    return end_of(100.0)
 
 
 class TestNodeEnd:
@@ -41,13 +53,15 @@ class TestNodeEnd:
         with pytest.raises(LinkLost, match="main process closed"):
             end.receive()
 
-    def test_silence_of_the_main_process_is_noticed(self, end):
+    def test_silence_of_the_main_process_is_noticed(self, end_of):
+        end = end_of(0.5)
         begin = time.monotonic()
         with pytest.raises(LinkLost, match=r"said nothing for 0.5 s"):
             end.receive()
-        assert 0.4 < time.monotonic() - begin < 5
+        assert time.monotonic() - begin > 0.4
 
-    def test_process_that_was_stopped_cannot_send_any_more(self, end):
+    def test_process_that_was_stopped_cannot_send_any_more(self, end_of):
+        end = end_of(0.5)
         threading.Event().wait(0.6)  # as after SIGSTOP and SIGCONT
         with pytest.raises(LinkLost, match=r"said nothing for 0.5 s"):
             end.send(b"late")
@@ -61,12 +75,15 @@ class TestNodeEnd:
         end.send(b"y")
         assert end.depart() == ([(b"y", 0, None)], "")
 
-    def test_nobody_takes_messages(self, end):
+    def test_nobody_takes_messages(self, end_of):
         from muster.nodes.ray_actor import WAITING_MESSAGES
 
-        for _ in range(WAITING_MESSAGES):
+        end = end_of(2.0)
+        for number in range(WAITING_MESSAGES):
             end.send(b"x")
-        with pytest.raises(LinkLost, match=r"not taken anything for 0.5 s"):
+            if number % 100 == 0:
+                end.arrive(number // 100, b"beat", 0, None)  # it is there, on a busy machine, too
+        with pytest.raises(LinkLost, match=r"not taken anything for 2 s"):
             end.send(b"y")
 
     def test_main_process_waits_while_nobody_reads(self, end):
@@ -85,7 +102,7 @@ class TestNodeEnd:
         end.receive()
         assert not returned.wait(0.2)  # the next one is waiting now
         end.receive()
-        assert returned.wait(5)
+        assert returned.wait(60)
         thread.join()
 
     def test_says_why_it_was_closed_after_the_last_message(self, end):

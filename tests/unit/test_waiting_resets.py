@@ -324,9 +324,9 @@ def test_a_worker_resets_while_nobody_waits_for_it():
     make, made = recorded(Signals)
     with MultiSyncCollector([make], None, frames_per_batch=5, backend="threads", **WAIT) as c:
         c.next()
-        assert all(made[0].begun.acquire(timeout=10) for _ in range(2))  # without another batch
+        assert all(made[0].begun.acquire(timeout=60) for _ in range(2))  # without another batch
         c.next()
-        assert all(made[0].begun.acquire(timeout=10) for _ in range(1))
+        assert all(made[0].begun.acquire(timeout=60) for _ in range(1))
         assert made[0].executed == 4
         assert c.stats().executed == 4
 
