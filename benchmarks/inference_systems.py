@@ -130,7 +130,7 @@ class Pairs:
     """Lines alone: a process per worker asks, and all are answered as soon as all have asked."""
 
     def __init__(self, case: Case) -> None:
-        from muster.sources.lines import Lines
+        from muster.workers.lines import Lines
 
         self._workers, self._T, self.frames = range(case.workers), case.T, case.frames
         self._lines = Lines(case.workers, [self._workers])
@@ -169,7 +169,7 @@ class Pairs:
 
 
 def _ask(number: int, workers: int, fds: list[int], pipe: Any, times: int) -> None:
-    from muster.sources.lines import Line
+    from muster.workers.lines import Line
 
     line = Line(number, workers, fds, lambda: False)
     while pipe.recv_bytes():

@@ -26,15 +26,15 @@ class Case(Workload):
 
 
 BARE = ("bare", "limit-plain", "limit-heads", "limit-greedy")
-TIANSHOU = ("limit-tianshou-actor", "tianshou-actor", "tianshou-dialect-actor")
-DQN = ("limit-tianshou-dqn", "tianshou-dqn", "tianshou-dialect-dqn")
-PRT = ("limit-prt-sampled", "prt-sampled", "prt-dialect-sampled", "prt-dialect-heads")
-PRT_GREEDY = ("limit-prt-greedy", "prt-greedy", "prt-dialect-greedy")
+TIANSHOU = ("limit-tianshou-actor", "tianshou-actor", "tianshou-compat-actor")
+DQN = ("limit-tianshou-dqn", "tianshou-dqn", "tianshou-compat-dqn")
+PRT = ("limit-prt-sampled", "prt-sampled", "prt-compat-sampled", "prt-compat-heads")
+PRT_GREEDY = ("limit-prt-greedy", "prt-greedy", "prt-compat-greedy")
 NATIVE = ("collect-heads", "collect-plain", "collect-greedy", "collect-critic")
 ITERATED = ("muster-heads", "muster-plain")
 STEPS = (*BARE, *TIANSHOU, *DQN, *PRT, *PRT_GREEDY, "sb3-critic", *NATIVE, *ITERATED)
 EPISODES = (
-    *("tianshou-actor", "tianshou-dialect-actor", "prt-sampled", "prt-dialect-sampled", "prt-dialect-heads"),
+    *("tianshou-actor", "tianshou-compat-actor", "prt-sampled", "prt-compat-sampled", "prt-compat-heads"),
     *(f"collect-{rule}" for rule in ("fair", "last-even", "per-env", "first-done", "kept", "even-plain")),
 )
 COSTS = (
@@ -42,7 +42,7 @@ COSTS = (
     *("collect-critic-alone", "collect-critic", "collect-critic-truncations"),
 )
 CRITICS = ("sb3-critic", "collect-critic")
-CALLS = ("tianshou-actor", "tianshou-dialect-actor", "prt-sampled", "prt-dialect-sampled", *CRITICS, *NATIVE[:-1])
+CALLS = ("tianshou-actor", "tianshou-compat-actor", "prt-sampled", "prt-compat-sampled", *CRITICS, *NATIVE[:-1])
 
 
 def _steps(envs: int) -> Case:

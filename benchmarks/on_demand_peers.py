@@ -1,6 +1,6 @@
-"""Tianshou, prt_rl and Stable-Baselines3, as their users call them, and the dialects in their place.
+"""Tianshou, prt_rl and Stable-Baselines3, as their users call them, and the compat layers in their place.
 
-Peer and dialect get equal policies, environments and buffers. The limits are the bare loop with one call of the same
+Peer and compat layer get equal policies, environments and buffers. The limits are the bare loop with one call of the
 policy per time step, observations stacked: what no collector can beat that calls such a policy.
 """
 
@@ -61,12 +61,12 @@ def _tianshou_policy(case: Case, kind: str) -> Any:
     )
 
 
-def tianshou(case: Case, kind: str, dialect: bool = False) -> System:
+def tianshou(case: Case, kind: str, compat: bool = False) -> System:
     """A vector replay buffer is filled. DQN explores, as where it is trained."""
     from tianshou.data import VectorReplayBuffer
     from tianshou.env import DummyVectorEnv
 
-    envs, made = DummyVectorEnv(case.factories()), "muster.dialects.tianshou" if dialect else "tianshou.data"
+    envs, made = DummyVectorEnv(case.factories()), "muster.compat.tianshou" if compat else "tianshou.data"
     collector = importlib.import_module(made).Collector(
         _tianshou_policy(case, kind), envs, VectorReplayBuffer(BUFFER_SIZE, case.B), exploration_noise=kind == "dqn"
     )
@@ -110,12 +110,12 @@ class _Greedy(_Sampled):
         return self.net(obs).argmax(-1, keepdim=True), {}
 
 
-def prt(case: Case, kind: str, dialect: bool = False) -> System:
+def prt(case: Case, kind: str, compat: bool = False) -> System:
     from prt_rl.env.wrappers import GymnasiumWrapper
 
     env = GymnasiumWrapper(env_factory=lambda index, seed: case.make(), num_envs=case.B)
     policy: Any = head_for(case.make()) if kind == "heads" else {"sampled": _Sampled, "greedy": _Greedy}[kind](case)
-    made = "muster.dialects.prt_rl" if dialect else "prt_rl.common.collectors"
+    made = "muster.compat.prt_rl" if compat else "prt_rl.common.collectors"
     collector = importlib.import_module(made).Collector(env)
 
     def steps() -> int:

@@ -16,7 +16,7 @@ from benchmarks.systems import SYSTEMS
 from benchmarks.systems.bare import BareWithPolicy
 from benchmarks.systems.muster_ import head_for
 from benchmarks.workers_systems import Crewed
-from muster.loggers import JsonlLogger
+from muster.observing.loggers import JsonlLogger
 
 EPSILON = 0.1
 
@@ -96,7 +96,7 @@ def _collect(label: str, policy: str = "heads", **arguments: Any) -> Crewed:
 
 
 def _peer(name: str, label: str, needs: str, **options: Any) -> Crewed:
-    """Peer and dialect share a process, and with it the memory, in which one of them could be luckier."""
+    """Peer and compat layer share a process, and with it the memory, in which one of them could be luckier."""
     modules = (needs, "tensordict") if name != "sb3" else (needs,)
     return Crewed(f"on_demand_peers:{name}", label, modules, home=needs, children=False, options=options)
 
@@ -105,7 +105,9 @@ def _tianshou(kind: str) -> dict[str, Crewed]:
     return {
         f"limit-tianshou-{kind}": _peer("tianshou_limit", f"bare loop + Tianshou's {kind}", "tianshou", kind=kind),
         f"tianshou-{kind}": _peer("tianshou", f"Tianshou, {kind}", "tianshou", kind=kind),
-        f"tianshou-dialect-{kind}": _peer("tianshou", f"Muster's dialect, {kind}", "tianshou", kind=kind, dialect=True),
+        f"tianshou-compat-{kind}": _peer(
+            "tianshou", f"Muster's compat layer, {kind}", "tianshou", kind=kind, compat=True
+        ),
     }
 
 
@@ -113,7 +115,7 @@ def _prt(kind: str) -> dict[str, Crewed]:
     return {
         f"limit-prt-{kind}": _peer("prt_limit", f"bare loop + prt_rl policy, {kind}", "prt_rl", kind=kind),
         f"prt-{kind}": _peer("prt", f"prt_rl, {kind}", "prt_rl", kind=kind),
-        f"prt-dialect-{kind}": _peer("prt", f"Muster's dialect, {kind}", "prt_rl", kind=kind, dialect=True),
+        f"prt-compat-{kind}": _peer("prt", f"Muster's compat layer, {kind}", "prt_rl", kind=kind, compat=True),
     }
 
 
@@ -123,7 +125,7 @@ SYSTEMS.update(
         **_tianshou("dqn"),
         **_prt("sampled"),
         **_prt("greedy"),
-        "prt-dialect-heads": _peer("prt", "Muster's prt_rl dialect, heads", "prt_rl", kind="heads", dialect=True),
+        "prt-compat-heads": _peer("prt", "Muster's prt_rl compat layer, heads", "prt_rl", kind="heads", compat=True),
         "sb3-critic": _peer("sb3", "Stable-Baselines3 PPO", "stable_baselines3"),
         "limit-greedy": _here("LimitGreedy", "bare loop + epsilon-greedy"),
         "collect-heads": _collect("Muster collect, heads"),

@@ -1,4 +1,4 @@
-"""What ``collect`` and the dialects promise, and how it is judged."""
+"""What ``collect`` and the compat layers promise, and how it is judged."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def _asked(case: str, over: str, under: str, at_least: float, limit: str = "") -
     return Asked(case, f"{over} / {under}", at_least, (over,), (under,), limit=limit)
 
 
-def _dialect(case: str, peer: str, kind: str, at_least: float) -> Asked:
-    return _asked(case, f"{peer}-dialect-{kind}", f"{peer}-{kind}", at_least, f"limit-{peer}-{kind}")
+def _compat(case: str, peer: str, kind: str, at_least: float) -> Asked:
+    return _asked(case, f"{peer}-compat-{kind}", f"{peer}-{kind}", at_least, f"limit-{peer}-{kind}")
 
 
 TARGETS = (
-    *(_dialect(case, "tianshou", kind, 2.0) for case in EACH for kind in ("actor", "dqn")),
-    *(_dialect(case, "prt", kind, 3.0) for case in EACH for kind in ("sampled", "greedy")),
-    *(_asked(case, "prt-dialect-heads", "prt-sampled", 3.0) for case in EACH),
+    *(_compat(case, "tianshou", kind, 2.0) for case in EACH for kind in ("actor", "dqn")),
+    *(_compat(case, "prt", kind, 3.0) for case in EACH for kind in ("sampled", "greedy")),
+    *(_asked(case, "prt-compat-heads", "prt-sampled", 3.0) for case in EACH),
     *(_asked(case, "collect-heads", "tianshou-actor", 5.0, "limit-heads") for case in EACH),
     *(_asked(case, "collect-plain", "tianshou-actor", 4.0, "limit-plain") for case in EACH),
     *(_asked(case, "collect-greedy", "tianshou-dqn", 5.0, "limit-greedy") for case in EACH),
@@ -43,16 +43,16 @@ TARGETS = (
     *(_asked(case, f"collect-{kind}", f"muster-{kind}", 0.96) for case in EACH for kind in ("heads", "plain")),
     _asked("episodes-8", "collect-last-even", "tianshou-actor", 5.0),
     _asked("episodes-8", "collect-even-plain", "tianshou-actor", 4.0),
-    _asked("episodes-8", "tianshou-dialect-actor", "tianshou-actor", 2.0),
-    *(_asked("episodes-8", f"prt-dialect-{kind}", "prt-sampled", 3.0) for kind in ("sampled", "heads")),
+    _asked("episodes-8", "tianshou-compat-actor", "tianshou-actor", 2.0),
+    *(_asked("episodes-8", f"prt-compat-{kind}", "prt-sampled", 3.0) for kind in ("sampled", "heads")),
     *(_asked(case, "collect-critic", "sb3-critic", 1.0) for case in ("busy-8", "a2c-8")),
     *(
         _asked(case, over, under, 1.0)
         for case in ("call-1", "call-8")
         for over, under in (
             ("collect-heads", "tianshou-actor"),
-            ("tianshou-dialect-actor", "tianshou-actor"),
-            ("prt-dialect-sampled", "prt-sampled"),
+            ("tianshou-compat-actor", "tianshou-actor"),
+            ("prt-compat-sampled", "prt-sampled"),
         )
     ),
 )

@@ -29,8 +29,8 @@ from benchmarks.nets import PlainPolicy
 from benchmarks.simulated_nodes import ONE_WAY_S, Pairs, Recording, RecordingLink, SocketLink, play
 from benchmarks.workers_family import family
 from benchmarks.workloads import WORKLOADS, Workload
+from muster.cluster.wire import BEAT_S
 from muster.collectors.clusters import ClusterCollector
-from muster.nodes.wire import BEAT_S
 
 NODES = (8, 64, 128, 256)
 KEEPING_UP = 0.9  # of what the nodes could deliver if the main process took no time
@@ -53,7 +53,7 @@ WORKLOADS.update(CASES)
 
 def record(workload: Workload) -> Recording:
     """Rollouts of a node with one leaf, both on this machine."""
-    from muster.nodes import agent
+    from muster.cluster import agent
 
     here, there = socket.socketpair()
     recording = Recording()

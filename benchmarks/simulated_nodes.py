@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from muster.cluster.link import Block, Link, LinkLost, Received
+from muster.cluster.wire import BEAT_S, NodeInfo
 from muster.memory.specs import Array
-from muster.nodes.link import Block, Link, LinkLost, Received
-from muster.nodes.wire import BEAT_S, NodeInfo
-from muster.sources.requests import BIRTH, Answer, Ask, Closed, Finished, RolloutRequest
+from muster.workers.requests import BIRTH, Answer, Ask, Closed, Finished, RolloutRequest
 
 HEADER = struct.Struct("=QQQ")  # bytes of the message, bytes of the block, tag
 READ = 1 << 20

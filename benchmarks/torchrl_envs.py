@@ -47,7 +47,7 @@ def systems(name: str, envs: int, frames: int, *, transformed: bool) -> dict[str
     from torchrl.envs import Compose, GymEnv, RewardSum, SerialEnv, StepCounter, TransformedEnv
 
     from muster import Collector
-    from muster.dialects.torchrl import Collector as Dialect
+    from muster.compat.torchrl import Collector as Compat
 
     def one() -> Any:
         env = GymEnv(name)
@@ -61,7 +61,7 @@ def systems(name: str, envs: int, frames: int, *, transformed: bool) -> dict[str
     made: dict[str, Any] = {
         "torchrl": TorchRLCollector(torchrl_env(), actor, **options),
         "muster, TorchRL env": Collector(torchrl_env, actor, **options),
-        "muster dialect, TorchRL env": Dialect(torchrl_env(), actor, **options),
+        "muster compat layer, TorchRL env": Compat(torchrl_env(), actor, **options),
         "muster, Gymnasium env": Collector(
             name, policy(name, "Gymnasium env"), num_envs=None if envs == 1 else envs, **options
         ),

@@ -10,7 +10,7 @@ from benchmarks.systems.muster_ import head_for
 from benchmarks.workloads import Workload
 
 
-class Crew:
+class WorkerPool:
     """``groups`` groups over as many workers; rollouts of the length of everybody else's.
 
     Args:

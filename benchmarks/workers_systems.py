@@ -81,7 +81,13 @@ def bare_one(workload: Workload) -> System:
 def _muster(kind: str, label: str, *, ahead: bool = False, **options: Any) -> Crewed:
     needs = ("torch", "gymnasium", "tensordict")
     return Crewed(
-        "workers_muster:Crew", label, needs, True, "muster-workers", options={"kind": kind, **options}, ahead=ahead
+        "workers_muster:WorkerPool",
+        label,
+        needs,
+        True,
+        "muster-workers",
+        options={"kind": kind, **options},
+        ahead=ahead,
     )
 
 

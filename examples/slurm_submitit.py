@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from muster import CollectorStats, DistributedCollector, policies
-from muster.nodes.submitit import SubmititLauncher
+from muster.cluster.submitit import SubmititLauncher
 
 
 def main(argv: Sequence[str] | None = None) -> CollectorStats:

@@ -22,25 +22,28 @@ EXCEPTIONS = ROOT / "docs" / "decisions" / "size-exceptions.md"
 
 LIMITS = {"file lines": 500, "function lines": 60, "public methods": 12, "inheritance depth": 1}
 
-MOST_LINES = 46_150  # of all of it; the design's budget is the sum of BUDGETS
+MOST_LINES = 46_050  # of all of it; the design's budget is the sum of BUDGETS
 
 # Lines by folder. A group of several folders has one budget; "." is the modules beside the folders.
 BUDGETS = {
-    (".", "testing"): 4_150,  # errors, keys, protocols, rng; the loop, groups and hooks; stats, loggers, timeline
+    (".", "utils"): 750,
     ("memory",): 800,
     ("envs",): 3_600,
     ("policies",): 2_300,
-    ("episodes", "sinks"): 1_000,
+    ("rollout",): 1_800,
+    ("episodes",): 1_000,
+    ("observing", "testing"): 1_600,
     ("weights",): 1_000,
-    ("sources",): 5_800,  # workers, inference, snapshots and crash reports
-    ("nodes",): 3_000,
+    ("restore",): 1_600,
+    ("workers",): 4_200,
+    ("cluster",): 3_000,
     ("collectors",): 2_200,
     ("evaluation", "tuning"): 1_400,
     ("recording",): 700,
-    ("dialects",): 3_800,
+    ("compat",): 3_800,
     ("cli",): 1_300,
 }
-OF_OTHERS = "dialects"  # its classes have the names that other systems gave them
+OF_OTHERS = "compat"  # its classes have the names that other systems gave them
 
 # Deriving from these is how Python spells an interface, an error, or a network: it is not reuse.
 INTERFACES = {"Protocol", "ABC", "Exception", "BaseException", "Module"}
@@ -203,7 +206,7 @@ def depths(trees: dict[Path, ast.Module]) -> list[Size]:
             base = base.value if isinstance(base, ast.Subscript) else base
             name = base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "")
             here = classes.get((path, name))
-            here = None if here is node else here  # a dialect's class may have the name of its base
+            here = None if here is node else here  # a compat layer's class may have the name of its base
             elsewhere = [(p, c) for (p, n), c in classes.items() if n == name and c is not node]
             if here is not None:
                 yield path, here

@@ -1,4 +1,4 @@
-"""Record what prt_rl's own collector returns, for the tests that compare Muster's dialect with it.
+"""Record what prt_rl's own collector returns, for the tests that compare Muster's compat layer with it.
 
     python scripts/record_prt_rl.py [FILE]
 

@@ -53,7 +53,7 @@ settings.load_profile("muster")
 
 @pytest.fixture(autouse=True, scope="session")
 def _temporary_files_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Crash capsules and the like go where pytest cleans up."""
+    """Crash reports and the like go where pytest cleans up."""
     before, tempfile.tempdir = tempfile.tempdir, str(tmp_path_factory.mktemp("temporary"))
     yield
     tempfile.tempdir = before
@@ -79,7 +79,7 @@ COUNTS = re.compile(  # threads, files, memory; or forks this process
 )
 SUITES = re.compile(
     r"tests/(contract|docs|faults|parity)/"
-    r"|/test_(capsule|cli_\w+|device_lanes|elastic|evaluator|inference_server|joining|multi_collectors|resume|rollout"
+    r"|/test_(crash_report|cli_\w+|device_lanes|elastic|evaluator|inference_server|joining|multi_collectors|resume|rollout"
     r"|sync_schemes|submitit|seed_\w+|torchrl_\w+|whole_episodes)\.py"
 )
 SHARE = 2  # variants of a test in `make test`; of one that only nodes run: 1

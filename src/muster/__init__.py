@@ -2,17 +2,19 @@
 
 Layers, each importing only from those before it::
 
-    words         errors, keys, protocols, rng
+    errors, keys, protocols, rng; utils/   what everybody uses
     memory/       specs of arrays, slots, the user's view of them
-    envs/ policies/   adapters, one file per third party
-    rollout       the loop; trajectories
+    envs/ policies/ episodes/   adapters, one file per third party; the one model of an episode
+    rollout/      the loop, groups, resets, hooks
+    observing/    stats, loggers, timeline, profiling
     weights/      publishing weights
-    sources/      who fills slots
-    nodes/        workers on other machines
-    sinks/        whole episodes, splitting, replay buffers; stats, recording, timeline, profiling; checkpoint
+    recording/    experience as files
+    restore/      states of environments, checkpoints, crash reports and their replay
+    workers/      who fills slots: here, in threads, in processes; schedules, supervision, central inference
+    cluster/      workers on other machines
     collectors/   what the user holds
     evaluation/ tuning/   how good a policy is; which setup is fastest
-    dialects/     other systems' names and semantics
+    compat/       other systems' names and semantics
     cli/          the muster command
 """
 
@@ -30,7 +32,7 @@ _HOMES = {
     "Collected": "muster.collectors.asked",
     "Collector": "muster.collectors",
     "CollectorOptions": "muster.collectors",
-    "CollectorStats": "muster.stats",
+    "CollectorStats": "muster.observing.stats",
     "ClusterOptions": "muster.collectors.cluster_options",
     "DistributedCollector": "muster.collectors.clusters",
     "EpisodeRecord": "muster.episodes.record",
@@ -38,29 +40,29 @@ _HOMES = {
     "Evaluation": "muster.evaluation",
     "Evaluator": "muster.evaluation",
     "EvaluatorStats": "muster.evaluation",
-    "JsonlLogger": "muster.loggers",
-    "MetricsTracker": "muster.metrics",
+    "JsonlLogger": "muster.observing.loggers",
+    "MetricsTracker": "muster.observing.metrics",
     "MultiAsyncCollector": "muster.collectors",
     "MultiOptions": "muster.collectors",
     "MultiSyncCollector": "muster.collectors",
-    "ProfileConfig": "muster.profiling",
+    "ProfileConfig": "muster.observing.profiling",
     "RPCCollector": "muster.collectors.clusters",
-    "RayBuffer": "muster.nodes.ray_buffer",
+    "RayBuffer": "muster.cluster.ray_buffer",
     "RayCollector": "muster.collectors.clusters",
     "Recorder": "muster.recording",
     "Recording": "muster.recording",
     "ResumeReport": "muster.collectors.resume",
     "SequenceSummaryStats": "muster.episodes.summary",
-    "TensorBoardLogger": "muster.loggers",
-    "Timeline": "muster.timeline",
+    "TensorBoardLogger": "muster.observing.loggers",
+    "Timeline": "muster.observing.timeline",
     "Tuning": "muster.tuning",
     "UnfinishedEpisode": "muster.evaluation",
     "VanillaWeightUpdater": "muster.weights.updaters",
     "WeightUpdaterBase": "muster.weights.updaters",
-    "WorkerStats": "muster.stats",
+    "WorkerStats": "muster.observing.stats",
     "load": "muster.recording",
-    "load_state": "muster.checkpoint:load",
-    "save_state": "muster.checkpoint:save",
+    "load_state": "muster.restore.checkpoint:load",
+    "save_state": "muster.restore.checkpoint:save",
     "split_trajectories": "muster.episodes.segment",
     "tune": "muster.tuning",
 }
@@ -73,8 +75,7 @@ if TYPE_CHECKING:
     from muster import policies as policies
     from muster import testing as testing
     from muster import weights as weights
-    from muster.checkpoint import load as load_state  # noqa: F401 (named by _HOMES)
-    from muster.checkpoint import save as save_state  # noqa: F401
+    from muster.cluster.ray_buffer import RayBuffer as RayBuffer
     from muster.collectors import AsyncCollector as AsyncCollector
     from muster.collectors import Collector as Collector
     from muster.collectors import CollectorOptions as CollectorOptions
@@ -97,17 +98,18 @@ if TYPE_CHECKING:
     from muster.evaluation import Evaluator as Evaluator
     from muster.evaluation import EvaluatorStats as EvaluatorStats
     from muster.evaluation import UnfinishedEpisode as UnfinishedEpisode
-    from muster.loggers import JsonlLogger as JsonlLogger
-    from muster.loggers import TensorBoardLogger as TensorBoardLogger
-    from muster.metrics import MetricsTracker as MetricsTracker
-    from muster.nodes.ray_buffer import RayBuffer as RayBuffer
-    from muster.profiling import ProfileConfig as ProfileConfig
+    from muster.observing.loggers import JsonlLogger as JsonlLogger
+    from muster.observing.loggers import TensorBoardLogger as TensorBoardLogger
+    from muster.observing.metrics import MetricsTracker as MetricsTracker
+    from muster.observing.profiling import ProfileConfig as ProfileConfig
+    from muster.observing.stats import CollectorStats as CollectorStats
+    from muster.observing.stats import WorkerStats as WorkerStats
+    from muster.observing.timeline import Timeline as Timeline
     from muster.recording import Recorder as Recorder
     from muster.recording import Recording as Recording
     from muster.recording import load as load
-    from muster.stats import CollectorStats as CollectorStats
-    from muster.stats import WorkerStats as WorkerStats
-    from muster.timeline import Timeline as Timeline
+    from muster.restore.checkpoint import load as load_state  # noqa: F401 (named by _HOMES)
+    from muster.restore.checkpoint import save as save_state  # noqa: F401
     from muster.tuning import Tuning as Tuning
     from muster.tuning import tune as tune
     from muster.weights.updaters import VanillaWeightUpdater as VanillaWeightUpdater

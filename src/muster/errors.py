@@ -22,7 +22,7 @@ class MusterError(Exception):
         env_index: number of the environment in its group.
         seed: that the environment was last given.
         phase: "construct", "reset", "step", "policy", "weights", "call" or "close".
-        capsule: file for ``muster replay``.
+        crash_report: file for ``muster replay``.
     """
 
     worker: int | None = None
@@ -30,7 +30,7 @@ class MusterError(Exception):
     env_index: int | None = None
     seed: int | None = None
     phase: str | None = None
-    capsule: Path | None = None
+    crash_report: Path | None = None
 
 
 class BadOption(MusterError, ValueError):
@@ -136,8 +136,8 @@ class BadCheckpoint(MusterError, ValueError):
     """A checkpoint is missing, damaged, of something else, or of another format; or a state that none can hold."""
 
 
-class BadCapsule(MusterError, ValueError):
-    """A crash capsule is missing, damaged, of another format, or holds nothing that could be replayed."""
+class BadCrashReport(MusterError, ValueError):
+    """A crash report is missing, damaged, of another format, or holds nothing that could be replayed."""
 
 
 class ImportRefused(MusterError, PermissionError):

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from muster.private_names import VARIABLE
+from muster.utils.private_names import VARIABLE
 
 if TYPE_CHECKING:
     import torch
 else:
-    from muster import lazy_torch as torch
+    from muster.utils import lazy_torch as torch
 
 _RESTARTS = 1 << 31  # a spawn key that no stream has
 MT_BYTES = 625 * 4  # of a Mersenne Twister: 624 words and a position

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from muster.nodes.link import Block, LinkLost
+from muster.cluster.link import Block, LinkLost
 from tests.fakes.link_nodes import pattern
 
 NODES = "tests.fakes.link_nodes:"
@@ -27,9 +27,9 @@ SILENCE_S = 200.0  # more than JOIN_S: what is lost by then was not lost for its
 
 
 def _distributed(target: str, count: int = 1, deadline_s: float = SILENCE_S, **options: Any) -> Any:
-    from muster.nodes.launchers import MpLauncher
-    from muster.nodes.meeting import Meeting
-    from muster.nodes.torch_distributed import DistributedCarrier
+    from muster.cluster.launchers import MpLauncher
+    from muster.cluster.meeting import Meeting
+    from muster.cluster.torch_distributed import DistributedCarrier
 
     launcher = MpLauncher(target, **options)
     return DistributedCarrier(count, launcher=launcher, meeting=Meeting(count), deadline_s=deadline_s)
@@ -39,15 +39,15 @@ def _ray(target: str, count: int = 1, deadline_s: float = SILENCE_S) -> Any:
     from tests.fakes.ray_cluster import cluster
 
     cluster()
-    from muster.nodes.ray_nodes import RayCarrier
+    from muster.cluster.ray_nodes import RayCarrier
 
     return RayCarrier(count, target=target, deadline_s=deadline_s)
 
 
 def _rpc(target: str, count: int = 1, deadline_s: float = SILENCE_S, **options: Any) -> Any:
-    from muster.nodes.launchers import MpLauncher
-    from muster.nodes.meeting import Meeting
-    from muster.nodes.torch_rpc import RpcCarrier
+    from muster.cluster.launchers import MpLauncher
+    from muster.cluster.meeting import Meeting
+    from muster.cluster.torch_rpc import RpcCarrier
 
     launcher = MpLauncher(target, **options)
     return RpcCarrier(count, launcher=launcher, meeting=Meeting(count), deadline_s=deadline_s)

@@ -48,7 +48,7 @@ def made():
     handles = []
 
     def make(*args, **options):
-        from muster.nodes.ray_buffer import RayBuffer
+        from muster.cluster.ray_buffer import RayBuffer
 
         handles.append(RayBuffer(*args, **options))
         return handles[-1]
@@ -129,7 +129,7 @@ class TestRayBuffer:
     def test_torchrls_own_gives_a_client_for_nodes(self):
         from functools import partial
 
-        from muster.nodes.ray_buffer import for_nodes
+        from muster.cluster.ray_buffer import for_nodes
 
         storage = partial(torchrl_data.LazyTensorStorage, 1000)
         buffer = torchrl_data.RayReplayBuffer(storage=storage, batch_size=32, remote_config={"num_cpus": 0})

@@ -14,8 +14,8 @@ import time
 import numpy as np
 import pytest
 
+from muster.cluster.link import Block, LinkLost
 from muster.errors import BadOption
-from muster.nodes.link import Block, LinkLost
 from tests.fakes.link_nodes import pattern
 from tests.fakes.ray_cluster import NODE, cluster, environment, leave, needs_ray, ray_cluster  # noqa: F401 (a fixture)
 
@@ -29,7 +29,7 @@ def nodes():
     with contextlib.ExitStack() as stack:
 
         def start(function, count=1, **options):
-            from muster.nodes.ray_nodes import RayCarrier
+            from muster.cluster.ray_nodes import RayCarrier
 
             carrier = RayCarrier(count, target=options.pop("target", NODES + function), **options)
             stack.callback(carrier.close)
@@ -193,7 +193,7 @@ def run(program, surroundings, timeout=100):
 
 WRONG_TOKEN = """
 import json, sys
-from muster.nodes.ray_nodes import RayCarrier
+from muster.cluster.ray_nodes import RayCarrier
 try:
     RayCarrier(1, ray_init_config={{"address": "{address}", "log_to_driver": False}})
 except Exception as error:
@@ -202,7 +202,7 @@ except Exception as error:
 
 NO_TOKEN = """
 import json
-from muster.nodes.ray_nodes import RayCarrier
+from muster.cluster.ray_nodes import RayCarrier
 config = {{"address": "{address}", "log_to_driver": False}}
 try:
     carrier = RayCarrier(1, ray_init_config=config, target="tests.fakes.link_nodes:introduced")
@@ -216,7 +216,7 @@ except Exception as error:
 
 CLIENT = """
 import json, ray
-from muster.nodes.ray_runtime import Lease
+from muster.cluster.ray_runtime import Lease
 ray.init("{address}", log_to_driver=False)
 try:
     Lease()
@@ -228,7 +228,7 @@ ray.shutdown()
 OWN_RAY = """
 import json, threading
 import psutil, ray
-from muster.nodes.ray_nodes import RayCarrier
+from muster.cluster.ray_nodes import RayCarrier
 config = {"address": "local", "num_cpus": 2, "object_store_memory": 100 * 2**20, "log_to_driver": False}
 carrier, second = (RayCarrier(1, ray_init_config=config, target="tests.fakes.link_nodes:introduced") for _ in range(2))
 link = carrier.connect(0, 0, 90.0, threading.Event())

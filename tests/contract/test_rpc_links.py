@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch.distributed import rpc
 
+from muster.cluster import rpc_link
+from muster.cluster.launchers import MpLauncher
+from muster.cluster.link import Block, LinkLost
+from muster.cluster.meeting import Meeting
+from muster.cluster.torch_rpc import RpcCarrier, check_devices
 from muster.errors import BadOption
-from muster.nodes import rpc_link
-from muster.nodes.launchers import MpLauncher
-from muster.nodes.link import Block, LinkLost
-from muster.nodes.meeting import Meeting
-from muster.nodes.torch_rpc import RpcCarrier, check_devices
 from tests.fakes.netns import listening
 
 NODES = "tests.fakes.link_nodes:"
@@ -89,10 +89,10 @@ from torch.distributed import rpc
 options = rpc.TensorPipeRpcBackendOptions(init_method="file://{tmp_path}/store")
 rpc.init_rpc("mine", rank=0, world_size=1, rpc_backend_options=options)
 from muster.errors import BadOption
-from muster.nodes import rpc_link
-from muster.nodes.launchers import MpLauncher
-from muster.nodes.meeting import Meeting
-from muster.nodes.torch_rpc import RpcCarrier
+from muster.cluster import rpc_link
+from muster.cluster.launchers import MpLauncher
+from muster.cluster.meeting import Meeting
+from muster.cluster.torch_rpc import RpcCarrier
 try:
     RpcCarrier(1, launcher=MpLauncher(), meeting=Meeting(1), tensorpipe_options={{"num_worker_threads": 3}})
 except BadOption as error:
@@ -240,7 +240,7 @@ class TestOptions:
             carriers()
 
     def test_bind_must_be_an_address_of_an_interface(self, carriers):
-        from muster.nodes.rpc_agent import interface_of
+        from muster.cluster.rpc_agent import interface_of
 
         assert interface_of("127.0.0.1") in ("lo", "lo0")
         with pytest.raises(BadOption, match="203.0.113.7.*'lo': '127.0.0.1'"):

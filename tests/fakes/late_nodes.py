@@ -11,7 +11,7 @@ from typing import Any
 
 import gymnasium
 
-from muster.nodes.link import LinkLost
+from muster.cluster.link import LinkLost
 from tests.fakes.queue_links import JOIN_S, QueueCarrier, QueueCollector, QueueLink
 from tests.tools import wait_until
 

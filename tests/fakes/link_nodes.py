@@ -10,7 +10,7 @@ import threading
 
 import numpy as np
 
-from muster.nodes.link import Block, LinkLost
+from muster.cluster.link import Block, LinkLost
 
 BEAT = b"beat"
 
@@ -167,9 +167,9 @@ def never_joins(channel):
 
 def under_torchrun():
     """Rank 0 echoes through each of the others, twice; they are nodes. Run by ``torchrun -m``."""
-    from muster.nodes.meeting import Meeting
-    from muster.nodes.torch_distributed import DistributedCarrier, run_node
-    from muster.nodes.torchrun import TorchrunLauncher
+    from muster.cluster.meeting import Meeting
+    from muster.cluster.torch_distributed import DistributedCarrier, run_node
+    from muster.cluster.torchrun import TorchrunLauncher
 
     for _ in range(2):  # collectors, one after the other
         if os.environ["RANK"] != "0":

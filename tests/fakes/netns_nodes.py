@@ -9,10 +9,10 @@ import sys
 import threading
 from pathlib import Path
 
-from muster.nodes.link import LinkLost
-from muster.nodes.seal import MAGIC, NONCE_BYTES
-from muster.nodes.socket_link import SocketLink
-from muster.nodes.torch_distributed import run_node
+from muster.cluster.link import LinkLost
+from muster.cluster.seal import MAGIC, NONCE_BYTES
+from muster.cluster.socket_link import SocketLink
+from muster.cluster.torch_distributed import run_node
 
 BEAT_S = 0.2
 NUMBER_BYTES = 4

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from muster import DistributedCollector
-from muster.nodes import agent
-from muster.nodes.launchers import MpLauncher
-from muster.nodes.link import Link, Received
-from muster.nodes.torch_distributed import node_main
-from muster.sources.channel import Channel
+from muster.cluster import agent
+from muster.cluster.launchers import MpLauncher
+from muster.cluster.link import Link, Received
+from muster.cluster.torch_distributed import node_main
 from muster.testing import OracleEnv
+from muster.workers.channel import Channel
 from tests.fakes import faults
 from tests.fakes.fault_runs import alive
 from tests.fakes.lost_nodes import NAME, status
@@ -164,7 +164,8 @@ class KilledForMemory:
 def came_by_themselves(address: str, token: Path, count: int = 2) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Node processes that nobody but this test can end or start again."""
     code = (
-        "import sys; from muster.nodes.torch_distributed import run_node; a = sys.argv; run_node(a[1], int(a[2]), a[3])"
+        "import sys; from muster.cluster.torch_distributed import run_node; "
+        "a = sys.argv; run_node(a[1], int(a[2]), a[3])"
     )
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     nodes = [

@@ -1,4 +1,4 @@
-"""Environments, policies and calls that both prt_rl's collector and Muster's dialect of it can run.
+"""Environments, policies and calls that both prt_rl's collector and Muster's compat layer of it can run.
 
 Needs torch, numpy and gymnasium only: ``scripts/record_prt_rl.py`` runs it beside prt_rl.
 """

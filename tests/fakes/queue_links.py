@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from muster.cluster import agent
+from muster.cluster.link import Block, LinkLost, Received
+from muster.cluster.wire import BEAT_S
 from muster.collectors.clusters import ClusterCollector
+from muster.collectors.replay_buffer import ReplaySink
 from muster.memory.specs import Array
-from muster.nodes import agent
-from muster.nodes.link import Block, LinkLost, Received
-from muster.nodes.wire import BEAT_S
-from muster.sinks.replay_buffer import ReplaySink
 from tests.tools import wait_until
 
 JOIN_S = 60.0

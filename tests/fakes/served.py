@@ -7,8 +7,8 @@ import threading
 from pathlib import Path
 
 from muster.errors import PolicyError
-from muster.sources.lines import Line
 from muster.testing import OracleEnv
+from muster.workers.lines import Line
 
 
 class Known(OracleEnv):

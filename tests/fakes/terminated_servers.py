@@ -12,12 +12,12 @@ import sys
 from types import FrameType, SimpleNamespace
 from typing import Any
 
-from muster.progress import Progress
-from muster.sources import main as worker_main
-from muster.sources.channel import Channel
-from muster.sources.config import WorkerConfig
-from muster.sources.messages import Order, Report
-from muster.sources.requests import Ask, Close, Closed, Observe, RolloutRequest
+from muster.rollout.progress import Progress
+from muster.workers import main as worker_main
+from muster.workers.channel import Channel
+from muster.workers.config import WorkerConfig
+from muster.workers.messages import Order, Report
+from muster.workers.requests import Ask, Close, Closed, Observe, RolloutRequest
 
 TRACED = ("serve", "_attend", "answer", "follow", "_answer", "_send", "_close")
 MESSAGES = [Ask(1, Observe()), RolloutRequest(Order(1, 0, 0, "policy"), 2, 3), Close()]

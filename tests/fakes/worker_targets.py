@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 
-from muster.progress import PHASE, Phase
-from muster.sources.channel import Channel
-from muster.sources.ledger import Ledger
+from muster.rollout.progress import PHASE, Phase
+from muster.workers.channel import Channel
+from muster.workers.ledger import Ledger
 
 
 def echo(channel):
@@ -153,7 +153,7 @@ def with_short_lived_orphans(channel):
 
 
 def with_nested_worker(channel):
-    from muster.sources.launch import launch
+    from muster.workers.launch import launch
 
     ours, theirs = Channel.pair()
     child = launch("tests.fakes.worker_targets:spins", theirs, name="nested")

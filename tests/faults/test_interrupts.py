@@ -15,11 +15,13 @@ from tensordict.nn import TensorDictModule
 
 import muster
 from muster import Collector, MultiAsyncCollector, MultiSyncCollector
-from muster.interrupts import allowed, postponed
 from muster.testing import CountingEnv, OracleEnv, check_stream
+from muster.utils.interrupts import allowed, postponed
 
 ROOT = Path(muster.__file__).parent
-BOOKS = [str(ROOT / part) for part in ("sources", "interrupts.py", "collectors/engine.py", "collectors/delivery.py")]
+BOOKS = [
+    str(ROOT / part) for part in ("workers", "utils/interrupts.py", "collectors/engine.py", "collectors/delivery.py")
+]
 
 
 def press():

@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from muster import MultiSyncCollector
+from muster.cluster.launchers import MpLauncher
+from muster.cluster.meeting import write_token
 from muster.errors import CollectorTimeout, WorkerDied
-from muster.nodes.launchers import MpLauncher
-from muster.nodes.meeting import write_token
 from muster.testing import Fault, OracleEnv, check_stream
 from tests.fakes import faults
 from tests.fakes.fault_runs import FRAMES, MODES, T, alive, all_gone, deadlines, run

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from muster.cluster.launchers import WaitingLauncher
+from muster.cluster.link import Block, Link, LinkLost
+from muster.cluster.meeting import Meeting, write_token
+from muster.cluster.torch_distributed import DistributedCarrier
+from muster.cluster.torch_rpc import RpcCarrier
 from muster.errors import BadOption
-from muster.nodes.launchers import WaitingLauncher
-from muster.nodes.link import Block, Link, LinkLost
-from muster.nodes.meeting import Meeting, write_token
-from muster.nodes.torch_distributed import DistributedCarrier
-from muster.nodes.torch_rpc import RpcCarrier
 from tests.fakes.netns import Host, listening, missing, network
 from tests.tools import wait_until
 

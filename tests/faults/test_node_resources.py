@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from muster import RPCCollector
-from muster.nodes.rpc_agent import RpcAgent, Terms
+from muster.cluster.rpc_agent import RpcAgent, Terms
 from muster.testing import CountingEnv
 from tests.fakes import on_nodes
 from tests.faults.test_worker_resources import descendants, descriptors

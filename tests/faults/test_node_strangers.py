@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from muster.cluster import meeting as meetings
+from muster.cluster import torchrun
+from muster.cluster.launchers import WaitingLauncher
+from muster.cluster.link import Block, LinkLost
+from muster.cluster.meeting import Guest, Meeting
+from muster.cluster.seal import HANDSHAKE, MAC_BYTES, MAGIC, NONCE_BYTES, WrongToken
+from muster.cluster.socket_link import LONGEST, SocketLink
+from muster.cluster.torch_distributed import DistributedCarrier, run_node
 from muster.errors import BadOption
-from muster.nodes import meeting as meetings
-from muster.nodes import torchrun
-from muster.nodes.launchers import WaitingLauncher
-from muster.nodes.link import Block, LinkLost
-from muster.nodes.meeting import Guest, Meeting
-from muster.nodes.seal import HANDSHAKE, MAC_BYTES, MAGIC, NONCE_BYTES, WrongToken
-from muster.nodes.socket_link import LONGEST, SocketLink
-from muster.nodes.torch_distributed import DistributedCarrier, run_node
 from tests.fakes.link_nodes import pattern
 from tests.fakes.netns_nodes import Bomb
 from tests.tools import wait_until

@@ -12,13 +12,13 @@ import pytest
 
 pytest.importorskip("submitit")
 
+from muster.cluster.link import LinkLost
+from muster.cluster.meeting import Meeting
+from muster.cluster.submitit import GONE, Queue, SubmititLauncher
+from muster.cluster.submitit_delayed import submitit_delayed_launcher
+from muster.cluster.torch_distributed import DistributedCarrier
 from muster.collectors.clusters import DistributedCollector
 from muster.errors import BadOption, MusterError
-from muster.nodes.link import LinkLost
-from muster.nodes.meeting import Meeting
-from muster.nodes.submitit import GONE, Queue, SubmititLauncher
-from muster.nodes.submitit_delayed import submitit_delayed_launcher
-from muster.nodes.torch_distributed import DistributedCarrier
 from tests.fakes.slurm import Slurm, missing
 from tests.tools import assert_accounted, counting
 from tests.unit.test_submitit import ECHO, JOIN_S, ROOT, connect, main_program, main_that_kills_its_node

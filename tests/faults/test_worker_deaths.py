@@ -15,7 +15,7 @@ import torch
 
 from muster import MultiAsyncCollector, MultiSyncCollector
 from muster.errors import EnvError, WorkerDied
-from muster.sources.capsule import Capsule
+from muster.restore.crash_report import CrashReport
 from muster.testing import Fault, OracleEnv, check_stream
 from tests.fakes import faults
 from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, alive, all_gone, run
@@ -210,8 +210,8 @@ def test_a_successor_does_not_wait_for_the_crash_file(tmp_path, kind):
     with kind(WrittenLate(path), None, **options) as collector:
         rows = check_stream(batch.clone() for batch in collector)
         assert rows == {(0, 0): T, (0, 1): 2 * T}
-        (crash,) = crashes.glob("*.capsule")
-        found = Capsule.load(crash, trust=True)
+        (crash,) = crashes.glob("*.crash")
+        found = CrashReport.load(crash, trust=True)
         assert (found.missing, len(found.actions["action",])) == ("", AT + 1)
 
 

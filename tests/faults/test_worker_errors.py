@@ -280,5 +280,5 @@ def assert_names(error, text, phase, row=None):
     if row is not None:
         assert f"row {row}, seed" in str(error), str(error)
     assert (error.worker, error.env_id, error.seed, error.phase) == (0, 0, 1, phase)
-    assert error.capsule is not None
-    assert error.capsule.exists()
+    assert error.crash_report is not None
+    assert error.crash_report.exists()

@@ -259,7 +259,7 @@ def test_workers_that_were_killed_leave_no_zombie(tmp_path):
 
 def test_a_wake_up_that_is_gone_does_not_ring_at_other_files():
     """A thread can end long after its collector, when the number is that of somebody else's file."""
-    from muster.sources.channel import WakeUp
+    from muster.workers.channel import WakeUp
 
     bell = WakeUp()
     bell.ring()

@@ -1,4 +1,4 @@
-"""What the dialect of prt_rl returns where prt_rl does not do what its document says, and all else that it promises."""
+"""What prt_rl's compat layer returns where prt_rl does not do what its document says, and all else that it promises."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import muster.policies
-from muster.dialects import prt_rl
-from muster.dialects.prt_rl import Collector, MetricsTracker
+from muster.compat import prt_rl
+from muster.compat.prt_rl import Collector, MetricsTracker
 from muster.errors import BadEnvOutput, BadOption, BadPolicyOutput, EnvError, HookError, PolicyError, UnsupportedEnv
 from tests.fakes.prt_rl_parts import Counting, CountingGym, Policy, Sampling
 
@@ -702,5 +702,5 @@ def test_environments_that_cannot_be_used_are_refused_with_a_reason() -> None:
 
 
 def test_nothing_of_prt_rl_is_imported() -> None:
-    code = "import sys, muster.dialects.prt_rl; assert not [m for m in sys.modules if m.startswith('prt_rl')]"
+    code = "import sys, muster.compat.prt_rl; assert not [m for m in sys.modules if m.startswith('prt_rl')]"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

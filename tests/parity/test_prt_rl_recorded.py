@@ -1,4 +1,4 @@
-"""Muster's dialect of prt_rl against what prt_rl 0.6.3 returned: recorded, and live where it is installed.
+"""Muster's compat layer of prt_rl against what prt_rl 0.6.3 returned: recorded, and live where it is installed.
 
 Two things are not the same on purpose: ``last_value_est`` where the last step ended an episode, and what the tracker
 says of an episode that began after a cut.
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from muster.dialects.prt_rl import Collector
+from muster.compat.prt_rl import Collector
 from tests.fakes.prt_rl_parts import CASES, run
 
 RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("prt_rl_recorded.json").read_text("utf-8"))
@@ -40,12 +40,12 @@ def test_every_case_was_recorded() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_dialect_returns_what_prt_rl_returned(case: str) -> None:
+def test_the_compat_returns_what_prt_rl_returned(case: str) -> None:
     same(run(Collector, case), RECORDED[case], case)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("prt_rl") is None, reason="prt_rl is not installed")
-def test_the_dialect_returns_what_prt_rl_returns_today() -> None:
+def test_the_compat_returns_what_prt_rl_returns_today() -> None:
     theirs = importlib.import_module("prt_rl.common.collectors").Collector
     for case in CASES:
         same(run(Collector, case), run(theirs, case), case)

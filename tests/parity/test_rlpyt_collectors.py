@@ -15,8 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.dialects import rlpyt
-from muster.dialects.rlpyt import (
+from muster.compat import rlpyt
+from muster.compat.rlpyt import (
     BaseCollector,
     CpuResetCollector,
     CpuWaitResetCollector,

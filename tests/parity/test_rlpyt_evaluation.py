@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from muster.dialects.rlpyt import BaseEvalCollector, CpuEvalCollector, GpuEvalCollector, SerialEvalCollector, TrajInfo
-from muster.dialects.rlpyt.evaluation import ROWS
+from muster.compat.rlpyt import BaseEvalCollector, CpuEvalCollector, GpuEvalCollector, SerialEvalCollector, TrajInfo
+from muster.compat.rlpyt.evaluation import ROWS
 from muster.errors import BadOption
 from tests.fakes.rlpyt_parts import Agent, Counting, make_step_buffer
 
@@ -104,7 +104,7 @@ def test_a_signal_ends_the_evaluation_after_the_step() -> None:
 
 
 def test_what_is_not_reported_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "muster.dialects.rlpyt"):
+    with caplog.at_level(logging.INFO, "muster.compat.rlpyt"):
         SerialEvalCollector([Counting(9), Counting(2)], Agent(2), TrajInfo, 4).collect_evaluation(3)
     assert [r.getMessage() for r in caplog.records] == [
         "evaluation 3, worker 0: 1 episodes were not finished, and do not count"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from muster.dialects.rlpyt import (
+from muster.compat.rlpyt import (
     CpuEvalCollector,
     CpuResetCollector,
     CpuWaitResetCollector,
@@ -22,7 +22,7 @@ from muster.dialects.rlpyt import (
     GpuWaitResetCollector,
     TrajInfo,
 )
-from muster.dialects.rlpyt.trees import leaves
+from muster.compat.rlpyt.trees import leaves
 from muster.errors import MusterError
 from tests.fakes.rlpyt_parts import Agent, Counting, make_samples, make_step_buffer, shared_zeros
 from tests.fakes.rlpyt_samplers import WAIT_S, ParallelSampler, SerialSampler, fork

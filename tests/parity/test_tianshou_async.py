@@ -1,4 +1,4 @@
-"""The dialect's AsyncCollector: who is ready when is written in a script; every transition belongs together."""
+"""The compat layer's AsyncCollector: who is ready when is written in a script; every transition belongs together."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tianshou import data
 from tianshou.env import BaseVectorEnv, DummyVectorEnv, SubprocVectorEnv
 from tianshou.env.worker import DummyEnvWorker
 
-from muster.dialects import tianshou as dialect
-from muster.dialects.tianshou.async_envs import AsyncVectorEnvs
-from muster.dialects.tianshou.policies import TianshouActor
-from muster.dialects.tianshou.sampling import Sampling
+from muster.compat import tianshou as compat
+from muster.compat.tianshou.async_envs import AsyncVectorEnvs
+from muster.compat.tianshou.policies import TianshouActor
+from muster.compat.tianshou.sampling import Sampling
 from muster.errors import BadOption, EnvError
 from tests.parity.tianshou_envs import ACTIONS, POLICIES, Counting
 from tests.parity.tianshou_tools import Program, assert_same, collects, play
@@ -70,7 +70,7 @@ def run(
     env = {"act": act, "infos": "all"}
     noise = {"exploration_noise": policy == "values"}
     venv = scripted(script) if script else lambda fns: DummyVectorEnv(fns, wait_num=2)
-    seen = play(dialect, Program(lengths, calls, policy, env=env, collector=noise, venv=venv), asynchronous)
+    seen = play(compat, Program(lengths, calls, policy, env=env, collector=noise, venv=venv), asynchronous)
     for entry in seen:
         for i, (length, part) in enumerate(zip(lengths, entry["buffer"]["parts"], strict=True)):
             if n := part["_size"]:
@@ -158,8 +158,8 @@ def test_where_all_are_always_ready_it_is_the_sync_collector(policy: str, act: s
     calls = collects({"n_step": 9}, {"n_step": 30, "random": True}, {"n_step": 3}, {"n_step": 12})
     collector = {"raise_on_nan_in_buffer": False}  # random steps have none of the policy's entries
     program = Program((3, 5, 2), calls, policy, env={"act": act, "infos": "some"}, collector=collector)
-    ours = play(dialect, replace(program, venv=scripted(everybody)), asynchronous)
-    assert_same(ours, play(dialect, program))
+    ours = play(compat, replace(program, venv=scripted(everybody)), asynchronous)
+    assert_same(ours, play(compat, program))
 
 
 def test_it_is_tianshous_where_that_works() -> None:
@@ -169,7 +169,7 @@ def test_it_is_tianshous_where_that_works() -> None:
 
     program = Program((3, 5, 2), CALLS, "array", env={"infos": "all"})
     ours, theirs = (
-        play(module, replace(program, venv=scripted(one_by_one)), asynchronous) for module in (dialect, data)
+        play(module, replace(program, venv=scripted(one_by_one)), asynchronous) for module in (compat, data)
     )
     assert_same([steps(entry) for entry in ours[1:]], [steps(entry) for entry in theirs[1:]])
 
@@ -197,7 +197,7 @@ def test_steps_on_their_way_are_part_of_the_next_call() -> None:
 def test_a_reset_waits_for_steps_on_their_way_and_forgets_them(method: str) -> None:
     calls = [*collects({"n_step": 2}), (method, {}), ("collect", {"n_step": 3})]
     program = Program((9, 9, 9), calls, "array", venv=scripted(lambda wait, waiting: waiting[:1]))
-    seen = play(dialect, program, asynchronous)
+    seen = play(compat, program, asynchronous)
     last = seen[-1]["buffer"]
     assert all(log[-1][0] == "step" for log in seen[-1]["envs"])
     assert seen[1]["envs"][2] == [("reset", (None, None)), ("step", 3)]
@@ -211,7 +211,7 @@ def test_a_reset_waits_for_steps_on_their_way_and_forgets_them(method: str) -> N
 def test_reset_arguments_and_reset_before_collect() -> None:
     start = {"gym_reset_kwargs": {"options": {"start": 1}}}
     calls = [("collect", {"n_step": 4, "reset_before_collect": True, **start}), ("collect", {"n_episode": 3, **start})]
-    seen = play(dialect, Program((3, 4), calls, venv=scripted(one_by_one)), asynchronous)
+    seen = play(compat, Program((3, 4), calls, venv=scripted(one_by_one)), asynchronous)
     resets = [call for log in seen[-1]["envs"] for call in log if call[0] == "reset"]
     assert set(map(str, resets)) == {str(("reset", (None, {"start": 1})))}
     assert seen[-1]["buffer"]["memory"]["obs"][:3, 1].tolist() == [1, 2, 1]
@@ -232,7 +232,7 @@ def test_processes_give_unbroken_chains() -> None:
             env={"act": "boxes", "infos": "all"},
             venv=lambda fns, options=options: SubprocVectorEnv(fns, context="fork", **options),
         )
-        seen = play(dialect, program, asynchronous)
+        seen = play(compat, program, asynchronous)
         total = seen[-1]["buffer"]
         for i, (length, part) in enumerate(zip(lengths, total["parts"], strict=True)):
             rows = cut(total["memory"], 200 * i, part["_size"])
@@ -272,7 +272,7 @@ def collecting(envs: list[Counting], script: Script, policy: Any, **options: Any
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         venv = scripted(script)([lambda env=env: env for env in envs])
-        collector = dialect.AsyncCollector(policy, venv, **options)
+        collector = compat.AsyncCollector(policy, venv, **options)
     collector.reset()
     return collector
 
@@ -314,19 +314,19 @@ def test_actions_keep_the_precision_they_were_made_with() -> None:
 
 def test_a_trainer_sees_which_kind_it_is() -> None:
     envs = DummyVectorEnv([lambda: Counting(3)] * 2, wait_num=1)
-    collector = dialect.AsyncCollector(POLICIES["none"](ACTIONS["discrete"]()), envs)
+    collector = compat.AsyncCollector(POLICIES["none"](ACTIONS["discrete"]()), envs)
     assert isinstance(collector, data.AsyncCollector)
     assert isinstance(collector, data.BaseCollector)
     assert not isinstance(
-        dialect.Collector(collector.policy, DummyVectorEnv([lambda: Counting(3)])), data.AsyncCollector
+        compat.Collector(collector.policy, DummyVectorEnv([lambda: Counting(3)])), data.AsyncCollector
     )
 
 
 def test_the_wrong_collector_is_named() -> None:
     policy = POLICIES["none"](ACTIONS["discrete"]())
     with pytest.raises(BadOption, match="AsyncCollector"):
-        dialect.Collector(policy, DummyVectorEnv([lambda: Counting(3)] * 2, wait_num=1)).reset()
+        compat.Collector(policy, DummyVectorEnv([lambda: Counting(3)] * 2, wait_num=1)).reset()
     with pytest.warns(UserWarning, match="wait_num"):
-        collector = dialect.AsyncCollector(policy, DummyVectorEnv([lambda: Counting(3)] * 2))
+        collector = compat.AsyncCollector(policy, DummyVectorEnv([lambda: Counting(3)] * 2))
     collector.reset()
     assert collector.collect(n_step=4).n_collected_steps == 4

@@ -1,4 +1,4 @@
-"""The dialect's Collector beside Tianshou's own: from equal environments, policies and seeds, equal everything."""
+"""The compat layer's Collector beside Tianshou's own: from equal environments, policies and seeds, equal everything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where Tianshou 2.0.1 does something else than its documentation says: the dialect does what that says.
+"""Where Tianshou 2.0.1 does something else than its documentation says: the compat layer does what that says.
 
 Each test shows both, so that a Tianshou that has changed is noticed. The two findings about AsyncCollector
 (policies without state, actions of more than one number) are in test_tianshou_async.py.
@@ -18,7 +18,7 @@ from tianshou import data
 from tianshou.data import Batch, CachedReplayBuffer, ReplayBuffer, VectorReplayBuffer
 from tianshou.env import DummyVectorEnv
 
-from muster.dialects import tianshou as dialect
+from muster.compat import tianshou as compat
 from muster.errors import BadOption, EnvError
 from tests.parity.tianshou_envs import ACTIONS, POLICIES, Counter, Counting
 from tests.parity.tianshou_tools import Program, assert_same, collects, play
@@ -33,7 +33,7 @@ def make(module: Any, lengths: tuple[int, ...], buffer: Any = None, policy: Any 
 
 @pytest.mark.parametrize("act", ["discrete", "boxes"])
 def test_a_state_that_is_a_tensor_begins_anew_with_the_episode(act: str) -> None:
-    ours, same = (play(dialect, Program((3, 2), CALLS, policy, env={"act": act})) for policy in ("tensor", "array"))
+    ours, same = (play(compat, Program((3, 2), CALLS, policy, env={"act": act})) for policy in ("tensor", "array"))
     assert_same(ours, same)
     theirs = play(data, Program((3, 2), CALLS, "tensor", env={"act": act}))
     hidden = [entry["buffer"]["memory"]["policy"]["hidden_state"][:4, 0].tolist() for entry in (ours[1], theirs[1])]
@@ -41,7 +41,7 @@ def test_a_state_that_is_a_tensor_begins_anew_with_the_episode(act: str) -> None
 
 
 def test_a_state_that_is_a_tensor_stays_one_in_the_buffer() -> None:
-    collector = make(dialect, (3, 2), policy=POLICIES["tensor"](ACTIONS["discrete"]()))
+    collector = make(compat, (3, 2), policy=POLICIES["tensor"](ACTIONS["discrete"]()))
     collector.reset()
     collector.collect(n_step=8)
     assert isinstance(collector.buffer.policy.hidden_state, torch.Tensor)
@@ -55,7 +55,7 @@ def test_what_a_step_hook_adds_is_in_every_buffer(buffer: str) -> None:
 
     lengths = (3,) if buffer == "single" else (3, 2)
     program = Program(lengths, CALLS, "array", buffer, hooks=lambda notes: {"on_step_hook": add})
-    ours, theirs = (play(module, program) for module in (dialect, data))
+    ours, theirs = (play(module, program) for module in (compat, data))
     for entry in ours[1:]:
         stored = entry["buffer"]["read"]
         np.testing.assert_array_equal(stored["twice"], 2 * stored["rew"])
@@ -71,7 +71,7 @@ def test_what_a_step_hook_adds_is_in_every_buffer(buffer: str) -> None:
 
 @pytest.mark.parametrize(("size", "held"), [(2, 1), (3, 2), (4, 1)])
 def test_lens_are_those_of_the_episodes_and_not_of_what_a_small_buffer_holds(size: int, held: int) -> None:
-    for module, lens in ((dialect, [5, 5]), (data, [held, held])):
+    for module, lens in ((compat, [5, 5]), (data, [held, held])):
         collector = make(module, (5,), VectorReplayBuffer(size, 1))
         collector.reset()
         assert collector.collect(n_episode=2).lens.tolist() == lens
@@ -79,7 +79,7 @@ def test_lens_are_those_of_the_episodes_and_not_of_what_a_small_buffer_holds(siz
 
 def test_an_episode_that_a_reset_cut_is_no_part_of_the_next_one() -> None:
     found = []
-    for module in (dialect, data):
+    for module in (compat, data):
         collector = make(module, (4, 3))
         collector.reset()
         collector.collect(n_step=4)
@@ -90,7 +90,7 @@ def test_an_episode_that_a_reset_cut_is_no_part_of_the_next_one() -> None:
 
 def test_lens_and_returns_are_whole_where_the_buffer_was_emptied_in_the_middle() -> None:
     found = []
-    for module in (dialect, data):
+    for module in (compat, data):
         collector = make(module, (4,))
         collector.reset()
         for keep in (True, False):
@@ -104,7 +104,7 @@ def test_lens_and_returns_are_whole_where_the_buffer_was_emptied_in_the_middle()
 
 def test_one_and_only_one_number_is_given() -> None:
     for numbers in ({"n_step": 4, "n_episode": 1}, {}, {"n_step": 0}, {"n_episode": -1}):
-        ours = make(dialect, (3, 2))
+        ours = make(compat, (3, 2))
         ours.reset()
         with pytest.raises(BadOption, match="n_step"):
             ours.collect(**numbers)
@@ -126,7 +126,7 @@ class Keeper(Counter):
 
 def test_what_a_policy_does_with_observations_is_its_own_business() -> None:
     found = []
-    for module in (dialect, data):
+    for module in (compat, data):
         policy = Keeper(ACTIONS["discrete"](), "array")
         collector = make(module, (9, 9), policy=policy)
         collector.reset()
@@ -149,7 +149,7 @@ class Grad(POLICIES["none"](ACTIONS["discrete"]()).__class__):  # type: ignore[m
 
 @pytest.mark.parametrize("no_grad", [True, False])
 def test_the_policy_is_called_without_gradients_unless_asked_for(no_grad: bool) -> None:
-    collector = make(dialect, (3, 2), policy=Grad(ACTIONS["discrete"](), "none"))
+    collector = make(compat, (3, 2), policy=Grad(ACTIONS["discrete"](), "none"))
     collector.reset()
     collector.collect(n_step=8, no_grad=no_grad)
     assert set(collector.buffer.act[collector.buffer.rew > 0].tolist()) == {int(not no_grad)}
@@ -158,7 +158,7 @@ def test_the_policy_is_called_without_gradients_unless_asked_for(no_grad: bool) 
 
 def test_values_with_gradients_go_into_a_cached_buffer() -> None:
     found = []
-    for module in (dialect, data):
+    for module in (compat, data):
         buffer = CachedReplayBuffer(ReplayBuffer(20), 2, 10)
         collector = make(module, (3, 2), buffer, Grad(ACTIONS["discrete"](), "none"))
         collector.reset()
@@ -183,7 +183,7 @@ class Broken(Counting):
 @pytest.mark.parametrize("by_step", [False, True])
 def test_after_an_error_of_an_environment_all_begin_anew(by_step: bool) -> None:
     found = []
-    for module in (dialect, data):
+    for module in (compat, data):
         envs = [Broken(9), Counting(9)]
         venv = DummyVectorEnv([lambda env=env: env for env in envs])
         collector = module.Collector(POLICIES["array"](ACTIONS["discrete"]()), venv)
@@ -192,7 +192,7 @@ def test_after_an_error_of_an_environment_all_begin_anew(by_step: bool) -> None:
         collector.reset()
         with pytest.raises(RuntimeError, match="broken") as error:
             collector.collect(n_step=20)
-        assert isinstance(error.value, EnvError) == (module is dialect)
+        assert isinstance(error.value, EnvError) == (module is compat)
         before = len(collector.buffer)
         collector.collect(n_step=4)
         rows = collector.buffer[[4, 5]]
@@ -201,7 +201,7 @@ def test_after_an_error_of_an_environment_all_begin_anew(by_step: bool) -> None:
 
 
 def test_closing_is_seen_and_can_be_repeated() -> None:
-    with make(dialect, (3, 2)) as collector:
+    with make(compat, (3, 2)) as collector:
         assert collector.is_closed is False
     assert collector.is_closed is True
     collector.close()
@@ -210,7 +210,7 @@ def test_closing_is_seen_and_can_be_repeated() -> None:
 
 def test_collect_time_is_counted() -> None:
     times = []
-    for module in (dialect, data):
+    for module in (compat, data):
         collector = make(module, (3, 2))
         collector.reset()
         stats = [collector.collect(n_step=8), collector.collect(n_episode=2)]

@@ -1,4 +1,4 @@
-"""Hooks, statistics classes and subclasses of the dialect's Collector beside those of Tianshou's own."""
+"""Hooks, statistics classes and subclasses of the compat layer's Collector beside those of Tianshou's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tianshou.data import Batch, CollectStats
 from tianshou.data.buffer.buffer_base import MalformedBufferError
 from tianshou.data.collector import EpisodeRolloutHookMCReturn
 
-from muster.dialects import tianshou as dialect
+from muster.compat import tianshou as compat
 from tests.parity.tianshou_envs import plain
 from tests.parity.tianshou_tools import BUFFERS, Program, assert_equal_to_tianshou, assert_same, collects, play
 
@@ -58,7 +58,7 @@ def mc_return() -> Any:
 
 
 def test_an_episode_hook_that_returns_something_is_for_whole_episodes() -> None:
-    for module in (dialect, data):
+    for module in (compat, data):
         with pytest.raises(ValueError, match="on_episode_done_hook"):
             play(module, Program(LENGTHS, MIXED, hooks=lambda notes: {"on_episode_done_hook": mc_return()}))
 
@@ -87,7 +87,7 @@ def test_hooks_can_be_changed_between_calls() -> None:
 
     hooks = {"hooks": lambda notes: {**noting_steps(notes), **noting_episodes(notes)}}
     calls = [*collects({"n_step": 6}, {"n_episode": 3}), ("swap", {}), ("collect", {"n_episode": 3})]
-    ours, theirs = (play(module, Program(LENGTHS, calls, **hooks), swapping) for module in (dialect, data))
+    ours, theirs = (play(module, Program(LENGTHS, calls, **hooks), swapping) for module in (compat, data))
     assert_same(ours, theirs)
     assert len(ours[-1]["notes"]) == len(ours[-2]["notes"]) > len(ours[1]["notes"])
 
@@ -104,7 +104,7 @@ def test_subclasses_may_take_the_place_of_hooks() -> None:
         return Mine
 
     program = Program(LENGTHS, collects({"n_episode": 4}, {"n_episode": 3}), true_rewards=False)
-    ours, theirs = (play(module, program, subclass) for module in (dialect, data))
+    ours, theirs = (play(module, program, subclass) for module in (compat, data))
     assert_same(ours, theirs)
     stored = ours[-1]["buffer"]["read"]
     np.testing.assert_array_equal(stored["twice"], 2 * stored["rew"])
@@ -125,7 +125,7 @@ class Counted(CollectStats):
 
 
 def test_a_class_of_statistics_is_updated_with_steps_and_episodes() -> None:
-    found: dict[Any, list[Any]] = {dialect: [], data: []}
+    found: dict[Any, list[Any]] = {compat: [], data: []}
 
     def keeping(module: Any) -> Any:
         class Keeping(module.Collector):  # type: ignore[misc]
@@ -138,16 +138,16 @@ def test_a_class_of_statistics_is_updated_with_steps_and_episodes() -> None:
         return Keeping
 
     program = Program(LENGTHS, MIXED, "actor", collector={"collect_stats_class": Counted})
-    ours, theirs = (play(module, program, keeping) for module in (dialect, data))
+    ours, theirs = (play(module, program, keeping) for module in (compat, data))
     assert_same(ours, theirs)
-    assert found[dialect] == found[data]
+    assert found[compat] == found[data]
 
 
 def test_a_buffer_with_nan_is_refused() -> None:
     def spoil(action: Any, step: Any) -> None:
         step.rew = step.rew.astype(float) * np.nan
 
-    for module in (dialect, data):
+    for module in (compat, data):
         hooks = {"on_step_hook": spoil, "raise_on_nan_in_buffer": True}
         with pytest.raises(MalformedBufferError, match="NaN"):
             play(module, Program(LENGTHS, MIXED, hooks=lambda notes, hooks=hooks: hooks))

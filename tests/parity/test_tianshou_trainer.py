@@ -1,4 +1,4 @@
-"""Tianshou's trainers, unchanged, on the dialect's collectors and on Tianshou's own."""
+"""Tianshou's trainers, unchanged, on the compat layer's collectors and on Tianshou's own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tianshou.utils.logger.logger_base import LazyLogger
 from tianshou.utils.net.common import Net
 from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
 
-from muster.dialects import tianshou as dialect
+from muster.compat import tianshou as compat
 from tests.parity.tianshou_tools import assert_same, contents
 
 UNEQUAL = "time", "timing", "speed", "lens"
@@ -128,7 +128,7 @@ def train(module: Any, make: Any, params: Any, options: dict[str, Any], buffer: 
 def test_dqn_learns_the_same_from_the_same_data(buffer: Any) -> None:
     kwargs = {"alpha": 0.6, "beta": 0.4} if buffer is PrioritizedVectorReplayBuffer else {}
     ours, theirs = (
-        train(module, dqn, OffPolicyTrainerParams, OFF, buffer(400, 4, **kwargs)) for module in (dialect, data)
+        train(module, dqn, OffPolicyTrainerParams, OFF, buffer(400, 4, **kwargs)) for module in (compat, data)
     )
     assert_same(ours, theirs)
     assert ours["best"][1] >= 600
@@ -139,6 +139,6 @@ def test_dqn_learns_the_same_from_the_same_data(buffer: Any) -> None:
 def test_on_policy_trainers_learn_the_same(make: Any, amount: dict[str, int]) -> None:
     options = {"collection_step_num_env_steps": None, **amount, **ON}
     ours, theirs = (
-        train(module, make, OnPolicyTrainerParams, options, VectorReplayBuffer(2000, 4)) for module in (dialect, data)
+        train(module, make, OnPolicyTrainerParams, options, VectorReplayBuffer(2000, 4)) for module in (compat, data)
     )
     assert_same(ours, theirs)

@@ -43,7 +43,7 @@ from torchrl.objectives.value import GAE
 from torchrl.testing import mocking_classes as mocks
 from torchrl.trainers import Trainer
 
-from muster.dialects.torchrl import Collector
+from muster.compat.torchrl import Collector
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 Make = Callable[..., Any]  # one of the two Collectors

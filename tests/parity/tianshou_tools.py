@@ -1,4 +1,4 @@
-"""The same program on Tianshou's collectors and on the dialect's, and all that comes of it side by side."""
+"""The same program on Tianshou's collectors and on the compat layer's, and all that comes of it side by side."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tianshou.data import (
 )
 from tianshou.env import DummyVectorEnv
 
-from muster.dialects import tianshou as dialect
+from muster.compat import tianshou as compat
 from tests.parity.tianshou_envs import POLICIES, Counting, plain
 
 BUFFERS: dict[str, Callable[[int], ReplayBuffer]] = {
@@ -206,7 +206,7 @@ def assert_equal_to_tianshou(
         knows_episodes: Tianshou can tell which steps are one episode. It takes them from the buffer, which may hold
             fewer, and more where an environment was reset before its end.
     """
-    ours, theirs = play(dialect, program, kind), play(data, program, kind)
+    ours, theirs = play(compat, program, kind), play(data, program, kind)
     for entry in () if knows_episodes else (*ours, *theirs):
         entry.pop("episodes", None)
     assert_same(ours, theirs)

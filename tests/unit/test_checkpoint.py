@@ -17,9 +17,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from muster.checkpoint import load, save
 from muster.episodes.clock import TrajectoryClock
 from muster.errors import BadCheckpoint
+from muster.restore.checkpoint import load, save
 
 DTYPES = [
     torch.bool,

@@ -32,8 +32,8 @@ from muster.cli.main import main
 from muster.cli.numbers import frames_per_batch, parse_count
 from muster.cli.report import Bar, PlainProgress, Returns, clock, short, summary, worker_lines
 from muster.errors import BadOption
+from muster.observing.stats import CollectorStats, WorkerStats
 from muster.recording import Recorder, load
-from muster.stats import CollectorStats, WorkerStats
 from tests.command_line import refused, run
 
 # ------------------------------------------------------------------------------------------ collecting
@@ -256,7 +256,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[An
     (tmp_path / "failing_env.py").write_text(FAILING)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of crash capsules
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of crash reports
     yield [*("collect", "failing_env:Failing-v0", "--allow-import", "--frames", 80), *("--envs", 1, "--workers", 2)]
     sys.modules.pop("failing_env", None)
     gymnasium.registry.pop("Failing-v0", None)
@@ -311,15 +311,15 @@ def test_a_dropped_worker_is_told_at_once(failing: list[Any], capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(("env", "trust"), [("CartPole-v1", ""), ("mine:Maze-v0", " --trust")])
-def test_a_crash_capsule_is_pointed_to(env: str, trust: str) -> None:
+def test_a_crash_crash_report_is_pointed_to(env: str, trust: str) -> None:
     from muster.cli.request import in_short
     from muster.errors import WorkerDied
 
     error = WorkerDied("Worker 1 was killed by SIGKILL.\n\nStack of the worker: ...")
-    error.worker, error.capsule = 1, Path("/tmp/x.capsule")
+    error.worker, error.crash_report = 1, Path("/tmp/x.crash")
     with pytest.raises(WorkerDied) as raised, in_short(env, allow_import=False):
         raise error
-    hint = f"See it happen again with: muster replay /tmp/x.capsule{trust}"
+    hint = f"See it happen again with: muster replay /tmp/x.crash{trust}"
     assert str(raised.value) == f"Worker 1 was killed by SIGKILL.\n{hint}"
 
 

@@ -21,7 +21,7 @@ from benchmarks import cluster_kills, clusters, runner, schedule_simulation
 from benchmarks.cluster_peers import WEIGHTS
 from benchmarks.simulated_nodes import ONE_WAY_S, Pairs, Recording, SocketLink
 from benchmarks.workloads import Workload
-from muster.nodes.link import Block, LinkLost, Received
+from muster.cluster.link import Block, LinkLost, Received
 
 
 def test_bytes_under_several_tensors_count_once() -> None:

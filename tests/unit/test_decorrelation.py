@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from muster import Collector, MultiAsyncCollector, MultiSyncCollector
 from muster.errors import BadOption, EnvError, WorkerDied
 from muster.policies import categorical
-from muster.sources.capsule import Capsule
+from muster.restore.crash_report import CrashReport
 from muster.testing import ChainEnv, CountingEnv, Fault, FaultyEnv, OracleEnv, SpaceEnv, TorchCartPole
 from tests.fakes import faults
 from tests.tools import assert_accounted, assert_chain, assert_same, column, counting, recorded
@@ -285,9 +285,9 @@ def test_a_failure_is_replayed_from_the_next_reset_on(tmp_path, at):
     ):
         for _ in range(3):
             c.next()
-    capsule = Capsule.load(caught.value.capsule, trust=True)
-    assert ("neither a seed nor a random state" in capsule.missing) == (at == 20)
-    assert len(capsule.actions.get(("action",), ())) == max(0, at - 29)
+    crash_report = CrashReport.load(caught.value.crash_report, trust=True)
+    assert ("neither a seed nor a random state" in crash_report.missing) == (at == 20)
+    assert len(crash_report.actions.get(("action",), ())) == max(0, at - 29)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="kills processes")

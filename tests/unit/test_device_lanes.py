@@ -20,15 +20,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from muster import policies
-from muster.columns import RolloutOptions, lane_columns
 from muster.envs.torch_batch import TorchEnvs
-from muster.group import Group
 from muster.keys import IS_INIT
 from muster.memory.slots import Layout, Slot
 from muster.memory.views import BatchView
 from muster.policies.adapt import adapt, place
 from muster.rng import GroupRng
-from muster.rollout import rollout
+from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.group import Group
+from muster.rollout.loop import rollout
 from muster.testing import TorchCartPole
 from tests.tools import assert_same
 

@@ -192,7 +192,7 @@ class TestLosing:
         makers = [second_waits(tmp_path), "CartPole-v1"]
         options = {"collector_class": "sync", "num_workers_per_collector": [2, 1], "num_envs": 1, "min_nodes": 2}
         with elastic(carrier, makers, on_failure="restart", **options) as collector:
-            batches, accounts = iter(collector), collector._engine.source.crew.accounts
+            batches, accounts = iter(collector), collector._engine.source.pool.accounts
 
             def halves():
                 next(batches)

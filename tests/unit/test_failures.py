@@ -29,8 +29,8 @@ from muster.errors import (
     WorkerError,
     WorkerHung,
 )
-from muster.sources.failures import Failure, Where, died, hung, innermost_user_frame, oom_kills, pack, thread_stack
 from muster.testing import FaultyEnv
+from muster.workers.failures import Failure, Where, died, hung, innermost_user_frame, oom_kills, pack, thread_stack
 
 WHERE = {"worker": 1, "pid": 4711, "generation": 0, "env_ids": (5,), "row": 3, "episode": 2, "step": 17, "seed": 42}
 
@@ -101,14 +101,14 @@ def test_an_error_of_an_environment_arrives_with_place_original_and_traceback() 
     assert lines[-2].strip() == "raise self.error()"
     assert type(error.__cause__) is ValueError
     assert error.__cause__.args == ("boom",)
-    assert (error.worker, error.env_id, error.seed, error.phase, error.capsule) == (1, 5, 42, "step", None)
+    assert (error.worker, error.env_id, error.seed, error.phase, error.crash_report) == (1, 5, 42, "step", None)
 
 
-def test_the_capsule_is_in_the_message_and_an_attribute() -> None:
+def test_the_crash_report_is_in_the_message_and_an_attribute() -> None:
     failure = pack(by_env(lambda: ValueError("boom")), phase="step", **WHERE)
-    error = failure.error(Path("a.capsule"), "muster replay a.capsule")
-    assert "\n\nTo see it happen again under a debugger: muster replay a.capsule\n\n" in str(error)
-    assert error.capsule == Path("a.capsule")
+    error = failure.error(Path("a.crash"), "muster replay a.crash")
+    assert "\n\nTo see it happen again under a debugger: muster replay a.crash\n\n" in str(error)
+    assert error.crash_report == Path("a.crash")
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_the_users_frame_is_found_below_installed_ones_and_in_musters_thread() -
         f'  File "{stdlib}", line 2 in read\n  File "{numpy_file}", line 3 in load\n'
         f'  File "<frozen importlib>", line 9 in load\n'
         '  File "/home/u/maze.py", line 34 in step\n  File "/home/u/wrap.py", line 5 in step\n'
-        f'  File "{muster}/rollout.py", line 62 in rollout\n\n'
+        f'  File "{muster}/rollout/loop.py", line 62 in rollout\n\n'
         'Current thread 0x3 (most recent call first):\n  File "/home/u/third.py", line 1 in main\n'
     )
     assert innermost_user_frame(stack) == "/home/u/maze.py:34 in step"

@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from muster import Collector, MultiAsyncCollector, MultiSyncCollector
+from muster.collectors.episode_hook import EpisodeHook
 from muster.collectors.options import CollectorOptions
 from muster.collectors.outlet import Outlet
-from muster.columns import RolloutOptions, lane_columns
+from muster.collectors.replay_buffer import ReplaySink
 from muster.envs.torch_batch import TorchEnvs
 from muster.errors import BadOption, HookError
-from muster.group import Group
-from muster.hooks import rendering, watching
 from muster.memory.slots import Layout, Slot
 from muster.policies.random import RandomPolicy
 from muster.rng import GroupRng
-from muster.rollout import rollout
-from muster.sinks.episode_hook import EpisodeHook
-from muster.sinks.replay_buffer import ReplaySink
+from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.group import Group
+from muster.rollout.hooks import rendering, watching
+from muster.rollout.loop import rollout
 from muster.testing import CountingEnv, TorchCartPole
 from tests.tools import assert_accounted, assert_same, column, counting, recorded, stable
 
@@ -156,7 +156,7 @@ def test_an_error_of_on_step_in_a_worker_says_where_and_loses_nothing(backend):
         with pytest.raises(HookError, match=r"on_step raised ZeroDivisionError: mine.*worker 0") as caught:
             next(iter(c))
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
-        assert caught.value.capsule is None, "there is nothing to replay"
+        assert caught.value.crash_report is None, "there is nothing to replay"
         joined = torch.cat([batch.clone() for batch in c], -1)
         assert column(joined, *REWARD)[0] == [1, 2, 3] * 5 + [1]
         assert_accounted(c)

@@ -22,9 +22,9 @@ from torch import nn
 from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from muster.errors import BadOption, BadPolicyOutput, BadWeights, PolicyError, UnsupportedEnv
 from muster.policies import categorical
-from muster.sources.inference import _oldest, _Seat
-from muster.sources.proxy import WorkerProxy
 from muster.testing import CountingEnv, OracleEnv, SpaceEnv, TorchCartPole
+from muster.workers.inference import _oldest, _Seat
+from muster.workers.proxy import WorkerProxy
 from tests.tools import assert_accounted, assert_same, counting, wait_until
 
 pytestmark = [

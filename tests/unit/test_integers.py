@@ -8,8 +8,8 @@ import torch
 
 from muster import Collector, Evaluator, MetricsTracker
 from muster.errors import BadOption
-from muster.integers import integer
 from muster.testing import CountingEnv
+from muster.utils.integers import integer
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3), np.array(3), torch.tensor(3)])

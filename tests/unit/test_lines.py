@@ -11,10 +11,10 @@ from functools import partial
 import pytest
 
 from muster.errors import MusterError, PolicyError
-from muster.sources import lines as module
-from muster.sources.channel import Channel, WakeUp
-from muster.sources.launch import launch
-from muster.sources.lines import ASKED, ASLEEP, CELLS, FINISHED, Line, Lines
+from muster.workers import lines as module
+from muster.workers.channel import Channel, WakeUp
+from muster.workers.launch import launch
+from muster.workers.lines import ASKED, ASLEEP, CELLS, FINISHED, Line, Lines
 from tests.tools import open_files, wait_until
 
 pytestmark = [pytest.mark.skipif(sys.platform == "win32", reason="no worker processes")]
@@ -261,7 +261,7 @@ def test_a_server_that_sleeps_is_woken_by_a_question_and_a_worker_by_its_answer(
 
 def test_a_server_does_not_sleep_through_what_came_before(lines, monkeypatch):
     lines.sleep(lambda: True, LONG_S)
-    monkeypatch.setattr("muster.sources.lines.SERVER_SPIN_S", 10.0)
+    monkeypatch.setattr("muster.workers.lines.SERVER_SPIN_S", 10.0)
     looks = iter([False] * 3)
     lines.sleep(lambda: next(looks, True), LONG_S)  # while it looks
 

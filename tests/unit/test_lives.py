@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from muster import Collector, MultiSyncCollector
 from muster.errors import BadEnvOutput, BadOption, EnvError
-from muster.sources.capsule import Capsule
-from muster.sources.player import Player
+from muster.restore.crash_report import CrashReport
+from muster.restore.player import Player
 from muster.testing import CountingEnv
 from tests.tools import assert_accounted, assert_same, collect, column, recorded
 
@@ -236,9 +236,9 @@ def test_a_failure_after_lives_that_waited_is_replayed(tmp_path):
             c.next()
         with pytest.raises(EnvError, match="as asked") as caught:
             c.next()
-    capsule = Capsule.load(caught.value.capsule, trust=True)
-    assert len(capsule.actions["action",]) == 8
-    player = Player(capsule)
+    crash_report = CrashReport.load(caught.value.crash_report, trust=True)
+    assert len(crash_report.actions["action",]) == 8
+    player = Player(crash_report)
     *before, last = player.moves()
     for move in before:
         player.make(move)

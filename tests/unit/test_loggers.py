@@ -22,7 +22,7 @@ import torch
 from muster import Collector, CollectorStats, EpisodeRecord, JsonlLogger, TensorBoardLogger, WorkerStats
 from muster.episodes.record import Episodes
 from muster.errors import BadOption, HookError
-from muster.loggers import CollectionLog, as_logger
+from muster.observing.loggers import CollectionLog, as_logger
 from tests.tools import counting
 
 
@@ -297,7 +297,7 @@ def test_a_closed_logger_says_so(tmp_path):
 
 FULL_DISK = """
 import resource, signal, sys
-from muster.loggers import JsonlLogger
+from muster.observing.loggers import JsonlLogger
 assert not any(name.startswith(("tensorboard", "torch.utils.tensorboard")) for name in sys.modules)
 logger = JsonlLogger(sys.argv[1])
 logger({"a": 1}, 1)

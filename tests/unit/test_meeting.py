@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from muster import DistributedCollector, RPCCollector
+from muster.cluster.launchers import MpLauncher, WaitingLauncher, check_backend
+from muster.cluster.link import LinkLost
+from muster.cluster.meeting import Guest, Meeting, hear, is_loopback, local_address, read_token, say, write_token
+from muster.cluster.seal import MEETING, WrongToken, seal
+from muster.cluster.socket_link import SocketLink
+from muster.cluster.torch_distributed import DistributedCarrier, join, run_node
+from muster.cluster.torchrun import TorchrunLauncher, torchrun_meeting
 from muster.errors import BadOption
-from muster.nodes.launchers import MpLauncher, WaitingLauncher, check_backend
-from muster.nodes.link import LinkLost
-from muster.nodes.meeting import Guest, Meeting, hear, is_loopback, local_address, read_token, say, write_token
-from muster.nodes.seal import MEETING, WrongToken, seal
-from muster.nodes.socket_link import SocketLink
-from muster.nodes.torch_distributed import DistributedCarrier, join, run_node
-from muster.nodes.torchrun import TorchrunLauncher, torchrun_meeting
 
 TOKEN = b"0123456789abcdef"
 INTRODUCED = "tests.fakes.link_nodes:introduced"

@@ -27,7 +27,7 @@ from torch import nn
 from muster import Collector, Evaluator, MultiAsyncCollector, MultiSyncCollector
 from muster.errors import BadOption, BadWeights, EnvError, PolicyError, UnsupportedEnv
 from muster.policies import categorical
-from muster.progress import STOP
+from muster.rollout.progress import STOP
 from muster.testing import ChainEnv, CountingEnv
 from tests.tools import assert_accounted, assert_same, column, counting
 
@@ -454,7 +454,7 @@ def test_those_who_are_late_are_stopped_and_what_they_lack_is_blank_or_left_out(
     makers = [gates.env(0), gates.env(1), gates.env(2, gated=True, free=2)]
     options = {"num_envs": 1, "frames_per_batch": 12, "preemptive_threshold": 0.67, "seed": 1}
     with MultiSyncCollector(makers, None, backend=backend, cat_results=cat, **options) as c:
-        cells = c._engine.source.crew.handles[2].process.ledger.cells
+        cells = c._engine.source.pool.handles[2].process.ledger.cells
 
         def release() -> None:
             until(lambda: cells[STOP] > 0)

@@ -16,21 +16,21 @@ import pytest
 import torch
 from tensordict.nn import TensorDictModule
 
+from muster.cluster import stand_ins
+from muster.cluster.link import Block, LinkLost
+from muster.cluster.node import Node, Nodes
+from muster.cluster.weights import NodesPublisher
+from muster.cluster.wire import WEIGHTS, NodeSetup
 from muster.errors import EnvError, WorkerDied, WorkerError
-from muster.nodes import stand_ins
-from muster.nodes.link import Block, LinkLost
-from muster.nodes.node import Node, Nodes
-from muster.nodes.weights import NodesPublisher
-from muster.nodes.wire import WEIGHTS, NodeSetup
-from muster.progress import CELLS
-from muster.sources.capsule import Capsule
-from muster.sources.channel import WakeUp
-from muster.sources.config import WorkerConfig
-from muster.sources.failures import Failure
-from muster.sources.requests import Answer, Ask, TakeState
+from muster.restore.crash_report import CrashReport
+from muster.rollout.progress import CELLS
 from muster.testing import Fault, OracleEnv
 from muster.testing.oracle import EXECUTED
 from muster.weights.buffer import Buffer
+from muster.workers.channel import WakeUp
+from muster.workers.config import WorkerConfig
+from muster.workers.failures import Failure
+from muster.workers.requests import Answer, Ask, TakeState
 from tests.fakes.queue_links import (
     JOIN_S,
     GatedBuffer,
@@ -468,7 +468,7 @@ class TestWriters:
             ) as caught:
                 next(iter(collector))
             assert isinstance(caught.value.__cause__, OSError)
-            assert caught.value.capsule is None, "nothing is known that could be replayed"
+            assert caught.value.crash_report is None, "nothing is known that could be replayed"
             for _ in range(2):
                 next(iter(collector))
         self.check_books(collector, tmp_path)
@@ -537,9 +537,9 @@ class TestWriters:
             next(iter(collector))
             with pytest.raises(EnvError) as caught:
                 next(iter(collector))
-        capsule = Capsule.load(caught.value.capsule, trust=True)
-        assert "cannot be replayed" in capsule.missing
-        assert not capsule.actions
+        crash_report = CrashReport.load(caught.value.crash_report, trust=True)
+        assert "cannot be replayed" in crash_report.missing
+        assert not crash_report.actions
 
 
 class FullBuffer(GatedBuffer):

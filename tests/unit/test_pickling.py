@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from muster.errors import BadOption
-from muster.sources.pickling import dumps, loads
+from muster.restore.pickling import dumps, loads
 from muster.testing import CountingEnv
 
 LOCK = threading.Lock()

@@ -14,8 +14,8 @@ from gymnasium.vector import SyncVectorEnv
 from muster import Collector, MultiAsyncCollector, MultiSyncCollector
 from muster.errors import BadOption, EnvError, HookError
 from muster.policies import categorical
-from muster.sources.capsule import Capsule
-from muster.sources.player import Player
+from muster.restore.crash_report import CrashReport
+from muster.restore.player import Player
 from muster.testing import ChainEnv, CountingEnv, FaultyEnv, SpaceEnv, TorchCartPole
 from tests.tools import assert_accounted, assert_same, column, counting, recorded
 
@@ -344,9 +344,9 @@ def test_a_failure_is_replayed_without_them(tmp_path):
         pytest.raises(EnvError, match="as asked") as caught,
     ):
         c.next()
-    capsule = Capsule.load(caught.value.capsule, trust=True)
-    assert capsule.alone
-    player = Player(capsule)
+    crash_report = CrashReport.load(caught.value.crash_report, trust=True)
+    assert crash_report.alone
+    player = Player(crash_report)
     for move in player.moves()[:-1]:
         player.make(move)
     assert "bit for bit" in player.verdict()

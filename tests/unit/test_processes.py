@@ -24,12 +24,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muster.errors import BadOption
-from muster.progress import ORDER, PHASE, Phase
-from muster.sources import keeper
-from muster.sources import launch as launching
-from muster.sources.channel import Channel
-from muster.sources.launch import UNKNOWN, launch, shutdown_forkserver
-from muster.sources.ledger import Ledger
+from muster.rollout.progress import ORDER, PHASE, Phase
+from muster.workers import keeper
+from muster.workers import launch as launching
+from muster.workers.channel import Channel
+from muster.workers.launch import UNKNOWN, launch, shutdown_forkserver
+from muster.workers.ledger import Ledger
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 TARGETS = "tests.fakes.worker_targets"
@@ -612,7 +612,7 @@ def test_jax_is_never_imported_before_a_fork():
     assert not launching._preloadable("muster.envs.jax")
     assert not launching._preloadable("jax")
     assert not launching._preloadable("musterpiece.envs")
-    assert launching._preloadable("muster.sources.channel")
+    assert launching._preloadable("muster.workers.channel")
 
 
 def test_a_module_that_cannot_be_imported_beforehand_harms_nobody(start, monkeypatch):
@@ -747,7 +747,7 @@ def test_many_ends_at_once_are_all_reported(start, light):
 
 def test_a_worker_whose_server_died_before_it_looked_does_not_run():
     code = (
-        "import socket; from muster.sources.keeper import tie_life; "
+        "import socket; from muster.workers.keeper import tie_life; "
         "ours, lifeline = socket.socketpair(); ours.close(); tie_life(lifeline); print('runs')"
     )
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -919,9 +919,9 @@ def test_a_spawned_worker_behaves_like_a_forked_one(start, monkeypatch, capfd):
 DRIVER = """
 import os, sys, time
 print("main module runs", flush=True)
-from muster.sources import launch as launching
-from muster.sources.channel import Channel
-from muster.sources.ledger import Ledger
+from muster.workers import launch as launching
+from muster.workers.channel import Channel
+from muster.workers.ledger import Ledger
 channels, pids = [], []
 def worker(function, method=None, first=None, fds=()):
     ours, theirs = Channel.pair()

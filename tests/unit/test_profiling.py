@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from muster.errors import BadOption
-from muster.profiling import ProfileConfig, RolloutProfiler
+from muster.observing.profiling import ProfileConfig, RolloutProfiler
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
@@ -74,7 +74,7 @@ def test_stopping_in_the_warmup_writes_nothing(tmp_path):
 def test_a_process_that_ends_while_profiling_writes_what_there_is(tmp_path):
     code = """if True:
         import torch
-        from muster.profiling import ProfileConfig, RolloutProfiler
+        from muster.observing.profiling import ProfileConfig, RolloutProfiler
         profiler = RolloutProfiler(ProfileConfig(save_path="p.json"))
         profiler.start()
         for i in range(2):

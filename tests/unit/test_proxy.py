@@ -1,4 +1,4 @@
-"""A worker as its crew sees it: what a successor is told, whose answer is whose, and which states follow on which."""
+"""A worker as its pool sees it: what a successor is told, whose answer is whose, and which states follow on which."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from muster.errors import WorkerError
 from muster.memory.shared import Arena
 from muster.memory.slots import Layout, Slot
-from muster.sources.config import Columns, WorkerConfig, WorkerPlace
-from muster.sources.failures import pack
-from muster.sources.launch import Child
-from muster.sources.messages import Order
-from muster.sources.proxy import WorkerHost, WorkerProxy, WorkerState
-from muster.sources.requests import BIRTH, Answer, Ask, EnableGrad, LayOut, Request, RolloutRequest, Running, Seed
-from muster.sources.threads import LocalLedger
+from muster.workers.config import Columns, WorkerConfig, WorkerPlace
+from muster.workers.failures import pack
+from muster.workers.launch import Child
+from muster.workers.messages import Order
+from muster.workers.proxy import WorkerHost, WorkerProxy, WorkerState
+from muster.workers.requests import BIRTH, Answer, Ask, EnableGrad, LayOut, Request, RolloutRequest, Running, Seed
+from muster.workers.threads import LocalLedger
 
 
 class Wire:

@@ -14,11 +14,11 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from muster import interrupts, private_names
 from muster.envs import plain_state
-from muster.envs.snapshot import restore, take
 from muster.errors import BadOption, UnsupportedEnv
-from muster.private_names import CHECKED, VARIABLE, require, usable
+from muster.restore.snapshot import restore, take
+from muster.utils import interrupts, private_names
+from muster.utils.private_names import CHECKED, VARIABLE, require, usable
 
 PROGRAM = """
 import hashlib, json
@@ -30,7 +30,7 @@ from tensordict.nn import TensorDictModule
 
 from muster import Collector, MultiSyncCollector, policies
 from muster.policies.executor import layers_are_known
-from muster.private_names import tensordict_maker
+from muster.utils.private_names import tensordict_maker
 from muster.testing import CountingEnv, SpaceEnv
 
 torch.manual_seed(0)
@@ -178,7 +178,7 @@ class TestPublicWays:
 
     @pytest.mark.slow
     def test_a_fork_server_gets_warnings_and_optimization(self, monkeypatch):
-        from muster.sources.launch import _interpreter_flags
+        from muster.workers.launch import _interpreter_flags
 
         monkeypatch.setattr(sys, "warnoptions", ["error", "ignore::DeprecationWarning"])
         usual = _interpreter_flags()
@@ -188,7 +188,7 @@ class TestPublicWays:
 
     @pytest.mark.parametrize("mode", list(AutoresetMode))
     def test_a_vector_environment_that_would_reset_once_more_is_refused(self, mode, monkeypatch):
-        from muster.dialects.prt_rl.envs import _sync_vector_in
+        from muster.compat.prt_rl.envs import _sync_vector_in
 
         env = SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2, autoreset_mode=mode)
         if mode != AutoresetMode.SAME_STEP:
@@ -202,7 +202,7 @@ class TestPublicWays:
 
 
 def test_what_gymnasium_keeps_is_found_where_it_is():
-    from muster.envs.snapshot import CONSTRUCTION, RANDOM
+    from muster.restore.snapshot import CONSTRUCTION, RANDOM
 
     assert {"_np_random", "_np_random_seed"} == RANDOM
     assert {"env_fns", "_ezpickle_args", "_ezpickle_kwargs"} == CONSTRUCTION

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from muster.errors import BadOption
-from muster.private_names import VARIABLE
+from muster.utils.private_names import VARIABLE
 
 
 @pytest.fixture(autouse=True)
@@ -14,7 +14,7 @@ def _never(monkeypatch):
 
 
 def test_rpc_names_the_collectors_that_can_do_it():
-    from muster.nodes.torch_rpc import check_rpc
+    from muster.cluster.torch_rpc import check_rpc
 
     with pytest.raises(BadOption, match=r"RPCCollector.*private names of torch.*DistributedCollector"):
         check_rpc()
@@ -22,7 +22,7 @@ def test_rpc_names_the_collectors_that_can_do_it():
 
 def test_ray_is_not_started_but_used_where_it_runs():
     ray = pytest.importorskip("ray")
-    from muster.nodes.ray_runtime import Lease
+    from muster.cluster.ray_runtime import Lease
 
     assert not ray.is_initialized()
     with pytest.raises(BadOption, match=r"loopback only.*Call ray\.init\(\) before"):

@@ -13,11 +13,11 @@ import torch
 
 import muster
 from muster import Collector, MultiSyncCollector
-from muster.checkpoint import load, save
 from muster.errors import MusterError
-from muster.private_names import VARIABLE
+from muster.restore.checkpoint import load, save
 from muster.rng import GroupRng, global_streams
 from muster.testing import CountingEnv, FaultyEnv
+from muster.utils.private_names import VARIABLE
 from tests.tools import assert_same, collect, counting
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict
 
+from muster.cluster.link import LinkLost
 from muster.errors import BadOption
-from muster.nodes.link import LinkLost
 from tests.fakes.ray_cluster import needs_ray
 
 pytestmark = needs_ray
@@ -21,7 +21,7 @@ pytestmark = needs_ray
 @pytest.fixture
 def end_of():
     """An end of a link, by its deadline; closed in the end."""
-    from muster.nodes.ray_actor import NodeEnd
+    from muster.cluster.ray_actor import NodeEnd
 
     with contextlib.ExitStack() as stack:
 
@@ -67,7 +67,7 @@ class TestNodeEnd:
             end.send(b"late")
 
     def test_a_sender_waits_for_the_main_process_to_take_messages(self, end):
-        from muster.nodes.ray_actor import WAITING_MESSAGES
+        from muster.cluster.ray_actor import WAITING_MESSAGES
 
         for _ in range(WAITING_MESSAGES):
             end.send(b"x")
@@ -76,7 +76,7 @@ class TestNodeEnd:
         assert end.depart() == ([(b"y", 0, None)], "")
 
     def test_nobody_takes_messages(self, end_of):
-        from muster.nodes.ray_actor import WAITING_MESSAGES
+        from muster.cluster.ray_actor import WAITING_MESSAGES
 
         end = end_of(2.0)
         for number in range(WAITING_MESSAGES):
@@ -87,7 +87,7 @@ class TestNodeEnd:
             end.send(b"y")
 
     def test_main_process_waits_while_nobody_reads(self, end):
-        from muster.nodes.ray_actor import WAITING_BLOCKS
+        from muster.cluster.ray_actor import WAITING_BLOCKS
 
         returned = threading.Event()
 
@@ -112,7 +112,7 @@ class TestNodeEnd:
         assert end.arrive(0, b"too late", 0, None) == "its agent has ended"
 
     def test_landing_takes_exactly_what_is_expected(self):
-        from muster.nodes.ray_actor import Landing
+        from muster.cluster.ray_actor import Landing
 
         landing, memory = Landing(), np.zeros(3, np.uint8)
         landing.expect(2, memory)
@@ -130,14 +130,14 @@ class TestNodeEnd:
 
 class TestRayRuntime:
     def test_ray_clients_are_refused(self):
-        from muster.nodes.ray_runtime import Lease
+        from muster.cluster.ray_runtime import Lease
 
         with pytest.raises(BadOption, match="Ray client"):
             Lease({"address": "ray://somewhere:10001"})
 
     @pytest.mark.parametrize("config", [None, {"address": "auto"}])
     def test_clients_of_the_environment_are_refused(self, config, monkeypatch):
-        from muster.nodes.ray_runtime import Lease
+        from muster.cluster.ray_runtime import Lease
 
         monkeypatch.setenv("RAY_ADDRESS", "ray://somewhere:10001")
         with pytest.raises(BadOption, match="RAY_ADDRESS is 'ray://somewhere:10001', a Ray client"):
@@ -146,7 +146,7 @@ class TestRayRuntime:
     def test_reasons_are_one_line(self):
         from ray.exceptions import RayError
 
-        from muster.nodes.ray_runtime import first_line
+        from muster.cluster.ray_runtime import first_line
 
         died = RayError("The actor died.\n\tclass_name: X\n\tpid: 3\nIts worker died. Some common causes include: (1)")
         assert first_line(died) == "The actor died. Its worker died."
@@ -156,7 +156,7 @@ class TestRayRuntime:
 
 class TestTravel:
     def travelled(self, thing, **options):
-        from muster.nodes.ray_buffer import _pack, _unpack
+        from muster.cluster.ray_buffer import _pack, _unpack
 
         payload, arrays = _pack(thing)
         return _unpack(payload, arrays, **options), payload, arrays
@@ -209,7 +209,7 @@ class TestTravel:
 
 class TestBuffersForNodes:
     def test_others_are_refused(self):
-        from muster.nodes.ray_buffer import RayBuffer, for_nodes
+        from muster.cluster.ray_buffer import RayBuffer, for_nodes
 
         with pytest.raises(BadOption, match="list, which nodes cannot write into"):
             for_nodes([])

@@ -27,7 +27,7 @@ from muster.collectors import Collector
 from muster.errors import BadOption, BadRecording, UnsupportedSpace
 from muster.recording import Recorder, load
 from muster.recording.files import chunk_name
-from muster.tensor_files import seal
+from muster.utils.tensor_files import seal
 from tests.tools import open_files
 
 INTS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from muster.nodes.link import Block, LinkLost, Received
-from muster.nodes.seal import MAC_BYTES, MAGIC, MEETING, SESSION, WrongToken, seal
+from muster.cluster.link import Block, LinkLost, Received
+from muster.cluster.seal import MAC_BYTES, MAGIC, MEETING, SESSION, WrongToken, seal
 
 TOKEN = b"0123456789abcdef"
 END = Received(b"", -1)

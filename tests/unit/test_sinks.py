@@ -9,8 +9,8 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from muster import Collector
+from muster.collectors.replay_buffer import ReplaySink
 from muster.errors import BadOption
-from muster.sinks.replay_buffer import ReplaySink
 from tests.tools import assert_same, column, counting
 
 

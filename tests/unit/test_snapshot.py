@@ -22,8 +22,8 @@ from gymnasium import wrappers
 from gymnasium.utils import EzPickle
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
-from muster.checkpoint import load, save
-from muster.envs.snapshot import restore, take
+from muster.restore.checkpoint import load, save
+from muster.restore.snapshot import restore, take
 from muster.testing import ChainEnv, CountingEnv
 
 CLASSIC = ["CartPole-v1", "Pendulum-v1", "Acrobot-v1", "MountainCar-v0", "MountainCarContinuous-v0"]

@@ -15,12 +15,12 @@ import pytest
 
 pytest.importorskip("submitit")
 
+from muster.cluster.link import LinkLost
+from muster.cluster.meeting import Meeting
+from muster.cluster.submitit import SubmititLauncher
+from muster.cluster.submitit_delayed import DelayedLauncher, submitit_delayed_launcher
+from muster.cluster.torch_distributed import DistributedCarrier
 from muster.errors import BadOption, MusterError
-from muster.nodes.link import LinkLost
-from muster.nodes.meeting import Meeting
-from muster.nodes.submitit import SubmititLauncher
-from muster.nodes.submitit_delayed import DelayedLauncher, submitit_delayed_launcher
-from muster.nodes.torch_distributed import DistributedCarrier
 
 ROOT = Path(__file__).parents[2]
 ECHO = "tests.fakes.link_nodes:introduced"

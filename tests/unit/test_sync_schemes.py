@@ -697,7 +697,7 @@ def test_everything_has_its_names():
 
 def test_torchrls_names_are_there():
     theirs = pytest.importorskip("torchrl.weight_update")
-    ours = pytest.importorskip("muster.dialects.torchrl.weight_update")
+    ours = pytest.importorskip("muster.compat.torchrl.weight_update")
     for name in ours.__all__:
         assert hasattr(theirs, name), name
         wanted = ("init_on_sender", "init_on_receiver", "connect", "send", "receive", "apply_weights", "shutdown")

@@ -23,8 +23,8 @@ from tianshou.data import (
     VectorReplayBuffer,
 )
 
-from muster.dialects.tianshou.episodes import Going, Taken
-from muster.dialects.tianshou.steps import add, takes_many
+from muster.compat.tianshou.episodes import Going, Taken
+from muster.compat.tianshou.steps import add, takes_many
 from tests.parity.tianshou_tools import assert_same, contents
 
 KINDS = {

@@ -18,8 +18,8 @@ from tianshou.data.collector import _HACKY_create_info_batch
 from tianshou.env import DummyVectorEnv, SubprocVectorEnv, VectorEnvNormObs
 from tianshou.env.venv_wrappers import VectorEnvWrapper
 
-from muster.dialects.tianshou import Collector
-from muster.dialects.tianshou.policies import info_batch
+from muster.compat.tianshou import Collector
+from muster.compat.tianshou.policies import info_batch
 from muster.errors import BadEnvOutput, BadPolicyOutput, EnvError, PolicyError
 from tests.parity.tianshou_envs import Counting
 from tests.parity.tianshou_tools import assert_same, contents

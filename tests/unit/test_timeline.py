@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muster.errors import BadOption
-from muster.timeline import Timeline
+from muster.observing.timeline import Timeline
 
 
 def running(**options: Any) -> Timeline:

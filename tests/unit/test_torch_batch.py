@@ -18,11 +18,11 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers import OrderEnforcing
 
 from muster import Collector
-from muster.columns import RolloutOptions
 from muster.envs.build import build_env
 from muster.envs.torch_batch import TorchEnvs, adapt, takes
 from muster.errors import BadEnvOutput, BadOption, EnvError, UnsupportedEnv, UnsupportedSpace
 from muster.rng import GroupRng
+from muster.rollout.columns import RolloutOptions
 from muster.testing import EnvContract, TorchCartPole
 from tests.tools import assert_accounted, assert_same, collect, column, joined
 
@@ -461,8 +461,8 @@ def test_compact_observations_are_refused():
 
 
 def lane_of(env: TorchEnvs, **options: Any) -> Any:
-    from muster.columns import lane_columns
     from muster.memory.slots import Layout, Slot
+    from muster.rollout.columns import lane_columns
 
     layout = Layout(4, env.num_envs, lane_columns(env, (), RolloutOptions(**options)), batch_shape=env.batch_shape)
     return env.start(Slot(layout).lanes[0])

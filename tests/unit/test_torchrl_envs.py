@@ -558,10 +558,10 @@ def test_mujoco_of_torchrl_with_a_float32_network(plain):
     assert torch.equal(batch["next", "observation"], expected[1:].float())
 
 
-def test_the_dialect_stores_what_the_environment_gives_as_torchrl_does():
+def test_the_compat_stores_what_the_environment_gives_as_torchrl_does():
     from torchrl.collectors import Collector as Theirs
 
-    from muster.dialects.torchrl import Collector as Ours
+    from muster.compat.torchrl import Collector as Ours
 
     net = TensorDictModule(torch.nn.Linear(17, 6), ["observation"], ["action"])
     make = partial(GymEnv, "HalfCheetah-v5", device="cpu")

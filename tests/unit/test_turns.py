@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from muster.errors import MusterError
-from muster.progress import ALL_ORDERS, PHASE, STOP, Phase, Progress
 from muster.rng import GroupRng
-from muster.sources.threads import Turns
+from muster.rollout.progress import ALL_ORDERS, PHASE, STOP, Phase, Progress
+from muster.workers.threads import Turns
 
 
 class Actor(threading.Thread):

@@ -23,7 +23,7 @@ from muster.errors import BadEnvOutput, EnvError, PolicyError, WorkerDied
 from muster.keys import REWARD, TERMINATED, next_of
 from muster.memory.slots import Layout, Slot
 from muster.memory.specs import Column
-from muster.progress import ACTING, CELLS, Progress, stepped_in_row, steps_made
+from muster.rollout.progress import ACTING, CELLS, Progress, stepped_in_row, steps_made
 from muster.testing import ChainEnv, CountingEnv, Fault, FaultyEnv, OracleEnv, SpaceEnv, check_stream
 from tests.fakes import faults
 from tests.tools import assert_accounted, assert_same, column, counting, recorded

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from muster.whole_files import TEMPORARY, read_json, write_whole, written_elsewhere
+from muster.utils.whole_files import TEMPORARY, read_json, write_whole, written_elsewhere
 
 forked = multiprocessing.get_context("fork")
 

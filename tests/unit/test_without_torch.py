@@ -20,14 +20,14 @@ class Refused:
 sys.meta_path.insert(0, Refused())
 import gymnasium, numpy as np
 
-from muster.columns import RolloutOptions, lane_columns
+from muster.rollout.columns import RolloutOptions, lane_columns
 from muster.envs.build import build_env
-from muster.envs.snapshot import restore, take
+from muster.restore.snapshot import restore, take
 from muster.memory.slots import Layout, Slot
 from muster.policies.random import RandomPolicy
 from muster.rng import GroupRng
-from muster.rollout import rollout
-from muster.sources.build import make_group
+from muster.rollout.loop import rollout
+from muster.workers.build import make_group
 from muster.testing.envs import CountingEnv
 
 

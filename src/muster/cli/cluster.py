@@ -60,7 +60,7 @@ def node(command: NodeCommand) -> int:
         raise BadOption(f"--number {command.number}: nodes are numbered from 0.")
     if not 0 < command.wait < math.inf:
         raise BadOption(f"--wait {command.wait:g}: expected more than 0.")
-    from muster.nodes.meeting import read_token
+    from muster.cluster.meeting import read_token
 
     token = read_token(None)
     if token is None:
@@ -123,7 +123,7 @@ def _check_nodes(nodes: int | None, backend: Backend) -> None:
 def _check_manual(command: Collect) -> None:
     if not endpoint(command.bind)[1]:
         raise BadOption("--backend manual needs --bind HOST:PORT, so that nodes can be told: muster node HOST:PORT.")
-    from muster.nodes.meeting import read_token
+    from muster.cluster.meeting import read_token
 
     if read_token(None) is None:
         raise BadOption(f"--backend manual needs a token, by which it knows its nodes: {NO_TOKEN}")
@@ -190,8 +190,8 @@ def endpoint(bind: str | None) -> tuple[str, int]:
 
 
 def _serve(address: str | None, number: int | None, token: bytes | None, wait_s: float, engine: str) -> int:
-    from muster.nodes.link import LinkLost
-    from muster.nodes.torch_distributed import run_node
+    from muster.cluster.link import LinkLost
+    from muster.cluster.torch_distributed import run_node
 
     try:
         if run_node(address, number, token, engine=engine, within_s=wait_s, patience_s=wait_s):
@@ -203,7 +203,7 @@ def _serve(address: str | None, number: int | None, token: bytes | None, wait_s:
 
 
 def _rank() -> int | None:
-    from muster.nodes.torchrun import torchrun_rank
+    from muster.cluster.torchrun import torchrun_rank
 
     return torchrun_rank()
 
@@ -259,7 +259,7 @@ def _slurm(submitit: str | None) -> str:
 
 def _token() -> str:
     """Whether nodes of other hosts could be told from strangers."""
-    from muster.nodes.meeting import read_token
+    from muster.cluster.meeting import read_token
 
     try:
         found = read_token(None)

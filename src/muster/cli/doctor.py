@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from muster.private_names import numbers
+from muster.utils.private_names import numbers
 
 CORE = ("muster-rl", "torch", "tensordict", "numpy", "gymnasium", "safetensors", "rich", "tyro")
 OPTIONAL = (

@@ -38,7 +38,7 @@ examples:
   muster collect my_envs:Maze-v0 --frames 10k --policy agent.py:policy --allow-import
   muster eval CartPole-v1 --policy net.safetensors --episodes 20 --video best,worst
   muster tune CartPole-v1 --policy mlp --num-envs 16 64
-  muster replay /tmp/muster-crash-x1/env-3.capsule
+  muster replay /tmp/muster-crash-x1/env-3.crash
   muster cluster
   muster doctor
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from muster.errors import BadCapsule, MusterError
+from muster.errors import BadCrashReport, MusterError
 
 if TYPE_CHECKING:
-    from muster.sources.capsule import Capsule
-    from muster.sources.player import Player
+    from muster.restore.crash_report import CrashReport
+    from muster.restore.player import Player
 
 FAILED = 1
 BY_DEATH = ("WorkerDied", "WorkerHung")  # errors that end the process, or never come
@@ -29,7 +29,7 @@ BY_DEATH = ("WorkerDied", "WorkerHung")  # errors that end the process, or never
 
 @dataclass(frozen=True)
 class Replay:
-    """Replay a crash capsule: play its actions, and stop under pdb where the environment failed."""
+    """Replay a crash report: play its actions, and stop under pdb where the environment failed."""
 
     file: Annotated[Positional[Path], arg(metavar="FILE")]
     """A file that a collector wrote when an environment raised, hung, or ended its worker."""
@@ -48,19 +48,19 @@ def replay(command: Replay) -> int:
         the exit code: 1 if the environment failed, 0 if it did not.
 
     Raises:
-        BadCapsule, ImportRefused: nothing was run.
+        BadCrashReport, ImportRefused: nothing was run.
     """
-    from muster.sources.capsule import Capsule
-    from muster.sources.player import Player
+    from muster.restore.crash_report import CrashReport
+    from muster.restore.player import Player
 
-    capsule = Capsule.load(command.file, trust=command.trust)
-    _say(_about(capsule))
-    if capsule.missing:
-        raise BadCapsule(f"{command.file}: {capsule.missing}")
-    _say(_differences(capsule))
+    crash_report = CrashReport.load(command.file, trust=command.trust)
+    _say(_about(crash_report))
+    if crash_report.missing:
+        raise BadCrashReport(f"{command.file}: {crash_report.missing}")
+    _say(_differences(crash_report))
     interactive = not command.no_pdb and sys.stdin.isatty()
     try:
-        player = Player(capsule)
+        player = Player(crash_report)
     except MusterError as error:
         return _failed(error, interactive, "making the environment")
     with closing(player):
@@ -68,8 +68,8 @@ def replay(command: Replay) -> int:
 
 
 def _play(player: Player, interactive: bool) -> int:
-    capsule, moves = player.capsule, player.moves()
-    last = moves.pop() if capsule.phase in ("step", "reset") and moves else None
+    crash_report, moves = player.crash_report, player.moves()
+    last = moves.pop() if crash_report.phase in ("step", "reset") and moves else None
     for done, move in enumerate(_shown(moves)):
         try:
             player.make(move)
@@ -77,15 +77,15 @@ def _play(player: Player, interactive: bool) -> int:
             return _failed(error, interactive, f"{_name(move)} {done + 1} of {len(moves)}, earlier than recorded")
     _say(player.verdict())
     if last is None:
-        _say(f"All actions are played. What failed came after them, in the phase {capsule.phase!r}.")
+        _say(f"All actions are played. What failed came after them, in the phase {crash_report.phase!r}.")
         return 0
     doing = f"env.{last[0]}()" if last[0] == "reset" else f"env.step({player.action(last[1])!r})"
-    if capsule.kind in BY_DEATH:
-        _say(f"Now {doing}, in which the worker {'hung' if capsule.kind == 'WorkerHung' else 'died'}.")
+    if crash_report.kind in BY_DEATH:
+        _say(f"Now {doing}, in which the worker {'hung' if crash_report.kind == 'WorkerHung' else 'died'}.")
     if sys.__stderr__ is not None and not faulthandler.is_enabled():
         faulthandler.enable(sys.__stderr__)
     try:
-        if interactive and capsule.kind in BY_DEATH:
+        if interactive and crash_report.kind in BY_DEATH:
             _stop_before(lambda: player.make(last), player.env, None if last[0] == "reset" else player.action(last[1]))
         else:
             player.make(last)
@@ -116,21 +116,25 @@ def _failed(error: BaseException, interactive: bool, doing: str) -> int:
     return FAILED
 
 
-def _about(capsule: Capsule) -> str:
-    who = f"environment {capsule.env_ids[0]}" if len(capsule.env_ids) == 1 else f"{len(capsule.env_ids)} environments"
-    rows = len(next(iter(capsule.actions.values()), ()))
-    first = capsule.message.split("\n\n")[0]
+def _about(crash_report: CrashReport) -> str:
+    who = (
+        f"environment {crash_report.env_ids[0]}"
+        if len(crash_report.env_ids) == 1
+        else f"{len(crash_report.env_ids)} environments"
+    )
+    rows = len(next(iter(crash_report.actions.values()), ()))
+    first = crash_report.message.split("\n\n")[0]
     return (
-        f"{capsule.name}, {who}, {capsule.time}\n{capsule.kind} in {capsule.phase}: {first}\n"
-        f"{rows:,} actions and {len(capsule.resets):,} resets. {capsule.caveat}"
+        f"{crash_report.name}, {who}, {crash_report.time}\n{crash_report.kind} in {crash_report.phase}: {first}\n"
+        f"{rows:,} actions and {len(crash_report.resets):,} resets. {crash_report.caveat}"
     ).rstrip()
 
 
-def _differences(capsule: Capsule) -> str:
-    from muster.sources.capsule import installed
+def _differences(crash_report: CrashReport) -> str:
+    from muster.restore.crash_report import installed
 
     here = installed()
-    other = [f"{k} {v} (here {here.get(k, 'none')})" for k, v in capsule.versions.items() if here.get(k) != v]
+    other = [f"{k} {v} (here {here.get(k, 'none')})" for k, v in crash_report.versions.items() if here.get(k) != v]
     return f"Recorded with other versions: {', '.join(other)}." if other else ""
 
 

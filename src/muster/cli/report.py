@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from muster.stats import CollectorStats, WorkerStats
+    from muster.observing.stats import CollectorStats, WorkerStats
 
 LINE_EVERY_S = 5.0
 MOST_LINES = 16  # about workers

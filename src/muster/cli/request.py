@@ -82,7 +82,9 @@ def in_short(env: str, *, allow_import: bool) -> Iterator[None]:
                 raise
             if allow_import:
                 print(error, file=sys.stderr)
-            hint = "" if error.capsule is None else f"\nSee it happen again with: muster replay {error.capsule}"
+            hint = (
+                "" if error.crash_report is None else f"\nSee it happen again with: muster replay {error.crash_report}"
+            )
             trust = " --trust" if hint and ":" in env else ""
             error.args = (f"{_first_part(error)}{hint}{trust}",)
             raise error from None  # the original has no traceback in this process

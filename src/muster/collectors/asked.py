@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from muster.bootstrap import Bootstrap
 from muster.episodes.rules import RuleName, check_rule
 from muster.episodes.summary import CollectStats
 from muster.errors import BadOption
-from muster.hooks import check_pause
-from muster.integers import integer
+from muster.rollout.bootstrap import Bootstrap
+from muster.rollout.hooks import check_pause
+from muster.utils.integers import integer
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -13,13 +13,13 @@ from typing import Any
 from muster.collectors.multi_options import MultiOptions
 from muster.collectors.options import CollectorOptions
 from muster.collectors.setup import keywords_of, makers_of, worker_options
-from muster.columns import lane_columns
 from muster.memory.slots import Layout, Slot
 from muster.policies.adapt import place
+from muster.restore.pickling import dumps, loads
 from muster.rng import GroupRng
-from muster.rollout import rollout
-from muster.sources.build import build_envs, build_policy, make_group
-from muster.sources.pickling import dumps, loads
+from muster.rollout.columns import lane_columns
+from muster.rollout.loop import rollout
+from muster.workers.build import build_envs, build_policy, make_group
 
 SECONDS = 1.0  # of measuring
 ROWS = 32  # of each measured rollout

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from muster.errors import CollectorTimeout, described
-from muster.forks import Owner
-from muster.group import Group
+from muster.rollout.group import Group
+from muster.utils.forks import Owner
 
 PATIENCE = 600.0  # seconds for one batch, before whoever waits for its end is told
 

@@ -25,13 +25,13 @@ from muster.collectors.remote import RemoteAccess
 from muster.collectors.weight_methods import WeightMethods
 from muster.episodes.record import EpisodeRecord
 from muster.errors import BadOption, CollectorBusy, CollectorClosed, CollectorTimeout
-from muster.forks import Owner
-from muster.loggers import CollectionLog
-from muster.profiling import ProfileConfig
-from muster.sources.requests import Profile
-from muster.stats import CollectorStats
+from muster.observing.loggers import CollectionLog
+from muster.observing.profiling import ProfileConfig
+from muster.observing.stats import CollectorStats
+from muster.utils.forks import Owner
 from muster.weights.local import LocalWeights
 from muster.weights.receive import Receivers
+from muster.workers.requests import Profile
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -204,7 +204,7 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
         return replace(stats, ended_by=ended_by) if ended_by else stats
 
     def __repr__(self) -> str:
-        names = ", ".join(sorted({account.info.name for account in self._engine.source.crew.accounts}))
+        names = ", ".join(sorted({account.info.name for account in self._engine.source.pool.accounts}))
         state = "closed" if self._closed else f"{self._engine.frames:,} frames"
         per_batch = self.options.frames_per_batch
         return f"{type(self).__name__}({names} x {self._engine.num_envs}, frames_per_batch={per_batch}, {state})"
@@ -226,20 +226,20 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
             return self._engine.blank()
 
     def enable_profile(self, **config: Any) -> None:
-        """Profile the next rollouts with ``torch.profiler``; see ``muster.profiling.ProfileConfig`` for the keywords.
+        """Profile the next rollouts with ``torch.profiler``; ``muster.ProfileConfig`` has the keywords.
 
         ``collector.timeline`` is Muster's own picture of where the time goes, which costs next to nothing.
         """
         self._check_open()
         self.disable_profile()
         self.profile_config = ProfileConfig(**config)
-        self._engine.source.crew.call(Profile(self.profile_config))
+        self._engine.source.pool.call(Profile(self.profile_config))
 
     def disable_profile(self) -> None:
         """End profiling; what was recorded is written."""
         self._raise_from_background()
         if self.profile_config is not None:
-            self._engine.source.crew.call(Profile(None))
+            self._engine.source.pool.call(Profile(None))
         self.profile_config = None
 
     # --- state ------------------------------------------------------------------------------------
@@ -392,11 +392,11 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
 
     def _owners(self) -> list[Owner]:
         """Of what no fork has."""
-        owners = self._engine.source.crew.owner, self._background and self._background.owner
+        owners = self._engine.source.pool.owner, self._background and self._background.owner
         return [owner for owner in owners if owner]
 
     def _check_open(self) -> None:
-        if not self._closed and self._background is None and self._engine.source.crew.owner is None:
+        if not self._closed and self._background is None and self._engine.source.pool.owner is None:
             return
         for owner in self._owners():
             owner.check()

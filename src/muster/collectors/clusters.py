@@ -9,15 +9,15 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from muster.attributes import optional
+from muster.cluster.link import Carrier
+from muster.cluster.node import Nodes
 from muster.collectors.cluster_options import ClusterKeywords, cluster
 from muster.collectors.engine import Engine
 from muster.collectors.multi import MultiCollector
+from muster.collectors.replay_buffer import ReplaySink, WrittenElsewhere
 from muster.errors import BadOption
-from muster.nodes.link import Carrier
-from muster.nodes.node import Nodes
-from muster.sinks.replay_buffer import ReplaySink, WrittenElsewhere
-from muster.sources.supervision import TIMEOUTS
+from muster.utils.attributes import optional
+from muster.workers.supervision import TIMEOUTS
 
 
 class ClusterCollector(MultiCollector):
@@ -91,7 +91,7 @@ class DistributedCollector(ClusterCollector):
             they have run once.
         launcher: "mp": processes of this machine. "submitit": SLURM jobs. "submitit_delayed": jobs of
             ``submitit_delayed_launcher``. "torchrun": the other ranks, which call ``run_node()``. "manual": nodes come
-            by themselves (``muster node``). Or a ``Launcher`` (``muster.nodes.launchers``).
+            by themselves (``muster node``). Or a ``Launcher`` (``muster.cluster.launchers``).
         slurm_kwargs: of the jobs, for "submitit".
         tcp_port: at which nodes find this process; None: a free one.
         bind: address at which this process listens; others than loopback need a token.
@@ -118,8 +118,8 @@ class DistributedCollector(ClusterCollector):
         **options: Unpack[ClusterKeywords],
     ) -> None:
         def connect(count: int, deadline_s: float) -> Carrier:
-            from muster.nodes.launchers import Place, check_backend
-            from muster.nodes.torch_distributed import DistributedCarrier
+            from muster.cluster.launchers import Place, check_backend
+            from muster.cluster.torch_distributed import DistributedCarrier
 
             check_backend(backend)
             place = Place(launcher, slurm_kwargs, bind, tcp_port, token)
@@ -162,8 +162,8 @@ class RPCCollector(ClusterCollector):
         **options: Unpack[ClusterKeywords],
     ) -> None:
         def connect(count: int, deadline_s: float) -> Carrier:
-            from muster.nodes.launchers import Place, check_backend
-            from muster.nodes.torch_rpc import RpcCarrier
+            from muster.cluster.launchers import Place, check_backend
+            from muster.cluster.torch_rpc import RpcCarrier
 
             check_backend(backend)
             place = Place(launcher, slurm_kwargs, bind, tcp_port, token)
@@ -210,7 +210,7 @@ class RayCollector(ClusterCollector):
     ) -> None:
         def connect(count: int, deadline_s: float) -> Carrier:
             with optional("RayCollector", "ray", "ray"):
-                from muster.nodes.ray_nodes import RayCarrier
+                from muster.cluster.ray_nodes import RayCarrier
 
             return RayCarrier(
                 count, ray_init_config=ray_init_config, remote_configs=remote_configs, deadline_s=deadline_s
@@ -227,6 +227,6 @@ class RayCollector(ClusterCollector):
         )
         if names.isdisjoint(("RayBuffer", "RayReplayBuffer")) or any(looks):
             return None
-        from muster.nodes.ray_buffer import for_nodes
+        from muster.cluster.ray_buffer import for_nodes
 
         return ReplaySink(for_nodes(options.replay_buffer))

@@ -14,8 +14,8 @@ from muster.collectors.engine import Engine
 from muster.collectors.options import CollectorKeywords, CollectorOptions
 from muster.collectors.setup import in_this_thread, make_groups, worker_options
 from muster.policies.adapt import place
-from muster.sources.build import build_policy
 from muster.weights.local import LocalWeights
+from muster.workers.build import build_policy
 
 
 class Collector(BaseCollector):

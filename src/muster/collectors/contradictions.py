@@ -12,7 +12,7 @@ from muster.errors import BadOption
 if TYPE_CHECKING:
     from muster.collectors.multi_options import MultiOptions
     from muster.collectors.options import CollectorOptions
-    from muster.sources.messages import GroupInfo
+    from muster.workers.messages import GroupInfo
 
 
 NEEDS_ENVS = (

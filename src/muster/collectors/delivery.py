@@ -11,11 +11,11 @@ import torch
 from muster.collectors.options import CollectorOptions
 from muster.errors import BadOption
 from muster.keys import Key
-from muster.marks import Final
 from muster.memory.slots import Layout, Slot, SlotRing, SlotState
 from muster.memory.specs import OBJECT, Array
 from muster.memory.views import BatchView
-from muster.sources.schedule import FilledSlot
+from muster.rollout.marks import Final
+from muster.workers.schedule import FilledSlot
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -19,20 +19,20 @@ from muster.episodes.record import NO_EPISODES
 from muster.episodes.summary import EpisodeWindow
 from muster.episodes.whole import WholeEpisodes
 from muster.errors import BadOption
-from muster.group import Group
-from muster.interrupts import allowed, postponed
 from muster.keys import Key
-from muster.marks import Final
 from muster.memory.slots import Layout
 from muster.memory.specs import Array
+from muster.observing.stats import CollectorStats
+from muster.observing.timeline import Timeline
 from muster.protocols import Policy
-from muster.sources.requests import CheckReset, Reset, Seed
-from muster.sources.schedule import CollectRequest, FilledSlot, Schedule
-from muster.sources.worker import Worker
-from muster.stats import CollectorStats
-from muster.timeline import Timeline
+from muster.rollout.group import Group
+from muster.rollout.marks import Final
+from muster.utils.interrupts import allowed, postponed
 from muster.weights.local import LocalWeights
 from muster.weights.send import SentWeights
+from muster.workers.requests import CheckReset, Reset, Seed
+from muster.workers.schedule import CollectRequest, FilledSlot, Schedule
+from muster.workers.worker import Worker
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -75,9 +75,9 @@ class Engine:
         local: Worker | None = None,
     ) -> None:
         self.options, self.source, self.weights, self.local = options, source, weights, local
-        self.num_envs = source.crew.num_envs
+        self.num_envs = source.pool.num_envs
         self.rows = options.rows_per_batch(source.sharing)
-        self.joins_time = joins_time(options, cat_dim, source.crew.accounts[0].info.batch_shape)
+        self.joins_time = joins_time(options, cat_dim, source.pool.accounts[0].info.batch_shape)
         self.outlet = Outlet(options, self.num_envs)
         self._is_direct = self.outlet.is_direct and options.post_collect_hook is None
         self.delivery = Delivery(options, stacked=stacked, cat_dim=cat_dim, hidden=self.outlet.needs_flags)
@@ -217,7 +217,7 @@ class Engine:
         )
         self.in_batch = not closes
         filled, batch = self._next(request)
-        most, accounts = 0, self.source.crew.accounts
+        most, accounts = 0, self.source.pool.accounts
         self.frames += filled.frames
         self.batches += closes
         self.rollouts += 1
@@ -254,7 +254,7 @@ class Engine:
     def blank(self) -> TensorDict:
         """A batch of zeros."""
         layout = dataclasses.replace(self.layout(), T=self.rows)
-        return self.delivery.blank(layout, self.source.crew.accounts[0].info.device)
+        return self.delivery.blank(layout, self.source.pool.accounts[0].info.device)
 
     def reset(self, index: Sequence[int] | int | None, kwargs: dict[str, Any]) -> None:
         """See ``Collector.reset``."""
@@ -266,12 +266,12 @@ class Engine:
             if type(i) is not int or not 0 <= i < self.num_envs:
                 raise BadOption(f"reset(index={index}): environments are numbered 0 to {self.num_envs - 1}")
         which: dict[int, list[int]] = {}
-        for number, account in enumerate(self.source.crew.accounts):
+        for number, account in enumerate(self.source.pool.accounts):
             first = int(account.env_ids[0])
             if inside := [i - first for i in chosen if first <= i < first + len(account.env_ids)]:
                 which[number] = inside
-        self.source.crew.call_for(which, CheckReset)
-        self.source.crew.call_for(which, lambda part: Reset(part, kwargs or None))
+        self.source.pool.call_for(which, CheckReset)
+        self.source.pool.call_for(which, lambda part: Reset(part, kwargs or None))
         if self.outlet.episodes is not None:
             self.outlet.episodes.flush(chosen)
 
@@ -279,23 +279,23 @@ class Engine:
         """See ``Collector.set_seed``."""
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise BadOption(f"set_seed({seed!r}): expected an integer of at least 0")
-        self.source.crew.call(Seed(seed, static))
+        self.source.pool.call(Seed(seed, static))
         if self.outlet.episodes is not None:
             self.outlet.episodes.flush()
         return seed if static else seed + self.num_envs - 1
 
     def discard(self, reason: str, frames: int) -> None:
         """Count frames that were collected, and that nobody will see."""
-        self.source.crew.accounts[0].discarded[reason] += frames
+        self.source.pool.accounts[0].discarded[reason] += frames
         self.frames -= frames
 
     def stats(self) -> CollectorStats:
-        accounts = self.source.crew.accounts
+        accounts = self.source.pool.accounts
         env, policy, copied, total = (
             sum(getattr(account.timing, part) for account in accounts) / 1e9
             for part in ("env", "policy", "copy", "total")
         )
-        workers = self.source.crew.worker_stats()
+        workers = self.source.pool.worker_stats()
         held = self.outlet.frames_held + (0 if self.kept is None else self.kept.frames_held) + self.unsaved
         frames = self.frames - held - sum(self._dropped().values())
         return CollectorStats(
@@ -321,13 +321,13 @@ class Engine:
             unseen=sum(account.unseen for account in accounts),
             cut_short=self._cut_short,
             workers=workers,
-            inference=server.stats() if (server := self.source.crew.server) is not None else None,
+            inference=server.stats() if (server := self.source.pool.server) is not None else None,
         )
 
     def _discarded(self) -> Counter[str]:
         """Steps that no batch shows, by reason."""
         counted = self._dropped()
-        for account in self.source.crew.accounts:
+        for account in self.source.pool.accounts:
             counted.update(account.discarded)
         return counted
 
@@ -337,7 +337,7 @@ class Engine:
         steps = sum(self.outlet.dropped.values())
         if self.kept is not None:
             steps += sum(self.kept.dropped.values())
-        for account in self.source.crew.accounts:
+        for account in self.source.pool.accounts:
             steps += sum(account.discarded.values())
         return steps
 
@@ -371,7 +371,7 @@ class Engine:
         """The next slots and the batch in them. If that cannot be made, another call like this one tries again."""
         like = request.limit, request.rows, request.closes, request.bootstrap
         if self._unmade is not None and self._unmade[0] != like:
-            self.source.crew.accounts[0].discarded["interrupted"] += self._give_up_unmade()
+            self.source.pool.accounts[0].discarded["interrupted"] += self._give_up_unmade()
         if self._unmade is None and self.source.overlaps:
             if isinstance(self.weights, SentWeights):
                 self.weights.catch_up()
@@ -397,7 +397,7 @@ class Engine:
 
     def _retire_dropped(self) -> None:
         """Nobody should wait for episodes of groups that are gone."""
-        for number, account in enumerate(self.source.crew.accounts):
+        for number, account in enumerate(self.source.pool.accounts):
             if account.dropped and number not in self._retired:
                 self._retired.add(number)
                 if self.outlet.episodes is not None:

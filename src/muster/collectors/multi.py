@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
-from muster.attributes import resolve
+from muster.cluster.node import Nodes
+from muster.cluster.weights import nodes_scheme
 from muster.collectors.auto import auto_workers
 from muster.collectors.base import BaseCollector
 from muster.collectors.contradictions import check_cat, check_multi
@@ -18,11 +19,10 @@ from muster.collectors.engine import Engine
 from muster.collectors.multi_options import MultiKeywords, MultiOptions
 from muster.collectors.workers import Workers, count_workers
 from muster.errors import BadOption
-from muster.nodes.node import Nodes
-from muster.nodes.weights import nodes_scheme
-from muster.sources.requests import EnvAttribute, Execute, Request
+from muster.utils.attributes import resolve
 from muster.weights.schemes import one_scheme
 from muster.weights.send import SentWeights
+from muster.workers.requests import EnvAttribute, Execute, Request
 
 
 class MultiCollector(BaseCollector):
@@ -61,7 +61,7 @@ class MultiCollector(BaseCollector):
             options, makers, count, policy, self._weights, made, alone=self._alone, nodes=nodes, bundles=bundles
         )
         weakref.finalize(self, workers.end)  # also if nobody shuts it down
-        check_cat(options, [account.info for account in workers.crew.accounts])
+        check_cat(options, [account.info for account in workers.pool.accounts])
         if options.num_threads is not None:
             made.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(options.num_threads)
@@ -107,7 +107,7 @@ class MultiCollector(BaseCollector):
     def _ask(self, request: Request) -> Any:
         self._check_open()
         with self._exclusively():
-            return self._engine.source.crew.call(request)
+            return self._engine.source.pool.call(request)
 
     def _part(self, model_id: str) -> torch.nn.Module | None:
         """Of the copy of the policy that weights are checked against."""

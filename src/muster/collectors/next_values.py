@@ -10,7 +10,7 @@ import torch
 
 from muster.errors import BadOption
 from muster.keys import Key
-from muster.sources.crew import Crew
+from muster.workers.pool import WorkerPool
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NEXT_VALUE: Key = ("next", "state_value")
 
 
-def add_next_values(batch: TensorDict, values_of: Sequence[tuple[int, Any]], crew: Crew) -> torch.Tensor:
+def add_next_values(batch: TensorDict, values_of: Sequence[tuple[int, Any]], pool: WorkerPool) -> torch.Tensor:
     """Add ``("next", "state_value")``, what the policy says of next observations, to a rollout.
 
     It is ``[*batch, 1]``, and 0 where nothing was asked.
@@ -29,7 +29,7 @@ def add_next_values(batch: TensorDict, values_of: Sequence[tuple[int, Any]], cre
     Returns:
         the values after the last rows, ``[*lead, 1]``; 0 where an episode has terminated there.
     """
-    groups = [(crew.accounts[number].info.num_envs, number, made) for number, made in values_of]
+    groups = [(pool.accounts[number].info.num_envs, number, made) for number, made in values_of]
     num_envs, time_dim = sum(B for B, *_ in groups), batch.names.index("time")
     T = batch.shape[time_dim]
     if batch.numel() != num_envs * T:
@@ -39,8 +39,8 @@ def add_next_values(batch: TensorDict, values_of: Sequence[tuple[int, Any]], cre
     for B, number, made in groups:
         if made is not None:  # else its group was dropped
             if made.values is None and len(made.t):
-                assert crew.server is not None
-                made = crew.server.ask("value", number, made, group=number)
+                assert pool.server is not None
+                made = pool.server.ask("value", number, made, group=number)
             found = made.values if len(made.t) else np.empty(0, np.float32)
             values[first + made.env, made.t] = found
             at_last = made.t == made.last[made.env]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from muster.bootstrap import check_bootstrap
 from muster.collectors.asked import Asked, Collected
 from muster.collectors.choice import Choice
 from muster.collectors.contradictions import NEEDS_ENVS
@@ -25,10 +24,11 @@ from muster.episodes.segment import ENDED, find_pieces, split_trajectories
 from muster.episodes.summary import CollectStats
 from muster.episodes.whole import WholeEpisodes
 from muster.errors import BadOption, CollectorTimeout, UnsupportedEnv, WorkerDied
-from muster.interrupts import postponed
 from muster.keys import TERMINATED, TRAJ_DONE, TRUNCATED, VALID, next_of
 from muster.memory.specs import Array
-from muster.sources.requests import EnableGrad, Render, Running
+from muster.rollout.bootstrap import check_bootstrap
+from muster.utils.interrupts import postponed
+from muster.workers.requests import EnableGrad, Render, Running
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -149,7 +149,7 @@ class OnDemand:
         """What is shown of a rollout. If the policy fails when it is asked for values, the next call asks again."""
         engine, batch, hidden = self._engine, rollout.batch, rollout.hidden
         try:
-            last = add_next_values(batch, rollout.values, engine.source.crew) if asked.bootstrap else None
+            last = add_next_values(batch, rollout.values, engine.source.pool) if asked.bootstrap else None
         except (WorkerDied, CollectorTimeout):  # of a server that knew recurrent states, and is gone
             self._give_up("worker_died", rollout.frames)
             self._rollout = None
@@ -160,7 +160,7 @@ class OnDemand:
 
     def _valid(self, batch: TensorDict, n: int) -> torch.Tensor:
         """Marks exactly ``n`` cells, time step by time step."""
-        accounts = self._engine.source.crew.accounts
+        accounts = self._engine.source.pool.accounts
         living = np.concatenate([np.full(a.info.num_envs, not a.dropped) for a in accounts])
         time_dim = batch.names.index("time")
         T = batch.numel() // len(living)
@@ -259,9 +259,9 @@ class OnDemand:
 
     def _reset_running(self) -> None:
         """Environments in the middle of an episode begin anew."""
-        crew = self._engine.source.crew
-        parts = [part for part in crew.call(Running()) if part]
-        running = [int(crew.accounts[n].env_ids[i]) for part in parts for n, which in part.items() for i in which]
+        pool = self._engine.source.pool
+        parts = [part for part in pool.call(Running()) if part]
+        running = [int(pool.accounts[n].env_ids[i]) for part in parts for n, which in part.items() for i in which]
         try:
             self._engine.reset(running, {})
         except UnsupportedEnv:  # some cannot be reset alone
@@ -294,11 +294,11 @@ class OnDemand:
 
     def _living(self) -> list[int]:
         """Numbers of the environments that have not been dropped."""
-        return [int(i) for a in self._engine.source.crew.accounts if not a.dropped for i in a.env_ids]
+        return [int(i) for a in self._engine.source.pool.accounts if not a.dropped for i in a.env_ids]
 
     def _rule_of(self, group: int, rule: Rule, *, keep: bool) -> Rule | None:
         """What a group can know by itself of who is still wanted."""
-        accounts = self._engine.source.crew.accounts
+        accounts = self._engine.source.pool.accounts
         if len(accounts) == 1:
             return NobodyLetGo(copy.deepcopy(rule)) if keep else copy.deepcopy(rule)
         if isinstance(rule, PerEnv) and not keep and not any(account.dropped for account in accounts):
@@ -314,7 +314,7 @@ class OnDemand:
             array: Array = batch.get(key).detach().cpu().numpy()
             return array.reshape(batch.numel(), -1)
 
-        reward_key = self._engine.source.crew.accounts[0].info.reward[0]
+        reward_key = self._engine.source.pool.accounts[0].info.reward[0]
         rewards = column(reward_key)[pieces.rows, 0].astype(np.float64)
         flags = [column(next_of(flag))[rows, 0] for flag in (TERMINATED, TRUNCATED)]
         returns = np.add.reduceat(rewards, pieces.first)
@@ -328,7 +328,7 @@ class OnDemand:
     # --- parts ------------------------------------------------------------------------------------
 
     def _check(self, asked: Asked) -> None:
-        options, info = self._options, self._engine.source.crew.accounts[0].info
+        options, info = self._options, self._engine.source.pool.accounts[0].info
         if asked.bootstrap:
             columns = self._engine.layout().columns
             check_bootstrap(columns, info.observation_keys, reset_when_done=options.reset_when_done)
@@ -351,21 +351,21 @@ class OnDemand:
 
     @contextmanager
     def _mode(self, asked: Asked) -> Iterator[None]:
-        crew = self._engine.source.crew
+        pool = self._engine.source.pool
         if not asked.no_grad:
             self._enable_grad(True)
         if asked.render is not None:
-            crew.call(Render(asked.render))
+            pool.call(Render(asked.render))
         try:
             yield
         finally:
             if asked.render is not None:
-                crew.call(Render(None))
+                pool.call(Render(None))
             if not asked.no_grad:
                 self._enable_grad(False)
 
     def _enable_grad(self, on: bool) -> None:
-        crew = self._engine.source.crew
-        crew.call(EnableGrad(on))
-        if crew.server is not None:
-            crew.server.ask("enable_grad", on)
+        pool = self._engine.source.pool
+        pool.call(EnableGrad(on))
+        if pool.server is not None:
+            pool.server.ask("enable_grad", on)

@@ -13,13 +13,13 @@ import torch
 from typing_extensions import Self
 
 from muster.collectors.contradictions import check_contradictions
-from muster.columns import Validate
 from muster.episodes.rules import StreamRule, check_stream_rule
 from muster.errors import BadOption, UnknownOption
-from muster.integers import integer
-from muster.loggers import as_logger
 from muster.memory.views import Order
+from muster.observing.loggers import as_logger
 from muster.policies.adapt import STORED
+from muster.rollout.columns import Validate
+from muster.utils.integers import integer
 
 Device = torch.device | str | int | None
 ObsDtype = torch.dtype | Literal["env"] | None
@@ -140,8 +140,8 @@ class CollectorOptions:
         extend_buffer: False adds every time step by itself as soon as it is made.
         local_init_rb: accepted for TorchRL's sake; in this process a buffer is always initialised here.
         pre_collect_hook, post_collect_hook: called before and after (with the batch) every collection.
-        on_step: called with a ``muster.hooks.StepView`` after every time step, where the environments are (a copy of it
-            in every worker process); what it writes there is in the batch.
+        on_step: called with a ``muster.rollout.hooks.StepView`` after every time step, where the environments are (in
+            every worker process a copy of it); what it writes there is in the batch.
         on_episode_done: called with every whole episode, ``[L]``, in order of their ends; may return columns for it, a
             dict of arrays ``[L, ...]``, where batches are whole episodes.
         on_batch: called with every batch right before it is yielded, returned or written. docs/hooks.md has examples.
@@ -182,8 +182,8 @@ class CollectorOptions:
             environments.
         prev_action_reward: add the observations ``prev_action`` and ``prev_reward``, zero where an agent's episode
             begins. Modules and heads get a dict of all observations then.
-        logger: gets numbers after every batch; whatever ``muster.loggers.as_logger`` takes: TensorBoard's writer, a
-            function ``(metrics, step)``, ... You close it.
+        logger: gets numbers after every batch; whatever ``muster.observing.loggers.as_logger`` takes: TensorBoard's
+            writer, a function ``(metrics, step)``, ... You close it.
         slot_memory_limit: bytes of batches that may be referenced at once. None: half the machine's memory.
     """
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from muster.collectors.episode_hook import EpisodeHook
 from muster.collectors.options import CollectorOptions
+from muster.collectors.replay_buffer import ReplaySink
 from muster.episodes.plain import from_plain, to_plain
 from muster.episodes.segment import ENDED, split_trajectories
 from muster.episodes.whole import Envs, WholeEpisodes
-from muster.hooks import call_hook
 from muster.keys import TRAJ_DONE, Key
-from muster.sinks.episode_hook import EpisodeHook
-from muster.sinks.replay_buffer import ReplaySink
+from muster.rollout.hooks import call_hook
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

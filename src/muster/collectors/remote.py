@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from muster.attributes import resolve
 from muster.errors import BadOption
+from muster.utils.attributes import resolve
 
 if TYPE_CHECKING:
     from muster.collectors.options import CollectorOptions
-    from muster.group import Group
+    from muster.rollout.group import Group
 
 
 class RemoteAccess:

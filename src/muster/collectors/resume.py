@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from muster import checkpoint
 from muster.errors import BadCheckpoint, BadWeights
-from muster.sources.requests import LoadState, MarkResumed, TakeState
+from muster.restore import checkpoint
+from muster.workers.requests import LoadState, MarkResumed, TakeState
 
 if TYPE_CHECKING:
     from muster.collectors.base import BaseCollector
@@ -60,8 +60,8 @@ def state_of(collector: BaseCollector) -> dict[str, Any]:
     # Before what is counted: both may join parts that could not be joined yet.
     outlet, on_demand = engine.outlet.state_dict(), collector._on_demand.state_dict()
     acting = _acting(collector)
-    states = [state for worker in engine.source.crew.call(TakeState()) for state in worker]
-    for state, account in zip(states, engine.source.crew.accounts, strict=True):
+    states = [state for worker in engine.source.pool.call(TakeState()) for state in worker]
+    for state, account in zip(states, engine.source.pool.accounts, strict=True):
         state["group"] |= {"executed": account.executed, "discarded": dict(account.discarded)}
     return {
         "format": FORMAT,
@@ -85,7 +85,7 @@ def load(collector: BaseCollector, state: Any, *, trust: bool) -> ResumeReport:
         path = Path(state)
         state = checkpoint.load(path / STATE_FILE if path.is_dir() else path)
     _check(collector, state)
-    engine, crew = collector._engine, collector._engine.source.crew
+    engine, pool = collector._engine, collector._engine.source.pool
     notes = []
     engine.source.abandon("loaded")
     engine.load_state_dict(state["engine"])
@@ -94,9 +94,9 @@ def load(collector: BaseCollector, state: Any, *, trust: bool) -> ResumeReport:
         collector._weights.policy.load_state_dict(state["policy_state_dict"])
     elif not state["policy_is_module"]:
         notes.append("the policy is no module: whatever it keeps is not restored")
-    restored = [int(i) for account in crew.accounts for i in account.env_ids if int(i) not in failed]
+    restored = [int(i) for account in pool.accounts for i in account.env_ids if int(i) not in failed]
     if failed:
-        crew.call(MarkResumed())
+        pool.call(MarkResumed())
     collector._weights.restore(state["policy_version"])
     engine.source.restore(state["waiting"])
     engine.outlet.load_state_dict(state["outlet"])
@@ -107,23 +107,23 @@ def load(collector: BaseCollector, state: Any, *, trust: bool) -> ResumeReport:
         engine.kept.flush(failed)
     if state["in_flight"]:
         notes.append(f"{state['in_flight']} steps of a batch that an error had cut short are not restored")
-        crew.accounts[0].discarded["not_saved"] += state["in_flight"]
+        pool.accounts[0].discarded["not_saved"] += state["in_flight"]
     return ResumeReport(tuple(restored), failed, tuple(notes))
 
 
 def _load_groups(engine: Engine, state: dict[str, Any], trust: bool) -> dict[int, str]:
     """The environments that begin anew, by global number, and why."""
-    crew = engine.source.crew
+    pool = engine.source.pool
     groups = {
         number: {"group": group, "envs": envs}
         for number, (group, envs) in enumerate(zip(state["groups"], state["env_state_dict"], strict=True))
     }
     failed: dict[int, str] = {}
-    for handle in crew.handles:
+    for handle in pool.handles:
         part = {number: groups[number] for number in handle.groups}
         for of_group in handle.call(LoadState(part, CUT_SHORT if state["in_flight"] else None, trust)):
             failed |= of_group
-    for account, group in zip(crew.accounts, state["groups"], strict=True):
+    for account, group in zip(pool.accounts, state["groups"], strict=True):
         account.executed, account.discarded = group["executed"], Counter(group["discarded"])
         account.clock = np.stack([group["clock"]["episode"], group["clock"]["steps"]])
     engine.source.look_again()
@@ -150,7 +150,7 @@ class Autosave:
 def _fingerprint(collector: BaseCollector) -> dict[str, Any]:
     """What has to be the same for a state to fit."""
     engine = collector._engine
-    infos = [account.info for account in engine.source.crew.accounts]
+    infos = [account.info for account in engine.source.pool.accounts]
     return {
         "environments": [info.num_envs for info in infos],
         "trajs_per_batch": engine.outlet.episodes is not None,

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from muster.collectors.options import CollectorOptions
-from muster.columns import RolloutOptions
 from muster.errors import BadOption
-from muster.group import Group
 from muster.policies.adapt import observed_dtype
 from muster.rng import GroupRng
-from muster.sources.build import WorkerOptions, build_envs, build_policy, make_group
-from muster.sources.crew import Crew, LocalWorker
-from muster.sources.schedule import Bundle
-from muster.sources.sync import Sync
-from muster.sources.worker import Worker, describe
+from muster.rollout.columns import RolloutOptions
+from muster.rollout.group import Group
+from muster.workers.build import WorkerOptions, build_envs, build_policy, make_group
+from muster.workers.pool import LocalWorker, WorkerPool
+from muster.workers.schedule import Bundle
+from muster.workers.sync import Sync
+from muster.workers.worker import Worker, describe
 
 if TYPE_CHECKING:
     from muster.memory.slots import Memory
@@ -52,11 +52,11 @@ def in_this_thread(
     policies = {name: build_policy(p, told, groups[0], device) for name, p in (("policy", policy), ("random", None))}
     worker = Worker(groups, policies, policy, device=device, index=options.worker_idx or 0)
     infos = [describe(group.env, group.batch_shape) for group in groups]
-    crew = Crew([LocalWorker(worker)], infos, local=worker)
-    rows = options.rows_per_batch(crew.num_envs) if options.extend_buffer else 1
+    pool = WorkerPool([LocalWorker(worker)], infos, local=worker)
+    rows = options.rows_per_batch(pool.num_envs) if options.extend_buffer else 1
     memory = _memory(options, groups[0].env.device)
     bundle = Bundle(range(len(groups)), limit_bytes=cast(int, options.slot_memory_limit), memory=memory)
-    return Sync(crew, [bundle], [rows] * len(groups)), worker
+    return Sync(pool, [bundle], [rows] * len(groups)), worker
 
 
 def makers_of(create_env_fn: Any) -> list[Any]:

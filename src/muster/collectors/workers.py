@@ -13,31 +13,31 @@ from typing import Any, cast
 
 import numpy as np
 
+from muster.cluster.node import Nodes
+from muster.cluster.wire import NodeSetup
 from muster.collectors.multi_options import MultiOptions
 from muster.collectors.setup import keywords_of, makers_of, marks_valid, worker_options
 from muster.envs.build import is_environment
 from muster.errors import BadOption
 from muster.memory.shared import Arena
-from muster.nodes.node import Nodes
-from muster.nodes.wire import NodeSetup
-from muster.sources.build import WorkerOptions
-from muster.sources.capsule import CrashDirectory, Maker
-from muster.sources.channel import WakeUp
-from muster.sources.config import Columns, WorkerConfig, WorkerPlace
-from muster.sources.crash_notes import CrashNotes
-from muster.sources.crew import Crew
-from muster.sources.first_ready import FirstReady
-from muster.sources.inference import InferenceServer, ServerConfig
-from muster.sources.launch import in_process
-from muster.sources.messages import GroupInfo
-from muster.sources.pickling import dumps
-from muster.sources.proxy import WorkerHost, WorkerProxy
-from muster.sources.requests import LayOut, Weights
-from muster.sources.schedule import Bundle
-from muster.sources.supervision import Supervisor
-from muster.sources.sync import Sync
-from muster.sources.threads import GlobalStreams, Turns, in_thread
+from muster.restore.crash_report import CrashDirectory, Maker
+from muster.restore.pickling import dumps
 from muster.weights.send import SentWeights
+from muster.workers.build import WorkerOptions
+from muster.workers.channel import WakeUp
+from muster.workers.config import Columns, WorkerConfig, WorkerPlace
+from muster.workers.crash_notes import CrashNotes
+from muster.workers.first_ready import FirstReady
+from muster.workers.inference import InferenceServer, ServerConfig
+from muster.workers.launch import in_process
+from muster.workers.messages import GroupInfo
+from muster.workers.pool import WorkerPool
+from muster.workers.proxy import WorkerHost, WorkerProxy
+from muster.workers.requests import LayOut, Weights
+from muster.workers.schedule import Bundle
+from muster.workers.supervision import Supervisor
+from muster.workers.sync import Sync
+from muster.workers.threads import GlobalStreams, Turns, in_thread
 
 
 def count_workers(create_env_fn: Any, num_workers: int | None) -> tuple[list[Any], int]:
@@ -108,16 +108,16 @@ class Workers:
         self._supervisor.handles = self._handles
         made.callback(self.end)
         infos = self._start()
-        self.crew = Crew(self._handles, infos, self._supervisor)
-        self.crew.elastic = self._supervisor.elastic = self._is_elastic
-        for number, account in enumerate(self.crew.accounts):
-            account.late = self.crew.handle(number).absent
-        self._supervisor.accounts = self.crew.accounts
+        self.pool = WorkerPool(self._handles, infos, self._supervisor)
+        self.pool.elastic = self._supervisor.elastic = self._is_elastic
+        for number, account in enumerate(self.pool.accounts):
+            account.late = self.pool.handle(number).absent
+        self._supervisor.accounts = self.pool.accounts
         if self._server is not None:
             self._server.open(self._handles, dict(enumerate(infos)))
-            self.crew.server = self._server
+            self.pool.server = self._server
         elif self._served:
-            self.crew.server = nodes
+            self.pool.server = nodes
         self._assign()
 
     def end(self) -> None:
@@ -129,7 +129,7 @@ class Workers:
 
     def schedule(self) -> Sync | FirstReady:
         """Who works when."""
-        options, infos = self._options, [account.info for account in self.crew.accounts]
+        options, infos = self._options, [account.info for account in self.pool.accounts]
         one_slot = options.cat_dim is None and not self._alone
         parts = [list(range(len(infos)))] if one_slot else self._parts()
         limit = cast(int, options.slot_memory_limit) // len(parts)
@@ -140,10 +140,10 @@ class Workers:
                 for number in part:
                     T[number] = options.rows_per_batch(sum(infos[other].num_envs for other in part))
             weights, max_lag = self._weights, options.max_policy_lag
-            return FirstReady(self.crew, bundles, T, max_lag=max_lag, publishes=lambda: weights.publishes)
-        rows = options.rows_per_batch(self.crew.num_envs) if options.extend_buffer else 1
+            return FirstReady(self.pool, bundles, T, max_lag=max_lag, publishes=lambda: weights.publishes)
+        rows = options.rows_per_batch(self.pool.num_envs) if options.extend_buffer else 1
         streams = GlobalStreams() if options.backend == "threads" else None
-        return Sync(self.crew, bundles, [rows] * len(infos), enough=options.enough(len(infos)), streams=streams)
+        return Sync(self.pool, bundles, [rows] * len(infos), enough=options.enough(len(infos)), streams=streams)
 
     def _materialise(self, made: ExitStack) -> None:
         """Lazy layers: a worker's first call shows what weights there are; all workers then begin with these."""
@@ -193,21 +193,21 @@ class Workers:
 
     def _assign(self) -> None:
         """Tell workers where they stand among all."""
-        options, crew = self._options, self.crew
-        sharing = [crew.num_envs]
+        options, pool = self._options, self.pool
+        sharing = [pool.num_envs]
         if self._alone:
-            sharing = [sum(crew.accounts[n].info.num_envs for n in part) for part in self._parts()]
+            sharing = [sum(pool.accounts[n].info.num_envs for n in part) for part in self._parts()]
         masks = any([marks_valid(options, number) for number in sorted(set(sharing))])  # noqa: C419 (each may warn)
-        masks |= options.enough(len(crew.accounts)) is not None or options.on_failure == "drop"
+        masks |= options.enough(len(pool.accounts)) is not None or options.on_failure == "drop"
         kwargs = keywords_of(options.create_env_kwargs, len(self._makers))
         device = options.devices["env_device"]
         origins = [Maker(m, options.num_envs, k, device) for m, k in zip(self._makers, kwargs, strict=True)]
-        infos, ids = zip(*((account.info, account.env_ids) for account in crew.accounts), strict=True)
+        infos, ids = zip(*((account.info, account.env_ids) for account in pool.accounts), strict=True)
         self._notes.open(origins, infos, ids, options.max_frames_per_traj)
         self._notes.seeded(range(len(infos)), options.seed)
         for handle in sorted(self._handles, key=lambda handle: not handle.absent):  # they may come from here on
-            firsts = [int(crew.accounts[number].env_ids[0]) for number in handle.groups]
-            handle.assign(WorkerPlace(firsts, crew.num_envs, masks, options.seed))
+            firsts = [int(pool.accounts[number].env_ids[0]) for number in handle.groups]
+            handle.assign(WorkerPlace(firsts, pool.num_envs, masks, options.seed))
 
     def _in_worker(self, rollout: Any) -> Any:
         threads = self._options.num_sub_threads if self._options.backend == "processes" else None

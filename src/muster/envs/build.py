@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 import gymnasium
 from gymnasium.vector import VectorEnv
 
-from muster.attributes import name_of
 from muster.envs.checks import the_only
 from muster.envs.stacked import StackedEnvs
 from muster.envs.vector import VectorEnvBatch
 from muster.errors import BadOption, EnvError, UnsupportedEnv, described
 from muster.protocols import EnvBatch
+from muster.utils.attributes import name_of
 
 if TYPE_CHECKING:
     import torch
 else:
-    from muster import lazy_torch as torch
+    from muster.utils import lazy_torch as torch
 
 ACCEPTED = (
     "an env id, an environment (gymnasium.Env or VectorEnv, TorchRL EnvBase, PettingZoo ParallelEnv, "

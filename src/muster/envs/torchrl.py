@@ -23,9 +23,9 @@ from muster.keys import Key
 from muster.memory.cells import take
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
-from muster.private_names import require
 from muster.protocols import EnvBatch, Step
 from muster.rng import GroupRng
+from muster.utils.private_names import require
 
 
 def takes(obj: Any) -> bool:

@@ -23,7 +23,7 @@ from muster.envs.torchrl_specs import Declared, declared
 from muster.errors import BadEnvOutput, shown
 from muster.keys import FLAGS, REWARD, Key, next_of
 from muster.memory.slots import Lane
-from muster.private_names import tensordict_maker
+from muster.utils.private_names import tensordict_maker
 
 PATCHABLE = {
     *("_step", "_reset", "step", "reset", "read_obs", "read_reward", "read_action", "read_done", "rand_action"),

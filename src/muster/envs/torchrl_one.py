@@ -18,7 +18,7 @@ from muster.keys import FLAGS, NEXT_OBS_VALID, RESERVED, REWARD, Key, dotted, ne
 from muster.memory.cells import assemble, take
 from muster.memory.slots import MAX_ROW_VIEWS, Lane, torch_dtype
 from muster.memory.specs import Specs
-from muster.private_names import tensordict_maker
+from muster.utils.private_names import tensordict_maker
 
 Advance = Callable[[int], "list[int] | None"]
 DONE, TERMINATED, TRUNCATED = FLAGS

@@ -16,9 +16,9 @@ from muster.episodes.plain import from_plain, to_plain
 from muster.episodes.rules import ENDLESS, StreamRule, check_stream_rule, make_queue
 from muster.episodes.segment import ENDED, NEVER, Pieces, find_pieces, padded, take, time_last
 from muster.errors import BadOption
-from muster.integers import integer
 from muster.keys import POLICY_VERSION, Key, dotted
 from muster.memory.specs import Array
+from muster.utils.integers import integer
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from muster.errors import BadWeights, described
-from muster.sources.pickling import dumps, loads
+from muster.restore.pickling import dumps, loads
 from muster.weights.names import Weights, modules_of, named_tensors, named_weights, weight_bearer
 
 

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import numpy as np
 from typing_extensions import Self
 
-from muster.attributes import name_of
 from muster.collectors.options import check_choice
 from muster.episodes.rules import RuleName
 from muster.errors import (
@@ -31,8 +30,9 @@ from muster.evaluation.copies import weights_of
 from muster.evaluation.result import Evaluation
 from muster.evaluation.run import Plan, Progress
 from muster.evaluation.stage import Stage
-from muster.forks import Owner
-from muster.integers import integer
+from muster.utils.attributes import name_of
+from muster.utils.forks import Owner
+from muster.utils.integers import integer
 from muster.weights.names import Weights
 
 ATTEMPTS = 3

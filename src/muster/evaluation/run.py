@@ -13,8 +13,8 @@ from muster.episodes.rules import ENDLESS, RuleName, check_rule, make_rule
 from muster.errors import BadOption
 from muster.evaluation.result import EvaluatedEpisode, Evaluation, UnfinishedEpisode
 from muster.evaluation.tape import Tape
-from muster.integers import integer
 from muster.memory.specs import Array
+from muster.utils.integers import integer
 
 Progress = Callable[[int, int], object]
 

@@ -22,9 +22,9 @@ from muster.evaluation.tape import Tape
 from muster.keys import Key
 from muster.memory.specs import Array
 from muster.rng import GroupRng
-from muster.sources.messages import GroupInfo
-from muster.sources.requests import EnvAttribute
 from muster.weights.names import Weights, weight_bearer
+from muster.workers.messages import GroupInfo
+from muster.workers.requests import EnvAttribute
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -103,7 +103,7 @@ class Stage:
         """
         began = time.perf_counter()
         collector = self.open()
-        info = collector._engine.source.crew.accounts[0].info
+        info = collector._engine.source.pool.accounts[0].info
         self._publish(collector, weights)
         collector.set_seed(seed)
         run = Run(plan, self._num_envs, seed=seed, seeded=self._seeded, version=version)
@@ -130,7 +130,7 @@ class Stage:
     def kill(self) -> None:
         """End workers that do not end by themselves; from another thread."""
         if self._collector is not None:
-            for handle in self._collector._engine.source.crew.handles:
+            for handle in self._collector._engine.source.pool.handles:
                 handle.kill()
 
     def _make(self) -> BaseCollector:
@@ -192,6 +192,6 @@ def _rewards(batch: TensorDict, key: Key, num_envs: int) -> Array:
 def _has_seeds(collector: BaseCollector) -> bool:
     """All environments are ``EpisodeSeeds``."""
     try:
-        return all(itertools.chain(*collector._engine.source.crew.call(EnvAttribute("seeds_episodes"))))
+        return all(itertools.chain(*collector._engine.source.pool.call(EnvAttribute("seeds_episodes"))))
     except (AttributeError, MusterError):  # as environments of other kinds say
         return False

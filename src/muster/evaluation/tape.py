@@ -11,7 +11,7 @@ import numpy as np
 from muster.evaluation.result import EvaluatedEpisode
 from muster.keys import Key
 from muster.memory.specs import Array
-from muster.sources.capsule import Capsule, Maker, Special
+from muster.restore.crash_report import CrashReport, Maker, Special
 
 
 @dataclass
@@ -43,9 +43,9 @@ class Tape:
         joined = {key: np.concatenate([part[key][:, env : env + 1] for part in parts]) for key in parts[0]}
         return {key: array[begin : begin + episode.length] for key, array in joined.items()}
 
-    def capsule(self, episode: EvaluatedEpisode, maker: Maker) -> Capsule:
-        """The episode as what ``muster.sources.player`` plays, in an environment of ``maker``."""
-        return Capsule(
+    def crash_report(self, episode: EvaluatedEpisode, maker: Maker) -> CrashReport:
+        """The episode as what ``muster.restore.player`` plays, in an environment of ``maker``."""
+        return CrashReport(
             name=self.name,
             maker=maker,
             env_ids=[episode.env_id],

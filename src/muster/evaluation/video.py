@@ -17,9 +17,9 @@ from muster.errors import BadOption, UnsupportedEnv
 from muster.evaluation.result import EvaluatedEpisode
 from muster.evaluation.tape import Tape
 from muster.memory.specs import Array
-from muster.sources.capsule import Maker
-from muster.sources.player import Player
-from muster.whole_files import written_elsewhere
+from muster.restore.crash_report import Maker
+from muster.restore.player import Player
+from muster.utils.whole_files import written_elsewhere
 
 FPS = 30.0  # where the environment does not say
 
@@ -32,7 +32,7 @@ def film(tape: Tape, episode: EvaluatedEpisode, folder: Path, name: str, fps: fl
             f"together reset themselves. Evaluate single Gymnasium environments (num_envs=) for videos."
         )
     write_frames = writer()
-    player = Player(tape.capsule(episode, _rendering(tape, episode.env_id)))
+    player = Player(tape.crash_report(episode, _rendering(tape, episode.env_id)))
     with closing(player):
         if (mode := getattr(player.env, "render_mode", None)) != "rgb_array":
             raise UnsupportedEnv(

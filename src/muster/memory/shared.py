@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from muster.errors import SlotsExhausted
-from muster.forks import Owner
 from muster.memory.specs import Array
+from muster.utils.forks import Owner
 
 _MAP_FIXED = 0x10
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE

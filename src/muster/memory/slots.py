@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     Memory = Literal["heap", "pinned"] | torch.device | Arena
 else:
-    from muster import lazy_torch as torch
+    from muster.utils import lazy_torch as torch
 
 
 ALIGNMENT = 64  # bytes: one cache line, and a multiple of every item size

@@ -12,7 +12,7 @@ import torch
 from muster.keys import Key
 from muster.memory.slots import Layout, Slot, torch_dtype
 from muster.memory.specs import Array, Column
-from muster.private_names import tensordict_maker
+from muster.utils.private_names import tensordict_maker
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -25,7 +25,7 @@ from torch.nn.modules import module as module_globals
 
 from muster.memory.specs import Array
 from muster.policies.numpy_layers import Call, numpy_steps
-from muster.private_names import usable
+from muster.utils.private_names import usable
 
 # NumPy is ahead while the overhead of calls dominates. Which variant runs may not depend on timing (same seed, same
 # data), so the limit is a constant, in rows x multiply-adds. us torch / NumPy for 8-h-h-4 with tanh, then relu:

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from muster.attributes import name_of
 from muster.errors import BadOption, BadPolicyOutput
 from muster.keys import ACTION, OBSERVATION, RESERVED, STATE, Key, dotted
 from muster.memory.slots import Lane
@@ -23,6 +22,7 @@ from muster.policies.checks import action_problem, column_of, frozen_check, nest
 from muster.policies.executor import Program, plan
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
+from muster.utils.attributes import name_of
 
 STATE_NAMES = frozenset({"state", "hidden", "carry"})
 Leaves = dict[Key, Any]

@@ -17,7 +17,7 @@ from muster.rng import GroupRng
 if TYPE_CHECKING:
     import torch
 else:
-    from muster import lazy_torch as torch
+    from muster.utils import lazy_torch as torch
 
 Sample = Callable[[GroupRng, tuple[int, ...]], dict[Key, Array]]
 

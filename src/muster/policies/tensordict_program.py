@@ -25,7 +25,7 @@ from torch import nn
 from muster.errors import BadPolicyOutput
 from muster.keys import Key
 from muster.policies.executor import Program, layers_are_known, plain, plan
-from muster.private_names import usable
+from muster.utils.private_names import usable
 
 Values = dict[Key, torch.Tensor]
 Stage = Callable[[Values], None]

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from muster import tensor_files
 from muster.errors import BadRecording
 from muster.keys import Key
 from muster.recording.files import open_regular
+from muster.utils import tensor_files
 
 _REMEDY = (
     "Restore the file from a copy, or leave it out with load(directory, skip_damaged=True), "

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from muster.errors import BadRecording
-from muster.whole_files import NO_LINKS, is_at, try_lock, unlock
+from muster.utils.whole_files import NO_LINKS, is_at, try_lock, unlock
 
 MANIFEST = "recording.json"
 LOCK = ".lock"

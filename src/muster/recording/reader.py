@@ -22,8 +22,8 @@ from muster.recording import files
 from muster.recording.chunks import Chunk, DamagedChunk, read_chunk
 from muster.recording.episodes import Episode, Rows, find_episodes
 from muster.recording.writer import FORMAT, VERSION
-from muster.tensor_files import Damaged, bytes_of, opened, unseal
-from muster.whole_files import TEMPORARY, read_json
+from muster.utils.tensor_files import Damaged, bytes_of, opened, unseal
+from muster.utils.whole_files import TEMPORARY, read_json
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from muster.errors import BadOption, BadRecording, UnsupportedSpace
-from muster.forks import Owner
 from muster.keys import Key, dotted
 from muster.recording import chunks, files
-from muster.tensor_files import STORABLE, seal
-from muster.whole_files import write_whole
+from muster.utils.forks import Owner
+from muster.utils.tensor_files import STORABLE, seal
+from muster.utils.whole_files import write_whole
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 else:
-    from muster import lazy_torch as torch
+    from muster.utils import lazy_torch as torch
 
 Info = dict[str, Any]
 Array = NDArray[Any]

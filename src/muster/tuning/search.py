@@ -15,7 +15,7 @@ from muster.collectors.options import CollectorOptions
 from muster.collectors.setup import makers_of
 from muster.envs.build import is_environment
 from muster.errors import BadOption, UnsupportedEnv
-from muster.sources.pickling import dumps, loads
+from muster.restore.pickling import dumps, loads
 from muster.tuning.grid import Setup, grid
 
 TOTALS = (8, 32)  # environments

@@ -17,7 +17,7 @@ _HOMES = {
     "Pipe": "muster.weights.pipe",
     "RPCWeightSyncScheme": "muster.weights.sync_schemes",
     "RayWeightSyncScheme": "muster.weights.sync_schemes",
-    "RayWeightUpdater": "muster.nodes.ray_updater",
+    "RayWeightUpdater": "muster.cluster.ray_updater",
     "SharedMemWeightSyncScheme": "muster.weights.sync_schemes",
     "SharedMemory": "muster.weights.shared_memory",
     "SharedMemoryWeightSyncScheme": "muster.weights.sync_schemes",
@@ -29,7 +29,7 @@ _HOMES = {
 __all__ = list(_HOMES)
 
 if TYPE_CHECKING:
-    from muster.nodes.ray_updater import RayWeightUpdater as RayWeightUpdater
+    from muster.cluster.ray_updater import RayWeightUpdater as RayWeightUpdater
     from muster.weights.no_sync import NoSync as NoSync
     from muster.weights.pipe import Pipe as Pipe
     from muster.weights.shared_memory import SharedMemory as SharedMemory

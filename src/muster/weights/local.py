@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from muster.attributes import name_of
 from muster.errors import BadWeights
+from muster.utils.attributes import name_of
 from muster.weights.names import Weights, check_finite, copy_tensor, modules_of, named_weights
 
 Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]  # new and old

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from muster.attributes import name_of
 from muster.errors import BadWeights, described
+from muster.utils.attributes import name_of
 from muster.weights.local import LocalWeights, Waiting, copy_pairs
 from muster.weights.names import Weights, named_tensors, weight_bearer
 from muster.weights.schemes import scheme_for

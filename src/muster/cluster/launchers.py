@@ -1,0 +1,207 @@
+"""How the process of a node comes to life: started from here, or by somebody else (torchrun, SLURM, people)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from muster.cluster.link import AGENT, Carrier
+from muster.cluster.meeting import Meeting, read_token
+from muster.errors import BadOption
+from muster.workers.channel import Channel
+from muster.workers.launch import Child, launch
+
+NAMES = ("mp", "submitit", "submitit_delayed", "torchrun", "manual")
+END_S = 5.0
+
+
+class Started(Protocol):
+    """A node's process that was started from here; or a job that will become one. ``str`` of it says which."""
+
+    @property
+    def state(self) -> str:
+        """For people: "running", or what it waits for."""
+
+    def ended(self) -> str | None:
+        """Why it has ended, for people; None while it runs or may still come to run. Does not wait."""
+
+    def end(self) -> None:
+        """End it, by force if need be, and whatever it has started. May be called again."""
+
+
+class Launcher(Protocol):
+    """Brings nodes to life. The threads of several nodes call it at once.
+
+    Attributes:
+        name: the value of the option ``launcher=``.
+        advice: what to do when a node does not come; a sentence.
+    """
+
+    name: str
+    advice: str
+
+    def start(self, node: int, epoch: int, meeting: Meeting) -> Started | None:
+        """Start the process of a node; it then has to call ``run_node`` (or ``join``). What was started for its
+        earlier epochs has been ended before.
+
+        Args:
+            node: its number.
+            epoch: which the node may ignore: it asks the meeting which one it is.
+            meeting: has the address, the engine (for ``run_node(engine=...)``), and the token, which must not become
+                visible to other users of the machine: hand it over through a pipe or a file that only this user can
+                read (``meeting.token_file()`` is one), not as an argument or in the environment.
+
+        Returns:
+            None: nothing was started, the node comes by itself.
+        """
+
+    def close(self) -> None:
+        """Free what the launcher holds; all that it has started has been ended. May be called again."""
+
+
+class MpLauncher:
+    """Nodes as processes of this machine, which do not outlive this one.
+
+    Args:
+        target: what a node runs, ``"module:function"``.
+        entry: the process' function of a channel.
+    """
+
+    name = "mp"
+    advice = "Its standard error may say more."
+
+    def __init__(self, target: str = AGENT, entry: str = "muster.cluster.torch_distributed:node_main") -> None:
+        self._target, self._entry = target, entry
+
+    def start(self, node: int, epoch: int, meeting: Meeting) -> Started:
+        ours, theirs = Channel.pair()
+        try:
+            child = launch(self._entry, theirs, name=f"muster-node-{node}")
+            ours.send((meeting.address, node, meeting.token, self._target, meeting.engine))
+        except BaseException:
+            ours.close()
+            raise
+        return _Process(child, ours)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class _Process:
+    child: Child
+    channel: Channel
+
+    def __str__(self) -> str:
+        return f"process {self.child.pid}"
+
+    @property
+    def state(self) -> str:
+        return self.ended() or "running"
+
+    def ended(self) -> str | None:
+        code = self.child.exit_code()
+        if code is None:
+            return None
+        return f"its {self} ended with exit code {code}"
+
+    def end(self) -> None:
+        self.child.kill()
+        self.child.join(END_S)
+        self.child.close()
+        with contextlib.suppress(OSError):
+            self.channel.close()
+
+
+class WaitingLauncher:
+    """Starts nothing: somebody else runs ``muster.cluster.torch_distributed.run_node`` where the nodes shall be.
+
+    Args:
+        name: "manual", "torchrun" or "submitit_delayed".
+        advice: see ``Launcher``.
+    """
+
+    def __init__(self, name: str = "manual", advice: str = "") -> None:
+        self.name = name
+        self.advice = advice or (
+            "Nodes are not started by this launcher: call muster.cluster.torch_distributed.run_node(address) on their "
+            "machines, with the same token."
+        )
+
+    def start(self, node: int, epoch: int, meeting: Meeting) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Place:
+    """How nodes come to life and where they find this process; see ``DistributedCollector``."""
+
+    launcher: Any
+    slurm_kwargs: Mapping[str, Any] | None
+    bind: str
+    tcp_port: int | None
+    token: Any
+
+    def carrier(self, nodes: int, workers: int, make: Callable[..., Carrier], **options: Any) -> Carrier:
+        """For so many nodes with so many workers each.
+
+        Args:
+            make: the carrier, called with their number, ``launcher``, ``meeting`` and the options.
+
+        Raises:
+            BadOption: something is not as expected, or missing.
+        """
+        if self.launcher == "manual" and read_token(self.token) is None:
+            raise BadOption(
+                "launcher='manual' needs a token that the nodes can know, too: token=, or the path of a file with mode "
+                "0600 in MUSTER_TOKEN_FILE, here and on every node"
+            )
+        launcher = _launcher(self.launcher, self.slurm_kwargs, self.bind, workers)
+        meeting = Meeting(nodes, bind=self.bind, tcp_port=self.tcp_port or 0, token=self.token)
+        try:
+            return make(nodes, launcher=launcher, meeting=meeting, **options)
+        except BaseException:
+            meeting.close()
+            raise
+
+
+def check_backend(backend: str) -> None:
+    """Raise BadOption unless nodes can be connected by it."""
+    if backend in ("nccl", "ucc", "mpi"):
+        raise BadOption(
+            f"backend={backend!r} has not run with Muster on devices yet, so it is refused: use backend='gloo', which "
+            f"carries data through the hosts' memory"
+        )
+    if backend != "gloo":
+        raise BadOption(f"backend={backend!r} is unknown: expected 'gloo'")
+
+
+def _launcher(given: Any, slurm_kwargs: Mapping[str, Any] | None, bind: str, workers: int) -> Launcher:
+    """The launcher for a name, or what is one."""
+    if slurm_kwargs is not None and given != "submitit":
+        raise BadOption(f"slurm_kwargs are for launcher='submitit', not {given!r}: leave them out")
+    if given == "mp":
+        return MpLauncher()
+    if given == "torchrun":
+        from muster.cluster.torchrun import TorchrunLauncher
+
+        return TorchrunLauncher()
+    if given == "manual":
+        return WaitingLauncher()
+    if given in ("submitit", "submitit_delayed"):
+        from muster.cluster.submitit import SubmititLauncher
+        from muster.cluster.submitit_delayed import DelayedLauncher
+
+        wanted = {"slurm_cpus_per_task": workers, **(slurm_kwargs or {})}  # SLURM's own default is one
+        jobs = DelayedLauncher() if given == "submitit_delayed" else SubmititLauncher(wanted)
+        jobs.check(bind)
+        return jobs
+    if not isinstance(given, str) and hasattr(given, "start"):
+        launcher: Launcher = given
+        return launcher
+    raise BadOption(f"launcher={given!r}: expected one of {', '.join(NAMES)}, or a Launcher (muster.cluster.launchers)")

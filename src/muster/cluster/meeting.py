@@ -1,0 +1,471 @@
+"""Where nodes find the main process: a port, a token, and the epoch in which every node may join.
+
+Every connection is sealed (``seal``) before either end acts on anything that the other says. So all fields of an
+invitation come from a process that knows the token, belong to this connection alone, and cannot be repeated in another
+one. The connection then is the link of the session; or the ends tell each other through it where RPC listens. A process
+that reaches the port without the token can keep nodes from joining, and nothing else.
+
+::
+
+    node -> main   {"node": number or null}                          what it wants to be
+    main -> node   {"count", "engine", "node", "epoch", "settings"}  an invitation; "node" is null if there is none yet
+    node -> main   {"accepted": true}                                afterwards the connection is the session's
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import shutil
+import socket
+import stat
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from muster.cluster.link import Link, LinkLost
+from muster.cluster.seal import MEETING, WrongToken, seal
+from muster.cluster.socket_link import SocketLink
+from muster.errors import BadOption
+
+TOKEN_BYTES = 32
+SHORTEST_TOKEN = 16  # bytes; what people make up is to be no shorter
+LONGEST_TOKEN = 4096
+TOKEN_FILE, TOKEN = "MUSTER_TOKEN_FILE", "MUSTER_TOKEN"
+ANSWER_S = 5.0  # within which a main process that can be reached answers
+PAUSE_S = 1.0  # after which a node without an invitation is told that there is none
+POLL_S = 0.1
+BACKLOG = 512
+STRANGERS = 128  # connections at a time that have not proved yet that they know the token
+DISTRIBUTED, RPC = "distributed", "rpc"  # engines
+ENGINES = {DISTRIBUTED: "torch.distributed", RPC: "torch RPC"}
+
+
+class Meeting:
+    """The main process' end.
+
+    Args:
+        count: of nodes.
+        bind: address (or name) of this machine at which nodes find it; nothing listens anywhere else.
+        tcp_port: 0 takes a free one.
+        token: the secret that nodes must know. None: from the file that MUSTER_TOKEN_FILE names, or from
+            MUSTER_TOKEN, else a random one, if ``bind`` is loopback.
+
+    Attributes:
+        address: "host:port".
+        host: the address that ``bind`` stands for.
+        token: the secret.
+        engine: that nodes must have been started for, "distributed" or "rpc"; set by the carrier.
+
+    Raises:
+        BadOption: the port is taken, ``bind`` is no address of this machine, or others can reach it and no token was
+            given.
+    """
+
+    engine = DISTRIBUTED
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        bind: str = "127.0.0.1",
+        tcp_port: int = 0,
+        token: bytes | str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.count, self.host = count, _resolved(bind)
+        given = read_token(token)
+        if given is None and not is_loopback(self.host):
+            raise BadOption(
+                f"bind={bind!r} can be reached from other machines, so that nodes need a token: pass token=, or the "
+                f"path of a file with mode 0600 in {TOKEN_FILE}, here and on every node. (bind='127.0.0.1' needs none.)"
+            )
+        self.token = given or secrets.token_hex(TOKEN_BYTES).encode()
+        self._settings: dict[str, Any] = {}
+        self._open: dict[int, int] = {}  # by node, the epoch in which it may join
+        self._offered: set[tuple[int, int]] = set()  # invitations that a connection has, but has not accepted yet
+        self._joined: dict[tuple[int, int], Link] = {}  # by node and epoch, until ``joined`` takes it
+        self._connections: dict[SocketLink, bool] = {}  # and whether they know the token
+        self._refused, self._last_refused = 0, ""
+        self._folder: Path | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+        self._listener = _listen(self.host, tcp_port)
+        self._bell, self._rope = socket.socketpair()
+        port = self._listener.getsockname()[1]
+        self.address = f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+        threading.Thread(target=self._accept, name="muster-meeting", daemon=True).start()
+
+    def tell(self, **settings: str | float) -> None:
+        """Have nodes learn this with their invitations."""
+        with self._changed:
+            self._settings.update(settings)
+
+    def invite(self, node: int, epoch: int) -> None:
+        """Let a node join with this epoch, and no other any more."""
+        with self._changed:
+            self._open[node] = epoch
+            self._changed.notify_all()
+
+    def withdraw(self, node: int) -> None:
+        """Let nobody join as this node until the next invitation."""
+        with self._changed:
+            self._open.pop(node, None)
+            unused = [self._joined.pop(key) for key in list(self._joined) if key[0] == node]
+        for channel in unused:
+            channel.close()
+
+    def joined(self, node: int, epoch: int, within_s: float) -> Link | None:
+        """The session's channel to a node that knows the token and has accepted the invitation; to be closed by the
+        caller. None: there is none after so many seconds.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: (node, epoch) in self._joined or self._closed, within_s)
+            return self._joined.pop((node, epoch), None)
+
+    def refused(self) -> str:
+        """For people: who has tried to join without the token; empty if nobody has."""
+        with self._changed:
+            if not self._refused:
+                return ""
+            return f" {self._refused} connections were refused; the last one, {self._last_refused}"
+
+    def token_file(self) -> Path:
+        """A file with the token that only this user can read; removed by ``close``."""
+        with self._changed:
+            if self._folder is None:
+                self._folder = Path(tempfile.mkdtemp(prefix="muster-token-"))  # mode 0700
+                write_token(self._folder / "token", self.token)
+            return self._folder / "token"
+
+    def close(self) -> None:
+        """Stop listening, and close the channels of sessions that have not begun. May be called again."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            folder, self._folder = self._folder, None
+            connections: list[SocketLink | Link] = [*self._connections, *self._joined.values()]
+            self._joined.clear()
+            self._changed.notify_all()
+        self._rope.close()  # wakes the thread that accepts
+        self._listener.close()
+        for connection in connections:
+            connection.close()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    # --- threads ----------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        poller = select.poll()
+        poller.register(self._bell, select.POLLIN)
+        with contextlib.suppress(OSError, ValueError):  # it was closed
+            poller.register(self._listener, select.POLLIN)
+        while not self._closed:
+            poller.poll()
+            try:
+                connected, who = self._listener.accept()
+            except BlockingIOError:
+                continue
+            except OSError:  # closed; or no descriptors are left, and those who wait have to wait
+                threading.Event().wait(POLL_S)
+                continue
+            connection = SocketLink(connected, ANSWER_S)
+            with self._changed:
+                strangers = sum(not known for known in self._connections.values())
+                if is_full := self._closed or strangers >= STRANGERS:
+                    connection.close()
+                else:
+                    self._connections[connection] = False
+            if not is_full:
+                where = f"from {who[0]}:{who[1]}"
+                arguments = (connection, where)
+                threading.Thread(target=self._attend, args=arguments, name="muster-meets", daemon=True).start()
+        self._bell.close()
+
+    def _attend(self, connection: SocketLink, where: str) -> None:
+        """To one connection, until it is the channel of a session, or ends."""
+        keep = False
+        try:
+            channel = seal(connection, self.token, main=True, purpose=MEETING)
+            with self._changed:
+                self._connections[connection] = True
+            keep = self._offer(connection, channel)
+        except WrongToken:
+            self._refuse(f"{where}, does not know the token of this collector.")
+        except (LinkLost, ValueError, TypeError, KeyError) as error:
+            if not self._connections.get(connection):
+                self._refuse(f"{where}, is no node: {error}")
+        finally:
+            with self._changed:
+                self._connections.pop(connection, None)
+            if not keep:
+                connection.close()
+
+    def _refuse(self, whom: str) -> None:
+        with self._changed:
+            self._refused, self._last_refused = self._refused + 1, whom
+
+    def _offer(self, connection: SocketLink, channel: Link) -> bool:
+        """Invitations, until one is accepted; False: it does not count any more."""
+        while True:
+            wanted = hear(channel)["node"]
+            offered = self._free(wanted, PAUSE_S)
+            if offered is None:
+                self._tell(channel, None, None)
+                continue
+            try:
+                self._tell(channel, *offered)
+                hear(channel)["accepted"]
+                return self._accepted(connection, channel, *offered)
+            finally:
+                with self._changed:
+                    self._offered.discard(offered)
+                    self._changed.notify_all()
+
+    def _tell(self, channel: Link, node: int | None, epoch: int | None) -> None:
+        with self._changed:
+            told = {"count": self.count, "engine": self.engine, "settings": dict(self._settings)}
+        say(channel, **told, node=node, epoch=epoch)
+
+    def _accepted(self, connection: SocketLink, channel: Link, node: int, epoch: int) -> bool:
+        with self._changed:
+            connection.know(self._settings.get("deadline_s", ANSWER_S))
+            if self._open.get(node) != epoch or self._closed:  # it was withdrawn meanwhile
+                return False
+            del self._open[node]
+            self._joined[node, epoch] = channel
+            return True
+
+    def _free(self, wanted: int | None, within_s: float) -> tuple[int, int] | None:
+        """An invitation that no other connection has."""
+
+        def find() -> tuple[int, int] | None:
+            nodes = sorted(self._open) if wanted is None else [wanted] if wanted in self._open else []
+            free = [(node, self._open[node]) for node in nodes if (node, self._open[node]) not in self._offered]
+            return free[0] if free else None
+
+        with self._changed:
+            self._changed.wait_for(lambda: find() or self._closed, within_s)
+            found = find()
+            if found is not None:
+                self._offered.add(found)
+            return found
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """To join as one node for one session.
+
+    Attributes:
+        host: of the main process.
+        settings: that the main process has told.
+        channel: to the main process, for this session alone; to be closed by whoever has the invitation.
+    """
+
+    node: int
+    epoch: int
+    host: str
+    settings: dict[str, Any]
+    channel: Link
+
+
+class Guest:
+    """A node's end.
+
+    Args:
+        address: "host:port".
+        token: the secret, as the main process has it.
+        node: its number; None: any that nobody has.
+        engine: "distributed" or "rpc". The main process cannot choose another one.
+        within_s: seconds until the main process must listen there.
+        patience_s: how long a main process that was met once may be out of reach (a network that is cut). One whose
+            machine says that nobody listens any more has ended.
+
+    Raises:
+        BadOption: the address or the engine is none.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: bytes,
+        node: int | None = None,
+        *,
+        engine: str = DISTRIBUTED,
+        within_s: float = 600.0,
+        patience_s: float = 600.0,
+    ) -> None:
+        host, colon, port = address.rpartition(":")
+        if not colon or not port.isdecimal():
+            raise BadOption(f"address={address!r} should be 'host:port'; the main process' Meeting.address is.")
+        if engine not in ENGINES:
+            raise BadOption(f"engine={engine!r} is unknown; there are {', '.join(ENGINES)}.")
+        self._endpoint, self._token, self._engine = (host.strip("[]"), int(port)), token, engine
+        self._node, self._within_s, self._patience_s = node, within_s, patience_s
+        self._met = False
+
+    def next(self) -> Invitation | None:
+        """Wait for an invitation, and accept it.
+
+        Returns:
+            None: the main process has ended.
+
+        Raises:
+            WrongToken: what listens there does not know the token.
+            BadOption: the main process has no node of this number, or another engine.
+            LinkLost: it was out of reach for too long.
+        """
+        reached = time.monotonic()
+        pause = threading.Event()
+        while True:
+            try:
+                with contextlib.ExitStack() as failed:
+                    connection = self._connected()
+                    failed.callback(connection.close)
+                    channel = seal(connection, self._token, main=False, purpose=MEETING)
+                    self._met, reached = True, time.monotonic()
+                    while (found := self._ask(channel)) is None:
+                        reached = time.monotonic()
+                    connection.know(found.settings.get("deadline_s", ANSWER_S))
+                    failed.pop_all()
+                    return found
+            except WrongToken:
+                raise
+            except ConnectionRefusedError:
+                if self._met:
+                    return None
+            except (LinkLost, OSError):  # it has just ended, or the network was cut, or something else listens there
+                pass
+            limit = self._patience_s if self._met else self._within_s
+            if time.monotonic() - reached > limit:
+                host, port = self._endpoint
+                raise LinkLost(f"The main process at {host}:{port} could not be reached for {limit:g} s.")
+            pause.wait(POLL_S)
+
+    def _connected(self) -> SocketLink:
+        return SocketLink(socket.create_connection(self._endpoint, timeout=1.0), ANSWER_S)
+
+    def _ask(self, channel: Link) -> Invitation | None:
+        say(channel, node=self._node)
+        told = hear(channel)
+        if told["engine"] != self._engine:
+            theirs = ENGINES.get(told["engine"], told["engine"])
+            raise BadOption(
+                f"The collector connects its nodes by {theirs}, but this node was started for {ENGINES[self._engine]}: "
+                f"start it with `muster node --engine {told['engine']}`, or run_node(engine={told['engine']!r})."
+            )
+        if self._node is not None and self._node >= told["count"]:
+            raise BadOption(f"node={self._node}: the main process expects {told['count']} nodes, numbered from 0.")
+        if told["node"] is None:
+            return None
+        say(channel, accepted=True)
+        return Invitation(told["node"], told["epoch"], self._endpoint[0], told["settings"], channel)
+
+
+def say(channel: Link, **record: Any) -> None:
+    """Send a record through a session's channel; raises LinkLost."""
+    channel.send(json.dumps(record).encode())
+
+
+def hear(channel: Link) -> dict[str, Any]:
+    """Receive one; raises LinkLost."""
+    record: dict[str, Any] = json.loads(channel.receive().message)
+    return record
+
+
+def read_token(given: bytes | str | os.PathLike[str] | None) -> bytes | None:
+    """The secret: bytes as they are, else the contents of a file; None: as the environment says, or None. White space
+    around it does not count.
+
+    Raises:
+        BadOption: the file is missing or others may read it, or the secret is short.
+    """
+    if given is None:
+        if path := os.environ.get(TOKEN_FILE):
+            given = path
+        elif text := os.environ.get(TOKEN):
+            given = text.encode()
+        else:
+            return None
+    token = given.strip() if isinstance(given, bytes) else _read_secret(Path(given))
+    if not SHORTEST_TOKEN <= len(token) <= LONGEST_TOKEN:
+        raise BadOption(
+            f"The token has {len(token)} bytes; {SHORTEST_TOKEN} to {LONGEST_TOKEN} are needed: `openssl rand -hex 32`."
+        )
+    return token
+
+
+def write_token(path: Path, token: bytes) -> None:
+    """Into a new file that only this user can read."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(token)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine can reach it."""
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ip_address(host).is_loopback
+    return False
+
+
+def local_address(host: str) -> str:
+    """The address of this machine from which ``host`` is reached."""
+    family, _, _, _, remote = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # nothing is sent
+        probe.connect(remote)
+        return str(probe.getsockname()[0])
+
+
+def _read_secret(path: Path) -> bytes:
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read(LONGEST_TOKEN + 1).strip() if stat.S_ISREG(mode) else b""  # a pipe could give for ever
+    except OSError as error:
+        raise BadOption(
+            f"The token file {path} cannot be read: {error.strerror}. (A token itself is given as bytes.)"
+        ) from error
+    if stat.S_IMODE(mode) & 0o077:
+        raise BadOption(
+            f"The token file {path} has mode {stat.S_IMODE(mode):04o}, so that others may read it: `chmod 600 {path}`."
+        )
+    return text
+
+
+def _resolved(bind: str) -> str:
+    """The one address of this machine that is meant."""
+    try:
+        host = str(socket.getaddrinfo(bind, 0, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise BadOption(f"bind={bind!r} is no address, nor a name that has one: {error.strerror}.") from error
+    if ip_address(host.partition("%")[0]).is_unspecified:
+        raise BadOption(f"bind={bind!r} is not one address; name the one that nodes can reach (`ip -brief address`).")
+    return host
+
+
+def _listen(bind: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setblocking(False)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not held up by connections that have ended
+        listener.bind((bind, port))
+        listener.listen(BACKLOG)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        why = getattr(error, "strerror", None) or error
+        raise BadOption(
+            f"Nodes cannot meet at {bind}:{port}: {why}. `ss -ltnp 'sport = :{port}'` shows who has the port; "
+            "tcp_port=0 takes a free one, and bind= must be an address of this machine."
+        ) from error
+    return listener

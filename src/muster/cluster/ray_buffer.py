@@ -1,0 +1,251 @@
+"""A replay buffer in a Ray actor, which every node and the main process can write and read.
+
+::
+
+    buffer = RayBuffer(lambda: TensorDictReplayBuffer(storage=LazyTensorStorage(100_000)), num_cpus=1)
+    collector = RayCollector(..., replay_buffer=buffer)
+    batch = buffer.sample(256)
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import numpy as np
+import torch
+
+from muster.errors import BadOption, CollectorTimeout, WorkerDied
+from muster.memory.specs import Array
+from muster.restore.pickling import dumps, loads
+from muster.utils.attributes import optional
+
+if TYPE_CHECKING:
+    from muster.cluster.ray_runtime import Lease
+
+STEP_S = 1.0
+METHOD, VALUE, MISSING = "method", "value", "missing"
+
+
+class RayBuffer:
+    """A handle of a buffer that lives in an actor: anything with ``extend`` or ``add``, and what else it can do.
+
+    Methods and attributes of the buffer are reached through the handle, and answer when the buffer has; its errors are
+    raised here. Tensors travel through Ray's object store: the buffer sees what is written as read-only memory of the
+    store, without a copy (a storage that keeps references keeps it there); what comes back is copied once, and the
+    caller's own.
+
+    The handle can be pickled into any process that is connected to the cluster. The buffer ends with ``close``, or with
+    the process that made it.
+
+    Args:
+        buffer: a function that makes it in the actor, or an object that is pickled there.
+        ray_init_config: keywords of ``ray.init``, if Ray does not run here yet.
+        timeout_s: for one call, and for the start.
+        remote_options: options of a Ray actor, such as ``num_cpus`` (0 unless given) or ``memory``.
+
+    Raises:
+        BadOption: Ray is not installed; or it is no buffer, cannot be pickled, or an option is none of Ray's.
+        WorkerDied: the buffer could not be made in the actor, or (from any method) the actor has ended.
+        CollectorTimeout: no answer within ``timeout_s``.
+    """
+
+    def __init__(
+        self,
+        buffer: Any,
+        *,
+        ray_init_config: Mapping[str, Any] | None = None,
+        timeout_s: float = 60.0,
+        **remote_options: Any,
+    ) -> None:
+        with optional("RayBuffer", "ray", "ray"):
+            from muster.cluster.ray_runtime import Lease, actor_class, first_line, search_path
+        if not callable(buffer) and not _is_buffer(buffer):
+            raise BadOption(
+                f"RayBuffer got a {type(buffer).__name__}: expected a function that makes a buffer, or an object with "
+                f"extend(batch) or add(transition)"
+            )
+        made = dumps(buffer, "buffer")
+        self._timeout_s, self._closed = timeout_s, False
+        self._lease: Lease | None = Lease(ray_init_config)
+        try:
+            cls = actor_class("muster.cluster.ray_buffer:Keeper", {"calls": ("call", "look")})
+            try:
+                cls = cls.options(**({"num_cpus": 0} | remote_options))
+            except (ValueError, TypeError) as error:
+                raise BadOption(f"RayBuffer: {first_line(error)} Options of Ray actors are expected") from error
+            self._actor = cls.remote(search_path(), made)
+            self._kind("__len__")  # has it come to life?
+        except BaseException:
+            self._lease.close()
+            raise
+
+    @classmethod
+    def _attached(cls, actor: Any, timeout_s: float) -> RayBuffer:
+        handle = cls.__new__(cls)
+        handle._actor, handle._timeout_s, handle._lease, handle._closed = actor, timeout_s, None, False
+        return handle
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RayBuffer._attached, (self._actor, self._timeout_s)
+
+    def extend(self, data: Any) -> Any:
+        """Write a batch; gives what the buffer's ``extend`` does."""
+        return self._call("extend", data)
+
+    def add(self, data: Any) -> Any:
+        """Write one transition; gives what the buffer's ``add`` does."""
+        return self._call("add", data)
+
+    def sample(self, *args: Any, **kwargs: Any) -> Any:
+        """What the buffer's ``sample`` gives, in memory of its own."""
+        return self._call("sample", *args, **kwargs)
+
+    def __len__(self) -> int:
+        return int(self._call("__len__"))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"RayBuffer has no attribute {name!r}; private ones of the buffer are not reached")
+        kind, value = self._kind(name)
+        if kind == MISSING:
+            raise AttributeError(value)
+        return _Method(self, name) if kind == METHOD else value
+
+    def close(self) -> None:
+        """End the buffer, if this is the handle that has made it. May be called again."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            import ray
+
+            self._closed = True
+            if ray.is_initialized():
+                ray.kill(self._actor, no_restart=True)
+            lease.close()
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self._answer(self._actor.call, f"{name}()", name, *_pack((args, kwargs)))
+
+    def _kind(self, name: str) -> tuple[str, Any]:
+        return self._answer(self._actor.look, name, name)  # type: ignore[no-any-return]
+
+    def _answer(self, method: Any, what: str, *args: Any) -> Any:
+        import ray
+        from ray import exceptions
+
+        from muster.cluster.ray_runtime import arrived, first_line
+
+        if self._closed:
+            raise WorkerDied("the replay buffer (a Ray actor) was closed")
+        try:
+            call = method.remote(*args)
+            deadline = time.monotonic() + self._timeout_s
+            while not arrived(call, min(STEP_S, self._timeout_s)):
+                if time.monotonic() > deadline:
+                    raise CollectorTimeout(
+                        f"the replay buffer (a Ray actor) has not answered {what} within {self._timeout_s:g} s; is it "
+                        f"waiting for a machine with the resources it asks for? timeout_s= lets it take longer"
+                    )
+            return _unpack(*ray.get(call))
+        except exceptions.RayTaskError as error:
+            raise error.cause from error
+        except (exceptions.RayError, RuntimeError) as error:  # the latter: Ray was shut down
+            raise WorkerDied(f"the replay buffer (a Ray actor) cannot be reached: {first_line(error)}") from error
+
+
+class _Method:
+    """A method of the buffer."""
+
+    def __init__(self, buffer: RayBuffer, name: str) -> None:
+        self._buffer, self._name = buffer, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._buffer._call(self._name, *args, **kwargs)
+
+
+class Keeper:
+    """What runs in the actor."""
+
+    def __init__(self, made: bytes) -> None:
+        from muster.cluster.ray_runtime import views_are_fine
+
+        views_are_fine()
+        buffer = loads(made, "buffer")
+        self._buffer = buffer if _is_buffer(buffer) else buffer()
+        if not _is_buffer(self._buffer):
+            raise BadOption(
+                f"the function given to RayBuffer made a {type(self._buffer).__name__}: expected an object with "
+                f"extend(batch) or add(transition)"
+            )
+
+    def call(self, name: str, payload: bytes, arrays: Sequence[Array]) -> tuple[bytes, list[Array]]:
+        args, kwargs = _unpack(payload, arrays, copy=False)
+        return _pack(getattr(self._buffer, name)(*args, **kwargs))
+
+    def look(self, name: str) -> tuple[bytes, list[Array]]:
+        """What ``name`` is; with its value, if it is no method."""
+        try:
+            value = getattr(self._buffer, name)
+        except AttributeError as error:
+            return _pack((MISSING, str(error)))
+        return _pack((METHOD, None) if callable(value) else (VALUE, value))
+
+
+def for_nodes(buffer: Any) -> Any:
+    """What nodes write into: a ``RayBuffer`` itself, the client of a TorchRL ``RayReplayBuffer``.
+
+    Raises:
+        BadOption: it is a buffer of this process alone.
+    """
+    if isinstance(buffer, RayBuffer):
+        return buffer
+    if getattr(buffer, "service_backend", None) == "ray" and callable(getattr(buffer, "client", None)):
+        return buffer.client()
+    raise BadOption(
+        f"replay_buffer is a {type(buffer).__name__}, which nodes cannot write into: expected a muster.RayBuffer "
+        f"(RayBuffer(make_buffer)) or TorchRL's RayReplayBuffer"
+    )
+
+
+def _is_buffer(thing: Any) -> bool:
+    has_method = any(callable(getattr(thing, name, None)) for name in ("extend", "add"))
+    return has_method and not isinstance(thing, type)
+
+
+# --- tensors as arrays ------------------------------------------------------------------------------
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles ordinary tensors as the memory they are in, which is not copied."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is torch.Tensor and _is_ordinary(obj):
+            memory = obj.contiguous().view(-1).view(torch.uint8).numpy() if obj.numel() else np.empty(0, np.uint8)
+            return _tensor, (memory, obj.dtype, tuple(obj.shape))
+        return super().reducer_override(obj)
+
+
+def _is_ordinary(tensor: torch.Tensor) -> bool:
+    special = tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    return tensor.device.type == "cpu" and tensor.layout == torch.strided and not special
+
+
+def _tensor(memory: Array, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not memory.size:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(memory).view(dtype).view(shape)
+
+
+def _pack(thing: Any) -> tuple[bytes, list[Array]]:
+    """A pickle, and the memory of all tensors and arrays in it, which Ray copies into its store."""
+    file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(thing)
+    return file.getvalue(), [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers]
+
+
+def _unpack(payload: bytes, arrays: Sequence[Array], *, copy: bool = True) -> Any:
+    return pickle.loads(payload, buffers=[array.copy() if copy else array for array in arrays])

@@ -1,0 +1,135 @@
+"""A link whose messages come from somebody who knows the token, in the order in which they were sent, or not at all.
+
+::
+
+    main -> node, node -> main   a magic word and a random number of 32 bytes, both at once
+    main -> node, node -> main   HMAC(key, "proof", who); key = HMAC(token, purpose, both numbers, node, epoch)
+    afterwards                   HMAC(key, "message", who, sequence number, tag, length of the block, message), message
+
+All HMACs are HMAC-SHA256. A message is given to the caller, who may unpickle it, only after its own has been compared.
+A message of another session, of the other direction, out of order, or with a block of another tag or length is refused.
+
+The contents of blocks are not covered, since that would cost more than sending them: they are numbers, which are never
+unpickled. And nothing is encrypted. Who can change packets between the machines can thus change observations, rewards
+and weights: use a private network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import struct
+from typing import NoReturn
+
+from muster.cluster.link import Block, Link, LinkLost, Received
+from muster.memory.specs import Array
+
+MAGIC = b"muster-2"
+SESSION, MEETING = b"session", b"meeting"  # purposes: what is sealed for one is worth nothing for the other
+NONCE_BYTES = 32
+MAC_BYTES = 32
+HANDSHAKE = 2  # messages that each end receives before it knows the other; they are short
+_NUMBERS = struct.Struct("<QQ")
+_PLACE = struct.Struct("<QQQ")  # sequence number, tag, length of the block
+_MAIN, _NODE = b"main", b"node"
+
+
+class WrongToken(LinkLost):
+    """The other end does not know the token that this one knows."""
+
+
+class SealedLink:
+    """See the module. Made by ``seal``; used as any link."""
+
+    def __init__(self, link: Link, key: bytes, own: bytes, other: bytes) -> None:
+        self._link, self._key, self._own, self._other = link, key, own, other
+        self._sent = self._received = 0
+
+    def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
+        size = 0 if block is None else block.array.size
+        mac = self._mac(self._own, self._sent, tag, size, message)
+        self._sent += 1
+        self._link.send(mac + message, block, tag)
+
+    def expect(self, tag: int, memory: Array) -> None:
+        self._link.expect(tag, memory)
+
+    def receive(self) -> Received:
+        got = self._link.receive()
+        mac, message = got.message[:MAC_BYTES], got.message[MAC_BYTES:]
+        size = 0 if got.block is None else got.block.size
+        expected = self._mac(self._other, self._received, got.tag, size, message)
+        if not hmac.compare_digest(mac, expected):
+            self._refuse(f"Message {self._received} of the {self._other.decode()} does not carry the session's seal")
+        self._received += 1
+        return Received(message, got.tag, got.block)
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _mac(self, who: bytes, number: int, tag: int, size: int, message: bytes) -> bytes:
+        return _hmac(self._key, b"message", who, _PLACE.pack(number, tag, size), message)
+
+    def _refuse(self, what: str) -> NoReturn:
+        self._link.close()
+        raise LinkLost(f"{what}: it was changed, repeated or made up on its way. The link is closed.")
+
+
+def seal(
+    link: Link, token: bytes, *, main: bool, node: int = 0, epoch: int = 0, purpose: bytes = SESSION
+) -> SealedLink:
+    """Prove to the other end that this one knows the token, and have it do the same; closes the link if it does not.
+
+    Args:
+        link: nothing has been sent through it.
+        token: the secret.
+        main: whether this is the main process.
+        node: number of the node, if it has one yet.
+        epoch: of the session.
+        purpose: SESSION, or MEETING for a connection through which sessions are agreed.
+
+    Raises:
+        WrongToken: the other end does not know it.
+        LinkLost: the other end is gone, or speaks something else.
+    """
+    own, other = (_MAIN, _NODE) if main else (_NODE, _MAIN)
+    try:
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        link.send(MAGIC + nonce)
+        theirs = _handshake(link, other, len(MAGIC) + NONCE_BYTES)
+        if not theirs.startswith(MAGIC):
+            raise LinkLost(f"The {other.decode()} speaks another version of this protocol: {theirs[: len(MAGIC)]!r}.")
+        nonces = (nonce, theirs[len(MAGIC) :]) if main else (theirs[len(MAGIC) :], nonce)
+        key = _hmac(token, purpose, *nonces, _NUMBERS.pack(node, epoch))
+        link.send(_hmac(key, b"proof", own))
+        if not hmac.compare_digest(_handshake(link, other, MAC_BYTES), _hmac(key, b"proof", other)):
+            raise WrongToken(
+                "The other end does not know the token of this main process."
+                if main
+                else "The main process has another token than this node: give both the same token."
+            )
+    except BaseException:
+        link.close()
+        raise
+    return SealedLink(link, key, own, other)
+
+
+def _handshake(link: Link, other: bytes, length: int) -> bytes:
+    got = link.receive()
+    if got.block is not None or len(got.message) != length:
+        raise LinkLost(f"The {other.decode()} sent {len(got.message)} bytes where {length} were expected.")
+    return got.message
+
+
+def signature(token: bytes, text: bytes) -> str:
+    """For a text that is left where others could change it."""
+    return _hmac(token, b"text", text).hex()
+
+
+def _hmac(key: bytes, *parts: bytes) -> bytes:
+    """Of parts of which all but the last have a fixed length after the first, which is a constant."""
+    mac = hmac.new(key, digestmod=hashlib.sha256)
+    for part in parts:
+        mac.update(part)
+    return mac.digest()

@@ -1,0 +1,441 @@
+"""Nodes as SLURM jobs (``launcher="submitit"``), or as processes of this machine where there is no SLURM.
+
+The jobs' folder is readable by this user only. Jobs are told the path of a file with the token, not the token: what
+submitit pickles, what ``scontrol`` shows and the environment of a job hold nothing secret.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shlex
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from muster.cluster.link import AGENT, LinkLost
+from muster.cluster.meeting import Meeting, is_loopback, write_token
+from muster.errors import BadOption
+
+FOLDER = "muster-jobs"  # in the current directory
+DEFAULT_SLURM_CONF: dict[str, Any] = {"timeout_min": 60}
+ENDED = {
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "TIMEOUT",
+}
+GONE = "unknown to SLURM by now"
+COMMAND_S = 60.0  # for squeue, scancel, sinfo
+POLL_S, SLOWEST_POLL_S = 2.0, 30.0  # between two calls of squeue, for all jobs of a launcher together
+END_S = 5.0
+TAIL_BYTES, TAIL_LINES = 4096, 15
+
+
+class SubmititLauncher:
+    """One job per node and epoch, with one task.
+
+    Args:
+        slurm_kwargs: of ``submitit.AutoExecutor.update_parameters``, over ``DEFAULT_SLURM_CONF``: "timeout_min",
+            "slurm_partition", "slurm_cpus_per_task" (SLURM's default is 1: ask for as many as the node has workers),
+            "slurm_gpus_per_node", "slurm_mem", ... Jobs are not requeued by SLURM, since a lost node gets a new job.
+        folder: for the jobs' files and logs, each run in a folder of its own; on a file system that all hosts share.
+            None: "muster-jobs" in the current directory.
+        cluster: "slurm", "local" (processes of this machine), or None: SLURM where ``srun`` is installed.
+        target: what a node runs, ``"module:function"``.
+
+    Raises:
+        BadOption: submitit or SLURM is missing, or a parameter is unknown.
+    """
+
+    name = "submitit"
+    advice = "`squeue --me` shows whether its job still waits; slurm_kwargs says what it asks for."
+
+    def __init__(
+        self,
+        slurm_kwargs: dict[str, Any] | None = None,
+        folder: str | os.PathLike[str] | None = None,
+        cluster: str | None = None,
+        *,
+        target: str = AGENT,
+    ) -> None:
+        self._target = target
+        self._jobs = Jobs(slurm_kwargs, private_folder(folder), cluster)
+        self.cluster = self._jobs.cluster
+        self._hosts: list[str] | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where the files and logs of this launcher's jobs are."""
+        return self._jobs.folder
+
+    def check(self, host: str) -> None:
+        """Refuse an address at which the jobs' hosts cannot find this one.
+
+        Raises:
+            BadOption: it is loopback, and SLURM would start jobs on other hosts too.
+        """
+        if self._hosts is None:
+            self._hosts = self._jobs.hosts()
+        check_host(host, self.name, self._hosts)
+
+    def start(self, node: int, epoch: int, meeting: Meeting) -> Job:
+        """Submit the job of a node.
+
+        Raises:
+            BadOption: see ``check``.
+            LinkLost: SLURM takes no such job; with what it says.
+        """
+        self.check(meeting.address.rpartition(":")[0].strip("[]"))
+        token = self.folder / f"token-{secrets.token_hex(8)}"
+        write_token(token, meeting.token)
+        try:
+            arguments = (meeting.address, node, str(token), self._target, meeting.engine)
+            return self._jobs.submit(f"muster-node-{node}", node_job, *arguments, secret=token)
+        except BaseException:
+            token.unlink(missing_ok=True)
+            raise
+
+    def close(self) -> None:
+        """Nothing is left to free: logs stay, and every job that was ended took its token file along."""
+
+
+class Jobs:
+    """Submits jobs of one kind, and knows what has become of them. Threads may share it.
+
+    Args:
+        parameters: see ``SubmititLauncher``.
+        folder: that ``private_folder`` has made.
+        cluster: see ``SubmititLauncher``.
+    """
+
+    def __init__(self, parameters: dict[str, Any] | None, folder: Path, cluster: str | None) -> None:
+        self.folder = folder
+        self.parameters = _complete(parameters)
+        lifeline = Lifeline(folder)
+        self._executor = _executor(self.parameters, folder, cluster, lifeline.python)
+        self.cluster: str = self._executor.cluster
+        self._lock = threading.Lock()
+        self._queue = Queue()
+        self._lifeline = None if self.cluster == "slurm" else lifeline
+
+    def submit(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *args: Any,
+        secret: Path | None = None,
+        more: dict[str, Any] | None = None,
+    ) -> Job:
+        """Raises LinkLost with what SLURM says if it takes no such job.
+
+        Args:
+            name: for people, in ``squeue``.
+            function: what it runs, with ``args``.
+            secret: a file to remove when the job has been ended.
+            more: parameters of this job only.
+        """
+        with self._lock:  # submitit's executors are not made for several threads
+            self._executor.update_parameters(
+                **{"slurm_dependency": None, **self.parameters, **(more or {}), "name": name}
+            )
+            try:
+                job = self._executor.submit(function, *args)
+            except (RuntimeError, OSError) as error:
+                raise LinkLost(f"The job {name} could not be submitted: {_last_line(str(error))}") from error
+        if self.cluster == "slurm":
+            self._queue.add(job.job_id)
+        return Job(job, self._queue if self.cluster == "slurm" else None, secret, self._lifeline)
+
+    def hosts(self) -> list[str]:
+        """Where SLURM may start these jobs; none for local processes, or if it does not say."""
+        if self.cluster != "slurm":
+            return []
+        options = {"slurm_partition": "--partition=", "slurm_nodelist": "--nodes="}
+        limits = [option + self.parameters[name] for name, option in options.items() if self.parameters.get(name)]
+        done = _command("sinfo", "--noheader", "--Node", "--format=%n %P", *limits)
+        rows = [] if done is None or done.returncode else [line.split() for line in done.stdout.splitlines()]
+        named = bool(self.parameters.get("slurm_partition"))
+        return sorted({host for host, partition in rows if named or partition.endswith("*")})  # *: the default one
+
+
+class Job:
+    """A submitted job (``Started``).
+
+    Args:
+        job: of submitit.
+        queue: that is asked for its state; None: it is a process of this machine.
+        secret: a file to remove at the end.
+        lifeline: that a process of this machine ends with.
+    """
+
+    def __init__(self, job: Any, queue: Queue | None, secret: Path | None, lifeline: Lifeline | None) -> None:
+        self.job_id: str = job.job_id
+        self._job, self._queue, self._secret, self._lifeline = job, queue, secret, lifeline
+        self._lock = threading.Lock()
+
+    @property
+    def state(self) -> str:
+        """As of SLURM, as it was known last; "RUNNING", "FINISHED" or "INTERRUPTED" of a local process."""
+        return str(self._job.state) if self._queue is None else self._queue.state(self.job_id)
+
+    def __str__(self) -> str:
+        return f"{'process' if self._queue is None else 'SLURM job'} {self.job_id}"
+
+    def ended(self) -> str | None:
+        state = self.state
+        if state == "RUNNING" if self._queue is None else not _is_final(state):
+            return None
+        return f"its {self} has ended: {state}; {_tail(self._job.paths.stderr)}"
+
+    def end(self) -> None:
+        with self._lock:
+            if self._queue is None:
+                self._end_local()
+            else:
+                self._queue.cancel(self.job_id)
+            if self._secret is not None:
+                self._secret.unlink(missing_ok=True)
+
+    def has_result(self) -> bool:
+        """Whether its function has returned, or raised; seen before SLURM tells that the job has ended."""
+        return bool(self._job.paths.result_pickle.exists())
+
+    def result(self) -> Any:
+        """What its function has returned, of a job that has ended.
+
+        Raises:
+            RuntimeError: of submitit, with the traceback of the job.
+        """
+        if not self.has_result():
+            raise RuntimeError(self.ended())  # it was killed; submitit would wait for a result
+        return self._job.result()
+
+    def _end_local(self) -> None:
+        """By SIGTERM, again and again, since a job ignores it early in its life. The last resort is SIGINT, as in
+        submitit's ``cancel``: it prints a traceback, and children of a shell's background job ignore it.
+        """
+        pause, begin = threading.Event(), time.monotonic()
+        while not self._job.done() and time.monotonic() - begin < END_S:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(self.job_id), signal.SIGTERM)  # its pid still, since it is not reaped yet
+            pause.wait(0.1)
+        if not self._job.done():
+            self._job.cancel()
+
+
+class Lifeline:
+    """A pipe with a name, which this process alone can write. Nothing is ever written: what counts is its end.
+
+    Args:
+        folder: where only this user can make files.
+
+    Attributes:
+        python: the command that runs Python in a process that ends with this one, however this one ends.
+    """
+
+    _all: ClassVar[weakref.WeakSet[Lifeline]] = weakref.WeakSet()
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / f"alive-{secrets.token_hex(8)}"
+        os.mkfifo(path, 0o600)
+        self._close = weakref.finalize(self, os.close, os.open(path, os.O_RDWR | os.O_NONBLOCK))
+        self._close.atexit = False  # it ends with the process
+        self.python = shlex.join([sys.executable, "-m", "muster.cluster.tied_job", str(path)])
+        Lifeline._all.add(self)
+
+    @classmethod
+    def forget(cls) -> None:
+        """In a fork of this process, whose jobs they are not."""
+        for one in cls._all:
+            one._close()
+
+
+class Queue:
+    """What SLURM says of some jobs: asked for all at once, less often the longer nothing was submitted.
+
+    It is asked by threads, since a controller under load, or away, takes minutes to answer.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._states: dict[str, str] = {}
+        self._added = self._asked = time.monotonic()
+        self._asking = self._cancelling = threading.Thread()
+
+    def add(self, job: str) -> None:
+        with self._lock:
+            self._states[job] = "PENDING"
+            self._added = time.monotonic()
+
+    def state(self, job: str) -> str:
+        """As "RUNNING", "FAILED (NonZeroExitCode)", ..., or ``GONE``; as it was known last."""
+        with self._lock:
+            now = time.monotonic()
+            pause = min(SLOWEST_POLL_S, POLL_S + 0.1 * (now - self._added))
+            is_due = not _is_final(self._states[job]) and now >= self._asked + pause
+            if is_due and not self._asking.is_alive():
+                jobs = [job for job, state in self._states.items() if not _is_final(state)]
+                self._asking = threading.Thread(target=self._ask, args=(jobs,), name="muster-squeue", daemon=True)
+                self._asking.start()
+            return self._states[job]
+
+    def cancel(self, job: str) -> None:
+        """Waits for SLURM's answer, but for the first only if there is none: the others may be many."""
+        with self._lock:
+            is_silent = self._cancelling.is_alive()
+            command = ("scancel", "--quiet", job)
+            self._cancelling = threading.Thread(target=_command, args=command, name="muster-scancel", daemon=True)
+            self._cancelling.start()
+            self._cancelling.join(0.0 if is_silent else END_S)
+
+    def _ask(self, jobs: list[str]) -> None:
+        """By ``squeue``, since ``sacct`` needs a database that small clusters lack."""
+        done = _command("squeue", "--noheader", "--states=all", "--format=%i|%T|%r", f"--jobs={','.join(jobs)}")
+        with self._lock:
+            self._asked = time.monotonic()
+            if done is None or (done.returncode and "Invalid job id" not in done.stderr):
+                return  # SLURM's controller does not answer: what was known stays
+            rows = [line.strip().split("|", 2) for line in done.stdout.splitlines()]
+            states = {job: state if reason == "None" else f"{state} ({reason})" for job, state, reason in rows}
+            self._states.update({job: states.get(job, GONE) for job in jobs})
+
+
+def node_job(address: str, node: int, token: str, target: str, engine: str) -> bool:
+    """What the job of a node runs; see ``run_node``.
+
+    Args:
+        token: path of the file with the token.
+    """
+    die_when_told()
+    from muster.cluster.torch_distributed import run_node
+
+    return run_node(address, node, token, target=target, engine=engine)
+
+
+def die_when_told() -> None:
+    """In a node's job: end at SIGTERM, which submitit ignores, so that nobody has to wait for SLURM's SIGKILL.
+
+    The signal that submitit has sent some time before the end says nothing that a node could use; ignored, it also
+    does no harm to the node's workers, which get it too.
+    """
+    from submitit import JobEnvironment
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(getattr(signal, "SIG" + JobEnvironment.USR_SIG), signal.SIG_IGN)
+
+
+def private_folder(parent: str | os.PathLike[str] | None) -> Path:
+    """A new folder with mode 0700 in ``parent``, which is made if need be."""
+    try:
+        where = Path(FOLDER if parent is None else parent).expanduser().absolute()
+        where.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = where.stat()
+        if found.st_uid != os.getuid() or (found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX):
+            raise BadOption(
+                f"folder={str(where)!r}: others can write there, and so put other files in the place of those that "
+                f"jobs run: `chmod go-w {where}`, or give a folder of your own."
+            )
+        return Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=where))
+    except OSError as error:
+        raise BadOption(f"folder={str(parent)!r}: the files of jobs cannot be written there: {error}.") from error
+
+
+def _complete(parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """With defaults; BadOption for what would make more than one node of a job."""
+    complete = {**DEFAULT_SLURM_CONF, **(parameters or {})}
+    for name in ("nodes", "tasks_per_node", "slurm_nodes", "slurm_ntasks_per_node"):
+        if complete.get(name, 1) != 1:
+            raise BadOption(
+                f"slurm_kwargs: {name}={complete[name]}, but every node is a job with one task; leave it out."
+            )
+    more = complete.get("slurm_additional_parameters") or {}
+    if "requeue" not in more:
+        complete["slurm_additional_parameters"] = {"no_requeue": True, **more}
+    return complete
+
+
+def _executor(parameters: dict[str, Any], folder: Path, cluster: str | None, python: str) -> Any:
+    """``python``: the command that runs Python in local processes."""
+    if cluster not in (None, "slurm", "local"):
+        raise BadOption(f"cluster={cluster!r} is unknown; there are 'slurm' and 'local'.")
+    try:
+        import submitit
+    except ModuleNotFoundError as error:
+        raise BadOption("launcher='submitit' needs submitit: `pip install muster-rl[slurm]`.") from error
+    try:
+        executor = submitit.AutoExecutor(folder, cluster=cluster, local_python=python)
+        executor.update_parameters(**parameters)
+    except (RuntimeError, NameError, ValueError, TypeError, AssertionError) as error:
+        raise BadOption(f"submitit refuses slurm_kwargs={parameters} with cluster={cluster!r}: {error}") from error
+    if cluster is None and executor.cluster == "local":
+        warnings.warn(
+            "There is no SLURM here (no `srun`), so that nodes are processes of this machine; "
+            "cluster='local' says that this is meant.",
+            stacklevel=4,
+        )
+    return executor
+
+
+def check_host(host: str, launcher: str, hosts: list[str]) -> None:
+    """See ``SubmititLauncher.check``; ``hosts``: where jobs may run."""
+    here = socket.gethostname()
+    others = sorted(set(hosts) - {here, here.split(".")[0]})
+    if others and is_loopback(host):
+        raise BadOption(
+            f"launcher={launcher!r}: SLURM starts jobs on other hosts too ({_some(others)}), which cannot reach "
+            f"{host}: pass bind=<address of this host>, and a token in a file with mode 0600 (token=, or "
+            "MUSTER_TOKEN_FILE)."
+        )
+
+
+def _command(*command: str) -> subprocess.CompletedProcess[str] | None:
+    """What it printed; None if it has not run to its end."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_S)
+    return None
+
+
+def _is_final(state: str) -> bool:
+    return state == GONE or state.split(" ")[0] in ENDED
+
+
+def _tail(path: Path) -> str:
+    """The end of a job's standard error, for people."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").strip().splitlines()
+    except OSError:
+        lines = []
+    if not lines:
+        return f"it wrote nothing to its standard error ({path})"
+    return "\n".join(["its standard error ends with", *(f"  | {line}" for line in lines[-TAIL_LINES:]), f"({path})"])
+
+
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1] if text.strip() else "no reason was given"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=Lifeline.forget)

@@ -1,0 +1,195 @@
+"""The main program and its nodes as SLURM jobs that a login node submits (``launcher="submitit_delayed"``).
+
+::
+
+    login node:  main()  ->  job of the main program, and one job per node
+    main job:    DistributedCollector(launcher="submitit_delayed")  ->  writes its address into the jobs' folder
+    node jobs:   wait for the address, then join
+
+The folder has mode 0700, and must be on a file system that all hosts share. It also has the token, in a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from muster.cluster.link import AGENT, LinkLost
+from muster.cluster.meeting import TOKEN_BYTES, TOKEN_FILE, Meeting, write_token
+from muster.cluster.submitit import Job, Jobs, check_host, die_when_told, node_job, private_folder
+from muster.errors import BadOption, MusterError
+from muster.utils.whole_files import write_whole
+
+EXCHANGE = "MUSTER_EXCHANGE"  # the folder, in the environment of the main job
+FRAMEWORKS = ("distributed", "rpc")
+POLL_S = 0.5
+ADDRESS, HOSTS = "address", "hosts"  # files in the folder
+
+_R = TypeVar("_R")
+
+
+class DelayedLauncher:
+    """Starts nothing, since the nodes' jobs have been submitted before; tells them the address.
+
+    Args:
+        target: what a node runs, ``"module:function"``.
+
+    Raises:
+        BadOption: this process is no main job.
+    """
+
+    name = "submitit_delayed"
+    advice = "`squeue --me` shows whether its job still waits."
+
+    def __init__(self, target: str = AGENT) -> None:
+        folder = os.environ.get(EXCHANGE)
+        if not folder:
+            raise BadOption(
+                "launcher='submitit_delayed' works in the main job of a @submitit_delayed_launcher(num_jobs=...) only "
+                f"({EXCHANGE} is not set); launcher='submitit' submits the nodes' jobs from here."
+            )
+        self._folder, self._target = Path(folder), target
+        self._lock = threading.Lock()
+        self._published = ""
+
+    def check(self, host: str) -> None:
+        """As in ``SubmititLauncher``."""
+        check_host(host, self.name, json.loads((self._folder / HOSTS).read_bytes()))
+
+    def start(self, node: int, epoch: int, meeting: Meeting) -> None:
+        """Let the nodes know where the meeting is."""
+        with self._lock:
+            if self._published != meeting.address:
+                self.check(meeting.address.rpartition(":")[0].strip("[]"))
+                told = json.dumps([meeting.address, self._target, meeting.engine]).encode()
+                write_whole(self._folder / ADDRESS, [told], mode=0o600)
+                self._published = meeting.address
+
+    def close(self) -> None:
+        """Nodes that have not come yet need not come any more."""
+        with self._lock:
+            if self._published:
+                (self._folder / ADDRESS).unlink(missing_ok=True)
+                self._published = ""
+
+
+def submitit_delayed_launcher(
+    num_jobs: int,
+    framework: str = "distributed",
+    backend: str = "gloo",
+    tcpport: int | str | None = None,
+    submitit_main_conf: dict[str, Any] | None = None,
+    submitit_collection_conf: dict[str, Any] | None = None,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    cluster: str | None = None,
+    restarts: int = 3,
+) -> Callable[[Callable[..., _R]], Callable[..., _R]]:
+    """Decorate a main program that makes a collector with ``launcher="submitit_delayed"``.
+
+    Calling it submits a job that runs it and ``num_jobs`` jobs for its nodes, waits for its result, and ends the nodes.
+
+    Args:
+        num_jobs: nodes; as many as the collector has.
+        framework: "distributed" or "rpc"; taken for TorchRL's sake: nodes learn it from the main job.
+        backend: likewise.
+        tcpport: likewise.
+        submitit_main_conf: of the main job; see ``slurm_kwargs`` of ``SubmititLauncher``.
+        submitit_collection_conf: of the nodes' jobs, which SLURM starts after the main job.
+        folder: see ``SubmititLauncher``.
+        cluster: see ``SubmititLauncher``.
+        restarts: how often the job of a node is submitted again after it has failed.
+
+    Raises:
+        BadOption: an option is impossible (at once), or submitit is missing (when the program is called).
+        MusterError: the main job failed; with its traceback.
+    """
+    if framework not in FRAMEWORKS:
+        raise BadOption(f"framework={framework!r} is unknown; there are {FRAMEWORKS}.")
+    if num_jobs < 1 or restarts < 0:
+        raise BadOption(f"num_jobs={num_jobs} should be at least 1, and restarts={restarts} at least 0.")
+
+    def decorate(main: Callable[..., _R]) -> Callable[..., _R]:
+        @functools.wraps(main)
+        def submit(*args: Any, **kwargs: Any) -> _R:
+            where = private_folder(folder)
+            mains = Jobs(submitit_main_conf, where, cluster)
+            nodes = Jobs(submitit_collection_conf, where, cluster)
+            run = _Program(where, num_jobs, restarts)
+            result: _R = run(mains, nodes, main, args, kwargs)
+            return result
+
+        return submit
+
+    return decorate
+
+
+class _Program:
+    """One call of a decorated program, on the login node."""
+
+    def __init__(self, folder: Path, count: int, restarts: int) -> None:
+        self._folder, self._count, self._restarts = folder, count, restarts
+        self._nodes: list[Job] = []
+
+    def __call__(self, mains: Jobs, nodes: Jobs, main: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        token = self._folder / "token"
+        write_token(token, secrets.token_hex(TOKEN_BYTES).encode())
+        job: Job | None = None
+        try:
+            write_whole(self._folder / HOSTS, [json.dumps(nodes.hosts()).encode()], mode=0o600)
+            job = mains.submit("muster-main", main_job, str(self._folder), main, args, kwargs)
+            after = {"slurm_dependency": f"after:{job.job_id}", **nodes.parameters}
+            for node in range(self._count):
+                self._nodes.append(self._submit(nodes, node, after))
+            self._watch(job, nodes)
+            return job.result()
+        except (RuntimeError, LinkLost) as error:  # LinkLost: it could not be submitted
+            raise MusterError(f"The main program failed in {job or 'no job'}: {error}") from error
+        finally:
+            for each in ([] if job is None or job.has_result() else [job]) + self._nodes:
+                each.end()
+            token.unlink(missing_ok=True)
+            (self._folder / ADDRESS).unlink(missing_ok=True)
+
+    def _watch(self, job: Job, nodes: Jobs) -> None:
+        """Until the main job has ended: submit the jobs of nodes that failed again."""
+        left, pause = [self._restarts] * self._count, threading.Event()
+        while not job.has_result() and job.ended() is None:
+            for node, each in enumerate(self._nodes):
+                if left[node] and each.ended() is not None and not _done(self._folder, node).exists():
+                    left[node] -= 1
+                    with contextlib.suppress(LinkLost):  # SLURM may take it the next time
+                        self._nodes[node] = self._submit(nodes, node, {})
+            pause.wait(POLL_S)
+
+    def _submit(self, nodes: Jobs, node: int, more: dict[str, Any]) -> Job:
+        return nodes.submit(f"muster-node-{node}", delayed_node_job, str(self._folder), node, more=more)
+
+
+def main_job(folder: str, main: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What the main job runs: ``main``, in an environment that says where its nodes look."""
+    os.environ[EXCHANGE] = folder
+    os.environ[TOKEN_FILE] = str(Path(folder) / "token")
+    return main(*args, **kwargs)
+
+
+def delayed_node_job(folder: str, node: int) -> None:
+    """What the job of a node runs. It waits for the address as long as SLURM lets it; ended with the main job."""
+    die_when_told()
+    here, pause = Path(folder), threading.Event()
+    while not (here / ADDRESS).exists():
+        pause.wait(POLL_S)
+    address, target, engine = json.loads((here / ADDRESS).read_bytes())
+    if node_job(address, node, str(here / "token"), target, engine):
+        _done(here, node).touch()
+
+
+def _done(folder: Path, node: int) -> Path:
+    return folder / f"node-{node}-done"

@@ -1,0 +1,168 @@
+"""Whole episodes for the user's function ``on_episode_done``, and its columns into batches of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from muster.episodes.segment import ENDED, Pieces, find_pieces, time_last
+from muster.episodes.whole import Envs, WholeEpisodes
+from muster.errors import HookError, text_of
+from muster.keys import TRAJ_IDS, VALID, Key, dotted
+from muster.rollout.hooks import call_hook
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+Columns = dict[Key, torch.Tensor]
+
+KEPT = "The batch is kept: the next call goes on with this episode."
+TOO_LATE = (
+    "on_episode_done returned columns, but the rows of the episode were delivered before it ended, or may have been: "
+    "collect whole episodes (collect(n_episode=...), trajs_per_batch=...), or return None"
+)
+
+
+class EpisodeHook:
+    """Shows every whole episode to ``function``, once. After an error, call again with the same: it goes on.
+
+    Args:
+        function: gets an episode, ``[L]``; returns None, or columns by key, ``[L, ...]`` each.
+        num_envs: over all groups.
+        done_key: the column that says that an episode ended.
+    """
+
+    def __init__(self, function: Callable[[TensorDict], Any], num_envs: int, done_key: Key = ENDED) -> None:
+        self._function, self._num_envs, self._done_key = function, num_envs, done_key
+        self._known: dict[Key, tuple[Any, ...]] | None = None  # the columns: shape and dtype of the first episode's
+        self._episodes = self._nothing_yet()
+        self._taken: TensorDict | None = None  # the batch of which ``watch`` was interrupted by an error
+        self._ended: TensorDict | None = None  # the episodes that end in it
+        self._under_way: TensorDict | None = None  # the batch of whole episodes that an error interrupted
+        self._left: deque[TensorDict] = deque()  # those of them that are to be shown
+        self._made: list[Columns] = []  # of the others
+
+    def begin_anew(self) -> None:
+        """Forget what is going on: environments may be in the middle of episodes, which are not shown then."""
+        self._episodes, self._under_way = self._nothing_yet(from_resets=False), None
+
+    def watch(self, batch: TensorDict, envs: Envs = None, hidden: Sequence[Key] = ()) -> deque[TensorDict]:
+        """Take the next batch of ``envs`` (None: all), ``[*lead, T]``; it is copied. After an error, call again with
+        the same.
+
+        Args:
+            hidden: columns that episodes are shown without.
+
+        Returns:
+            the episodes that end in it, for ``show``.
+
+        Raises:
+            BadOption: see ``WholeEpisodes.push``.
+        """
+        if batch is not self._taken:
+            self._episodes.add(_with_all_steps(batch), envs)
+            self._taken = batch
+        if self._ended is None and (numbers := self._episodes.held):
+            self._ended = self._episodes.take(numbers).batch
+        episodes: deque[TensorDict] = deque()
+        if (ended := self._ended) is not None:
+            episodes.extend(_cut(ended.exclude(*hidden), find_pieces(ended, self._done_key)))
+        self._taken = self._ended = None
+        return episodes
+
+    def show(self, episodes: deque[TensorDict]) -> None:
+        """Show episodes whose rows go to the user as they come, and take them out.
+
+        Raises:
+            HookError: the function raised, or returned columns, which nobody would see.
+        """
+        while episodes:
+            returned = self._call(episodes[0])
+            episodes.popleft()
+            if not (returned is None or returned == {}):
+                raise HookError(TOO_LATE)
+
+    def whole(self, batch: TensorDict) -> TensorDict:
+        """Show the episodes of a batch, ``[frames]`` or ``[n, longest]``, in its order, and give it their columns.
+
+        Returns:
+            the batch.
+
+        Raises:
+            HookError: the function raised, or returned what is no column for these episodes.
+        """
+        pieces = find_pieces(batch, self._done_key)
+        if batch is not self._under_way:
+            self._left, self._made, self._under_way = deque(_cut(batch, pieces)), [], batch
+        while self._left:
+            self._made.append(self._checked(self._call(self._left[0]), len(self._left[0])))
+            self._left.popleft()
+        rows = torch.from_numpy(pieces.rows)
+        for key in self._made[0] if self._made else ():
+            joined = torch.cat([columns[key] for columns in self._made]).to(batch[TRAJ_IDS].device)
+            column = joined.new_zeros((batch.numel(), *joined.shape[1:]))
+            column[rows] = joined
+            batch.set(key, column.reshape(*batch.shape, *joined.shape[1:]))
+        self._made, self._under_way = [], None
+        return batch
+
+    def skip(self, batch: TensorDict, envs: Envs = None) -> None:
+        """Take note of a batch that is not shown: episodes with a part in it are not either."""
+        self._episodes.skip(_with_all_steps(batch), envs)
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def _nothing_yet(self, *, from_resets: bool = True) -> WholeEpisodes:
+        return WholeEpisodes(num_envs=self._num_envs, rule=None, done_key=self._done_key, from_resets=from_resets)
+
+    def _call(self, episode: TensorDict) -> Any:
+        return call_hook("on_episode_done", self._function, episode, KEPT)
+
+    def _checked(self, returned: Any, length: int) -> Columns:
+        """What was returned as tensors ``[length, ...]``."""
+        if not (returned is None or isinstance(returned, Mapping)):
+            kind = type(returned).__name__
+            raise HookError(f"on_episode_done returned a {kind}: expected None, or a dict of arrays by column. {KEPT}")
+        columns: Columns = {}
+        for name, value in (returned or {}).items():
+            key = (name,) if isinstance(name, str) else tuple(name)
+            try:
+                tensor = value.detach() if torch.is_tensor(value) else torch.from_numpy(np.array(value))
+            except (TypeError, ValueError) as error:
+                why = text_of(error)
+                raise HookError(f"on_episode_done: {dotted(key)} is no array of numbers ({why}). {KEPT}") from error
+            if tensor.shape[:1] != (length,) or key[0] == "collector":
+                raise HookError(
+                    f"on_episode_done: {dotted(key)} has shape {list(tensor.shape)}, and the episode {length} steps: "
+                    f"expected [{length}, ...], under a name outside of 'collector'. {KEPT}"
+                )
+            columns[key] = tensor
+        kinds = {key: (*tensor.shape[1:], tensor.dtype) for key, tensor in columns.items()}
+        self._known = kinds if self._known is None else self._known
+        if kinds != self._known:
+            here, first = _text(kinds), _text(self._known)
+            raise HookError(f"on_episode_done returned {here} for this episode, and {first} for the first one. {KEPT}")
+        return columns
+
+
+def _with_all_steps(batch: TensorDict) -> TensorDict:
+    """Time last, with what is beyond ``frames_per_batch``: it belongs to its episodes, too."""
+    all_steps: TensorDict = time_last(batch).exclude(VALID)
+    return all_steps
+
+
+def _cut(batch: TensorDict, pieces: Pieces) -> Iterator[TensorDict]:
+    """The episodes of ``[frames]`` or ``[n, longest]``, as views."""
+    T = batch.shape[-1]
+    for row, length in zip(pieces.rows[pieces.first].tolist(), pieces.length.tolist(), strict=True):
+        line = batch[row // T] if batch.ndim == 2 else batch
+        yield line[row % T : row % T + length]
+
+
+def _text(kinds: Mapping[Key, tuple[Any, ...]]) -> str:
+    """Columns for messages."""
+    return ", ".join(f"{dotted(key)} {list(kind[:-1])} {kind[-1]}" for key, kind in kinds.items()) or "no columns"

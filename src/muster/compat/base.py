@@ -1,0 +1,89 @@
+"""What the compat layers stand on: the environments of another system as one group, stepped by Muster's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from muster.episodes.rules import Rule
+from muster.memory.slots import Lane, Layout, Slot
+from muster.memory.specs import Array
+from muster.protocols import EnvBatch, Policy
+from muster.rng import GroupRng
+from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.group import Group
+from muster.rollout.loop import rollout
+
+LANES_KEPT = 4  # for as many different numbers of rows
+
+
+def borrowed(**options: Any) -> RolloutOptions:
+    """Options for programs that see to the rest themselves, and some more of ``RolloutOptions``.
+
+    They seed the generators of the process, choose the number of threads, and may keep tensors or compute gradients.
+    """
+    return RolloutOptions(own_rng=False, num_threads=None, inference_mode=False, **options)
+
+
+class GroupRunner:
+    """A group of all environments of a collector, stepped some rows at a time.
+
+    Args:
+        rng: for what Muster itself draws.
+        env_ids, total_envs: whose environments these are among all; None: these are all.
+
+    Attributes:
+        group: begins new episodes with ``group.reset``, and at the first rows.
+    """
+
+    def __init__(
+        self,
+        envs: EnvBatch,
+        options: RolloutOptions,
+        *,
+        rng: GroupRng,
+        env_ids: Array | None = None,
+        total_envs: int | None = None,
+    ) -> None:
+        B = envs.num_envs
+        self.group = Group(
+            envs,
+            batch_shape=(B,),
+            env_ids=np.arange(B) if env_ids is None else env_ids,
+            total_envs=B if total_envs is None else total_envs,
+            rng=rng,
+            options=options,
+        )
+        self._policy: Policy | None = None
+        self._lanes: dict[int, Lane] = {}
+
+    def lane(self, policy: Policy, rows: int) -> Lane:
+        """Memory for so many rows; the same once more for the same policy and number."""
+        if policy is not self._policy:
+            self._policy, self._lanes = policy, {}
+        if rows not in self._lanes:
+            if len(self._lanes) >= LANES_KEPT:
+                self._lanes.pop(next(iter(self._lanes)))
+            columns = lane_columns(self.group.env, policy.columns(), self.group.options)
+            self._lanes[rows] = Slot(Layout(rows, self.group.B, columns)).lanes[0]
+        return self._lanes[rows]
+
+    def run(
+        self,
+        policy: Policy,
+        lane: Lane,
+        *,
+        rule: Rule | None = None,
+        watch: Callable[[Lane, int], object] | None = None,
+    ) -> None:
+        """Fill a lane from its first row on; ``done_steps`` says how far.
+
+        Args:
+            rule: the rows end with the last episode that it wants.
+            watch: called after every step with the lane and its row, which is complete.
+        """
+        lane.done_steps, lane.stopped = 0, False
+        self.group.rule, self.group.watch = rule, watch
+        rollout(self.group, policy, lane)

@@ -1,0 +1,199 @@
+"""prt_rl's policies as Muster's loop calls them, and what they returned as its users get it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from muster.compat.prt_rl.envs import PrtEnvs, Side
+from muster.compat.prt_rl.undisturbed import undisturbed
+from muster.errors import BadOption, BadPolicyOutput
+from muster.keys import ACTION, LOG_PROB, OBSERVATION, Key
+from muster.memory.slots import Lane
+from muster.memory.specs import ArraySpec, Column
+from muster.policies.adapt import adapt
+from muster.policies.checks import column_of
+from muster.policies.heads import Head
+from muster.protocols import Act, Outputs, Policy
+from muster.rng import GroupRng
+from muster.rollout.acting import call_policy
+
+Tensors = dict[str, torch.Tensor]
+NOTHING = torch.empty(0, 0)
+TAKEN = frozenset({"state", "next_state", "reward", "done", "last_value_est"})
+
+
+class PrtRlActor:
+    """A policy with ``act(state, deterministic=False) -> (action, dict)``; implements ``Policy``.
+
+    What it returns with a graph is handed on with it, as prt_rl's ``PolicyGradient`` needs it, if the caller has
+    gradients enabled.
+
+    Args:
+        side: the environments; with prt_rl's interface they learn here what actions are.
+        unused: what the policy has just returned for the states that come next.
+
+    Attributes:
+        unused: the same, where it is not of the kind that it was before: it takes another actor.
+    """
+
+    path, draws_globally = "prt_rl policy", True
+
+    def __init__(self, policy: Any, side: Side, unused: Any = None) -> None:
+        self.policy, self.name, self._side, self.unused = policy, type(policy).__name__, side, unused
+        self._like: Tensors = {}  # of a first call, by name; the action comes first
+        self._graphs: dict[str, list[torch.Tensor]] = {}
+        self._grad = False
+
+    @property
+    def adapted(self) -> Policy:
+        """What the loop calls."""
+        return self
+
+    def begin(self) -> bool:
+        """A rollout begins; whether it has been seen what the policy returns."""
+        self._grad = torch.is_grad_enabled()
+        self._graphs = {name: [] for name in self._graphs}
+        return bool(self._like)
+
+    def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
+        got, self.unused = self.unused, None
+        returned = self._named(self._ask(self._side.show(obs[OBSERVATION])) if got is None else got)
+        if taken := sorted(TAKEN.intersection(returned)):
+            raise BadPolicyOutput(f"policy {self.name} returned {taken}, which the experience has already")
+        self._check_action(returned["action"])
+        self._like = {name: value.detach() for name, value in returned.items()}
+        self._graphs = {name: [value] for name, value in returned.items() if value.requires_grad}
+        return Outputs(
+            {self._action_key: self._like["action"]},
+            {self._key(name): value for name, value in self._like.items() if name != "action"},
+        )
+
+    def columns(self) -> Sequence[Column]:
+        lead = (self._side.env.num_envs,)
+        return [column_of(self._key(name), like, lead, self.name) for name, like in self._like.items()][1:]
+
+    def start(self, lane: Lane, rng: GroupRng) -> Act:
+        if self not in lane.cache:
+            like = self._like.items()
+            places = [(name, self._rows(lane, name).unbind(0), value.shape, value.dtype) for name, value in like]
+            lane.cache[self] = places, lane.rows(OBSERVATION)
+        (places, states), graphs, show = lane.cache[self], self._graphs, self._side.show
+
+        def act(t: int) -> None:
+            got = self._ask(show(states[t]))
+            returned = self._named(got)
+            if len(returned) != len(places):
+                self._refuse(got, returned, t)
+            for name, rows, shape, dtype in places:
+                value = returned.get(name, NOTHING)
+                if value.shape != shape or value.dtype is not dtype or (value.requires_grad and name not in graphs):
+                    self._refuse(got, returned, t)
+                rows[t].copy_(value)
+            for name, graph in graphs.items():
+                graph.append(returned[name])
+
+        return act
+
+    def results(self, lane: Lane) -> Tensors:
+        """What was returned at all rows, ``[n, N, ...]``, on the device where it was returned."""
+        return {
+            name: torch.stack(self._graphs[name])
+            if name in self._graphs
+            else self._rows(lane, name)[: lane.done_steps].to(like.device, like.dtype, copy=True)
+            for name, like in self._like.items()
+        }
+
+    def last_value(self, state: torch.Tensor, done: torch.Tensor) -> torch.Tensor:
+        """Its ``"value"`` of a last ``state`` ``[N, ...]``, 0 where that is an end (``done``, ``[N, 1]``): ``[N, 1]``.
+
+        The policy does not notice that it is asked, and is not if all have ended.
+        """
+        like = self._like["value"]
+        if done.all():
+            return torch.zeros_like(like).reshape(len(done), -1)
+        with undisturbed(self.policy, like.device):
+            got = call_policy(self, lambda: self.policy.act(state.clone()))
+        value = self._named(got)["value"].reshape(len(done), -1)
+        return value.masked_fill(done.to(value.device), 0)
+
+    def _ask(self, state: torch.Tensor) -> Any:
+        if not self._grad:
+            return self.policy.act(state, deterministic=False)
+        with torch.enable_grad():
+            return self.policy.act(state, deterministic=False)
+
+    def _named(self, got: Any) -> Tensors:
+        if not isinstance(got, tuple) or len(got) != 2 or not isinstance(got[1], dict) or "action" in got[1]:
+            raise BadPolicyOutput(
+                f"policy {self.name} returned {type(got).__name__}, expected (action, dict), the dict without 'action'"
+            )
+        returned = {"action": got[0], **got[1]}
+        for name, value in returned.items():
+            if not isinstance(value, torch.Tensor):
+                raise BadPolicyOutput(f"policy {self.name} returned {name!r} as {type(value).__name__}, not a tensor")
+        return returned
+
+    def _refuse(self, got: Any, returned: Tensors, t: int) -> NoReturn:
+        self.unused = got
+        raise BadPolicyOutput(
+            f"policy {self.name} returned {_kinds(returned)} at row {t}, and {_kinds(self._like)} at the row before"
+        )
+
+    def _check_action(self, action: torch.Tensor) -> None:
+        env = self._side.env
+        if isinstance(env, PrtEnvs):
+            column = column_of(ACTION, action, (env.num_envs,), self.name)
+            env.action_specs = {ACTION: ArraySpec(column.shape, column.dtype)}
+            env.action_device = action.device
+            return
+        (spec,) = env.action_specs.values()
+        expected = [(env.num_envs, *shape) for shape in ([spec.shape] if spec.shape else [(1,), ()])]
+        if tuple(action.shape) not in expected or action.is_floating_point() != (spec.dtype.kind == "f"):
+            raise BadPolicyOutput(
+                f"policy {self.name} returned an action of shape {tuple(action.shape)}, dtype {action.dtype}, expected "
+                f"{expected[0]} and {spec.dtype}"
+            )
+
+    @property
+    def _action_key(self) -> Key:
+        (key,) = self._side.env.action_specs
+        return key
+
+    def _key(self, name: str) -> Key:
+        return self._action_key if name == "action" else ("policy", name)
+
+    def _rows(self, lane: Lane, name: str) -> torch.Tensor:
+        return lane.tensors[self._key(name)].reshape(lane.T, *self._like[name].shape)
+
+
+class HeadActor:
+    """One of Muster's heads, for one call of a collector, with Muster's own way of sampling."""
+
+    def __init__(self, head: Head, side: Side) -> None:
+        if isinstance(side.env, PrtEnvs):
+            raise BadOption(
+                f"{head.name} needs to know the action space: give the Gymnasium environments themselves (or prt_rl's "
+                f"GymnasiumWrapper), or a policy with act(state)"
+            )
+        self.policy, self._env, self.unused, self._begun = head, side.env, None, False
+        self.adapted: Policy = adapt(head, side.env, batch_shape=(side.env.num_envs,))
+
+    def begin(self) -> bool:
+        """A rollout begins; whether it has been seen what the policy returns."""
+        begun, self._begun = self._begun, True
+        return begun
+
+    def results(self, lane: Lane) -> Tensors:
+        """As of a policy of prt_rl: ``"action"`` and ``"log_prob"``."""
+        (key,), n = self._env.action_specs, lane.done_steps
+        found = {
+            name: lane.tensors[k][:n] for name, k in (("action", key), ("log_prob", LOG_PROB)) if k in lane.tensors
+        }
+        return {name: rows.unsqueeze(-1) if rows.ndim == 2 else rows for name, rows in found.items()}
+
+
+def _kinds(tensors: Tensors) -> dict[str, Any]:
+    return {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}

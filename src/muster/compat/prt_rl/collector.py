@@ -1,0 +1,210 @@
+"""prt_rl's collector: its names and its dictionaries; Muster's loop collects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from muster.compat.base import GroupRunner, borrowed
+from muster.compat.prt_rl.actors import HeadActor, PrtRlActor, Tensors
+from muster.compat.prt_rl.envs import PrtEnvs, Side, side_of
+from muster.compat.prt_rl.selection import LastRow, Selection
+from muster.errors import BadOption, BadPolicyOutput, HookError
+from muster.keys import DONE, OBSERVATION, REWARD, next_of
+from muster.memory.slots import Lane
+from muster.observing.metrics import MetricsTracker
+from muster.policies.heads import Head
+from muster.rng import GroupRng
+from muster.utils.integers import integer
+
+ROWS = 128  # of memory, where it is not known how many there will be
+TERMINATED, TRUNCATED = next_of(("terminated",)), next_of(("truncated",))
+
+
+class Collector:
+    """Collects experience from all environments at once, as dictionaries of tensors.
+
+    ::
+
+        collector = Collector(env, flatten=False)
+        experience = collector.collect_experience(policy, num_steps=2048)
+        experience["state"]  # (T, N, ...)
+
+    An environment whose episode is over is reset, and the collection goes on. Do not collect trajectories where
+    episodes never end. Tensors are the caller's own. After an error all environments begin anew.
+
+    Args:
+        env: with prt_rl's interface (``get_num_envs``, ``get_parameters``, ``reset``, ``reset_index``, ``step``), or a
+            Gymnasium environment or vector environment, which stays yours.
+        logger: prt_rl's (``should_log``, ``log_scalar``) or what else ``muster.observing.loggers.as_logger`` takes;
+            hears of every episode that ends. None: nobody does.
+        flatten: ``collect_experience`` returns ``(T * N, ...)``, time step by time step; else ``(T, N, ...)``.
+
+    Raises:
+        UnsupportedEnv: another kind of environment.
+        BadOption: another kind of logger.
+    """
+
+    def __init__(self, env: Any, logger: Any = None, flatten: bool = True) -> None:
+        self.env, self.logger, self.flatten = env, logger, flatten
+        self._side = side_of(env)
+        self.metric = MetricsTracker(self._side.env.num_envs, logger)
+        self._runner: GroupRunner | None = None
+        self._actor: PrtRlActor | HeadActor | None = None
+        self._failure: HookError | None = None
+
+    def collect_experience(self, policy: Any, num_steps: int = 1, bootstrap: bool = True) -> Tensors:
+        """Make ``T = ceil(num_steps / N)`` steps in each of N environments, from where they are.
+
+        Args:
+            policy: has ``act(state, deterministic=False) -> (action, dict)``; or one of Muster's heads.
+            num_steps: over all environments.
+            bootstrap: add ``"last_value_est"`` if the policy returns a ``"value"``.
+
+        Returns:
+            ``"state"``, ``"action"``, ``"next_state"`` (where an episode ended, its last state), ``"reward"`` float32
+            and ``"done"`` bool, both ``(..., 1)``; all that the policy's dict has; ``"last_value_est"`` ``(N, 1)``: its
+            value of the last next state, 0 where that ended the episode.
+
+        Raises:
+            BadOption: fewer steps than one.
+            EnvError, BadEnvOutput, PolicyError, BadPolicyOutput: see there.
+            HookError: the logger raised; the experience is its attribute ``experience``.
+        """
+        num_steps = integer("num_steps", num_steps)
+        actor, found = self._roll(policy, -(-num_steps // self._side.env.num_envs))
+        last = found["next_state"][-1], found["done"][-1]
+        if self.flatten:
+            found = {name: tensor.flatten(0, 1) for name, tensor in found.items()}
+        if bootstrap and isinstance(actor, PrtRlActor) and "value" in found:
+            found["last_value_est"] = actor.last_value(*last)
+        return self._logged(found)
+
+    def collect_trajectory(
+        self, policy: Any, num_trajectories: int | None = None, min_num_steps: int | None = None
+    ) -> Tensors:
+        """Reset all environments, and collect whole trajectories, one after another in the order of their ends.
+
+        Args:
+            policy: see ``collect_experience``.
+            num_trajectories: n in all (1 if neither is given): ``n // N`` from each of N environments, and the others
+                from whichever are the first to end one more; if ``n < N``, one from each of the first n.
+            min_num_steps: instead, trajectories until they have so many steps together.
+
+        Returns:
+            as ``collect_experience``, ``(B, ...)`` with the steps of all trajectories as B, whatever ``flatten`` says,
+            and without ``"last_value_est"``.
+
+        Raises:
+            BadOption: both numbers, or less than one.
+            Other errors: see ``collect_experience``.
+        """
+        if num_trajectories is not None and min_num_steps is not None:
+            raise BadOption(
+                f"num_trajectories={num_trajectories} and min_num_steps={min_num_steps} were given: give one of them"
+            )
+        if min_num_steps is None:
+            num_trajectories = integer("num_trajectories", 1 if num_trajectories is None else num_trajectories)
+        else:
+            min_num_steps = integer("min_num_steps", min_num_steps)
+        self._begin_anew()
+        chosen = Selection(self._side.env.num_envs, num_trajectories, min_num_steps or 0)
+        parts = []
+        while not chosen.complete:
+            parts.append(self._roll(policy, ROWS, chosen)[1])
+            chosen.before += len(parts[-1]["state"])
+        rows = torch.cat([torch.arange(s.begin, s.end) for s in chosen.segments])
+        envs = torch.cat([torch.full((s.end - s.begin,), s.env) for s in chosen.segments])
+        return self._logged({name: torch.cat([part[name] for part in parts])[rows, envs] for name in parts[0]})
+
+    def get_metric_tracker(self) -> MetricsTracker:
+        """What was collected so far, in numbers; steps and episodes that no call returned included."""
+        return self.metric
+
+    def _roll(self, policy: Any, T: int, chosen: Selection | None = None) -> tuple[PrtRlActor | HeadActor, Tensors]:
+        """``T`` steps, or less if ``chosen`` is complete: ``(n, N, ...)`` each."""
+        if self._actor is None or self._actor.policy is not policy:
+            self._actor = _actor_of(policy, self._side)
+        try:
+            actor, lane = self._fill(self._actor, T, chosen)
+        except BaseException:
+            self._begin_anew()
+            raise
+        return actor, self._experience(actor, lane)
+
+    def _fill(
+        self, actor: PrtRlActor | HeadActor, T: int, chosen: Selection | None
+    ) -> tuple[PrtRlActor | HeadActor, Lane]:
+        runner = self._started()
+        if not actor.begin():
+            runner.group.prime(actor.adapted)
+        lane = runner.lane(actor.adapted, T)
+        if chosen is not None:
+            chosen.lane = lane
+        try:
+            runner.run(actor.adapted, lane, rule=chosen or LastRow(lane))
+        except BadPolicyOutput:
+            if actor.unused is None or lane.done_steps or (chosen is not None and chosen.before):
+                raise
+            self._actor = PrtRlActor(actor.policy, self._side, actor.unused)  # which returns other things from now on
+            return self._fill(self._actor, T, chosen)
+        finally:
+            self._count(lane)
+        return actor, lane
+
+    def _started(self) -> GroupRunner:
+        if self._runner is None:
+            env = self._side.env
+            if isinstance(env, PrtEnvs):
+                env.look()
+            self._runner = GroupRunner(env, borrowed(), rng=GroupRng(torch.initial_seed()))  # for Muster's heads
+        return self._runner
+
+    def _begin_anew(self) -> None:
+        if self._runner is not None:
+            self._runner.group.reset()
+        if isinstance(self._side.env, PrtEnvs):
+            self._side.env.anew = True
+        self.metric.abandon()
+
+    def _experience(self, actor: PrtRlActor | HeadActor, lane: Lane) -> Tensors:
+        """Copies of all that a lane has, ``(n, N, ...)`` each."""
+        side, n = self._side, lane.done_steps
+        state, next_state = (side.show(lane.tensors[key][:n]) for key in (OBSERVATION, next_of(OBSERVATION)))
+        returned = actor.results(lane)
+        return {
+            "state": state,
+            "action": returned.pop("action"),
+            "next_state": next_state,
+            "reward": side.rewards(lane)[:n].to(state.device, copy=True),
+            "done": lane.tensors[next_of(DONE)][:n].unsqueeze(-1).to(state.device, copy=True),
+            **returned,
+        }
+
+    def _count(self, lane: Lane) -> None:
+        """Let the tracker see what was stepped; what its logger raises has time."""
+        n = lane.done_steps
+        reward = lane.arrays[REWARD][:n]  # of several agents the sum
+        try:
+            self.metric.update_rows(reward, lane.arrays[TERMINATED][:n] | lane.arrays[TRUNCATED][:n])
+        except HookError as error:
+            self._failure = self._failure or error
+
+    def _logged(self, found: Tensors) -> Tensors:
+        failure, self._failure = self._failure, None
+        if failure is None:
+            return found
+        vars(failure)["experience"] = found
+        raise failure
+
+
+def _actor_of(policy: Any, side: Side) -> PrtRlActor | HeadActor:
+    if isinstance(policy, Head):
+        return HeadActor(policy, side)
+    if not callable(getattr(policy, "act", None)):
+        raise BadOption(
+            f"policy is {type(policy).__name__}, expected an object with act(state, deterministic=False) -> (action, "
+            f"dict), or a head such as muster.policies.categorical(net)"
+        )
+    return PrtRlActor(policy, side)

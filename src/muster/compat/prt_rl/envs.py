@@ -1,0 +1,265 @@
+"""Environments behind prt_rl's interface, or Gymnasium's, as an env batch; and what prt_rl shows of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from muster.envs.build import build_env
+from muster.envs.stacked import StackedEnvs
+from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv, described
+from muster.keys import OBSERVATION, REWARD, Key, next_of
+from muster.memory.slots import Lane, torch_dtype
+from muster.memory.specs import Array, ArraySpec
+from muster.protocols import EnvBatch, Step
+from muster.rng import GroupRng
+from muster.utils.private_names import usable
+
+TERMINATED = next_of(("terminated",))
+DEPTH = 32  # of wrappers around a vector environment
+METHODS = ("get_num_envs", "reset", "step")
+GYMNASIUM_WRAPPER = "prt_rl.env.wrappers.gymnasium_envs.GymnasiumWrapper"
+
+
+class Side(NamedTuple):
+    """Environments, and how prt_rl shows what their rows hold.
+
+    Attributes:
+        show: a copy of states ``[..., *shape]``.
+    """
+
+    env: EnvBatch
+    show: Callable[[torch.Tensor], torch.Tensor]
+
+    def rewards(self, lane: Lane) -> torch.Tensor:
+        """``[T, N, 1]``, or what else the environment gives for each of N."""
+        own: torch.Tensor | None = lane.cache.get(REWARD)
+        return lane.tensors[REWARD].unsqueeze(-1) if own is None else own
+
+
+def side_of(env: Any) -> Side:
+    """The environments that a collector was given, which are known by what they can do.
+
+    prt_rl's own ``GymnasiumWrapper`` is looked through: the environments inside are stepped one by one, as the vector
+    environment between them does, and nobody resets them a second time. What derives from it or wraps it is not.
+
+    Raises:
+        UnsupportedEnv: neither prt_rl's interface nor an environment with one observation and one action.
+    """
+    if (inside := _inside(env)) is not None:
+        return _gymnasium(StackedEnvs(inside), env.device)
+    if all(callable(getattr(env, name, None)) for name in METHODS):
+        envs = PrtEnvs(env)
+        return Side(envs, lambda rows: rows.to(envs.state_device) if envs.state_device.type != "cpu" else rows.clone())
+    return _gymnasium(build_env(env, None).env, torch.device("cpu"))
+
+
+class PrtEnvs(EnvBatch):
+    """N environments behind one object with prt_rl's interface; implements ``EnvBatch``. Rows lie on the host.
+
+    Args:
+        env: has ``get_num_envs``, ``reset``, ``step`` and, if N > 1, ``reset_index``.
+
+    Attributes:
+        anew: the next reset of all is one of all together, and not one of each that has ended.
+        state_device, action_device: where the environment has its states, and wants its actions.
+    """
+
+    bypasses = True
+
+    def __init__(self, env: Any) -> None:
+        self.env, self.name, self.num_envs = env, type(env).__name__, int(env.get_num_envs())
+        self.anew, self.state_device, self.action_device = True, torch.device("cpu"), torch.device("cpu")
+        self.observation_specs, self.action_specs = {}, {}  # the first reset and the first action say
+        self._first: torch.Tensor | None = None
+        self._reward_kind: tuple[tuple[int, ...], torch.dtype] | None = None
+        self._plain_rewards = False
+        self._vector = _sync_vector_in(env)
+
+    def look(self) -> None:
+        """Reset the environments to see what states are; the first ``reset`` goes on from there."""
+        if self.observation_specs:
+            return
+        self._first = state = self._reset_all()
+        dtype = torch.empty(0, dtype=state.dtype).numpy().dtype
+        self.observation_specs = {OBSERVATION: ArraySpec(tuple(state.shape[1:]), dtype)}
+        self.state_device = state.device
+
+    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
+        raise NotImplementedError(f"{self.name}: a policy acts, and nobody acts at random")
+
+    def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        rows: Array = arrays[OBSERVATION][row]
+        one_by_one = hasattr(self.env, "reset_index")
+        if len(which) == self.num_envs and (self.anew or not one_by_one):
+            state, self._first, self.anew = self._first, None, False
+            rows[...] = (self._reset_all() if state is None else state).cpu().numpy()
+            return
+        if not one_by_one:
+            raise UnsupportedEnv(
+                f"{self.name} has no reset_index(index), by which one of {self.num_envs} environments begins anew "
+                f"where its episode is over"
+            )
+        for i in which:
+            state = self._pair("reset_index", i)
+            one = state.unsqueeze(0) if state.ndim < rows.ndim else state
+            rows[i] = self._checked(one, 1, "reset_index")[0].cpu().numpy()
+            if self._vector is not None:  # else it would reset the environment once more, in the place of its next step
+                self._vector._autoreset_envs[i] = False
+
+    def start(self, lane: Lane) -> Step:
+        if self not in lane.cache:
+            (action_key,) = self.action_specs
+            columns = lane.tensors[action_key], lane.tensors[OBSERVATION][1:], lane.tensors[REWARD].unsqueeze(-1)
+            lane.cache[self] = [column.unbind(0) for column in columns]
+        actions, states, rewards = lane.cache[self]
+        terminated, B, device = lane.arrays[TERMINATED], self.num_envs, self.action_device
+        plain = (B, 1)
+
+        def step(t: int) -> Sequence[int] | None:
+            got = self._call("step", actions[t].clone() if device.type == "cpu" else actions[t].to(device))
+            self.executed_in_row = B
+            if not isinstance(got, tuple) or len(got) != 4:
+                raise BadEnvOutput(f"{self.name}.step returned {_kind(got)}, expected (state, reward, done, info)")
+            state, reward, done, _ = got
+            states[t].copy_(self._checked(state, B, "step"))
+            if self._plain_rewards and getattr(reward, "shape", None) == plain and reward.dtype is torch.float32:
+                rewards[t].copy_(reward)
+            else:
+                self._store_reward(lane, t, reward)
+            flags = torch.as_tensor(done).reshape(-1).tolist()
+            if len(flags) != B:
+                raise BadEnvOutput(f"{self.name}.step returned {len(flags)} done flags for {B} environments")
+            finished = [i for i, over in enumerate(flags) if over]
+            if finished:
+                terminated[t, finished] = True
+            self.executed_in_row = 0
+            return finished or None
+
+        return step
+
+    def bypass(self, which: Collection[int]) -> None:
+        """Only the last step of a rollout lets environments go here, and nobody is stepped after it."""
+
+    def objects(self) -> Sequence[object]:
+        return [self.env]
+
+    def close(self) -> None:
+        return
+
+    def _store_reward(self, lane: Lane, t: int, reward: Any) -> None:
+        """The first one says what rewards are; what is not ``[N, 1]`` float32 goes beside the column of sums."""
+        B, reward = self.num_envs, torch.as_tensor(reward)
+        reward = reward.reshape(-1, 1) if reward.ndim < 2 else reward
+        kind = tuple(reward.shape), reward.dtype
+        if self._reward_kind is None and len(reward) == B:
+            self._reward_kind, self._plain_rewards = kind, kind == ((B, 1), torch.float32)
+        if kind != self._reward_kind:
+            raise BadEnvOutput(
+                f"{self.name}.step returned rewards of shape {kind[0]} and dtype {kind[1]}, expected "
+                f"{self._reward_kind or f'one for each of {B} environments, [{B}, 1]'}"
+            )
+        lane.tensors[REWARD][t] = reward.reshape(B, -1).sum(1)
+        if not self._plain_rewards:
+            if REWARD not in lane.cache:
+                lane.cache[REWARD] = torch.zeros((lane.T, *reward.shape), dtype=reward.dtype)
+            lane.cache[REWARD][t] = reward
+
+    def _reset_all(self) -> torch.Tensor:
+        return self._checked(self._pair("reset"), self.num_envs, "reset")
+
+    def _pair(self, method: str, *args: Any) -> torch.Tensor:
+        got = self._call(method, *args)
+        if not isinstance(got, tuple) or len(got) != 2:
+            raise BadEnvOutput(f"{self.name}.{method} returned {_kind(got)}, expected (state, info)")
+        if not isinstance(got[0], torch.Tensor):
+            raise BadEnvOutput(f"{self.name}.{method} returned a state that is {_kind(got[0])}, expected a tensor")
+        return got[0]
+
+    def _checked(self, state: Any, n: int, method: str) -> torch.Tensor:
+        """``state`` if it is a tensor ``[n, *shape]`` as the first one was."""
+        spec = self.observation_specs.get(OBSERVATION)
+        if not isinstance(state, torch.Tensor):
+            raise BadEnvOutput(f"{self.name}.{method} returned a state that is {_kind(state)}, expected a tensor")
+        shape = tuple(state.shape[1:]) if spec is None else spec.shape
+        if state.shape != (n, *shape) or (spec and not torch.can_cast(state.dtype, torch_dtype(spec.dtype))):
+            expected = f"({n}, ...)" if spec is None else f"{(n, *shape)}, dtype {spec.dtype}"
+            raise BadEnvOutput(
+                f"{self.name}.{method} returned a state of shape {tuple(state.shape)}, dtype {state.dtype}, expected "
+                f"{expected}: one row for each of {self.num_envs} environments, always of the same kind"
+            )
+        return state
+
+    def _call(self, method: str, *args: Any) -> Any:
+        try:
+            return getattr(self.env, method)(*args)
+        except Exception as error:
+            raise EnvError(f"{self.name}.{method} raised {described(error)}") from error
+
+
+def _gymnasium(env: EnvBatch, device: torch.device) -> Side:
+    """As ``GymnasiumWrapper`` shows them: float32 instead of float64, and no state without a dimension."""
+    if len(env.observation_specs) != 1 or len(env.action_specs) != 1 or env.device is not None:
+        raise UnsupportedEnv(
+            f"{env.name} has observations {sorted(env.observation_specs)} and actions {sorted(env.action_specs)}, and "
+            f"a prt_rl policy gets one tensor and returns one, in the host's memory. Flatten them with a wrapper, or "
+            f"use muster.Collector"
+        )
+    (spec,) = env.observation_specs.values()
+    if not spec.is_tensor:
+        raise UnsupportedEnv(f"{env.name} observes what is no array, and a prt_rl policy gets a tensor")
+
+    if spec.shape and spec.dtype != np.float64 and device.type == "cpu":
+        return Side(env, torch.clone)
+
+    def show(rows: torch.Tensor) -> torch.Tensor:
+        rows = rows if spec.shape else rows.unsqueeze(-1)
+        return rows.to(device, torch.float32 if rows.dtype == torch.float64 else rows.dtype, copy=True)
+
+    return Side(env, show)
+
+
+def _inside(env: Any) -> list[Any] | None:
+    """The environments in prt_rl's own wrapper, if nothing is done to them that they do not do themselves."""
+    if f"{type(env).__module__}.{type(env).__name__}" != GYMNASIUM_WRAPPER or env.render_mode == "rgb_array":
+        return None
+    composite = not isinstance(env.get_parameters().action_continuous, bool)
+    if composite or not vars(env).keys().isdisjoint({*METHODS, "reset_index"}):
+        return None
+    if env.num_envs == 1:
+        return [env.env]
+    return list(env.env.envs) if type(env.env).__name__ == "SyncVectorEnv" else None
+
+
+def _sync_vector_in(env: Any) -> Any:
+    """The vector environment somewhere inside that resets its environments with the step after their last one.
+
+    Raises:
+        UnsupportedEnv: one that does so within that last step, and so hides the last state; or one that cannot be kept
+            from it.
+    """
+    for _ in range(DEPTH):
+        mode = getattr(getattr(env, "autoreset_mode", None), "name", "")
+        if mode and hasattr(env, "envs"):
+            if mode == "SAME_STEP":
+                raise UnsupportedEnv(
+                    f"{type(env).__name__} resets an environment within the last step of its episode, and the last "
+                    f"state is lost on the way: make it with autoreset_mode=AutoresetMode.DISABLED"
+                )
+            if usable("gymnasium", (env, ("_autoreset_envs",))):
+                return env
+            if mode == "NEXT_STEP":
+                raise UnsupportedEnv(
+                    f"{type(env).__name__} resets an environment with the step after its last one, and this version "
+                    f"of Gymnasium has no way to keep it from that: make it with autoreset_mode=AutoresetMode.DISABLED"
+                )
+            return None
+        env = getattr(env, "env", None)
+    return None
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, tuple) else type(value).__name__

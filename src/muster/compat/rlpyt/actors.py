@@ -1,0 +1,228 @@
+"""Who chooses the actions: an agent in this process, or a server beside it; both as policies."""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from muster.compat.rlpyt.envs import RlpytEnvs
+from muster.compat.rlpyt.trees import BufferPart, as_array, overwrite
+from muster.envs.previous import PREV_ACTION, PREV_REWARD
+from muster.errors import BadOption, BadPolicyOutput, CollectorTimeout, MusterError, WorkerDied
+from muster.keys import Key
+from muster.memory.slots import Lane
+from muster.memory.specs import Column
+from muster.protocols import Act, Outputs
+from muster.rng import GroupRng
+
+AGENT_INFO: Key = ("agent_info",)
+LOOK_EVERY_S = 1.0  # whether the action server's process is still there
+
+
+class EvaluationStopped(MusterError):
+    """The action server says that it has seen enough: the step it was asked for is not made."""
+
+
+class RlpytActor(ABC):
+    """Implements ``Policy``; ``agent_info`` is what the agent says besides its actions.
+
+    Args:
+        agent_info: None: it is not recorded.
+
+    Attributes:
+        envs: get to know what it said.
+    """
+
+    path, draws_globally = "rlpyt agent", True
+
+    def __init__(self, name: str, envs: RlpytEnvs, agent_info: BufferPart | None) -> None:
+        self.name, self.envs, self.agent_info = name, envs, agent_info
+
+    def first(self, obs: Mapping[Key, Any], rng: GroupRng) -> Outputs:
+        """Nobody asks: the buffers have said what the columns are."""
+        raise NotImplementedError(f"{self.name} acts into rlpyt's buffers only")
+
+    def columns(self) -> Sequence[Column]:
+        specs = self.agent_info.specs if self.agent_info is not None else {}
+        return [Column(key, spec.shape, spec.dtype) for key, spec in specs.items()]
+
+    def start(self, lane: Lane, rng: GroupRng) -> Act:
+        inputs = self.inputs(lane)
+
+        def act(t: int) -> None:
+            action, agent_info = self.step(*(part[t] for part in inputs))
+            for part, value in ((self.envs.action, action), (self.agent_info, agent_info)):
+                problem = None if part is None else part.write(lane.arrays, t, value, lead=(lane.B,))
+                if problem:
+                    raise BadPolicyOutput(f"what {self.name} returned {problem}")
+            self.envs.agent_info = agent_info
+
+        return act
+
+    def inputs(self, lane: Lane) -> tuple[Any, Any, Any]:
+        """Observation, previous action and reward over the rows of a lane, ``[T + 1, B, ...]``."""
+        columns = self.rows(lane)
+        return (
+            self.envs.observation.over(columns),
+            self.envs.action.over(columns, (PREV_ACTION,)),
+            columns[PREV_REWARD],
+        )
+
+    @abstractmethod
+    def rows(self, lane: Lane) -> Mapping[Key, Any]:
+        """The lane's columns as it takes them."""
+
+    @abstractmethod
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> tuple[Any, Any]:
+        """Actions and what is said about them for one row, ``[B, ...]`` each."""
+
+    def begin(self, itr: int) -> None:
+        """A batch begins."""
+        return
+
+    def begin_evaluation(self, itr: int) -> None:
+        """An evaluation begins."""
+        return
+
+    def finish(self, lane: Lane, calls: int = 0, value: Any = None) -> None:
+        """The last row was stepped.
+
+        Args:
+            calls: so many more are expected of the actor, though no environment needs the actions.
+            value: where to put the value of what is observed now, if anybody here knows it.
+        """
+        last = [part[lane.done_steps] for part in self.inputs(lane)]
+        for _ in range(calls):
+            self.step(*last)
+        self._conclude(last, value)
+
+    def begin_episode(self, env: int) -> None:
+        """The agent's episode in an environment has ended."""
+        return
+
+    @abstractmethod
+    def _conclude(self, last: Sequence[Any], value: Any) -> None: ...
+
+
+class LocalAgent(RlpytActor):
+    """An agent in this process; it gets tensors over the lane's rows."""
+
+    def __init__(self, agent: Any, envs: RlpytEnvs, agent_info: BufferPart | None) -> None:
+        super().__init__(type(agent).__name__, envs, agent_info)
+        self.agent = agent
+
+    def rows(self, lane: Lane) -> Mapping[Key, Any]:
+        return lane.tensors
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> tuple[Any, Any]:
+        action, agent_info = self.agent.step(observation, prev_action, prev_reward)
+        return action, agent_info
+
+    def begin(self, itr: int) -> None:
+        self.agent.sample_mode(itr)
+
+    def begin_evaluation(self, itr: int) -> None:
+        self.agent.reset()
+        self.agent.eval_mode(itr)
+
+    def begin_episode(self, env: int) -> None:
+        self.agent.reset_one(idx=env)
+
+    def _conclude(self, last: Sequence[Any], value: Any) -> None:
+        if value is not None:
+            value[...] = as_array(self.agent.value(*last))
+
+
+class Server(RlpytActor):
+    """An action server, which another process runs; rows go through a buffer ``[B]`` that both share.
+
+    Args:
+        step_buffer: has ``observation``, ``action``, ``reward``, ``done`` and perhaps ``agent_info``.
+        sync: has the semaphores ``obs_ready`` and ``act_ready``, and for evaluations ``stop_eval``.
+        max_wait_s: for one answer, which needs the steps of all other workers as well.
+        stops: look at ``stop_eval`` after every answer.
+    """
+
+    raises = (MusterError,)  # the user's agent is in the other process
+
+    def __init__(
+        self,
+        step_buffer: Any,
+        sync: Any,
+        envs: RlpytEnvs,
+        agent_info: BufferPart | None,
+        *,
+        max_wait_s: float,
+        stops: bool = False,
+    ) -> None:
+        super().__init__("the action server", envs, agent_info)
+        self.step_buffer, self.sync, self.max_wait_s, self.stops = step_buffer, sync, max_wait_s, stops
+        self._parent = os.getppid()
+
+    def rows(self, lane: Lane) -> Mapping[Key, Any]:
+        return lane.arrays
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> tuple[Any, Any]:
+        self._show(observation, prev_action, prev_reward)
+        self._wait()
+        if self.stops and self.sync.stop_eval.value:
+            raise EvaluationStopped("the action server has stopped the evaluation")
+        return self.step_buffer.action, getattr(self.step_buffer, "agent_info", None)
+
+    def _conclude(self, last: Sequence[Any], value: Any) -> None:
+        self._show(*last)  # the server takes it from there, values included
+
+    def _show(self, observation: Any, prev_action: Any, prev_reward: Any) -> None:
+        """Let the server see one row."""
+        step = self.step_buffer
+        overwrite(step.observation, observation)
+        overwrite(step.action, prev_action)
+        overwrite(step.reward, prev_reward)
+        step.done[...] = self.envs.done  # it resets its agent there
+        self.sync.obs_ready.release()
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + self.max_wait_s
+        while not self.sync.act_ready.acquire(True, min(LOOK_EVERY_S, self.max_wait_s)):
+            if os.getppid() != self._parent:
+                raise WorkerDied(
+                    f"the process {self._parent} that started this worker is gone, and the actions with it"
+                )
+            if time.monotonic() > deadline:
+                raise CollectorTimeout(
+                    f"no actions from the action server within {self.max_wait_s:g} s: it or another worker has died or "
+                    f"hangs, or steps take that long (then raise max_wait_s of the collector's class)"
+                )
+
+
+def check_actor(collector: Any, acts: str) -> None:
+    """Raise ``BadOption`` if a collector was not given what it needs to let an "agent" or a "server" act."""
+    name = type(collector).__name__
+    if acts == "agent" and collector.agent is None:
+        raise BadOption(
+            f"{name} got no agent, which acts in its own process. It belongs to SerialSampler and CpuSampler; under "
+            f"GpuSampler and AlternatingSampler the collectors that begin with Gpu do the same."
+        )
+    if acts != "server":
+        return
+    missing = [name for name in ("obs_ready", "act_ready") if getattr(collector.sync, name, None) is None]
+    missing = [f"sync.{name}" for name in missing] + ["step_buffer_np"] * (collector.step_buffer_np is None)
+    if missing:
+        raise BadOption(
+            f"{name} got no {', '.join(missing)}, through which it asks an action server. It belongs to GpuSampler and "
+            f"AlternatingSampler; under SerialSampler and CpuSampler the collectors that begin with Cpu do the same."
+        )
+
+
+def actor_of(
+    collector: Any, acts: str, envs: RlpytEnvs, agent_info: BufferPart | None = None, stops: bool = False
+) -> RlpytActor:
+    """Who acts for a collector."""
+    if acts == "agent":
+        return LocalAgent(collector.agent, envs, agent_info)
+    return Server(
+        collector.step_buffer_np, collector.sync, envs, agent_info, max_wait_s=collector.max_wait_s, stops=stops
+    )

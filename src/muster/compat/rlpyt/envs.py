@@ -1,0 +1,168 @@
+"""rlpyt's environments as an env batch, which also keeps the records of their episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from muster.compat.rlpyt.trees import BufferPart, mapped
+from muster.envs.checks import as_flag, reward_problem
+from muster.errors import BadEnvOutput, EnvError, MusterError, described
+from muster.keys import REWARD, Key, next_of
+from muster.memory.slots import Lane
+from muster.memory.specs import Array
+from muster.protocols import EnvBatch, Step
+from muster.rng import GroupRng
+
+ENV_INFO: Key = next_of(("env_info",))
+TERMINATED = next_of(("terminated",))
+
+
+class RlpytEnvs(EnvBatch):
+    """B rlpyt environments stepped one after another; implements ``EnvBatch``.
+
+    Args:
+        envs: the sampler's, which closes them.
+        observation, action, env_info: what their values are stored as; no ``env_info``: it is not recorded.
+        reward_dtype: of the buffer.
+        TrajInfoCls: makes the record of an episode.
+
+    Attributes:
+        traj_infos: of the episodes that go on, ``[B]``.
+        deliver: called with the record of every episode that has ended.
+        resets_made: observations of resets that were made already, by environment.
+        agent_info: what the agent said about the actions that come next, ``[B]``; None: nobody acted.
+        done: where the last step made was the last one of the agent's episode, ``[B]``.
+        begun: where an environment's episode has steps and goes on, ``[B]``.
+        after_done: called with the environment whenever the agent's episode has ended there.
+    """
+
+    bypasses = True
+
+    def __init__(
+        self,
+        envs: Sequence[Any],
+        TrajInfoCls: Any,
+        *,
+        observation: BufferPart,
+        action: BufferPart,
+        env_info: BufferPart | None = None,
+        reward_dtype: Any = np.float32,
+    ) -> None:
+        self.envs, self.num_envs, self.name = list(envs), len(envs), type(envs[0]).__name__
+        self.observation, self.action, self.env_info = observation, action, env_info
+        self.reward_dtype, self.TrajInfoCls = np.dtype(reward_dtype), TrajInfoCls
+        self.action_specs = action.specs
+        self.step_specs = {key[1:]: spec for key, spec in env_info.specs.items()} if env_info is not None else {}
+        self.observation_specs = observation.specs
+        self.traj_infos = [TrajInfoCls() for _ in self.envs]
+        self.deliver: Callable[[Any], None] = lambda info: None
+        self.resets_made: dict[int, Any] = {}
+        self.agent_info: Any = None
+        self.done, self.begun = np.zeros((2, self.num_envs), bool)
+        self.after_done: Callable[[int], None] = lambda env: None
+        self._bypassed: frozenset[int] = frozenset()
+
+    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
+        """From the environments' own action spaces, and so from the process's generators."""
+        drawn = {key: np.zeros((*shape, *spec.shape), spec.dtype) for key, spec in self.action_specs.items()}
+        for index in np.ndindex(shape):
+            b = index[-1]
+            self._must(self.action.write(drawn, index, self.envs[b].action_space.sample()), b, "action_space.sample")
+        return drawn
+
+    def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        for b in which:
+            try:
+                observation = self.resets_made.pop(b) if b in self.resets_made else self.envs[b].reset()
+            except Exception as error:
+                message = f"{self._who(b, 'reset')} raised {described(error)}"
+                raise EnvError(message, env_index=b) from error
+            self._must(self.observation.write(arrays, (row, b), observation), b, "reset")
+
+    def start(self, lane: Lane) -> Step:
+        arrays = lane.arrays
+        for key in self.step_specs:
+            arrays[next_of(key)][lane.done_steps :] = 0  # where an environment says nothing
+        observations, actions = self.observation.over(arrays), self.action.over(arrays)
+        rewards, terminated = arrays[REWARD], arrays[TERMINATED]
+
+        def step(t: int) -> Sequence[int] | None:
+            before, action = observations[t], mapped(np.copy, actions[t])  # an environment may keep or change it
+            finished, self.lives_lost = [], []
+            for b in range(self.num_envs):
+                if b in self._bypassed:
+                    rewards[t, b] = 0
+                    for key in self.observation_specs:
+                        arrays[key][t + 1, b] = 0
+                    continue
+                observation, reward, done, over, env_info = self._step(b, action[b])
+                rewards[t, b] = reward
+                self._must(self.observation.write(arrays, (t + 1, b), observation), b, "step")
+                if self.env_info is not None:
+                    self._must(self.env_info.write(arrays, (t, b), env_info, partial=True), b, "step")
+                agent_info = None if self.agent_info is None else self.agent_info[b]
+                self._note(b, over, observation, (before[b], action[b], reward, done, agent_info, env_info))
+                self.done[b], self.begun[b], terminated[t, b] = done, not over, done
+                if done:
+                    finished.append(b)
+                    self.after_done(b)
+                if done and not over:
+                    self.lives_lost.append(b)
+            self.executed_in_row = 0
+            return finished or None
+
+        return step
+
+    def bypass(self, which: Collection[int]) -> None:
+        self._bypassed = frozenset(which)
+
+    def track_lives(self, key: str) -> None:
+        """They always are, by the one name that rlpyt has for it."""
+
+    def objects(self) -> Sequence[object]:
+        return self.envs
+
+    def close(self) -> None:
+        return
+
+    def _step(self, env: int, action: Any) -> tuple[Any, Any, bool, bool, Any]:
+        """One step of one environment: observation, reward, done, traj_done, env_info."""
+        self.executed_in_row = env
+        try:
+            got = self.envs[env].step(action)
+        except Exception as error:
+            message = f"{self._who(env, 'step')} raised {described(error)}"
+            raise EnvError(message, env_index=env) from error
+        self.executed_in_row = env + 1
+        if not isinstance(got, tuple) or len(got) != 4:
+            expected = "expected (observation, reward, done, env_info)"
+            raise BadEnvOutput(f"{self._who(env, 'step')} returned {type(got).__name__}, {expected}")
+        observation, reward, done, env_info = got
+        over = getattr(env_info, "traj_done", done)
+        if type(reward) is not float and (problem := reward_problem(reward)):
+            raise BadEnvOutput(f"{self._who(env, 'step')}: {problem}")
+        if type(done) is not bool or type(over) is not bool:
+            who = self._who(env, "step")
+            done, over = as_flag(done, "done", who), as_flag(over, "traj_done", who)
+        return observation, reward, done or over, over, env_info
+
+    def _note(self, env: int, over: bool, last: Any, step: tuple[Any, ...]) -> None:
+        """Add a step to the record of an environment's episode, whose ``last`` observation this may be."""
+        try:
+            self.traj_infos[env].step(*step)
+            if over:
+                ended, self.traj_infos[env] = self.traj_infos[env].terminate(last), self.TrajInfoCls()
+                self.deliver(ended)
+        except Exception as error:
+            who = f"{self.TrajInfoCls.__name__} of {type(self.envs[env]).__name__}[{env}]"
+            raise MusterError(f"{who}: recording a step raised {described(error)}") from error
+
+    def _must(self, problem: str | None, env: int, method: str) -> None:
+        if problem is not None:
+            raise BadEnvOutput(f"what {self._who(env, method)} returned {problem}")
+
+    def _who(self, env: int, method: str) -> str:
+        return f"{type(self.envs[env]).__name__}[{env}].{method}"

@@ -1,0 +1,82 @@
+"""Tianshou's AsyncCollector: whoever is ready goes on, nobody waits for the slowest environment."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from tianshou.data import AsyncCollector as TianshouAsyncCollector
+
+from muster.compat.tianshou.async_envs import AsyncVectorEnvs, drain
+from muster.compat.tianshou.collector import ROWS_FOR_EPISODES, Collector
+from muster.compat.tianshou.envs import VectorEnvs
+from muster.compat.tianshou.sampling import Sampling
+from muster.compat.tianshou.steps import StepByStep, Tally
+from muster.memory.slots import Lane
+
+
+class AsyncCollector(Collector):
+    """Collects from a vector environment with ``wait_num`` or ``timeout``.
+
+    The policy acts for the environments whose results have arrived. A call ends with the arrival that makes the number
+    asked for complete, and may have collected more; the statistics say how much. Steps on their way then are part of
+    the next call; a reset waits for them, and they are lost. Of episodes the first to end count, and so rather short
+    ones; environments are not reset after ``n_episode``.
+
+    Args:
+        policy, env, buffer, exploration_noise, raise_on_nan_in_buffer: as for ``Collector``.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        env: Any,
+        buffer: Any = None,
+        exploration_noise: bool = False,
+        raise_on_nan_in_buffer: bool = True,
+    ) -> None:
+        super().__init__(policy, env, buffer, exploration_noise, raise_on_nan_in_buffer=raise_on_nan_in_buffer)
+        if not self.env.is_async:
+            warnings.warn(
+                f"{type(env).__name__} has no wait_num and no timeout, so all its environments wait for the slowest: "
+                f"Collector does the same and collects exact numbers",
+                stacklevel=2,
+            )
+
+    def reset_env(self, gym_reset_kwargs: dict[str, Any] | None = None) -> tuple[Any, Any]:
+        """Let all environments begin anew once those on their way have arrived; see ``Collector``."""
+        drain(self.env)
+        return super().reset_env(gym_reset_kwargs)
+
+    def _make_envs(self, obs: Any) -> VectorEnvs:
+        return AsyncVectorEnvs(self.env, obs)
+
+    def _collect(self, sampling: Sampling, tally: Tally, n_step: int | None, n_episode: int | None) -> None:
+        envs = sampling.envs
+        assert isinstance(envs, AsyncVectorEnvs)
+        by_step = None
+        if self._looks_at_steps():
+            by_step = StepByStep(self, sampling, tally, adds_entries=bool(n_episode)).watch
+
+        def made() -> int:
+            return envs.arrived if n_step else envs.ended
+
+        def watch(lane: Lane, t: int) -> None:
+            if by_step is not None:
+                by_step(lane, t)
+            lane.stopped = made() >= goal
+
+        goal = made() + (n_step or n_episode or 0)
+        while made() < goal:
+            try:
+                sampling.make(min(ROWS_FOR_EPISODES, sampling.most_rows), None, watch)
+            finally:
+                if by_step is None:
+                    self._store(sampling, tally)
+                sampling.going.forget(sampling.group.pending)
+
+    def _warn(self, n_step: int | None, n_episode: int | None) -> None:
+        """More may come than asked for, whatever is asked for."""
+
+
+TianshouAsyncCollector.register(AsyncCollector)  # isinstance says so, and nothing is inherited

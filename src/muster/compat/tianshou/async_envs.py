@@ -1,0 +1,89 @@
+"""Tianshou's asynchronous vector environments as an env batch: a row has the results that arrived in it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from tianshou.data import Batch
+from tianshou.data.batch import alloc_by_keys_diff
+
+from muster.compat.tianshou.envs import Actions, Row, VectorEnvs, listed
+from muster.keys import OBSERVATION, REWARD, TERMINATED, TRUNCATED, Key, next_of
+from muster.memory.slots import Lane
+from muster.memory.specs import Array
+from muster.protocols import Step
+
+
+class AsyncVectorEnvs(VectorEnvs):
+    """A vector environment with ``wait_num`` or ``timeout``, whose environments may be on their way for many rows.
+
+    Meanwhile their observations are repeated, and nothing else is written. In the row in which the result of a step
+    arrives stands all of it: what was acted on, the action, and what came of it. Whoever has arrived is acted on next.
+
+    Attributes:
+        arrived, ended: results so far, and episodes.
+    """
+
+    def __init__(self, venv: Any, obs: Array) -> None:
+        super().__init__(venv, obs)
+        self.arrived = self.ended = 0
+        self._sent = Batch()  # ``[N, ...]``: the action each environment is busy with, and the policy's entry beside it
+
+    def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        super().reset(arrays, row, which, seeds)
+        self.ready = np.union1d(self.ready, which)
+
+    def start(self, lane: Lane) -> Step:
+        arrays = lane.arrays
+        observations, rewards = arrays[OBSERVATION], arrays[REWARD]
+        terminated, truncated = arrays[next_of(TERMINATED)], arrays[next_of(TRUNCATED)]
+
+        def step(t: int) -> Sequence[int] | None:
+            actions = self.actions
+            self._keep(actions)
+            observations[t + 1], rewards[t] = observations[t], 0
+            try:
+                obs, rew, *flags, infos = self.venv.step(actions.mapped, actions.ids)
+            except Exception as error:
+                raise self._failure("step", error) from error
+            infos = listed(infos)
+            unordered = [int(info["env_id"]) for info in infos]
+            order = np.argsort(unordered)
+            ids, rew = np.asarray(unordered)[order], np.asarray(rew)[order]
+            self._take(ids, [infos[i] for i in order])
+            self._write_all(observations, t + 1, ids, obs[order])
+            if rew.ndim == 1:
+                rewards[t, ids] = rew
+            terminated[t, ids], truncated[t, ids] = (np.asarray(flag, bool)[order] for flag in flags)
+            sent = self._sent[ids]
+            self.rows.append(Row(ids, sent.act, sent.policy, rew, [self.infos[i] for i in ids], actions))
+            finished: list[int] = ids[terminated[t, ids] | truncated[t, ids]].tolist()
+            self.ready, self.arrived, self.ended = ids, self.arrived + len(ids), self.ended + len(finished)
+            if finished:
+                self._reset_ahead(finished)
+            return finished or None
+
+        return step
+
+    def bypass(self, which: Collection[int]) -> None:
+        """Nobody is left out but those on their way."""
+
+    def _keep(self, actions: Actions) -> None:
+        sent = Batch(act=actions.act, policy=actions.policy)
+        alloc_by_keys_diff(self._sent, sent, self.num_envs, stack=False)
+        if self._sent.act.dtype != actions.act.dtype:
+            self._sent.act = self._sent.act.astype(np.result_type(self._sent.act, actions.act))
+        self._sent[actions.ids] = sent
+
+    def _reset_ahead(self, which: Sequence[int]) -> None:
+        if not set(which).isdisjoint(self.venv.waiting_id):
+            drain(self.venv)
+        super()._reset_ahead(which)
+
+
+def drain(venv: Any) -> None:
+    """Wait for all steps on their way; what they give is lost."""
+    while venv.waiting_id:
+        venv.step(None, venv.waiting_id)

@@ -1,0 +1,319 @@
+"""Tianshou's Collector: its names and its results; Muster's loop collects."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from types import GenericAlias, TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from tianshou.algorithm import Algorithm
+from tianshou.config import ENABLE_VALIDATION
+from tianshou.data import CachedReplayBuffer, CollectStats, ReplayBufferManager, VectorReplayBuffer
+from tianshou.data import Collector as TianshouCollector
+from tianshou.data.buffer.buffer_base import MalformedBufferError
+from tianshou.env import DummyVectorEnv
+from tianshou.utils.torch_utils import torch_train_mode
+from typing_extensions import Self
+
+from muster.compat.tianshou.envs import VectorEnvs, listed
+from muster.compat.tianshou.policies import TianshouActor
+from muster.compat.tianshou.sampling import Sampling
+from muster.compat.tianshou.steps import StepByStep, Tally, add, takes_many
+from muster.episodes.rules import LastEven
+from muster.errors import BadOption
+
+BUFFER_SIZE = 10_000  # of each environment, where no buffer is given
+ROWS_FOR_EPISODES = 64  # at a time: nobody knows how many it takes
+
+
+class Collector:
+    """Lets a Tianshou policy act in environments, and adds what comes of it to a replay buffer.
+
+    Args:
+        policy: a ``Policy``, or an ``Algorithm``, whose policy it is then.
+        env: a vector environment, or one environment.
+        buffer: None: a ``VectorReplayBuffer`` of 10,000 steps per environment. It is not reset here.
+        exploration_noise: let the policy's ``add_exploration_noise`` change its actions.
+        on_episode_done_hook: gets each episode as it lies in the buffer, and may return more entries for it.
+        on_step_hook: gets the actions and the steps of each row before they are added, and may change these.
+        raise_on_nan_in_buffer: look through the whole buffer after each ``collect``.
+        collect_stats_class: of what ``collect`` returns.
+
+    Attributes:
+        collect_step, collect_episode, collect_time: of all calls since ``reset_stat``.
+
+    Raises:
+        BadOption: the buffer has no room for so many environments.
+    """
+
+    __class_getitem__: Any = classmethod(GenericAlias)  # Collector[CollectStats](...) is how Tianshou writes it
+
+    def __init__(
+        self,
+        policy: Any,
+        env: Any,
+        buffer: Any = None,
+        exploration_noise: bool = False,
+        on_episode_done_hook: Any = None,
+        on_step_hook: Any = None,
+        raise_on_nan_in_buffer: bool = ENABLE_VALIDATION,
+        collect_stats_class: Any = CollectStats,
+    ) -> None:
+        if not hasattr(env, "__len__"):
+            warnings.warn("A single environment was given; it is wrapped in a DummyVectorEnv.", stacklevel=2)
+            env = DummyVectorEnv([lambda one=env: one])
+        self.env, self.policy = env, policy.policy if isinstance(policy, Algorithm) else policy
+        self.buffer = VectorReplayBuffer(BUFFER_SIZE * len(env), len(env)) if buffer is None else buffer
+        check_buffer(self.buffer, len(env))
+        self.exploration_noise, self.raise_on_nan_in_buffer = exploration_noise, raise_on_nan_in_buffer
+        self.collect_stats_class = collect_stats_class
+        self._on_episode_done_hook, self._on_step_hook = on_episode_done_hook, on_step_hook
+        self._action_space = self.env.action_space  # asked again, other processes send it as it was at first
+        self._is_closed = False
+        self._sampling: Sampling | None = None
+        self.reset_stat()
+
+    @property
+    def env_num(self) -> int:
+        return len(self.env)
+
+    @property
+    def action_space(self) -> Any:
+        return self._action_space
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the environments; a second time it does nothing."""
+        if not self._is_closed:
+            self._is_closed, self._sampling = True, None
+            self.env.close()
+
+    def set_on_episode_done_hook(self, hook: Any) -> None:
+        self._on_episode_done_hook = hook
+
+    def get_on_episode_done_hook(self) -> Any:
+        return self._on_episode_done_hook
+
+    def set_on_step_hook(self, hook: Any) -> None:
+        self._on_step_hook = hook
+
+    def get_on_step_hook(self) -> Any:
+        return self._on_step_hook
+
+    def run_on_episode_done(self, episode_batch: Any) -> Any:
+        """Call the hook for an episode; for subclasses to override."""
+        return None if self._on_episode_done_hook is None else self._on_episode_done_hook(episode_batch)
+
+    def run_on_step_hook(self, action_batch: Any, rollout_batch: Any) -> None:
+        """Call the hook for a row; for subclasses to override."""
+        if self._on_step_hook is not None:
+            self._on_step_hook(action_batch, rollout_batch)
+
+    # --- resets -----------------------------------------------------------------------------------
+
+    def reset(
+        self, reset_buffer: bool = True, reset_stats: bool = True, gym_reset_kwargs: dict[str, Any] | None = None
+    ) -> tuple[Any, Any]:
+        """Let all environments begin anew; returns their first observations and infos.
+
+        Args:
+            reset_buffer: also empty the buffer.
+            reset_stats: also set the counters to zero.
+            gym_reset_kwargs: for the environments' ``reset``.
+        """
+        first = self.reset_env(gym_reset_kwargs)
+        if reset_buffer:
+            self.reset_buffer()
+        if reset_stats:
+            self.reset_stat()
+        self._is_closed = False
+        return first
+
+    def reset_env(self, gym_reset_kwargs: dict[str, Any] | None = None) -> tuple[Any, Any]:
+        """Let all environments begin anew, and the policy with them; returns first observations and infos."""
+        obs, infos = self.env.reset(**(gym_reset_kwargs or {}))
+        infos = np.array(listed(infos))
+        sampling = self._sampling
+        if sampling is None or not sampling.envs.takes(obs):
+            envs = self._make_envs(obs)
+            sampling = self._sampling = Sampling(envs, TianshouActor(envs, self._action_space))
+        sampling.begin(obs, infos)
+        return obs, infos
+
+    def reset_buffer(self, keep_statistics: bool = False) -> None:
+        self.buffer.reset(keep_statistics=keep_statistics)
+
+    def reset_stat(self) -> None:
+        """Set the counters to zero."""
+        self.collect_step, self.collect_episode, self.collect_time = 0, 0, 0.0
+
+    # --- collecting -------------------------------------------------------------------------------
+
+    def collect(
+        self,
+        n_step: int | None = None,
+        n_episode: int | None = None,
+        random: bool = False,
+        render: float | None = None,
+        no_grad: bool = True,
+        reset_before_collect: bool = False,
+        gym_reset_kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Collect steps or episodes into the buffer.
+
+        Args:
+            n_step: steps over all environments; more, where it is no multiple of their number.
+            n_episode: episodes: the first ones to begin; see ``LastEven``. All environments are reset afterwards.
+            random: sample actions from the action spaces.
+            render: show the environments after each step, and wait so many seconds; 0: do not.
+            no_grad: call the policy without gradients.
+            reset_before_collect: reset environments and counters first.
+            gym_reset_kwargs: for all resets made here.
+
+        Returns:
+            statistics of this call.
+
+        Raises:
+            BadOption: neither or both numbers given; no environment was reset yet.
+        """
+        self._check_number(n_step, n_episode)
+        self._warn(n_step, n_episode)
+        if reset_before_collect:
+            self.reset(reset_buffer=False, gym_reset_kwargs=gym_reset_kwargs)
+        if self._sampling is None:
+            raise BadOption(
+                "the environments have not been reset since the collector was made or closed: call reset() or "
+                "reset_env(), or collect(..., reset_before_collect=True)"
+            )
+        began = time.perf_counter()
+        sampling, tally = self._sampling, Tally(self.collect_stats_class())
+        sampling.actor.begin(self.policy, random=random, noise=self.exploration_noise, no_grad=no_grad)
+        sampling.envs.reset_kwargs = gym_reset_kwargs or {}
+        sampling.envs.after_step = self._renderer(render)
+        try:
+            with torch_train_mode(self.policy, enabled=False):
+                self._collect(sampling, tally, n_step, n_episode)
+        finally:
+            self.collect_step += tally.steps
+            self.collect_episode += tally.episodes
+        elapsed = max(time.perf_counter() - began, 1e-9)
+        self.collect_time += elapsed
+        stats = tally.close()
+        stats.set_collect_time(elapsed, update_collect_speed=True)
+        stats.refresh_all_sequence_stats()
+        self._check_nan()
+        return stats
+
+    def _make_envs(self, obs: Any) -> VectorEnvs:
+        if self.env.is_async:
+            raise BadOption(f"{type(self.env).__name__} is asynchronous: use AsyncCollector")
+        return VectorEnvs(self.env, obs)
+
+    def _collect(self, sampling: Sampling, tally: Tally, n_step: int | None, n_episode: int | None) -> None:
+        rule = LastEven(n_episode, self.env_num) if n_episode else None
+        left = -(-n_step // self.env_num) if n_step else 0
+        by_step = None
+        if self._looks_at_steps():
+            by_step = StepByStep(self, sampling, tally, adds_entries=rule is not None).watch
+        while left > 0 or (rule is not None and not rule.complete):
+            rows = min(left if rule is None else ROWS_FOR_EPISODES, sampling.most_rows)
+            try:
+                sampling.make(rows, rule, by_step)
+            finally:
+                if by_step is None:
+                    self._store(sampling, tally)
+                sampling.going.forget(sampling.group.pending)
+            left -= rows
+        if n_episode:
+            self.reset_env(sampling.envs.reset_kwargs)
+
+    def _store(self, sampling: Sampling, tally: Tally) -> None:
+        """Add the steps of the last rollout to the buffer."""
+        for begin, end in sampling.pieces(sampling.last):
+            taken = sampling.taken(sampling.last, begin, end, lent=takes_many(self.buffer))
+            sampling.going, ended = sampling.going.after(taken)
+            with torch.no_grad():
+                add(self.buffer, taken)
+            tally.add(taken, ended, [row.actions.dist for row in sampling.envs.rows[begin:end]])
+
+    def _looks_at_steps(self) -> bool:
+        own, kind = type(self), self.collect_stats_class
+        return (
+            self._on_step_hook is not None
+            or self._on_episode_done_hook is not None
+            or own.run_on_step_hook is not Collector.run_on_step_hook
+            or own.run_on_episode_done is not Collector.run_on_episode_done
+            or kind.update_at_step_batch is not CollectStats.update_at_step_batch
+            or kind.update_at_episode_done is not CollectStats.update_at_episode_done
+        )
+
+    def _renderer(self, render: float | None) -> Any:
+        if not render:
+            return None
+
+        def show() -> None:
+            self.env.render()
+            if not np.isclose(render, 0):
+                time.sleep(render)  # noqa: TID251 (what render is for)
+
+        return show
+
+    def _check_number(self, n_step: int | None, n_episode: int | None) -> None:
+        if bool(n_step) == bool(n_episode) or (n_step or n_episode or 0) < 0:
+            raise BadOption(f"n_step={n_step}, n_episode={n_episode}: give one of them, and a number above 0")
+
+    def _warn(self, n_step: int | None, n_episode: int | None) -> None:
+        if n_step and n_step % self.env_num:
+            warnings.warn(
+                f"n_step={n_step} is no multiple of {self.env_num}, the number of environments: all of them make the "
+                f"last step, and more steps are collected",
+                stacklevel=3,
+            )
+        if n_episode and n_episode < self.env_num:
+            warnings.warn(
+                f"n_episode={n_episode} is less than {self.env_num}, the number of environments: the last "
+                f"{self.env_num - n_episode} of them take no part",
+                stacklevel=3,
+            )
+
+    def _check_nan(self) -> None:
+        if self.raise_on_nan_in_buffer and self.buffer.hasnull():
+            raise MalformedBufferError(
+                f"There is NaN or None in the buffer; this many of each:\n"
+                f"{self.buffer.isnull().apply_values_transform(np.sum)}\n"
+                f"An on_episode_done_hook leaves them in episodes that have not ended, which n_step collects too; an "
+                f"on_step_hook or an environment can be the cause. buffer.dropnull() takes them out."
+            )
+
+
+TianshouCollector.register(Collector)  # isinstance says so, and nothing is inherited
+
+
+def check_buffer(buffer: Any, num_envs: int) -> None:
+    """Raise ``BadOption`` if steps of so many environments cannot be kept apart in a buffer."""
+    name = type(buffer).__name__
+    if isinstance(buffer, CachedReplayBuffer):
+        room, what = buffer.cached_buffer_num, "cached buffers"
+    elif isinstance(buffer, ReplayBufferManager):
+        room, what = buffer.buffer_num, "buffers"
+    else:
+        room, what = 1, "buffer"
+        if buffer.maxsize == 0:
+            raise BadOption(f"{name} has maxsize=0: there is no room for a step")
+    if room < num_envs:
+        raise BadOption(
+            f"{name} has {room} {what} for {num_envs} environments: give it one for each, as "
+            f"VectorReplayBuffer(total_size, {num_envs}) has"
+        )

@@ -1,0 +1,137 @@
+"""Tianshou's policies as Muster's, called as Tianshou's collectors call them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from tianshou.data import Batch, to_numpy
+from tianshou.data.batch import create_value
+
+from muster.compat.tianshou.envs import Actions, VectorEnvs, batch_of, copied, stacked
+from muster.errors import BadPolicyOutput
+from muster.keys import OBSERVATION, Key
+from muster.memory.slots import Lane
+from muster.memory.specs import OBJECT, Array, Column
+from muster.protocols import Act, Outputs
+from muster.rng import GroupRng
+
+
+class TianshouActor:
+    """Chooses actions for the environments that are ready; implements ``Policy``.
+
+    Args:
+        action_spaces: one for each environment, or one for all.
+
+    Attributes:
+        state: of the policy, ``[N, ...]``, for the next call; None: it has none, or begins.
+    """
+
+    path, draws_globally, name = "tianshou policy", True, "policy"
+    policy: Any
+
+    def __init__(self, envs: VectorEnvs, action_spaces: Any) -> None:
+        self.envs, self.action_spaces = envs, action_spaces
+        self.random, self.noise, self.no_grad = False, False, True
+        self.state: Any = None
+
+    def begin(self, policy: Any, *, random: bool, noise: bool, no_grad: bool) -> None:
+        """From now on act by this policy.
+
+        Args:
+            random: by the action spaces; the policy is only asked what it would have called the actions.
+            noise: let it add exploration noise.
+            no_grad: without gradients.
+        """
+        self.policy, self.name = policy, type(policy).__name__
+        self.random, self.noise, self.no_grad = random, noise, no_grad
+
+    def first(self, obs: Mapping[Key, Any], rng: GroupRng) -> Outputs:
+        """Nobody asks: what it returns is kept beside the lane."""
+        raise NotImplementedError(f"{self.name} acts for Tianshou's collectors only")
+
+    def columns(self) -> Sequence[Column]:
+        return ()
+
+    def start(self, lane: Lane, rng: GroupRng) -> Act:
+        envs, observations = self.envs, lane.arrays[OBSERVATION]
+
+        def act(t: int) -> None:
+            ids = envs.ready
+            if envs.anew:
+                self._begin_anew(envs.anew)
+                envs.anew = []
+            if self.random:
+                envs.actions = self._draw(ids)
+                return
+            obs = observations[t].copy() if len(ids) == lane.B else observations[t, ids]
+            with nullcontext() if self.no_grad else torch.enable_grad():
+                envs.actions = self._act(ids, obs)
+
+        return act
+
+    def _act(self, ids: Array, obs: Array) -> Actions:
+        policy, whole = self.policy, len(ids) == self.envs.num_envs
+        infos = self.envs.infos if whole else [self.envs.infos[i] for i in ids]
+        batch = batch_of(obs=stacked(obs), info=info_batch(infos))
+        result = policy(batch, self.state if whole or self.state is None else self.state[ids])
+        act = to_numpy(result.act)
+        if self.noise:
+            act = policy.add_exploration_noise(act, batch)
+        mapped = policy.map_action(act)
+        if len(act) != len(ids):
+            raise BadPolicyOutput(f"{self.name} returned {len(act)} actions for {len(ids)} environments")
+        entry, state = result.get("policy", None), result.get("state", None)
+        entry = Batch() if entry is None else entry
+        if not isinstance(entry, Batch):
+            raise BadPolicyOutput(f"what {self.name} returned has a policy of {type(entry).__name__}, expected a Batch")
+        if state is not None:
+            entry.hidden_state = state
+        self._remember(ids, state, whole)
+        return Actions(ids, act, mapped, entry, result.get("dist"), state)
+
+    def _draw(self, ids: Array) -> Actions:
+        spaces = self.action_spaces
+        try:
+            mapped = np.array([spaces[i].sample() for i in ids])
+        except TypeError:  # EnvPool has one for all
+            mapped = np.array([spaces.sample() for _ in ids])
+        self.state = None
+        return Actions(ids, self.policy.map_action_inverse(np.array(mapped)), mapped, Batch())
+
+    def _remember(self, ids: Array, state: Any, whole: bool) -> None:
+        if whole or state is None:
+            self.state = state
+            return
+        if self.state is None:
+            self.state = create_value(state, self.envs.num_envs, stack=False)
+        else:
+            self.state = copied(self.state)
+        self.state[ids] = state
+
+    def _begin_anew(self, which: list[int]) -> None:
+        """Forget what happened in environments that begin an episode."""
+        if self.state is None:
+            return
+        state = self.state = copied(self.state)  # the policy may look at its own
+        if isinstance(state, Batch):
+            state.empty_(which)
+        else:
+            state[which] = None if getattr(state, "dtype", None) == OBJECT else 0
+
+
+def info_batch(infos: Sequence[dict[str, Any]]) -> Any:
+    """What a policy sees of the last infos: nothing where all are empty, else zeros (or None) where one is."""
+    some = next((info for info in infos if info), None)
+    if some is None:
+        return Batch()
+    empty = [i for i, info in enumerate(infos) if not info]
+    if all(info.keys() <= {"env_id"} for info in infos):
+        return batch_of(env_id=np.array([info.get("env_id", 0) for info in infos]))
+    batch = Batch([info or some for info in infos])
+    if empty:
+        batch[np.array(empty)] = {}
+    return batch

@@ -1,0 +1,349 @@
+"""TorchRL's ``Collector`` around Muster's engine."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from textwrap import indent
+from typing import Any
+
+import torch
+import torchrl.collectors
+from torchrl.collectors import BaseCollector
+from torchrl.collectors.utils import _maybe_normalize_replay_buffer_tensordict_device, split_trajectories
+from torchrl.envs import EnvBase
+from torchrl.modules import RandomPolicy
+
+from muster.collectors.background import Background
+from muster.collectors.on_demand import OnDemand
+from muster.collectors.setup import worker_options
+from muster.compat.torchrl import batches, policies, setup
+from muster.compat.torchrl.numbering import Numbering, TrajectoryPool
+from muster.compat.torchrl.state import TorchRLState
+from muster.compat.torchrl.weights import TorchRLWeights
+from muster.errors import CollectorClosed, EnvError, PolicyError
+from muster.keys import IS_INIT
+from muster.policies.adapt import place
+from muster.policies.random import RandomPolicy as UniformPolicy
+from muster.utils.attributes import resolve
+from muster.utils.interrupts import postponed
+from muster.workers.build import build_policy
+
+
+class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[misc]
+    """TorchRL 0.14's ``Collector``: its arguments, defaults, attributes and results, collected by Muster.
+
+    ``torchrl.collectors.Collector`` documents them; docs/torchrl.md lists what differs. Besides TorchRL's
+    environments and policies it takes those of ``muster.Collector``. Batches are the user's own: views on memory that
+    nobody writes to as long as they are held.
+
+    Raises:
+        TypeError: an unknown argument, or a policy that cannot be wrapped.
+    """
+
+    __signature__ = inspect.signature(torchrl.collectors.Collector)
+    _exclude_private_keys = True
+    _ignore_rb = False  # set while BaseCollector assembles whole trajectories, and writes them itself
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.closed = True
+        given = setup.parse(self.__signature__, args, kwargs, type(self).__name__)
+        super().__init__(pre_collect_hook=given.pre_collect_hook, post_collect_hook=given.post_collect_hook)
+        for name in setup.KEPT:
+            setattr(self, name, getattr(given, name))
+        self._traj_pool = given.traj_pool or TrajectoryPool()
+        self._frames, self._iter = 0, -1
+        self._thread: Background | None = None
+        self._same: Any = None  # with return_same_td, what was yielded
+        setup.resolve_devices(given)
+        self.storing_device, self.policy_device = given.storing_device, given.policy_device
+        env = setup.make_env(given.create_env_fn, given.create_env_kwargs)
+        policy = policies.make_policy(given.policy, given.policy_factory, env)
+        self.trust_policy = isinstance(policy, RandomPolicy) if given.trust_policy is None else given.trust_policy
+        env = setup.add_transforms(env, policy, given.auto_register_policy_transforms)
+        self._registered = env
+        for part in (policy, env):
+            if hasattr(part, "register_collector"):
+                part.register_collector(self)
+        self.policy, acts_on = place(policy, self.policy_device)
+        if isinstance(env, EnvBase) and given.env_device is not None:
+            env = env.to(given.env_device)
+        self.env_device = given.env_device or getattr(env, "device", None)
+        self._wrapped_policy = policies.wrap_policy(self.policy, env, self.trust_policy)
+        self.env, self._limit = setup.limit_steps(env, self._wrapped_policy, self.max_frames_per_traj)
+        self._truncated = batches.truncated_keys(self.env, limited=bool(self._limit)) if self.set_truncated else []
+        self._compact = batches.compact_keys(self.env) if self.compact_obs else []
+        self._set_up_weights(given.track_policy_version, policy)
+        self._make_engine(given, acts_on)
+        self.closed = False
+        self._set_up_schemes(given.weight_updater, given.weight_sync_schemes, given.weight_recv_schemes)
+
+    # --- collecting -------------------------------------------------------------------------------
+
+    def iterator(self) -> Iterator[Any]:
+        """Batches until ``total_frames``; None for each that a replay buffer took. See ``iter(collector)``."""
+        while self._frames < self.total_frames:
+            self._check_open()
+            self._iter += 1
+            batch = self.rollout()
+            if batch is not None:
+                self._count(batch.numel())
+                batch = self._finished(batch)
+                if self.post_collect_hook is not None:
+                    self.post_collect_hook(batch)
+                if self.replay_buffer is not None and not self._ignore_rb:
+                    batch.names = None  # as TorchRL's are there
+                    self.replay_buffer.extend(
+                        _maybe_normalize_replay_buffer_tensordict_device(batch, self.replay_buffer)
+                    )
+                    batch = None
+            yield batch
+
+    def rollout(self) -> Any:
+        """One batch as it was collected, ``[*env batch, T]``; None if its steps went into the replay buffer."""
+        self._check_open()
+        if self.pre_collect_hook is not None:
+            self.pre_collect_hook()
+        with _original_errors():
+            if self.reset_at_each_iter:
+                self._begin_anew(None, {})
+            return self._add_steps() if self._per_step else batches.mark_end(self._collect(), self._truncated)
+
+    def fake_tensordict(self) -> Any:
+        """Zeros of the shape of a batch."""
+        self._check_open()
+        with _original_errors():
+            self._engine.policy = self._acting
+            return self._finished(batches.mark_end(self._tidy(self._engine.blank()), self._truncated))
+
+    def reset(self, index: Any = None, **kwargs: Any) -> None:
+        """Begin new trajectories now, with new ids.
+
+        Args:
+            index: into the environment's batch dimensions; None is all.
+            **kwargs: given to the environment's ``reset``.
+        """
+        self._check_open()
+        chosen = None
+        if index is None:
+            self._flush_trajectory_assembly()
+        else:
+            mask = torch.zeros(self._batch_shape, dtype=torch.bool)
+            mask[index] = True
+            chosen = mask.reshape(-1).nonzero().squeeze(-1).tolist()
+        with _original_errors():
+            replaced = self._begin_anew(chosen, kwargs)
+        if index is not None:
+            self._drop_partial_trajectories(replaced)
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the environment; nothing is reset, and torch is not seeded.
+
+        Returns:
+            what the environment returns: TorchRL's next seed. Environments of another kind begin anew, as in
+            ``muster.Collector``.
+        """
+        if isinstance(self.env, EnvBase):
+            return int(self.env.set_seed(seed, static_seed=static_seed))
+        return self._engine.set_seed(seed, static=static_seed)
+
+    def __len__(self) -> int:
+        if self.total_frames == float("inf"):
+            raise TypeError("an endless collector (total_frames=-1) has no length")
+        return int(-(-self.total_frames // self.requested_frames_per_batch))
+
+    # --- in the background, and the end ------------------------------------------------------------
+
+    def start(self) -> None:
+        """Collect into the replay buffer in a thread, until ``total_frames`` or ``async_shutdown``."""
+        if self.replay_buffer is None:
+            raise RuntimeError("Replay buffer must be defined for execution.")
+        self._check_open()
+        if not self.is_running():
+            batches = iter(self)
+            name, groups = f"muster-{id(self):x}", self._engine.groups
+            self._thread = Background(lambda: next(batches, self) is not self, name, groups)
+
+    def is_running(self) -> bool:
+        """The thread is at work."""
+        return self._thread is not None and self._thread.is_running()
+
+    def pause(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which the thread does not collect."""
+        return contextlib.nullcontext() if self._thread is None else self._thread.paused()
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """End the thread after its batch and shut down; raises what the thread raised."""
+        self.shutdown(timeout=timeout, close_env=close_env)
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """Close the environment; batches stay valid. May be called again.
+
+        Args:
+            timeout: seconds for the current batch of the thread.
+            close_env: False leaves the environment open.
+            raise_on_error: False hides errors of the environment and of the thread.
+        """
+        thread, error = self._thread, None
+        if thread is not None and not thread.here():
+            thread.stop(timeout)
+            self._thread, error = None, thread.error
+        if not self.closed:
+            self.closed = True
+            self._receivers.close()
+            try:
+                self._engine.source.close(close_env=close_env)
+            except Exception:
+                if raise_on_error:
+                    raise
+        if error is not None and raise_on_error:
+            raise error
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at the end of the program anything may be gone
+            self.shutdown(raise_on_error=False)
+
+    # --- looking at it ----------------------------------------------------------------------------
+
+    def getattr_policy(self, attr: str) -> Any:
+        """An attribute of the policy."""
+        return getattr(self._wrapped_policy, attr)
+
+    def getattr_env(self, attr: str) -> Any:
+        """An attribute of the environment."""
+        return getattr(self.env, attr)
+
+    def getattr_rb(self, attr: str) -> Any:
+        """An attribute of the replay buffer."""
+        return getattr(self.replay_buffer, attr)
+
+    def get_model(self, model_id: str) -> Any:
+        """A model by its id: "policy", or a path from this collector."""
+        return self.policy if model_id == "policy" else resolve(self, model_id)
+
+    def __repr__(self) -> str:
+        if self.closed:
+            return f"{type(self).__name__}(closed)"
+        parts = {"env": self.env, "policy": self._wrapped_policy, "exploration": self.exploration_type}
+        inside = ",\n".join(indent(f"{name}={part}", 4 * " ") for name, part in parts.items())
+        return f"{type(self).__name__}(\n{inside})"
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    @property
+    def _batch_shape(self) -> tuple[int, ...]:
+        return self._engine.groups[0].batch_shape
+
+    def _make_engine(self, given: Any, device: torch.device | None) -> None:
+        """The engine, and what of TorchRL's numbers it decides."""
+        dynamic = getattr(self.env, "_has_dynamic_specs", False)
+        buffers = not dynamic and self.replay_buffer is None if given.use_buffers is None else given.use_buffers
+        self._per_step = self.replay_buffer is not None and not self.extend_buffer and self.trajs_per_batch is None
+        self.options = setup.options_of(given, self.env, self._limit, per_step=self._per_step, buffers=buffers)
+        setup.warn_of_surplus(given, setup.count_of(self.env))
+        with _original_errors():
+            self._engine = setup.make_engine(self.env, self._wrapped_policy, device, self._weights, self.options)
+            self._on_demand = OnDemand(self._engine)
+            self._acting, self._use_buffers = self._engine.policy, buffers
+            self._random_policy: Any = None
+            self.n_env, self.frames_per_batch = self._engine.num_envs, self._engine.rows
+            self.requested_frames_per_batch = self.n_env * self.frames_per_batch
+            self._classes = setup.classes_of(self._engine.groups[0].env)
+            self._numbering = Numbering(self.n_env, getattr(self.env, "done_keys", ["done"]), self._traj_pool)
+
+    def _begin_anew(self, chosen: list[int] | None, options: dict[str, Any]) -> list[int]:
+        """Reset now, under new ids; returns the old ones."""
+        self._engine.reset(chosen, options)
+        for group in self._engine.groups:
+            group.begin()
+        replaced: list[int] = self._numbering.renumber(range(self.n_env) if chosen is None else chosen).tolist()
+        return replaced
+
+    def _should_use_random_frames(self) -> bool:
+        if self.init_random_frames <= 0:
+            return False
+        done = self._frames if self.replay_buffer is None else self.replay_buffer.write_count
+        return bool(done < self.init_random_frames)
+
+    def _random(self) -> Any:
+        """The policy of random frames: the environment's own choice, and zeros in the policy's other columns."""
+        if self._random_policy is None:
+            group, zeros = self._engine.groups[0], self._zeros_of_policy()
+            if isinstance(self.env, EnvBase):
+                policy = policies.RandomWithZeros(group, zeros)
+                self._random_policy = build_policy(policy, worker_options(self.options, policy), group, None)
+            else:
+                self._random_policy = UniformPolicy(group.env.sample, group.batch_shape, unknown=0.0)
+                self._random_policy.learn([c for c in self._acting.columns() if c.key in zeros], {})
+        return self._random_policy
+
+    def _zeros_of_policy(self) -> Any:
+        if not self._use_buffers:
+            return {}
+        if not self._acting.columns():
+            before = torch.get_rng_state()
+            self._engine.policy = self._acting
+            self._engine.source.layout("policy")
+            torch.set_rng_state(before)
+        return batches.zeros_of(self._acting.columns(), self._batch_shape)
+
+    def _collect(self) -> Any:
+        engine = self._engine
+        engine.policy = self._random() if self._should_use_random_frames() else self._acting
+        with postponed():
+            batch = self._tidy(engine.collect(engine.num_envs * engine.source.T[0])[0])
+        if self.track_traj_ids:
+            self._numbering.write(batch)
+        if self.return_same_td:
+            batch = self._same = batch if self._same is None else self._same.update(batch)
+        return batch
+
+    def _add_steps(self) -> None:
+        """``extend_buffer=False``: every time step goes into the buffer by itself."""
+        for _ in range(self._engine.rows):
+            step = self._collect()
+            self.replay_buffer.add(step[..., 0])
+            if self._count(step.numel()) or (self.interruptor is not None and self.interruptor.collection_stopped()):
+                return
+
+    def _tidy(self, batch: Any) -> Any:
+        group = self._engine.groups[0]
+        batch = batches.tidy(batch, track_traj_ids=self.track_traj_ids, limit=self._limit, dropped=self._compact)
+        carried = {c.key for c in self._acting.columns() if c.carry} - {IS_INIT, *group.env.observation_specs}
+        batches.add_next_states(batch, {key: group.carry.seen(key) if key in group.carry else None for key in carried})
+        batches.restore_classes(batch, self._classes)
+        return batch.clear_device_() if self.storing_device is None else batch
+
+    def _count(self, frames: int) -> bool:
+        """Count frames; at their end the environment is closed."""
+        self._frames += frames
+        if self._frames >= self.total_frames:
+            self._engine.source.close()
+        return bool(self._frames >= self.total_frames)
+
+    def _finished(self, batch: Any) -> Any:
+        if self.split_trajs:
+            batch = split_trajectories(batch, prefix="collector")
+        if self.postproc is not None:
+            batch = self.postproc(batch)
+        return batches.without_private(batch) if self._exclude_private_keys else batch
+
+    def _discards_in_flight_trajectories(self) -> bool:
+        return bool(self.reset_at_each_iter)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise CollectorClosed("this collector was shut down; make a new one")
+
+
+@contextlib.contextmanager
+def _original_errors() -> Iterator[None]:
+    """What an environment or policy raised reaches the user as it was raised; Muster's error says where."""
+    try:
+        yield
+    except (EnvError, PolicyError) as error:
+        if error.__cause__ is None:
+            raise
+        original, error.__cause__ = error.__cause__, None
+        raise original from error

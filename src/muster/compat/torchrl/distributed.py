@@ -1,0 +1,138 @@
+"""Collectors for many machines with TorchRL 0.14's arguments, by its path: ``torchrl.collectors.distributed``.
+
+::
+
+    from muster.compat.torchrl.distributed import RayCollector  # was: from torchrl.collectors.distributed import ...
+
+What differs: docs/torchrl.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import muster.collectors.clusters as clusters
+from muster.cluster.submitit import DEFAULT_SLURM_CONF
+from muster.cluster.submitit_delayed import submitit_delayed_launcher
+from muster.errors import BadOption
+from muster.utils.integers import integer
+
+__all__ = [
+    "DEFAULT_SLURM_CONF",
+    "DistributedCollector",
+    "DistributedSyncCollector",
+    "RPCCollector",
+    "RayCollector",
+    "submitit_delayed_launcher",
+]
+_PER_NODE = ("device", "storing_device", "env_device", "policy_device", "policy_factory")
+
+
+class DistributedCollector(clusters.DistributedCollector):
+    """``muster.DistributedCollector`` with TorchRL's ``frames_per_batch``: with ``sync=True``, of all nodes together.
+
+    Args:
+        update_interval: publish the policy's weights to a node after so many of its batches. None: never.
+        **options: TorchRL's, and those of ``muster.DistributedCollector``.
+
+    Raises:
+        BadOption: see there; or a list has something else for each node that all of them share here.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        frames_per_batch: int,
+        update_interval: int | None = None,
+        **options: Any,
+    ) -> None:
+        options = _published_every(update_interval, options)
+        super().__init__(create_env_fn, policy, **_translated(create_env_fn, frames_per_batch, options))
+
+
+class DistributedSyncCollector(DistributedCollector):
+    """TorchRL's older name for ``DistributedCollector(sync=True)``, which publishes weights after every batch."""
+
+    def __init__(self, create_env_fn: Any, policy: Any = None, *, update_interval: int = 1, **options: Any) -> None:
+        if "sync" in options:
+            raise TypeError("DistributedSyncCollector has no argument 'sync': use DistributedCollector")
+        if options.get("max_weight_update_interval", -1) > -1:
+            raise BadOption("max_weight_update_interval is for first-ready batches: give update_interval instead")
+        super().__init__(create_env_fn, policy, update_interval=update_interval, sync=True, **options)
+
+
+class RPCCollector(clusters.RPCCollector):
+    """``muster.RPCCollector`` with TorchRL's batches: with ``sync=True``, ``frames_per_batch`` of all nodes in a row.
+
+    Args: see ``DistributedCollector`` and ``muster.RPCCollector``.
+    """
+
+    def __init__(self, create_env_fn: Any, policy: Any = None, *, frames_per_batch: int, **options: Any) -> None:
+        if options.get("sync"):
+            options.setdefault("cat_results", "cat")
+        super().__init__(create_env_fn, policy, **_translated(create_env_fn, frames_per_batch, options))
+
+
+class RayCollector(clusters.RayCollector):
+    """``muster.RayCollector`` with TorchRL's ``frames_per_batch``: with ``sync=True``, of all actors together.
+
+    Args:
+        use_env_creator: has no effect: what makes environments is pickled as it is.
+        **options: TorchRL's, and those of ``muster.RayCollector``. Where only ``collector_kwargs`` or
+            ``remote_configs`` is a list, there are as many actors.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        frames_per_batch: int,
+        use_env_creator: bool = False,
+        **options: Any,
+    ) -> None:
+        lists = [options.get(name) for name in ("collector_kwargs", "remote_configs")]
+        counts = [len(given) for given in lists if isinstance(given, list)]
+        if options.get("num_collectors") is None and counts and not isinstance(create_env_fn, list):
+            options["num_collectors"] = max(counts)
+        super().__init__(create_env_fn, policy, **_translated(create_env_fn, frames_per_batch, options))
+
+
+def _translated(create_env_fn: Any, frames_per_batch: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Muster's options for TorchRL's."""
+    told = {name: _one(name, value) if name in _PER_NODE else value for name, value in options.items()}
+    if told.get("no_cuda_sync", False) is None:
+        del told["no_cuda_sync"]
+    frames = integer("frames_per_batch", frames_per_batch)
+    if (total := told.get("total_frames", -1)) > 0:
+        told["total_frames"] = -(-total // frames) * frames  # TorchRL's last batch is whole, too
+    if told.get("sync"):
+        several = len(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else 1
+        nodes = told.get("num_collectors") or several
+        if frames % nodes:
+            raise BadOption(f"frames_per_batch={frames} cannot be shared equally by {nodes} nodes: use a multiple")
+        frames //= nodes
+    return {"obs_dtype": "env", **told, "frames_per_batch": frames}
+
+
+def _one(name: str, given: Any) -> Any:
+    """What all nodes are told, of one for all or a list with one for each."""
+    if not isinstance(given, (list, tuple)):
+        return given
+    if not given or any(other != given[0] for other in given):
+        raise BadOption(f"{name}={given!r}: all nodes share one here; expected it, or a list with equal entries")
+    return given[0]
+
+
+def _published_every(batches: int | None, options: dict[str, Any]) -> dict[str, Any]:
+    """``update_interval`` as Muster's option."""
+    if batches is None:
+        return options
+    batches = integer("update_interval", batches)
+    if options.get("update_after_each_batch") or options.get("max_weight_update_interval", -1) > -1:
+        raise BadOption(
+            "update_interval, update_after_each_batch and max_weight_update_interval all say when to publish: give one"
+        )
+    return {**options, "max_weight_update_interval": batches - 1}

@@ -1,0 +1,167 @@
+"""Policies as TorchRL's collectors call them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torchrl.envs import EnvBase
+from torchrl.envs.utils import _make_compatible_policy
+from torchrl.modules import RandomPolicy, set_exploration_modules_spec_from_env
+
+from muster.keys import FLAGS, IS_INIT, Key, next_of
+from muster.memory.cells import assemble
+from muster.memory.slots import torch_dtype
+from muster.memory.specs import ArraySpec
+from muster.policies.tensordict_program import as_key
+from muster.rollout.group import Group
+
+
+def make_policy(policy: Any, factory: Callable[[], Any] | None, env: Any) -> Any:
+    """The policy as the user means it, before it is moved or wrapped; None for an environment of Muster's."""
+    if policy is not None and factory is not None:
+        raise TypeError("policy_factory cannot be used with policy argument.")
+    if factory is not None:
+        policy = factory()
+    if not isinstance(env, EnvBase):
+        return policy
+    if policy is None:
+        policy = RandomPolicy(env.full_action_spec)
+    if isinstance(policy, RandomPolicy):
+        policy.set_action_spec_from_env(env)
+    return policy
+
+
+def wrap_policy(policy: Any, env: Any, trust: bool | None) -> Any:
+    """What takes a TensorDict: the policy, or a module around it whose inputs are named as its arguments."""
+    if isinstance(policy, torch.nn.Module) and isinstance(env, EnvBase):
+        set_exploration_modules_spec_from_env(policy, env)
+    if trust or not isinstance(env, EnvBase) or isinstance(policy, RandomPolicy):
+        return policy
+    try:
+        return _make_compatible_policy(policy=policy, observation_spec=env.observation_spec, env=env)
+    except (TypeError, AttributeError, ValueError) as error:
+        raise TypeError(
+            "Failed to wrap the policy. If the policy needs to be trusted, set trust_policy=True. Scroll up for more "
+            "details."
+        ) from error
+
+
+def take_actions_as_they_are(group: Group, policy: Any, device: torch.device | None, shown: bool) -> None:
+    """Call the policy once, since TorchRL stores actions in whatever shape and dtype they come.
+
+    Args:
+        shown: TorchRL would make this call too, so its errors and what it draws are the user's.
+    """
+    before = torch.get_rng_state()
+    try:
+        with torch.no_grad():
+            td = first_input(group, policy, device)
+            out = policy(td)
+    except Exception:
+        if shown:
+            raise
+        return
+    finally:
+        if not shown:
+            torch.set_rng_state(before)
+    specs, dims = dict(group.env.action_specs), len(group.batch_shape)
+    for key, spec in specs.items():
+        action = (td if out is None else out).get(key, None) if spec.is_tensor else None
+        if isinstance(action, torch.Tensor) and action.shape[:dims] == group.batch_shape:
+            shape, dtype = tuple(action.shape[dims:]), torch.empty(0, dtype=action.dtype).numpy().dtype
+            if (shape, dtype) != (spec.shape, spec.dtype):
+                specs[key] = ArraySpec(shape, dtype, inner=spec.inner)
+    group.env.action_specs = specs
+
+
+def as_torchrl_calls(policy: Any, group: Group, device: torch.device | None) -> Any:
+    """A policy that finds what TorchRL's collector has for it besides observations.
+
+    These are its own outputs of the step before, if nothing else has their names; ``done`` and its like, which are
+    False, since it never acts on an episode that is over; and the name of the device.
+    """
+    if isinstance(policy, RandomPolicy):
+        return policy
+    env = group.env
+    reads = None if getattr(policy, "in_keys", None) is None else [as_key(key) for key in policy.in_keys]
+    flags = [key for key in env.flags if reads is None or key in reads]
+    writes = {as_key(key) for key in getattr(policy, "out_keys", None) or ()}
+    own = [k for k in reads or () if k in writes and k not in env.observation_specs and next_of(k) not in writes]
+    foreign = not type(policy).__module__.startswith(("tensordict.", "torchrl."))
+    remembers = own or any(part.startswith("_") for key in writes for part in key)
+    return _Called(policy, flags, own, group, device) if flags or remembers or foreign else policy
+
+
+class _Called:
+    def __init__(
+        self, policy: Any, flags: Sequence[Key], own: Sequence[Key], group: Group, device: torch.device | None
+    ) -> None:
+        self._policy, self._device, self._lead = policy, device, group.batch_shape
+        self._flags = [key[0] for key in flags]
+        self._kept: dict[str, Any] = {}
+        self._fresh = {"next", *(key[0] for key in (*FLAGS, *group.env.observation_specs, *group.env.action_specs))}
+        if hasattr(policy, "in_keys"):
+            self.in_keys = [key for key in policy.in_keys if as_key(key) not in (*FLAGS, *own)]
+            self.out_keys = policy.out_keys
+        self.__name__ = getattr(policy, "__name__", type(policy).__name__)
+
+    def __call__(self, td: Any) -> Any:
+        td = td.copy() if self._device is None else td.to(self._device)
+        fresh = {*self._fresh, *td.keys()}
+        for name in self._flags:
+            td.set(name, torch.zeros((*self._lead, 1), dtype=torch.bool, device=td.device))
+        for name, value in self._kept.items():
+            if name not in fresh:
+                td.set(name, value)
+        out = self._policy(td)
+        out = td if out is None else out
+        self._kept = {name: out.get(name) for name in set(out.keys()) - fresh}
+        return out.exclude(*self._flags)
+
+
+class RandomWithZeros:
+    """Random actions as the environment draws them, and zeros for what else the policy would return."""
+
+    def __init__(self, group: Group, zeros: Mapping[Any, torch.Tensor]) -> None:
+        env: Any = group.env.objects()[0]
+        self._env = env
+        self._zeros = zeros
+        kinds = {key: torch_dtype(spec.dtype) for key, spec in group.env.action_specs.items() if spec.is_tensor}
+        self._other = {key: kind for key, kind in kinds.items() if kind != env.full_action_spec[key].dtype}
+
+    def __call__(self, td: Any) -> Any:
+        td = self._env.rand_action(td)
+        for key, kind in self._other.items():
+            td.set(key, td.get(key).to(kind))
+        for key, value in self._zeros.items():
+            td.set(key, value)
+        return td
+
+
+def needs_trial(policy: Any, env: EnvBase, use_buffers: bool) -> bool:
+    """Does TorchRL call the policy once at construction, to see its outputs?"""
+    out_keys = list(getattr(policy, "out_keys", None) or ())
+    spec = getattr(policy, "spec", None)
+    if not use_buffers:
+        return not out_keys
+    if spec is None or any(value is None for value in spec.values(True, True)):
+        return True
+    declared = {as_key(key) for key in spec.keys(True, True)}
+    known = {as_key(key) for key in env.fake_tensordict().keys(True, True)}
+    covered = declared if declared - known else set()
+    return any(as_key(key) not in covered for key in out_keys)
+
+
+def first_input(group: Group, policy: Any, device: torch.device | None) -> Any:
+    """What TorchRL would call the policy with first."""
+    specs = group.env.observation_specs
+    inner = {key[:-1]: spec.shape[: spec.inner] for key, spec in specs.items() if spec.inner}
+    leaves = {k: v if torch.is_tensor(v) else v.reshape(group.batch_shape) for k, v in group.observations().items()}
+    td = assemble(leaves, group.batch_shape, None, inner).clone()
+    for flag in group.env.flags:
+        td.set(flag, torch.zeros((*group.batch_shape, 1), dtype=torch.bool))
+    if IS_INIT not in specs and IS_INIT in map(as_key, getattr(policy, "in_keys", ())):
+        td.set(IS_INIT, torch.ones((*group.batch_shape, 1), dtype=torch.bool))
+    return td if device is None else td.to(device)

@@ -1,0 +1,332 @@
+"""Where numbers go: loggers of any kind as one function, two of our own, and what a collector logs."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import json
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from typing_extensions import Self
+
+from muster.episodes.record import EpisodeRecord, Episodes
+from muster.episodes.summary import SequenceSummaryStats
+from muster.errors import BadOption, HookError, described
+from muster.memory.specs import Array
+from muster.observing.stats import CollectorStats
+from muster.utils.whole_files import read_json, try_lock
+
+Log = Callable[[Mapping[str, float], int], None]
+
+
+class _Way(NamedTuple):
+    """How a kind of logger is called."""
+
+    method: str | None  # None: itself
+    keyword: str | None  # of the step; None: the last argument
+    each: bool  # once for each metric, with its name and value; else once with all of them
+
+
+# The first that fits. prt_rl's loggers also have a log_metrics that takes no step=; Lightning's also have others.
+_WAYS = (
+    _Way("add_scalar", None, True),  # TensorBoard
+    _Way("log_scalar", "iteration", True),  # prt_rl
+    _Way("log_scalar", "step", True),  # TorchRL
+    _Way("log_metrics", "step", False),  # MLflow, Lightning
+    _Way("log", "step", False),  # Weights & Biases
+    _Way(None, None, False),
+)
+
+
+def as_logger(given: Any) -> Log:
+    """``given`` as a function ``(metrics, step)``, ``metrics`` being numbers by name.
+
+    Args:
+        given: an object with ``add_scalar(tag, value, step)``, ``log_scalar(name, value, iteration=)`` (or
+            ``step=``), ``log_metrics(dict, step=)`` or ``log(dict, step=)``, or a function ``(dict, step)``. If it
+            has ``should_log(step)``, that is asked once for every step, and nothing is logged where it says no.
+
+    Returns:
+        a function that raises ``HookError`` for whatever the logger raises.
+
+    Raises:
+        BadOption: something else was given.
+    """
+    if isinstance(given, _Log):
+        return given
+    for way in _WAYS if not isinstance(given, type) else ():
+        function = given if way.method is None else getattr(given, way.method, None)
+        if callable(function) and _takes(function, way):
+            return _Log(given, way)
+    hint = "This is a class: give an instance." if isinstance(given, type) else "Or wrap it in such a function."
+    raise BadOption(
+        f"logger={given!r}: expected an object with add_scalar(tag, value, step), log_scalar(name, value, iteration=), "
+        f"log_metrics(dict, step=) or log(dict, step=), or a function (dict, step). {hint}"
+    )
+
+
+def _takes(function: Callable[..., Any], way: _Way) -> bool:
+    arguments: tuple[Any, ...] = ("name", 0.0) if way.each else ({},)
+    position, keyword = _at(way, 0)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of functions in C; the first call will show
+        return True
+    try:
+        signature.bind(*arguments, *position, **keyword)
+    except TypeError:
+        return False
+    return True
+
+
+def _at(way: _Way, step: int) -> tuple[tuple[int, ...], dict[str, int]]:
+    return ((step,), {}) if way.keyword is None else ((), {way.keyword: step})
+
+
+class _Log:
+    """A logger as a function; see ``as_logger``."""
+
+    def __init__(self, given: Any, way: _Way) -> None:
+        self._given, self._way = given, way
+        self._should_log = getattr(given, "should_log", None)
+        self._asked: tuple[int | None, bool] = (None, True)  # a step, and what the logger said
+
+    def __call__(self, metrics: Mapping[str, float], step: int) -> None:
+        try:
+            if self._wants(step):
+                self._write(metrics, step)
+        except Exception as error:  # whatever it raises
+            name = getattr(self._given, "__qualname__", type(self._given).__qualname__)
+            raise HookError(
+                f"the logger {name} raised {described(error, f' at step {step}')}. No data was lost. "
+                f"Fix the logger, or remove it with logger=None."
+            ) from error
+
+    def _wants(self, step: int) -> bool:
+        """Once per step: prt_rl's loggers say yes only once, and several episodes may end at one step."""
+        if self._should_log is None:
+            return True
+        if step != self._asked[0]:
+            self._asked = (step, bool(self._should_log(step)))
+        return self._asked[1]
+
+    def _write(self, metrics: Mapping[str, float], step: int) -> None:
+        position, keyword = _at(self._way, step)
+        # Looked up every time: `wandb.log` is another function after `wandb.init()`.
+        write = self._given if self._way.method is None else getattr(self._given, self._way.method)
+        if self._way.each:
+            for name, value in metrics.items():
+                write(name, value, *position, **keyword)
+        else:
+            write(dict(metrics), *position, **keyword)
+
+
+class JsonlLogger:
+    """Appends records to a file, one JSON object per line.
+
+    ::
+
+        {"step": 2048, "time": 1763740000.1, "metrics": {"collect/return_mean": 21.3}}
+
+    ``time`` is Unix time. NaN and infinite values, which JSON does not have, are null. A record is with the operating
+    system when the call returns, whole or not at all; half a line that a crash has left is removed when the file is
+    opened again. Threads may share a logger; processes may not share a file, and a second one is refused.
+
+    Args:
+        path: of the file; folders are made, and what the file holds stays.
+
+    Raises:
+        BadOption: the file ends with half a line of something else, or another process appends to it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._lock = threading.Lock()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115 (closed by close)
+        try:
+            self._claim: _Claim | None = _Claim.on(self._file.fileno(), self.path)
+            self._mend()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __call__(self, metrics: Mapping[str, float], step: int) -> None:
+        """Append a record.
+
+        Raises:
+            BadOption: the logger is closed.
+            OSError: it cannot be written, and the file is as it was.
+        """
+        plain = {name: _plain(value) for name, value in metrics.items()}
+        line = json.dumps({"step": int(step), "time": time.time(), "metrics": plain}, allow_nan=False) + "\n"
+        with self._lock:
+            if self._file.closed:
+                raise BadOption(f"{self.path}: this JsonlLogger is closed; make another one to append more")
+            end, data = self._file.seek(0, os.SEEK_END), line.encode()
+            if self._file.write(data) != len(data):  # the disk is full, or so
+                self._file.truncate(end)
+                raise OSError(errno.ENOSPC, "no space left for a record", str(self.path))
+
+    def close(self) -> None:
+        """Close the file; again is allowed."""
+        with self._lock:
+            self._file.close()
+            self._claim = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _mend(self) -> None:
+        """Remove half a record from the end."""
+        size = self._file.seek(0, os.SEEK_END)
+        self._file.seek(max(0, size - _LONGEST))
+        half = self._file.read().rpartition(b"\n")[2]
+        if not half:
+            return
+        if half[: len(_HEAD)] != _HEAD[: len(half)]:
+            raise BadOption(f"{self.path} does not end with a record of a JsonlLogger; give another path")
+        try:
+            read_json(half)
+        except ValueError:
+            self._file.truncate(size - len(half))
+        else:
+            self._file.write(b"\n")  # a whole record, but for its end of line
+
+
+class _Claim:
+    """A file that other processes may not append to; shared by the loggers of this one."""
+
+    _all: ClassVar[weakref.WeakValueDictionary[tuple[int, int, int], _Claim]] = weakref.WeakValueDictionary()
+
+    def __init__(self, fd: int) -> None:
+        weakref.finalize(self, os.close, fd)
+
+    @classmethod
+    def on(cls, fd: int, path: Path) -> _Claim:
+        status = os.fstat(fd)
+        key = (os.getpid(), status.st_dev, status.st_ino)
+        if (claim := cls._all.get(key)) is None:
+            with suppress(OSError):  # a file system without locks
+                if not try_lock(fd):
+                    raise BadOption(f"{path}: another process appends to this file. Give each process its own path.")
+            claim = cls._all[key] = cls(os.dup(fd))
+        return claim
+
+
+_HEAD = b'{"step": '  # what every record begins with
+_LONGEST = 1 << 20
+
+
+def _plain(value: Any) -> float | None:
+    """``value`` as a number that JSON has; NumPy's and torch's become Python's."""
+    number = value if isinstance(value, int) else float(value)
+    return number if math.isfinite(number) else None
+
+
+class TensorBoardLogger:
+    """Writes scalars for TensorBoard, which the extra ``muster-rl[tensorboard]`` installs.
+
+    Args:
+        folder: of the run; made if needed.
+
+    Raises:
+        BadOption: TensorBoard is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise BadOption(
+                "TensorBoardLogger writes with TensorBoard: pip install 'muster-rl[tensorboard]'"
+            ) from error
+        self._writer = SummaryWriter(os.fspath(folder))
+        self._closed = False
+
+    def __call__(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write scalars. Raises ``BadOption`` after ``close``."""
+        if self._closed:  # the writer would begin another file
+            raise BadOption(f"{self._writer.log_dir}: this TensorBoardLogger is closed; make another one")
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write what is buffered; again is allowed."""
+        self._closed = True
+        self._writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class CollectionLog:
+    """What a collector logs after every batch it delivers, at the step ``stats.frames``.
+
+    Args:
+        logger: anything that ``as_logger`` takes.
+        prefix: of all names.
+    """
+
+    def __init__(self, logger: Any, prefix: str = "collect/") -> None:
+        self._log, self._prefix = as_logger(logger), prefix
+        self._lags: Mapping[int, int] = {}
+
+    def wrote(self, stats: CollectorStats, episodes: Sequence[EpisodeRecord]) -> None:
+        """Log a batch.
+
+        Args:
+            stats: with it.
+            episodes: that ended in it.
+
+        Raises:
+            HookError: the logger raised.
+        """
+        record: dict[str, float] = {
+            "frames_per_s": stats.frames_per_s,
+            "episodes": stats.episodes,
+            "discarded": sum(stats.discarded.values()),
+            "in_flight": stats.in_flight,
+            "restarts": stats.restarts,
+        }
+        parts = {"env": stats.env_s, "policy": stats.policy_s, "copy": stats.copy_s}
+        if total := sum(parts.values()) + stats.rest_s:
+            record |= {f"{name}_share": seconds / total for name, seconds in parts.items()}
+        if isinstance(stats.policy_version, int):
+            record["policy_version"] = stats.policy_version
+        if newest := [lag for lag, batches in stats.policy_lag.items() if batches != self._lags.get(lag)]:
+            record["policy_lag"] = max(newest)
+        self._lags = stats.policy_lag
+        if len(episodes):
+            record |= _summary(episodes)
+        record |= {f"worker_{worker.index}/frames_per_s": worker.frames_per_s for worker in stats.workers}
+        self._log({self._prefix + name: value for name, value in record.items()}, stats.frames)
+
+
+def _summary(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
+    returns: Sequence[float] | Array
+    lengths: Sequence[int] | Array
+    if isinstance(episodes, Episodes):  # without making records
+        returns, lengths = episodes.episode_return, episodes.length
+    else:
+        returns, lengths = [e.episode_return for e in episodes], [e.length for e in episodes]
+    record = {}
+    for name, column in (("return", returns), ("length", lengths)):
+        if stat := SequenceSummaryStats.from_sequence(column):
+            record[f"{name}_mean"], record[f"{name}_std"] = stat.mean, stat.std
+            record[f"{name}_max"], record[f"{name}_min"] = stat.max, stat.min
+    return record

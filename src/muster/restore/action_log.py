@@ -1,0 +1,354 @@
+"""What it takes to bring an environment to where it is: its last known beginning, and all actions and resets since.
+
+The worker notes resets (``Anchors``), the parent keeps actions (``ActionLog``), and has them when the worker dies.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from muster.envs.previous import previous_of
+from muster.envs.stacked import StackedEnvs
+from muster.episodes.clock import TrajectoryClock
+from muster.errors import text_of
+from muster.keys import Key
+from muster.memory.specs import Array
+from muster.protocols import EnvBatch
+from muster.restore.crash_report import CrashReport, Maker, Special
+
+LIMIT_BYTES = 64 << 20  # of all histories of a collector
+GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
+SPECIAL_BYTES = 700  # a random state, as Python keeps it
+CALL, ROW, ENV = range(3)  # columns of ``ResetLog.resets``
+
+NOT_KNOWN = (
+    "It cannot be replayed: neither a seed nor a random state is known from which its actions are all known. Seed the "
+    "collector; of environments that draw from generators of their own, only the time since the last seed counts."
+)
+TOO_LONG = "It cannot be replayed: its beginning is missing, since the actions from there on passed {:,} bytes."
+BY_STATE = (
+    "It begins with the random state before a reset: what the environment itself carries from episode to episode, and "
+    "generators of other libraries, are as in a new one."
+)
+TOGETHER = "All environments of the batch are replayed together, from their seeds."
+
+
+@dataclass
+class ResetLog:
+    """The resets of one rollout, in order.
+
+    Attributes:
+        resets: ``[n, 3]`` int32: number of the call, rows of this rollout before it, environment.
+        special: by position in ``resets``.
+        due: environments that will be reset before the next rollout, with what is known of that.
+    """
+
+    resets: Array = field(default_factory=lambda: np.zeros((0, 3), np.int32))
+    special: dict[int, Special] = field(default_factory=dict)
+    due: dict[int, Special] = field(default_factory=dict)
+
+
+def replays_alone(env: EnvBatch) -> bool:
+    """Whether each environment of the batch can be replayed without the others."""
+    return isinstance(previous_of(env), StackedEnvs)
+
+
+def random_state(env: Any) -> dict[str, Any] | None:
+    """The state of a Gymnasium environment's random generator; None if it has none."""
+    try:
+        # Reading it makes one, as any draw would.
+        state: dict[str, Any] = env.unwrapped.np_random.bit_generator.state
+    except Exception:  # noqa: BLE001  (foreign attributes: whatever they raise, nothing is known)
+        return None
+    return state
+
+
+def set_random_state(env: Any, state: dict[str, Any]) -> None:
+    """Let a Gymnasium environment draw from ``random_state`` on."""
+    name = state["bit_generator"]
+    if name not in GENERATORS:
+        raise ValueError(f"{name!r} is no bit generator of NumPy")
+    generator = np.random.Generator(getattr(np.random, name)())
+    generator.bit_generator.state = state
+    env.unwrapped.np_random = generator
+
+
+class Anchors:
+    """Notes the resets of a group, in the worker. Costs a list entry per reset, and once per environment and rollout
+    2 us for its random state.
+
+    Args:
+        env: of the group, whose ``before_reset`` hook is this object's.
+    """
+
+    def __init__(self, env: EnvBatch) -> None:
+        self._env, self._alone = env, replays_alone(env)
+        self._seeds: list[int | None] = [None] * env.num_envs
+        self.forget()
+
+    def before_reset(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        """To be called before every reset, with the arguments of ``EnvBatch.reset``."""
+        options = self._env.reset_options or None
+        if seeds is not None or options or not self._known.issuperset(which):
+            self._note_special(which, seeds, options)
+        self._resets += [(self._calls, row, i) for i in which]
+        self._calls += 1
+
+    def _note_special(self, which: Sequence[int], seeds: Sequence[int] | None, options: dict[str, Any] | None) -> None:
+        envs = self._env.objects()
+        for n, i in enumerate(which):
+            seed = state = None
+            if seeds is not None:
+                seed = self._seeds[i] = int(seeds[n])
+            elif self._alone and i not in self._known:
+                state = random_state(envs[i])
+            special = Special(seed, state, options)
+            if special.is_anchor:
+                self._known.add(i)
+            if not special.is_plain:
+                self._special[len(self._resets) + n] = special
+
+    def take(self, begin: int = 0, due: Sequence[int] = ()) -> ResetLog:
+        """What was noted since the last call, for the report on a lane that is complete, or whose environments failed.
+
+        Args:
+            begin: row at which the rollout began.
+            due: environments that the group is going to reset before the next step.
+        """
+        resets = np.array(self._resets, np.int32).reshape(-1, 3)
+        resets[:, ROW] -= begin
+        envs = self._env.objects()
+        states = {i: random_state(envs[i]) if self._alone else None for i in due}
+        log = ResetLog(resets, self._special, {i: Special(None, state, None) for i, state in states.items()})
+        self.forget()
+        return log
+
+    def forget(self) -> None:
+        """The rows since the last ``take`` will not be reported."""
+        self._resets: list[tuple[int, int, int]] = []
+        self._special: dict[int, Special] = {}
+        self._known: set[int] = set()
+        self._calls = 0
+
+    def lose(self, which: Sequence[int]) -> None:
+        """These were moved by what nobody will know of: they cannot be replayed until they are reset again."""
+        self.forget()
+        self._resets = [(0, 0, i) for i in which]
+
+    def where(self, index: int, row: int, clock: TrajectoryClock) -> dict[str, Any]:
+        """For ``failures.pack``: seed, episode and step of an environment at a row, before ``take``.
+
+        Args:
+            clock: of the group, as it was when the lane was begun.
+        """
+        rows = [at for _, at, i in self._resets if i == index]
+        step = row - rows[-1] if rows else int(clock.steps[index]) + row
+        episode = int(clock.episode[index]) + len({at for at in rows if at})
+        return {"seed": self._seeds[index], "episode": episode, "step": step}
+
+
+@dataclass
+class _Recorded:
+    number: int
+    actions: dict[Key, Array]  # [n, B, *shape]
+    log: ResetLog
+    stepped: Array | None = None  # [n, B]; None: all were
+
+    @property
+    def rows(self) -> int:
+        return len(next(iter(self.actions.values())))
+
+    def made(self, chosen: slice) -> Array:
+        """``[n]`` bool: rows in which the chosen environment was stepped; all of them, if it is several."""
+        alone = self.stepped is not None and chosen.start is not None
+        return self.stepped[:, chosen.start] if alone else np.ones(self.rows, bool)  # type: ignore[index]
+
+    @property
+    def nbytes(self) -> int:
+        arrays = (*self.actions.values(), self.log.resets)
+        return sum(array.nbytes for array in arrays) + SPECIAL_BYTES * len(self.log.special)
+
+
+class ActionLog:
+    """The actions of a group since the last known beginning of each of its environments, in the parent.
+
+    Args:
+        maker: what the environments were made from.
+        name: of the environments.
+        alone: ``replays_alone`` of the env batch.
+        env_ids: global numbers, one per environment.
+        limit_bytes: of this history: beyond, the oldest actions go, and what began with them cannot be replayed.
+        max_frames_per_traj: of the collector.
+
+    Attributes:
+        nbytes: memory of what is kept.
+    """
+
+    def __init__(
+        self,
+        maker: Maker,
+        *,
+        name: str,
+        env_ids: Sequence[int],
+        alone: bool,
+        limit_bytes: int = LIMIT_BYTES,
+        max_frames_per_traj: int | None = None,
+    ) -> None:
+        self.maker, self.name, self.env_ids, self.alone = maker, name, [int(i) for i in env_ids], alone
+        self.limit_bytes, self.max_frames_per_traj = limit_bytes, max_frames_per_traj
+        self._next = 0  # number of the next chunk
+        self.forget()
+
+    def forget(self) -> None:
+        """What comes next does not follow from what was: after a failure, a restart, or rows that were lost."""
+        self._chunks: deque[_Recorded] = deque()
+        self.nbytes = 0
+        self._anchors: list[tuple[int, int] | None] = [None] * len(self.env_ids)  # chunk, position in its resets
+        self._due: dict[int, Special] = {}  # resets that no report has shown yet
+        self._cut = False  # actions went for want of memory
+
+    def reset(
+        self,
+        which: Sequence[int] | None = None,
+        seeds: Sequence[int] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        """Environments (default all) were told from outside to begin anew with the next rollout."""
+        chosen = range(len(self.env_ids)) if which is None else sorted(set(which))
+        for n, i in enumerate(chosen):
+            due = self._due.get(i, Special(None, None, None))
+            seeded = due if seeds is None else Special(int(seeds[n]), None, None)
+            self._due[i] = seeded._replace(options=options)
+
+    def add(self, actions: Mapping[Key, Array], log: ResetLog, stepped: Array | None = None) -> None:
+        """Append a rollout.
+
+        Args:
+            actions: its rows, ``[n, B, *shape]`` per leaf; copied.
+            log: ``Anchors.take`` of the same rows.
+            stepped: ``[n, B]`` bool: the others were bypassed. None: there were none.
+        """
+        self._chunks.append(_Recorded(self._next, {key: array.copy() for key, array in actions.items()}, log, stepped))
+        self.nbytes += self._chunks[-1].nbytes
+        self._anchors = self._anchors_after(self._next, log)
+        self._next += 1
+        for i in log.resets[log.resets[:, ROW] == 0, ENV].tolist():
+            self._due.pop(i, None)
+        self._due = log.due | self._due
+        self._trim()
+
+    def crash_report(
+        self,
+        index: int | None,
+        actions: Mapping[Key, Array],
+        *,
+        error: BaseException,
+        phase: str,
+        log: ResetLog | None = None,
+        ended: Array | None = None,
+        observation: Mapping[Key, Array] | None = None,
+    ) -> CrashReport:
+        """All that is known of how an environment got to where it failed.
+
+        Args:
+            index: of the environment in the group; None: not known.
+            actions: of the rollout that failed, ``[k, B, *shape]``; at a failing step that step's action is the last.
+            error: for its text.
+            phase: see ``failures.pack``.
+            log: ``Anchors.take`` of the worker; None if that is lost.
+            ended: then, terminated or truncated, ``[k, B]`` bool; of a failing step there is no row.
+            observation: before the failure, ``[B, *shape]``: row ``k`` (``k - 1`` at a failing step), to see whether
+                a replay gets there.
+        """
+        if log is None:
+            log = self._presumed(ended)
+        if index is None and self.alone and len(self.env_ids) == 1:
+            index = 0
+        chunks = [*self._chunks, _Recorded(self._next, dict(actions), log)]
+        anchor = self._anchor(index, phase, log)
+        chosen = slice(index, index + 1) if self.alone and index is not None else slice(None)
+        crash_report = CrashReport(
+            name=self.name,
+            maker=self.maker,
+            env_ids=self.env_ids[chosen],
+            alone=self.alone,
+            phase=phase,
+            kind=type(error).__name__,
+            message=text_of(error),
+            max_frames_per_traj=self.max_frames_per_traj,
+            observation={key: np.array(array[chosen]) for key, array in (observation or {}).items()},
+        )
+        if anchor is None:
+            known = "It is not known which environment of the group it was." if self.alone and index is None else None
+            crash_report.missing = known or (TOO_LONG.format(self.limit_bytes) if self._cut else NOT_KNOWN)
+            return crash_report
+        number, position = anchor
+        self._fill(crash_report, [chunk for chunk in chunks if chunk.number >= number], position, chosen)
+        crash_report.caveat = (
+            TOGETHER if not self.alone else "" if crash_report.special[0].seed is not None else BY_STATE
+        )
+        return crash_report
+
+    def _fill(self, crash_report: CrashReport, chunks: list[_Recorded], position: int, chosen: slice) -> None:
+        """Write what happened from reset ``position`` of the first chunk on."""
+        first = begin = int(chunks[0].log.resets[position, ROW])  # where rows were bypassed, resets are in row 0
+        resets: list[Array] = []
+        special: list[Special | None] = []
+        rows, calls = -first, 0
+        for chunk in chunks:
+            places = np.flatnonzero(np.isin(chunk.log.resets[:, ENV], np.arange(len(self.env_ids))[chosen]))
+            places = places[places >= position]
+            resets.append(chunk.log.resets[places].astype(np.int64) + np.array([calls, rows, -(chosen.start or 0)]))
+            special += [chunk.log.special.get(place) for place in places.tolist()]
+            calls += len(chunk.log.resets)
+            rows, position = rows + int(chunk.made(chosen).sum()), 0
+        crash_report.resets = np.concatenate(resets)
+        crash_report.special = {n: entry for n, entry in enumerate(special) if entry is not None}
+        for key in chunks[0].actions:
+            joined = np.concatenate([chunk.actions[key][chunk.made(chosen), chosen] for chunk in chunks])
+            crash_report.actions[key] = joined[begin:]
+
+    def _presumed(self, ended: Array | None) -> ResetLog:
+        """What the worker would have noted, had it lived."""
+        due = sorted(self._due.items())
+        after = np.argwhere(ended) if ended is not None else np.zeros((0, 2), np.int64)
+        resets = [(0, 0, i) for i, _ in due] + [(row + 1, row + 1, i) for row, i in after.tolist()]
+        return ResetLog(
+            np.array(resets, np.int32).reshape(-1, 3), {n: s for n, (_, s) in enumerate(due) if not s.is_plain}
+        )
+
+    def _anchor(self, index: int | None, phase: str, log: ResetLog) -> tuple[int, int] | None:
+        """Chunk and reset to begin with, if the next chunk is the last and has ``log``."""
+        if self.alone and index is None:
+            return None
+        before, anchor = self._anchors[index or 0], self._anchors_after(self._next, log)[index or 0]
+        last = np.flatnonzero(log.resets[:, ENV] == index)[-1:].tolist()
+        if phase == "reset" and before is not None and anchor == (self._next, *last):
+            return before  # a reset that fails can do so for what was before it
+        return anchor
+
+    def _anchors_after(self, number: int, log: ResetLog) -> list[tuple[int, int] | None]:
+        anchors = list(self._anchors)
+        known = sorted(position for position, special in log.special.items() if special.is_anchor)
+        if self.alone:
+            for position in known:
+                anchors[log.resets[position, ENV]] = number, position
+            return anchors
+        for call, count in Counter(log.resets[known, CALL].tolist()).items():
+            if count == len(anchors):  # all of them at once
+                anchors = [(number, int(np.argmax(log.resets[:, CALL] == call)))] * count
+        return anchors
+
+    def _trim(self) -> None:
+        """Drop what nobody begins with, and the oldest beyond the limit."""
+        oldest = min((anchor[0] for anchor in self._anchors if anchor is not None), default=self._next)
+        while self._chunks and (self._chunks[0].number < oldest or self.nbytes > self.limit_bytes):
+            gone = self._chunks.popleft()
+            self.nbytes -= gone.nbytes
+            self._cut |= gone.number >= oldest
+            self._anchors = [a if a is not None and a[0] > gone.number else None for a in self._anchors]

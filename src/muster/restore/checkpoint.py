@@ -1,0 +1,155 @@
+"""One file that holds a nested state, for ``load`` to give back bit for bit: safetensors and JSON, no pickle.
+
+Tensors, arrays and byte strings are safetensors tensors named "0", "1", ...; everything else is a JSON text in the
+header's ``__metadata__``. All of it is under CRC32s.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from muster.errors import BadCheckpoint
+from muster.utils.tensor_files import STORABLE, Damaged, TensorFile, bytes_of, encode, from_bytes, opened
+from muster.utils.whole_files import write_whole
+
+FORMAT = 2
+SMALL = 1 << 63  # integers that any JSON reader takes
+NATIVE = {np.dtype(kind) for kind in ("?", "u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8")}
+
+
+def save(path: str | Path, state: Any) -> None:
+    """Write ``state`` into the file ``path``: after a crash there is the new file or the old one, whole.
+
+    Args:
+        state: None, bool, int of any size, float, str, bytes, tensors, NumPy arrays and numbers, and lists, tuples
+            and dicts of these (keys: str, int, tuples of str). Tensors lose their gradients, device and strides.
+
+    Raises:
+        BadCheckpoint: something else is in it; the message has its place.
+        OSError: the file cannot be written, and nothing was changed.
+    """
+    writer = _Writer()
+    try:
+        about = {"format": FORMAT, "state": writer.encode(state, "state")}
+        content = encode(writer.tensors, about)
+    except BadCheckpoint:
+        raise
+    except RecursionError as error:
+        raise BadCheckpoint("The state is nested too deeply, or holds itself.") from error
+    except ValueError as error:
+        raise BadCheckpoint(f"The state does not fit into a file: {error}. Put its numbers into arrays.") from error
+    write_whole(Path(path), [content])
+
+
+def load(path: str | Path) -> Any:
+    """What ``save`` has written, in memory of its own, tensors on the CPU. Runs no code from the file.
+
+    Raises:
+        BadCheckpoint: the file is missing, damaged, or something else.
+    """
+    try:
+        with open(path, "rb") as file, opened(file, path) as found:
+            if found.about["format"] != FORMAT:
+                raise BadCheckpoint(
+                    f"{path} has format {found.about['format']}, and this version of Muster reads {FORMAT}."
+                )
+            return _decode(found.about["state"], found)
+    except BadCheckpoint:
+        raise
+    except OSError as error:
+        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}.") from error
+    except Damaged as error:
+        raise BadCheckpoint(
+            f"{path} is no checkpoint of Muster's, or damaged: {error}. Restore it from a copy."
+        ) from error
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, struct.error) as error:
+        raise BadCheckpoint(f"{path} is damaged: {error}. Restore it from a copy.") from error
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._known: dict[int, int] = {}  # byte strings by id: equal environments share one
+        self._memory: set[int] = set()  # that tensors lie in
+
+    def encode(self, value: Any, place: str) -> Any:
+        """``value`` as JSON, in which what is large is a number of a tensor."""
+        kind = type(value)
+        if value is None or kind in (bool, str) or (kind is int and -SMALL <= value < SMALL):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
+        if kind is int:
+            return {"int": hex(value)}
+        if kind is list:
+            return [self.encode(item, f"{place}[{i}]") for i, item in enumerate(value)]
+        if kind is tuple:
+            return {"tuple": [self.encode(item, f"{place}[{i}]") for i, item in enumerate(value)]}
+        if kind in (dict, OrderedDict):
+            return {"dict": [[self._key(k, place), self.encode(v, f"{place}[{k!r}]")] for k, v in value.items()]}
+        if kind is bytes:
+            if id(value) not in self._known:
+                self._known[id(value)] = self._add(from_bytes(value))
+            return {"bytes": self._known[id(value)]}
+        if kind in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_quantized:
+            return self._tensor(value.detach())
+        if (kind is np.ndarray or isinstance(value, np.generic)) and value.dtype.kind in "biufcSUmM":
+            return self._array(np.ascontiguousarray(value), value)
+        raise BadCheckpoint(f"{place} is a {kind.__module__}.{kind.__qualname__}, which no checkpoint can hold.")
+
+    def _key(self, key: Any, place: str) -> Any:
+        if type(key) in (str, int) or (type(key) is tuple and all(type(part) is str for part in key)):
+            return self.encode(key, place)
+        raise BadCheckpoint(f"{place} has the key {key!r}; expected str, int, or a tuple of str.")
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+        if tensor.dtype in STORABLE:
+            return {"tensor": self._add(tensor)}
+        number = self._add(tensor.reshape(-1).view(torch.uint8))
+        return {"tensor": number, "dtype": str(tensor.dtype).split(".")[-1], "shape": list(tensor.shape)}
+
+    def _array(self, array: Any, value: Any) -> Any:
+        kind, shape = "array" if type(value) is np.ndarray else "scalar", list(np.shape(value))
+        if array.dtype in NATIVE:
+            return {kind: self._add(torch.from_numpy(array).reshape(shape)), "dtype": array.dtype.str}
+        return {kind: self._add(from_bytes(array.tobytes())), "dtype": array.dtype.str, "shape": shape}
+
+    def _add(self, tensor: torch.Tensor) -> int:
+        memory = tensor.untyped_storage().data_ptr()
+        number = len(self.tensors)
+        self.tensors[str(number)] = tensor.clone() if memory in self._memory else tensor  # as safetensors wants it
+        self._memory.add(memory)
+        return number
+
+
+def _decode(value: Any, file: TensorFile) -> Any:
+    """The inverse of ``_Writer.encode``."""
+    if isinstance(value, list):
+        return [_decode(item, file) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if not value:
+        raise ValueError("an empty entry")
+    kind, content = next(iter(value.items()))
+    if kind in ("float", "int"):
+        return struct.unpack(">d", bytes.fromhex(content))[0] if kind == "float" else int(content, 16)
+    if kind == "tuple":
+        return tuple(_decode(item, file) for item in content)
+    if kind == "dict":
+        return {_decode(key, file): _decode(item, file) for key, item in content}
+    tensor = file.tensor(str(content)).clone()
+    shape = value.get("shape", tensor.shape)
+    if kind == "bytes":
+        return bytes(bytes_of(tensor))
+    if kind == "tensor":
+        return tensor.view(getattr(torch, value["dtype"])).reshape(shape) if "dtype" in value else tensor
+    array = np.frombuffer(bytes_of(tensor), np.dtype(value["dtype"])).reshape(shape)
+    return array[()] if kind == "scalar" else array.copy()

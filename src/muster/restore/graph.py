@@ -1,0 +1,335 @@
+"""Pickles of object graphs that are exact or fail: the own pickling of environments is often neither.
+
+``gymnasium.utils.EzPickle`` keeps constructor arguments only, arrays that share memory come apart, functions get
+copies of their module's globals, and a pipe comes back as the number of some file. Here objects are taken apart
+by their ``__dict__`` where their own reduction would lose something, and what cannot be exact raises.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import importlib
+import io
+import mmap
+import pickle
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import numpy as np
+
+from muster.errors import described
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from muster.utils import lazy_torch as torch
+
+FOREIGN_MEMORY = (mmap.mmap, ctypes.Array, bytearray, array.array)  # its owner can be in the graph, too; also tensors
+REFUSED = {
+    "multiprocessing",
+    "subprocess",
+    "ctypes",
+    "_ctypes",
+    "socket",
+    "asyncio",
+}  # handles of this process; some do pickle
+RENDERER = "gymnasium.envs.mujoco.mujoco_rendering", "MujocoRenderer"
+MODEL_AT = 1  # where the bytes of an MjData hold its MjModel
+
+_models: deque[bytes] = deque(maxlen=16)  # saved models, so that equal environments share one object
+
+
+class _Ordinary:
+    pass
+
+
+def keeps_all_in_dict(cls: type) -> bool:
+    """Whether objects of the class have no other state than their ``__dict__``: no slots, nothing in C."""
+    return cls.__basicsize__ <= _Ordinary.__basicsize__ and cls.__dictoffset__ != 0
+
+
+def dump(value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any] = ()) -> tuple[bytes, list[bytes]]:
+    """Pickle ``value``.
+
+    Args:
+        fixed: by ``id``, names of the objects that are not to be pickled but referred to.
+        mujoco: MjData that are in ``value``, or that it belongs to; those not named cost another attempt.
+
+    Returns:
+        the pickle, and byte strings that it refers to by position; equal ones are mostly the same object.
+
+    Raises:
+        Exception: whatever pickling raises. Something in the graph cannot be saved exactly.
+    """
+    known = list(mujoco)
+    for _ in range(100):
+        file = io.BytesIO()
+        pickler = _GraphPickler(file, fixed, known)
+        try:
+            pickler.dump(value)
+        except _DataFound:
+            continue  # once more, now that it is known which model and which memory belongs to it
+        return file.getvalue(), pickler.shared
+    raise pickle.PicklingError("it makes new MjData whenever it is pickled, or has more than a hundred")
+
+
+def load(data: bytes, shared: list[bytes], fixed: Mapping[Any, Any]) -> Any:
+    """What ``dump`` has pickled; runs code that the pickle names. ``fixed``: the live objects by name."""
+    unpickler = _GraphUnpickler(io.BytesIO(data), buffers=shared)
+    unpickler.fixed = fixed
+    return unpickler.load()
+
+
+def culprit(value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any], path: str) -> str | None:
+    """What in ``value`` cannot be pickled, by its path, and why: as a sentence. None if it can."""
+    why = _failure(value, fixed, mujoco)
+    if why is None:
+        return None
+    seen: set[int] = set()
+    while id(value) not in seen:
+        seen.add(id(value))
+        for step, child in _children(value):
+            error = _failure(child, fixed, mujoco)
+            if error is not None and id(child) not in seen:
+                value, path, why = child, path + step, error
+                break
+    return f"{path} ({type(value).__module__}.{type(value).__qualname__}) cannot be saved: {why}"
+
+
+class _DataFound(Exception):
+    pass
+
+
+class _GraphUnpickler(pickle.Unpickler):
+    fixed: Mapping[Any, Any]
+
+    def persistent_load(self, name: Any) -> Any:
+        kind, what = name
+        return vars(importlib.import_module(what)) if kind == "globals" else self.fixed[name]
+
+
+class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+    def __init__(self, file: io.BytesIO, fixed: Mapping[int, Any], mujoco: list[Any]) -> None:
+        super().__init__(file, protocol=5, buffer_callback=self._in_band)
+        self.shared: list[bytes] = []
+        self._fixed = dict(fixed)
+        self._mujoco = mujoco  # data that are known, by which a model is referred to
+        self._rules: dict[type, Callable[[Any], Any]] = {}
+        self._met: set[int] = set()  # ids of what the pickle contains, which therefore lives until it is done
+
+    def persistent_id(self, obj: Any) -> Any:
+        return self._fixed.get(id(obj))
+
+    def reducer_override(self, obj: Any) -> Any:
+        cls = type(obj)
+        if cls not in self._rules:
+            self._rules[cls] = self._rule(cls)
+        self._met.add(id(obj))
+        return self._rules[cls](obj)
+
+    def _in_band(self, buffer: pickle.PickleBuffer) -> bool:
+        with memoryview(buffer) as view:
+            if not isinstance(view.obj, bytes):
+                return True
+            self.shared.append(view.obj)
+        return False
+
+    def _rule(self, cls: type) -> Callable[[Any], Any]:
+        """How objects of the class are taken apart."""
+        if issubclass(cls, type):
+            return self._class
+        special: dict[Any, Callable[[Any], Any]] = {
+            FunctionType: self._function,
+            np.ndarray: self._array,
+            io.TextIOWrapper: self._stream,
+            weakref.ref: self._weak,
+        }
+        if "torch" in sys.modules:  # else no object is one of its
+            special[torch.Tensor] = self._tensor
+            special[torch.UntypedStorage] = lambda s: (_storage, (_storage_bytes(s), str(s.device)))
+        if cls in special:
+            return special[cls]
+        if cls.__module__.startswith("mujoco.") and cls.__name__ in ("MjData", "MjModel"):
+            return self._mujoco_data if cls.__name__ == "MjData" else self._mujoco_model
+        if (cls.__module__, cls.__name__) == RENDERER:
+            return lambda obj: _by_dict(obj, {**vars(obj), "_viewers": {}, "viewer": None})  # made anew when needed
+        if any(base.__module__.split(".")[0] in REFUSED for base in cls.__mro__):
+            return _refuse("it belongs to this process")
+        if is_env(cls):
+            return _by_dict
+        ordinary = keeps_all_in_dict(cls) and cls not in self.dispatch_table and not issubclass(cls, Enum)
+        if ordinary and _reduces_itself(cls):
+            return lambda obj: _by_dict(obj) if _loses(obj) else self._usual(obj)
+        return self._usual
+
+    def _usual(self, obj: Any) -> Any:
+        return super().reducer_override(obj)
+
+    def _class(self, cls: type) -> Any:
+        if _has_name(cls):
+            return NotImplemented
+        if cls.__module__ == "builtins":
+            return self._usual(cls)
+        raise pickle.PicklingError(f"class {cls.__qualname__} is made in a function; define it in a module")
+
+    def _function(self, function: Any) -> Any:
+        """By value (a lambda, a closure), but on its module's own globals, not on copies."""
+        if _has_name(function):
+            return NotImplemented
+        module = sys.modules.get(function.__module__)
+        if module is None or vars(module) is not function.__globals__:
+            raise pickle.PicklingError(f"function {function.__qualname__} belongs to no module that can be imported")
+        self._fixed[id(function.__globals__)] = ("globals", function.__module__)
+        _, (code, _, _, _, closure), (attributes, slots), *rest = self._usual(function)
+        state = attributes, {**slots, "__globals__": {}}
+        return FunctionType, (code, function.__globals__, function.__name__, None, closure), state, *rest
+
+    def _array(self, array: Any) -> Any:
+        base = owner = array.base
+        while isinstance(owner, (np.ndarray, memoryview)):
+            owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
+        foreign = FOREIGN_MEMORY + ((torch.Tensor,) if "torch" in sys.modules else ())
+        if isinstance(owner, foreign) or (type(owner).__name__ == "PyCapsule" and self._mujoco):
+            raise pickle.PicklingError(f"it is a view into the memory of a {type(owner).__name__}")
+        if not isinstance(base, np.ndarray):
+            return NotImplemented
+        if array.dtype.hasobject or not (base.flags.c_contiguous or base.flags.f_contiguous):
+            raise pickle.PicklingError("it is a view that cannot be made again")
+        offset = array.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+        return _view, (base, array.shape, array.dtype, offset, array.strides)
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        unusual = tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+        if tensor.layout != torch.strided or tensor.device.type == "meta" or unusual:
+            return NotImplemented
+        storage = tensor.untyped_storage()  # the same object for all its tensors, so that it is pickled once
+        return _on_storage, (storage, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+
+    def _stream(self, stream: Any) -> Any:
+        if stream in (sys.stdout, sys.stderr):
+            return self._usual(stream)
+        raise pickle.PicklingError("it is an open file")
+
+    def _weak(self, reference: Any) -> Any:
+        target = reference()
+        held = id(target) in self._met or id(target) in self._fixed  # else it would be gone right after loading
+        if not held or reference.__callback__ is not None:
+            raise pickle.PicklingError(f"it is a weak reference to a {type(target).__qualname__} held elsewhere")
+        return weakref.ref, (target,)
+
+    def _mujoco_data(self, data: Any) -> Any:
+        if not any(known is data for known in self._mujoco):
+            self._mujoco.append(data)
+            raise _DataFound
+        if sum(known.model is data.model for known in self._mujoco) > 1:
+            raise pickle.PicklingError("two MjData share one MjModel")
+        state = data.__getstate__()
+        model = next((m for m in _models if state.startswith(m, MODEL_AT)), None)
+        if model is None:
+            model = data.model.__getstate__()
+            if not state.startswith(model, MODEL_AT):  # a version of MuJoCo that writes something else
+                return _with_state, (type(data), state)
+            _models.append(model)
+        parts = state[:MODEL_AT], pickle.PickleBuffer(model), state[MODEL_AT + len(model) :]
+        return _with_state, (type(data), *parts)
+
+    def _mujoco_model(self, model: Any) -> Any:
+        for data in self._mujoco:
+            if data.model is model:
+                return getattr, (data, "model")
+        return NotImplemented
+
+
+def is_env(cls: type) -> bool:
+    """Whether objects of the class can be stepped and reset."""
+    return callable(getattr(cls, "step", None)) and callable(getattr(cls, "reset", None))
+
+
+def _has_name(obj: Any) -> bool:
+    found: Any = sys.modules.get(obj.__module__ or "")
+    for part in obj.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is obj
+
+
+def _refuse(why: str) -> Callable[[Any], Any]:
+    def refuse(obj: Any) -> Any:
+        raise pickle.PicklingError(why)
+
+    return refuse
+
+
+def _reduces_itself(cls: type) -> bool:
+    names = ("__reduce_ex__", "__reduce__", "__getstate__")
+    return any(getattr(cls, name, None) is not getattr(object, name, None) for name in names)
+
+
+def _loses(obj: Any) -> bool:
+    """Whether an object's own reduction leaves out some of its attributes."""
+    reduced = obj.__reduce_ex__(4)
+    if isinstance(reduced, str) or reduced[0] not in (type(obj), sys.modules["copyreg"].__newobj__):
+        return False  # something global that is looked up, or a way of its own
+    state = reduced[2] if len(reduced) > 2 else None
+    state = state if isinstance(state, dict) else {}
+    return any(state.get(name, ...) is not value for name, value in vars(obj).items())
+
+
+def _by_dict(obj: Any, state: Any = None) -> Any:
+    if not keeps_all_in_dict(type(obj)):
+        raise pickle.PicklingError("it keeps state outside its __dict__")
+    return _new, (type(obj),), vars(obj) if state is None else state, None, None, _set_dict
+
+
+def _new(cls: Any) -> Any:
+    return cls.__new__(cls)
+
+
+def _set_dict(obj: Any, state: dict[str, Any]) -> None:
+    vars(obj).update(state)
+
+
+def _with_state(cls: Any, *parts: Any) -> Any:
+    made = cls.__new__(cls)
+    made.__setstate__(b"".join(parts))
+    return made
+
+
+def _view(base: Any, shape: Any, dtype: Any, offset: int, strides: Any) -> Any:
+    return np.ndarray(shape, dtype, base.ravel(order="K"), offset, strides)
+
+
+def _storage_bytes(storage: torch.UntypedStorage) -> Any:
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return flat.cpu().numpy().copy()
+
+
+def _storage(data: Any, device: str) -> torch.UntypedStorage:
+    return torch.from_numpy(data).clone().to(device).untyped_storage()
+
+
+def _on_storage(storage: Any, dtype: Any, offset: int, size: Any, stride: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+
+
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        yield from ((f"[{key!r}]", child) for key, child in value.items())
+    elif isinstance(value, (list, tuple, deque)):
+        yield from ((f"[{i}]", child) for i, child in enumerate(value))
+    elif not isinstance(value, type):
+        yield from ((f".{name}", child) for name, child in getattr(value, "__dict__", {}).items())
+
+
+def _failure(value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any]) -> str | None:
+    try:
+        dump(value, fixed, mujoco)
+    except Exception as error:  # noqa: BLE001  (foreign code; the question is what it says)
+        return described(error)
+    return None

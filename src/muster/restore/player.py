@@ -1,0 +1,161 @@
+"""Plays what was done to an environment once more, in this process: for ``muster replay``, and for videos."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+
+from muster.envs.build import build_env
+from muster.errors import BadCrashReport
+from muster.keys import FLAGS, next_of
+from muster.memory.slots import Layout, Slot
+from muster.memory.specs import Array
+from muster.restore.action_log import set_random_state
+from muster.restore.crash_report import CrashReport, Special
+from muster.rollout.columns import RolloutOptions, lane_columns
+
+
+class Player:
+    """An environment, and all that was done to it.
+
+    Args:
+        crash_report: with nothing ``missing``.
+
+    Attributes:
+        env: the environment, or the list of them.
+
+    Raises:
+        EnvError: the environment cannot be made.
+        BadCrashReport: what was recorded does not fit it.
+    """
+
+    def __init__(self, crash_report: CrashReport) -> None:
+        maker = crash_report.maker
+        device = None if maker.device is None else torch.device(maker.device)
+        built = build_env(maker.source, None if crash_report.alone else maker.num_envs, maker.kwargs, device)
+        self.crash_report, self.batch = crash_report, built.env
+        self.batch.max_steps = crash_report.max_frames_per_traj
+        layout = Layout(1, self.batch.num_envs, lane_columns(self.batch, (), RolloutOptions()), 1, built.batch_shape)
+        self._lane = Slot(layout, self.batch.device or "heap").lanes[0]
+        try:
+            self._check()
+        except BadCrashReport:
+            self.close()
+            raise
+        objects = list(self.batch.objects())
+        self.env: Any = objects[0] if len(objects) == 1 else objects
+
+    def moves(self) -> list[tuple[str, int]]:
+        """What was done, in order: ("reset", its first row in ``resets``) and ("step", row of ``actions``)."""
+        resets = self.crash_report.resets
+        _, first = np.unique(resets[:, 0], return_index=True)
+        at = [(int(resets[n, 1]), ("reset", int(n))) for n in first]
+        steps = len(next(iter(self.crash_report.actions.values()), ()))
+        order = sorted([*at, *((row, ("step", row)) for row in range(steps))], key=lambda entry: entry[0])
+        return [move for _, move in order]  # sorted() keeps resets before the step of the same row
+
+    def make(self, move: tuple[str, int]) -> None:
+        """Make a move.
+
+        Raises:
+            MusterError: as in a rollout; the environment's own exception is the cause.
+        """
+        with torch.no_grad():
+            (self._reset if move[0] == "reset" else self._step)(move[1])
+
+    def observation(self) -> dict[Any, Array]:
+        """The newest, ``[B, *shape]`` per leaf."""
+        return {key: _host(self._lane.data[key][0]) for key in self.batch.observation_specs}
+
+    def outcome(self) -> tuple[Array, Array, Array]:
+        """Reward, terminated and truncated of the newest step, ``[B]`` each."""
+        arrays = self._lane.arrays
+        self._lane.pull((self.batch.reward_key, next_of(("terminated",)), next_of(("truncated",))))
+        return arrays[self.batch.reward_key][0], *(arrays[next_of((f,))][0] for f in ("terminated", "truncated"))
+
+    def action(self, row: int) -> Any:
+        """Of a step, as the environment gets it."""
+        leaves = {key: array[row] for key, array in self.crash_report.actions.items()}
+        codec = getattr(self.batch, "actions", None)
+        if not self.crash_report.alone or codec is None:
+            return leaves
+        value = codec.build([leaves[key][0] for key in codec.specs])
+        return value.item() if codec.single and not codec.specs[next(iter(leaves))].shape else value
+
+    def verdict(self) -> str:
+        """Whether the replay has got to where the recording was before it failed."""
+        expected, got = self.crash_report.observation, self.observation()
+        if not expected:
+            return ""
+        if all(same_bits(_as_stored(got[key], value), value) for key, value in expected.items() if key in got):
+            return "The observation before the failure is bit for bit the recorded one."
+        return (
+            "The observation before the failure is NOT the recorded one: this environment is not determined by "
+            f"its seed and actions alone. {self.crash_report.caveat}"
+        ).rstrip()
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.batch.close()
+
+    def _check(self) -> None:
+        """Refuse actions and resets that are not this environment's."""
+        actions, resets, specs = self.crash_report.actions, self.crash_report.resets, self.batch.action_specs
+        expected = {key: tuple(self._lane.data[key].shape[1:]) for key in specs}
+        got = {key: array.shape[1:] for key, array in actions.items()}
+        if (actions and got != expected) or len({len(array) for array in actions.values()}) > 1:
+            raise BadCrashReport(
+                f"{self.crash_report.name} takes actions {expected}, and the crash report holds {got}."
+            )
+        if len(resets) and not 0 <= resets[:, 2].min() <= resets[:, 2].max() < self.batch.num_envs:
+            raise BadCrashReport(
+                f"the crash report resets environments beyond the {self.batch.num_envs} that there are."
+            )
+
+    def _reset(self, n: int) -> None:
+        resets = self.crash_report.resets
+        rows = list(itertools.takewhile(lambda i: resets[i, 0] == resets[n, 0], range(n, len(resets))))
+        which = [int(resets[i, 2]) for i in rows]
+        special = [self.crash_report.special.get(i, Special(None, None, None)) for i in rows]
+        for i, state in zip(which, (entry.state for entry in special), strict=True):
+            if state is not None:
+                try:
+                    set_random_state(self.batch.objects()[i], state)
+                except (LookupError, TypeError, ValueError) as error:
+                    raise BadCrashReport(f"the random state in the crash report is damaged: {error}") from error
+        seeds = [entry.seed for entry in special if entry.seed is not None]
+        self.batch.reset_options = special[0].options
+        self.batch.reset(self._lane.data, 0, which, seeds if len(seeds) == len(which) else None)
+
+    def _step(self, row: int) -> None:
+        from muster.keys import next_of
+
+        data = self._lane.data
+        for flag in FLAGS:  # which environments only set
+            for key in (flag, next_of(flag)):
+                data[key][...] = self._lane.arrays[key][...] = False
+        for key, array in self.crash_report.actions.items():
+            data[key][0] = torch.as_tensor(array[row]) if torch.is_tensor(data[key]) else array[row]
+        self.batch.start(self._lane)(0)
+        for key in self.batch.observation_specs:
+            data[key][0] = data[key][1]
+
+
+def same_bits(a: Array, b: Array) -> bool:
+    """Whether two arrays are equal to the last bit."""
+    if a.dtype == object:
+        return bool(a.tolist() == b.tolist())
+    return (a.shape, a.dtype, a.tobytes()) == (b.shape, b.dtype, b.tobytes())
+
+
+def _as_stored(value: Array, recorded: Array) -> Array:
+    """A floating observation in the dtype in which the collector stored it (``obs_dtype``)."""
+    floats = value.dtype.kind == "f" and recorded.dtype.kind == "f"
+    return value.astype(recorded.dtype) if floats else value
+
+
+def _host(value: Any) -> Any:
+    return value.cpu().numpy() if hasattr(value, "cpu") else value

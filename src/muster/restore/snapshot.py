@@ -1,0 +1,259 @@
+"""The state of an environment object, to go on from in another process with the very same bits.
+
+An environment is a stack of layers (wrappers, the environment itself, those in a vector environment); each gives its
+part. A layer with methods of its own for it (``get_state`` and ``set_state``, ``state_dict`` and ``load_state_dict``,
+``clone_state`` and ``restore_state``) is asked; else the part is its ``__dict__``. Where all parts are plain data, the
+snapshot is plain (way "plain"); else it is a pickle (way "pickle"), which only a trusted file may have.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium
+from gymnasium.spaces import Space
+from gymnasium.utils import EzPickle
+
+from muster.errors import described
+from muster.restore.graph import culprit, dump, is_env, keeps_all_in_dict, load
+from muster.restore.plain_state import Decoder, Encoder, Mismatch, NotPlain, same
+
+Snapshot = dict[str, Any]  # plain data: see ``muster.restore.checkpoint``
+
+LINKS = ("env", "_env", "base_env", "envs")  # attributes that hold further layers
+PAIRS = (("get_state", "set_state"), ("state_dict", "load_state_dict"), ("clone_state", "restore_state"))
+CONSTRUCTION = {"env_fns", *vars(EzPickle())}  # arguments of constructors
+
+
+def _random_attributes() -> set[str]:
+    """Where Gymnasium's base class keeps an environment's generator and seed."""
+    env: gymnasium.Env[Any, Any] = gymnasium.Env()
+    before = set(vars(env))
+    assert env.np_random is not None  # made now
+    return set(vars(env)) - before
+
+
+RANDOM = _random_attributes()
+# https://github.com/Farama-Foundation/Arcade-Learning-Environment/pull/739; seen in one of twenty states with 0.12.1
+ALE_INEXACT = (
+    "ALE's clone_state leaves out a part of the video chip: what follows is nearly always equal, but in some states "
+    "screens, RAM and even rewards differ."
+)
+PYTHON = ".".join(map(str, sys.version_info[:2]))
+
+
+def take(env: Any) -> Snapshot:
+    """The state of ``env``, which is not changed; the snapshot shares no memory with it.
+
+    Returns:
+        plain data. If the state cannot be saved exactly: ``{"way": "none", "reason": ...}``.
+    """
+    try:
+        layers = _layers(env)
+        for layer in layers:
+            if not hasattr(layer, "__dict__") or (not keeps_all_in_dict(type(layer)) and _own(layer) is None):
+                raise Mismatch(f"{_name(layer)} keeps state outside its __dict__ and has no get_state and set_state")
+        parts = [_part(layer, layers) for layer in layers]
+        about = {"layers": [_name(layer) for layer in layers]}
+        try:
+            encoder = Encoder(_numbers(layers))
+            return {"way": "plain", **about, "data": [{k: encoder.encode(v) for k, v in p.items()} for p in parts]}
+        except NotPlain:
+            return _pickled(parts, layers) | about
+    except Mismatch as error:
+        return {"way": "none", "reason": str(error)}
+    except Exception as error:  # noqa: BLE001  (foreign code: whatever it raises, there is no snapshot)
+        return {"way": "none", "reason": f"saving {_name(env)} raised {described(error)}"}
+
+
+def restore(env: Any, snapshot: Snapshot, trust: bool) -> str | None:
+    """Bring ``env``, which was made as the saved one was, into the saved state.
+
+    All layers stay the objects that they are; what they hold is replaced.
+
+    Args:
+        trust: whether the snapshot may run code (way "pickle").
+
+    Returns:
+        None if every bit was restored, else a sentence that says why not. Then ``env`` must be reset before use.
+    """
+    if snapshot["way"] == "none":
+        return str(snapshot["reason"])
+    if snapshot["way"] == "pickle" and not trust:
+        return "The state is a pickle, which can run any code: pass trust=True if you trust where it comes from."
+    layers = _layers(env)
+    names = [_name(layer) for layer in layers]
+    if names != snapshot["layers"]:
+        return f"It was saved from {' > '.join(snapshot['layers'])}, and is now {' > '.join(names)}."
+    try:
+        if snapshot["way"] == "pickle":
+            parts = _unpickled(snapshot, layers)
+        else:
+            parts = _decoded(snapshot["data"], layers)
+        for part, layer in reversed(list(zip(parts, layers, strict=True))):
+            _put_back(part, layer)
+        for part, layer in zip(parts, layers, strict=True):
+            _check(part, layer, layers)
+    except Mismatch as error:
+        return f"{error}."
+    except Exception as error:  # noqa: BLE001  (foreign code: whatever it raises, the state is not restored)
+        return f"Restoring {_name(env)} raised {described(error)}"
+    return ALE_INEXACT if any(type(layer).__module__.startswith("ale_py.") for layer in layers) else None
+
+
+# --- layers ----------------------------------------------------------------------------------------
+
+
+def _layers(env: Any) -> list[Any]:
+    """The environment and all environments it wraps, from the outside in."""
+    found = [env]
+    for layer in found:  # grows
+        held = getattr(layer, "__dict__", {})
+        held = {**(held.get("_modules") or {}), **held}  # where a torch module has those that are modules
+        for link in (held.get(name) for name in LINKS):
+            for child in link if isinstance(link, (list, tuple)) else [link]:
+                if is_env(type(child)) and not any(child is other for other in found):
+                    found.append(child)
+    return found
+
+
+def _numbers(layers: list[Any]) -> dict[int, int]:
+    return {id(layer): number for number, layer in enumerate(layers)}
+
+
+def _name(layer: Any) -> str:
+    return f"{type(layer).__module__}.{type(layer).__qualname__}"
+
+
+def _own(layer: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """The layer's own methods to read and to set its state."""
+    for get, put in PAIRS:
+        functions = [getattr(type(layer), name, None) for name in (get, put)]
+        # A torch module's state_dict has its parameters, and not what makes it an environment.
+        if not all(callable(f) and not str(f.__module__).startswith("torch") for f in functions):
+            continue
+        read, write = getattr(layer, get), getattr(layer, put)
+        try:
+            inspect.signature(write).bind(None)
+            inspect.signature(read).bind()
+        except (TypeError, ValueError):  # something else of that name, or in C
+            continue
+        rng = "include_rng" in inspect.signature(read).parameters
+        return partial(read, include_rng=True) if rng else read, write
+    return None
+
+
+# --- parts -----------------------------------------------------------------------------------------
+
+
+def _part(layer: Any, layers: list[Any]) -> dict[str, Any]:
+    own = _own(layer)
+    held = {k: v for k, v in vars(layer).items() if not _is_construction(k, v) and not _draws(layer, v)}
+    if own is None:
+        part: dict[str, Any] = {"left_out": [name for name, value in vars(layer).items() if _draws(layer, value)]}
+        return part | {f".{name}": value for name, value in held.items()}
+    state = own[0]()
+    if hasattr(state, "serialize") and hasattr(state, "__setstate__"):  # ALEState
+        part = {"bytes": state.__getstate__()}
+    else:
+        part = {"state": state}
+    part["check"] = _plain_attributes(layer, layers)
+    return part | {f".{name}": value for name, value in held.items() if _is_gymnasiums(name, value)}
+
+
+def _is_construction(name: str, value: Any) -> bool:
+    """Whether an attribute is a fact of how the layer was made: no state, and often nothing to pickle."""
+    return name in CONSTRUCTION or type(value).__name__ == "EnvSpec"
+
+
+def _is_gymnasiums(name: str, value: Any) -> bool:
+    """Whether an attribute is random state that Gymnasium keeps beside what a layer's own methods know."""
+    return name in RANDOM or isinstance(value, Space)
+
+
+def _draws(layer: Any, value: Any) -> bool:
+    """Whether ``value`` is a window or the like that one of Gymnasium's environments makes where it is missing."""
+    return type(layer).__module__.startswith("gymnasium.envs.") and type(value).__module__.split(".")[0] == "pygame"
+
+
+def _plain_attributes(layer: Any, layers: list[Any]) -> list[Any]:
+    """Attributes of a layer that restores itself, to see afterwards whether it has."""
+    found = []
+    for name, value in vars(layer).items():
+        if not _is_construction(name, value) and not _is_gymnasiums(name, value):
+            try:
+                found.append([name, Encoder(_numbers(layers)).encode(value)])
+            except NotPlain:
+                pass
+    return found
+
+
+def _put_back(part: dict[str, Any], layer: Any) -> None:
+    own = _own(layer)
+    attributes = {name[1:]: value for name, value in part.items() if name[0] == "."}
+    if own is not None:
+        read, write = own
+        state = part.get("state")
+        if "bytes" in part:
+            cls: Any = type(read())
+            state = cls.__new__(cls)
+            state.__setstate__(part["bytes"])
+        write(state)
+        vars(layer).update(attributes)
+        return
+    live = vars(layer)
+    kept = {k: v for k, v in live.items() if k in part["left_out"] or _is_construction(k, v) or _draws(layer, v)}
+    live.clear()
+    live.update(attributes | kept)
+
+
+def _check(part: dict[str, Any], layer: Any, layers: list[Any]) -> None:
+    now = dict(_plain_attributes(layer, layers)) if "check" in part else {}
+    for name, value in part.get("check", ()):
+        if not same(value, now.get(name, ...)):
+            raise Mismatch(f"The own methods of {_name(layer)} for its state leave its attribute {name!r} out")
+
+
+# --- the two ways ----------------------------------------------------------------------------------
+
+
+def _pickled(parts: list[dict[str, Any]], layers: list[Any]) -> Snapshot:
+    fixed = {id(layer): ("layer", number) for number, layer in enumerate(layers)}
+    fixed |= {id(type(layer)): ("class", number) for number, layer in enumerate(layers)}
+    mujoco = [value for part in parts for value in part.values() if type(value).__name__ == "MjData"]
+    try:
+        data, shared = dump(parts, fixed, mujoco)
+    except Exception as error:
+        for part, layer in zip(parts, layers, strict=True):
+            for name, value in part.items():
+                if why := culprit(value, fixed, mujoco, f"{type(layer).__name__}{name}"):
+                    raise Mismatch(why) from error
+        raise
+    return {"way": "pickle", "python": PYTHON, "data": data, "shared": shared}
+
+
+def _unpickled(snapshot: Snapshot, layers: list[Any]) -> list[dict[str, Any]]:
+    if snapshot["python"] != PYTHON:
+        raise Mismatch(f"The state was pickled by Python {snapshot['python']}, and this is Python {PYTHON}")
+    fixed: dict[Any, Any] = {("layer", number): layer for number, layer in enumerate(layers)}
+    fixed |= {("class", number): type(layer) for number, layer in enumerate(layers)}
+    parts: list[dict[str, Any]] = load(snapshot["data"], snapshot["shared"], fixed)
+    return parts
+
+
+def _decoded(data: list[Any], layers: list[Any]) -> list[dict[str, Any]]:
+    decoder = Decoder(layers)
+    parts = []
+    for encoded, layer in zip(data, layers, strict=True):
+        part = {}
+        for name, value in encoded.items():
+            try:
+                part[name] = decoder.decode(value, vars(layer).get(name[1:]))
+            except Mismatch as error:
+                raise Mismatch(f"{_name(layer)}{name} {error}") from error
+        parts.append(part)
+    return parts

@@ -1,0 +1,202 @@
+"""Values of next observations, asked of the policy that acted, without anybody noticing.
+
+Where a rollout ends in the middle of an episode, or an episode was truncated, learners go on with the value of the
+true next observation (not of the one after the reset): V(s_T) in n-step returns and GAE (Schulman et al. 2016).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from muster.errors import BadOption, PolicyError, described
+from muster.keys import IS_INIT, TERMINATED, TRAJ_IDS, TRUNCATED, Key, next_of
+from muster.memory.slots import Lane, Layout, Slot
+from muster.memory.specs import Array, Column
+from muster.protocols import Policy
+from muster.rng import GroupRng
+from muster.rollout.acting import is_own
+from muster.rollout.context import RolloutContext
+from muster.rollout.group import Group
+from muster.rollout.loop import rollout
+from muster.rollout.progress import Phase
+from muster.utils.interrupts import allowed
+
+Bootstrap = Literal["last", "truncations"]
+SPARE, KEPT, COMPLETE = "bootstrap", "bootstrap: kept states", "bootstrap: complete"  # in a lane's cache
+VALUES: tuple[Key, ...] = (("state_value",), ("value",))  # what policies call them
+
+
+@dataclass
+class BootstrapRows:
+    """Rows that a policy would act on next: ``t`` and ``env`` of the steps before them, ``[k]``, and their columns.
+
+    Attributes:
+        rows: observations and recurrent states by key, ``[k, *shape]``.
+        last: number of each environment's last row, ``[B]``; -1: it has none.
+        values: ``[k]``, as soon as they are known.
+    """
+
+    t: Array
+    env: Array
+    last: Array
+    rows: dict[Key, Any]
+    columns: tuple[Column, ...]
+    values: Array | None = None
+
+
+def check_bootstrap(columns: Sequence[Column], observed: Collection[Key], *, reset_when_done: bool) -> None:
+    """Raise ``BadOption`` if there is no telling values where these columns are written."""
+    if not any(column.key in VALUES for column in columns):
+        raise BadOption(
+            f"bootstrap: the policy gives no {' or '.join(repr(key[0]) for key in VALUES)}. Let it return one beside "
+            f"its action, as in (action, {{'state_value': value}}), or leave bootstrap out"
+        )
+    if not reset_when_done and any(column.carry and column.key not in observed for column in columns):
+        raise BadOption("bootstrap: reset_when_done=False forgets recurrent states at the ends of episodes")
+
+
+class After:
+    """What comes after the rows of a rollout that ended; where it goes on after an error, also of those before it.
+
+    Args:
+        wanted: "last": after the last row of each environment; "truncations": also after every truncation.
+    """
+
+    def __init__(self, group: Group, lane: Lane, wanted: Bootstrap) -> None:
+        self._group, self._lane, self._wanted = group, lane, wanted
+        columns = lane.layout.columns
+        self._states = [c.key for c in columns if c.carry and c.key not in group.env.observation_specs]
+        self._kept: dict[tuple[int, int], dict[Key, Any]]  # recurrent states that resets would overwrite
+        self._kept = lane.cache.setdefault(KEPT, {})
+        for cell in [cell for cell in self._kept if cell[0] >= lane.done_steps]:  # of rows that will be others
+            del self._kept[cell]
+
+    def keep(self, row: int, which: Sequence[int]) -> None:
+        """Environments ``which`` are about to be reset, and observe ``row`` then."""
+        for i in which if row else ():
+            if (row - 1, i) not in self._kept:  # else it is reset again, after an error, and its states are new ones
+                self._kept[row - 1, i] = {key: _copy(self._lane.data[key][row, i]) for key in self._states}
+
+    def values(self, policy: Policy | None) -> BootstrapRows:
+        """What ``wanted`` says, when the rollout is over; without a policy others have to fill in the values."""
+        made = self._gather()
+        if policy is not None and len(made.t):
+            group, cache = self._group, self._lane.cache
+            if SPARE not in cache:
+                cache[SPARE] = spare_lane(made.columns, group.B, group.batch_shape, group.env.device)
+            options = group.options if policy.draws_globally else replace(group.options, own_rng=False)
+            around = RolloutContext(group.rng, options, background=group.in_background(), first=False)
+            fill_values(made, policy, group.rng, cache[SPARE], around)
+        elif policy is not None:
+            made.values = np.empty(0, np.float32)
+        return made
+
+    def _gather(self) -> BootstrapRows:
+        lane, n = self._lane, self._lane.done_steps
+        terminated, truncated, ids = (
+            lane.arrays[key][:n] for key in (next_of(TERMINATED), next_of(TRUNCATED), TRAJ_IDS)
+        )
+        shown = ids >= 0
+        if (limit := self._group.frame_limit) is not None:
+            places, sharing = self._group.places
+            shown &= np.arange(n)[:, None] * sharing + places < limit
+        last = np.where(shown.any(axis=0), n - 1 - shown[::-1].argmax(axis=0), -1) if n else np.full(lane.B, -1)
+        cells = np.zeros(ids.shape, bool)
+        envs = np.flatnonzero(last >= 0)
+        cells[last[envs], envs] = True
+        if self._wanted == "truncations":
+            cells |= truncated
+        t, env = np.nonzero(cells & shown & ~terminated)
+        observed = self._group.env.observation_specs
+        rows: dict[Key, Any] = {key: _copy(lane.data[next_of(key)][t, env]) for key in observed}
+        for key in self._states:
+            rows[key] = _copy(lane.data[key][t + 1, env])
+            for place, cell in enumerate(zip(t.tolist(), env.tolist(), strict=True)):
+                if key == IS_INIT:
+                    rows[key][place] = False
+                elif cell in self._kept:
+                    rows[key][place] = self._kept[cell][key]
+        return BootstrapRows(t, env, last, rows, lane.layout.columns)
+
+
+def rollout_and_values(
+    group: Group, policy: Policy, lane: Lane, wanted: Bootstrap, asked: Policy | None
+) -> BootstrapRows:
+    """``rollout``, and ``After.values`` of ``asked``; where only the values are missing, only these."""
+    if lane.done_steps == 0:
+        lane.cache.pop(COMPLETE, None)
+    with _noting(group, lane, wanted) as after:
+        if COMPLETE not in lane.cache:
+            rollout(group, policy, lane)
+            lane.cache[COMPLETE] = True  # the group's time has moved on: it must not do so again
+        phase = group.progress.begin(Phase.POLICY)
+        with allowed():
+            made = after.values(asked)
+        group.progress.begin(phase)
+        return made
+
+
+@contextmanager
+def _noting(group: Group, lane: Lane, wanted: Bootstrap) -> Iterator[After]:
+    """Around a rollout: takes note of what is needed for ``After.values``."""
+    after, before = After(group, lane, wanted), group.before_reset
+
+    def before_reset(row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        after.keep(row, which)
+        if before is not None:
+            before(row, which, seeds)
+
+    group.before_reset = before_reset
+    try:
+        yield after
+    finally:
+        group.before_reset = before
+
+
+def spare_lane(columns: tuple[Column, ...], B: int, batch_shape: tuple[int, ...], device: Any = None) -> Lane:
+    """Memory for one row of such columns."""
+    return Slot(Layout(1, B, columns, batch_shape=batch_shape), "heap" if device is None else device).lanes[0]
+
+
+def fill_values(
+    made: BootstrapRows, policy: Policy, rng: GroupRng, lane: Lane, around: AbstractContextManager[None]
+) -> None:
+    """Ask the policy, a row of ``lane`` at a time; random streams are as before afterwards.
+
+    Args:
+        around: what policies run in.
+    """
+    key, B = next(c.key for c in made.columns if c.key in VALUES), lane.B
+    values = np.zeros(len(made.t), np.float32)
+    with rng.unmoved(), around:
+        for begin in range(0, len(made.t), B):
+            k = min(B, len(made.t) - begin)
+            for name, rows in made.rows.items():
+                lane.data[name][0, :k] = rows[begin : begin + k]
+                if k < B:
+                    lane.data[name][0, k:] = rows[begin]
+            lane.done_steps = lane.acts_from = 0
+            _ask(policy, lane, rng)
+            values[begin : begin + k] = lane.tensors[key][0].reshape(B)[:k].cpu().numpy()
+    made.values = values  # all of them, or none
+
+
+def _ask(policy: Policy, lane: Lane, rng: GroupRng) -> None:
+    try:
+        policy.start(lane, rng)(0)
+    except Exception as error:
+        if is_own(policy, error):
+            raise
+        raise PolicyError(
+            f"policy {policy.name} raised {described(error, ' for the values of next observations (bootstrap)')}. "
+            f"No environment was stepped since; the next call tries again."
+        ) from error
+
+
+def _copy(rows: Any) -> Any:
+    return rows.clone() if hasattr(rows, "clone") else np.array(rows)

@@ -1,0 +1,68 @@
+"""The rows that a group acts on next."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from muster.keys import IS_INIT, Key
+from muster.memory.slots import torch_dtype
+from muster.memory.specs import ArraySpec, Column
+from muster.protocols import EnvBatch
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from muster.utils import lazy_torch as torch
+
+
+class Carry(dict[Key, Any]):
+    """Observations and recurrent states before the next step, ``[1, B, *shape]`` each: arrays, or tensors on a device.
+
+    Args:
+        env: whose observations these are.
+        batch_shape: B as policies see it.
+    """
+
+    def __init__(self, env: EnvBatch, batch_shape: tuple[int, ...]) -> None:
+        self._env, self._batch_shape = env, batch_shape
+        super().__init__({key: self._zeros(spec) for key, spec in env.observation_specs.items()})
+
+    def of(self, column: Column) -> Any:
+        """Of a carried column; a recurrent state is made when it is first asked for."""
+        if column.key not in self:
+            self[column.key] = self._zeros(ArraySpec(column.shape, column.dtype))
+            self[column.key][...] = column.key == IS_INIT
+        return self[column.key]
+
+    def take(self, column: Column, row: Any, but: Collection[int]) -> None:
+        """The next row of a carried column, ``[B, *shape]``; environments ``but`` stay where they are."""
+        here = self.of(column)[0]
+        if but:
+            which = [i for i in range(len(here)) if i not in but]
+            here[which] = row[which]
+        else:
+            here[...] = row
+
+    def begin_anew(self, which: Sequence[int]) -> None:
+        """Recurrent states of ``which`` as at the beginning of an episode."""
+        for key, row in self.items():
+            if key not in self._env.observation_specs:
+                row[0, which] = key == IS_INIT
+
+    def seen(self, key: Key) -> torch.Tensor:
+        """A row as policies get it: ``[*batch_shape, *shape]``; objects as an array."""
+        row = self[key][0]
+        if isinstance(row, np.ndarray) and row.dtype == object:
+            return row  # type: ignore[return-value]
+        tensor = torch.as_tensor(row)
+        return tensor.reshape((*self._batch_shape, *tensor.shape[1:]))
+
+    def _zeros(self, spec: ArraySpec) -> Any:
+        shape = (1, self._env.num_envs, *spec.shape)
+        if self._env.device is None or not spec.is_tensor:
+            return np.zeros(shape, spec.dtype)
+        with torch.inference_mode(False):  # rollouts run in it, but carried rows are written after them, too
+            return torch.zeros(shape, dtype=torch_dtype(spec.dtype), device=self._env.device)

@@ -1,0 +1,474 @@
+"""A group: an env batch with its random streams, its time, and the rows it will act on next."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from muster.episodes.clock import TrajectoryClock
+from muster.episodes.record import Episodes
+from muster.episodes.rules import Rule
+from muster.errors import BadEnvOutput, BadPolicyOutput
+from muster.keys import IS_INIT, POLICY_VERSION, RESUMED, STEP_COUNT, TRAJ_DONE, TRAJ_IDS, VALID, Key, next_of
+from muster.memory.slots import Lane
+from muster.memory.specs import Array
+from muster.protocols import EnvBatch, Outputs, Policy
+from muster.rng import GroupRng
+from muster.rollout.acting import call_policy, env_error, keep, store_outputs
+from muster.rollout.carry import Carry
+from muster.rollout.columns import RolloutOptions
+from muster.rollout.context import RolloutContext
+from muster.rollout.marks import NEVER, Final, NextObservations, cut_after_end, mark_end, mark_valid, marks_of
+from muster.rollout.progress import BEFORE, KNOWN, Phase, Progress, Timing
+from muster.rollout.resets import Due, Waiting, check_resets, decorrelate
+from muster.rollout.values import first_bad_value
+
+if TYPE_CHECKING:
+    import torch
+
+TERMINATED, TRUNCATED, DONE = next_of(("terminated",)), next_of(("truncated",)), next_of(("done",))
+STOP = -1  # instead of a row: the rollout ends here
+
+
+class LaneViews:
+    """What a group reads and writes of a lane in every rollout; made once per slot.
+
+    Attributes:
+        next_rows: see ``NextObservations.columns_of``.
+        carried: columns with what comes after the last row, and their rows.
+        states: rows of those that the environments do not write, and their value at a reset.
+        marks: see ``marks_of``.
+        fills: what writes all of each, and that value.
+        mirrored: columns to be copied to the device, after a rollout.
+    """
+
+    def __init__(self, group: Group, lane: Lane) -> None:
+        data, arrays, columns = lane.data, lane.arrays, lane.layout.columns
+        self.next_rows = group._next.columns_of(lane)
+        self.carried = [(column, data[column.key]) for column in columns if column.carry]
+        own = [(column.key, rows) for column, rows in self.carried if column.key not in group.env.observation_specs]
+        self.states = [(rows, key == IS_INIT) for key, rows in own]
+        self.marks = marks_of(lane)
+        self.fills = [(marks.fill if hasattr(marks, "fill") else marks.fill_, value) for marks, value in self.marks]
+        self.mirrored = [column.key for column in lane.layout.tensor_columns if column.host and lane.mirrored]
+        self.reward, self.ids = arrays[group.env.reward_key], arrays[TRAJ_IDS]
+        self.terminated, self.truncated, self.done = arrays[TERMINATED], arrays[TRUNCATED], arrays[DONE]
+        self.version, self.valid, self.resumed = arrays.get(POLICY_VERSION), arrays.get(VALID), arrays.get(RESUMED)
+
+
+class Group:
+    """An env batch with its random streams, its time, and the rows it will act on next.
+
+    Args:
+        env: owned by the group.
+        batch_shape: B as policy and user see it.
+        env_ids: global numbers of its environments.
+        total_envs: over all groups.
+        rng: the group's own.
+
+    Attributes:
+        version: of the policy, for ``collector/policy_version``.
+        closes_batch: the next rollout is the last one of a batch.
+        frame_limit: number of this batch's steps over all groups that are valid; None is all.
+        delivered, rows: valid steps, and rows, of the last rollout.
+        spans: somebody with ``Timeline.add``, while a timeline is running.
+        in_background: says whether this thread runs beside the user's.
+        places: numbers of its environments within a batch, and how many there are; for ``frame_limit``.
+        progress: cells that say what it is doing, for whoever watches from outside; see ``muster.rollout.progress``.
+        before_reset: called with the arguments of ``EnvBatch.reset``, but for the arrays.
+        lost_track: called with environments that have made steps which no rollout shows.
+        waiting: who has ended in this rollout and is not stepped on, without ``reset_when_done`` or by the ``rule``.
+        rule: which episodes are wanted: the rollout ends with the last of them; None: all.
+        watch: called after every step with the lane and its row, which is complete.
+        started, unreported: the first rollout has begun; random steps before it that none has counted yet.
+    """
+
+    def __init__(
+        self,
+        env: EnvBatch,
+        *,
+        batch_shape: tuple[int, ...],
+        env_ids: Array,
+        total_envs: int,
+        rng: GroupRng,
+        options: RolloutOptions,
+    ) -> None:
+        self.env, self.batch_shape, self.rng, self.options = env, batch_shape, rng, options
+        self.B = env.num_envs
+        self.number, self.places = 0, (env_ids, total_envs)
+        self.progress = Progress()
+        self.before_reset: Callable[[int, Sequence[int], Sequence[int] | None], None] | None = None
+        self.lost_track: Callable[[Sequence[int]], None] = lambda which: None
+        self.clock = TrajectoryClock(env_ids, total_envs)
+        self.timing = Timing()
+        self.spans: Any = None
+        self.in_background: Callable[[], bool] = bool
+        self.executed = 0  # environment steps, whatever became of them
+        self.discarded: Counter[str] = Counter()  # environment steps that no batch will show, by reason
+        self.episodes: Episodes  # ended in the last rollout
+        self.version: int | str = 0
+        self.closes_batch = True
+        self.frame_limit: int | None = None
+        self.carry = Carry(env, batch_shape)
+        self.resumed: list[int] | None = None  # environments whose next row begins anew after a load; None: no load
+        self._obs_keys = list(env.observation_specs)
+        row_bytes, shown = sum(row.nbytes for row in self.carry.values()), not (env.writes_next or options.compact_obs)
+        self._next = NextObservations(self._obs_keys, shown=shown, row_bytes=row_bytes)
+        self._primed: tuple[Policy, Outputs, int | str] | None = None
+        self.due = Due(range(self.B))
+        self._deadline = np.full(self.B, NEVER, np.int64)  # row at which max_frames_per_traj is reached
+        self._limit = None if env.writes_next else options.max_frames_per_traj
+        env.max_steps = options.max_frames_per_traj
+        check_resets(env, options)
+        self.waiting, self.rule = Waiting(env), cast("Rule | None", None)
+        self.watch: Callable[[Lane, int], object] | None = None
+        self.started, self.delivered, self.rows, self.unreported = False, 0, 0, 0
+        self._traj_done = () if options.traj_done_key is None else (TRAJ_DONE,)
+        self._states: list[tuple[Any, bool]] = []  # see ``LaneViews``, of the lane
+
+    @property
+    def pending(self) -> list[int]:
+        """Environments that begin anew before the next step."""
+        return [i for i in self.due.which if i not in self.waiting.absent]
+
+    @property
+    def finals(self) -> list[Final]:
+        """With ``compact_obs``, what the last rollout's rows do not show."""
+        return self._next.finals
+
+    def reset(self, which: Sequence[int] | None = None, seeds: Sequence[int] | None = None) -> None:
+        """Let the environments ``which`` (default all) begin anew before the next step."""
+        self.due.add(range(self.B) if which is None else sorted(set(which)), seeds)
+
+    def prime(self, policy: Policy) -> Outputs:
+        """Make the policy's first real call, which shows its columns; ``rollout`` goes on from it."""
+        if self._primed is None or self._primed[0] is not policy:
+            self._primed = policy, self._first(policy), self.version
+        return self._primed[1]
+
+    def probe(self, policy: Policy) -> Outputs:
+        """Call the policy as ``prime`` does, only to see what it returns: random streams are as before afterwards."""
+        self.begin()
+        with self.rng.unmoved():
+            return self._first(policy)
+
+    def begin(self, *, early: bool = False) -> None:
+        """Do now the resets that would be done before the next step.
+
+        Args:
+            early: nobody waits for it: only what has waited for the next rollout, which raises an error of it.
+        """
+        if early and (self.options.reset_when_done or self.due.error is not None):
+            return
+        try:
+            with self.context(first=True):
+                self._begin(early=early)
+        except Exception as error:
+            if not early:
+                raise
+            self.due.error = error
+
+    def observations(self) -> dict[Key, torch.Tensor]:
+        """What the policy acts on next, ``[*batch_shape, *shape]`` per leaf."""
+        return {key: self.carry.seen(key) for key in self._obs_keys}
+
+    def context(self, *, first: bool = False) -> RolloutContext:
+        """What environments and policies run in; not in inference mode for the ``first`` call."""
+        return RolloutContext(self.rng, self.options, background=self.in_background(), first=first)
+
+    # --- the beginning and the end of a rollout ---------------------------------------------------
+
+    def enter(self, lane: Lane) -> None:
+        """Make row ``lane.done_steps`` the one to act on."""
+        views = self._views_of(lane)
+        if (begin := lane.done_steps) == 0:
+            self._enter_first(lane, views)
+        elif self.pending:
+            self._cut(lane, begin - 1)
+        self.progress.count(waits=self.env.bypasses and not self.options.reset_when_done)
+        if views.version is not None:
+            views.version[begin:] = self.version
+
+    def take_primed(self, lane: Lane) -> bool:
+        """Write what ``prime`` left for row 0, if anything."""
+        if self._primed is None:
+            return False
+        store_outputs(self._primed[1], lane)
+        if POLICY_VERSION in lane.arrays:
+            lane.arrays[POLICY_VERSION][0] = self._primed[2]
+        self._primed = None
+        return True
+
+    def after_step(self, lane: Lane, t: int, finished: Sequence[int] | None) -> int:
+        """Whatever is due after row ``t`` besides the next step; returns the row at which to call again, or STOP."""
+        lane.done_steps = t + 1
+        late: list[int] = []
+        if self._limit and (late := np.flatnonzero(self._deadline <= t).tolist()):
+            cut = late if finished is None else [i for i in late if i not in finished]
+            lane.arrays[TRUNCATED][t, cut] = True
+            finished = sorted({*cut, *(finished or ())})
+        if finished is not None:
+            self._next.copy(t + 1)  # before the reset overwrites the true last observations
+            if self.options.compact_obs:
+                self._next.keep(lane, t, finished, self.waiting.bypassed)
+            lane.stopped = self._end(lane, t, finished, late)
+        elif t >= self._next.due or self.watch is not None:
+            self._next.copy(t + 1)
+        if self.watch is not None:
+            self.watch(lane, t)
+        if self.options.interruptor is not None and not lane.stopped:
+            lane.stopped = self.options.interruptor.collection_stopped()
+        return STOP if lane.stopped else self.next_call(t + 1)
+
+    def next_call(self, t: int) -> int:
+        """The next row, from ``t`` on, after which ``after_step`` is due even if no episode ends."""
+        if self.options.interruptor is not None or self.watch is not None:
+            return t
+        return min(self._next.due, int(self._deadline.min())) if self._limit else self._next.due
+
+    def leave(self, lane: Lane) -> None:
+        """Complete all columns of a lane whose rows have been stepped."""
+        n, options, waiting, views = lane.done_steps, self.options, self.waiting, self._views_of(lane)
+        cells, reward_key = self.progress.cells, self.env.reward_key
+        cells[KNOWN] = waiting.made(0, n) + cells[BEFORE]
+        self._next.copy(n)
+        if lane.mirrored:
+            lane.pull((reward_key, TERMINATED, TRUNCATED))
+        reward, done = views.reward[:n], views.done[:n]
+        terminated, truncated = views.terminated[:n], views.truncated[:n]
+        np.logical_or(terminated, truncated, out=done)
+        late = None
+        if not options.reset_when_done:
+            late = cut_after_end(lane, done, reward_key)
+        elif not waiting.idle:
+            late = waiting.late(n)
+        self._check_values(lane, late)
+        over = done if options.traj_done_key is None else lane.arrays[TRAJ_DONE][:n]
+        self.clock.fill_ids(views.ids[:n], over)
+        if options.max_frames_per_traj:
+            counts = lane.arrays[STEP_COUNT]
+            self.clock.fill_step_counts(counts[:n], over)
+            np.add(counts, 1, out=lane.arrays[next_of(STEP_COUNT)])
+        self.episodes = self.clock.advance(reward, terminated, truncated, over)
+        if late is not None:
+            self._begin_late(late, over)
+        if options.compact_obs and n:
+            self._next.keep(lane, n - 1, np.flatnonzero(~done[-1]).tolist(), waiting.bypassed)
+        if options.set_truncated and self.closes_batch and n:  # a mark for the learner; the episode goes on
+            mark_end(lane, n - 1, self.env, limited=bool(options.max_frames_per_traj))
+        for column, rows in views.carried:
+            self.carry.take(column, rows[n], waiting.absent)
+        if self.rule is not None:
+            self.rule, waiting.absent = None, ()
+        if not waiting.idle and (going_on := waiting.resume(self.carry)):
+            self.env.restart_agent(self.carry, 0, going_on)
+            self.carry.begin_anew(going_on)
+        self._count_valid(lane, late, views)
+        if lane.mirrored:
+            lane.push(key for key in views.mirrored if late is not None or key != reward_key)  # else it came from there
+        if options.reset_at_each_iter and self.closes_batch:
+            self.reset()
+
+    def fail(self, lane: Lane, t: int, reason: str, executed: int) -> None:
+        """Row ``t`` did not come about and the environments cannot be trusted: begin anew from there."""
+        lane.done_steps = max(lane.done_steps, t)
+        self.discarded[reason] += executed
+        self.executed += executed
+        self.env.executed_in_row = 0
+        self._unmark(lane)
+        self.reset()
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def _first(self, policy: Policy) -> Outputs:
+        """The policy's first call, for the rows that it would act on next."""
+        self.begin()
+        with self.context(first=True):
+            obs = self.observations()
+            if IS_INIT in self.carry:  # episodes may have begun under a policy that acted before
+                obs[IS_INIT] = self.carry.seen(IS_INIT)
+            return keep(call_policy(policy, lambda: policy.first(obs, self.rng)))
+
+    def _views_of(self, lane: Lane) -> LaneViews:
+        views: LaneViews | None = lane.cache.get(self)
+        if views is None:
+            views = lane.cache[self] = LaneViews(self, lane)
+        return views
+
+    def _enter_first(self, lane: Lane, views: LaneViews) -> None:
+        waiting, let_go = self.waiting, []
+        if self.rule is not None or self.due.which or self.due.begun:
+            let_go = self._unwanted(range(self.B))
+            held = self.due.leave_out(let_go)
+            self._begin()
+            self.due.done(held)  # also what was reset early is going to be stepped
+        if not self.started:
+            self.executed += self.unreported
+            self.discarded["decorrelation"] += self.unreported
+            self.progress.cells[BEFORE] = self.unreported
+            self.started, self.unreported = True, 0
+        if let_go or waiting.absent or not waiting.idle:
+            waiting.begin(let_go)
+        lane.stopped = self.rule is not None and self.rule.complete
+        self._next.begin(views.next_rows)
+        if self.progress.watched:
+            self.progress.mark_unwritten(lane, self.env.reward_key, 0)
+        for fill, value in views.fills:
+            fill(value)
+        if views.resumed is not None:
+            views.resumed[...] = False
+            views.resumed[0, self.resumed or []] = True
+            self.resumed = []
+        for column, rows in views.carried:
+            rows[:1] = self.carry.of(column)
+        self._states = views.states
+        for array, is_init in self._states:
+            if is_init:
+                array[1:] = False  # reset rows set it; the slot may have been used before
+        if self._limit:
+            self._deadline = self._limit - 1 - self.clock.steps
+            self._deadline[list(waiting.absent)] = NEVER
+
+    def _begin_late(self, late: Array, over: Array) -> None:
+        """Whoever has ended, and waited for the others, begins anew with the next batch."""
+        self.clock.steps -= late.sum(axis=0)
+        ended = [i for i, t in self.waiting.since.items() if over[t, i]]
+        self.clock.steps[ended], self.clock.returns[ended] = 0, 0.0
+        self.due.add(ended)
+        if not self.env.bypasses:
+            self.discarded["after_done"] += int(late.sum())
+
+    def _count_valid(self, lane: Lane, late: Array | None, views: LaneViews) -> None:
+        """Say which cells are transitions of this batch, and count them."""
+        n = self.rows = lane.done_steps
+        if late is None and n == lane.T and self.frame_limit is None:
+            self.delivered = n * self.B
+            if views.valid is not None:
+                views.valid[...] = True
+            return
+        shared = None if self.frame_limit is None else (*self.places, self.frame_limit)
+        marked = mark_valid(lane, n, late, repeat_flags=not self.options.reset_when_done, shared=shared)
+        self.delivered, surplus = marked
+        self.discarded["surplus"] += surplus
+
+    def _end(self, lane: Lane, t: int, finished: Sequence[int], late: Sequence[int]) -> bool:
+        """Agents' episodes ended at row ``t``, those of ``late`` by the limit: reset, go on, or let wait.
+
+        Returns: the rollout is over.
+        """
+        lost = self.env.lives_lost
+        going_on = [i for i in finished if i in lost and i not in late] if lost else []
+        over = [i for i in finished if i not in going_on] if going_on else finished
+        if self.rule is not None:
+            self.rule.ended(over)
+        for key in self._traj_done:
+            lane.arrays[key][t, over] = True
+            lane.arrays[TRUNCATED][t, [i for i in late if i in lost]] = True
+        stop = self.rule is not None and self.rule.complete
+        if not self.options.reset_when_done:
+            stop |= self.waiting.add(lane, t, finished, going_on)
+            if stop or self.env.bypasses:
+                self._deadline[finished] = NEVER
+                return stop
+        elif let_go := self._unwanted(over):
+            stop |= self.waiting.add(lane, t, let_go)
+            self._deadline[let_go] = NEVER
+            over = [i for i in over if i not in let_go]
+        self._reset_rows(lane, t + 1, over, None)
+        if going_on:
+            self.env.restart_agent(lane.data, t + 1, going_on)
+            self._restart_states(t + 1, going_on)
+        return stop
+
+    def _unwanted(self, which: Sequence[int]) -> list[int]:
+        """Those of ``which`` that nobody needs to step; but whoever watches from outside counts on all being."""
+        if self.rule is None or not self.env.bypasses or self.progress.watched:
+            return []
+        return [i for i in which if self.rule.complete or not self.rule.awaits(i)]
+
+    def _begin(self, *, early: bool = False) -> None:
+        """Do the resets that are due before a lane's first row."""
+        if not (which := self.due.which):
+            return
+        if self.due.error is not None:
+            self.progress.begin(Phase.RESET)  # it was raised there
+        undone = self.due.undone(anew=bool(self.env.reset_options))
+        self.clock.abandon(which)
+        self.carry.begin_anew(which)
+        for part, seeds in self.due.parts(undone):
+            self._reset_envs(self.carry, 0, part, seeds)
+        self._primed = None
+        self.due.done(early=early)
+        if self.options.max_decorrelation_steps and not self.started:
+            decorrelate(self, which)
+
+    def _cut(self, lane: Lane, t: int) -> None:
+        """Resets that are due in the middle of a lane: end the episodes at row ``t``, begin new ones after it."""
+        done = lane.data[TERMINATED][t] | lane.data[TRUNCATED][t]
+        waits = self.env.bypasses and not self.options.reset_when_done
+        over = [i for i in self.pending if not (waits and i in self.waiting.since)]
+        cut = [i for i in over if not done[i]]
+        lane.data[TRUNCATED][t, cut] = True
+        for key in self._traj_done:
+            lane.arrays[key][t, over] = True
+        self._next.copy(t + 1)
+        if self.options.compact_obs:
+            self._next.keep(lane, t, cut, self.waiting.since)
+        if waits:
+            lane.stopped = self.waiting.add(lane, t, cut)
+            self._deadline[cut] = NEVER
+            return
+        for part, seeds in self.due.parts(self.pending):
+            self._reset_rows(lane, t + 1, part, seeds)
+        self.due.done(self.due.leave_out(self.waiting.absent))
+
+    def _reset_rows(self, lane: Lane, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        started = time.perf_counter_ns()
+        self._reset_envs(lane.data, row, which, seeds)
+        self.timing.env += time.perf_counter_ns() - started
+        self._restart_states(row, which)
+        if self._limit:
+            self._deadline[which] = row - 1 + self._limit
+
+    def _restart_states(self, row: int, which: Sequence[int]) -> None:
+        for array, value in self._states:
+            array[row, which] = value
+
+    def _reset_envs(self, data: Any, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        phase = self.progress.begin(Phase.RESET)
+        if self.before_reset is not None:
+            self.before_reset(row, which, seeds)
+        try:
+            self.env.reset(data, row, which, seeds)
+        except Exception as error:
+            if (raised := env_error(self.env.name, "reset", error)) is error:
+                raise
+            raise raised from error
+        self.progress.begin(phase)
+
+    def _check_values(self, lane: Lane, late: Array | None) -> None:
+        """What is cheaper to check once per rollout than once per step."""
+        found = first_bad_value(lane, self.env, self.options.validate, late)
+        if found is None:
+            return
+        t, message, by_policy = found  # take back the row and all after it: their values are wrong
+        self.discarded["bad_policy_output" if by_policy else "bad_env_output"] += self.waiting.made(t, lane.done_steps)
+        lane.done_steps, lane.stopped = t, False
+        self.progress.begin(Phase.POLICY if by_policy else Phase.STEP)
+        self._unmark(lane)
+        self.reset()
+        error = BadPolicyOutput if by_policy else BadEnvOutput
+        raise error(f"{message}. The {t} rows before it are kept; the environments begin anew.")
+
+    def _unmark(self, lane: Lane) -> None:
+        """Take back what was written about rows that are not complete."""
+        begin = lane.done_steps
+        self._next.take_back(begin)
+        self.waiting.take_back(lane)
+        self.progress.mark_unwritten(lane, self.env.reward_key, begin)
+        for marks, value in self._views_of(lane).marks:
+            marks[begin:] = value

@@ -1,0 +1,158 @@
+"""The loop: T steps of one group, written into one lane. Every collector runs it and no other."""
+
+from __future__ import annotations
+
+import time
+
+from muster.errors import BadEnvOutput
+from muster.memory.slots import Lane
+from muster.protocols import Act, Policy, Step
+from muster.rollout.acting import env_error, is_own, policy_error
+from muster.rollout.group import STOP, Group
+from muster.rollout.progress import ACTING, PHASE, STEPPING, Phase
+from muster.utils.interrupts import allowed
+
+IN_POLICY, IN_STEP, AFTER_STEP = range(3)  # where in a row the loop is
+TIMED_EVERY = 16  # a power of two; steps between two that are timed, so that timing costs next to nothing
+
+
+def rollout(group: Group, policy: Policy, lane: Lane) -> None:
+    """Fill ``lane`` with T steps of ``group``, from row ``lane.done_steps`` on; fewer if something stops it.
+
+    On entry the group holds what to act on first; on exit what to act on next, so rollouts of 3 and 4
+    steps give the same data as one of 7. After an error ``lane.done_steps`` rows are complete and the next
+    call with the same lane goes on after them.
+
+    Raises:
+        EnvError, BadEnvOutput: the environments are reset by the next call.
+        PolicyError, BadPolicyOutput: nothing was stepped since the last complete row. The next call repeats the
+            policy's call.
+    """
+    started = time.perf_counter_ns()
+    cells = group.progress.cells
+    cells[PHASE] = Phase.STEP
+    with group.context(), allowed():
+        act, step, acted = _start(group, policy, lane)
+        if acted:
+            _run(group, policy, lambda t: None, step, lane, lane.done_steps, lane.acts_from)  # ``prime`` has acted
+        if not lane.stopped:
+            _run(group, policy, act, step, lane, lane.acts_from, lane.T)
+    completing = time.perf_counter_ns()
+    group.leave(lane)
+    cells[PHASE] = Phase.IDLE
+    ended = time.perf_counter_ns()
+    group.timing.copy += ended - completing
+    group.timing.total += ended - started
+    if group.spans is not None:
+        track = int(group.clock.env_ids[0])
+        group.spans.add("rollout", started, ended, track)
+        group.spans.add("copy", completing, ended, track)
+
+
+def fill(group: Group, policy: Policy, lane: Lane) -> None:
+    """The steps of ``rollout`` for a policy without a first call, within ``Group.context``; ``Group.leave`` completes
+    them.
+    """
+    act, step, _ = _start(group, policy, lane)
+    if not lane.stopped:
+        _run(group, policy, act, step, lane, lane.acts_from, lane.T)
+
+
+def _start(group: Group, policy: Policy, lane: Lane) -> tuple[Act, Step, bool]:
+    """What acts and steps in this lane, and whether the policy has acted for the first row."""
+    group.enter(lane)
+    begin = lane.done_steps
+    acted = begin == 0 and not lane.stopped and group.take_primed(lane)
+    lane.acts_from = begin + acted
+    cells = group.progress.cells
+    phase, cells[PHASE] = cells[PHASE], Phase.POLICY
+    try:
+        act = policy.start(lane, group.rng)
+    except Exception as error:
+        if is_own(policy, error):
+            raise
+        raise policy_error(policy, error) from error
+    cells[PHASE] = phase
+    return act, group.env.start(lane), acted
+
+
+def _run(group: Group, policy: Policy, act: Act, step: Step, lane: Lane, begin: int, end: int) -> None:
+    clock = time.perf_counter_ns
+    call_at = group.next_call(begin)
+    spans = group.spans
+    track = 0 if spans is None else int(group.clock.env_ids[0])
+    cells = group.progress.cells
+    in_env = in_policy = timed = 0
+    t, at = begin, IN_POLICY
+    try:
+        for t in range(begin, end):
+            at = IN_POLICY
+            cells[ACTING] = t
+            if t & (TIMED_EVERY - 1):
+                act(t)
+                at = IN_STEP
+                cells[STEPPING] = t
+                finished = step(t)
+                at = AFTER_STEP
+            else:
+                before = clock()
+                act(t)
+                between = clock()
+                at = IN_STEP
+                cells[STEPPING] = t
+                finished = step(t)
+                at = AFTER_STEP
+                in_env += clock() - between
+                in_policy += between - before
+                timed += 1
+                if spans is not None:
+                    spans.add("policy", before, between, track)
+                    spans.add("env", between, clock(), track)
+            if finished is not None or t == call_at:
+                call_at = group.after_step(lane, t, finished)
+                if call_at == STOP:
+                    return
+        lane.done_steps = end
+    except BaseException as error:  # noqa: BLE001 (raised again)
+        raised = _cut_short(group, policy, lane, t, at, error)
+        try:
+            if raised is error:
+                raise
+            raise raised from error
+        finally:
+            del raised  # it refers to this frame, which refers to the lane: the slot would wait for the cycle collector
+    finally:
+        steps = lane.done_steps - begin
+        group.executed += group.waiting.made(begin, lane.done_steps)
+        if timed:
+            group.timing.env += in_env / timed * steps
+            group.timing.policy += in_policy / timed * steps
+
+
+def _cut_short(group: Group, policy: Policy, lane: Lane, t: int, at: int, error: BaseException) -> BaseException:
+    """Enter what was executed when ``error`` was raised in row ``t``; returns the error to raise.
+
+    What was executed is decided by where that was (``at``, and the phase of a reset), and never by what was raised:
+    an environment can raise the error of a policy, and a policy that of an environment.
+    """
+    resetting = at == AFTER_STEP and group.progress.cells[PHASE] == Phase.RESET
+    if at == IN_POLICY:
+        group.progress.begin(Phase.POLICY)
+    if not issubclass(type(error), Exception):  # Ctrl-C, sys.exit(): passed on as it is
+        group.fail(lane, t, "interrupted", _executed(group, lane, t, at))
+        return error
+    if at == IN_POLICY:
+        lane.done_steps = max(lane.done_steps, t)
+        return error if is_own(policy, error) else policy_error(policy, error, t)
+    if at == AFTER_STEP and lane.done_steps > t and not resetting:
+        return error  # of the user's functions that look on: the row is complete, and the next call goes on after it
+    reason = "bad_env_output" if issubclass(type(error), BadEnvOutput) else "env_error"
+    group.fail(lane, t, reason, _executed(group, lane, t, at))
+    return env_error(group.env.name, f"{'reset' if resetting else 'step'} (row {t} of the batch)", error)
+
+
+def _executed(group: Group, lane: Lane, t: int, at: int) -> int:
+    """Environments that were stepped in row ``t``, if it is not among the complete ones."""
+    if at == IN_STEP:
+        return group.env.executed_in_row
+    return group.waiting.made(t, t + 1) if at == AFTER_STEP and lane.done_steps <= t else 0

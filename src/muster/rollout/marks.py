@@ -1,0 +1,184 @@
+"""Rows and cells of a lane that are no transitions: after an episode that is not followed by another, after a stop."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from muster.keys import DONE, FLAGS, NEXT_OBS_VALID, TERMINATED, TRAJ_DONE, TRAJ_IDS, TRUNCATED, VALID, Key, next_of
+from muster.memory.slots import Lane
+from muster.memory.specs import Array, Specs
+from muster.protocols import EnvBatch
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from muster.utils import lazy_torch as torch
+
+NEVER = 1 << 62
+CACHE_BYTES = 1 << 18  # pieces of this size are still in the cache when they are copied
+
+
+@dataclass
+class Final:
+    """Observations after row ``t`` of the environments ``envs``, where the next row does not show them."""
+
+    t: int
+    envs: Sequence[int]
+    leaves: dict[Key, Array]
+
+
+class NextObservations:
+    """``next`` observations: copied from the rows after, in pieces, before resets overwrite these.
+
+    Args:
+        keys: of observations.
+        shown: a lane has columns for them.
+        row_bytes: of one row of observations.
+
+    Attributes:
+        finals: observations that no row shows.
+    """
+
+    def __init__(self, keys: Sequence[Key], *, shown: bool, row_bytes: int) -> None:
+        self._keys, self._shown = keys, shown
+        self._every = max(1, CACHE_BYTES // max(row_bytes, 1)) if shown else NEVER
+        self._columns: list[tuple[Any, Any]] = []
+        self._copied = 0
+        self.finals: list[Final] = []
+
+    def columns_of(self, lane: Lane) -> list[tuple[Any, Any]]:
+        """``next`` observations, and the observations that they are copied from."""
+        return [(lane.data[next_of(key)], lane.data[key][1:]) for key in self._keys if self._shown]
+
+    def begin(self, columns: list[tuple[Any, Any]]) -> None:
+        """A rollout begins, into a lane with these ``columns_of``."""
+        self._copied, self.finals, self._columns = 0, [], columns
+
+    @property
+    def due(self) -> int:
+        """The row after which to copy."""
+        return self._copied + self._every - 1
+
+    def copy(self, end: int) -> None:
+        """Complete the rows before ``end``."""
+        begin, self._copied = self._copied, end
+        if begin < end:
+            for after, before in self._columns:
+                after[begin:end] = before[begin:end]
+
+    def keep(self, lane: Lane, t: int, envs: Sequence[int], known: Collection[int]) -> None:
+        """Keep what comes after row ``t`` in ``envs``, but for those that are ``known``."""
+        index = [i for i in envs if i not in known]
+        self.finals.append(Final(t, index, {key: lane.arrays[key][t + 1, index].copy() for key in self._keys}))
+
+    def take_back(self, begin: int) -> None:
+        """Rows from ``begin`` on are not complete."""
+        self._copied = min(self._copied, begin)
+        self.finals = [final for final in self.finals if final.t < begin]
+
+
+def marks_of(lane: Lane) -> list[tuple[Any, bool]]:
+    """Columns that say what a row is, and what they say where nothing has ended and all counts."""
+    flags = [key for key in (*FLAGS, *map(next_of, FLAGS), TRAJ_DONE) if key in lane.data]
+    marks: list[tuple[Any, bool]] = [(lane.data[key], False) for key in flags]
+    if lane.mirrored:
+        marks += [(lane.arrays[key], False) for key in flags]
+    return marks + [(lane.data[key], True) for key in (NEXT_OBS_VALID, VALID) if key in lane.data]
+
+
+def nested_truncations(specs: Specs) -> list[Key]:
+    """The flags ``truncated`` below the root among observations; each has a ``done`` beside it."""
+    return [
+        key
+        for key, spec in specs.items()
+        if len(key) > 1 and key[-1] == "truncated" and spec.dtype == bool and (*key[:-1], "done") in specs
+    ]
+
+
+def mark_end(lane: Lane, t: int, env: EnvBatch, *, limited: bool) -> None:
+    """``set_truncated``: row ``t`` is the last one, and truncated where nothing else has ended there.
+
+    What is below the root is marked in the ``next`` columns only: the episode goes on. The root is not marked if only
+    flags below it can say ``truncated``.
+
+    Args:
+        limited: with ``max_frames_per_traj``, the root says it too.
+    """
+    nested = nested_truncations(env.observation_specs)
+    pairs = [(next_of(key), next_of((*key[:-1], "done"))) for key in nested]
+    if TRUNCATED in env.flags or limited or not nested:
+        pairs.append((next_of(TRUNCATED), next_of(DONE)))
+    for truncated, done in pairs:
+        if truncated in lane.data:
+            data = lane.arrays if truncated in lane.arrays else lane.data
+            data[truncated][t] |= ~data[done][t]
+            data[done][t] = True
+
+
+def cut_after_end(lane: Lane, done: Array, reward_key: Key) -> Array:
+    """Forget what happened after the end of each environment's first episode (``reset_when_done=False``).
+
+    Environments had to be stepped there as long as others were going on.
+
+    Args:
+        done: ``[n, B]``, of the rows that were stepped; changed too.
+
+    Returns:
+        where that is, ``[n, B]``.
+    """
+    late = np.zeros_like(done)
+    np.logical_or.accumulate(done[:-1], axis=0, out=late[1:])
+    done[late] = False
+    for key in (reward_key, next_of(TERMINATED), next_of(TRUNCATED)):
+        lane.arrays[key][: len(done)][late] = 0
+    return late
+
+
+def blank(lane: Lane, valid: Array, *, repeat_flags: bool) -> None:
+    """Zeros (None for objects) in all cells but the ``valid`` ones (``[n, B]``, the first rows); no id, not valid.
+
+    Args:
+        repeat_flags: where an episode has ended, its flags go on to the end of the lane.
+    """
+    cells = np.ones((lane.T, lane.B), bool)
+    cells[: len(valid)] = ~valid
+    for column in lane.layout.columns:
+        data = (lane.arrays if column.host else lane.data)[column.key][: lane.T]
+        value = {TRAJ_IDS: -1, VALID: False}.get(column.key, 0 if column.is_tensor else None)
+        data[cells if isinstance(data, np.ndarray) else torch.from_numpy(cells).to(data.device)] = value
+    for flag in FLAGS if repeat_flags else ():
+        ended = np.logical_or.accumulate(lane.arrays[next_of(flag)], axis=0)
+        for key in (flag, next_of(flag)):
+            lane.arrays[key][cells] = ended[cells]
+
+
+def mark_valid(
+    lane: Lane, n: int, late: Array | None, *, repeat_flags: bool, shared: tuple[Array, int, int] | None
+) -> tuple[int, int]:
+    """Blank what is no transition, and say what is one.
+
+    Args:
+        late: ``[n, B]``, of the rows that were stepped, those that are none; None: all are.
+        repeat_flags: see ``blank``.
+        shared: places of the environments among those that share the frames of a batch, how many share them, and how
+            many frames there are; what is beyond is not valid. None: all is.
+
+    Returns:
+        number of valid cells, and of those beyond.
+    """
+    valid = np.ones((n, lane.B), bool) if late is None else ~late
+    surplus = 0
+    if late is not None or n < lane.T:
+        blank(lane, valid, repeat_flags=repeat_flags)
+    if shared is not None:
+        places, sharing, limit = shared
+        beyond = valid & (np.arange(n)[:, None] * sharing + places >= limit)
+        surplus = int(beyond.sum())
+        valid &= ~beyond
+    if VALID in lane.arrays:
+        lane.arrays[VALID][:n] = valid
+    return int(valid.sum()), surplus

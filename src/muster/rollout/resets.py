@@ -1,0 +1,248 @@
+"""When environments begin anew: those that wait for the next batch, and the random steps before the first one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+from typing_extensions import Self
+
+from muster.errors import BadOption
+from muster.keys import Key
+from muster.memory.slots import Lane, Layout, Slot
+from muster.memory.specs import Array
+from muster.protocols import Act, EnvBatch, Policy
+from muster.rng import GroupRng
+from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.progress import ACTING, KNOWN, STEPPING, Phase, Progress
+
+if TYPE_CHECKING:
+    from muster.rollout.group import Group
+
+FIRST_STREAM = 1 << 20  # of those that draw the random steps; see ``GroupRng.stream``
+
+
+def check_resets(env: EnvBatch, options: RolloutOptions) -> None:
+    """Raise ``BadOption`` (``UnsupportedEnv`` where single resets are the matter) for what an env batch cannot do."""
+    if options.traj_done_key is not None:
+        env.track_lives(options.traj_done_key)
+    if options.max_decorrelation_steps and (env.writes_next or env.device is not None):
+        raise BadOption(
+            f"max_decorrelation_steps: {env.name} steps all its environments at once on a device. Let it begin at "
+            f"random steps by itself, or leave the option out"
+        )
+    if options.max_decorrelation_steps and not env.bypasses and env.num_envs > 1:
+        env.check_partial_reset()
+
+
+class Due:
+    """Environments that are to be reset before the next step.
+
+    Attributes:
+        which: ascending.
+        seeds: for some of them.
+        error: of a reset that nobody has heard of yet.
+        begun: those that were reset early, and not stepped since.
+    """
+
+    def __init__(self, which: Sequence[int], seeds: Mapping[int, int] | None = None) -> None:
+        self.which, self.seeds = list(which), dict(seeds or {})
+        self.error: BaseException | None = None
+        self.begun: set[int] = set()
+
+    def add(self, which: Sequence[int], seeds: Sequence[int] | None = None) -> None:
+        """Let ``which`` begin anew, too."""
+        self.which = sorted({*self.which, *which})
+        self.seeds.update(zip(which, seeds, strict=True) if seeds is not None else ())
+
+    def parts(self, which: Sequence[int]) -> list[tuple[list[int], list[int] | None]]:
+        """``which`` to be reset with seeds, and these; and which without."""
+        seeded, others = [i for i in which if i in self.seeds], [i for i in which if i not in self.seeds]
+        parts = (seeded, [self.seeds[i] for i in seeded]), (others, None)
+        return [(part, seeds) for part, seeds in parts if part]
+
+    def undone(self, *, anew: bool) -> list[int]:
+        """Those that are not at the beginning of an episode already, or are to begin in another way (``anew``).
+
+        Raises:
+            BaseException: ``error``, once.
+        """
+        if (error := self.error) is not None:
+            self.error = None
+            raise error
+        return [i for i in self.which if anew or i in self.seeds or i not in self.begun]
+
+    def leave_out(self, which: Collection[int]) -> Self:
+        """Do not reset these for now; returns what ``done`` takes back."""
+        due = [i for i in self.which if i in which]
+        held = type(self)(due, {i: self.seeds.pop(i) for i in due if i in self.seeds})
+        self.which = [i for i in self.which if i not in which]
+        return held
+
+    def done(self, held: Self | None = None, *, early: bool = False) -> None:
+        """They have been reset, and ``held`` are next; ``early``: to be stepped some time later."""
+        self.begun = {*self.begun, *self.which} if early else set()
+        self.which, self.seeds = (held.which, held.seeds) if held else ([], {})
+
+
+class Waiting:
+    """Environments that have ended in this rollout and wait for the next one (``reset_when_done=False``).
+
+    Where the batch can bypass them it does; else they are reset and stepped on, and what they do is thrown away.
+
+    Attributes:
+        since: row at which each of them ended.
+        absent: environments that are bypassed from the first row on.
+        idle: nobody has waited in this rollout, and nobody is bypassed.
+    """
+
+    def __init__(self, env: EnvBatch) -> None:
+        self._env = env
+        self.since: dict[int, int] = {}
+        self.absent: Collection[int] = ()
+        self.idle = False
+        self._kept: dict[int, dict[Key, Any]] = {}  # what those whose life was lost observe next
+
+    def begin(self, absent: Collection[int] = ()) -> None:
+        """A rollout begins, in which nobody waits any more but those who are ``absent``."""
+        self.since, self._kept, self.absent = {}, {}, absent or self.absent
+        self._bypass()
+        self.idle = not self.absent
+
+    def add(self, lane: Lane, t: int, which: Sequence[int], going_on: Collection[int] = ()) -> bool:
+        """The agent's episode ended at row ``t`` in ``which``, and ``going_on`` are not to be reset after it.
+
+        Returns:
+            all are waiting.
+        """
+        self.idle = False
+        new = [i for i in which if i not in self.since]
+        self.since.update(dict.fromkeys(new, t))
+        if self._env.bypasses:
+            specs = self._env.observation_specs
+            for i in new:
+                if i in going_on:
+                    self._kept[i] = {key: lane.arrays[key][t + 1, i].copy() for key in specs}
+            for key, spec in specs.items():
+                if spec.is_tensor:
+                    lane.arrays[key][t + 1, new] = 0
+            self._bypass()
+        return len(self.since) + len(self.absent) == lane.B
+
+    def resume(self, carry: Mapping[Key, Any]) -> list[int]:
+        """Write what environments that are not reset observe next into the carried rows; returns which these are."""
+        for i, leaves in self._kept.items():
+            for key, value in leaves.items():
+                carry[key][0, i] = value
+        return list(self._kept)
+
+    def take_back(self, lane: Lane) -> None:
+        """Rows after ``lane.done_steps`` are not complete."""
+        self.since = {i: t for i, t in self.since.items() if t < lane.done_steps}
+        self._kept = {i: leaves for i, leaves in self._kept.items() if i in self.since}
+        self._bypass()
+
+    @property
+    def bypassed(self) -> Collection[int]:
+        """Who is not stepped on, or need not be."""
+        return {*self.since, *self.absent}
+
+    def late(self, n: int) -> Array | None:
+        """Which of ``n`` rows are no transitions, ``[n, B]``, of environments that were bypassed; None: none."""
+        if not self.since and not self.absent:
+            return None
+        late = np.zeros((n, self._env.num_envs), bool)
+        for i, t in self.since.items():
+            late[t + 1 :, i] = True
+        late[:, list(self.absent)] = True
+        return late
+
+    def made(self, begin: int, end: int) -> int:
+        """Environment steps in rows ``begin`` to ``end``."""
+        steps = (end - begin) * (self._env.num_envs - len(self.absent))
+        if self.since and self._env.bypasses:
+            steps -= sum(max(0, end - max(begin, t + 1)) for t in self.since.values())
+        return steps
+
+    def _bypass(self) -> None:
+        if self._env.bypasses:
+            self._env.bypass(self.bypassed)
+
+
+def decorrelate(group: Group, which: Sequence[int]) -> None:
+    """Take 1 to ``max_decorrelation_steps`` random steps in each environment of ``which``, which have just been reset.
+
+    What ends meanwhile is reset and has no record; what goes on keeps its steps and rewards. Environments with fewer
+    steps join later: the others are bypassed, or where that cannot be done, reset once more when they join. To be
+    called within ``group.context()``.
+    """
+    env, options, track = group.env, group.options, group.progress
+    rng = group.rng.stream(FIRST_STREAM)
+    steps = np.zeros(group.B, np.int64)
+    steps[which] = 1 + rng.integers(options.max_decorrelation_steps, size=group.B)[which]
+    lane = Slot(Layout(1, group.B, lane_columns(env, (), options), batch_shape=group.batch_shape)).lanes[0]
+    before_reset, spans, limit, phase = group.before_reset, group.spans, group.frame_limit, track.begin(Phase.RESET)
+    rule, watch = group.rule, group.watch
+    group.options = replace(
+        options, interruptor=None, set_truncated=False, reset_when_done=True, reset_at_each_iter=False
+    )
+    group.before_reset = group.spans = group.frame_limit = group.rule = group.watch = None
+    group.progress, group.started = Progress(), True
+    made = 0
+    try:
+        for left in range(most := int(steps.max()), 0, -1):
+            if not env.bypasses and left < most:
+                group.reset(np.flatnonzero(steps == left).tolist())
+            made += _step(group, lane, np.flatnonzero(steps < left).tolist() if env.bypasses else [])
+            track.cells[KNOWN] = made
+            track.cells[STEPPING] -= 1  # a sign of life
+    finally:
+        group.executed -= made
+        group.unreported += made
+        group.before_reset, group.spans, group.frame_limit = before_reset, spans, limit
+        group.options, group.progress, group.started = options, track, False
+        group.rule, group.watch = rule, watch
+        group.waiting.absent = ()
+        group.lost_track(range(group.B))
+    track.cells[STEPPING] = track.cells[ACTING]
+    track.begin(phase)
+
+
+def _step(group: Group, lane: Lane, absent: list[int]) -> int:
+    """One random step of all but those who are absent; returns how many that were."""
+    from muster.rollout.loop import fill  # which imports the group
+
+    lane.done_steps, lane.stopped, group.waiting.absent = 0, False, absent
+    fill(group, cast(Policy, _Uniform(group.env)), lane)
+    group.leave(lane)
+    return group.waiting.made(0, 1)
+
+
+class _Uniform:
+    """Acts at random, with streams of its own. As much of a ``Policy`` as ``fill`` needs."""
+
+    name = "random"
+
+    def __init__(self, env: EnvBatch) -> None:
+        self._env = env
+
+    def start(self, lane: Lane, rng: GroupRng) -> Act:
+        streams = cast(GroupRng, _Streams(rng))
+
+        def act(t: int) -> None:
+            for key, drawn in self._env.sample(streams, (1, lane.B)).items():
+                lane.data[key][t : t + 1] = drawn
+
+        return act
+
+
+class _Streams:
+    """Streams that nobody else draws from."""
+
+    def __init__(self, rng: GroupRng) -> None:
+        self._rng = rng
+
+    def stream(self, number: int) -> np.random.Generator:
+        return self._rng.stream(FIRST_STREAM + 1 + number)

@@ -1,0 +1,81 @@
+"""The values of a whole rollout, checked at once: rewards finite, actions and observations in their spaces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from muster.envs.checks import values_problem
+from muster.keys import NEXT_OBS_VALID, Key, dotted, next_of
+from muster.memory.slots import Lane
+from muster.memory.specs import Array, ArraySpec
+from muster.protocols import EnvBatch
+from muster.rollout.columns import Validate
+
+
+def first_bad_value(
+    lane: Lane, env: EnvBatch, mode: Validate, late: Array | None = None
+) -> tuple[int, str, bool] | None:
+    """The first row with a value that cannot be right.
+
+    On a device, columns other than the reward are copied to the host for it, in mode ``"full"`` only.
+
+    Args:
+        late: cells that are no transitions, ``[n, B]``: their rewards are 0, and their other values are not checked.
+
+    Returns:
+        the row, what is wrong, and whether the policy did it; None if all is well or ``mode`` is ``"off"``.
+    """
+    if mode == "off":
+        return None
+    n = lane.done_steps
+    made = None if late is None or not late.any() else ~late
+    reward = lane.arrays[env.reward_key][:n]
+    if 0 in np.isfinite(reward).tobytes():
+        t, b = (int(i) for i in np.argwhere(~np.isfinite(reward))[0])
+        return t, f"{env.name}[{b}].step (row {t} of the batch): reward is {reward[t, b]}", False
+    for key, spec in env.action_specs.items():
+        if not spec.is_tensor or (lane.mirrored and mode != "full"):
+            continue
+        bounded = mode == "full" or spec.dtype.kind in "iu"
+        values = _host(lane, key) if lane.mirrored else lane.data[key]
+        found = _first(values[:n], spec if bounded else replace(spec, low=None, high=None), made)
+        if found is not None:
+            t, b, what = found
+            return t, f"{dotted(key)} for env {b} (row {t} of the batch): {what}", True
+    for key, spec in env.observation_specs.items() if mode == "full" else ():
+        # A bad observation shows after the step that gave it, and again before the next one.
+        shown = [_first(_host(lane, key)[:n], spec, made)]
+        if next_of(key) in lane.data:
+            known = made
+            if NEXT_OBS_VALID in lane.data:  # else NaN or 0
+                certain = _host(lane, NEXT_OBS_VALID)[:n]
+                known = certain if made is None else certain & made
+            shown.append(_first(_host(lane, next_of(key))[:n], spec, known))
+        if places := [place for place in shown if place is not None]:
+            t, b, what = min(places, key=lambda place: place[0])
+            return t, f"{env.name}[{b}] (row {t} of the batch): {dotted(key)} {what}", False
+    return None
+
+
+def _first(values: Array, spec: ArraySpec, made: Array | None) -> tuple[int, int, str] | None:
+    """Row and environment of the first value that leaves the bounds of ``spec``, and why.
+
+    Args:
+        values: ``[n, B, *shape]``.
+        made: cells to look at, ``[n, B]``; None: all.
+    """
+    if made is None:
+        found = values_problem(values, spec)
+        return None if found is None else (found[0][0], found[0][1], found[1])
+    found = values_problem(values[made], spec)
+    if found is None:
+        return None
+    t, b = np.argwhere(made)[found[0][0]]
+    return int(t), int(b), found[1]
+
+
+def _host(lane: Lane, key: Key) -> Array:
+    value = lane.data[key]
+    return value if isinstance(value, np.ndarray) else value.cpu().numpy()

@@ -1,0 +1,95 @@
+"""Forks of this process. Objects that use workers, threads, files or shared memory are copied, what they use is not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from types import FrameType
+from typing import Any, NoReturn
+
+from muster.errors import ForkedProcess
+
+_NOT_OURS = ("muster.testing.", "muster.workers.forkserver")  # environments; what forks on purpose
+
+
+class Owner:
+    """The process that made an object, which alone may use what belongs to it.
+
+    Args:
+        name: of the object, for people.
+        has: what it has there that a fork has not: "workers".
+    """
+
+    __slots__ = ("_has", "_name", "_pid")
+
+    def __init__(self, name: str = "", has: str = "") -> None:
+        self._pid, self._name, self._has = os.getpid(), name, has
+
+    def is_here(self) -> bool:
+        """This is that process, and no fork of it."""
+        return os.getpid() == self._pid
+
+    def check(self) -> None:
+        """Raise ``ForkedProcess`` in a fork."""
+        if os.getpid() != self._pid:
+            raise ForkedProcess(
+                f"This process (pid {os.getpid()}) is a fork of the one (pid {self._pid}) that made this {self._name}, "
+                f"and the {self._has} of it belong to that process. Use it there only, or make another one here, "
+                f"after the fork."
+            )
+
+
+def end_on_return(of: str) -> None:
+    """In a fork, from an ``after_in_child`` hook: end it when what has forked returns or raises into code of Muster's.
+
+    What it does before that is its own matter: it may run another program, or a function and ``os._exit``. The frame of
+    Muster's that called it is traced, so that nobody has to look for forks as long as there are none.
+
+    Args:
+        of: what was forked, for people.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not _is_ours(frame):
+        if frame.f_globals.get("__name__") == "multiprocessing.popen_fork":  # never returns, and need not be slow
+            return
+        frame = frame.f_back
+    if frame is None:
+        return
+
+    def end(_: FrameType, event: str, arg: Any) -> NoReturn:
+        _end(of, arg[1] if event == "exception" else None)
+
+    frame.f_trace_opcodes = True  # before anything of what it got is used
+    frame.f_trace = end
+    sys.settrace(lambda *_: None)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    module = frame.f_globals.get("__name__", "")
+    return module.startswith("muster.") and not module.startswith(_NOT_OURS)
+
+
+def _end(of: str, error: BaseException | None) -> NoReturn:
+    """As Python would end a program, but for what the parent has registered for the end."""
+    code: Any = 1
+    try:
+        sys.settrace(None)
+        if isinstance(error, SystemExit):
+            code = error.code
+        elif error is not None:
+            traceback.print_exception(error)
+        else:
+            sys.stderr.write(
+                f"Process {os.getpid()}, a fork of {of}, is ended here: the environment or policy that has forked "
+                f"returned in it, too. Let it end its fork with os._exit().\n"
+            )
+        if code is not None and not isinstance(code, int):
+            sys.stderr.write(f"{code}\n")
+            code = 1
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+    finally:
+        os._exit((code or 0) & 0xFF)

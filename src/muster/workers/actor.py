@@ -1,0 +1,414 @@
+"""Acting on rows of several groups in one call of the policy.
+
+A group alone is acted on where its rows lie. Rows of several are gathered on a *stage*, a lane of some steps for all of
+them together, and what the policy writes there goes back to the lanes: one copy of each row, whatever its size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from muster.envs.build import BuiltEnv
+from muster.errors import BadOption
+from muster.keys import IS_INIT, POLICY_VERSION, Key, dotted
+from muster.memory.slots import Lane, Layout, Slot
+from muster.memory.specs import Array, Column
+from muster.policies.adapt import place
+from muster.policies.gradients import gradients_enabled
+from muster.protocols import Act, Policy
+from muster.rng import GroupRng
+from muster.rollout.acting import call_policy, keep, store_outputs
+from muster.rollout.bootstrap import BootstrapRows, fill_values, spare_lane
+from muster.weights.names import named_tensors
+from muster.weights.transport import Subscriber
+from muster.workers.build import WorkerOptions, build_policy
+from muster.workers.messages import GroupInfo
+
+if TYPE_CHECKING:
+    from muster.protocols import EnvBatch
+
+STAGE_BYTES = 1 << 20  # of a stage with several steps; policies prepare for so many at once
+
+_Pairs = list[tuple[Array, Array]]  # of a stage and of lanes: with the row as first dimension, and equal others
+_Pairs3 = tuple[_Pairs, _Pairs, _Pairs]
+
+
+@dataclass
+class ServedRollout:
+    """What a worker is at.
+
+    Attributes:
+        number: of the order.
+        version: of the weights when it began.
+        error: why it cannot go on.
+    """
+
+    number: int
+    group: int
+    lane: Lane
+    version: int | str = 0
+    error: Exception | None = None
+    act: Act | None = None  # for this lane alone, as long as nothing changes
+    epoch: int = -1  # of ``act``
+    prepared: dict[tuple[int, int], _Prepared] = field(default_factory=dict)  # of stages where it is the first
+    pairs: dict[Any, _Pairs3 | None] = field(default_factory=dict)  # see ``Actor``
+
+
+@dataclass
+class _Prepared:
+    """What a policy has prepared for steps of a stage: from ``row`` on nobody has used it."""
+
+    act: Act
+    row: int
+    epoch: int
+
+
+class Actor:
+    """A policy, the random streams of groups, and memory for acting on several of them.
+
+    Args:
+        policy: its own copy.
+        options: of the collector.
+        weights: what it takes over at the beginning of rollouts.
+        exclusive: nobody else draws from the process's global generators meanwhile, so policies get their group's
+            streams as those.
+        keeps_streams: nobody draws between calls either (no environments in threads), so these stay until ``settle``.
+    """
+
+    def __init__(
+        self, policy: Any, options: WorkerOptions, weights: Subscriber, *, exclusive: bool, keeps_streams: bool
+    ) -> None:
+        self._options, self._weights = options, weights
+        self._exclusive, self._keeps_streams = exclusive, keeps_streams
+        self._policy, self._device = place(policy, options.policy_device)
+        self._in_place = self._device is None or self._device.type == "cpu"
+        self._into = named_tensors(self._policy)
+        self._infos: Mapping[int, GroupInfo] = {}
+        self._rngs: dict[int, GroupRng] = {}  # by group
+        self._policies: dict[tuple[int, ...], Policy] = {}  # by shape of the batch
+        self._stages: dict[tuple[int, int], Lane] = {}  # by number of environments and of steps
+        self._prepared: dict[tuple[int, int], _Prepared] = {}  # of those, if it need not be the same in every run
+        self._columns: list[Column] = []
+        self._acted: set[int] = set()  # groups
+        self._installed: GroupRng | None = None  # as global streams
+        self._streams = ExitStack()
+        self._grad = False
+        self._epoch = 0  # whoever has prepared for an earlier one does so again
+
+    def open(self, infos: Mapping[int, GroupInfo]) -> None:
+        """Learn of the groups, by number. Raises ``BadOption`` if they cannot be acted for together."""
+        for info in infos.values():
+            check_alike(info, next(iter(infos.values())))
+        self._infos = infos
+
+    def adopt(self, groups: Mapping[int, tuple[dict[Key, Array], dict[str, Any]]], acts: bool) -> list[Column]:
+        """The columns that the policy writes for groups; it is called once for the first of all, to see them.
+
+        Args:
+            groups: by number, observations to act on and the state of the random streams.
+            acts: it is going to act for them, from these streams on.
+        """
+        for number, (_, state) in groups.items() if acts else ():
+            if number not in self._rngs:
+                self._rngs[number] = self._restored(number, state)
+        if not self._policies:
+            number = min(groups)
+            info, (obs, state) = self._infos[number], groups[number]
+            tensors = {key: torch.from_numpy(a).reshape((*info.batch_shape, *a.shape[1:])) for key, a in obs.items()}
+            self._take_weights()
+            policy = self._policy_for(info.batch_shape, lambda: tensors, self._restored(number, state))
+            self._columns = list(policy.columns())
+        return self._columns
+
+    # --- random streams ---------------------------------------------------------------------------
+
+    def reseed(self, groups: Sequence[int], seed: int | None, generation: int = 0) -> None:
+        """Other random streams for groups that have some here; the others bring theirs."""
+        for number in set(groups) & self._rngs.keys():
+            self._rngs[number] = GroupRng(seed, number, self._device, generation)
+        if not generation:  # else its rollout is gone, and those of others go on as they would have
+            self._epoch += 1
+
+    def add_streams(self, groups: Sequence[int], states: Sequence[dict[str, Any]]) -> None:
+        """To the states of groups, those of the streams that policies draw from; what environments draw from stays."""
+        for number, state in zip(groups, states, strict=True):
+            if number in self._rngs:
+                streams = self._rngs[number].state_dict()
+                state["group"]["rng"] |= {name: streams[name] for name in ("numpy", "streams", "torch", "cuda")}
+
+    def load(self, states: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
+        """Go on with the streams in states of groups; returns what workers get of these, who know no torch."""
+        left = {}
+        for number, state in states.items():
+            streams = state["group"]["rng"]
+            if state["group"]["acting"] == "policy":
+                self._rngs[number] = self._restored(number, streams)
+                self._acted.add(number)
+            else:  # its first call is to come, with streams that the worker will bring
+                self._rngs.pop(number, None)
+                self._acted.discard(number)
+            left[number] = {**state, "group": {**state["group"], "rng": {**streams, "torch": None, "cuda": None}}}
+        self._epoch += 1
+        return left
+
+    def _restored(self, number: int, state: dict[str, Any]) -> GroupRng:
+        rng = GroupRng(0, number, self._device)
+        rng.load_state_dict(state)
+        return rng
+
+    # --- acting -----------------------------------------------------------------------------------
+
+    def begin(self, number: int, group: int, lane: Lane) -> ServedRollout:
+        """A rollout, with the newest weights."""
+        self._take_weights()
+        return ServedRollout(number, group, lane, self._weights.version or 0)
+
+    def act(self, asked: Sequence[tuple[ServedRollout, int]]) -> None:
+        """Act on a row of each rollout, in one call of the policy. Its errors come as those of ``muster.errors``."""
+        version = self._weights.version or 0
+        for rollout, row in asked:
+            if POLICY_VERSION in rollout.lane.arrays:
+                rollout.lane.arrays[POLICY_VERSION][row] = version
+        # The first call of all is the one that shows what the policy returns, as it is where workers act.
+        first = all(row == 0 and rollout.group not in self._acted for rollout, row in asked)
+        if len(asked) == 1 and self._in_place:
+            self._act_alone(*asked[0], first=first)
+        else:
+            self._act_together(asked, first=first)
+        self._acted.update(rollout.group for rollout, _ in asked)
+
+    def path(self, rollout: ServedRollout) -> str:
+        """How actions were computed, for ``stats()``."""
+        alone = self._policies.get(rollout.lane.layout.lead) if rollout.act is not None else None
+        return f"server: {(alone or self.any_policy()).path}"
+
+    def any_policy(self) -> Policy:
+        return next(reversed(self._policies.values()))
+
+    def enable_grad(self, on: bool) -> None:
+        """See ``Worker``."""
+        self._grad = on
+        self._epoch += 1
+
+    def value(self, group: int, made: BootstrapRows) -> BootstrapRows:
+        """Fill in the values of rows that a group would act on next."""
+        info, rng = self._infos[group], self._rngs[group]
+        lead, some = info.batch_shape, np.arange(info.num_envs) % len(made.t)
+        seen = {key: torch.as_tensor(rows[some]).reshape((*lead, *rows.shape[1:])) for key, rows in made.rows.items()}
+        policy = self._policy_for(lead, lambda: seen, rng)
+
+        @contextmanager
+        def around() -> Iterator[None]:
+            try:
+                with self._context(policy, rng):
+                    yield
+            finally:
+                self.settle()
+
+        self.settle()  # streams that are installed can be neither saved nor restored
+        fill_values(made, policy, rng, spare_lane(made.columns, info.num_envs, lead), around())
+        return made
+
+    def _act_alone(self, rollout: ServedRollout, row: int, *, first: bool) -> None:
+        """Where the rows lie."""
+        lane, rng = rollout.lane, self._rngs[rollout.group]
+        policy = self._policy_for(lane.layout.lead, lambda: self._seen(lane, row), rng)
+        if first:
+            self._act_first(policy, lane, row, rng)
+            return
+        with self._context(policy, rng):
+            if rollout.act is None or rollout.epoch != self._epoch:
+                lane.acts_from = lane.done_steps = row
+                rollout.act, rollout.epoch = call_policy(policy, lambda: policy.start(lane, rng)), self._epoch
+            rollout.act(row)
+
+    def _act_together(self, asked: Sequence[tuple[ServedRollout, int]], *, first: bool) -> None:
+        """Gather rows, act on all of them at once, and give every lane its part."""
+        (leader, row), B = asked[0], sum(rollout.lane.B for rollout, _ in asked)
+        rng, size = self._rngs[leader.group], (B, leader.lane.T)
+        stage = self._stage(*size, leader.lane.layout)
+        # Noise for many steps is drawn at once. It must not depend on who else was quick: of its own for every leader.
+        prepared = leader.prepared if self._exclusive else self._prepared
+        ready = prepared.get(size)
+        if ready is not None and (ready.epoch != self._epoch or ready.row == stage.T):
+            ready = None
+        left = leader.lane.T - row  # no noise is drawn that nobody uses
+        here = 0 if first else max(0, stage.T - left) if ready is None else ready.row
+        parts = self._parts(asked, stage)
+        for (into, _, _), row in parts:
+            for there, lane in into:
+                there[here] = lane[row]
+        for rollout, _ in asked:
+            rollout.act = None  # what was prepared for acting alone is out of step
+        policy = self._policy_for((B,), lambda: self._seen(stage, here), rng)
+        if first:
+            self._act_first(policy, stage, here, rng)
+        else:
+            with self._context(policy, rng):
+                if ready is None:
+                    stage.acts_from = stage.done_steps = here
+                    act = call_policy(policy, lambda: policy.start(stage, rng))
+                    ready = prepared[size] = _Prepared(act, here, self._epoch)
+                ready.act(here)
+            ready.row += 1
+        for (_, out, later), row in parts:
+            for there, lane in out:
+                lane[row] = there[here]
+            for there, lane in later:
+                lane[row + 1] = there[here + 1]
+
+    def _act_first(self, policy: Policy, lane: Lane, row: int, rng: GroupRng) -> None:
+        with self._context(policy, rng, first=True):
+            outputs = call_policy(policy, lambda: policy.first(self._seen(lane, row), rng))
+        store_outputs(keep(outputs), lane, row)
+
+    def _parts(self, asked: Sequence[tuple[ServedRollout, int]], stage: Lane) -> list[tuple[_Pairs3, int]]:
+        """Where rows go from and to: for all at once, where their lanes lie evenly in one slot, else for each."""
+        lanes = [rollout.lane for rollout, _ in asked]
+        leader, row = asked[0]
+        if all(other == row for _, other in asked):
+            together = (stage.B, stage.T, *(rollout.number for rollout, _ in asked))
+            if together not in leader.pairs:
+                leader.pairs[together] = self._pairs(stage, 0, lanes) if _lie_evenly(lanes) else None
+            if (pairs := leader.pairs[together]) is not None:
+                return [(pairs, row)]
+        parts: list[tuple[_Pairs3, int]] = []
+        begin = 0
+        for rollout, row in asked:
+            alone = stage.B, stage.T, begin
+            if alone not in rollout.pairs:
+                rollout.pairs[alone] = self._pairs(stage, begin, [rollout.lane])
+            parts.append((cast("_Pairs3", rollout.pairs[alone]), row))
+            begin += rollout.lane.B
+        return parts
+
+    def _pairs(self, stage: Lane, begin: int, lanes: Sequence[Lane]) -> _Pairs3:
+        """What goes onto a stage from environment ``begin`` on, what comes back into the row, and into the next."""
+        n, B, written = len(lanes), lanes[0].B, self._written()
+        parts: _Pairs3 = ([], [], [])
+        into, out, later = parts
+        for column in stage.layout.columns:
+            here, there = lanes[0].arrays[column.key], stage.arrays[column.key][:, begin : begin + n * B]
+            if n > 1:
+                step = _address(lanes[1].arrays[column.key]) - _address(here)
+                shape, strides = (len(here), n, *here.shape[1:]), (here.strides[0], step, *here.strides[1:])
+                here = np.lib.stride_tricks.as_strided(here, shape, strides)
+                there = there.reshape(len(there), n, B, *there.shape[2:])
+            if column.carry:
+                into.append((there, here))
+            if column.key in written:
+                (later if column.carry else out).append((there, here))
+        return parts
+
+    def _stage(self, B: int, T: int, like: Layout) -> Lane:
+        """Memory for some steps of so many environments; where transfers to a GPU are quick, if there is one."""
+        if (B, T) not in self._stages:
+            written = self._written()
+            columns = tuple(c for c in like.columns if c.carry or c.key in written)
+            row_bytes = B * sum(math.prod(c.shape) * c.dtype.itemsize for c in columns)
+            steps = min(T, max(1, STAGE_BYTES // row_bytes))
+            pinned = self._device is not None and self._device.type == "cuda"
+            slot = Slot(Layout(steps, B, columns, batch_shape=(B,)), "pinned" if pinned else "heap")
+            self._stages[B, T] = slot.lanes[0]
+        return self._stages[B, T]
+
+    def _written(self) -> set[Key]:
+        """What the policy writes; where episodes begin only resets do."""
+        return {*next(iter(self._infos.values())).action_specs, *(column.key for column in self._columns)} - {IS_INIT}
+
+    def _seen(self, lane: Lane, row: int) -> dict[Key, Any]:
+        """The observations of a row, and whether episodes begin there, if it says."""
+        keys = (*next(iter(self._infos.values())).observation_specs, IS_INIT)
+        return {key: lane.rows(key)[row] for key in keys if key in lane.tensors}
+
+    def _policy_for(self, shape: tuple[int, ...], obs: Callable[[], dict[Key, Any]], rng: GroupRng) -> Policy:
+        """The policy for a shape of batches. Before the first one it is called once, to see what it returns."""
+        if shape not in self._policies:
+            built = BuiltEnv(cast("EnvBatch", Described(next(iter(self._infos.values())))), shape)
+            policy = build_policy(self._policy, self._options, built, self._device)
+            probe = self._restored(0, rng.state_dict())  # the group's own draws nothing for it
+            try:
+                with self._context(policy, probe, first=True):
+                    call_policy(policy, lambda: policy.first(obs(), probe))
+            finally:
+                self.settle()
+            self._policies[shape] = policy
+        return self._policies[shape]
+
+    @contextmanager
+    def _context(self, policy: Policy, rng: GroupRng, *, first: bool = False) -> Iterator[None]:
+        """As ``Group.context``."""
+        alone = self._exclusive and (first or policy.draws_globally)
+        inference = self._options.rollout.inference_mode and not (first or self._grad)
+        mode = torch.inference_mode() if inference else torch.no_grad()
+        called = gradients_enabled(policy) if self._grad else nullcontext()
+        if alone and self._installed is not rng:  # it stays for the calls to come: a change costs as much as a network
+            self.settle()
+            self._streams.enter_context(rng.as_global())
+            self._installed = rng
+        try:
+            with mode, called:
+                yield
+        finally:
+            if not self._keeps_streams:
+                self.settle()
+
+    def settle(self) -> None:
+        """The user's random streams are the global ones again."""
+        self._installed = None
+        self._streams.close()
+
+    def _take_weights(self) -> None:
+        if self._weights.take(self._into) is not None:
+            self._epoch += 1
+
+
+def _lie_evenly(lanes: Sequence[Lane]) -> bool:
+    """They are lanes of one slot, one after another or at equal distances."""
+    if len(lanes) < 2 or any(lane.layout != lanes[0].layout for lane in lanes):
+        return False
+    some = lanes[0].layout.tensor_columns[0].key
+    at = [_address(lane.arrays[some]) for lane in lanes]
+    # A view that spans several slots covers what lies between, too: NumPy sees overlaps, and copies without an end.
+    in_one = 0 < at[-1] - at[0] < lanes[0].layout.nbytes
+    return in_one and at[1] > at[0] and {b - a for a, b in itertools.pairwise(at)} == {at[1] - at[0]}
+
+
+def _address(array: Array) -> int:
+    return int(array.ctypes.data)
+
+
+class Described:
+    """What a policy has to know about environments that are elsewhere; as of ``EnvBatch``."""
+
+    device = sample = None
+
+    def __init__(self, info: GroupInfo) -> None:
+        self.name, self.num_envs = info.name, info.num_envs
+        self.observation_specs, self.action_specs = info.observation_specs, info.action_specs
+        self.bookkeeping = info.bookkeeping
+
+
+def check_alike(info: GroupInfo, first: GroupInfo) -> None:
+    """Raise ``BadOption`` for a group that no server can act for together with the first one."""
+    specs = {**info.observation_specs, **info.action_specs}
+    if info.device is not None and info.device.type != "cpu":
+        raise BadOption(f"inference='server': {info.name} steps on {info.device} itself; leave inference out")
+    if objects := [dotted(key) for key, spec in specs.items() if not spec.is_tensor]:
+        raise BadOption(
+            f"inference='server' needs fixed shapes, and {info.name} has Python objects in {objects}: leave inference "
+            f"out, or encode them as arrays"
+        )
+    if (info.observations, info.actions) != (first.observations, first.actions):
+        raise BadOption(
+            f"inference='server' acts with one policy for all environments, and {info.name} and {first.name} differ in "
+            f"observations or actions: use a collector for each kind"
+        )

@@ -1,0 +1,171 @@
+"""What a worker is made of: groups of environments, and policies as the loop calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from muster.envs.build import BuiltEnv, build_env
+from muster.envs.previous import with_previous
+from muster.errors import BadOption
+from muster.keys import STEP_COUNT, TRUNCATED, dotted, next_of
+from muster.protocols import EnvBatch, Policy
+from muster.rng import GroupRng
+from muster.rollout.columns import RolloutOptions
+from muster.rollout.group import Group
+from muster.rollout.hooks import watching
+from muster.rollout.marks import nested_truncations
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from muster.utils import lazy_torch as torch
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """The options of a collector that its workers need; see ``CollectorOptions`` for the words.
+
+    Attributes:
+        shared_frames: ``frames_per_batch`` where all groups together fill a batch; None where each fills its own.
+        obs_dtype: in which floating observations are stored; None is the environments'.
+    """
+
+    frames_per_batch: int
+    shared_frames: bool
+    num_envs: int | None
+    env_device: torch.device | None
+    policy_device: torch.device | None
+    exploration_type: str
+    executor: bool
+    trust_policy: bool | None
+    compile_policy: bool | dict[str, Any] | None
+    cudagraph_policy: bool | dict[str, Any] | None
+    rollout: RolloutOptions
+    obs_dtype: np.dtype[Any] | None = None
+
+
+def build_envs(
+    makers: Sequence[Any], kwargs: Sequence[Mapping[str, Any] | None], options: WorkerOptions, made: ExitStack
+) -> list[BuiltEnv]:
+    """An env batch for each maker; ``made`` closes them if anything fails later."""
+    built: list[BuiltEnv] = []
+    for maker, keywords in zip(makers, kwargs, strict=True):
+        built.append(build_env(maker, options.num_envs, keywords, options.env_device))
+        made.callback(built[-1].env.close)
+        _check_env(env := built[-1].env, options.rollout)
+        if (dtype := options.obs_dtype) is not None:
+            specs = env.observation_specs.items()
+            env.observation_specs = {key: s if key in env.own_dtype else s.stored_as(dtype) for key, s in specs}
+        if env.casts is not None:
+            env.casts.refused = options.rollout.validate == "full"
+        if options.rollout.prev_action_reward:
+            built[-1] = replace(built[-1], env=with_previous(env, dtype))
+    objects = [id(_innermost(env)) for b in built for env in b.env.objects()]
+    if len(set(objects)) < len(objects):
+        raise BadOption("create_env_fn has the same environment object twice; give functions that make one")
+    return built
+
+
+def make_group(
+    built: BuiltEnv, number: int, first: int, total: int, options: RolloutOptions, rng: GroupRng, *, shared: bool
+) -> Group:
+    """A group of the environments ``first``, ``first + 1``, ... of ``total``."""
+    ids = np.arange(first, first + built.env.num_envs)
+    group = Group(built.env, batch_shape=built.batch_shape, env_ids=ids, total_envs=total, rng=rng, options=options)
+    group.number = number
+    if options.on_step is not None:
+        group.watch = watching(group, options.on_step)
+    if not shared:
+        group.places = np.arange(group.B), group.B
+    return group
+
+
+def seeds_of(seed: int, env_ids: Sequence[int], generation: int) -> list[int]:
+    """Of environments; of those that begin anew after their worker was lost others: not the same episodes again."""
+    if not generation:
+        return [seed + i for i in env_ids]
+    roots = (np.random.SeedSequence([seed, i, generation]) for i in env_ids)
+    return [int(root.generate_state(1)[0] >> 1) for root in roots]
+
+
+def build_policy(policy: Any, options: WorkerOptions, built: Group | BuiltEnv, device: torch.device | None) -> Policy:
+    """The policy as the loop calls it, for such environments; None is uniformly random."""
+    from muster.policies.adapt import adapt, takes_tensordict
+
+    takes = options.trust_policy
+    if policy is not None and takes is None:
+        takes = type(policy).__name__ == "CudaGraphModule" or takes_tensordict(policy)
+    return adapt(
+        _compiled(policy, options),
+        built.env,
+        batch_shape=built.batch_shape,
+        device=device,
+        exploration_type=options.exploration_type,
+        executor=options.executor,
+        takes_td=bool(takes),
+    )
+
+
+def _compiled(policy: Any, options: WorkerOptions) -> Any:
+    from muster.policies.heads import Head
+
+    wanted = [name for name in ("compile_policy", "cudagraph_policy") if getattr(options, name) not in (None, False)]
+    if policy is None or not wanted:
+        return policy
+    if isinstance(policy, Head):
+        raise BadOption(
+            f"{wanted[0]} is for whole policies, and {policy.name} is a head: compile its network instead, as in "
+            f"muster.policies.{policy.name}(torch.compile(net))"
+        )
+    compiled: Any = policy
+    if "compile_policy" in wanted:
+        compiled = torch.compile(compiled, **_dict(options.compile_policy))
+    if "cudagraph_policy" in wanted:
+        from tensordict.nn import CudaGraphModule
+
+        compiled = CudaGraphModule(compiled, **_dict(options.cudagraph_policy))
+    return compiled
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _check_env(env: EnvBatch, options: RolloutOptions) -> None:
+    if options.set_truncated and TRUNCATED not in env.flags and not options.max_frames_per_traj:
+        nested = nested_truncations(env.observation_specs)
+        if nested and options.compact_obs:
+            raise BadOption(
+                f"set_truncated=True marks {dotted(next_of(nested[0]))}, which compact_obs=True leaves out: "
+                f"leave one of them out."
+            )
+        if not nested:
+            raise BadOption(
+                f"set_truncated=True, but {env.name} has no 'truncated' flag. Add one (TorchRL: "
+                f"env.add_truncated_keys()), or leave set_truncated out."
+            )
+    if options.max_frames_per_traj and STEP_COUNT in env.observation_specs:
+        raise BadOption(
+            f"max_frames_per_traj adds 'step_count', which {env.name} has already. Let the environment truncate "
+            f"(TorchRL: StepCounter(max_steps)), or rename its key."
+        )
+    if options.compact_obs and env.writes_next:
+        raise BadOption(f"compact_obs: {env.name} resets on the device, where last observations cannot be set aside")
+
+
+def _innermost(env: Any) -> Any:
+    """The environment inside all wrappers of Gymnasium's and Muster's.
+
+    Without a look at its ``__dict__``: an object whose ``__dict__`` was asked for is slower ever after (CPython 3.11:
+    15 % of a CartPole step).
+    """
+    wraps = any(kind.__module__.startswith(("gymnasium.", "muster.envs.")) for kind in type(env).__mro__)
+    for name in ("env", "pool") if wraps else ():
+        if (inner := getattr(env, name, None)) is not None and inner is not env:
+            return _innermost(inner)
+    return env

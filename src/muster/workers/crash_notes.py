@@ -1,0 +1,136 @@
+"""What a worker pool keeps to repeat a failure: actions of episodes under way, and the files made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from muster.errors import HookError, MusterError
+from muster.keys import TERMINATED, TRAJ_DONE, TRAJ_IDS, TRUNCATED, Key, next_of
+from muster.memory.slots import Lane
+from muster.memory.specs import Array
+from muster.restore.action_log import LIMIT_BYTES, ActionLog
+from muster.restore.crash_report import CrashDirectory, CrashReport, Maker
+from muster.workers.build import seeds_of
+from muster.workers.messages import GroupInfo, Order, Report
+
+Replay = tuple[Path | None, str]  # a file, and the command that replays it
+
+
+class CrashNotes:
+    """Histories of groups, in the parent.
+
+    Args:
+        directory: for crash reports.
+    """
+
+    def __init__(self, directory: CrashDirectory) -> None:
+        self._directory = directory
+        self._histories: dict[int, ActionLog] = {}
+        self._infos: dict[int, GroupInfo] = {}
+        self._begun: dict[int, int] = {}  # rows of orders under way that an earlier report was about
+
+    def open(self, makers: Sequence[Maker], infos: Sequence[GroupInfo], env_ids: Sequence[Array], limit: Any) -> None:
+        """Begin with groups that were just made; ``limit`` is ``max_frames_per_traj``."""
+        for number, (maker, info, ids) in enumerate(zip(makers, infos, env_ids, strict=True)):
+            self._infos[number] = info
+            self._histories[number] = ActionLog(
+                maker,
+                name=info.name,
+                env_ids=ids.tolist(),
+                alone=info.replays_alone,
+                limit_bytes=LIMIT_BYTES // len(infos),
+                max_frames_per_traj=limit,
+            )
+
+    def joined(self, number: int, info: GroupInfo) -> None:
+        """A group was made that had been taken to be like another until now."""
+        self._infos[number] = info
+        history = self._histories[number]
+        history.name, history.alone = info.name, info.replays_alone
+
+    def reset(self, which: Mapping[int, Sequence[int]], options: dict[str, Any] | None) -> None:
+        """These environments, by group, begin anew."""
+        for number, chosen in which.items():
+            self._histories[number].reset(chosen, None, options)
+
+    def forget(self, groups: Sequence[int]) -> None:
+        """Of these groups' episodes under way nobody knows the beginning."""
+        for number in groups:
+            self._histories[number].forget()
+
+    def seeded(self, groups: Sequence[int], seed: int | None, *, static: bool = False, generation: int = 0) -> None:
+        """All environments of these groups begin anew with seeds, as ``Worker.seed`` gives them."""
+        if seed is None:
+            return
+        for number in groups:
+            history = self._histories[number]
+            history.reset(None, seeds_of(seed, [0] * len(history.env_ids) if static else history.env_ids, generation))
+
+    def restarted(self, groups: Sequence[int], seed: int | None, static: bool, generation: int) -> None:
+        """These groups have been made anew."""
+        self.forget(groups)
+        self.seeded(groups, seed, static=static, generation=generation)
+
+    def reported(self, report: Report, lane: Lane) -> None:
+        """A rollout is complete."""
+        begin = self._begun.pop(report.number, 0)
+        if report.elsewhere:
+            self._histories[report.group].forget()
+            return
+        end = report.done_steps
+        stepped = lane.arrays[TRAJ_IDS][begin:end] >= 0 if self._infos[report.group].replays_alone else None
+        self._histories[report.group].add(self._actions(report.group, lane, begin, end), report.anchors, stepped)
+
+    def failed(self, report: Report, lane: Lane, error: BaseException, index: int | None) -> Replay:
+        """An environment or policy of a worker that lives has raised: a crash report of it."""
+        begin, row = self._begun.get(report.number, 0), report.done_steps
+        self._begun[report.number] = row
+        if isinstance(error, HookError):  # nothing of theirs went wrong
+            self._histories[report.group].forget()
+            return None, ""
+        end = row + (report.phase == "step")
+        known = {"error": error, "phase": report.phase, "index": index, "log": report.anchors}
+        return self._save(self._crash_report(report.group, lane, begin, end, **known))
+
+    def died(self, order: Order, lane: Lane, row: int, index: int | None, error: MusterError) -> Callable[[], Replay]:
+        """The same of a worker that is dead or hangs, from what it has left in the lane of an order.
+
+        Args:
+            row: that the policy was last asked for; -1: none.
+            index: of the environment that was being stepped.
+
+        Returns:
+            what writes the crash report, which can take long on a busy disk. Nobody has to wait for it with the lane.
+        """
+        begin, phase = self._begun.pop(order.number, 0), error.phase or "step"
+        done = max(begin, row + (phase == "reset"))
+        flags = (TRAJ_DONE,) if TRAJ_DONE in lane.arrays else (next_of(TERMINATED), next_of(TRUNCATED))
+        ended = np.logical_or.reduce([lane.arrays[flag][begin:done] for flag in flags]).astype(bool)
+        if phase == "reset" and len(ended) and ended[-1].sum() == 1:
+            index = int(ended[-1].argmax())
+        known = {"error": error, "phase": phase, "index": index, "ended": ended}
+        return partial(self._save, self._crash_report(order.group, lane, begin, done + (phase == "step"), **known))
+
+    def _crash_report(self, group: int, lane: Lane, begin: int, end: int, **known: Any) -> CrashReport:
+        history = self._histories[group]
+        observed: Mapping[Key, Array] = {}
+        if end > begin:
+            keys = [key for key in self._infos[group].observation_keys if key in lane.arrays]
+            observed = {key: np.array(lane.arrays[key][end - (known["phase"] == "step")]) for key in keys}
+        crash_report = history.crash_report(
+            actions=self._actions(group, lane, begin, end), observation=observed, **known
+        )
+        history.forget()
+        return crash_report
+
+    def _save(self, crash_report: CrashReport) -> Replay:
+        path = self._directory.save(crash_report)
+        return path, "" if path is None else crash_report.command(path)
+
+    def _actions(self, group: int, lane: Lane, begin: int, end: int) -> dict[Key, Array]:
+        return {key: lane.arrays[key][begin:end] for key in self._infos[group].action_keys if key in lane.arrays}

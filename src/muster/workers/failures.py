@@ -1,0 +1,402 @@
+"""What goes wrong in a worker, as the user sees it: errors that cross a process border, deaths and hangs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import site
+import sys
+import sysconfig
+import traceback
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cloudpickle
+
+from muster import errors
+from muster.errors import (
+    EnvError,
+    MusterError,
+    PolicyError,
+    RemoteError,
+    WorkerDied,
+    WorkerError,
+    WorkerHung,
+    shown,
+    text_of,
+)
+
+MAX_PICKLE_BYTES = 1 << 20  # an exception can hold an environment, or all of its data
+CLASSES: dict[str, type[MusterError]] = {  # of what is none of Muster's errors, by phase
+    **dict.fromkeys(("construct", "reset", "step", "close"), EnvError),
+    "policy": PolicyError,
+}
+CRASHES = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT")
+
+_MUSTERS = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, MusterError)]
+_CAUSE, _TRACEBACK = (vars(BaseException)[name].__get__ for name in ("__cause__", "__traceback__"))  # not a subclass's
+
+Kind = TypeVar("Kind", bound=MusterError)
+
+_FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+)(?: in (?P<name>.+))?$', re.MULTILINE)
+_MUSTER = str(Path(errors.__file__).parent)
+_WORKING = str(Path("sources", "main.py"))
+_INSTALLED = (
+    *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *site.getsitepackages(),
+    site.getusersitepackages(),
+)
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where in a collector something happened; what is not known is None.
+
+    Attributes:
+        env_ids: global numbers of the environments that it can have been.
+        env_index: number of the environment in its group.
+        row: of the rollout.
+        episode, step: of the environment: how many episodes it had ended before, and steps since.
+        seed: that the environment was last given.
+        generation: how often the worker had been restarted.
+        node: number and host of its node; empty on this machine.
+    """
+
+    worker: int | None = None
+    pid: int | None = None
+    generation: int | None = None
+    env_ids: tuple[int, ...] = ()
+    env_index: int | None = None
+    row: int | None = None
+    episode: int | None = None
+    step: int | None = None
+    seed: int | None = None
+    node: str = ""
+
+    def __str__(self) -> str:
+        parts = []
+        if self.worker is not None:
+            more = [] if self.pid is None else [f"pid {self.pid}"]
+            more += [f"node {self.node}"] if self.node else []
+            more += [f"restart {self.generation}"] if self.generation else []
+            parts.append(f"worker {self.worker}" + (f" ({', '.join(more)})" if more else ""))
+        if self.env_ids:
+            ids = ", ".join(map(str, self.env_ids))
+            parts.append(f"environment {ids}" if len(self.env_ids) == 1 else f"one of the environments {ids}")
+        if self.step is not None:
+            parts.append(f"step {self.step} of its episode" + ("" if self.episode is None else f" {self.episode}"))
+        parts += [f"{name} {value}" for name in ("row", "seed") if (value := getattr(self, name)) is not None]
+        return ", ".join(parts) or "a worker"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception of a worker as plain data, which any process can receive.
+
+    Attributes:
+        kind: the class in ``muster.errors``; None for all others.
+        message: of the exception that was packed.
+        type_name, text, traceback: of the original, which is its cause, or itself where it is not Muster's. Empty
+            where there is none.
+        pickled: the original; None if it does not survive that.
+    """
+
+    kind: str | None
+    message: str
+    phase: str
+    where: Where
+    type_name: str = ""
+    text: str = ""
+    traceback: str = ""
+    pickled: bytes | None = field(default=None, repr=False)
+
+    def error(self, crash_report: Path | None = None, replay: str = "") -> MusterError:
+        """The exception to raise in the parent; its ``__cause__`` is the original, or a ``RemoteError``.
+
+        Args:
+            crash_report: file with which the failure can be replayed.
+            replay: the command for that.
+        """
+        cls: type[MusterError] = getattr(errors, self.kind) if self.kind else CLASSES.get(self.phase, WorkerError)
+        stack = f"Traceback in the worker:\n{self.traceback}" if self.traceback else ""
+        hint = f"To see it happen again under a debugger: {replay}" if replay else ""
+        message = _sections(f"{_sentence(self.message)} In {self.where}, phase {self.phase}.", hint, stack)
+        error = _dressed(_made(cls, message), self.where, self.phase, crash_report)
+        error.__cause__ = self._original()
+        return error
+
+    def _original(self) -> BaseException | None:
+        if not self.type_name:
+            return None
+        if self.pickled is not None:
+            try:
+                original: BaseException = cloudpickle.loads(self.pickled)
+                return original
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # noqa: BLE001  (its module can be missing here; the text is not)
+                pass
+        return RemoteError(f"{self.type_name}: {self.text}", self.type_name, self.traceback)
+
+
+def pack(error: BaseException, *, phase: str, **where: Any) -> Failure:
+    """Turn an exception into plain data, in the worker and the process that it was raised in.
+
+    Args:
+        phase: "construct", "reset", "step", "policy", "weights", "call" or "close".
+        where: fields of ``Where``. ``env_index`` is taken from the exception if that knows better.
+
+    Never raises, whatever the exception does when it is looked at.
+    """
+    place = Where(**where)
+    nearest = _nearest(error)
+    kind = None if nearest is None else nearest.__name__
+    if (index := env_index_of(error, phase)) is not None:
+        place = replace(place, env_index=index, env_ids=place.env_ids[index : index + 1] or place.env_ids)
+    original = error if kind is None else _CAUSE(error)
+    said = _text(error)
+    text = said if kind else f"{_type_name(error)} was raised" + (f": {said}" if said else "")
+    if original is None:
+        return Failure(kind, text, phase, place)
+    return Failure(
+        kind, text, phase, place, _type_name(original), _text(original), _traceback(original), _pickled(original)
+    )
+
+
+def env_index_of(error: BaseException, phase: str) -> int | None:
+    """Number of the environment that an adapter's error is about, in its group. Never raises.
+
+    An error of a policy, or of the user's own class, may come from another collector inside, with other numbers.
+    """
+    if phase == "policy" or type(error) is not _nearest(error):
+        return None
+    index = vars(error).get("env_index")
+    return index if type(index) is int and index >= 0 else None
+
+
+def died(
+    where: Where,
+    *,
+    phase: str,
+    exitcode: int | None,
+    oom_kills: int = 0,
+    stack: str = "",
+) -> WorkerDied:
+    """The error for a worker process that ended unasked.
+
+    Args:
+        phase: what it was at.
+        exitcode: as ``subprocess`` has them: negative for signals; None: unknown.
+        oom_kills: by how much ``oom_kills()`` has grown since the worker started.
+        stack: what ``faulthandler`` has written.
+    """
+    how, name = "ended in an unknown way", ""
+    if exitcode is not None and exitcode < 0:
+        name = _signal_name(-exitcode)
+        how = f"was killed by {name}"
+    elif exitcode is not None:
+        how = f"ended with exit code {exitcode}"
+    message = f"{_capital(where)} {how} during {phase}. {_why_it_died(name, exitcode, oom_kills)}"
+    if stack and (frame := innermost_user_frame(stack)):
+        message += f" It was at {frame}."
+    stack = f"Stack of the worker (most recent call first):\n{stack.strip()}" if stack else ""
+    error = _dressed(WorkerDied(_sections(message, stack)), where, phase)
+    error.exitcode = exitcode
+    return error
+
+
+def node_lost(where: Where, *, phase: str, why: str) -> WorkerDied:
+    """The error for a worker whose node is not there any more, or has not come.
+
+    Args:
+        why: as the node's link says it.
+    """
+    message = f"{_capital(where)} is lost with its node, during {phase}: {why}"
+    return _dressed(WorkerDied(message), where, phase)
+
+
+def hung(
+    where: Where,
+    *,
+    phase: str,
+    seconds: float,
+    deadline: float,
+    stack: str = "",
+    stopped: bool = False,
+) -> WorkerHung:
+    """The error for a worker that got nowhere for longer than its deadline.
+
+    Args:
+        phase: what it was at.
+        seconds: since the last sign of life.
+        stack: what ``faulthandler`` has written; empty if it could not.
+        stopped: the process is stopped (SIGSTOP, a debugger).
+    """
+    frame = innermost_user_frame(stack) if stack else None
+    at = f" at {frame}" if frame else ""
+    message = f"{_capital(where)} has been in {phase} for {seconds:.1f} s{at}; its deadline is {deadline:g} s."
+    if stopped:
+        message += " The process is stopped (SIGSTOP, or a debugger), so its stack could not be taken."
+    elif not stack:
+        message += " Its stack could not be taken: it does not answer signals, or has not got far enough to."
+    message += " If it may take that long, give this phase a longer deadline (None: no deadline)."
+    stack = f"Stack of the worker (most recent call first):\n{stack.strip()}" if stack else ""
+    return _dressed(WorkerHung(_sections(message, stack)), where, phase)
+
+
+def on_server(error: Exception, seen: MusterError) -> MusterError:
+    """The error of a policy on the inference server.
+
+    Args:
+        seen: what became of it in the worker that it acted for, which knows where that was.
+    """
+    cls = _nearest(error) or PolicyError
+    made = _made(cls, _sections(text_of(error), f"Traceback on the server:\n{_traceback(error)}"))
+    vars(made).update(vars(seen))
+    made.__cause__ = _CAUSE(error)
+    return made
+
+
+def server_hung(ident: int | None, *, seconds: float, deadline: float) -> WorkerHung:
+    """The error for an inference server whose policy does not return.
+
+    Args:
+        ident: of its thread.
+    """
+    stack = thread_stack(ident) if ident is not None else ""
+    frame = innermost_user_frame(stack) if stack else None
+    message = (
+        f"The policy on the inference server has not returned for {seconds:.1f} s{f' at {frame}' if frame else ''}; "
+        f"its deadline is {deadline:g} s. If it may take that long, give timeouts={{'policy': ...}} more (None: no "
+        f"deadline). A thread cannot be ended: shut this collector down."
+    )
+    return WorkerHung(_sections(message, f"Stack of the server (most recent call first):\n{stack}" if stack else ""))
+
+
+def innermost_user_frame(stack: str) -> str | None:
+    """``FILE:LINE in NAME``: of a dump of ``faulthandler``, what runs in the user's own code.
+
+    That is the innermost frame which is neither Muster's nor installed; else the innermost that is not Muster's.
+    Where the dump has several threads, it is about the one in which Muster runs.
+    """
+    threads = re.split(r"\n\s*\n", stack.strip())
+    works = [t for t in threads if _WORKING in t]  # as opposed to a thread that listens
+    ours = works or [t for t in threads if _MUSTER in t]
+    ours = ours or [t for t in threads if t.startswith("Current thread")] or threads
+    frames = [found.groupdict() for found in _FRAME.finditer(ours[0])]
+    foreign = [frame for frame in frames if not _is_below(frame["file"], (_MUSTER,))]
+    own = [f for f in foreign if not _is_below(f["file"], _INSTALLED) and not f["file"].startswith("<frozen")]
+    chosen = next(iter(own or foreign or frames), None)
+    return None if chosen is None else f"{chosen['file']}:{chosen['line']} in {chosen['name'] or '?'}"
+
+
+def thread_stack(ident: int) -> str:
+    """What a thread of this process is at, as ``faulthandler`` writes it; empty if there is no such thread."""
+    frames = traceback.extract_stack(sys._current_frames().get(ident)) if ident in sys._current_frames() else []
+    return "\n".join(f'  File "{frame.filename}", line {frame.lineno} in {frame.name}' for frame in reversed(frames))
+
+
+def oom_kills() -> int:
+    """How many processes of this one's control group the kernel has killed for want of memory; 0 if it does not say."""
+    try:
+        groups = Path("/proc/self/cgroup").read_text().splitlines()
+        own = next((line[3:] for line in groups if line.startswith("0::")), "/")
+        for directory in (Path(f"/sys/fs/cgroup{own}"), Path("/sys/fs/cgroup")):
+            if (events := directory / "memory.events").exists():
+                counts = dict(line.split() for line in events.read_text().splitlines())
+                return int(counts.get("oom_kill", 0))
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
+# --- parts -----------------------------------------------------------------------------------------
+
+
+def _why_it_died(name: str, exitcode: int | None, oom_kills: int) -> str:
+    if name == "SIGKILL":
+        if oom_kills > 0:
+            return (
+                f"Probably out of memory: the kernel has killed {oom_kills} process{'es' * (oom_kills > 1)} of this "
+                f"control group for that since the worker started. Use fewer or smaller environments, or more memory."
+            )
+        return "SIGKILL comes from outside: the out-of-memory killer (see dmesg), a batch system, or somebody."
+    if name in CRASHES:
+        return "That is a crash in native code, of the environment or of a library it uses."
+    if name:
+        return "Muster did not send that signal."
+    if exitcode is None:
+        return "Something else has waited for the process and taken its exit code."
+    return "Workers end only when asked: something has called os._exit, or ended the process from native code."
+
+
+def _dressed(error: Kind, where: Where, phase: str, crash_report: Path | None = None) -> Kind:
+    error.worker, error.seed, error.phase, error.crash_report = where.worker, where.seed, phase, crash_report
+    error.env_id = where.env_ids[0] if len(where.env_ids) == 1 else None
+    error.env_index = where.env_index
+    return error
+
+
+def _made(cls: type[MusterError], message: str) -> MusterError:
+    error = cls.__new__(cls, message)
+    error.args = (message,)
+    return error
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """The exception, if it comes back as it was; tried right here."""
+    try:
+        data: bytes = cloudpickle.dumps(error)
+        if len(data) > MAX_PICKLE_BYTES:
+            return None
+        again = cloudpickle.loads(data)
+        return data if type(again) is type(error) and str(again) == str(error) else None
+    except BaseException:  # noqa: BLE001  (foreign code; SystemExit here must not end the worker)
+        return None
+
+
+def _traceback(error: BaseException) -> str:
+    """The user's frames last."""
+    return shown(lambda: "".join(traceback.format_exception(type(error), error, _TRACEBACK(error))).rstrip())
+
+
+def _text(error: BaseException) -> str:
+    """With its notes."""
+    text, notes = text_of(error), shown(lambda: "\n".join(map(str, getattr(error, "__notes__", ()))))
+    return f"{text}\n{notes}" if notes else text
+
+
+def _type_name(error: BaseException) -> str:
+    cls = type(error)
+    return shown(lambda: cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}")
+
+
+def _nearest(error: BaseException) -> type[MusterError] | None:
+    """The class of Muster's that it is, or is derived from."""
+    return next((cls for cls in reversed(_MUSTERS) if issubclass(type(error), cls)), None)  # bases are defined first
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _is_below(file: str, directories: tuple[str, ...]) -> bool:
+    return any(file.startswith(directory + os.sep) for directory in directories)
+
+
+def _capital(where: Where) -> str:
+    text = str(where)
+    return text[0].upper() + text[1:]
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else text + "."
+
+
+def _sections(*parts: str) -> str:
+    return "\n\n".join(part for part in parts if part)

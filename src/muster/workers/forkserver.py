@@ -1,0 +1,342 @@
+"""A process that has imported what workers need, and forks them: a worker starts in milliseconds.
+
+One per parent process, started by ``launch``. It runs no code of the user's, initialises no device and starts no
+threads. It is told what to do over a socket. What it forks are keepers (``muster.workers.keeper``), each of which forks
+a worker. A second socket ties its life to the parent's: when the parent has died, however it has died, the kernel kills
+the fork server, whatever it is doing; its keepers see that, and end their workers with everything they have started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import process
+from pathlib import Path
+from typing import Any, NoReturn
+
+from muster.workers.channel import Channel
+from muster.workers.keeper import become_subreaper, children, keep, kill_group, tie_life, untie_life
+
+STATUS_BYTES = 8  # of an exit code in the pipe that tells the parent of a worker's end
+END_S = 1.5  # for the end of all workers, when the parent has ended
+KEEPER = "muster-keeper"
+
+# Heavy, and safe to import before a fork: they start no threads that a fork would lose. (Not jax.)
+PRELOADED = (
+    *("numpy", "numpy.random", "torch", "gymnasium", "gymnasium.wrappers", "gymnasium.vector", "tensordict"),
+    *("tensordict.nn", "torchrl.data", "torchrl.envs", "torchrl.modules", "cloudpickle", "pettingzoo", "dm_env"),
+    *("gymnasium.envs.classic_control", "gymnasium.envs.toy_text", "stable_baselines3.common.vec_env"),
+)
+LIGHT = (  # those that do not import torch
+    *("numpy", "numpy.random", "gymnasium", "gymnasium.wrappers", "gymnasium.vector", "cloudpickle", "dm_env"),
+    *("gymnasium.envs.classic_control", "gymnasium.envs.toy_text", "muster.workers.main"),
+)
+
+
+@dataclass(frozen=True)
+class ForkRequest:
+    """A worker to start, and what it should find there: the parent's present surroundings.
+
+    Descriptors that go with it: the worker's channel, the write end of its exit pipe, standard output and error.
+    """
+
+    number: int  # the answer has it too
+    target: str  # "module:function"
+    name: str
+    preload: Sequence[str]
+    path: Sequence[str]
+    argv: Sequence[str]
+    environ: dict[str, str] = field(repr=False)
+    cwd: str | None
+    umask: int | None
+    authkey: bytes = field(repr=False)  # of multiprocessing: opens the parent's managers
+
+
+class _Server:
+    def __init__(self, sock: socket.socket, lifeline: socket.socket) -> None:
+        self.sock, self.lifeline = sock, lifeline
+        self.orders = Channel(sock)
+        self.keepers: dict[int, socket.socket] = {}  # by pid: the other end of its lifeline
+
+    def serve(self) -> None:
+        """Until the parent ends."""
+        signal.signal(signal.SIGCHLD, lambda *_: self.reap())
+        become_subreaper()  # for what keepers leave that were killed
+        with contextlib.suppress(EOFError):
+            while True:
+                order, fds = self.orders.receive()
+                self.orders.send((order.number, self.start(order, fds)))
+        self.end()
+
+    def start(self, order: ForkRequest, fds: list[int]) -> int | str:
+        """The pid of the new worker, or why there is none."""
+        sys.path[:] = order.path
+        for module in order.preload:
+            with contextlib.suppress(Exception):  # the worker will meet the error, if it needs the module
+                if module not in sys.modules:
+                    importlib.import_module(module)
+                    gc.freeze()  # the collector of a worker leaves these pages alone, so that they stay shared
+        told, tell = os.pipe()
+        try:
+            ours, lifeline = socket.socketpair()
+            with lifeline, _uninterrupted(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # OpenBLAS has threads, which it stops before a fork
+                keeper = os.fork()
+                if keeper == 0:
+                    ours.close()
+                    os.close(told)
+                    _keep(self, order, fds, lifeline, tell)
+                self.keepers[keeper] = ours
+            os.close(tell)
+            tell = -1
+            answer = os.read(told, 512).decode()  # a part of a page: it arrives whole
+            return int(answer) if answer.isdecimal() else answer or "its keeper was killed"
+        except OSError as error:
+            return str(error)
+        finally:
+            for fd in (*fds, told, *(() if tell < 0 else (tell,))):
+                os.close(fd)
+
+    def reap(self) -> None:
+        """Wait for keepers that have ended, and kill what became an orphan because one was killed."""
+        with _uninterrupted(), contextlib.suppress(ChildProcessError):
+            while pid := os.waitpid(-1, os.WNOHANG)[0]:
+                if (lifeline := self.keepers.pop(pid, None)) is not None:
+                    lifeline.close()
+            for pid in set(children()) - self.keepers.keys():
+                kill_group(pid)
+
+    def end(self) -> NoReturn:
+        """Let keepers end their workers, and wait for that: nothing is left when the parent sees the end of this."""
+        deadline = time.monotonic() + END_S
+        for lifeline in list(self.keepers.values()):
+            lifeline.close()
+        while self.keepers and time.monotonic() < deadline:  # `reap` takes them out
+            select.select([], [], [], 0.01)
+        os._exit(0)
+
+
+class ForkedServer:
+    """A fork server that is a fork of its parent, which has one thread; as ``subprocess.Popen`` otherwise.
+
+    Args:
+        ours, theirs: the ends of the socket that it is told over; the second one is closed here.
+        life, lifeline: the ends of its lifeline; likewise.
+    """
+
+    def __init__(self, ours: Channel, theirs: Channel, life: socket.socket, lifeline: socket.socket) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                ours.close()
+                life.close()
+                tie_life(lifeline)
+                serve(theirs.fileno(), lifeline.fileno())
+            finally:
+                os._exit(1)
+        theirs.close()
+        lifeline.close()
+
+    def wait(self, timeout: float) -> None:
+        """Until it has ended. Raises ``subprocess.TimeoutExpired``."""
+        fd = os.pidfd_open(self.pid)
+        try:
+            if self.returncode is None and not select.select([fd], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("fork server", timeout)
+            os.waitpid(self.pid, 0)
+            self.returncode = 0
+        finally:
+            os.close(fd)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+def serve(fd: int, lifeline_fd: int) -> None:
+    """Be the fork server of the process at the other ends of two sockets; the life of this one is tied already."""
+    _own_signals()
+    for inherited in (fd, lifeline_fd):
+        os.set_inheritable(inherited, False)
+    _Server(socket.socket(fileno=fd), socket.socket(fileno=lifeline_fd)).serve()
+
+
+def spawned(lifeline_fd: int, channel_fd: int, hello_fd: int, target: str, name: str) -> NoReturn:
+    """Be a worker in an interpreter of its own, or on Linux its keeper; the life of this process is tied already."""
+    _own_signals()
+    for fd in (lifeline_fd, channel_fd, hello_fd):
+        os.set_inheritable(fd, False)
+    lifeline, hello = socket.socket(fileno=lifeline_fd), socket.socket(fileno=hello_fd)
+    authkey = hello.recv(1 << 16)[1:]
+
+    def begin(life: socket.socket) -> NoReturn:
+        tie_life(life)
+        hello.close()
+        _show(name)
+        process.current_process().authkey = authkey
+        run(target, Channel.adopt(channel_fd))
+
+    def started(pid: int) -> None:
+        hello.sendall(str(pid).encode())
+        hello.close()
+        os.close(channel_fd)
+        _show(KEEPER)
+
+    if sys.platform != "linux":
+        begin(lifeline)
+    codes: list[int] = []
+    untie_life(lifeline)
+    keep(lifeline, begin, started, codes.append)
+    _exit_like(codes[0] if codes else 1)
+
+
+def is_stopped(pid: int) -> bool:
+    """By SIGSTOP or a debugger, as far as one can see."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
+    except OSError:
+        return False
+
+
+def run(target: str, channel: Channel) -> NoReturn:
+    """Call ``"module:function"`` with the channel, and end the process as Python would."""
+    code = 1
+    try:
+        module, _, function = target.partition(":")
+        getattr(importlib.import_module(module), function)(channel)
+        code = 0
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            code = end.code & 0xFF
+        elif end.code is None:
+            code = 0
+        else:
+            sys.stderr.write(f"{end.code}\n")
+    except BaseException:  # noqa: BLE001 (nobody else is left to report it)
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code)
+
+
+def _keep(server: _Server, order: ForkRequest, fds: list[int], lifeline: socket.socket, tell: int) -> NoReturn:
+    """In the fork of the server: keep a worker, which is a fork of this."""
+    code = 1
+    try:
+        channel, exit_pipe, out, err = fds
+        os.setsid()  # the kernel kills the session of the server, when the parent has died
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        server.sock.close()
+        server.lifeline.close()
+        for other in server.keepers.values():
+            other.close()
+
+        def begin(life: socket.socket) -> NoReturn:
+            os.close(exit_pipe)
+            os.close(tell)
+            _in_worker(order, channel, (out, err), life)
+
+        def started(pid: int) -> None:
+            os.write(tell, str(pid).encode())
+            for fd in (tell, channel, out, err):
+                os.close(fd)
+            _show(KEEPER)
+
+        def ended(exit_code: int) -> None:
+            with contextlib.suppress(BrokenPipeError):
+                os.write(exit_pipe, exit_code.to_bytes(STATUS_BYTES, "little", signed=True))
+
+        try:
+            keep(lifeline, begin, started, ended)
+        except OSError as error:
+            os.write(tell, str(error).encode())
+        code = 0
+    except BaseException:  # noqa: BLE001 (never return into the server's loop)
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _in_worker(order: ForkRequest, channel: int, streams: Sequence[int], lifeline: socket.socket) -> NoReturn:
+    """In the fork of its keeper: become a process of its own, in the surroundings of the parent."""
+    try:
+        for number, stream in enumerate(streams, 1):
+            os.dup2(stream, number)
+            os.close(stream)
+        tie_life(lifeline)
+        faulthandler.disable()
+        for text in (sys.stdout, sys.stderr):
+            text.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a killed worker flushes nothing
+        os.environ.clear()
+        os.environ.update(order.environ)
+        process.current_process().authkey = order.authkey
+        if order.cwd is not None:
+            os.chdir(order.cwd)
+        if order.umask is not None:
+            os.umask(order.umask)
+        sys.argv[:] = order.argv
+        _show(order.name)
+        _reseed()
+    except BaseException:  # noqa: BLE001 (never return into the server's loop)
+        traceback.print_exc()
+        os._exit(1)
+    run(order.target, Channel.adopt(channel))
+
+
+def _exit_like(code: int) -> NoReturn:
+    """End as another process has ended, but for its core."""
+    if code < 0:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code & 0xFF)
+
+
+def _own_signals() -> None:
+    """Whatever the parent has made of them: Ctrl-C is for the parent alone, SIGTERM ends."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _show(name: str) -> None:
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:  # what `top` shows
+        comm.write(name)
+
+
+def _reseed() -> None:
+    """Give the global random streams states of their own; all workers were forked with the server's."""
+    random.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()  # the CPU's; `torch.seed` would reach for CUDA
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[Any]:
+    """Hold back SIGCHLD, so that its handler sees no keeper that is half registered."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGCHLD,))

@@ -1,0 +1,166 @@
+"""The state of groups, and of rollouts that are complete and not delivered, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from muster.episodes.record import Episodes
+from muster.memory.slots import Lane, Layout, Slot
+from muster.memory.specs import OBJECT, Array, Column
+from muster.protocols import Outputs, Policy
+from muster.rollout.group import Group
+from muster.rollout.marks import Final
+from muster.rollout.resets import Due
+from muster.workers.messages import Report
+
+PARTS = "group", "frames", "rows", "version", "path", "dropped", "elsewhere"  # of a report that are plain already
+
+
+def take(group: Group, acting: str | None) -> dict[str, Any]:
+    """All that a group carries from rollout to rollout, besides its environments."""
+    return {
+        "acting": acting,
+        "clock": group.clock.state_dict(),
+        "rng": group.rng.state_dict(),
+        "call": None if group._primed is None else _call_state(*group._primed[1:]),
+        "carry": {key: _plain(row) for key, row in group.carry.items()},
+        "pending": list(group.pending),
+        "seeds": dict(group.due.seeds),
+        "started": group.started,
+        "adapter": group.env.snapshot(),
+    }
+
+
+def load(group: Group, state: dict[str, Any], reasons: list[str | None], policy: Policy | None) -> dict[int, str]:
+    """Go on from ``take``.
+
+    Args:
+        reasons: for every environment object, why it was not restored, or None.
+        policy: that has acted last.
+
+    Returns:
+        the environments that begin anew, by global number, and why.
+    """
+    group.clock.load_state_dict(state["clock"])
+    group.rng.load_state_dict(state["rng"])
+    rows = {key: _row(row, group.env.device) for key, row in state["carry"].items()}
+    group.carry.clear()  # also of what the policy here has carried
+    group.carry.update(rows)
+    call = state["call"]
+    group._primed = None if call is None or policy is None else (policy, _call(call, group.B), call["version"])
+    group.resumed = None if group.resumed is None else []
+    group.due = Due(state["pending"], state["seeds"])
+    group.started, group.unreported = state.get("started", True), 0
+    if not any(reasons):
+        group.env.restore(state["adapter"])
+        return {}
+    # One object per environment, or one for all of them: then none of them is restored.
+    per_env = len(reasons) == group.B
+    lost = [i for i, why in enumerate(reasons) if why] if per_env else list(range(group.B))
+    group.reset(lost)
+    group.resumed = lost
+    return {int(group.clock.env_ids[i]): str(reasons[i] if per_env else next(filter(None, reasons))) for i in lost}
+
+
+def _call_state(outputs: Outputs, version: int | str) -> dict[str, Any]:
+    """A policy's call that has been made for the next row."""
+    objects = {key: array.tolist() for key, array in outputs.objects.items()}
+    tensors = {"action": outputs.action, "extras": outputs.extras, "state": outputs.state}
+    return {name: {k: v.cpu() for k, v in part.items()} for name, part in tensors.items()} | {
+        "objects": objects,
+        "version": version,
+    }
+
+
+def _call(state: dict[str, Any], B: int) -> Outputs:
+    objects = {key: np.empty(B, object) for key in state["objects"]}
+    for key, array in objects.items():
+        array[:] = state["objects"][key]
+    return Outputs(state["action"], state["extras"], state["state"], objects)
+
+
+def _plain(row: Any) -> Any:
+    return plain(row) if isinstance(row, np.ndarray) else row.cpu().clone()
+
+
+def _row(row: Any, device: Any) -> Any:
+    if isinstance(row, list):
+        return cells_of(row)
+    return row.copy() if isinstance(row, np.ndarray) else row.to(device)
+
+
+# --- rollouts that wait ----------------------------------------------------------------------------
+
+
+def to_plain(slot: Slot, reports: Sequence[Report]) -> dict[str, Any]:
+    """A full slot and the reports on its lanes. Shares no memory with the slot."""
+    layout = slot.layout
+    columns = [{f.name: getattr(column, f.name) for f in fields(Column)} for column in layout.columns]
+    return {
+        "T": layout.T,
+        "B": layout.B,
+        "batch_shape": layout.batch_shape,
+        "columns": [{**column, "dtype": column["dtype"].str} for column in columns],
+        "lanes": [_lane(lane, report) for lane, report in zip(slot.lanes, reports, strict=True)],
+        "reports": [_report(report) for report in reports],
+    }
+
+
+def layout_of(saved: Mapping[str, Any]) -> Layout:
+    """The layout of the slot."""
+    columns = tuple(Column(**{**column, "dtype": np.dtype(column["dtype"])}) for column in saved["columns"])
+    return Layout(saved["T"], saved["B"], columns, len(saved["lanes"]), batch_shape=saved["batch_shape"])
+
+
+def write(saved: Mapping[str, Any], slot: Slot) -> None:
+    """Write the lanes into a slot of this layout."""
+    for lane, arrays in zip(slot.lanes, saved["lanes"], strict=True):
+        for key, rows in arrays.items():
+            lane.arrays[key][...] = cells_of(rows) if isinstance(rows, list) else rows
+
+
+def report_of(saved: Mapping[str, Any], number: int) -> Report:
+    """The report, as that on order ``number``; its steps are in the account already."""
+    return Report(
+        number,
+        **{name: saved[name] for name in PARTS},
+        episodes=None if saved["episodes"] is None else Episodes(*saved["episodes"]),
+        finals=[Final(f["t"], f["envs"], {k: _leaf(v) for k, v in f["leaves"].items()}) for f in saved["finals"]],
+        entered=True,
+    )
+
+
+def _lane(lane: Lane, report: Report) -> dict[Any, Any]:
+    arrays = lane.arrays | report.objects
+    return {column.key: plain(arrays[column.key]) for column in lane.layout.columns}
+
+
+def _report(report: Report) -> dict[str, Any]:
+    finals = [
+        {"t": f.t, "envs": [int(i) for i in f.envs], "leaves": {key: plain(leaf) for key, leaf in f.leaves.items()}}
+        for f in report.finals
+    ]
+    episodes = None if report.episodes is None else [column.copy() for column in report.episodes.columns()]
+    return {**{name: getattr(report, name) for name in PARTS}, "episodes": episodes, "finals": finals}
+
+
+def plain(array: Array) -> Any:
+    """A copy; of objects ``[rows, B]`` or ``[B]`` as lists."""
+    return array.tolist() if array.dtype == OBJECT else array.copy()
+
+
+def cells_of(rows: list[list[Any]]) -> Array:
+    """``[rows, B]``, also of objects that NumPy would take for arrays."""
+    cells = np.empty((len(rows), len(rows[0])), OBJECT)
+    for t, row in enumerate(rows):
+        for b, cell in enumerate(row):
+            cells[t, b] = cell
+    return cells
+
+
+def _leaf(values: list[Any] | Array) -> Array:
+    return cells_of([values]).reshape(-1) if isinstance(values, list) else values

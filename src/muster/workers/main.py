@@ -1,0 +1,371 @@
+"""What a worker does: makes its environments, then follows orders and answers requests, one after another."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from muster.envs.build import BuiltEnv
+from muster.errors import BadOption
+from muster.keys import TERMINATED, TRUNCATED, next_of
+from muster.memory.shared import Arena
+from muster.memory.slots import Lane, Layout, Slot
+from muster.policies.random import RandomPolicy
+from muster.protocols import Policy
+from muster.restore.action_log import Anchors
+from muster.restore.pickling import unpickled
+from muster.rng import GroupRng
+from muster.rollout.group import Group
+from muster.rollout.progress import ALL_ORDERS, ORDER, PHASE, STOP, Phase, Progress
+from muster.utils.forks import end_on_return
+from muster.weights.transport import Subscriber, Ticket
+from muster.workers.build import WorkerOptions, build_envs, build_policy, make_group
+from muster.workers.channel import Channel
+from muster.workers.config import WorkerConfig, WorkerPlace, made_policy
+from muster.workers.failures import Failure, env_index_of, pack
+from muster.workers.ledger import Ledger
+from muster.workers.lines import Line, ServedPolicy
+from muster.workers.messages import GroupInfo, Report
+from muster.workers.requests import BIRTH, Answer, Closed, Finished, Request, RolloutRequest
+from muster.workers.worker import Worker, describe, objects_of
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from muster.utils import lazy_torch as torch
+
+
+class Terminated(BaseException):
+    """SIGTERM came."""
+
+
+def main(channel: Channel) -> None:
+    """The target of ``launch``."""
+    config, (fd, arena, *fds) = channel.receive()
+    ledger = Ledger.attach(fd)
+    ledger.arm()
+    worker = WorkerMain(channel, config, Progress(ledger.cells), Arena.attach(arena), fds)
+    if worker.line is not None and hasattr(os, "SCHED_BATCH"):
+        with suppress(OSError):  # whom the inference server wakes up does not push it aside while it answers the others
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    signal.signal(signal.SIGTERM, worker.terminate)
+    os.register_at_fork(
+        before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, (signal.SIGTERM,)),
+        after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, (signal.SIGTERM,)),
+        after_in_child=partial(_leave_to_user, worker, ledger),
+    )
+    try:
+        worker.serve()
+    except (EOFError, Terminated):  # the parent is gone; or there is nothing to close yet
+        pass
+    if worker.terminated:  # by that signal, and seen to be
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _leave_to_user(worker: WorkerMain, ledger: Ledger) -> None:
+    """In a fork that an environment or policy has made of a worker: it may do what it likes, but not be the worker."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))  # one that came before it had this is not lost
+    worker.channel.close()
+    worker.arena.isolate()
+    ledger.disarm()
+    end_on_return(f"worker {worker.config.index}")
+
+
+class WorkerMain:
+    """Does what the parent says, in a process or thread of its own.
+
+    Args:
+        fds: of the line to an inference server, or of the ticket to the weights.
+    """
+
+    def __init__(self, channel: Any, config: WorkerConfig, progress: Progress, arena: Arena, fds: list[int]) -> None:
+        self.channel, self.config, self.arena, self.progress = channel, config, arena, progress
+        self.made = ExitStack()
+        self.line: Line | None = None
+        self._ticket_fds: list[int] = []
+        if (workers := config.served_by) is not None:
+            self.line = Line(config.index, workers, fds, lambda: progress.cells[STOP] >= ALL_ORDERS)
+            self.made.callback(self.line.close)
+        else:
+            self._ticket_fds = fds
+        self.built: list[BuiltEnv] = []
+        self.worker: Worker
+        self._anchors: dict[int, Anchors] = {}  # by group
+        self._lanes: dict[tuple[int, int], tuple[Lane, Lane]] = {}  # by group and offset: on the device, and shared
+        self._lanes_of: dict[int, Layout] = {}  # the layouts that they have
+        self._at: dict[int, int] = {}  # order that a lane was last used for
+        self._failed: set[int] = set()  # orders that are not complete
+        self.ending = self.terminated = self._closing = self._sending = False
+
+    def serve(self) -> None:
+        """Until the parent says that it is enough, or is gone."""
+        self.progress.begin(Phase.CONSTRUCT)
+        if self.config.threads is not None:
+            torch.set_num_threads(self.config.threads)
+        try:
+            if not self._answer(BIRTH, self._construct):
+                return
+            while not self.ending:
+                self._attend()
+            self._closing = True  # in here: SIGTERM between the last message and this must not skip the closing
+        except Terminated:
+            self._closing = True
+        finally:
+            self._close_ticket()
+        self._close()
+
+    def _attend(self) -> None:
+        """To the next message."""
+        self.progress.begin(Phase.IDLE)
+        message, _ = self.channel.receive()
+        message.reach(self)
+
+    def follow(self, request: RolloutRequest) -> None:
+        """Make a rollout, and say what came of it."""
+        report = self._roll_out(request)
+        if self.line is not None:
+            self.line.finished(report.number)
+        report.lost |= self.terminated
+        if self.terminated and report.phase:  # it is seen to have ended there
+            self.progress.begin(Phase[report.phase.upper()])
+        self._send(Finished(report, self.terminated))
+        if report.error is None and not report.lost:
+            self._begin_early(self.worker.group(report.group))
+
+    def answer(self, number: int, request: Request) -> None:
+        """Say what a request returns or raises."""
+        self.progress.begin(Phase.CALL)
+        self._answer(number, partial(request.run_in, self))
+
+    def terminate(self, *_: object) -> None:
+        """Stop whatever is going on, and end; environments are closed."""
+        self.ending = self.terminated = True
+        if not (self._closing or self._sending):
+            raise Terminated
+
+    def _send(self, message: Finished | Answer | Closed) -> None:
+        """Say something to the parent, all of it, whatever comes meanwhile."""
+        self._sending = True
+        self.channel.send(message)
+        self._sending = False
+        if self.terminated and not self._closing:
+            raise Terminated
+
+    def _answer(self, number: int, function: Callable[[], Any]) -> bool:
+        try:
+            result = function()
+        except (EOFError, Terminated):
+            raise
+        except BaseException as error:  # noqa: BLE001 (the parent's to raise)
+            phase = Phase(self.progress.cells[PHASE]).name.lower()
+            self._send(Answer(number, failure=self._pack(error, phase)))
+            return False
+        self._send(Answer(number, result))
+        return True
+
+    def _pack(self, error: BaseException, phase: str, **where: Any) -> Failure:
+        config = self.config
+        known = {"worker": config.index, "pid": os.getpid(), "generation": config.generation}
+        return pack(error, phase=phase, **known, **where)
+
+    def _construct(self) -> list[GroupInfo]:
+        config = self.config
+        self.options: WorkerOptions = unpickled(config.options, "the options")
+        served = config.served_by is not None
+        self._policy = None if served else made_policy(config.policy, is_factory=config.is_factory)
+        numbered = zip(config.groups, config.makers, strict=True)
+        makers = [unpickled(maker, f"create_env_fn[{number}]") for number, maker in numbered]
+        self.built = build_envs(makers, unpickled(config.kwargs, "create_env_kwargs"), self.options, self.made)
+        if config.place is not None:
+            self.progress.begin(Phase.CALL)
+            self.configure(config.place)
+        return [describe(b.env, b.batch_shape) for b in self.built]
+
+    def _close(self) -> None:
+        """Close the environments, and say so."""
+        if not self.terminated:  # else it is known in what it was interrupted
+            self.progress.begin(Phase.CLOSE)
+        try:
+            if hasattr(self, "worker"):
+                self.worker.profile(None)
+            self.made.close()
+        except BaseException as error:  # noqa: BLE001 (the parent's to raise)
+            self._send(Closed(self._pack(error, "close")))
+        else:
+            self._send(Closed(None))
+
+    # --- requests that a Worker does not know -----------------------------------------------------
+
+    def configure(self, place: WorkerPlace) -> None:
+        """Take a place among all workers, with all that was ever said to a predecessor."""
+        if hasattr(self, "worker"):  # its config had it, and somebody had asked its predecessor
+            return
+        self._make_groups(place)
+        self.worker.seed(place.seed, place.static)
+        if place.grad:
+            self.worker.enable_grad(True)
+        if self.config.ticket is not None:
+            phase = self.progress.begin(Phase.WEIGHTS)
+            self._subscribe(self.config.ticket)
+            self.progress.begin(phase)
+        if place.columns is not None:
+            self.worker.layouts(place.columns)
+
+    def _make_groups(self, place: WorkerPlace) -> None:
+        config, (policy, device) = self.config, self._place_policy()
+        rollout = replace(self.options.rollout, marks_valid=place.marks_valid)
+        if config.stoppable:
+            rollout = replace(rollout, interruptor=_Stop(self.progress.cells, rollout.interruptor))
+        groups: list[Group] = []
+        for n, (number, b, first) in enumerate(zip(config.groups, self.built, place.firsts, strict=True)):
+            rng = GroupRng(place.seed, number, device or b.env.device, config.generation)
+            group = make_group(b, number, first, place.total, rollout, rng, shared=self.options.shared_frames)
+            if config.in_thread:
+                group.in_background = lambda: True
+            self._anchors[number] = Anchors(b.env)
+            group.before_reset, group.lost_track = self._anchors[number].before_reset, self._anchors[number].lose
+            if place.episodes is not None:
+                group.clock.begin_at(place.episodes[n])
+            groups.append(group)
+        kinds = {(b.batch_shape, str(b.env.action_specs)) for b in self.built}
+        if len(kinds) > 1:
+            raise BadOption(
+                f"the groups {list(config.groups)} of worker {config.index} differ in number of environments or in "
+                f"actions, and one policy acts for all of them: leave num_workers out, so that each has its own"
+            )
+        self._policy = policy
+        policies = {"policy": self._acting(groups[0], device), "random": RandomPolicy(b.env.sample, b.batch_shape)}
+        self.worker = Worker(
+            groups,
+            policies,
+            policy,
+            device=device,
+            progress=self.progress,
+            index=config.index,
+            generation=config.generation,
+        )
+
+    def _place_policy(self) -> tuple[Any, torch.device | None]:
+        """The policy and where it computes."""
+        if self.line is not None:
+            return None, None
+        from muster.policies.adapt import place
+
+        return place(self._policy, self.options.policy_device)
+
+    def _acting(self, group: Group, device: torch.device | None) -> Policy:
+        """The policy as the loop calls it."""
+        if self.line is not None:
+            return ServedPolicy(self.line, self.progress)
+        policy = build_policy(self._policy, self.options, group, device)
+        if (turns := self.config.policy_turns) is None:
+            return policy
+        from muster.workers.threads import OneAtATime
+
+        return OneAtATime(policy, turns, self.progress)
+
+    # --- rollouts ---------------------------------------------------------------------------------
+
+    def _roll_out(self, request: RolloutRequest) -> Report:
+        order = request.order
+        self._failed.discard(order.number)
+        if order.after in self._failed:  # to be ordered again, after the one before it
+            self._failed.add(order.number)
+            return Report(order.number, order.group, lost=True)
+        lane, shared = self._lane(request)
+        if self._at.get(id(lane)) != order.number:  # else it goes on after an error
+            lane.done_steps, lane.stopped = 0, False
+            self._at[id(lane)] = order.number
+        begin = lane.done_steps
+        report = self.worker.run(order, lane)
+        group = self.worker.group(order.group)
+        report.clock = np.stack([group.clock.episode, group.clock.steps])
+        if report.error is not None:
+            self._failed.add(order.number)
+            report.error = self._explain(report.error, report.phase, group, lane)
+        elif lane is not shared:
+            for key, tensor in lane.tensors.items():
+                shared.tensors[key].copy_(tensor)
+        report.objects = objects_of(lane)
+        report.anchors = self._anchors[order.group].take(begin, group.pending)
+        return report
+
+    def _begin_early(self, group: Group) -> None:
+        """Reset what waits for the next rollout, which will raise the error of it: also SystemExit and the like."""
+        try:
+            group.begin(early=True)
+        except (EOFError, Terminated):
+            raise
+        except BaseException as error:  # noqa: BLE001 (of the environment)
+            group.due.error = error
+
+    def _lane(self, request: RolloutRequest) -> tuple[Lane, Lane]:
+        if self._lanes_of is not self.worker.laid_out:
+            self._lanes_of = self.worker.laid_out
+            self._lanes.clear()
+        order, layout = request.order, self._lanes_of[request.order.group]
+        at = (order.group, request.offset)
+        if at not in self._lanes:
+            begin = order.lane * layout.lane_bytes
+            block = self.arena.view(request.offset, request.nbytes)[begin : begin + layout.lane_bytes]
+            shared = lane = Lane(layout, block)
+            device = self.worker.group(order.group).env.device
+            if device is not None and device.type != "cpu":
+                lane = Slot(layout, device).lanes[0]
+            self._lanes[at] = lane, shared
+        return self._lanes[at]
+
+    def _explain(self, error: BaseException, phase: str, group: Group, lane: Lane) -> Any:
+        """The error with what is known of where it happened."""
+        row, clock = lane.done_steps, group.clock
+        where: dict[str, Any] = {"env_ids": tuple(clock.env_ids.tolist()), "row": row}
+        index = env_index_of(error, phase)
+        if (index is None or index >= group.B) and group.B == 1:
+            index = 0
+        if index is not None and index < group.B:
+            ended = (lane.arrays[next_of(TERMINATED)] | lane.arrays[next_of(TRUNCATED)])[:row, index].nonzero()[0]
+            steps = row - 1 - int(ended[-1]) if len(ended) else int(clock.steps[index]) + row
+            where |= {"env_index": index, "episode": int(clock.episode[index]) + len(ended), "step": steps}
+            where["env_ids"] = (int(clock.env_ids[index]),)
+            where["seed"] = self._anchors[group.number].where(index, row, clock)["seed"]
+        return self._pack(error, phase, **where)
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    def _subscribe(self, ticket: Ticket) -> None:
+        from muster.weights.names import named_tensors
+
+        subscriber, into = ticket.open(self._ticket_fds), named_tensors(self._policy)
+        self.made.callback(subscriber.close)  # a thread's descriptors outlive it otherwise
+        self._close_ticket()
+        self.worker.newest = lambda: _taken(subscriber, into)
+
+    def _close_ticket(self) -> None:
+        while self._ticket_fds:
+            os.close(self._ticket_fds.pop())
+
+
+def _taken(subscriber: Subscriber, into: Mapping[str, torch.Tensor]) -> int | str:
+    """Take over the newest weights; their version."""
+    subscriber.take(into)
+    return subscriber.version or 0
+
+
+class _Stop:
+    """Ends a rollout early, for the parent or the user's own interruptor."""
+
+    def __init__(self, cells: Any, other: Any) -> None:
+        self._cells, self._other = cells, other
+
+    def collection_stopped(self) -> bool:
+        stopped = self._cells[STOP] >= self._cells[ORDER]
+        return bool(stopped or (self._other is not None and self._other.collection_stopped()))

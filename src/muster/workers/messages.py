@@ -1,0 +1,128 @@
+"""What goes back and forth between a schedule and the workers: small records; the data itself stays in the slots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from muster.episodes.record import Episodes
+from muster.episodes.rules import Rule
+from muster.keys import Key
+from muster.memory.specs import Array, Specs
+from muster.rollout.bootstrap import Bootstrap
+from muster.rollout.marks import Final
+from muster.rollout.progress import Timing
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """What everybody may know about a group that a worker has made.
+
+    Attributes:
+        name: of its environments.
+        num_envs: B.
+        batch_shape: B as policy and user see it.
+        device: of its rows; None is the host.
+        observations, actions: specs by key, as text.
+        observation_specs, action_specs, bookkeeping: see ``EnvBatch``; empty where nobody needs them.
+        observation_keys, action_keys: where they are in a lane.
+        reward: key and dtype of the column that ``step`` writes.
+        replays_alone: each environment can be replayed without the others.
+    """
+
+    name: str
+    num_envs: int
+    batch_shape: tuple[int, ...]
+    device: Any
+    observations: dict[str, str]
+    actions: dict[str, str]
+    observation_keys: tuple[Key, ...]
+    action_keys: tuple[Key, ...]
+    reward: tuple[Key, np.dtype[Any]]
+    replays_alone: bool
+    observation_specs: Specs = field(default_factory=dict)
+    action_specs: Specs = field(default_factory=dict)
+    bookkeeping: frozenset[Key] = frozenset()
+
+
+@dataclass  # not frozen, which would make each one ten times as expensive
+class Order:
+    """One rollout of one group into one lane.
+
+    Attributes:
+        number: grows from order to order.
+        group: its number among all groups.
+        lane: of the slot.
+        policy: who acts: "policy" or "random".
+        version: of the weights, if the worker does not find that out by itself.
+        closes: the rollout ends a batch.
+        limit: valid steps of the batch, over all groups that share it; None is all.
+        sharing: place of the group's first environment among those that share it, and their number; None: all do.
+        spans: record what happens when.
+        after: number of the order that it goes on from; while that is not complete, it is not followed.
+        rule: see ``Group``; the worker's own from here on.
+        bootstrap: values of which next observations to report; see ``muster.rollout.bootstrap``.
+    """
+
+    number: int
+    group: int
+    lane: int
+    policy: str
+    version: int | str | None = None
+    closes: bool = True
+    limit: int | None = None
+    sharing: tuple[int, int] | None = None
+    spans: bool = False
+    after: int | None = None
+    rule: Rule | None = None
+    bootstrap: Bootstrap | None = None
+
+
+@dataclass
+class Report:
+    """What came of an order. Counts are of this order alone.
+
+    Attributes:
+        frames, rows: valid steps, and time steps that hold any; 0 unless it is complete.
+        executed: environment steps.
+        discarded: those that no batch will show.
+        finals: see ``Group.finals``.
+        clock: the group's episode numbers and steps since their beginnings, ``[2, B]``.
+        objects: columns of Python objects, from another process.
+        values: of next observations, if they were asked for.
+        error: why it is not complete; the same order continues it. An exception, or on its way a ``Failure``.
+        phase: what the error interrupted.
+        lost: it is to be ordered again, since its worker is gone.
+        dropped: its group is gone for good.
+        entered: its steps are in the account of its group.
+        elsewhere: its lane is not in the slot: a node has written it into a buffer.
+        warnings: texts of those that came up since the last report, for the user's process.
+    """
+
+    number: int
+    group: int
+    frames: int = 0
+    rows: int = 0
+    done_steps: int = 0
+    executed: int = 0
+    discarded: Mapping[str, int] = field(default_factory=dict)
+    version: int | str = 0
+    timing: Timing = field(default_factory=Timing)
+    episodes: Episodes | None = None
+    finals: list[Final] = field(default_factory=list)
+    clock: Array | None = None
+    objects: dict[Key, Array] = field(default_factory=dict)
+    values: Any = None
+    spans: list[Any] = field(default_factory=list)
+    anchors: Any = None
+    path: str = ""
+    error: Any = None
+    phase: str = ""
+    lost: bool = False
+    dropped: bool = False
+    entered: bool = False
+    elsewhere: bool = False
+    warnings: list[str] = field(default_factory=list)

@@ -1,0 +1,209 @@
+"""The schedule in which all groups make a rollout for every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+from muster.memory.slots import Lane, Layout, Slot, SlotState
+from muster.utils.interrupts import postponed
+from muster.workers.messages import Order, Report
+from muster.workers.pool import WorkerPool, give_warnings
+from muster.workers.requests import Reset
+from muster.workers.schedule import Bundle, CollectRequest, FilledSlot, Schedule, filled
+from muster.workers.threads import GlobalStreams
+
+
+class Sync(Schedule):
+    """Every batch has a rollout of every group. Between batches the workers rest.
+
+    An error leaves the slot as it is; the next ``collect`` goes on with what is missing in it.
+
+    Args:
+        enough: when so many groups are done, the others end after their current step; None: all.
+        streams: looks whether the process's random generators stay where they are; None: nobody else draws from them.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        bundles: Sequence[Bundle],
+        T: Sequence[int],
+        *,
+        enough: int | None = None,
+        streams: GlobalStreams | None = None,
+    ) -> None:
+        super().__init__(pool, bundles, T)
+        self._enough = len(T) if enough is None else enough
+        self.preempts = enough is not None
+        self._streams = streams
+        self._filling: list[Slot] = []
+        self._complete: dict[int, Report] = {}  # by group
+        self._begun: dict[int, int] = {}  # numbers of the orders for these slots, by group
+
+    def collect(self, request: CollectRequest, into: Slot | None = None) -> FilledSlot:
+        """T steps of every group; see ``Schedule``."""
+        local = self.pool.local
+        if local is None:
+            self.pool.check_alive()
+        policy = request.policy(0)
+        if self._resize(request.rows):
+            self.abandon("resized")
+        self._prepare(policy, request.version)
+        if not self._filling:
+            again = into is not None and into.layout == self.bundles[0].ring.layout
+            self._filling = [cast(Slot, into).begin()] if again else [b.ring.take() for b in self.bundles]
+        if local is not None:
+            for order, lane in self._missing(request, policy):
+                report = local.run(order, lane)
+                self.pool.enter(report)
+                error, report.error = report.error, None
+                try:
+                    if error is not None:
+                        raise error
+                finally:
+                    del error  # its traceback refers to this frame: slots would wait for the cycle collector
+                self._complete[order.group] = report
+        else:
+            before = None if self._streams is None else self._streams.before()
+            self._work(request, policy)
+            if self._streams is not None and before is not None:
+                self._streams.check(before)
+            self.pool.check_alive()
+        give_warnings(self.pool)
+        return self._filled()
+
+    def _missing(self, request: CollectRequest, policy: str) -> list[tuple[Order, Lane]]:
+        """What the worker of this thread has still to do for the slots."""
+        missing: list[tuple[Order, Lane]] = []
+        limit = self._limit(request.limit, self._batch_groups())
+        for slot, lane, group in self._lanes():
+            if group in self._complete:
+                continue
+            if group not in self._begun:
+                self._begun[group] = next(self.pool.numbers)
+            order = Order(
+                self._begun[group],
+                group,
+                lane,
+                policy,
+                request.version,
+                request.closes,
+                limit,
+                spans=request.spans,
+                rule=None if request.rule is None else request.rule(group),
+                bootstrap=request.bootstrap,
+            )
+            missing.append((order, slot.lanes[lane]))
+        return missing
+
+    def _work(self, request: CollectRequest, policy: str) -> None:
+        """Let every group fill its lane, and wait for all of them."""
+        limit = self._limit(request.limit, self._batch_groups())
+        with self.pool.together():
+            for slot, lane, group in self._lanes():
+                if group not in self._complete and not self._is_under_way(group):
+                    order = self.pool.submit(
+                        group,
+                        slot,
+                        lane,
+                        number=self._begun.get(group),
+                        policy=policy,
+                        version=request.version,
+                        closes=request.closes,
+                        limit=limit,
+                        sharing=self._sharing(group),
+                        spans=request.spans,
+                        rule=None if request.rule is None else request.rule(group),
+                        bootstrap=request.bootstrap,
+                    )
+                    self._begun[group] = order.number
+        if self.ahead is not None:
+            for bundle, slot in zip(self.bundles, self._filling, strict=True):
+                self.ahead.prepare(bundle.ring, slot)
+        try:
+            self._wait()
+        finally:
+            if self.pool.server is not None:
+                self.pool.server.settle()
+
+    @postponed()
+    def abandon(self, reason: str) -> None:
+        """See ``Schedule``; the environments begin anew."""
+        if not self._filling:
+            return
+        self._discard(reason)
+        self.pool.call_for({n: range(a.info.num_envs) for n, a in enumerate(self.pool.accounts)}, Reset)
+
+    def layout(self, policy: str, version: int | str | None = None) -> Layout:
+        self._prepare(policy, version)
+        return self.bundles[0].ring.layout
+
+    def _prepare(self, policy: str, version: int | str | None) -> None:
+        """Slots for what the policy and the environments write."""
+        accounts = self.pool.accounts
+        living = [handle for handle in self.pool.handles if not accounts[handle.groups[0]].dropped]
+        ready = [bundle.laid_out for bundle in self.bundles] + [handle.prepared(policy) for handle in living]
+        if False not in ready:
+            return
+        self.abandon("policy_changed")
+        layouts: dict[int, Layout] = {}
+        for handle in living:
+            layouts |= self._lay_out(handle, policy, version)
+        self.pool.check_alive()
+        like = next(iter(layouts.values()))
+        for number, account in enumerate(accounts):  # nobody can be asked about those that were dropped
+            info = account.info
+            layouts.setdefault(number, replace(like, B=info.num_envs, batch_shape=info.batch_shape))
+        for bundle in self.bundles:
+            bundle.lay_out([layouts[number] for number in bundle.groups], self._names(bundle))
+
+    def _discard(self, reason: str) -> None:
+        super()._discard(reason)
+        for bundle, slot in zip(self.bundles, self._filling, strict=False):
+            if slot.state is not SlotState.LENT:  # the user has it (``return_same_td``)
+                self._give_back(bundle.ring, slot)
+        self._filling, self._complete, self._begun = [], {}, {}
+
+    def _lanes(self) -> list[tuple[Slot, int, int]]:
+        pairs = zip(self.bundles, self._filling, strict=True)
+        return [(slot, lane, group) for bundle, slot in pairs for lane, group in enumerate(bundle.groups)]
+
+    def _is_under_way(self, group: int) -> bool:
+        """Its order was not withdrawn when the last call was interrupted (Ctrl-C)."""
+        return self._begun.get(group) in self.pool.handle(group).outstanding
+
+    def _sharing(self, group: int) -> tuple[int, int] | None:
+        """Where a group stands among those that are left; None: nobody was dropped."""
+        sizes = [0 if account.dropped else account.info.num_envs for account in self.pool.accounts]
+        return (sum(sizes[:group]), sum(sizes)) if 0 in sizes else None
+
+    def _wait(self) -> None:
+        """Until every order has been followed; raises the first error."""
+        error: BaseException | None = None
+        while self.pool.outstanding:
+            report = self._next_report()
+            if report.error is None and not report.lost:
+                self._complete[report.group] = report
+                if len(self._complete) >= self._enough:
+                    self.pool.stop()
+            elif report.error is not None:
+                if error is None:
+                    error = report.error
+                    self.pool.withdraw()
+                report.error = None  # its traceback refers to frames that refer to the report, and to slots
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # it refers to this frame: slots would wait for the cycle collector
+
+    def _filled(self) -> FilledSlot:
+        reports = []
+        for slot, lane, group in self._lanes():
+            reports.append(self._complete[group])
+            self._finish(slot, lane, reports[-1])
+        slots = [(bundle.ring, slot) for bundle, slot in zip(self.bundles, self._filling, strict=True)]
+        self._filling, self._complete, self._begun = [], {}, {}
+        return filled(self.pool, slots, reports)

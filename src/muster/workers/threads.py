@@ -1,0 +1,338 @@
+"""Workers in threads of this process: for environments that mostly wait. They are told the same as processes are."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from muster.errors import MusterError
+from muster.keys import Key
+from muster.memory.slots import Lane
+from muster.memory.specs import Column
+from muster.protocols import Act, Outputs, Policy
+from muster.rng import GroupRng, global_streams
+from muster.rollout.progress import ALL_ORDERS, CELLS, STOP, Phase, Progress
+from muster.workers.channel import WakeUp
+from muster.workers.failures import thread_stack
+from muster.workers.launch import Child
+
+if TYPE_CHECKING:
+    import torch
+
+LOOKED_AT = 8  # batches
+LOOK_S = 0.1  # between two looks of a thread that waits, at whether it still has to
+ENDED = "This worker was ended while the policy was called, or while it waited for its turn."
+
+
+class GlobalStreams:
+    """Warns if environments in threads draw from the process's random generators, which all threads share.
+
+    Their data are then not the same each time, and the user's random numbers change. Looking takes some microseconds,
+    so only the first few batches are looked at, and only those that the main thread waits for: while a collector is in
+    the background the user may draw.
+    """
+
+    def __init__(self) -> None:
+        self._left = LOOKED_AT
+
+    def before(self) -> dict[str, Any] | None:
+        """Where the generators are before a batch, while no thread has the turn to act; None: there is no check."""
+        if not self._left or threading.current_thread() is not threading.main_thread():
+            return None
+        self._left -= 1
+        return global_streams()
+
+    def check(self, before: dict[str, Any]) -> None:
+        """Warn, once, if they are elsewhere after the batch."""
+        if moved := [name for name, state in global_streams().items() if state != before.get(name, state)]:
+            self._left = 0
+            warnings.warn(
+                f"The global random generators of {', '.join(moved)} moved while threads collected. An environment, a "
+                f"hook or another thread of this program draws from them. Threads share them: the same seed does not "
+                f"give the same data, and your own random numbers change. Let environments draw from self.np_random, "
+                f"or use backend='processes'.",
+                stacklevel=2,
+            )
+
+
+class LocalChannel:
+    """The parent's end of what ``Channel`` is between processes; nothing is pickled.
+
+    Args:
+        wake_up: rung with every message for this end.
+    """
+
+    def __init__(self, wake_up: WakeUp) -> None:
+        self._wake_up = wake_up
+        self._arrived: deque[Any] = deque()
+        self.other = ThreadEnd(self)
+        self.closed = False
+
+    def fileno(self) -> int:
+        return self._wake_up.fileno()
+
+    def send(self, message: Any, fds: Sequence[int] = (), timeout: float | None = None) -> None:
+        """Give a message, and duplicates of descriptors, to the thread."""
+        if self.closed or self.other.closed:
+            raise EOFError("The thread has ended.")
+        self.other.arrived.put((message, [os.dup(fd) for fd in fds]))
+
+    def receive(self, timeout: float | None = None) -> tuple[Any, list[int]]:
+        """The next message. Raises TimeoutError, or EOFError at the end of the thread."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._arrived:
+            if self.other.closed:
+                raise EOFError("The thread has ended.")
+            left = None if deadline is None else deadline - time.monotonic()
+            if not self._wake_up.wait(left):
+                raise TimeoutError("The thread has not answered in time.")
+        return self._arrived.popleft(), []
+
+    def poll(self) -> bool:
+        """Whether ``receive`` has an answer at once."""
+        return bool(self._arrived) or self.other.closed
+
+    def put(self, message: Any) -> None:
+        """From the thread."""
+        self._arrived.append(message)
+        self._wake_up.ring()
+
+    def wake(self) -> None:
+        """From the thread: it has ended."""
+        self._wake_up.ring()
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.other.arrived.put(None)
+
+
+class ThreadEnd:
+    """The thread's end of a ``LocalChannel``."""
+
+    def __init__(self, parent: LocalChannel) -> None:
+        self._parent = parent
+        self.arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.closed = False
+
+    def send(self, message: Any) -> None:
+        """Raises EOFError if nobody is there any more."""
+        if self._parent.closed:
+            raise EOFError("Nobody listens to this thread any more.")
+        self._parent.put(message)
+
+    def receive(self) -> tuple[Any, list[int]]:
+        """The next message; EOFError when there will be none."""
+        message = self.arrived.get()
+        if message is None:
+            raise EOFError("Nobody talks to this thread any more.")
+        content: tuple[Any, list[int]] = message
+        return content
+
+    def close(self) -> None:
+        self.closed = True
+        self._parent.wake()
+
+
+class LocalLedger:
+    """What ``Ledger`` is for a process."""
+
+    fd = -1
+
+    def __init__(self) -> None:
+        self.cells: Any = [0] * CELLS
+        self.thread: ThreadChild | None = None
+
+    def stop(self, number: int) -> None:
+        """See ``Ledger.stop``."""
+        self.cells[STOP] = number
+
+    def stack(self, within_s: float = 0.0) -> str:
+        """Where the thread is now."""
+        ident = self.thread.ident if self.thread is not None and within_s else None
+        return "" if ident is None else thread_stack(ident)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class ThreadChild:
+    """A thread in the place of a process. It cannot be killed: it is left alone, and what it writes goes nowhere."""
+
+    def __init__(self, name: str, end: ThreadEnd, ledger: LocalLedger) -> None:
+        self._end, self._ledger, self.pid, self.lost, self.late = end, ledger, os.getpid(), "", False
+        self._main: Any = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        ledger.thread = self
+        self._thread.start()
+
+    @property
+    def ident(self) -> int | None:
+        return self._thread.ident
+
+    def fileno(self) -> int:
+        return -1
+
+    def exit_code(self) -> int | None:
+        return None if self._thread.is_alive() else 0
+
+    def is_stopped(self) -> bool:
+        return False
+
+    def send_signal(self, number: int) -> None:
+        """Of all signals a thread knows that it should stop."""
+        self._ledger.cells[STOP] = ALL_ORDERS
+
+    def kill(self) -> None:
+        """Let it write into memory of its own, if it is still at work, and give its turn with the policy to others."""
+        self._ledger.cells[STOP] = ALL_ORDERS
+        if self._thread.is_alive() and (main := self._main) is not None:
+            try:
+                main.arena.isolate()
+            except OSError:
+                if main.arena.is_open:
+                    raise  # else it has just ended by itself, or the whole program does
+            if (turns := main.config.policy_turns) is not None:
+                turns.revoke(self.ident)
+
+    def join(self, timeout: float) -> bool:
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _run(self) -> None:
+        from muster.memory.shared import Arena
+        from muster.workers.main import WorkerMain
+
+        try:
+            config, (arena, *fds) = self._end.receive()
+            self._main = WorkerMain(self._end, config, Progress(self._ledger.cells), Arena.attach(arena), fds)
+            self._main.serve()
+            self._main.arena.close()
+        except EOFError:  # nobody wants anything of it any more
+            pass
+        finally:
+            self._end.close()
+
+
+def in_thread(wake_up: WakeUp) -> Callable[[str, bool], tuple[Child, Any, Any]]:
+    """Launches workers as threads, who ring when they have something to say."""
+
+    def start(name: str, preload: bool) -> tuple[Child, LocalChannel, LocalLedger]:
+        channel, ledger = LocalChannel(wake_up), LocalLedger()
+        return ThreadChild(name, channel.other, ledger), channel, ledger
+
+    return start
+
+
+# --- policies that draw from the process's generators ------------------------------------------------
+
+
+@dataclass
+class _Turn:
+    thread: int
+    streams: ExitStack = field(default_factory=ExitStack)  # closed, it has put back the user's
+
+
+class Turns:
+    """Lets one thread at a time act, with its group's streams in the place of the global ones.
+
+    A thread that hangs in its turn loses it by ``revoke``: the user's streams are the global ones again and the others
+    go on. When it gets on again, it ends a turn that is over, which changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._present: _Turn | None = None
+
+    @contextmanager
+    def turn(self, rng: GroupRng, progress: Progress) -> Iterator[None]:
+        """The calling thread's, when the others have ended theirs.
+
+        Raises:
+            MusterError: its worker was ended while it waited, or hung in its turn.
+        """
+        mine = _Turn(threading.get_ident())
+        with self._changed:
+            if self._present is not None:
+                self._wait(progress)
+            mine.streams.enter_context(rng.as_global())
+            self._present = mine
+        try:
+            yield
+        finally:
+            with self._changed:
+                revoked = self._present is not mine
+                self._end(mine)
+        if revoked:  # nothing is done any more with what came of it
+            raise MusterError(ENDED)
+
+    def revoke(self, thread: int | None) -> None:
+        """End the turn of a thread, if it has it; from another thread."""
+        with self._changed:
+            if self._present is not None and self._present.thread == thread:
+                self._end(self._present)
+
+    def _wait(self, progress: Progress) -> None:
+        phase = progress.begin(Phase.WAIT)
+        try:
+            while self._present is not None:
+                if progress.cells[STOP] >= ALL_ORDERS:
+                    raise MusterError(ENDED)
+                self._changed.wait(LOOK_S)
+        finally:
+            progress.begin(phase)
+
+    def _end(self, turn: _Turn) -> None:
+        turn.streams.close()
+        if self._present is turn:
+            self._present = None
+            self._changed.notify()
+
+
+class OneAtATime:
+    """Implements ``Policy``: acts when it is its thread's turn.
+
+    Policies that draw from the group's own generator need no turn, but for their first call.
+
+    Args:
+        turns: common to all threads.
+        progress: of this thread's worker.
+    """
+
+    def __init__(self, policy: Policy, turns: Turns, progress: Progress) -> None:
+        self.inner, self._turns, self._progress = policy, turns, progress
+        self.name, self.draws_globally = policy.name, False
+
+    @property
+    def path(self) -> str:
+        return self.inner.path
+
+    def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
+        with self._turns.turn(rng, self._progress):
+            return self.inner.first(obs, rng)
+
+    def start(self, lane: Lane, rng: GroupRng) -> Act:
+        act = self.inner.start(lane, rng)
+        if not self.inner.draws_globally:
+            return act
+        turn, progress = self._turns.turn, self._progress
+
+        def act_alone(t: int) -> None:
+            with turn(rng, progress):
+                act(t)
+
+        return act_alone
+
+    def columns(self) -> Sequence[Column]:
+        return self.inner.columns()

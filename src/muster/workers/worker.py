@@ -1,0 +1,360 @@
+"""A worker: groups of environments with the policies that act in them, and everything that is done to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from muster.errors import MusterError
+from muster.keys import Key, dotted
+from muster.memory.slots import Lane, Layout
+from muster.memory.specs import Array
+from muster.observing.profiling import ProfileConfig, RolloutProfiler
+from muster.policies.random import RandomPolicy
+from muster.protocols import EnvBatch, Policy
+from muster.restore.action_log import replays_alone
+from muster.rng import GroupRng
+from muster.rollout.bootstrap import rollout_and_values
+from muster.rollout.columns import lane_columns
+from muster.rollout.group import Group
+from muster.rollout.hooks import rendering
+from muster.rollout.loop import rollout
+from muster.rollout.progress import PHASE, Phase, Progress, Timing
+from muster.workers import group_state
+from muster.workers.build import seeds_of
+from muster.workers.config import Columns
+from muster.workers.lines import ServedPolicy
+from muster.workers.messages import GroupInfo, Order, Report
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from muster.utils import lazy_torch as torch
+
+
+class Worker:
+    """Groups and their policies. All of it happens in the thread that calls.
+
+    Args:
+        groups: owned by the worker.
+        policies: by name: "policy" and "random".
+        model: the policy as the user gave it, for ``execute``.
+        device: of the policy.
+        progress: of all groups.
+        index: of the worker.
+        generation: how often it was started before.
+
+    Attributes:
+        laid_out: the layouts of its groups, which orders are about; another dict when lanes have to be made anew.
+        acting: the policy that acted last, or has been called for its columns since.
+        newest: takes over the newest weights, and returns their version; None: they are always in place, and orders
+            say which they are.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        policies: dict[str, Policy],
+        model: Any = None,
+        *,
+        device: torch.device | None = None,
+        progress: Progress | None = None,
+        index: int = 0,
+        generation: int = 0,
+    ) -> None:
+        self.groups, self.policies, self.policy = list(groups), policies, model
+        self.progress, self.index, self._generation = progress or Progress(), index, generation
+        self.laid_out: dict[int, Layout] = {}
+        self.acting: Policy | None = None
+        self._known: tuple[Policy, Mapping[Key, Array]] | None = None  # that was called; its objects at that call
+        self.newest: Callable[[], int | str] | None = None
+        self._device = device
+        self._profiler: RolloutProfiler | None = None
+        self._watches: dict[int, Any] = {}  # that were there before ``render``
+        self._grad, self._inference_mode = False, self.groups[0].options.inference_mode
+        for group in self.groups:
+            group.progress = self.progress
+
+    # --- rollouts ---------------------------------------------------------------------------------
+
+    def prepared(self, name: str) -> bool:
+        """``layouts(name)`` would say the same as before."""
+        if self.policies[name] is not self.acting:
+            return False
+        for group in self.groups:  # noqa: SIM110 (asked before every batch)
+            if group.resumed:
+                return False
+        return True
+
+    def layouts(self, columns: Columns) -> list[Layout]:
+        """Where a policy and the groups write, in rollouts to come; by group.
+
+        A policy that has not acted before makes its first call for that; rollouts go on from there. Rollouts of
+        "random" have the columns of "policy".
+        """
+        served = self.policies["policy"]
+        if isinstance(served, ServedPolicy):
+            served.learn(columns.served)
+        policy = self._adopt(columns.policy, columns.version)
+        made = [
+            Layout(
+                steps,
+                group.B,
+                lane_columns(group.env, policy.columns(), group.options, resumed=group.resumed is not None),
+                batch_shape=group.batch_shape,
+            )
+            for steps, group in zip(columns.T, self.groups, strict=True)
+        ]
+        if made != list(self.laid_out.values()):
+            self.laid_out = {group.number: layout for group, layout in zip(self.groups, made, strict=True)}
+        return made
+
+    def observe(self) -> dict[int, tuple[dict[Key, Array], dict[str, Any]]]:
+        """What a server needs to act for the first time: by group, observations and the state of random streams."""
+        for group in self.groups:
+            group.begin()
+        return {
+            group.number: (
+                {key: np.array(group.carry[key][0]) for key in group.env.observation_specs},
+                group.rng.state_dict(),
+            )
+            for group in self.groups
+        }
+
+    def _adopt(self, name: str, version: int | str | None) -> Policy:
+        policy = self.policies[name]
+        if policy is not self.acting:
+            version = self.newest() if self.newest is not None else version
+            phase = self.progress.begin(Phase.POLICY)
+            for group in self.groups:
+                group.version = group.version if version is None else version
+                if isinstance(policy, ServedPolicy):
+                    group.begin()  # the server makes the first call
+                else:
+                    with self._gradients(policy):
+                        objects = group.prime(policy).objects
+                    self._known = (policy, objects) if name == "policy" else self._known
+            if name != "policy" and isinstance(policy, RandomPolicy):
+                self._show_columns(policy)
+            self.progress.begin(phase)
+        elif isinstance(policy, RandomPolicy) and isinstance(served := self.policies["policy"], ServedPolicy):
+            policy.learn(served.columns(), {})  # after a load the server had not said yet what it writes
+        self.acting = policy
+        return policy
+
+    def _show_columns(self, random: RandomPolicy) -> None:
+        """Random rollouts have the columns of the policy, which is called once for it if it never was."""
+        policy = self.policies["policy"]
+        if isinstance(policy, ServedPolicy):
+            random.learn(policy.columns(), {})
+            return
+        if self._known is None or self._known[0] is not policy:
+            with self._gradients(policy):
+                self._known = policy, self.groups[0].probe(policy).objects
+        random.learn(policy.columns(), self._known[1])
+
+    def run(self, order: Order, lane: Lane) -> Report:
+        """Follow an order; what it raises is in the report."""
+        group = self.groups[order.group - self.groups[0].number]
+        policy, cells = self.policies[order.policy], self.progress.cells
+        group.executed, group.timing = 0, Timing()
+        group.discarded.clear()
+        group.closes_batch, group.frame_limit = order.closes, order.limit
+        if order.sharing is not None:
+            first, sharing = order.sharing
+            group.places = np.arange(first, first + group.B), sharing
+        group.spans = spans = _Spans() if order.spans else None
+        if lane.done_steps == 0:  # else it goes on with the one that it has
+            group.rule = order.rule
+        self.progress.take_up(order.number)
+        report = Report(order.number, group.number, timing=group.timing)
+        try:
+            if self.newest is not None:
+                self.progress.begin(Phase.WEIGHTS)
+                group.version = self.newest()
+            elif order.version is not None:
+                group.version = order.version
+            if order.bootstrap is None and not self._grad:
+                rollout(group, policy, lane)
+            else:
+                self._run_specially(group, policy, lane, order, report)
+        except BaseException as error:  # noqa: BLE001 (raised where the batch is waited for)
+            report.error, report.phase = error, phase_ended_by(error, self.progress)
+        else:
+            report.frames, report.rows, report.episodes = group.delivered, group.rows, group.episodes
+            if self._profiler is not None:
+                self._profiler.step()
+        cells[PHASE] = Phase.IDLE
+        report.executed = group.executed
+        if group.discarded:
+            report.discarded = +group.discarded
+        report.done_steps, report.version, report.finals = lane.done_steps, group.version, group.finals
+        report.path = policy.path
+        if group.env.casts is not None:
+            report.warnings = group.env.casts.take_warnings()
+        if spans is not None:
+            report.spans = spans.kept
+        return report
+
+    def _run_specially(self, group: Group, policy: Policy, lane: Lane, order: Order, report: Report) -> None:
+        """A rollout with gradients, or after which values are asked for."""
+        with self._gradients(policy):
+            if order.bootstrap is None:
+                rollout(group, policy, lane)
+            else:
+                asked = None if isinstance(policy, ServedPolicy) else policy
+                report.values = rollout_and_values(group, policy, lane, order.bootstrap, asked)
+
+    def group(self, number: int) -> Group:
+        return self.groups[number - self.groups[0].number]
+
+    # --- what else is done to groups --------------------------------------------------------------
+
+    def render(self, seconds: float | None) -> None:
+        """Let environments render after every step, and wait so long then; None ends it."""
+        for group in self.groups:
+            group.watch = self._watches.pop(group.number, group.watch)
+            if seconds is not None:
+                self._watches[group.number] = group.watch
+                group.watch = rendering(group, seconds)
+
+    def enable_grad(self, on: bool) -> None:
+        """Let modules and functions of the user act with gradients enabled; what they return is detached."""
+        self._grad = on
+        for group in self.groups:
+            group.options = replace(group.options, inference_mode=self._inference_mode and not on)
+
+    def _gradients(self, policy: Policy) -> AbstractContextManager[None]:
+        if not self._grad or isinstance(policy, ServedPolicy):
+            return nullcontext()
+        from muster.policies.gradients import gradients_enabled
+
+        return gradients_enabled(policy)
+
+    def seed(self, seed: int | None, static: bool) -> None:
+        """See ``Collector.set_seed``; in a worker that was started again, other streams and episodes follow from it."""
+        if seed is None:
+            return
+        for group in self.groups:
+            ids = [0] * group.B if static else group.clock.env_ids.tolist()
+            group.rng = GroupRng(seed, group.number, self._device or group.env.device, self._generation)
+            group.reset(seeds=seeds_of(seed, ids, self._generation))
+
+    def state(self) -> list[dict[str, Any]]:
+        """Of every group, with its environments', as plain data."""
+        from muster.restore import snapshot  # needs torch
+
+        names = {id(policy): name for name, policy in self.policies.items()}
+        acting = names.get(id(self.acting))
+        return [
+            {"group": group_state.take(group, acting), "envs": [snapshot.take(env) for env in group.env.objects()]}
+            for group in self.groups
+        ]
+
+    def load(self, states: Mapping[int, Mapping[str, Any]], cut: str | None, trust: bool) -> list[dict[int, str]]:
+        """Go on from ``state``.
+
+        Args:
+            states: by group.
+            cut: why environments are not to be restored, in any case.
+            trust: unpickle environments.
+
+        Returns:
+            for every group, the environments that begin anew, by global number, and why.
+        """
+        from muster.restore import snapshot
+
+        acting = states[self.groups[0].number]["group"]["acting"]
+        if acting is None:
+            self.acting = None
+        else:
+            self._adopt(acting, None)
+        failed = []
+        for group in self.groups:
+            state = states[group.number]
+            objects = zip(group.env.objects(), state["envs"], strict=True)
+            reasons = [cut or snapshot.restore(env, taken, trust) for env, taken in objects]
+            failed.append(group_state.load(group, state["group"], reasons, self.acting))
+        for group in self.groups:
+            group.env.look_again()
+        self.laid_out = {}
+        return failed
+
+    # --- questions --------------------------------------------------------------------------------
+
+    @property
+    def env(self) -> Any:
+        """The environment object, or the list of them."""
+        objects = [env for group in self.groups for env in group.env.objects()]
+        return objects[0] if len(objects) == 1 else objects
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Of the policy, as it is."""
+        from muster.weights.names import named_tensors
+
+        return {name: tensor.cpu() for name, tensor in named_tensors(self.policy).items()}
+
+    def profile(self, config: ProfileConfig | None) -> None:
+        """Profile the next rollouts; None ends it."""
+        if self._profiler is not None:
+            self._profiler.stop()
+        self._profiler = None
+        if config is not None and config.includes(self.index):
+            self._profiler = RolloutProfiler(config, self.index)
+            self._profiler.start()
+
+    def close(self) -> None:
+        """Close the environments: all of them, whatever one of them raises."""
+        self.profile(None)
+        with ExitStack() as closing:
+            for group in self.groups:
+                closing.callback(group.env.close)
+
+
+def phase_ended_by(error: BaseException, progress: Progress) -> str:
+    """The phase that an error has ended, whatever the error is; it is noted there, if that is one of Muster's."""
+    phase = Phase(progress.begin(Phase.IDLE))
+    if phase is not Phase.IDLE and issubclass(type(error), MusterError):
+        vars(error)["phase"] = phase.name.lower()
+    return phase.name.lower()
+
+
+def describe(env: EnvBatch, batch_shape: tuple[int, ...]) -> GroupInfo:
+    """What everybody may know about a group of these environments."""
+    observations, actions = (
+        {dotted(key): str(spec) for key, spec in specs.items()} for specs in (env.observation_specs, env.action_specs)
+    )
+    return GroupInfo(
+        env.name,
+        env.num_envs,
+        batch_shape,
+        env.device,
+        observations,
+        actions,
+        tuple(env.observation_specs),
+        tuple(env.action_specs),
+        (env.reward_key, env.reward_dtype),
+        replays_alone(env),
+        dict(env.observation_specs),
+        dict(env.action_specs),
+        env.bookkeeping,
+    )
+
+
+def objects_of(lane: Lane) -> dict[Key, Array]:
+    """The columns of Python objects, which another process cannot see."""
+    return {column.key: lane.arrays[column.key] for column in lane.layout.object_columns}
+
+
+class _Spans:
+    """Spans of one rollout."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[str, int, int, int]] = []
+
+    def add(self, name: str, begin_ns: int, end_ns: int, track: int = 0) -> None:
+        self.kept.append((name, begin_ns, end_ns, track))

@@ -1,0 +1,249 @@
+"""The compat layer's Collector where it does not do as Tianshou's: errors, gradients, what it says of itself."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("tianshou")
+from tianshou import data
+from tianshou.data import Batch, CachedReplayBuffer, CollectStats, ReplayBuffer, VectorReplayBuffer
+from tianshou.data.collector import BaseCollector, EpisodeRolloutHookMCReturn
+from tianshou.env import DummyVectorEnv
+from tianshou.utils.net.common import Net
+from torch import nn
+
+from muster.compat import tianshou as compat
+from muster.compat.tianshou import Collector, EpisodeRolloutHookMerged, sampling
+from muster.errors import BadOption
+from tests.parity.tianshou_envs import POLICIES, Counting
+from tests.parity.tianshou_tools import Program, assert_same, collects, play
+
+
+def made(lengths: Any = (3, 5), policy: str = "values", **kwargs: Any) -> Collector:
+    envs = [Counting(n) for n in lengths]
+    kwargs.setdefault("buffer", VectorReplayBuffer(40 * len(envs), len(envs)))
+    return Collector(POLICIES[policy](envs[0].action_space), DummyVectorEnv([lambda e=e: e for e in envs]), **kwargs)
+
+
+@pytest.mark.parametrize(
+    "numbers", [{}, {"n_step": 4, "n_episode": 2}, {"n_step": 0}, {"n_step": -2}, {"n_episode": -1}]
+)
+def test_one_number_is_asked_for(numbers: dict[str, int]) -> None:
+    collector = made()
+    collector.reset()
+    with pytest.raises(BadOption, match="give one of them"):
+        collector.collect(**numbers)
+
+
+def test_environments_must_have_been_reset() -> None:
+    collector = made()
+    with pytest.raises(BadOption, match="reset_before_collect=True"):
+        collector.collect(n_step=2)
+    assert collector.collect(n_step=2, reset_before_collect=True).n_collected_steps == 2
+
+
+def test_it_says_when_it_collects_more_steps_or_uses_fewer_environments() -> None:
+    collector = made()
+    collector.reset()
+    with pytest.warns(UserWarning, match="n_step=3 is no multiple of 2") as seen:
+        assert collector.collect(n_step=3).n_collected_steps == 4
+    assert seen[0].filename == __file__
+    with pytest.warns(UserWarning, match="the last 1 of them take no part"):
+        assert collector.collect(n_episode=1).lens.tolist() == [3]
+
+
+def test_one_environment_is_wrapped() -> None:
+    env = Counting(3)
+    with pytest.warns(UserWarning, match="DummyVectorEnv") as seen:
+        collector = Collector(POLICIES["values"](env.action_space), env)
+    assert seen[0].filename == __file__
+    assert (collector.env_num, collector.buffer.maxsize) == (1, 10_000)
+    collector.reset()
+    assert collector.collect(n_episode=2).lens.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("buffer", "message"),
+    [
+        (ReplayBuffer(10), r"ReplayBuffer has 1 buffer for 2 environments"),
+        (VectorReplayBuffer(10, 1), r"VectorReplayBuffer has 1 buffers for 2 environments"),
+        (CachedReplayBuffer(ReplayBuffer(10), 1, 5), r"1 cached buffers for 2"),
+        (ReplayBuffer(0), r"maxsize=0"),
+    ],
+)
+def test_a_buffer_needs_room_for_every_environment(buffer: Any, message: str) -> None:
+    with pytest.raises(BadOption, match=message):
+        made(buffer=buffer)
+
+
+def test_asynchronous_environments_have_a_collector_of_their_own() -> None:
+    venv = DummyVectorEnv([lambda: Counting(3)] * 2, wait_num=1)
+    with pytest.raises(BadOption, match="AsyncCollector"):
+        Collector(POLICIES["values"](Counting(3).action_space), venv).reset()
+
+
+def test_it_is_closed_once_and_by_with() -> None:
+    with made() as collector:
+        assert not collector.is_closed
+    assert collector.is_closed
+    assert collector.env.is_closed
+    collector.close()
+    with pytest.raises(BadOption, match="made or closed"):
+        collector.collect(n_step=2)
+
+
+def test_it_passes_for_tianshous() -> None:
+    collector = made()
+    assert isinstance(collector, data.Collector)
+    assert isinstance(collector, BaseCollector)
+    assert not isinstance(collector, data.AsyncCollector)
+    assert isinstance(Collector[CollectStats](collector.policy, collector.env), Collector)
+
+
+@pytest.mark.parametrize("no_grad", [True, False])
+def test_a_policy_acts_without_gradients_unless_they_are_asked_for(no_grad: bool) -> None:
+    seen = []
+
+    class Policy(type(POLICIES["array"](Counting(3).action_space))):  # type: ignore[misc]
+        def forward(self, batch: Any, state: Any = None, **kwargs: Any) -> Any:
+            seen.append((torch.is_grad_enabled(), self.training))
+            weight = nn.Parameter(torch.ones(len(batch.obs)))
+            return Batch(act=np.zeros(len(batch.obs), int), state=weight * 2)
+
+    collector = made()
+    collector.policy = Policy(Counting(3).action_space, "array")
+    collector.reset()
+    collector.collect(n_step=20, no_grad=no_grad)
+    assert set(seen) == {(not no_grad, False)}
+    assert collector.policy.training
+    assert torch.is_grad_enabled()
+    assert not collector.buffer.policy.hidden_state.requires_grad
+
+
+def test_time_is_counted_over_calls() -> None:
+    collector = made()
+    collector.reset()
+    times = [collector.collect(n_step=4).collect_time for _ in range(3)]
+    assert collector.collect_time == pytest.approx(sum(times))
+    assert (collector.collect_step, collector.collect_episode) == (12, 3)
+    collector.reset_stat()
+    assert (collector.collect_step, collector.collect_episode, collector.collect_time) == (0, 0, 0.0)
+
+
+def test_policy_noise_and_buffer_can_be_exchanged() -> None:
+    collector = made(policy="actor")
+    collector.reset()
+    collector.collect(n_step=4)
+    collector.policy, collector.exploration_noise = POLICIES["values"](Counting(3).action_space), True
+    collector.buffer = VectorReplayBuffer(20, 2)
+    assert collector.collect(n_step=4).pred_dist_std_array is None
+    assert len(collector.buffer) == 4
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_long_call_is_made_in_pieces(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = collects({"n_step": 30}, {"n_episode": 7}, {"n_step": 6, "random": True}, {"n_step": 12})
+    program = Program((3, 5, 2), calls, "batch", "small", env={"infos": "some"})
+    whole = play(compat, program)
+    monkeypatch.setattr(sampling, "LANE_ROWS", rows)
+    assert_same(play(compat, program), whole)
+
+
+def test_a_policy_whose_entries_change_within_a_call_is_stored_as_tianshou_does() -> None:
+    class Fickle(type(POLICIES["array"](Counting(3).action_space))):  # type: ignore[misc]
+        calls = 0
+
+        def forward(self, batch: Any, state: Any = None, **kwargs: Any) -> Any:
+            self.calls += 1
+            n = len(batch.obs)
+            entry = Batch(value=np.full(n, self.calls)) if self.calls > 2 else Batch()
+            return Batch(act=np.zeros(n, int), policy=entry)
+
+    seen = []
+    for module in (compat, data):
+        envs = DummyVectorEnv([lambda n=n: Counting(n) for n in (3, 5)])
+        collector = module.Collector(Fickle(Counting(3).action_space, "none"), envs, VectorReplayBuffer(40, 2))
+        collector.reset()
+        collector.collect(n_step=12)
+        seen.append(collector.buffer.policy.value.tolist())
+    assert seen[0] == seen[1]
+    assert seen[0][:6] == [0, 0, 3, 4, 5, 6]
+
+
+def test_of_an_episode_longer_than_its_ring_a_hook_gets_the_last_steps_and_its_length_is_known() -> None:
+    seen: list[Any] = []
+    buffer = VectorReplayBuffer(2 * 3, 2)
+    collector = made(
+        (5, 3), buffer=buffer, on_episode_done_hook=lambda episode: seen.append(episode.obs[:, 1].tolist())
+    )
+    collector.reset()
+    stats = collector.collect(n_episode=4)
+    assert stats.lens.tolist() == [3, 5, 3, 5]
+    assert seen == [[0, 1, 2], [2, 3, 4], [0, 1, 2], [2, 3, 4]]
+
+
+def test_what_a_step_hook_adds_is_stored_for_every_environment() -> None:
+    def add(action: Any, step: Any) -> None:
+        step.number, step.dist_of = step.obs[:, 1] * 10, action.dist
+
+    collector = made(policy="actor", on_step_hook=add)
+    collector.reset()
+    collector.collect(n_episode=2)
+    assert collector.buffer.number[[0, 1, 2, 40, 44]].tolist() == [0, 10, 20, 0, 40]
+    assert [collector.buffer.dist_of[i].batch_shape for i in (0, 44)] == [(1,), (1,)]
+    assert collector.buffer[np.array([1, 41])].number.tolist() == [10, 10]
+    collector.buffer = CachedReplayBuffer(ReplayBuffer(20), 2, 9)
+    with pytest.raises(BadOption, match="CachedReplayBuffer does not move"):
+        collector.collect(n_step=2)
+
+
+def test_statistics_of_ones_own_see_what_a_hook_has_added() -> None:
+    class Marks(CollectStats):
+        marks = 0.0
+
+        def update_at_episode_done(self, episode_batch: Any, *args: Any, **kwargs: Any) -> None:
+            self.marks += episode_batch.mark.sum()
+            super().update_at_episode_done(episode_batch, *args, **kwargs)
+
+    collector = made(
+        collect_stats_class=Marks, on_episode_done_hook=lambda episode: {"mark": np.full(len(episode), 0.5)}
+    )
+    collector.reset()
+    assert collector.collect(n_episode=2).marks == 4.0
+
+
+def test_several_episode_hooks_are_one() -> None:
+    def mark(episode: Any) -> dict[str, Any]:
+        return {"mark": np.arange(len(episode), dtype=float)}
+
+    hook = EpisodeRolloutHookMerged(EpisodeRolloutHookMCReturn(1.0), lambda episode: None, mark)
+    collector = made(on_episode_done_hook=hook)
+    collector.reset()
+    collector.collect(n_episode=2)
+    assert collector.buffer.mark[:3].tolist() == [0, 1, 2]
+    assert collector.buffer.mc_return_to_go[40] == collector.buffer.full_episode_mc_return[44]
+    assert EpisodeRolloutHookMerged(lambda episode: None)(Batch()) is None
+    with pytest.raises(KeyError, match="mark"):
+        EpisodeRolloutHookMerged(mark, mark)(Batch(a=np.zeros(2)))
+    assert EpisodeRolloutHookMerged(mark, mark, check_overlapping_keys=False)(Batch(a=np.zeros(2))) is not None
+
+
+def test_a_net_of_tianshous_acts() -> None:
+    from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
+
+    env = Counting(3)
+    net = Net(state_shape=(2,), action_shape=5, hidden_sizes=[8])
+    collector = Collector(
+        DiscreteQLearningPolicy(model=net, action_space=env.action_space), DummyVectorEnv([lambda: env])
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        collector.reset()
+        stats = collector.collect(n_episode=2)
+    assert isinstance(stats, CollectStats)
+    assert (stats.lens_stat.mean, stats.n_collected_steps) == (3.0, 6)

@@ -1,0 +1,381 @@
+"""TorchRL's collector in the compat layer, where TorchRL's own is no measure: see tests/parity for what is equal."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("torchrl")
+
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torchrl.collectors import BaseCollector, WeightUpdaterBase
+from torchrl.collectors.utils import _TrajectoryPool
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.envs import GymEnv, InitTracker, SerialEnv, TransformedEnv
+from torchrl.modules import LSTMModule
+
+from muster import policies
+from muster.compat.torchrl import Collector
+from muster.compat.torchrl.numbering import Numbering, TrajectoryPool
+from muster.errors import BadOption, BadWeights, CollectorClosed
+from muster.testing import CountingEnv
+from tests.tools import assert_same, column, counting
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def linear(bias: float = 0.0) -> TensorDictModule:
+    net = torch.nn.Linear(3, 1)
+    with torch.no_grad():
+        net.bias.fill_(bias)
+    return TensorDictModule(net, in_keys=["observation"], out_keys=["action"])
+
+
+def pendulum() -> GymEnv:
+    env = GymEnv("Pendulum-v1")
+    env.set_seed(0)
+    return env
+
+
+def collect(n: int = 1, **options: Any) -> list[Any]:
+    collector = Collector(pendulum(), linear(), **{"frames_per_batch": 5, **options})
+    return [collector.next() for _ in range(n)]
+
+
+# --- environments and policies of Muster's ----------------------------------------------------------
+
+
+def test_an_environment_by_its_id():
+    collector = Collector("CartPole-v1", None, frames_per_batch=20, total_frames=40)
+    assert [batch.shape for batch in collector] == [(20,), (20,)]
+
+
+@pytest.mark.parametrize("source", [counting(3), CountingEnv(3)], ids=["factory", "object"])
+def test_a_gymnasium_environment_with_a_function_on_observations(source):
+    collector = Collector(source, lambda obs: obs[..., 1].long() % 2, frames_per_batch=7, max_frames_per_traj=2)
+    batch = collector.next()
+    assert column(batch, "collector", "traj_ids") == [0, 0, 1, 1, 2, 2, 3]
+    assert column(batch, "step_count") == [0, 1, 0, 1, 0, 1, 0]
+    assert column(batch, "next", "truncated") == [False, True, False, True, False, True, False]
+
+
+def test_a_vector_environment_with_a_head():
+    env = gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync")
+    collector = Collector(env, policies.categorical(torch.nn.Linear(4, 2)), frames_per_batch=30)
+    batch = collector.next()
+    assert batch.shape == (3, 10)
+    assert batch["collector", "traj_ids"][:, 0].tolist() == [0, 1, 2]
+    assert "action_log_prob" in batch
+
+
+def test_seeding_an_environment_of_musters_begins_anew_and_repeats():
+    collector = Collector("CartPole-v1", lambda obs: (obs[..., 2] > 0).long(), frames_per_batch=10)
+    runs = []
+    for _ in range(2):
+        collector.set_seed(5)
+        runs.append(collector.next().exclude("collector"))
+    assert_same(*runs)
+
+
+def undecided() -> torch.nn.Linear:
+    net = torch.nn.Linear(4, 2)
+    for parameter in net.parameters():
+        torch.nn.init.zeros_(parameter)
+    return net
+
+
+@pytest.mark.parametrize("policy", [None, policies.categorical(undecided())], ids=["random", "head"])
+def test_torchs_seed_decides_what_musters_own_policies_draw(policy):
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(Collector("CartPole-v1", policy, frames_per_batch=30).next()["action"].tolist())
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_a_recurrent_policy_needs_no_transforms():
+    lstm = LSTMModule(4, 8, in_key="observation", out_key="features")
+    head = TensorDictModule(torch.nn.Linear(8, 2), in_keys=["features"], out_keys=["action"])
+    one_hot = TensorDictModule(lambda a: torch.nn.functional.one_hot(a.argmax(-1), 2), ["action"], ["action"])
+    policy = TensorDictSequential(lstm, head, one_hot)
+    batch = Collector(GymEnv("CartPole-v1"), policy, frames_per_batch=40).next()
+    begins = torch.cat([torch.tensor([True]), batch["next", "done"][:-1, 0]])
+    assert batch["recurrent_state_h"][begins].eq(0).all()
+    assert batch["recurrent_state_h"][~begins].ne(0).any(-1).any(-1).all()
+
+
+def test_transforms_for_a_recurrent_policy_are_added_on_request():
+    lstm = LSTMModule(3, 8, in_key="observation", out_key="features")
+    head = TensorDictModule(torch.nn.Linear(8, 1), in_keys=["features"], out_keys=["action"])
+    policy = TensorDictSequential(lstm, head)
+    collector = Collector(pendulum(), policy, frames_per_batch=5, auto_register_policy_transforms=True)
+    assert isinstance(collector.env, TransformedEnv)
+    assert "is_init" in collector.next()
+
+
+def test_policies_and_environments_are_told_of_the_collector():
+    class Told:
+        collector: Any = None
+
+        def register_collector(self, collector: Any) -> None:
+            self.collector = collector
+
+        def __call__(self, td: Any) -> Any:
+            return td.set("action", torch.zeros(*td.shape, 1))
+
+    policy = Told()
+    collector = Collector(pendulum(), policy, frames_per_batch=5, trust_policy=True)
+    assert policy.collector is collector
+
+
+# --- what is raised ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"backend": "process"}, {"num_collectors": 2}, {"num_collectors": 1}])
+def test_what_is_not_in_this_process_is_refused(options):
+    with pytest.raises(BadOption, match=r"torchrl\.collectors\.Collector"):
+        collect(**options)
+
+
+def test_a_list_of_one_environment_is_that_environment():
+    assert Collector([pendulum], linear(), frames_per_batch=5, backend="direct").next().shape == (5,)
+    with pytest.raises(ValueError, match="exactly one"):
+        Collector([pendulum, pendulum], linear(), frames_per_batch=5)
+
+
+@pytest.mark.parametrize(
+    "options", [{"frames_per_batch": 0}, {"frames_per_batch": 2.5}, {"total_frames": True}], ids=str
+)
+def test_impossible_numbers_are_refused(options):
+    with pytest.raises(BadOption, match=next(iter(options))):
+        collect(**options)
+
+
+def test_a_closed_collector_says_so():
+    collector = Collector(pendulum(), linear(), frames_per_batch=5)
+    batch = collector.next()
+    collector.shutdown()
+    collector.shutdown()
+    assert batch["observation"].isfinite().all()
+    assert collector.env.is_closed
+    for call in (collector.next, collector.rollout, collector.reset, collector.fake_tensordict):
+        with pytest.raises(CollectorClosed, match="shut down"):
+            call()
+
+
+def test_a_collector_that_nobody_refers_to_ends_at_once():
+    """Left to the garbage collector it would close the environment while another collector uses it."""
+    gc.disable()
+    try:
+        collector = Collector(pendulum(), linear(), frames_per_batch=5, total_frames=10)
+        assert len(list(collector)) == 2
+        ended = weakref.ref(collector)
+        del collector
+        assert ended() is None
+    finally:
+        gc.enable()
+
+
+def test_an_environment_may_stay_open():
+    collector = Collector(env := pendulum(), linear(), frames_per_batch=5)
+    collector.shutdown(close_env=False)
+    assert not env.is_closed
+
+
+def test_an_endless_collector_has_no_length():
+    with pytest.raises(TypeError, match="endless"):
+        len(Collector(pendulum(), linear(), frames_per_batch=5))
+
+
+def test_set_truncated_needs_a_flag():
+    env = SerialEnv(2, lambda: GymEnv("CartPole-v1"))
+    assert Collector(env, None, frames_per_batch=4, set_truncated=True).next()["next", "truncated"][:, -1].all()
+
+
+@pytest.mark.slow
+def test_warnings_are_silenced_by_the_environment_variable():
+    code = (
+        "import warnings; warnings.simplefilter('error', UserWarning)\n"
+        "from muster.compat.torchrl import Collector\n"
+        "Collector('CartPole-v1', None, frames_per_batch=10, total_frames=15, init_random_frames=3)\n"
+    )
+    for value, works in (("False", True), ("True", False)):
+        run = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "RL_WARNINGS": value}, capture_output=True
+        )
+        assert (run.returncode == 0) == works, run.stderr.decode()[-500:]
+
+
+# --- weights ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["module", "net", "state_dict", "tensordict", "keyword"])
+def test_weights_come_in_any_form(form):
+    policy, new = linear(1.0), linear(2.0)
+    collector = Collector(pendulum(), policy, frames_per_batch=5, track_policy_version=True)
+    given = {
+        "module": new,
+        "net": new.module,
+        "state_dict": new.state_dict(),
+        "tensordict": TensorDict.from_module(new).data,
+        "keyword": new,
+    }[form]
+    if form == "keyword":
+        collector.update_policy_weights_(policy=given)
+    else:
+        collector.update_policy_weights_(given)
+    batch = collector.next()
+    expected = new.module(batch["observation"]).clamp(-2, 2)
+    torch.testing.assert_close(batch["action"].clamp(-2, 2), expected)
+    assert collector.policy_version == 1
+
+
+def test_weights_that_are_not_finite_are_refused():
+    collector = Collector(pendulum(), linear(1.0), frames_per_batch=5)
+    with pytest.raises(BadWeights, match="finite"):
+        collector.update_policy_weights_(linear(float("nan")))
+    assert collector.policy.module.bias.item() == 1.0
+
+
+def test_a_weight_updater_updates():
+    class Updater(WeightUpdaterBase):
+        pushed = 0
+
+        def push_weights(self, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
+            self.pushed += 1
+
+        def _sync_weights_with_worker(self, *args: Any) -> None: ...
+        def _get_server_weights(self) -> None: ...
+        def _maybe_map_weights(self, *args: Any) -> None: ...
+        def all_worker_ids(self) -> list[int]:
+            return [0]
+
+    updater = Updater()
+    collector = Collector(
+        pendulum(), linear(), frames_per_batch=5, weight_updater=lambda: updater, track_policy_version=True
+    )
+    collector.update_policy_weights_(linear())
+    assert (updater.pushed, updater.collector, collector.policy_version) == (1, collector, 1)
+
+
+def test_received_weights_act_in_the_next_batch():
+    collector = Collector(pendulum(), linear(1.0), frames_per_batch=5)
+    collector.receive_weights(new := linear(2.0))
+    assert collector.policy.module.bias.item() == 2.0
+    with pytest.raises(ValueError, match="more than once"):
+        collector.receive_weights(new, policy=new)
+
+
+# --- in the background ------------------------------------------------------------------------------
+
+
+def test_an_error_in_the_background_comes_at_the_end():
+    def choose(td: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 7:
+            raising.set()
+            raise ZeroDivisionError("in the thread")
+        return td.set("action", torch.zeros(*td.shape, 1))
+
+    calls: list[int] = []
+    raising = threading.Event()
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100))
+    collector = Collector(pendulum(), choose, frames_per_batch=5, replay_buffer=buffer, trust_policy=True)
+    collector.start()
+    assert raising.wait(60)
+    with pytest.raises(ZeroDivisionError, match="in the thread"):
+        collector.async_shutdown()
+    collector.async_shutdown()
+    assert len(buffer) == 5
+
+
+def test_a_pause_stops_the_thread_between_batches():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10_000))
+    collector = Collector(pendulum(), linear(), frames_per_batch=5, replay_buffer=buffer)
+    collector.start()
+    with collector.pause():
+        before = buffer.write_count
+        assert before % 5 == 0
+        assert buffer.write_count == before
+    collector.async_shutdown()
+
+
+# --- state ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"max_frames_per_traj": 4}, {"reset_at_each_iter": True}], ids=str)
+def test_musters_state_goes_on_exactly(options):
+    def build() -> Collector:
+        return Collector(GymEnv("CartPole-v1"), None, frames_per_batch=15, total_frames=90, **options)
+
+    torch.manual_seed(0)
+    first = build()
+    for _ in range(2):
+        first.next()
+    state, generator = first.muster_state_dict(), torch.get_rng_state()
+    expected = list(first)
+    second = build()
+    report = second.load_muster_state_dict(state, trust=True)
+    torch.set_rng_state(generator)
+    got = list(second)
+    assert report.exact
+    assert len(got) == 4
+    for mine, theirs in zip(got, expected, strict=True):
+        assert_same(mine, theirs)
+
+
+def test_the_state_dict_says_how_it_is_built():
+    collector = Collector(TransformedEnv(pendulum(), InitTracker()), linear(), frames_per_batch=5)
+    collector.next()
+    state = collector.state_dict()
+    assert list(state) == ["policy_state_dict", "env_state_dict", "frames", "iter", "traj_pool"]
+    assert (state["frames"], state["iter"], int(state["traj_pool"]["traj_id"])) == (5, 0, 1)
+
+
+# --- trajectory ids ---------------------------------------------------------------------------------
+
+
+def test_two_collectors_share_a_pool_of_ids():
+    pool = _TrajectoryPool()
+    one, two = (Collector(counting(2), None, frames_per_batch=4, traj_pool=pool) for _ in range(2))
+    assert column(one.next(), "collector", "traj_ids") == [0, 0, 2, 2]
+    assert column(two.next(), "collector", "traj_ids") == [1, 1, 4, 4]
+
+
+@given(st.data())
+def test_ids_are_handed_out_by_time_and_then_by_environment(data):
+    B, T = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
+    flags = st.lists(st.booleans(), min_size=B * T, max_size=B * T)
+    rounds = data.draw(st.lists(flags, min_size=1, max_size=3))
+    numbering = Numbering(B, ["done"], TrajectoryPool())
+    current, following = list(range(B)), B
+    for done in np.array(rounds).reshape(-1, B, T):
+        batch = TensorDict({("collector", "traj_ids"): torch.zeros(B, T, dtype=torch.int64)}, [B, T])
+        batch["next", "done"] = torch.from_numpy(done).unsqueeze(-1)
+        numbering.write(batch)
+        expected = np.empty((B, T), int)
+        for t in range(T):
+            for b in range(B):
+                expected[b, t] = current[b]
+                if done[b, t]:
+                    current[b], following = following, following + 1
+        assert batch["collector", "traj_ids"].tolist() == expected.tolist()
+
+
+def test_it_is_a_collector_of_torchrls():
+    assert issubclass(Collector, BaseCollector)
+    assert "frames_per_batch" in repr(Collector.__signature__)
+    assert repr(Collector(pendulum(), linear(), frames_per_batch=5)).startswith("Collector(\n    env=GymEnv")
