@@ -419,7 +419,7 @@ def test_composite_actions_and_objects_come_back(tmp_path: Path) -> None:
 
 
 def test_options_of_a_reset_are_given_again(tmp_path: Path) -> None:
-    for options in ({"low": -0.2, "high": -0.1}, {"low": np.float64(-0.2), "high": -0.1}):
+    for options in ({"low": 0.01, "high": 0.02}, {"low": np.float64(0.01), "high": 0.02}):
         rig = Rig(cartpoles(1), "CartPole-v1", num_envs=1, T=6)
         rig.rollout()
         rig.reset([0], [9])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from muster.envs import plain_state
+from muster.restore import plain_state
 from muster.errors import BadOption, UnsupportedEnv
 from muster.restore.snapshot import restore, take
 from muster.utils import interrupts, private_names
