@@ -93,7 +93,8 @@ class BatchView:
                 item = leaf.dtype.itemsize
                 stride = tuple(step // item for step in leaf.stride)
                 tensor = torch.empty(0, dtype=torch_dtype(leaf.dtype), device=memory.device)
-                tensor.set_(memory.untyped_storage(), leaf.offset // item, leaf.size, stride)
+                first = (memory.storage_offset() + leaf.offset) // item
+                tensor.set_(memory.untyped_storage(), first, leaf.size, stride)
                 entries[leaf.path][leaf.name] = tensor
         for column in self._objects:
             if not column.ragged:
