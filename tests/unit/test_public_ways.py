@@ -14,8 +14,8 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from muster.restore import plain_state
 from muster.errors import BadOption, UnsupportedEnv
+from muster.restore import plain_state
 from muster.restore.snapshot import restore, take
 from muster.utils import interrupts, private_names
 from muster.utils.private_names import CHECKED, VARIABLE, require, usable
