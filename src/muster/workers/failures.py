@@ -42,7 +42,7 @@ Kind = TypeVar("Kind", bound=MusterError)
 
 _FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+)(?: in (?P<name>.+))?$', re.MULTILINE)
 _MUSTER = str(Path(errors.__file__).parent)
-_WORKING = str(Path("sources", "main.py"))
+_WORKING = str(Path("workers", "main.py"))
 _INSTALLED = (
     *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
     *site.getsitepackages(),

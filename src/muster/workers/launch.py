@@ -27,7 +27,7 @@ SPARE_DESCRIPTORS = 10  # what one more worker must find free
 START_S = 300.0  # for the fork server's answer; it may have to import torch on a busy machine
 END_S = 2.0
 
-_OWN = ("envs", "group", "memory", "policies", "rollout", "sources", "testing", "weights")  # of muster
+_OWN = ("envs", "memory", "policies", "restore", "rollout", "testing", "utils", "weights", "workers")  # of muster
 
 
 class Child(Protocol):
