@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import pty
+import re
 import signal
 import stat
 import subprocess
@@ -842,11 +843,12 @@ def test_replay_on_a_terminal_stops_before_what_hung(tmp_path: Path) -> None:
     terminal = Terminal(command(tilted("hang", tmp_path / "c", error=WorkerHung), "--trust"))
     assert "in which the worker hung." in terminal.until("(Pdb) ")
     terminal.type("p env.unwrapped.how, action\n")
-    assert "('hang', 1)" in terminal.until("(Pdb) ")
+    shown = re.search(r"\('hang', ([01])\)", terminal.until("(Pdb) "))
+    assert shown is not None
     terminal.type("c\n")
     terminal.until("it hangs")
     terminal.type("\x03")
-    assert "Interrupted in env.step(1)." in terminal.until("(Pdb) ")
+    assert f"Interrupted in env.step({shown[1]})." in terminal.until("(Pdb) ")
     terminal.type("p 'at', self.how\n")
     assert "('at', 'hang')" in terminal.until("(Pdb) ")
     terminal.type("q\n")
