@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import re
-import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,24 +16,6 @@ from muster.testing import ChainEnv, CountingEnv
 def stable(value: Any) -> str:
     """What a parameter is called in every process: without the address of an object."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
-
-
-def wait_until(happened: Callable[[], Any], within_s: float = 60.0) -> Any:
-    """What it returns once that is true."""
-    pause, deadline = threading.Event(), time.monotonic() + within_s
-    while not (found := happened()):
-        assert time.monotonic() < deadline, f"not within {within_s:g} s"
-        pause.wait(0.01)
-    return found
-
-
-def open_files() -> int:
-    """How many descriptors this process has, without those that garbage of other tests holds.
-
-    Compare with ``<=`` and wait for it: threads that other tests have left may close theirs at any time.
-    """
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
 
 
 def counting(length: int = 3, **options: Any) -> Callable[[], CountingEnv]:

@@ -23,7 +23,7 @@ from muster.errors import BadOption, BadWeights, CollectorTimeout
 from muster.weights import NoSync, Pipe, SharedMemory
 from muster.weights.buffer import Buffer
 from muster.weights.transport import Ticket
-from tests.tools import open_files, wait_until
+from tests.waits import open_files, wait_until
 
 PATIENCE = 60.0
 BIG = {"w": torch.zeros(3_000_000), "v": torch.zeros(3_000_000)}

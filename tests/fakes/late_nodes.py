@@ -13,7 +13,7 @@ import gymnasium
 
 from muster.cluster.link import LinkLost
 from tests.fakes.queue_links import JOIN_S, QueueCarrier, QueueCollector, QueueLink
-from tests.tools import wait_until
+from tests.waits import wait_until
 
 
 class GatedCarrier(QueueCarrier):

@@ -16,7 +16,7 @@ from muster.cluster.wire import BEAT_S
 from muster.collectors.clusters import ClusterCollector
 from muster.collectors.replay_buffer import ReplaySink
 from muster.memory.specs import Array
-from tests.tools import wait_until
+from tests.waits import wait_until
 
 JOIN_S = 60.0
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.fault_runs import all_gone, family
-from tests.tools import wait_until
+from tests.waits import wait_until
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
 ROOT = Path(__file__).parents[2]

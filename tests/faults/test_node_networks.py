@@ -25,7 +25,7 @@ from muster.cluster.torch_distributed import DistributedCarrier
 from muster.cluster.torch_rpc import RpcCarrier
 from muster.errors import BadOption
 from tests.fakes.netns import Host, listening, missing, network
-from tests.tools import wait_until
+from tests.waits import wait_until
 
 WHY_NOT = missing()
 pytestmark = [pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]

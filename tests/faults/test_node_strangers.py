@@ -30,7 +30,7 @@ from muster.cluster.torch_distributed import DistributedCarrier, run_node
 from muster.errors import BadOption
 from tests.fakes.link_nodes import pattern
 from tests.fakes.netns_nodes import Bomb
-from tests.tools import wait_until
+from tests.waits import wait_until
 
 TOKEN, OTHER = b"0123456789abcdef", b"another one, as long"
 TARGET = "tests.fakes.link_nodes:introduced"

@@ -17,7 +17,7 @@ import pytest
 from muster import MultiAsyncCollector, MultiSyncCollector
 from muster.testing import CountingEnv, OracleEnv, TorchCartPole
 from tests.fakes.fault_runs import KINDS, alive, all_gone
-from tests.tools import wait_until
+from tests.waits import wait_until
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
 CYCLES = 8

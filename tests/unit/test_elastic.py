@@ -17,7 +17,7 @@ from muster import MultiAsyncCollector
 from muster.errors import BadOption, EnvError, WorkerDied
 from tests.fakes.late_nodes import GatedCarrier, elastic, gated, nodes_of, second_waits
 from tests.fakes.queue_links import JOIN_S, QueueCollector, two_beats
-from tests.tools import wait_until
+from tests.waits import wait_until
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -25,7 +25,8 @@ from muster.policies import categorical
 from muster.testing import CountingEnv, OracleEnv, SpaceEnv, TorchCartPole
 from muster.workers.inference import _oldest, _Seat
 from muster.workers.proxy import WorkerProxy
-from tests.tools import assert_accounted, assert_same, counting, wait_until
+from tests.tools import assert_accounted, assert_same, counting
+from tests.waits import wait_until
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="no worker processes"),

@@ -15,7 +15,7 @@ from muster.workers import lines as module
 from muster.workers.channel import Channel, WakeUp
 from muster.workers.launch import launch
 from muster.workers.lines import ASKED, ASLEEP, CELLS, FINISHED, Line, Lines
-from tests.tools import open_files, wait_until
+from tests.waits import open_files, wait_until
 
 pytestmark = [pytest.mark.skipif(sys.platform == "win32", reason="no worker processes")]
 LONG_S = 60.0  # for what comes at once

@@ -41,7 +41,7 @@ from tests.fakes.queue_links import (
     served,
     two_beats,
 )
-from tests.tools import wait_until
+from tests.waits import wait_until
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -28,7 +28,7 @@ from muster.errors import BadOption, BadRecording, UnsupportedSpace
 from muster.recording import Recorder, load
 from muster.recording.files import chunk_name
 from muster.utils.tensor_files import seal
-from tests.tools import open_files
+from tests.waits import open_files
 
 INTS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 VERSION_1, VERSION_2 = (Path(__file__).parents[1] / "fakes" / f"recording_{n}" for n in (1, 2))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from muster.errors import SlotsExhausted
 from muster.memory import shared
 from muster.memory.shared import Arena
-from tests.tools import open_files, wait_until
+from tests.waits import open_files, wait_until
 
 PAGE = resource.getpagesize()
 linux = pytest.mark.skipif(sys.platform != "linux", reason="as Linux does it")

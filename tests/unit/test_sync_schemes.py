@@ -40,7 +40,8 @@ from muster.weights import (
 )
 from muster.weights.schemes import one_scheme, scheme_for
 from tests.fakes.ray_cluster import cluster, needs_ray
-from tests.tools import counting, open_files, wait_until
+from tests.tools import counting
+from tests.waits import open_files, wait_until
 
 PATIENCE = 60.0
 LOCAL = [SharedMemoryWeightSyncScheme, MultiProcessWeightSyncScheme]

@@ -1,0 +1,28 @@
+"""Waiting for what happens, and counting what is open; for tests that run without torch, too."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def wait_until(happened: Callable[[], Any], within_s: float = 60.0) -> Any:
+    """What it returns once that is true."""
+    pause, deadline = threading.Event(), time.monotonic() + within_s
+    while not (found := happened()):
+        assert time.monotonic() < deadline, f"not within {within_s:g} s"
+        pause.wait(0.01)
+    return found
+
+
+def open_files() -> int:
+    """How many descriptors this process has, without those that garbage of other tests holds.
+
+    Compare with ``<=`` and wait for it: threads that other tests have left may close theirs at any time.
+    """
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
