@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -200,7 +201,7 @@ def test_memory_does_not_grow_with_frames(kind):
             if len(seen) == 3:
                 break
         # What grows with frames grows twice; what this process keeps for another reason does so once.
-        grown = [[late[pid] - early[pid] for early, late in zip(seen, seen[1:], strict=False)] for pid in pids]
+        grown = [[late[pid] - early[pid] for early, late in pairwise(seen)] for pid in pids]
         assert max(map(min, grown)) < 2 << 20, grown
 
 
