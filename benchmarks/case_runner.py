@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,22 +48,11 @@ def run_cases(
     chosen = [cases[case] for case in options.case or cases]
     interpreters = runner.find_pythons({system for case in chosen for system in _systems(case)}, options.python)
     results: report.Results = {}
-    homes: dict[tuple[str, str], runner.WorkerProcess] = {}
-    with ExitStack() as stack:
+    with runner.Homes(interpreters, partial(runner.WorkerProcess, module=f"{name}_child")) as homes:
         for case in chosen:
-            since = time.perf_counter()
-            workers: dict[str, runner.WorkerProcess] = {}
-            for system in _systems(case):
-                python = interpreters[system]
-                if python is None:
-                    continue
-                home = (SYSTEMS[system].home or system, python)
-                if home not in homes:
-                    homes[home] = runner.WorkerProcess(python, f"{name}_child")
-                    stack.callback(homes[home].close)
-                workers[system] = homes[home]
+            since, systems = time.perf_counter(), _systems(case)
             measured = runner.measure_one(
-                case.name, _systems(case), workers, slices=options.rounds, seconds=options.seconds
+                case.name, systems, homes.of(systems), slices=options.rounds, seconds=options.seconds
             )
             for one in measured.values():
                 one.clock = options.clock

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import muster
 from benchmarks import report, runner, workers_targets
@@ -39,7 +39,7 @@ from benchmarks.cluster_peers import (
 )
 from benchmarks.nets import PlainPolicy
 from benchmarks.systems import SYSTEMS
-from benchmarks.workers import CrewProcess
+from benchmarks.workers import PoolProcess
 from benchmarks.workers_family import settle
 from benchmarks.workers_targets import Figure
 from benchmarks.workloads import WORKLOADS, Workload
@@ -85,8 +85,8 @@ SPEEDS = (
 # --- measuring -------------------------------------------------------------------------------------------
 
 
-class NodesProcess(CrewProcess):
-    """A ``CrewProcess`` that also counts bytes on the loopback device, and waits until Ray is still.
+class NodesProcess(PoolProcess):
+    """A ``PoolProcess`` that also counts bytes on the loopback device, and waits until Ray is still.
 
     Attributes:
         wire: of every turn, by system: bytes.
@@ -114,20 +114,11 @@ def measure(
     interpreters = runner.find_pythons({name for names in cases.values() for name in names}, pythons)
     for case, systems in cases.items():
         begin = time.perf_counter()
-        with ExitStack() as stack:
-            homes: dict[str, NodesProcess] = {}
-            for name in systems:
-                if (python := interpreters[name]) is not None:
-                    home = SYSTEMS[name].home or name
-                    if home not in homes:
-                        homes[home] = NodesProcess(python)
-                        stack.callback(homes[home].close)
-            workers: dict[str, runner.WorkerProcess] = {
-                name: homes[SYSTEMS[name].home or name] for name in systems if interpreters[name] is not None
-            }
+        with runner.Homes(interpreters, NodesProcess) as homes:
+            workers = homes.of(systems)
             results[case] = runner.measure_one(case, systems, workers, slices=rounds, seconds=seconds)
             wire[case] = {
-                name: per_frame(homes[SYSTEMS[name].home or name].wire[name][-rounds:], series)
+                name: per_frame(cast(NodesProcess, workers[name]).wire[name][-rounds:], series)
                 for name, series in results[case].items()
                 if series.slices
             }

@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks import inference_systems, inference_targets, report, runner, workers_targets
 from benchmarks.inference_cases import CASES, CUDA_CASE, Case
 from benchmarks.runner import Series, Slice
-from benchmarks.workers import CrewProcess
+from benchmarks.workers import PoolProcess
 
 Told = dict[str, dict[str, float]]
 
@@ -27,11 +27,11 @@ class Bench:
 
     def __init__(self, turns: int, seconds: float, devices: str = "") -> None:
         self._turns, self._seconds, self._devices = turns, seconds, devices
-        self._process: CrewProcess | None = None
+        self._process: PoolProcess | None = None
 
     def measure(self, case: Case) -> tuple[dict[str, Series], Told]:
         """Slices of all systems of a case, in turns, and what they tell besides."""
-        process = self._process = self._process or CrewProcess(
+        process = self._process = self._process or PoolProcess(
             sys.executable, "inference_child", CUDA_VISIBLE_DEVICES=self._devices
         )
         series, told = {name: Series() for name in case.systems}, Told()

@@ -9,7 +9,8 @@ import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -165,6 +166,33 @@ class WorkerProcess:
         return f"worker ended with status {self._process.returncode}: {lines[-1][:200]}"
 
 
+class Homes(ExitStack):
+    """The processes of systems; those that share a home and an interpreter share one. They end with the context.
+
+    Args:
+        pythons: the interpreter of each system; None: it cannot run here.
+        start: starts a process in an interpreter.
+    """
+
+    def __init__(self, pythons: Mapping[str, str | None], start: Callable[[str], WorkerProcess]) -> None:
+        super().__init__()
+        self._pythons, self._start = pythons, start
+        self._homes: dict[tuple[str, str], WorkerProcess] = {}
+
+    def of(self, systems: Iterable[str]) -> dict[str, WorkerProcess]:
+        """The process of each system that can run here, started if need be."""
+        workers: dict[str, WorkerProcess] = {}
+        for name in systems:
+            if (python := self._pythons[name]) is None:
+                continue
+            home = (SYSTEMS[name].home or name, python)
+            if home not in self._homes:
+                self._homes[home] = self._start(python)
+                self.callback(self._homes[home].close)
+            workers[name] = self._homes[home]
+        return workers
+
+
 def measure(
     systems: Sequence[str],
     workloads: Sequence[str],
@@ -188,25 +216,14 @@ def measure(
     """
     if clock == "cpu":
         systems = [name for name in systems if not SYSTEMS[name].children]
-    interpreters = find_pythons(systems, pythons)
-    homes: dict[tuple[str, str], WorkerProcess] = {}
-    workers: dict[str, WorkerProcess] = {}
-    for name, python in interpreters.items():
-        if python is not None:
-            home = (SYSTEMS[name].home or name, python)
-            if home not in homes:
-                homes[home] = WorkerProcess(python)
-            workers[name] = homes[home]
     results: dict[str, dict[str, Series]] = {}
-    try:
+    with Homes(find_pythons(systems, pythons), WorkerProcess) as homes:
+        workers = homes.of(systems)
         for workload in workloads:
             results[workload] = measure_one(workload, systems, workers, slices=slices, seconds=seconds)
             for one in results[workload].values():
                 one.clock = clock
             progress(f"{workload}: {slices} slices of {sum(not s.note for s in results[workload].values())} systems")
-    finally:
-        for worker in homes.values():
-            worker.close()
     return results
 
 

@@ -38,7 +38,7 @@ MICRO_WITHIN_S = 300.0
 SLEEPING = 3.0  # times longer slices where steps wait: few of them fit into one
 
 
-class CrewProcess(runner.WorkerProcess):
+class PoolProcess(runner.WorkerProcess):
     """Handle of one ``benchmarks.workers_child``, in a session of its own so that nothing of it stays behind."""
 
     def __init__(self, python: str, module: str = "workers_child", **environ: str) -> None:
@@ -79,25 +79,16 @@ class CrewProcess(runner.WorkerProcess):
 def measure(
     systems_of: Mapping[str, Sequence[str]], *, rounds: int, seconds: float, pythons: Sequence[str]
 ) -> report.Results:
-    """``runner.measure`` with each workload's own systems, in ``CrewProcess``."""
+    """``runner.measure`` with each workload's own systems, in ``PoolProcess``."""
     interpreters = runner.find_pythons({name for names in systems_of.values() for name in names}, pythons)
-    homes: dict[tuple[str, str], CrewProcess] = {}
     results: report.Results = {}
-    try:
+    with runner.Homes(interpreters, PoolProcess) as homes:
         for workload, systems in systems_of.items():
-            workers: dict[str, runner.WorkerProcess] = {}
-            for name in systems:
-                python = interpreters[name]
-                if python is not None:
-                    home = (SYSTEMS[name].home or name, python)
-                    workers[name] = homes[home] if home in homes else homes.setdefault(home, CrewProcess(python))
+            workers = homes.of(systems)
             longer = SLEEPING if workload == SLEEP_WORKLOAD.name else 1.0
             begin = time.perf_counter()
             results[workload] = runner.measure_one(workload, systems, workers, slices=rounds, seconds=longer * seconds)
             print(f"\n{table(results, workload)}\n({time.perf_counter() - begin:.0f} s)", flush=True)
-    finally:
-        for process in homes.values():
-            process.close()
     return results
 
 
