@@ -29,7 +29,6 @@ from benchmarks.nets import PlainPolicy
 from benchmarks.simulated_nodes import ONE_WAY_S, Pairs, Recording, RecordingLink, SocketLink, play
 from benchmarks.workers_family import family
 from benchmarks.workloads import WORKLOADS, Workload
-from muster.cluster.wire import BEAT_S
 from muster.collectors.clusters import ClusterCollector
 
 NODES = (8, 64, 128, 256)
@@ -52,16 +51,15 @@ WORKLOADS.update(CASES)
 
 
 def record(workload: Workload) -> Recording:
-    """Rollouts of a node with one leaf, both on this machine."""
-    from muster.cluster import agent
+    """Rollouts of a node with one worker, both on this machine."""
+    from muster.cluster import node_main
 
     here, there = socket.socketpair()
     recording = Recording()
-    node = threading.Thread(target=agent.serve, args=(SocketLink(there), 0), daemon=True)
+    node = threading.Thread(target=node_main.serve, args=(SocketLink(there), 0), daemon=True)
     node.start()
     with collector(workload, [RecordingLink(here, recording)], sync=False) as made:
-        end = time.monotonic() + 2 * BEAT_S
-        while len(recording.seconds) < RECORDED or (not recording.cells and time.monotonic() < end):
+        while len(recording.seconds) < RECORDED:
             made.next()
     node.join(10.0)
     recording.seconds = recording.seconds[4:]  # the first ones are not like the others

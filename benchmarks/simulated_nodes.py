@@ -1,4 +1,4 @@
-"""A process that plays any number of nodes with what one real leaf was heard to say; see ``schedule_simulation``."""
+"""A process that plays nodes with what a real one was heard to say, with one worker; see ``schedule_simulation``."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from typing import Any
 import numpy as np
 
 from muster.cluster.link import Block, Link, LinkLost, Received
-from muster.cluster.wire import BEAT_S, NodeInfo
+from muster.cluster.messages import BEAT_S, Answered, Beat, Built, Bye, Joined, Result, Tell, Told
+from muster.cluster.node_main import NodeMain
 from muster.memory.specs import Array
-from muster.workers.requests import BIRTH, Answer, Ask, Closed, Finished, RolloutRequest
+from muster.workers.counters import FrameCounts
+from muster.workers.messages import Report
 
 HEADER = struct.Struct("=QQQ")  # bytes of the message, bytes of the block, tag
 READ = 1 << 20
@@ -104,19 +106,19 @@ class Pairs:
 
 @dataclass
 class Recording:
-    """What one leaf has said.
+    """What a node with one worker has said.
 
     Attributes:
-        answers: to "start", and requests, by name.
+        answers: to messages and requests, by name.
         report, lane: of a rollout.
-        cells: of the ledger, as beats tell them.
+        workers: as it has told of them.
         seconds: that rollouts took.
     """
 
     answers: dict[str, Any] = field(default_factory=dict)
     report: Any = None
     lane: bytes = b""
-    cells: list[int] = field(default_factory=list)
+    workers: Any = ()
     seconds: list[float] = field(default_factory=list)
 
     @property
@@ -127,38 +129,45 @@ class Recording:
 
 
 class RecordingLink(SocketLink):
-    """Writes down what goes to and comes from a node with one leaf."""
+    """Writes down what goes to and comes from a node with one worker."""
 
     def __init__(self, sock: socket.socket, recording: Recording) -> None:
         super().__init__(sock)
         self._recording = recording
-        self._asked: dict[int, str] = {BIRTH: "start"}
+        self._asked: dict[int, str] = {}
 
     def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
-        kind, *content = pickle.loads(message)
-        if kind == "to" and isinstance(content[2], Ask):
-            self._asked[content[2].number] = type(content[2].request).__name__
+        said = pickle.loads(message)
+        if said.number:
+            self._asked[said.number] = _name(said)
         super().send(message, block, tag)
 
     def receive(self) -> Received:
         received = super().receive()
-        kind, *content = pickle.loads(received.message)
-        if kind == "from" and isinstance(content[1], Answer):
-            self._recording.answers[self._asked[content[1].number]] = content[1].value
-        elif kind == "from" and isinstance(content[1], Finished) and received.block is not None:
-            self._recording.report = content[1].report
-            self._recording.seconds.append(self._recording.report.timing.total / 1e9)
-            self._recording.lane = received.block.tobytes()
-        elif kind == "beat" and content[0]:
-            (self._recording.cells,) = content[0].values()
+        said, told = pickle.loads(received.message)
+        recording = self._recording
+        recording.workers = told.workers
+        if isinstance(said, Built):
+            recording.answers["Start"] = said.infos
+        elif isinstance(said, Answered):
+            recording.answers[self._asked.get(said.number, "")] = said.value
+        elif isinstance(said, Result) and received.block is not None:
+            (recording.report,) = said.reports
+            recording.seconds.append(recording.report.timing.total / 1e9)
+            recording.lane = received.block.tobytes()
         return received
+
+
+def _name(said: Tell) -> str:
+    """Of a question."""
+    return type(said.args[0]).__name__ if said.args else said.method.__name__
 
 
 # --- playing ---------------------------------------------------------------------------------------------
 
 
 class Player:
-    """Plays one node with one leaf; see ``wire`` for what it hears and says."""
+    """Plays one node with one worker; see ``messages`` for what it hears and says."""
 
     def __init__(self, farm: Farm, number: int, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -166,9 +175,9 @@ class Player:
         self.out: deque[memoryview] = deque()
         self._data = bytearray()
         self._skip = 0  # bytes of a block that nobody looks at
-        self._life, self._group = 0, number
+        self._group, self._executed = number, 0
         self._busy_until = 0.0
-        self._say(0.0, ("joined", NodeInfo(f"node-{number}", os.getpid())))
+        self._say(0.0, Joined(f"node-{number}", os.getpid()))
         self._beat()
 
     def read(self) -> bool:
@@ -215,39 +224,38 @@ class Player:
         message = pickle.loads(bytes(self._data[HEADER.size : end]))
         del self._data[:end]
         self._skip = size
-        self._follow(*message)
+        self._follow(message)
         return True
 
-    def _follow(self, kind: str, *content: Any) -> None:
+    def _follow(self, message: Tell) -> None:
         answers = self.farm.recording.answers
-        if kind == "start":
-            _, self._life, config = content
-            (self._group,) = config.groups
-            self._say(0.0, ("started", self._life, os.getpid()))
-            self._say(0.0, ("from", self._life, Answer(BIRTH, answers["start"])))
-        elif kind == "to":
-            _, tag, message = content
-            if isinstance(message, RolloutRequest):
-                self._roll(tag, message.order)
-            elif isinstance(message, Ask):
-                answer = answers.get(type(message.request).__name__)
-                self._say(0.0, ("from", self._life, Answer(message.number, answer)))
-            else:
-                self._say(0.0, ("from", self._life, Closed(None)))
-                self._say(0.0, ("gone", self._life, 0, self.farm.recording.cells, ""))
-        elif kind == "kill":
-            self._say(0.0, ("gone", content[0], -9, self.farm.recording.cells, ""))
+        if message.method is NodeMain.set_up:
+            (self._group,) = message.args[0].config.groups
+        elif message.method is NodeMain.start:
+            self._say(0.0, Built(answers["Start"]))
+        elif message.method is NodeMain.follow:
+            for run in message.args[0]:
+                self._roll(run.tag, run.orders[0])
+        elif message.method is NodeMain.bye:
+            self._say(0.0, Bye())
+        elif message.number:
+            self._say(0.0, Answered(message.number, self._own(answers.get(_name(message)))))
+
+    def _own(self, answer: Any) -> Any:
+        """As if the recorded group were this node's."""
+        if isinstance(answer, list) and answer and isinstance(answer[0], dict):
+            return [{self._group: value} for of_worker in answer for value in of_worker.values()]
+        return answer
 
     def _roll(self, tag: int, order: Any) -> None:
-        """One rollout after the other, as in a leaf."""
+        """One rollout after the other, as in a worker."""
         begin = max(time.monotonic() + ONE_WAY_S, self._busy_until)
         self._busy_until = begin + self.farm.rollout_s()
-        told = replace(self.farm.recording.report, number=order.number, group=self._group)
-        self.farm.at(self._busy_until + ONE_WAY_S, self, ("from", self._life, Finished(told)), tag)
+        report: Report = replace(self.farm.recording.report, number=order.number, group=self._group)
+        self.farm.at(self._busy_until + ONE_WAY_S, self, Result([report], tag), tag)
 
     def _beat(self) -> None:
-        cells = {self._life: self.farm.recording.cells} if self._life else {}
-        self._say(BEAT_S, ("beat", cells, None))
+        self._say(BEAT_S, Beat())
         self.farm.at(time.monotonic() + BEAT_S, self, None, 0)
 
     def due(self, message: Any, tag: int) -> None:
@@ -256,7 +264,9 @@ class Player:
             self._beat()
             return
         lane = self.farm.lane if tag else memoryview(b"")
-        told = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        self._executed += message.reports[0].executed if tag else 0
+        how = Told({self._group: FrameCounts(self._executed)}, self.farm.recording.workers)
+        told = pickle.dumps((message, how), pickle.HIGHEST_PROTOCOL)
         self.out.append(memoryview(HEADER.pack(len(told), len(lane), tag) + told))
         if tag:
             self.out.append(lane)

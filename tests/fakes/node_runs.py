@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from muster import DistributedCollector
-from muster.cluster import agent
+from muster.cluster import node_main, torch_distributed
 from muster.cluster.launchers import MpLauncher
 from muster.cluster.link import Link, Received
-from muster.cluster.torch_distributed import node_main
+from muster.cluster.node_main import NodeMain
 from muster.testing import OracleEnv
 from muster.workers.channel import Channel
 from tests.fakes import faults
@@ -81,7 +81,7 @@ def dies_at_birth(channel: Channel) -> None:
     """Node 0, or whichever is first, is killed before it has joined, once."""
     if faults.first_time(os.environ[MARK]):
         os.kill(os.getpid(), signal.SIGKILL)
-    node_main(channel)
+    torch_distributed.node_main(channel)
 
 
 def late(births: Path, joins: int) -> MpLauncher:
@@ -102,34 +102,34 @@ def joins_or_waits(channel: Channel) -> None:
     folder.joinpath(str(os.getpid())).touch()
     if births(folder).index(os.getpid()) >= int(os.environ[JOINS]):
         signal.pause()
-    node_main(channel)
+    torch_distributed.node_main(channel)
 
 
 class Cut:
     """A node's link, on which the node is killed right when a message of some kind arrives."""
 
-    def __init__(self, link: Link, kind: str, at: int) -> None:
+    def __init__(self, link: Link, kind: Any, at: int) -> None:
         self.link, self.kind, self.left = link, kind, at
         self.send, self.expect, self.close = link.send, link.expect, link.close
 
     def receive(self) -> Received:
         received = self.link.receive()
-        if pickle.loads(received.message)[0] == self.kind:
+        if pickle.loads(received.message).method is self.kind:
             if not self.left and faults.first_time(os.environ[MARK]):
                 os.kill(os.getpid(), signal.SIGKILL)
             self.left -= 1
         return received
 
 
-def serve_until(kind: str, at: int, link: Link, node: int) -> bool:
+def serve_until(kind: Any, at: int, link: Link, node: int) -> bool:
     cut: Any = Cut(link, kind, at) if node == 0 else link
-    return agent.serve(cut, node)
+    return node_main.serve(cut, node)
 
 
-dies_of_setup = partial(serve_until, "setup", 0)
-dies_of_weights = partial(serve_until, "weights", 0)
-dies_of_start = partial(serve_until, "start", 0)
-dies_of_orders = partial(serve_until, "to", 4)
+dies_of_setup = partial(serve_until, NodeMain.set_up, 0)
+dies_of_weights = partial(serve_until, NodeMain.take_weights, 0)
+dies_of_start = partial(serve_until, NodeMain.start, 0)
+dies_of_orders = partial(serve_until, NodeMain.follow, 2)
 
 
 def short_of_memory(link: Link, node: int) -> bool:
@@ -143,7 +143,7 @@ def short_of_memory(link: Link, node: int) -> bool:
     ):
         raise OSError(ctypes.get_errno(), "this needs root")
     Path(above.decode(), "memory.events").symlink_to(os.environ[MARK])
-    return agent.serve(link, node)
+    return node_main.serve(link, node)
 
 
 class KilledForMemory:

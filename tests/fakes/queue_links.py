@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from muster.cluster import agent
+from muster.cluster import node_main
 from muster.cluster.link import Block, LinkLost, Received
-from muster.cluster.wire import BEAT_S
+from muster.cluster.messages import BEAT_S, Beat
+from muster.cluster.node_main import NodeMain
 from muster.collectors.clusters import ClusterCollector
 from muster.collectors.replay_buffer import ReplaySink
 from muster.memory.specs import Array
@@ -27,7 +28,7 @@ class QueueLink:
     Attributes:
         other: the other end.
         expected: by tag.
-        said: kinds of the messages that have come here, in order.
+        said: the messages that have come here, in order.
     """
 
     other: QueueLink
@@ -60,7 +61,8 @@ class QueueLink:
             memory = self.expected.pop(tag, None)
             if memory is not None:
                 memory[:] = block
-        self.said.append(pickle.loads(message)[:3])
+        said = pickle.loads(message)
+        self.said.append(said[0] if isinstance(said, tuple) else said)
         return Received(message, tag, block if memory is None else memory)
 
     def fail(self, error: Exception) -> None:
@@ -117,7 +119,7 @@ def served(link: QueueLink, node: int, ended: list[Any]) -> threading.Thread:
 
     def serve() -> None:
         try:
-            ended.append(agent.serve(link, node))
+            ended.append(node_main.serve(link, node))
         except Exception as error:  # noqa: BLE001 (a test looks at it)
             ended.append(error)
 
@@ -162,7 +164,7 @@ class GatedBuffer:
 
 def beats(link: QueueLink) -> int:
     """How many have come."""
-    return sum(said[0] == "beat" for said in list(link.said))
+    return sum(isinstance(said, Beat) or getattr(said, "method", None) is NodeMain.beat for said in list(link.said))
 
 
 def two_beats(link: QueueLink) -> None:

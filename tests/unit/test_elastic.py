@@ -14,6 +14,7 @@ import torch
 from tensordict.nn import TensorDictModule
 
 from muster import MultiAsyncCollector
+from muster.cluster.node_main import NodeMain
 from muster.errors import BadOption, EnvError, WorkerDied
 from tests.fakes.late_nodes import GatedCarrier, elastic, gated, nodes_of, second_waits
 from tests.fakes.queue_links import JOIN_S, QueueCollector, two_beats
@@ -409,14 +410,16 @@ class TestCalls:
         makers = ["CartPole-v1"] * 2
         options = {"inference": "server", "on_failure": "restart", "frames_per_batch": 20, "total_frames": -1}
         with QueueCollector(makers, net(), carrier=carrier, **options) as collector:
-            nodes = collector._nodes
-            nodes.ask("enable_grad", True)
+            pool = collector._engine.source.pool
+            pool.server.ask("enable_grad", True)
             carrier.links[1][0].cut("a test cuts it")
-            wait_until(lambda: nodes.nodes[1].present is None)
-            nodes.ask("enable_grad", False)
+            wait_until(lambda: pool.handles[1].session.lost)
+            pool.server.ask("enable_grad", False)
             assert len(carrier.links[1]) == 1  # nobody was brought back for that
             next(iter(collector))
-            asked = [said for link in carrier.links[1] for said in link.other.said if said[0] == "ask"]
+            asked = [
+                said for link in carrier.links[1] for said in link.other.said if said.method is NodeMain.ask_server
+            ]
             assert len(asked) == 2
 
     def test_the_end_waits_for_the_goodbye_to_be_heard(self):
@@ -427,7 +430,7 @@ class TestCalls:
 
             def slowly():
                 received = receive()
-                if pickle.loads(received.message)[0] == "bye":
+                if pickle.loads(received.message).method is NodeMain.bye:
                     threading.Event().wait(0.5)
                     heard.append("bye")
                 return received

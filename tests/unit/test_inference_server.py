@@ -107,7 +107,7 @@ def test_nobody_is_acted_for_before_all_have_their_orders(monkeypatch):
     submit = WorkerProxy.submit
 
     def late(handle: WorkerProxy, order: Any, slot: Any) -> None:
-        server = handle.host.server
+        server = handle._supervisor.server
         assert server is not None
         if handle.index:
             ended = threading.Event()

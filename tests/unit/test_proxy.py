@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from muster.workers.config import Columns, WorkerConfig, WorkerPlace
 from muster.workers.failures import pack
 from muster.workers.launch import Child
 from muster.workers.messages import Order
-from muster.workers.proxy import WorkerHost, WorkerProxy, WorkerState
+from muster.workers.proxy import WorkerProxy, WorkerState
 from muster.workers.requests import BIRTH, Answer, Ask, EnableGrad, LayOut, Request, RolloutRequest, Running, Seed
 from muster.workers.threads import LocalLedger
 
@@ -56,10 +57,16 @@ class Gone(Child):
 
 
 class Answering:
-    """Implements ``Patience``: the worker answers at once, as the test says; an exception is raised instead."""
+    """As a ``Supervisor``: the worker answers at once, as the test says; an exception is raised instead."""
 
-    def __init__(self) -> None:
+    server = subscribe = None
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena, self.config = arena, SimpleNamespace(node="", timeout=lambda phase: 1.0)
         self.answers: deque[Callable[[int], Sequence[Answer]] | BaseException] = deque()
+
+    def launch(self, name: str, preload: bool) -> Any:
+        return Gone(), Wire(), LocalLedger()
 
     def wait_for(self, handle: WorkerProxy, ready: Callable[[], bool]) -> None:
         answer = self.answers.popleft() if self.answers else lambda number: [Answer(number)]
@@ -84,13 +91,12 @@ class Answering:
 def proxy():
     """Of a worker that has its place."""
     arena = Arena.create("muster-test")
-    host = WorkerHost(lambda name, first: (Gone(), Wire(), LocalLedger()), arena, None, 1.0)
     config = WorkerConfig(3, [0], [b""], b"", b"", False, b"", in_thread=True)
-    made = WorkerProxy(config, host, Answering())
+    made = WorkerProxy(config, Answering(arena))
     made.start()
     made.process.channel.said.append(Answer(BIRTH, ["info"]))
     made.pump()
-    made.assign(WorkerPlace([0], 1, False, 5))
+    made.assign(WorkerPlace({0: 0}, 1, False, 5))
     yield made
     arena.close()
 
@@ -98,42 +104,42 @@ def proxy():
 def test_a_successor_gets_the_config_that_its_predecessor_would_have_now(proxy):
     proxy.call(Seed(7, True))
     proxy.call(EnableGrad(True))
-    proxy.call(LayOut(Columns("policy", [4])))
+    proxy.call(LayOut(Columns("policy", {0: 4})))
     requests = [message.request for message in proxy.process.channel.sent[2:]]
-    assert requests == [Seed(7, True), EnableGrad(True), LayOut(Columns("policy", [4]))]
+    assert requests == [Seed(7, True), EnableGrad(True), LayOut(Columns("policy", {0: 4}))]
     order = Order(1, 0, 0, "policy")
     proxy.submit(order, Slot(Layout(1, 1, ()), "heap"))
     proxy.end()
     proxy.start()
     config, *rest = proxy.process.channel.sent
     assert (config.generation, config.makers) == (1, [b""])
-    assert config.place == WorkerPlace([0], 1, False, 7, True, grad=True, columns=Columns("policy", [4]))
+    assert config.place == WorkerPlace({0: 0}, 1, False, 7, True, grad=True, columns=Columns("policy", {0: 4}))
     assert [message.order for message in rest if isinstance(message, RolloutRequest)] == [order]
     assert len(rest) == 1, "nothing is told again message by message"
 
 
 def test_an_answer_that_nobody_waits_for_any_more_is_not_taken_for_another(proxy):
-    patience = proxy._patience
+    patience = proxy._supervisor
     late = Answer(2, failure=pack(ValueError("late"), phase="call"))
     patience.answers += [KeyboardInterrupt(), lambda number: [late, Answer(number, "of this one")]]
     with pytest.raises(KeyboardInterrupt):
         proxy.call(Running())
     assert [m.number for m in proxy.process.channel.sent if isinstance(m, Ask)] == [1, 2]
-    assert proxy.call(Running()) == "of this one"
+    assert proxy.call(Running()) == ["of this one"]
 
 
 def test_a_failure_is_raised_where_it_was_asked_for(proxy):
     failure = pack(ValueError("no"), phase="call")
-    proxy._patience.answers.append(lambda number: [Answer(number, failure=failure)])
+    proxy._supervisor.answers.append(lambda number: [Answer(number, failure=failure)])
     with pytest.raises(WorkerError, match="no"):
         proxy.call(Running())
-    assert proxy.call(Running()) is None
+    assert proxy.call(Running()) == [None]
 
 
 def test_a_state_follows_only_on_those_that_it_can_follow_on(proxy):
     assert proxy.state is WorkerState.RUNNING
     for state in (WorkerState.NEW, WorkerState.RESTARTING, WorkerState.CLOSED):
-        with pytest.raises(AssertionError, match=f"worker 3: RUNNING -> {state.name}"):
+        with pytest.raises(AssertionError, match=f"WorkerProxy 3: RUNNING -> {state.name}"):
             proxy.state = state
     proxy.end()
     assert (proxy.state, proxy.alive) == (WorkerState.DEAD, False)

@@ -7,7 +7,7 @@
     link.expect(17, memory)                         # where the block with tag 17 will go
     link.send(b"...")
 
-    agent.serve(link)                               # what the engine calls in the node, with its end
+    node_main.serve(link)                             # what the engine calls in the node, with its end
 
 A link is one *session* of one node: when it is lost, the node is brought to life again with the next epoch, and nothing
 that was sent in an earlier session is ever received in a later one.
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from muster.memory.specs import Array
 
-AGENT = "muster.cluster.agent:serve"  # what a node runs: ``serve(link, node)``; True: the main process said goodbye
+AGENT = "muster.cluster.node_main:serve"  # what a node runs: ``serve(link, node)``; True: the main process said goodbye
 SLOWEST = 10e6  # bytes per second; a block that comes more slowly counts as one that does not come
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from muster.cluster.link import Block
@@ -12,10 +12,10 @@ from muster.errors import BadOption
 from muster.weights.buffer import WRITING, Buffer, Manifest
 from muster.weights.no_sync import NoPublisher
 from muster.weights.schemes import OF_NODES, class_names
-from muster.weights.transport import Publisher, Subscriber, Ticket, chosen
+from muster.weights.transport import Publisher, Ticket, chosen
 
 if TYPE_CHECKING:
-    from muster.cluster.node import Nodes
+    from muster.cluster.nodes import Nodes
     from muster.weights.transport import Weights
 
 
@@ -53,7 +53,7 @@ class NodesPublisher:
         self._free: deque[Buffer] = deque(maxlen=KEPT)
 
     def publish(self, weights: Weights, version: int | str, workers: Collection[int] | None = None) -> None:
-        receiving = chosen(workers, len(self._nodes.nodes))
+        receiving = chosen(workers, self._nodes.count)
         try:
             buffer = self._free.pop()
         except IndexError:
@@ -62,14 +62,14 @@ class NodesPublisher:
         block = Block(buffer.memory)
         weakref.finalize(block, self._free.append, buffer)
         for node in receiving:
-            self._nodes.nodes[node].publish(self._manifest, block)
+            self._nodes.publish(node, self._manifest, block)
 
     def catch_up(self) -> None:
         """Sessions send what is newest, also to nodes that come back."""
 
     def ticket(self, worker: int) -> Ticket:
-        """A mark: the agent of the node puts one of its own in the place of it."""
-        return Ticket(_on_the_node)
+        """Workers take their weights from their node."""
+        raise NotImplementedError
 
     def close(self) -> None: ...
 
@@ -85,7 +85,7 @@ def nodes_scheme(nodes: Nodes, given: Any) -> NodesScheme:
     names = [given] if isinstance(given, str) else class_names(given)
     if not {"none", "NoSync", "NoWeightSyncScheme"}.isdisjoint(names):
         return NodesScheme(nodes, once=True)
-    engine = nodes.nodes[0].carrier.name
+    engine = nodes.carrier.name
     fitting = _OF_ENGINE.get(engine, tuple(OF_NODES))
     if not set(fitting).isdisjoint(names):
         return NodesScheme(nodes)
@@ -93,7 +93,3 @@ def nodes_scheme(nodes: Nodes, given: Any) -> NodesScheme:
         f"{given!r} is no way to send weights to nodes that {engine} connects: leave weight_sync_schemes out, or give "
         f"{' or '.join(fitting)}, which mean the same, or 'none'"
     )
-
-
-def _on_the_node(fds: Sequence[int]) -> Subscriber:
-    raise NotImplementedError("an agent replaces this ticket")

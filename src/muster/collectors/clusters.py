@@ -10,14 +10,14 @@ from typing import Any
 from typing_extensions import Unpack
 
 from muster.cluster.link import Carrier
-from muster.cluster.node import Nodes
+from muster.cluster.nodes import Nodes
 from muster.collectors.cluster_options import ClusterKeywords, cluster
 from muster.collectors.engine import Engine
 from muster.collectors.multi import MultiCollector
 from muster.collectors.replay_buffer import ReplaySink, WrittenElsewhere
 from muster.errors import BadOption
 from muster.utils.attributes import optional
-from muster.workers.supervision import TIMEOUTS
+from muster.workers.config import TIMEOUTS
 
 
 class ClusterCollector(MultiCollector):

@@ -283,8 +283,8 @@ class Engine:
             first = int(account.env_ids[0])
             if inside := [i - first for i in chosen if first <= i < first + len(account.env_ids)]:
                 which[number] = inside
-        self.source.pool.call_for(which, CheckReset)
-        self.source.pool.call_for(which, lambda part: Reset(part, kwargs or None))
+        self.source.pool.call(CheckReset(which))
+        self.source.pool.call(Reset(which, kwargs or None))
         if self.pipeline.episodes is not None:
             self.pipeline.episodes.flush(chosen)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
-from muster.cluster.node import Nodes
+from muster.cluster.nodes import Nodes
 from muster.cluster.weights import nodes_scheme
 from muster.collectors.auto import auto_workers
 from muster.collectors.base import BaseCollector
@@ -52,7 +52,7 @@ class MultiCollector(BaseCollector):
         acting = 1 if options.inference == "server" and policy is not None else count
         nodes, bundles = self._place(made)
         if nodes is not None:
-            scheme, acting = nodes_scheme(nodes, scheme), len(nodes.nodes)
+            scheme, acting = nodes_scheme(nodes, scheme), nodes.count
         self._weights = SentWeights(policy, acting, scheme, options.version_counter)
         made.callback(self._weights.close)
         for name in options.weight_sync_schemes or ():

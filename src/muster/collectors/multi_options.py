@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from muster.collectors.options import CollectorKeywords, CollectorOptions, check_choice
 from muster.errors import BadOption
-from muster.workers.supervision import TIMEOUTS, OnFailure
+from muster.workers.config import TIMEOUTS, OnFailure
 
 Backend = Literal["processes", "threads"]
 Inference = Literal["worker", "server"]

@@ -119,9 +119,8 @@ def _load_groups(engine: Engine, state: dict[str, Any], trust: bool) -> dict[int
         for number, (group, envs) in enumerate(zip(state["groups"], state["env_state_dict"], strict=True))
     }
     failed: dict[int, str] = {}
-    for handle in pool.handles:
-        part = {number: groups[number] for number in handle.groups}
-        for of_group in handle.call(LoadState(part, CUT_SHORT if state["in_flight"] else None, trust)):
+    for of_worker in pool.call(LoadState(groups, CUT_SHORT if state["in_flight"] else None, trust)):
+        for of_group in of_worker:
             failed |= of_group
     for account, group in zip(pool.accounts, state["groups"], strict=True):
         account.executed, account.discarded = group["executed"], Counter(group["discarded"])

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -230,18 +230,32 @@ class CrashDirectory:
             return None
         self._written += 1
         try:
-            if self.path is None:
-                self.path = Path(tempfile.mkdtemp(prefix="muster-crash-"))
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._make()
             stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
             who = crash_report.env_ids[0] if len(crash_report.env_ids) == 1 else "all"
             token = secrets.token_hex(3)  # other collectors, perhaps of other machines, may write here, too
-            path = self.path / f"{stamp}-{os.getpid()}-{token}-{self._written:02d}-env-{who}.crash"
+            path = cast(Path, self.path) / f"{stamp}-{os.getpid()}-{token}-{self._written:02d}-env-{who}.crash"
             crash_report.save(path)
         except Exception as error:  # noqa: BLE001  (nothing that happens here may hide the failure)
             warnings.warn(f"No crash report was written: {described(error)}", stacklevel=2)
             return None
         return path
+
+    def put(self, name: str, content: bytes) -> Path | None:
+        """Keep the file of a crash report that was written on another machine; as ``save``."""
+        try:
+            self._make()
+            path = cast(Path, self.path) / Path(name).name
+            path.write_bytes(content)
+        except OSError as error:
+            warnings.warn(f"No crash report was written: {described(error)}", stacklevel=2)
+            return None
+        return path
+
+    def _make(self) -> None:
+        if self.path is None:
+            self.path = Path(tempfile.mkdtemp(prefix="muster-crash-"))
+        self.path.mkdir(parents=True, exist_ok=True)
 
 
 def installed() -> dict[str, str]:

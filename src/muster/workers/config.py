@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from muster.memory.specs import Array, Column
 from muster.restore.pickling import loads
 from muster.weights.transport import Ticket
+
+if TYPE_CHECKING:
+    from muster.workers.inference import ServerConfig
+
+OnFailure = Literal["raise", "restart", "drop"]
+
+TIMEOUTS: dict[str, float | None] = {  # seconds
+    "construct": 300.0,
+    "reset": 60.0,
+    "step": 60.0,
+    "policy": 60.0,
+    "weights": 60.0,
+    "call": 300.0,
+    "close": 5.0,
+    "join": 600.0,
+    "heartbeat": 15.0,
+}
 
 
 @dataclass(frozen=True)
@@ -17,13 +34,13 @@ class Columns:
 
     Attributes:
         policy: who acts: "policy" or "random".
-        T: time steps, by group of the worker.
+        T: time steps, by group.
         version: of the weights, if the worker does not find that out by itself.
         served: columns that an inference server writes.
     """
 
     policy: str
-    T: Sequence[int]
+    T: Mapping[int, int]
     version: int | str | None = None
     served: Sequence[Column] = ()
 
@@ -33,7 +50,7 @@ class WorkerPlace:
     """The place of a worker's groups among all, known when all workers have made theirs; and what changes later.
 
     Attributes:
-        firsts: global number of each group's first environment.
+        firsts: global number of the first environment, by group.
         total: environments over all groups.
         marks_valid: see ``RolloutOptions``.
         seed: of all environments and draws.
@@ -43,14 +60,20 @@ class WorkerPlace:
         columns: of rollouts; None: nobody has asked for any.
     """
 
-    firsts: Sequence[int]
+    firsts: Mapping[int, int]
     total: int
     marks_valid: bool
     seed: int | None
     static: bool = False
-    episodes: Sequence[Array] | None = None
+    episodes: Mapping[int, Array] | None = None
     grad: bool = False
     columns: Columns | None = None
+
+    def part(self, groups: Sequence[int]) -> WorkerPlace:
+        """Of these groups."""
+        episodes = self.episodes
+        own = None if episodes is None else {number: episodes[number] for number in groups}
+        return replace(self, firsts={number: self.firsts[number] for number in groups}, episodes=own)
 
 
 @dataclass(frozen=True)
@@ -94,6 +117,48 @@ class WorkerConfig:
     generation: int = 0
     place: WorkerPlace | None = None
     ticket: Ticket | None = None
+
+
+@dataclass(frozen=True)
+class PoolConfig:
+    """What a worker pool is made of. That of a node can be pickled.
+
+    Attributes:
+        workers: their configs, without the policy.
+        policy: pickled: what acts, or what makes it.
+        count: workers of the collector, over all nodes.
+        server: how an inference server acts for the workers; None: they act by themselves.
+        origins: of the environments of each group (``Maker``), for crash reports; for a node pickled one by one.
+        max_frames_per_traj, crash_dir, on_failure, timeouts, max_restarts, start_method: see ``MultiOptions``.
+        node: number and host of the node, for people; empty on this machine.
+    """
+
+    workers: Sequence[WorkerConfig]
+    policy: bytes
+    count: int
+    server: ServerConfig | None
+    origins: Sequence[Any]
+    max_frames_per_traj: Any
+    crash_dir: Any
+    on_failure: OnFailure
+    timeouts: Mapping[str, float | None]
+    max_restarts: int | None
+    start_method: str | None
+    node: str = ""
+
+    @property
+    def groups(self) -> list[int]:
+        """Numbers of the groups of all workers."""
+        return [number for worker in self.workers for number in worker.groups]
+
+    @property
+    def in_threads(self) -> bool:
+        """Workers are threads of this process."""
+        return self.workers[0].in_thread
+
+    def timeout(self, phase: str) -> float | None:
+        """Seconds that a phase may take; None is for ever."""
+        return self.timeouts.get(phase, TIMEOUTS.get(phase, TIMEOUTS["step"]))
 
 
 def made_policy(policy: bytes, *, is_factory: bool) -> Any:

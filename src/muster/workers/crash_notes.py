@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,9 +14,14 @@ from muster.keys import TERMINATED, TRAJ_DONE, TRAJ_IDS, TRUNCATED, Key, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
 from muster.restore.action_log import LIMIT_BYTES, ActionLog
-from muster.restore.crash_report import CrashDirectory, CrashReport, Maker
+from muster.restore.crash_report import CrashDirectory, CrashReport
+from muster.restore.pickling import unpickled
 from muster.workers.build import seeds_of
 from muster.workers.messages import GroupInfo, Order, Report
+
+if TYPE_CHECKING:
+    from muster.workers.config import PoolConfig
+    from muster.workers.counters import Account
 
 Replay = tuple[Path | None, str]  # a file, and the command that replays it
 
@@ -34,24 +39,19 @@ class CrashNotes:
         self._infos: dict[int, GroupInfo] = {}
         self._begun: dict[int, int] = {}  # rows of orders under way that an earlier report was about
 
-    def open(self, makers: Sequence[Maker], infos: Sequence[GroupInfo], env_ids: Sequence[Array], limit: Any) -> None:
-        """Begin with groups that were just made; ``limit`` is ``max_frames_per_traj``."""
-        for number, (maker, info, ids) in enumerate(zip(makers, infos, env_ids, strict=True)):
+    def open(self, config: PoolConfig, accounts: Sequence[Account]) -> None:
+        """Begin with groups that were just made."""
+        for number, maker in zip(config.groups, config.origins, strict=True):
+            info, ids = accounts[number].info, accounts[number].env_ids
             self._infos[number] = info
             self._histories[number] = ActionLog(
                 maker,
                 name=info.name,
                 env_ids=ids.tolist(),
                 alone=info.replays_alone,
-                limit_bytes=LIMIT_BYTES // len(infos),
-                max_frames_per_traj=limit,
+                limit_bytes=LIMIT_BYTES // len(config.origins),
+                max_frames_per_traj=config.max_frames_per_traj,
             )
-
-    def joined(self, number: int, info: GroupInfo) -> None:
-        """A group was made that had been taken to be like another until now."""
-        self._infos[number] = info
-        history = self._histories[number]
-        history.name, history.alone = info.name, info.replays_alone
 
     def reset(self, which: Mapping[int, Sequence[int]], options: dict[str, Any] | None) -> None:
         """These environments, by group, begin anew."""
@@ -79,9 +79,6 @@ class CrashNotes:
     def reported(self, report: Report, lane: Lane) -> None:
         """A rollout is complete."""
         begin = self._begun.pop(report.number, 0)
-        if report.elsewhere:
-            self._histories[report.group].forget()
-            return
         end = report.done_steps
         stepped = lane.arrays[TRAJ_IDS][begin:end] >= 0 if self._infos[report.group].replays_alone else None
         self._histories[report.group].add(self._actions(report.group, lane, begin, end), report.anchors, stepped)
@@ -122,6 +119,7 @@ class CrashNotes:
         if end > begin:
             keys = [key for key in self._infos[group].observation_keys if key in lane.arrays]
             observed = {key: np.array(lane.arrays[key][end - (known["phase"] == "step")]) for key in keys}
+        history.maker = unpickled(history.maker, "create_env_fn")
         crash_report = history.crash_report(
             actions=self._actions(group, lane, begin, end), observation=observed, **known
         )

@@ -9,9 +9,10 @@ import site
 import sys
 import sysconfig
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import cloudpickle
 
@@ -27,6 +28,9 @@ from muster.errors import (
     shown,
     text_of,
 )
+
+if TYPE_CHECKING:
+    from muster.restore.crash_report import CrashDirectory
 
 MAX_PICKLE_BYTES = 1 << 20  # an exception can hold an environment, or all of its data
 CLASSES: dict[str, type[MusterError]] = {  # of what is none of Muster's errors, by phase
@@ -124,10 +128,11 @@ class Failure:
         hint = f"To see it happen again under a debugger: {replay}" if replay else ""
         message = _sections(f"{_sentence(self.message)} In {self.where}, phase {self.phase}.", hint, stack)
         error = _dressed(_made(cls, message), self.where, self.phase, crash_report)
-        error.__cause__ = self._original()
+        error.__cause__ = self.original()
         return error
 
-    def _original(self) -> BaseException | None:
+    def original(self) -> BaseException | None:
+        """The exception itself if it has survived, else a ``RemoteError``; None: there was none."""
         if not self.type_name:
             return None
         if self.pickled is not None:
@@ -139,6 +144,58 @@ class Failure:
             except BaseException:  # noqa: BLE001  (its module can be missing here; the text is not)
                 pass
         return RemoteError(f"{self.type_name}: {self.text}", self.type_name, self.traceback)
+
+
+@dataclass(frozen=True)
+class SentError:
+    """An error that the worker pool of a node has raised, as plain data: what users see of it is complete.
+
+    Attributes:
+        kind: the class in ``muster.errors``.
+        known: attributes.
+        cause: as of ``Failure``; None: there is none.
+        crash_report: name and content of the file with which it can be replayed.
+    """
+
+    kind: str
+    message: str
+    known: Mapping[str, Any]
+    cause: Failure | None
+    crash_report: tuple[str, bytes] | None = None
+
+    def here(self, directory: CrashDirectory) -> SentError:
+        """The same, with its crash report in a directory of this machine."""
+        if self.crash_report is None:
+            return self
+        there, path = self.known["crash_report"], directory.put(*self.crash_report)
+        known = {**self.known, "crash_report": path}
+        return replace(self, message=self.message.replace(str(there), str(path)), known=known, crash_report=None)
+
+    def error(self) -> MusterError:
+        """The exception."""
+        error = _made(getattr(errors, self.kind), self.message)
+        vars(error).update(self.known)
+        error.__cause__ = None if self.cause is None else self.cause.original()
+        return error
+
+
+def send_error(error: BaseException) -> SentError:
+    """Turn an exception of a worker pool into plain data, with its crash report, which is removed here."""
+    nearest, cause = _nearest(error), _CAUSE(error)
+    if nearest is None:
+        return send_error(pack(error, phase="call").error())
+    known = {name: value for name, value in vars(error).items() if not name.startswith("_")}
+    packed: Failure | None = None
+    if cause is not None:
+        said = (_type_name(cause), _text(cause), _traceback(cause))
+        if isinstance(cause, RemoteError):
+            said = (cause.type_name, str(cause).partition(": ")[2], cause.traceback)
+        packed = Failure(None, "", "call", Where(), *said, None if isinstance(cause, RemoteError) else _pickled(cause))
+    path, content = known.get("crash_report"), None
+    if path is not None:
+        content = path.name, path.read_bytes()
+        path.unlink()
+    return SentError(nearest.__name__, text_of(error), known, packed, content)
 
 
 def pack(error: BaseException, *, phase: str, **where: Any) -> Failure:

@@ -17,7 +17,7 @@ from muster.rollout.marks import Final
 from muster.rollout.resets import Due
 from muster.workers.messages import Report
 
-PARTS = "group", "frames", "rows", "version", "path", "dropped", "elsewhere"  # of a report that are plain already
+PARTS = "group", "frames", "rows", "version", "path", "dropped"  # of a report that are plain already
 
 
 def take(group: Group, acting: str | None) -> dict[str, Any]:

@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from muster.errors import MusterError
-from muster.memory.slots import Lane
 from muster.observing.stats import InferenceStats
 from muster.restore.pickling import unpickled
 from muster.rollout.acting import OWN, policy_error
@@ -25,7 +24,10 @@ from muster.workers.actor import Actor, ServedRollout
 from muster.workers.config import made_policy
 from muster.workers.failures import on_server, server_hung
 from muster.workers.lines import LOOK_S, Lines
-from muster.workers.messages import GroupInfo, Order, Report
+from muster.workers.messages import GroupInfo, Report
+
+if TYPE_CHECKING:
+    from muster.workers.proxy import WorkerProxy
 
 LOST_S = 5.0  # for a call of the policy to end that writes into the lane of a worker that is gone
 
@@ -65,30 +67,12 @@ class ServerConfig:
         return [part for part in (self.workers[:half], self.workers[half:]) if part]
 
 
-class Lanes(Protocol):
-    """Where a worker's rollouts lie; see ``UnderWay``."""
-
-    outstanding: dict[int, Order]
-
-    def lane_of(self, number: int) -> Lane: ...
-
-
-class Seated(Protocol):
-    """What a server needs to know of a worker; see ``WorkerProxy``."""
-
-    index: int
-    groups: list[int]
-
-    @property
-    def under_way(self) -> Lanes: ...
-
-
 @dataclass
 class _Seat:
     """A worker as the server sees it."""
 
     worker: int
-    handle: Seated
+    handle: WorkerProxy
     envs: int  # of a group
     rollout: ServedRollout | None = None
     since: float = 0.0  # when its question was first seen
@@ -137,11 +121,7 @@ class InferenceServer:
 
     # --- called by the collector ------------------------------------------------------------------
 
-    @property
-    def is_open(self) -> bool:
-        return bool(self._seats)
-
-    def open(self, handles: Sequence[Seated], infos: Mapping[int, GroupInfo]) -> None:
+    def open(self, handles: Sequence[WorkerProxy], infos: Mapping[int, GroupInfo]) -> None:
         """Begin to act for these workers; ``infos`` are those of their groups, by number.
 
         Raises:
@@ -170,21 +150,12 @@ class InferenceServer:
         with self._between_calls():
             self.actor.settle()
 
-    def replace(self, handle: Seated) -> None:
-        """Another object stands for a worker now."""
-        if handle.index in self._seats:
-            self._seats[handle.index].handle = handle
-
     def ask(self, method: str, *args: Any, group: int | None = None) -> Any:
         """What a method of the actor returns, in its thread; ``group`` says which server, where there are several."""
         return self._in_thread(lambda: getattr(self.actor, method)(*args))
 
-    def complete(self, report: Report, explain: Callable[[Exception, Any], Any] = on_server) -> None:
-        """Add what a worker does not know of its order: version, path, and why the policy failed.
-
-        Args:
-            explain: makes the report's error from the server's, and from what became of that in the worker.
-        """
+    def complete(self, report: Report) -> None:
+        """Add what a worker does not know of its order: version, path, and why the policy failed."""
         rollout = self._rollouts.pop(report.number, None)
         if rollout is None:  # nothing was asked
             return
@@ -195,7 +166,7 @@ class InferenceServer:
         if report.error is not None and rollout.error is not None:
             again = rollout.error is self._told  # the same call, which failed for several workers
             seen = report.error
-            report.error, report.lost = (None, True) if again else (explain(rollout.error, seen), False)
+            report.error, report.lost = (None, True) if again else (on_server(rollout.error, seen), False)
             self._told = rollout.error
 
     def waits(self, worker: int) -> bool:

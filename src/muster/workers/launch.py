@@ -31,16 +31,8 @@ _OWN = ("envs", "memory", "policies", "restore", "rollout", "testing", "utils", 
 
 
 class Child(Protocol):
-    """A worker process.
+    """A worker process."""
 
-    Attributes:
-        lost, late: why nobody knows how it ended, and whether its node has never come; nothing on this machine.
-    """
-
-    late: bool
-
-    @property
-    def lost(self) -> str: ...
     @property
     def pid(self) -> int: ...
 
@@ -224,8 +216,6 @@ class _ForkServer:
 class _Forked:
     """A child of the fork server, which reaps it and writes its exit code into a pipe."""
 
-    lost, late = "", False
-
     def __init__(self, target: str, channel_end: Channel, name: str, preload: bool, light: bool) -> None:
         self._owner = os.getpid()
         self._code: int | None = None
@@ -289,7 +279,6 @@ class _Spawned:
     """
 
     all: ClassVar[weakref.WeakSet[_Spawned]] = weakref.WeakSet()
-    lost, late = "", False
 
     def __init__(self, target: str, channel_end: Channel, name: str, preload: bool, light: bool) -> None:
         self._owner = os.getpid()

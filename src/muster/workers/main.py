@@ -209,15 +209,16 @@ class WorkerMain:
         if config.stoppable:
             rollout = replace(rollout, interruptor=_Stop(self.progress.cells, rollout.interruptor))
         groups: list[Group] = []
-        for n, (number, b, first) in enumerate(zip(config.groups, self.built, place.firsts, strict=True)):
+        for number, b in zip(config.groups, self.built, strict=True):
             rng = GroupRng(place.seed, number, device or b.env.device, config.generation)
-            group = make_group(b, number, first, place.total, rollout, rng, shared=self.options.shared_frames)
+            first, shared = place.firsts[number], self.options.shared_frames
+            group = make_group(b, number, first, place.total, rollout, rng, shared=shared)
             if config.in_thread:
                 group.in_background = lambda: True
             self._anchors[number] = Anchors(b.env)
             group.before_reset, group.lost_track = self._anchors[number].before_reset, self._anchors[number].lose
             if place.episodes is not None:
-                group.clock.begin_at(place.episodes[n])
+                group.clock.begin_at(place.episodes[number])
             groups.append(group)
         kinds = {(b.batch_shape, str(b.env.action_specs)) for b in self.built}
         if len(kinds) > 1:

@@ -98,7 +98,6 @@ class Report:
         lost: it is to be ordered again, since its worker is gone.
         dropped: its group is gone for good.
         entered: its steps are in the account of its group.
-        elsewhere: its lane is not in the slot: a node has written it into a buffer.
         warnings: texts of those that came up since the last report, for the user's process.
     """
 
@@ -124,5 +123,4 @@ class Report:
     lost: bool = False
     dropped: bool = False
     entered: bool = False
-    elsewhere: bool = False
     warnings: list[str] = field(default_factory=list)

@@ -5,27 +5,22 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 
 from muster.errors import MusterError, WorkerDied
 from muster.memory.slots import Slot
-from muster.memory.specs import Array
 from muster.observing.stats import InferenceStats, WorkerStats
-from muster.rollout.progress import Timing
 from muster.utils.forks import Owner
 from muster.utils.interrupts import allowed
+from muster.workers.counters import Account
 from muster.workers.messages import GroupInfo, Order, Report
 from muster.workers.requests import Request
 from muster.workers.worker import Worker, phase_ended_by
-
-if TYPE_CHECKING:
-    from muster.workers.proxy import WorkerProxy
 
 
 class Handle(Protocol):
@@ -36,9 +31,9 @@ class Handle(Protocol):
         groups: numbers of its groups.
         outstanding: orders that nobody has taken the report of, by number, oldest first.
         untaken: reports that have come and nobody has taken.
-        alive: it has a process or thread.
+        alive: it has a process or thread, or its node is there or called.
         reviving: it has none, and will be started again by whoever watches over it.
-        absent: its node is not there, so that nothing is ordered from it.
+        absent: its node is not there, and may never come, so that nothing is ordered from it.
     """
 
     @property
@@ -68,6 +63,9 @@ class Handle(Protocol):
     def prepared(self, policy: str) -> bool:
         """``layouts`` would say the same as before."""
 
+    def stats(self, accounts: Sequence[Account]) -> list[WorkerStats]:
+        """Of its workers, if they are not in this thread."""
+
     def submit(self, order: Order, slot: Slot) -> None:
         """Let it follow an order. Does not wait."""
 
@@ -77,11 +75,8 @@ class Handle(Protocol):
     def stop(self, number: int) -> None:
         """Let orders up to this number end after their current step."""
 
-    def withdraw(self) -> list[Order]:
-        """Take back orders that it has not seen yet."""
-
-    def call(self, request: Request) -> Any:
-        """Wait for what it answers or raises."""
+    def call(self, request: Request) -> list[Any]:
+        """Wait for what its workers answer, each of them, or raise."""
 
     def close(self, *, wait: bool = True) -> None:
         """End it, with its environments, by force if need be. Nothing can be asked of it any more. May be called again.
@@ -109,6 +104,9 @@ class LocalWorker:
     def prepared(self, policy: str) -> bool:
         return self.worker.prepared(policy)
 
+    def stats(self, accounts: Sequence[Account]) -> list[WorkerStats]:
+        return []
+
     def submit(self, order: Order, slot: Slot) -> None:
         self._reports.append(self.worker.run(order, slot.lanes[order.lane]))
 
@@ -118,14 +116,10 @@ class LocalWorker:
     def stop(self, number: int) -> None:
         """Nothing is under way while somebody else can act."""
 
-    def withdraw(self) -> list[Order]:
-        """Nothing waits to be seen."""
-        return []
-
-    def call(self, request: Request) -> Any:
+    def call(self, request: Request) -> list[Any]:
         try:
             with allowed():
-                return request.run(self.worker)
+                return [request.run(self.worker)]
         except BaseException as error:
             phase_ended_by(error, self.worker.progress)
             raise
@@ -146,73 +140,6 @@ class LocalWorker:
             self.worker.profile(None)
 
 
-@dataclass
-class Account:
-    """The books of one group, over all that ever ran it.
-
-    Attributes:
-        env_ids: global numbers of its environments.
-        in_flight: steps of lanes that nobody has got yet.
-        partial: those of them in the lane that is not complete.
-        delivered: frames in batches.
-        lag: see ``WorkerStats.policy_lag``.
-        clock: episode numbers and steps as of the last report, ``[2, B]``; None: nothing was reported.
-        dropped: nobody runs it any more.
-        late: its node was not there all the time.
-        unseen: steps at most that were executed and nobody could count, since their node is lost.
-    """
-
-    info: GroupInfo
-    env_ids: Array
-    executed: int = 0
-    in_flight: int = 0
-    partial: int = 0
-    delivered: int = 0
-    lag: int = 0
-    discarded: Counter[str] = field(default_factory=Counter)
-    timing: Timing = field(default_factory=Timing)
-    clock: Array | None = None
-    dropped: bool = False
-    late: bool = False
-    unseen: int = 0
-
-    def add(self, report: Report) -> None:
-        """Enter what came of an order, once."""
-        if report.entered:
-            return
-        report.entered = True
-        self.executed += report.executed
-        kept = report.executed
-        if report.discarded:
-            self.discarded.update(report.discarded)
-            kept -= sum(report.discarded.values())
-        self.in_flight += kept
-        self.partial = 0 if report.error is None and not report.lost else self.partial + kept
-        timing, more = self.timing, report.timing
-        timing.env += more.env
-        timing.policy += more.policy
-        timing.copy += more.copy
-        timing.total += more.total
-
-    def cut_short(self, steps: int) -> None:
-        """The lane at work has so many steps in all, which nobody has reported."""
-        more = max(0, steps - self.partial)
-        self.executed += more
-        self.in_flight += more
-        self.partial += more
-
-    def discard(self, reason: str, steps: int) -> None:
-        """Steps on their way will never arrive."""
-        if steps:
-            self.discarded[reason] += steps
-            self.in_flight -= steps
-
-    def give_up(self, reason: str) -> None:
-        """The lane that is not complete never will be."""
-        self.discard(reason, self.partial)
-        self.partial = 0
-
-
 class Watch(Protocol):
     """Waits for workers elsewhere, and deals with those that fail."""
 
@@ -226,10 +153,25 @@ class Watch(Protocol):
 class Servers(Protocol):
     """Inference, as the collector sees it: one ``InferenceServer``, or those of all nodes."""
 
-    def held(self) -> AbstractContextManager[None]: ...
     def settle(self) -> None: ...
     def ask(self, method: str, *args: Any, group: int | None = None) -> Any: ...
     def stats(self) -> InferenceStats: ...
+
+
+class Accounts(Sequence[Account]):
+    """Of the groups of a pool, by number: on a node the first of them need not be 0."""
+
+    def __init__(self, first: int, accounts: Sequence[Account]) -> None:
+        self._first, self._accounts = first, list(accounts)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._accounts[number - self._first]
+
+    def __iter__(self) -> Iterator[Account]:
+        return iter(self._accounts)
+
+    def __len__(self) -> int:
+        return len(self._accounts)
 
 
 class WorkerPool:
@@ -238,12 +180,14 @@ class WorkerPool:
     Args:
         handles: of the workers, by their first group.
         infos: of the groups.
+        first_env: global number of the first environment.
         watch: for workers that are not in this thread.
         local: the only worker, where it is in this thread: it needs no waiting for, and is never lost or dropped.
 
     Attributes:
         owner: the process whose workers they are; None: they are in this thread, and a fork has copies of them.
         server: acts for the workers; None: they do.
+        hold: a context in which workers are given work that they begin together.
         numbers: of orders.
         elastic: workers may be absent (see ``Handle``) from the beginning, and again later.
         waited: nanoseconds, for reports.
@@ -255,14 +199,15 @@ class WorkerPool:
         infos: Sequence[GroupInfo],
         watch: Watch | None = None,
         *,
+        first_env: int = 0,
         local: Worker | None = None,
     ) -> None:
         self.handles, self._watch, self.local = list(handles), watch, local
         self.owner = None if watch is None else Owner("collector", "workers")
-        firsts = itertools.accumulate((info.num_envs for info in infos), initial=0)
-        self.accounts = [
-            Account(info, np.arange(first, first + info.num_envs)) for info, first in zip(infos, firsts, strict=False)
-        ]
+        firsts = itertools.accumulate((info.num_envs for info in infos), initial=first_env)
+        accounts = [Account(info, np.arange(b, b + info.num_envs)) for info, b in zip(infos, firsts, strict=False)]
+        first = handles[0].groups[0]
+        self.accounts: Sequence[Account] = Accounts(first, accounts) if first else accounts
         self.num_envs = sum(info.num_envs for info in infos)
         self._of = {number: handle for handle in handles for number in handle.groups}
         self.numbers = itertools.count(1)
@@ -271,11 +216,19 @@ class WorkerPool:
         self._warnings: dict[str, None] = {}  # texts, each once, whichever worker noted it
         self._warned = 0
         self.server: Servers | None = None
+        self.hold: Callable[[], AbstractContextManager[None]] = nullcontext
         self.elastic = False
         self.waited = 0
 
     def handle(self, group: int) -> Handle:
         return self._of[group]
+
+    def give(self, order: Order, slot: Slot) -> None:
+        """Let the group's worker follow an order."""
+        if self.accounts[order.group].dropped:
+            self._reports.append(Report(order.number, order.group, dropped=True))
+        else:
+            self._of[order.group].submit(order, slot)
 
     def welcome(self) -> None:
         """Take in which workers have come meanwhile, and call again those whose absence has been raised."""
@@ -286,11 +239,12 @@ class WorkerPool:
 
     def together(self) -> AbstractContextManager[None]:
         """Workers that are given work in this context begin at the same time, as a server sees it."""
-        return nullcontext() if self.server is None else self.server.held()
+        return self.hold()
 
     def check_alive(self) -> None:
         """Raise if all workers have been dropped."""
         if self.local is None and all(account.dropped for account in self.accounts):
+            give_warnings(self)
             raise WorkerDied(
                 "all workers have been dropped, so nothing can be collected any more. Each was warned about with its "
                 "cause; on_failure='restart' starts workers again."
@@ -322,6 +276,15 @@ class WorkerPool:
                 self.waited += time.perf_counter_ns() - began
             self._reports += self._watch.take_lost()
 
+    def ready_report(self) -> Report | None:
+        """What has come of an order already."""
+        if self._watch is not None:
+            self._reports += self._watch.take_lost()
+        report = self._reports.popleft() if self._reports else self._take()
+        if report is not None:
+            self.enter(report)
+        return report
+
     def enter(self, report: Report) -> None:
         """Into the account of its group, and what is to be warned of."""
         self.accounts[report.group].add(report)
@@ -334,57 +297,25 @@ class WorkerPool:
             if handle.outstanding:
                 handle.stop(max(handle.outstanding))
 
-    def withdraw(self) -> None:
-        """Take back orders that no worker has seen yet."""
-        for handle in self.handles:
-            handle.withdraw()
-
     def worker_stats(self) -> tuple[WorkerStats, ...]:
         """Of workers that are not in this thread."""
-        every = sum(account.delivered for account in self.accounts)
-        return () if self._watch is None else tuple(self._stats_of(cast("WorkerProxy", h), every) for h in self.handles)
-
-    def _stats_of(self, handle: WorkerProxy, every: int) -> WorkerStats:
-        accounts = [self.accounts[number] for number in handle.groups]
-        frames, busy = sum(a.delivered for a in accounts), sum(a.timing.total for a in accounts) / 1e9
-        state = "working" if handle.alive else "dead"
-        state = "dropped" if self._is_dropped(handle) else "joining" if handle.absent else state
-        return WorkerStats(
-            handle.index,
-            handle.process.child.pid,
-            state,
-            handle.phase.name.lower() if handle.alive else "join" if handle.absent else state,
-            tuple(int(i) for a in accounts for i in a.env_ids),
-            frames,
-            frames / every if every else 0.0,
-            frames / busy if busy else 0.0,
-            busy,
-            handle.config.generation,
-            max(a.lag for a in accounts),
-            handle.host.where(),
-        )
+        return tuple(stats for handle in self.handles for stats in handle.stats(self.accounts))
 
     def call(self, request: Request) -> list[Any]:
-        """What every worker answers."""
-        return [answer for handle in self.handles for answer in self.ask(handle, request)]
+        """What every worker answers that has something to do with it."""
+        parts = [(handle, request.part(handle.groups)) for handle in self.handles]
+        return [answer for handle, part in parts if part is not None for answer in self.ask(handle, part)]
 
     def ask(self, handle: Handle, request: Request) -> list[Any]:
-        """What a worker answers, as the only entry of a list; an empty list if it is dropped."""
-        if self._is_dropped(handle):
+        """What each of a handle's workers answers; nothing if they are dropped."""
+        if self.is_dropped(handle):
             return []
         try:
-            return [handle.call(request)]
+            return handle.call(request)
         except MusterError:
-            if self._is_dropped(handle):  # just now
+            if self.is_dropped(handle):  # just now
                 return []
             raise
-
-    def call_for(self, groups: Mapping[int, Any], request: Callable[[dict[int, Any]], Request]) -> None:
-        """Ask the workers of ``groups``, each about its part of the mapping."""
-        for handle in self.handles:
-            part = {number: groups[number] for number in handle.groups if number in groups}
-            if part and not self._is_dropped(handle):
-                self.ask(handle, request(part))
 
     def close(self, *, close_env: bool = True) -> None:
         """End all workers, whatever one of them raises.
@@ -414,8 +345,9 @@ class WorkerPool:
             while (report := handle.take()) is not None:
                 self.accounts[report.group].add(report)
 
-    def _is_dropped(self, handle: Handle) -> bool:
-        return self.accounts[handle.groups[0]].dropped
+    def is_dropped(self, handle: Handle) -> bool:
+        """Nobody runs its groups any more."""
+        return all(self.accounts[number].dropped for number in handle.groups)
 
     def _take(self) -> Report | None:
         for step in range(len(self.handles)):
@@ -425,6 +357,36 @@ class WorkerPool:
                 self._turn = turn + 1
                 return report
         return None
+
+
+def stats_of(
+    groups: Sequence[int],
+    accounts: Sequence[Account],
+    *,
+    index: int,
+    pid: int,
+    state: str,
+    phase: str,
+    restarts: int,
+    node: str,
+) -> WorkerStats:
+    """Of a worker with these groups; ``accounts`` are those of all groups."""
+    own, every = [accounts[number] for number in groups], sum(account.delivered for account in accounts)
+    frames, busy = sum(a.delivered for a in own), sum(a.timing.total for a in own) / 1e9
+    return WorkerStats(
+        index,
+        pid,
+        state,
+        phase,
+        tuple(int(i) for a in own for i in a.env_ids),
+        frames,
+        frames / every if every else 0.0,
+        frames / busy if busy else 0.0,
+        busy,
+        restarts,
+        max(a.lag for a in own),
+        node,
+    )
 
 
 def give_warnings(pool: WorkerPool) -> None:
@@ -439,5 +401,5 @@ def give_warnings(pool: WorkerPool) -> None:
 def start_dead(pool: WorkerPool, *, absent: bool) -> None:
     """Start workers that are dead and that nobody else will start: those that are absent, or all others."""
     for handle in pool.handles:
-        if handle.absent is absent and not (handle.alive or handle.reviving or pool._is_dropped(handle)):
+        if handle.absent is absent and not (handle.alive or handle.reviving or pool.is_dropped(handle)):
             handle.start()

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import enum
-import itertools
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from muster.memory.shared import Arena
 from muster.memory.slots import Slot
 from muster.rollout.progress import Phase
-from muster.utils.forks import Owner
 from muster.utils.interrupts import postponed
-from muster.weights.transport import Ticket
 from muster.workers.config import WorkerConfig, WorkerPlace
 from muster.workers.launch import Child
-from muster.workers.messages import GroupInfo, Order, Report
+from muster.workers.lives import Proxy, WorkerState
+from muster.workers.messages import Order
+from muster.workers.pool import stats_of
 from muster.workers.requests import (
     BIRTH,
     Answer,
@@ -34,101 +31,18 @@ from muster.workers.requests import (
     Request,
     RolloutRequest,
 )
-from muster.workers.under_way import UnderWay, phase_of
+from muster.workers.under_way import phase_of
 
 if TYPE_CHECKING:
+    from muster.observing.stats import WorkerStats
+    from muster.workers.counters import Account
     from muster.workers.failures import Failure
     from muster.workers.inference import InferenceServer
+    from muster.workers.supervision import Supervisor
 
 SEND_S = 60.0  # for a message to a worker that does not read
 STACK_S = 0.5  # for the stack of one that hangs
 _DEAF = -1  # instead of the number of an answer: none counts any more
-
-
-class WorkerState(enum.Enum):
-    """The life of a worker; see the diagram in ARCHITECTURE.md."""
-
-    NEW = "was never started"
-    JOINING = "was started on a node that may never come: nobody waits for its environments, nothing is ordered"
-    RUNNING = "has a process or thread"
-    CLOSING = "the same, and was told to end"
-    DEAD = "has none; the next batch starts it again"
-    RESTARTING = "has none; the supervisor starts it again"
-    AWAY = "is lost with its node; the next batch calls it again"
-    REJOINING = "is lost with its node; the supervisor calls it again"
-    DROPPED = "has none, and the others go on without it"
-    CLOSED = "has none, for good"
-
-
-_STATES = WorkerState
-_NEXT: dict[WorkerState, tuple[WorkerState, ...]] = {
-    _STATES.NEW: (_STATES.JOINING, _STATES.RUNNING),
-    _STATES.JOINING: (_STATES.RUNNING, _STATES.AWAY),
-    _STATES.RUNNING: (_STATES.DEAD, _STATES.CLOSING),
-    _STATES.CLOSING: (_STATES.CLOSED,),
-    _STATES.DEAD: (_STATES.RUNNING, _STATES.RESTARTING, _STATES.AWAY, _STATES.DROPPED),
-    _STATES.RESTARTING: (_STATES.DEAD,),
-    _STATES.AWAY: (_STATES.JOINING, _STATES.REJOINING, _STATES.DROPPED),
-    _STATES.REJOINING: (_STATES.AWAY,),
-    _STATES.DROPPED: (),
-    _STATES.CLOSED: (),
-}
-_HAS_PROCESS = (_STATES.JOINING, _STATES.RUNNING, _STATES.CLOSING)
-_AFTER_END = {
-    _STATES.JOINING: _STATES.AWAY,
-    _STATES.RUNNING: _STATES.DEAD,
-    _STATES.CLOSING: _STATES.CLOSED,
-}
-
-
-class Restarted(Exception):
-    """The worker that was asked has a successor, who has to be asked again."""
-
-
-class Patience(Protocol):
-    """Waits for workers in a worker pool's name; see ``supervision``."""
-
-    def wait_for(self, handle: WorkerProxy, ready: Callable[[], bool]) -> None:
-        """Until something is so.
-
-        Raises:
-            Restarted: see there.
-            Exception: what became of the worker instead.
-        """
-
-    def told(self, handle: WorkerProxy, request: Request) -> None:
-        """A worker has done what was asked of it."""
-
-    def restarted(self, handle: WorkerProxy) -> None:
-        """A worker has a successor."""
-
-    def ends(self, handle: WorkerProxy) -> None:
-        """A worker is to do nothing more: halt it, and enter its steps."""
-
-
-@dataclass
-class WorkerHost:
-    """How a worker is started, and started again.
-
-    Attributes:
-        start: starts a process or thread called so; gives it, the parent's end of a channel to it, and its ledger.
-            Told whether it may take time to make later starts quicker.
-        ticket: makes a subscription to the weights; None: the worker does not take any, or gets them elsewhere.
-        close_s: seconds for closing; None is for ever.
-        server: acts for it; None: it acts by itself, or a server elsewhere does.
-        remote: it is on a node, with memory of its own.
-        elastic: that node may come later, or never.
-        where: that node, for people.
-    """
-
-    start: Callable[[str, bool], tuple[Child, Any, Any]]
-    arena: Arena
-    ticket: Callable[[], Ticket] | None
-    close_s: float | None
-    server: InferenceServer | None = None
-    remote: bool = False
-    elastic: bool = False
-    where: Callable[[], str] = str
 
 
 @dataclass
@@ -157,62 +71,24 @@ class WorkerProcess:
         self.ledger.close()
 
 
-class WorkerProxy:
+class WorkerProxy(Proxy):
     """Implements ``Handle``.
 
     Attributes:
         config: that a successor will get, but for its ``generation``.
         process: the last one.
-        under_way: what was ordered from it.
-        infos: of the groups that the process has made; None: it has made none yet.
         failure: of something that the process did unasked: of making them, above all.
-        cause: why it has no process.
+        unwritten: why a rollout of its process is not where it should have been written; nothing after it is, either.
     """
 
-    def __init__(self, config: WorkerConfig, host: WorkerHost, patience: Patience) -> None:
-        self.config, self.host, self._patience = config, host, patience
-        self.index, self.groups = config.index, list(config.groups)
-        self.under_way = UnderWay()
+    absent = False
+
+    def __init__(self, config: WorkerConfig, supervisor: Supervisor) -> None:
+        super().__init__(config.index, config.groups, supervisor)
+        self.config, self._supervisor = config, supervisor
         self.process: WorkerProcess
-        self.infos: list[GroupInfo] | None = None
         self.failure: Failure | None = None
-        self.cause: Exception | None = None
-        self._state = WorkerState.NEW
-        self._owner = Owner("collector", "workers")
-        self._numbers: Iterator[int] = itertools.count(BIRTH + 1)  # of requests
-        self._awaited: int | None = None  # number of the answer that somebody waits for
-        self._answer: Answer | None = None  # that one
-
-    # --- its state --------------------------------------------------------------------------------
-
-    @property
-    def state(self) -> WorkerState:
-        return self._state
-
-    @state.setter
-    def state(self, state: WorkerState) -> None:
-        self._check_next(state)
-        self._state = state
-
-    def _check_next(self, state: WorkerState) -> None:
-        assert state in _NEXT[self._state], f"worker {self.index}: {self._state.name} -> {state.name}"
-
-    @property
-    def alive(self) -> bool:
-        """It has a process or thread, as far as is known; in a fork of this process nobody has."""
-        return self._state in _HAS_PROCESS and self._owner.is_here()
-
-    @property
-    def reviving(self) -> bool:
-        """It will be started again by whoever watches over it."""
-        return self._state in (WorkerState.RESTARTING, WorkerState.REJOINING)
-
-    @property
-    def absent(self) -> bool:
-        """Its node is not there, so that nothing is ordered from it."""
-        if self._state is WorkerState.JOINING:
-            return self.infos is None
-        return self._state in (WorkerState.AWAY, WorkerState.REJOINING)
+        self.unwritten: Exception | None = None
 
     @property
     def awaited(self) -> bool:
@@ -227,38 +103,31 @@ class WorkerProxy:
 
     def start(self) -> None:
         """Start a process, which makes its environments. A successor's is told all that its predecessor was, and what
-        that had not done; one that is absent, when it is there.
+        that had not done.
         """
         self._owner.check()
+        self._check_next(WorkerState.RUNNING)
         is_successor = self._state is WorkerState.DEAD
-        joins = self.host.elastic and not is_successor
-        started = WorkerState.JOINING if joins else WorkerState.RUNNING
-        self._check_next(started)
         if is_successor:
             self.config = replace(self.config, generation=self.config.generation + 1)
-        self.infos = self.failure = self._answer = self._awaited = None
+        self.infos = self.failure = self.unwritten = self._answer = self._awaited = None
         self.under_way.entered.clear()
+        self.starts += 1
         name = f"muster-worker-{self.index}"
-        self.process = WorkerProcess(*self.host.start(name, not self.config.generation))
-        self.state = started
-        if joins:
-            self._send_config(replace(self.config, place=None))
-            return
+        self.process = WorkerProcess(*self._supervisor.launch(name, not self.config.generation))
+        self.state = WorkerState.RUNNING
         self._send_config(self.config)
-        if self.config.place is not None:
-            if self.host.server is not None:
-                self.host.server.actor.reseed(self.groups, self.config.place.seed, self.config.generation)
-            self._begin()
+        if is_successor and self.config.place is not None:
+            if self._supervisor.server is not None:
+                self._supervisor.server.actor.reseed(self.groups, self.config.place.seed, self.config.generation)
+            self._supervisor.restarted(self)
+            for order in self.under_way.orders():
+                self._send(self._request(order))
 
     def assign(self, place: WorkerPlace) -> None:
-        """Tell it its place among all workers. One that has just joined does not have to answer."""
+        """Tell it its place among all workers."""
         self.config = replace(self.config, place=place)
-        if self._state is WorkerState.JOINING and not self.absent:
-            self.state = WorkerState.RUNNING
-            self._send(Ask(BIRTH, Configure(place)))
-            self._begin()
-        elif not self.absent:
-            self._ask(Configure(place))
+        self._answer_to(Configure(place))
 
     def pump(self) -> bool:
         """Take in what has come; False if nothing more can come."""
@@ -284,67 +153,59 @@ class WorkerProxy:
         if not self.alive:
             return
         try:
-            self._patience.ends(self)
+            self._supervisor.ends(self)
         finally:  # also after Ctrl-C
-            self.state = _AFTER_END[self._state]
+            self.state = WorkerState.DEAD if self._state is WorkerState.RUNNING else WorkerState.CLOSED
             self.process.close()
-            if self.host.server is not None:
-                self.host.server.lost(self.index)
+            if self._supervisor.server is not None:
+                self._supervisor.server.lost(self.index)
 
     # --- Handle -----------------------------------------------------------------------------------
-
-    @property
-    def outstanding(self) -> dict[int, Order]:
-        return self.under_way.outstanding
-
-    @property
-    def untaken(self) -> Sequence[Report]:
-        return self.under_way.reports
 
     def prepared(self, policy: str) -> bool:
         columns = None if self.config.place is None else self.config.place.columns
         return columns is not None and columns.policy == policy
 
+    def stats(self, accounts: Sequence[Account]) -> list[WorkerStats]:
+        dropped = accounts[self.groups[0]].dropped
+        state = "dropped" if dropped else "working" if self.alive else "dead"
+        phase = self.phase.name.lower() if self.alive else state
+        restarts, pid = self.config.generation, self.process.child.pid
+        known: dict[str, Any] = {
+            "index": self.index,
+            "pid": pid,
+            "restarts": restarts,
+            "node": self._supervisor.config.node,
+        }
+        return [stats_of(self.groups, accounts, state=state, phase=phase, **known)]
+
     def submit(self, order: Order, slot: Slot) -> None:
         self.under_way.add(order, slot)
         if self.alive:
-            if self.host.server is not None:
-                self.host.server.lines.expect(self.index, order.number)
+            if self._supervisor.server is not None:
+                self._supervisor.server.lines.expect(self.index, order.number)
             self._send(self._request(order))
         elif not self.reviving:
             self.start()
-
-    def take(self) -> Report | None:
-        return self.under_way.take() if self.under_way.reports else None
 
     def stop(self, number: int) -> None:
         if self.alive:
             self.process.ledger.stop(number)
 
-    def withdraw(self) -> list[Order]:
-        return []  # it has seen all of them
-
     @postponed()
-    def call(self, request: Request) -> Any:
+    def call(self, request: Request) -> list[Any]:
         asked = request
-        if self.absent and request.waits:
-            if self._remember(request):
-                self._patience.told(self, request)
-            return None
-        if not self.alive and not self.reviving:
-            self.start()
-        while self.reviving or self.absent:
-            with suppress(Restarted):
-                self._patience.wait_for(self, lambda: self.alive and not self.absent)
-        server = self.host.server
+        self._wait_until_there()
+        server = self._supervisor.server
         if server is not None:
             request = self._with_columns(server, request).through(server.actor, self.groups)
-        self._remember(request)
-        result = self._ask(request)
+        if self.config.place is not None:
+            self.config = replace(self.config, place=request.placed(self.config.place))
+        result = self._answer_to(request)
         if server is not None:
             request.answered(server.actor, self.groups, result)
-        self._patience.told(self, asked)
-        return result
+        self._supervisor.told(self, asked)
+        return [result]
 
     def close(self, *, wait: bool = True) -> None:
         if self._state is WorkerState.RUNNING and self.alive:
@@ -359,24 +220,15 @@ class WorkerProxy:
     # --- parts ------------------------------------------------------------------------------------
 
     def _send_config(self, config: WorkerConfig) -> None:
-        if self.host.remote:
-            self._send(config)
-            return
-        server, ticket = self.host.server, None if self.host.ticket is None else self.host.ticket()
-        fds = [*([] if config.in_thread else [self.process.ledger.fd]), self.host.arena.fd]
+        server, subscribe = self._supervisor.server, self._supervisor.subscribe
+        ticket = None if subscribe is None or config.served_by is not None else subscribe(self.index)
+        fds = [*([] if config.in_thread else [self.process.ledger.fd]), self._supervisor.arena.fd]
         fds += server.lines.fds_for(self.index) if server is not None else [] if ticket is None else ticket.fds
         try:
             self._send(replace(config, ticket=ticket), fds)
         finally:
             if ticket is not None:
                 ticket.close()
-
-    def _begin(self) -> None:
-        """It has its place: what is left to do comes next."""
-        if self.config.generation:
-            self._patience.restarted(self)
-        for order in self.under_way.orders():
-            self._send(self._request(order))
 
     def _note(self, message: Finished | Answer | Closed) -> None:
         """Take in a message of the process."""
@@ -391,49 +243,21 @@ class WorkerProxy:
                 self._answer = message
             case Answer(number, infos, failure) if number == BIRTH:
                 self.failure = self.failure or failure
-                self._is_born(infos)
-
-    def _is_born(self, infos: list[GroupInfo] | None) -> None:
-        self.infos = self.infos or infos
-        if self._state is WorkerState.JOINING and self.config.place is None and infos is not None:
-            self.state = WorkerState.RUNNING  # the worker pool is not complete, and it is one of the first
-
-    def _remember(self, request: Request) -> bool:
-        """For a successor; whether it is told anything else than before."""
-        before = self.config.place
-        if before is not None:
-            self.config = replace(self.config, place=request.placed(before))
-        return self.config.place is not before
+                self.infos = self.infos or infos
 
     def _with_columns(self, server: InferenceServer, request: Request) -> Request:
         """A request for layouts with what the server writes, or would write."""
         if not isinstance(request, LayOut):
             return request
         columns = request.columns
-        served = server.ask("adopt", self._ask(Observe()), columns.policy == "policy")
+        served = server.ask("adopt", self._answer_to(Observe()), columns.policy == "policy")
         return LayOut(replace(columns, served=served))
 
-    def _ask(self, request: Request) -> Any:
-        """The answer to a request, of the process or a successor."""
-        while True:
-            self._awaited, self._answer = next(self._numbers), None
-            try:
-                self._send(Ask(self._awaited, request))
-                self._patience.wait_for(self, lambda: self._answer is not None)
-            except Restarted:
-                continue
-            finally:
-                answer, self._answer, self._awaited = self._answer, None, None
-            assert answer is not None
-            if answer.failure is not None:
-                raise answer.failure.error()
-            return answer.value
+    def _answer_to(self, request: Request) -> Any:
+        return self._ask(lambda number: self._send(Ask(number, request)))
 
     def _request(self, order: Order) -> RolloutRequest:
         slot = self.under_way.slot_of(order.number)
-        if self.host.remote:
-            begin = order.lane * slot.layout.lane_bytes
-            self.process.channel.expect(slot.block[begin : begin + slot.layout.lane_bytes])
         return RolloutRequest(order, slot.offset, slot.layout.nbytes)
 
     def _send(self, message: WorkerConfig | Message, fds: Sequence[int] = (), timeout: float | None = SEND_S) -> None:
@@ -443,7 +267,8 @@ class WorkerProxy:
             pass  # whoever waits for it will find it dead
 
     def _close(self) -> None:
-        close_s = self.host.close_s if self._state is WorkerState.CLOSING else 0.0  # else nobody may ever answer
+        closing = self._state is WorkerState.CLOSING  # else nobody may ever answer
+        close_s = self._supervisor.config.timeout("close") if closing else 0.0
         deadline = None if close_s is None else time.monotonic() + close_s
         failure: Failure | None = None
         try:

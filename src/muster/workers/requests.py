@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from muster.errors import BadOption
 from muster.restore.pickling import dumps, loads
@@ -18,11 +18,14 @@ from muster.workers.config import Columns, WorkerPlace
 from muster.workers.messages import Order, Report
 
 if TYPE_CHECKING:
+    from muster.memory.slots import Layout
     from muster.workers.actor import Actor
     from muster.workers.crash_notes import CrashNotes
     from muster.workers.failures import Failure
     from muster.workers.main import WorkerMain
     from muster.workers.worker import Worker
+
+Value = TypeVar("Value")
 
 
 # --- to a worker -----------------------------------------------------------------------------------
@@ -102,6 +105,10 @@ class Request(ABC):
         """The same, where the worker is a process or thread of its own."""
         return self.run(main.worker)
 
+    def part(self, groups: Sequence[int]) -> Request | None:
+        """What there is to do for a worker with these groups; None: nothing."""
+        return self
+
     def noted(self, notes: CrashNotes, groups: Sequence[int]) -> None:  # noqa: B027 (most change no episodes)
         """In the parent, when it was done: what it means for the episodes of the worker's groups."""
 
@@ -148,12 +155,13 @@ class Weights(Request):
 
 @dataclass(frozen=True)
 class LayOut(Request):
-    """The layouts of the rollouts to come, by group of the worker."""
+    """The layouts of the rollouts to come, by group."""
 
     columns: Columns
 
-    def run(self, worker: Worker) -> Any:
-        return worker.layouts(self.columns)
+    def run(self, worker: Worker) -> dict[int, Layout]:
+        layouts = worker.layouts(self.columns)
+        return {group.number: layout for group, layout in zip(worker.groups, layouts, strict=True)}
 
     def placed(self, place: WorkerPlace) -> WorkerPlace:
         return replace(place, columns=self.columns)
@@ -181,12 +189,21 @@ class Seed(Request):
         notes.seeded(groups, self.seed, static=self.static)
 
 
+def _of(groups: Sequence[int], values: Mapping[int, Value]) -> dict[int, Value]:
+    """The entries of these groups."""
+    return {number: values[number] for number in groups if number in values}
+
+
 @dataclass(frozen=True)
 class CheckReset(Request):
     """Raise ``UnsupportedEnv`` where some of a group's environments cannot be reset without the others."""
 
     waits = True
     which: Mapping[int, Sequence[int]]
+
+    def part(self, groups: Sequence[int]) -> CheckReset | None:
+        which = _of(groups, self.which)
+        return replace(self, which=which) if which else None
 
     def run(self, worker: Worker) -> Any:
         for number, chosen in self.which.items():
@@ -202,6 +219,10 @@ class Reset(Request):
     waits = True
     which: Mapping[int, Sequence[int]]
     options: dict[str, Any] | None = None
+
+    def part(self, groups: Sequence[int]) -> Reset | None:
+        which = _of(groups, self.which)
+        return replace(self, which=which) if which else None
 
     def run(self, worker: Worker) -> Any:
         for number, chosen in self.which.items():
@@ -261,6 +282,9 @@ class LoadState(Request):
     states: Mapping[int, Mapping[str, Any]]
     cut: str | None
     trust: bool
+
+    def part(self, groups: Sequence[int]) -> LoadState:
+        return replace(self, states=_of(groups, self.states))
 
     def run(self, worker: Worker) -> Any:
         return worker.load(self.states, self.cut, self.trust)

@@ -259,8 +259,9 @@ class Schedule(ABC):
     def _lay_out(self, handle: Handle, policy: str, version: int | str | None) -> dict[int, Layout]:
         """What a worker's groups write when this policy acts; nothing if it is dropped."""
         start_dead(self.pool, absent=False)  # those of one node wait for one another, where its server acts for them
-        made = self.pool.ask(handle, LayOut(Columns(policy, [self.T[number] for number in handle.groups], version)))
-        return dict(zip(handle.groups, made[0], strict=True)) if made else {}
+        rows = {number: self.T[number] for number in handle.groups}
+        made = self.pool.ask(handle, LayOut(Columns(policy, rows, version)))
+        return {number: layout for of_worker in made for number, layout in of_worker.items()}
 
     def _finish(self, slot: Slot, lane: int, report: Report) -> None:
         """A lane goes to the user."""

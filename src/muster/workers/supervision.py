@@ -4,118 +4,160 @@ from __future__ import annotations
 
 import select
 import time
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
-import numpy as np
-
-from muster.errors import BadEnvOutput, EnvError, MusterError, WorkerHung
+from muster.errors import BadEnvOutput, EnvError, MusterError, WorkerError
+from muster.memory.shared import Arena
+from muster.restore.crash_report import CrashDirectory
 from muster.rollout.progress import Phase
 from muster.utils.interrupts import allowed
+from muster.weights.transport import Ticket
 from muster.workers import failures
 from muster.workers.channel import WakeUp
+from muster.workers.config import PoolConfig, WorkerPlace
 from muster.workers.crash_notes import CrashNotes, Replay
+from muster.workers.inference import InferenceServer
+from muster.workers.launch import in_process
+from muster.workers.lives import Watcher
 from muster.workers.messages import GroupInfo, Order, Report
-from muster.workers.pool import Account
-from muster.workers.proxy import Restarted, WorkerProxy, WorkerState
+from muster.workers.pool import WorkerPool
+from muster.workers.proxy import WorkerProxy
 from muster.workers.requests import Request
-from muster.workers.restarts import Record, news, unlike
+from muster.workers.threads import in_thread
 
 if TYPE_CHECKING:
-    from muster.memory.slots import Lane
-    from muster.workers.inference import InferenceServer
+    from muster.memory.slots import Lane, Slot
 
-OnFailure = Literal["raise", "restart", "drop"]
 AtWork: TypeAlias = "tuple[Order, Lane, int, int | None]"  # an order, its lane, and the row and environment got to
 
-TIMEOUTS: dict[str, float | None] = {  # seconds
-    "construct": 300.0,
-    "reset": 60.0,
-    "step": 60.0,
-    "policy": 60.0,
-    "weights": 60.0,
-    "call": 300.0,
-    "close": 5.0,
-    "join": 600.0,
-    "heartbeat": 15.0,
-}
 SAMPLED_EVERY = 0.2  # seconds
 END_S = 5.0  # for a process to end that was killed
 
 
-class Supervisor:
-    """Watches over the processes of a worker pool.
+class Caller(Protocol):
+    """Who has a worker pool for somebody else, and must hear of that also while workers are waited for."""
+
+    def fileno(self) -> int:
+        """Is readable when there is something to hear."""
+
+    def hear(self) -> None:
+        """Take note of it; what this raises ends the waiting."""
+
+
+class Supervisor(Watcher):
+    """Starts workers, makes a worker pool of them, and watches over their processes.
+
+    ::
+
+        supervisor = Supervisor(config, subscribe, made)
+        supervisor.start()
+        infos = supervisor.built()  # of the groups that the workers have made
+        pool = supervisor.pool(infos, place)
 
     Args:
-        on_failure: "raise": the error reaches the user, and the worker is started again by the next batch.
-            "restart": it is started again at once. "drop": the others go on without it.
-        timeouts: seconds by phase; what is missing is as in ``TIMEOUTS``, None is for ever.
-        max_restarts: of one worker within a minute, before its error reaches the user.
-        notes: from which failures can be repeated.
+        subscribe: gives the worker of a number a subscription to the weights; None: there are none yet.
+        made: ends the workers.
+        light: processes of workers that do not act have not imported torch.
+        caller: of the pool; None: the user's thread.
 
     Attributes:
-        handles: all workers.
-        accounts: of the groups.
-        wake_up: of threads.
+        arena: where lanes have to lie.
         server: acts for all workers; None: they act by themselves.
-        elastic: nodes may come and go: what a lost one had to do is for others.
-        restarts: of all workers, by index.
+        launch: starts a process or thread called so; gives it, the parent's end of a channel to it, and its status
+            page. Told whether it may take time to make later starts quicker.
+        write: puts a rollout where it belongs, if that is not its lane; its errors are the worker's.
     """
 
     def __init__(
         self,
+        config: PoolConfig,
+        subscribe: Callable[[int], Ticket] | None,
+        made: ExitStack,
         *,
-        on_failure: OnFailure,
-        timeouts: Mapping[str, float | None],
-        max_restarts: int | None,
-        notes: CrashNotes,
+        light: bool = True,
+        caller: Caller | None = None,
     ) -> None:
-        self.handles: Sequence[WorkerProxy] = ()
-        self.wake_up: WakeUp | None = None
+        super().__init__(config)
+        self.subscribe, self._caller = subscribe, caller
+        self.arena = Arena.create("muster-slots")
+        made.callback(self.arena.close)
+        self.write: Callable[[Report, Slot], None] | None = None
+        self._wake_up: WakeUp | None = None
+        if config.in_threads:
+            self._wake_up = WakeUp()
+            made.callback(self._wake_up.close)
+            self.launch = in_thread(self._wake_up)
+        else:
+            self.launch = in_process(config.start_method, light=light and config.server is not None)
         self.server: InferenceServer | None = None
-        self.elastic = False
-        self._on_failure = on_failure
-        self._timeouts = {**TIMEOUTS, **timeouts}
-        self._max_restarts = max_restarts
-        self._notes = notes
-        self.accounts: Sequence[Account] = ()
-        self._records: defaultdict[int, Record] = defaultdict(Record)
+        if config.server is not None:
+            assert subscribe is not None, "weights come before the server"
+            ticket = subscribe(config.server.workers[0])
+            self.server = InferenceServer(config.server, config.policy, ticket, config.count)
+            made.callback(self.server.close)
+        self._notes = CrashNotes(CrashDirectory(config.crash_dir))
         self._oom_kills = failures.oom_kills()
         self._look_at = 0.0
         self._listening: tuple[list[int], select.poll, dict[int, list[WorkerProxy]]] | None = None
-        self._lost: list[Report] = []
+        self.handles = [WorkerProxy(replace(worker, policy=config.policy), self) for worker in config.workers]
+        made.callback(self.end)
 
-    @property
-    def restarts(self) -> list[int]:
-        return [handle.config.generation for handle in self.handles]
+    def start(self) -> None:
+        """Start the workers, which begin to make their environments."""
+        for handle in self.handles:
+            handle.start()
 
-    def timeout(self, phase: str) -> float | None:
-        """Seconds that a phase may take."""
-        return self._timeouts.get(phase, self._timeouts["step"])
+    def built(self) -> list[GroupInfo]:
+        """The groups that the workers have made, when they have; raises what became of one of them instead."""
+        infos: list[GroupInfo] = []
+        for handle in self.handles:
+            self.wait_for(handle, lambda: handle.infos is not None or handle.failure is not None)  # noqa: B023
+            if handle.failure is not None:
+                raise handle.failure.error()
+            infos += handle.infos
+        return infos
+
+    def pool(self, infos: Sequence[GroupInfo], place: WorkerPlace) -> WorkerPool:
+        """The worker pool, whose workers are told their places."""
+        groups = self.config.groups
+        pool = WorkerPool(self.handles, infos, self, first_env=place.firsts[groups[0]])
+        self.accounts = pool.accounts
+        if self.server is not None:
+            self.server.open(self.handles, dict(zip(groups, infos, strict=True)))
+            pool.server, pool.hold = self.server, self.server.held
+        self._notes.open(self.config, pool.accounts)
+        for handle in self.handles:
+            generation = handle.config.generation
+            self._notes.seeded(handle.groups, place.seed, static=place.static, generation=generation)
+            handle.assign(place.part(handle.groups))
+        return pool
+
+    def end(self) -> None:
+        """Kill what is left of the workers, and end the server."""
+        for handle in self.handles:
+            handle.end()
+        if self.server is not None:
+            self.server.close()
+
+    # --- looking ----------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None, *, revives: bool = True) -> None:
-        """Until some worker has reported, or is lost. May return early.
-
-        Takes in what has come, finds out who is lost, and looks for those that hang.
-
-        Args:
-            revives: start again workers whose time for it has come.
-        """
+        """See ``Watcher``; looks for workers that hang, too."""
         if revives:
             if self._lost:
                 return
             self._revive_due()
         poller, of = self._listen()
-        now = time.monotonic()
-        due = [record.revive_at - now for record in self._records.values() if record.revive_at is not None]
-        longest = min([SAMPLED_EVERY, *due, *([] if timeout is None else [timeout])])
         with allowed():
-            ready = poller.poll(max(0.0, longest) * 1000)
-        if self.wake_up is not None and ready:  # else it may have begun to ring just now, for what nobody looks at
-            self.wake_up.clear()
+            ready = poller.poll(self._until_due(SAMPLED_EVERY, timeout) * 1000)
+        if self._wake_up is not None and ready:  # else it may have begun to ring just now, for what nobody looks at
+            self._wake_up.clear()
+        if self._caller is not None and ready:
+            self._caller.hear()
         for handle in dict.fromkeys(handle for fd, _ in ready for handle in of[fd]):
             if not handle.pump() or handle.process.child.exit_code() is not None:
                 self._has_ended(handle)
@@ -123,60 +165,11 @@ class Supervisor:
                 self._take_note(handle)
         self._look_for_hangs()
 
-    def take_lost(self) -> list[Report]:
-        """Reports in the place of workers that were lost since the last call."""
-        lost, self._lost = self._lost, []
-        return lost
-
-    def built(self, handle: WorkerProxy) -> list[GroupInfo]:
-        """The groups that a worker has made, when it has; raises what became of it instead."""
-        self.wait_for(handle, lambda: handle.infos is not None or handle.failure is not None)
-        if handle.failure is not None:
-            raise handle.failure.error()
-        assert handle.infos is not None
-        return handle.infos
-
-    def wait_for_enough(self, lack: Callable[[list[WorkerProxy]], int]) -> None:
-        """Until there are enough workers for a worker pool; raises what became of one of them instead.
-
-        Args:
-            lack: how many nodes are too few if these workers are not there; 0 or less: enough.
-        """
-        while lack([handle for handle in self.handles if handle.absent]) > 0:
-            self.wait(None, revives=False)
-            gone = [handle for handle in self.handles if not handle.alive]
-            for handle in gone:
-                if not handle.process.child.late or lack(gone) > 0:
-                    self._raise_once(handle)
-
-    def wait_for(self, handle: WorkerProxy, ready: Callable[[], bool]) -> None:
-        """See ``Patience``."""
-        asked = handle.config.generation
-        while not ready():
-            if was_alive := handle.alive:
-                self.wait(None, revives=False)
-            if handle.config.generation != asked:
-                raise Restarted
-            if not handle.alive and not ready():
-                has_waited = was_alive and self.elastic and handle.process.child.late
-                if self._records[handle.index].revive_at is None or has_waited:
-                    self._raise_once(handle)
-                while not handle.alive:
-                    self.wait(None, revives=False)  # of others, until this one is due
-                    self._revive_due()
-                raise Restarted
-
-    # --- looking ----------------------------------------------------------------------------------
-
     def _has_ended(self, handle: WorkerProxy) -> None:
         handle.process.child.join(1.0)
         handle.pump()  # what it said before
         self._take_note(handle)
         self._died(handle)
-        lost = handle.process.child.lost
-        for other in self.handles if lost else ():  # so are all of its node; they start again together
-            if other.alive and other.process.child.lost:
-                self._has_ended(other)
 
     def _listen(self) -> tuple[select.poll, dict[int, list[WorkerProxy]]]:
         """What to wait on, and whose it is; made anew when workers come or go."""
@@ -189,16 +182,16 @@ class Supervisor:
                     of[fd].append(handle)
             for fd in of:
                 poller.register(fd, select.POLLIN)
+            if self._caller is not None:
+                poller.register(self._caller.fileno(), select.POLLIN)
             self._listening = present, poller, of
         return self._listening[1:]
 
     def _take_note(self, handle: WorkerProxy) -> None:
         """Of reports that have come."""
-        if self.elastic and handle.state is WorkerState.JOINING and handle.infos is not None:
-            self._welcome(handle, handle.infos)
         error = self._take_note_of_reports(handle)
         if error is not None:
-            self._lose(handle, error, "env_error")
+            self._lose(handle, error, "worker_died" if handle.unwritten is error else "env_error")
 
     def _take_note_of_reports(self, handle: WorkerProxy, *, ending: bool = False) -> Exception | None:
         """Of those that have come.
@@ -214,7 +207,13 @@ class Supervisor:
         for report in fresh:
             if report.clock is not None:
                 self.accounts[report.group].clock = report.clock
-            if report.error is None and not report.lost:
+            if report.error is None and not report.lost and not self._is_written(handle, report):
+                report.error = handle.unwritten
+                first = first or handle.unwritten
+                self.accounts[report.group].add(report)
+                self.accounts[report.group].give_up("worker_died")
+                handle.under_way.take_back(report)
+            elif report.error is None and not report.lost:
                 if self.server is not None:
                     self.server.complete(report)
                 self._records[handle.index].fruitless = 0
@@ -222,35 +221,32 @@ class Supervisor:
             elif report.error is not None:
                 if not ending:
                     self._explain(handle, report)
-                if ending or (self._on_failure != "raise" and isinstance(report.error, (EnvError, BadEnvOutput))):
+                raises = self.config.on_failure == "raise" or not isinstance(report.error, (EnvError, BadEnvOutput))
+                if ending or not raises:
                     first = first or report.error
                     for earlier in handle.untaken:  # in this order, since only the last is of a partial lane
                         self.accounts[earlier.group].add(earlier)
                     handle.under_way.take_back(report)
         return first
 
+    def _is_written(self, handle: WorkerProxy, report: Report) -> bool:
+        """A rollout is where it belongs. What follows on one that is not would have a hole before it."""
+        if self.write is not None and handle.unwritten is None:
+            try:
+                self.write(report, handle.under_way.slot_of(report.number))
+            except WorkerError as error:
+                where = {"worker": handle.index, "pid": handle.process.child.pid, "node": self.config.node}
+                handle.unwritten = failures.pack(error, phase="call", **where).error()
+        return handle.unwritten is None
+
     def _explain(self, handle: WorkerProxy, report: Report) -> None:
         """Put the error itself into a report, with the file that replays it if there is one."""
         failure: failures.Failure = report.error
-        failure = replace(failure, where=replace(failure.where, node=handle.host.where()))
+        failure = replace(failure, where=replace(failure.where, node=self.config.node))
         lane, index = handle.under_way.lane_of(report.number), failure.where.env_index
         report.error = failure.error(*self._notes.failed(report, lane, failure.error(), index))
         if self.server is not None:
             self.server.complete(report)
-
-    def _welcome(self, handle: WorkerProxy, infos: Sequence[GroupInfo]) -> None:
-        """A worker that was absent has made its environments, which have to be as many as was taken for granted."""
-        assert handle.config.place is not None
-        for number, info in zip(handle.groups, infos, strict=True):
-            account = self.accounts[number]
-            if (info.num_envs, info.batch_shape) != (account.info.num_envs, account.info.batch_shape):
-                handle.infos = None
-                self._lose(handle, unlike(self._where(handle), account.info, info), "env_error")
-                return
-            account.info = info
-            self._notes.joined(number, info)
-        handle.assign(handle.config.place)
-        self._lost.append(news(handle.groups[0]))
 
     def _look_for_hangs(self) -> None:
         now = time.monotonic()
@@ -265,19 +261,14 @@ class Supervisor:
             if handle.process.child.exit_code() is not None:  # without a sign, where something it has started lives on
                 self._has_ended(handle)
                 continue
-            as_of, signs = self._as_of(handle), handle.under_way.signs(handle.process.ledger.cells)
+            signs = handle.under_way.signs(handle.process.ledger.cells)
             if signs != record.signs or handle.phase is Phase.WAIT:  # for another one, whose deadline runs
                 record.signs, record.since = signs, now
                 continue
             phase = handle.phase.name.lower()
-            deadline = self.timeout(phase)
-            if deadline is not None and as_of - record.since > deadline:
-                self._hung(handle, phase, as_of - record.since, deadline)
-
-    def _as_of(self, handle: WorkerProxy) -> float:
-        """When its signs were so (``time.monotonic``): what a node tells of its workers is a little old, or more."""
-        told_at: float = handle.process.ledger.told_at if handle.host.remote else time.monotonic()
-        return told_at
+            deadline = self.config.timeout(phase)
+            if deadline is not None and now - record.since > deadline:
+                self._hung(handle, phase, now - record.since, deadline)
 
     def _is_served(self, handle: WorkerProxy) -> bool:
         """It waits for the server, whose affair it then is; raises what keeps that from acting."""
@@ -296,17 +287,15 @@ class Supervisor:
         at_work = None
         if failure is not None:
             error: MusterError = failure.error()
-        elif lost := process.child.lost:
-            error = failures.node_lost(self._where(handle), phase=phase, why=lost)
         else:
             error = failures.died(
                 self._where(handle),
                 phase=phase,
                 exitcode=None if code is None or abs(code) > 255 else code,
-                oom_kills=process.ledger.oom_kills if handle.host.remote else failures.oom_kills() - self._oom_kills,
+                oom_kills=failures.oom_kills() - self._oom_kills,
                 stack=process.ledger.stack(),
             )
-            at_work = self._at_work(handle)  # its lane is here; what is lost with its node left none
+            at_work = self._at_work(handle)
         self._lose(handle, error, "worker_died", at_work)
 
     def _hung(self, handle: WorkerProxy, phase: str, seconds: float, deadline: float) -> None:
@@ -315,8 +304,7 @@ class Supervisor:
         known: dict[str, Any] = {"phase": phase, "seconds": seconds, "deadline": deadline}
         error: MusterError = failures.hung(where, stack=stack, stopped=stopped, **known)
         _halt(handle, deaf=True)  # it may get on again at any time, because of the signal for its stack, too
-        # With a node its lane comes only if it ends by itself.
-        self._lose(handle, error, "worker_hung", None if handle.host.remote else at_work)
+        self._lose(handle, error, "worker_hung", at_work)
 
     def _at_work(self, handle: WorkerProxy) -> AtWork | None:
         under_way, cells = handle.under_way, handle.process.ledger.cells
@@ -330,7 +318,7 @@ class Supervisor:
         under_way, config, cells = handle.under_way, handle.config, handle.process.ledger.cells
         order = under_way.at_work(cells) if self.accounts else None
         known: dict[str, Any] = {"worker": handle.index, "pid": handle.process.child.pid}
-        known |= {"generation": config.generation, "node": handle.host.where()}
+        known |= {"generation": config.generation, "node": self.config.node}
         if order is None:
             ids = [int(i) for group in handle.groups for i in self.accounts[group].env_ids] if self.accounts else []
             return failures.Where(env_ids=tuple(ids), **known)
@@ -345,12 +333,12 @@ class Supervisor:
         return failures.Where(env_ids=(env_id,), env_index=index, row=row, seed=seed, **known)
 
     def told(self, handle: WorkerProxy, request: Request) -> None:
-        """See ``Patience``."""
+        """A worker has done what was asked of it."""
         if self.accounts:
             request.noted(self._notes, handle.groups)
 
     def restarted(self, handle: WorkerProxy) -> None:
-        """See ``Patience``."""
+        """A worker has a successor."""
         config, place = handle.config, handle.config.place
         assert place is not None
         self._notes.restarted(handle.groups, place.seed, place.static, config.generation)
@@ -363,7 +351,7 @@ class Supervisor:
         """
         handle.cause = error
         crash_report = None if at_work is None else self._notes.died(*at_work, cast(MusterError, error))
-        if self._on_failure != "restart":
+        if self.config.on_failure != "restart":
             _add_crash_report(error, crash_report)
         try:
             handle.end()
@@ -371,12 +359,12 @@ class Supervisor:
             for number in handle.groups if self.accounts else ():
                 self.accounts[number].give_up(reason)
             self._pass_on(handle, error)
-        if self._on_failure == "restart" and crash_report is not None:
+        if self.config.on_failure == "restart" and crash_report is not None:
             self._revive(handle)  # others wait for its successor, and nobody for the file
             _add_crash_report(error, crash_report)
 
     def ends(self, handle: WorkerProxy) -> None:
-        """See ``Patience``. Steps are counted when no more can be made, and no report can come."""
+        """A worker is to do nothing more: halt it, and enter its steps: no more can be made."""
         _halt(handle)
         if not self.accounts:
             return  # it was never part of the worker pool
@@ -385,81 +373,21 @@ class Supervisor:
         for report in [*under_way.reports, *under_way.unfinished]:  # in this order: only the last is of a partial lane
             self.accounts[report.group].add(report)
         under_way.unfinished.clear()
-        steps, at_work = 0, under_way.at_work(cells)
+        at_work = under_way.at_work(cells)
         if at_work is not None and at_work.number not in under_way.entered:
-            steps = under_way.steps_seen(cells)
-            self.accounts[at_work.group].cut_short(steps)
-        for order in under_way.orders() if handle.process.child.lost else ():
-            lane = under_way.lane_of(order.number)
-            self.accounts[order.group].unseen += lane.T * lane.B - (steps if order is at_work else 0)
+            self.accounts[at_work.group].cut_short(under_way.steps_seen(cells))
 
     def _pass_on(self, handle: WorkerProxy, error: Exception) -> None:
         """Its orders, to a successor, to others or back."""
-        record = self._records[handle.index]
-        if not self.accounts:
-            return  # it was never part of the worker pool
-        self._prepare_successor(handle)
-        child = handle.process.child
-        away = self.elastic and bool(child.lost)
-        if away:
-            if handle.state is WorkerState.DEAD:
-                handle.config = replace(handle.config, generation=handle.config.generation + 1)
-                handle.state = WorkerState.AWAY
-            for number in handle.groups:
-                self.accounts[number].late = True
-        if self._on_failure == "restart" and ((away and child.late) or record.may_restart(self._max_restarts)):
-            record.plan()
-            handle.state = WorkerState.REJOINING if handle.absent else WorkerState.RESTARTING
-            if away:
-                self._lost += [Report(o.number, o.group, lost=True) for o in handle.under_way.give_up()]
-                self._lost.append(news(handle.groups[0]))
-            return
-        orders = handle.under_way.give_up()
-        if self._on_failure == "drop":
-            handle.state = WorkerState.DROPPED
-            for number in handle.groups:
-                self.accounts[number].dropped = True
-            self._lost += [Report(order.number, order.group, dropped=True) for order in orders]
-            self._lost += [news(handle.groups[0])] if self.elastic else []
-            # Last, since a warning may be an error.
-            warnings.warn(f"a worker is dropped, and the others go on without it: {error}", stacklevel=2)
-            return
-        if not orders and (handle.absent or isinstance(error, WorkerHung)):  # it may have got on and done them all
-            self._lost.append(news(handle.groups[0], error))
-        self._lost += [Report(o.number, o.group, lost=True, error=None if i else error) for i, o in enumerate(orders)]
+        if self.accounts:
+            self._prepare_successor(handle)
+        super()._pass_on(handle, error)
 
     def _prepare_successor(self, handle: WorkerProxy) -> None:
         """Its environments begin episodes of new numbers."""
-        episodes = []
-        for number in handle.groups:
-            account = self.accounts[number]
-            none_yet = np.zeros((2, len(account.env_ids)), np.int64)
-            episode, steps = none_yet if account.clock is None else account.clock
-            episodes.append(episode + (steps > 0))
-            account.clock = np.stack([episodes[-1], np.zeros_like(steps)])
+        episodes = {number: self.accounts[number].next_episodes() for number in handle.groups}
         if handle.config.place is not None:
             handle.config = replace(handle.config, place=replace(handle.config.place, episodes=episodes))
-
-    def _revive_due(self) -> None:
-        for handle in self.handles:
-            self._revive(handle)
-
-    def _revive(self, handle: WorkerProxy) -> None:
-        """Start a worker again, if it is due."""
-        record = self._records[handle.index]
-        if record.revive_at is not None and record.revive_at <= time.monotonic():
-            record.revive_at = None
-            record.signs = ()
-            handle.state = WorkerState.AWAY if handle.absent else WorkerState.DEAD
-            handle.start()
-
-    def _raise_once(self, handle: WorkerProxy) -> None:
-        """The cause of a worker's end, which is then not raised again for its orders."""
-        for report in self._lost:
-            if report.error is handle.cause:
-                report.error = None
-        assert handle.cause is not None
-        raise handle.cause
 
 
 def _halt(handle: WorkerProxy, *, deaf: bool = False) -> None:

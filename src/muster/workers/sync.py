@@ -120,7 +120,6 @@ class Sync(Schedule):
                         self.pool.stop()
                 elif report.error is not None and failed is None:
                     failed = report
-                    self.pool.withdraw()
         finally:
             if self.pool.server is not None:
                 self.pool.server.settle()
@@ -133,7 +132,7 @@ class Sync(Schedule):
         if not self._filling:
             return
         self._discard(reason)
-        self.pool.call_for({n: range(a.info.num_envs) for n, a in enumerate(self.pool.accounts)}, Reset)
+        self.pool.call(Reset({n: range(a.info.num_envs) for n, a in enumerate(self.pool.accounts)}))
 
     def layout(self, policy: str, version: int | str | None = None) -> Layout:
         self._prepare(policy, version)
@@ -144,7 +143,7 @@ class Sync(Schedule):
         if (local := self.pool.local) is not None and local.prepared(policy) and self._is_laid_out():
             return
         accounts = self.pool.accounts
-        living = [handle for handle in self.pool.handles if not accounts[handle.groups[0]].dropped]
+        living = [handle for handle in self.pool.handles if not self.pool.is_dropped(handle)]
         if self._is_laid_out() and all(handle.prepared(policy) for handle in living):
             return
         self.abandon("policy_changed")

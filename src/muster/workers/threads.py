@@ -168,7 +168,7 @@ class ThreadChild:
     """A thread in the place of a process. It cannot be killed: it is left alone, and what it writes goes nowhere."""
 
     def __init__(self, name: str, end: ThreadEnd, ledger: LocalLedger) -> None:
-        self._end, self._ledger, self.pid, self.lost, self.late = end, ledger, os.getpid(), "", False
+        self._end, self._ledger, self.pid = end, ledger, os.getpid()
         self._main: Any = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         ledger.thread = self

@@ -102,12 +102,12 @@ class Worker:
         policy = self._adopt(columns.policy, columns.version)
         made = [
             Layout(
-                steps,
+                columns.T[group.number],
                 group.B,
                 lane_columns(group.env, policy.columns(), group.options, resumed=group.resumed is not None),
                 batch_shape=group.batch_shape,
             )
-            for steps, group in zip(columns.T, self.groups, strict=True)
+            for group in self.groups
         ]
         if made != list(self.laid_out.values()):
             self.laid_out = {group.number: layout for group, layout in zip(self.groups, made, strict=True)}

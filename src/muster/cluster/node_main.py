@@ -1,0 +1,416 @@
+"""What runs on a node: a worker pool, for a main process at the other end of a link."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import pickle
+import queue
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from muster.cluster.link import Block, Link, LinkLost
+from muster.cluster.messages import (
+    BEAT_S,
+    Answered,
+    Beat,
+    Built,
+    Bye,
+    Failed,
+    FromNode,
+    Joined,
+    LaneRun,
+    NodeSetup,
+    Result,
+    Told,
+    WorkerTold,
+)
+from muster.errors import MusterError, WorkerError, described
+from muster.memory.slots import Layout, Slot
+from muster.memory.views import BatchView
+from muster.restore.pickling import loads
+from muster.weights.buffer import Buffer, Manifest
+from muster.weights.schemes import default_scheme
+from muster.weights.shared_memory import SharedMemoryPublisher
+from muster.weights.transport import Publisher
+from muster.workers.channel import WakeUp
+from muster.workers.config import WorkerPlace
+from muster.workers.failures import send_error
+from muster.workers.launch import has_fork_server
+from muster.workers.lives import WorkerState
+from muster.workers.messages import Report
+from muster.workers.pool import WorkerPool
+from muster.workers.proxy import WorkerProxy
+from muster.workers.requests import LayOut, Request
+from muster.workers.supervision import Supervisor
+
+END_S = 5.0  # for a thread whose link is closed
+
+
+def serve(link: Link, node: int) -> bool:
+    """Do what the main process says, until it says goodbye. Called in the node by the engine, in any thread.
+
+    Args:
+        link: the node's end; closed here.
+        node: number of the node.
+
+    Returns:
+        whether it said goodbye; else the link was lost, and the node can join again. All workers are ended.
+    """
+    return NodeMain(link, node).run()
+
+
+class _Over(BaseException):
+    """The session is over; nothing is waited for any more."""
+
+
+@dataclass
+class _RunAtWork:
+    """A part of a request: where its lanes lie here, and what has come of it so far."""
+
+    part: LaneRun
+    slot: Slot
+    reports: list[Report] = field(default_factory=list)
+
+
+class NodeMain:
+    """One session of a node. Its public methods are what the main process tells it to do."""
+
+    def __init__(self, link: Link, node: int) -> None:
+        self._link, self._node = link, f"{node} ({socket.gethostname()})"
+        self._made = ExitStack()
+        self._wake_up = WakeUp()
+        self._inbox: deque[tuple[Any, Any, int] | Exception] = deque()
+        self._outbox: queue.SimpleQueue[tuple[FromNode, Block | None, int] | None] = queue.SimpleQueue()
+        self._weights = NodeWeights(link, self._made)
+        self._setup: NodeSetup
+        self._supervisor: Supervisor | None = None
+        self._pool: WorkerPool | None = None
+        self._sink: Sink | None = None
+        self._layouts: dict[int, Layout] = {}  # by group
+        self._slots: dict[tuple[int, int], Slot] = {}  # by offset in the main process, and first lane there
+        self._jobs: dict[int, _RunAtWork] = {}  # by order
+        self._over: bool | None = None  # the main process has said goodbye; False: it is lost
+
+    def run(self) -> bool:
+        """Until the end of the session."""
+        threads = [
+            threading.Thread(target=target, name=f"muster-node-main-{name}", daemon=True)
+            for target, name in ((self._receive, "receives"), (self._send, "sends"))
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            self.say(Joined(socket.gethostname(), os.getpid()))
+            while True:
+                self._attend()
+        except _Over:
+            self._made.close()
+            if self._over:
+                self.say(Bye())
+            return bool(self._over)
+        finally:
+            self._made.close()
+            self._outbox.put(None)
+            threads[1].join(END_S)
+            self._link.close()
+            for thread in threads:  # one that is in C++ when the interpreter ends aborts the process
+                thread.join(END_S)
+            self._wake_up.close()
+
+    def say(self, message: FromNode, block: Block | None = None, tag: int = 0) -> None:
+        """Have something sent to the main process."""
+        self._outbox.put((message, block, tag))
+
+    def answer(self, number: int, function: Callable[[], Any]) -> None:
+        """Say what a function returns or raises."""
+        try:
+            value = function()
+        except Exception as error:  # noqa: BLE001 (the main process's to raise)
+            self._tell_results()  # they came before
+            self.say(Answered(number, failure=send_error(error)))
+        else:
+            self._tell_results()
+            self.say(Answered(number, value))
+
+    # --- Caller: while the pool waits for workers ---------------------------------------------------
+
+    def fileno(self) -> int:
+        return self._wake_up.fileno()
+
+    def hear(self) -> None:
+        """What cannot wait."""
+        self._wake_up.clear()
+        for item in list(self._inbox):
+            if isinstance(item, LinkLost):
+                self._over = False
+                raise _Over
+            if isinstance(item, tuple) and item[0].urgent:
+                self._inbox.remove(item)
+                item[0].reach(self, None, 0)
+
+    def _attend(self) -> None:
+        """To what has come, after waiting for some of it."""
+        self.hear()
+        try:
+            while self._inbox:
+                item = self._inbox.popleft()
+                if isinstance(item, Exception):
+                    raise item
+                message, block, tag = item
+                message.reach(self, block, tag)
+            if self._pool is None or self._supervisor is None:
+                self._wake_up.wait(BEAT_S)
+            else:
+                self._supervisor.wait(BEAT_S)
+                self._tell_results()
+        except LinkLost:
+            self._over = False
+            raise _Over from None
+        except Exception as error:  # noqa: BLE001 (the main process's to raise, which loses this node)
+            self.say(Failed(send_error(error)))
+            self._wake_up.wait(BEAT_S)
+
+    # --- what the main process says -----------------------------------------------------------------
+
+    def bye(self) -> None:
+        """The session is over."""
+        self._over = True
+        raise _Over
+
+    def stop(self, number: int) -> None:
+        """See ``Handle.stop``."""
+        for handle in [] if self._pool is None else self._pool.handles:
+            handle.stop(number)
+
+    def beat(self) -> None:
+        """It is there."""
+
+    def set_up(self, setup: NodeSetup, block: Any, tag: int) -> None:
+        """Begin, with the policy."""
+        policy = block.tobytes()
+        if not hmac.compare_digest(hashlib.sha256(policy).digest(), setup.policy_digest):
+            raise MusterError("the policy has changed on its way here: somebody interferes with the network")
+        self._setup = replace(setup, config=replace(setup.config, policy=policy, node=self._node))
+        sys.path.extend(entry for entry in setup.path if entry not in sys.path)
+        self._weights.workers = setup.config.count
+
+    def take_weights(self, manifest: Manifest, block: Any, tag: int) -> None:
+        """Hand weights on to the workers; some come before ``start``, if there are any."""
+        self._weights.receive(manifest, block, tag)
+
+    def start(self) -> None:
+        """Start the workers, and say which groups they have made."""
+        config, weights = self._setup.config, self._weights.publisher
+        ticket = None if weights is None else weights.ticket
+        supervisor = Supervisor(config, ticket, self._made, light=not has_fork_server(), caller=self)
+        self._supervisor = supervisor
+        if self._setup.buffer is not None:
+            self._sink = Sink(self._setup.buffer, self._setup.layout)
+            supervisor.write = self._sink.write
+        supervisor.start()
+        self.say(Built(supervisor.built()))
+        self._infos = [info for handle in supervisor.handles for info in handle.infos or ()]
+
+    def assign(self, place: WorkerPlace) -> None:
+        """Tell the workers their places."""
+        assert self._supervisor is not None
+        pool = self._supervisor.pool(self._infos, replace(place, columns=None))
+        self._pool = pool
+        if place.columns is not None:
+            self.call(LayOut(place.columns))
+
+    def call(self, request: Request) -> list[Any]:
+        """What each worker answers."""
+        assert self._pool is not None
+        answers = self._pool.call(request)
+        if isinstance(request, LayOut):
+            layouts = {number: layout for of_worker in answers for number, layout in of_worker.items()}
+            if layouts != self._layouts:
+                self._layouts = layouts
+                self._slots.clear()
+        return answers
+
+    def follow(self, parts: Sequence[LaneRun]) -> None:
+        """Let the workers follow orders, all of them together."""
+        pool = self._pool
+        assert pool is not None
+        with pool.hold():
+            for part in parts:
+                job = _RunAtWork(part, self._slot(part))
+                for order in part.orders:
+                    self._jobs[order.number] = job
+                    pool.give(replace(order, lane=order.lane - part.first), job.slot)
+
+    def ask_server(self, method: str, args: Sequence[Any]) -> Any:
+        """What the inference server answers."""
+        assert self._pool is not None and self._pool.server is not None
+        return self._pool.server.ask(method, *args)
+
+    def close(self) -> None:
+        """Close the environments, and end the workers."""
+        if self._pool is not None:
+            pool, self._pool = self._pool, None
+            pool.close()
+
+    def _slot(self, part: LaneRun) -> Slot:
+        """That which stands for one of the main process; it is free when that one is."""
+        place = part.offset, part.first
+        if place not in self._slots:
+            assert self._supervisor is not None
+            like = self._layouts.get(part.orders[0].group) or next(iter(self._layouts.values()))
+            layout = Layout(like.T, like.B, like.columns, part.lanes, batch_shape=like.batch_shape)
+            self._slots[place] = Slot(layout, self._supervisor.arena)
+        return self._slots[place]
+
+    def _tell_results(self) -> None:
+        """Each part of which all orders have a report."""
+        while self._pool is not None and (report := self._pool.ready_report()) is not None:
+            if report.error is not None:
+                report.error = send_error(report.error)
+            job = self._jobs.pop(report.number, None)
+            if job is None:
+                self.say(Result([report]))
+                continue
+            job.reports.append(report)
+            if len(job.reports) == len(job.part.orders):
+                self.say(Result(job.reports, job.part.tag), self._lanes(job), job.part.tag)
+
+    def _lanes(self, job: _RunAtWork) -> Block | None:
+        if self._sink is not None:
+            return None
+        lanes, size = [order.lane - job.part.first for order in job.part.orders], job.slot.layout.lane_bytes
+        return Block(job.slot.block[min(lanes) * size : (max(lanes) + 1) * size], job.slot)
+
+    # --- threads ----------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                received = self._link.receive()
+                try:
+                    item: Any = (pickle.loads(received.message), received.block, received.tag)
+                except Exception as error:  # noqa: BLE001 (the main process's to raise)
+                    item = error
+                self._inbox.append(item)
+                self._wake_up.ring()
+        except BaseException as error:
+            self._inbox.append(LinkLost(f"this node cannot receive: {error!r}"))
+            self._wake_up.ring()
+            if not isinstance(error, LinkLost):
+                raise
+
+    def _send(self) -> None:
+        beat_at = 0.0
+        try:
+            while True:
+                now = time.monotonic()
+                if now >= beat_at:
+                    self._send_one(Beat())
+                    beat_at = now + BEAT_S
+                try:
+                    item = self._outbox.get(timeout=max(0.0, beat_at - now))
+                except queue.Empty:
+                    continue
+                if item is None:
+                    return
+                self._send_one(*item)
+        except LinkLost:
+            pass  # this is received as well, after what had come before: perhaps a goodbye
+        except BaseException:
+            self._link.close()
+            raise
+
+    def _send_one(self, message: FromNode, block: Block | None = None, tag: int = 0) -> None:
+        """With how the node is now: what is sent later never says less."""
+        self._link.send(pickle.dumps((message, self._told()), pickle.HIGHEST_PROTOCOL), block, tag if block else 0)
+
+    def _told(self) -> Told:
+        supervisor = self._supervisor
+        if supervisor is None:
+            return Told()
+        accounts, groups, server = supervisor.accounts, supervisor.config.groups, supervisor.server
+        return Told(
+            {number: accounts[number].counts() for number in groups} if accounts else {},
+            [_worker_told(handle) for handle in supervisor.handles],
+            [number for number in groups if accounts[number].dropped] if accounts else [],
+            None if server is None else server.stats(),
+        )
+
+
+class NodeWeights:
+    """The weights of a node's workers, in shared memory; the next ones arrive right there.
+
+    Attributes:
+        workers: of all nodes.
+        publisher: to the workers; None: there are no weights yet, since the policy's layers are lazy.
+    """
+
+    workers = 0
+
+    def __init__(self, link: Link, made: ExitStack) -> None:
+        self._link, self._made = link, made
+        self.publisher: Publisher | None = None
+
+    def receive(self, manifest: Manifest, block: Any, tag: int) -> None:
+        """Hand on what has come."""
+        publisher = self.publisher
+        if isinstance(publisher, SharedMemoryPublisher):
+            if block is not (room := publisher.lend()):  # they came before they were expected
+                room[:] = block
+            publisher.publish_lent()
+        else:
+            received = Buffer(block, manifest)
+            if publisher is None:
+                publisher = default_scheme().publisher(received.tensors, self.workers, received.version)
+                self.publisher = publisher
+                self._made.callback(publisher.close)
+            else:
+                publisher.publish(received.tensors, received.version)
+        if isinstance(publisher, SharedMemoryPublisher):
+            self._link.expect(tag + 1, publisher.lend())
+
+
+class Sink:
+    """The replay buffer that a node writes into.
+
+    Args:
+        pickled: with ``write(TensorDict)``, which is done with the memory when it returns, and its ``buffer``.
+        order: of the batches' dimensions.
+    """
+
+    def __init__(self, pickled: bytes, order: Any) -> None:
+        self._sink, self._order = loads(pickled, "replay_buffer"), order
+        self._view: BatchView | None = None  # of the newest layout
+
+    def write(self, report: Report, slot: Slot) -> None:
+        """Write a rollout, which is the only one in its slot. Raises WorkerError."""
+        for key, array in report.objects.items():
+            slot.lanes[0].arrays[key][...] = array
+        if self._view is None or self._view.layout is not slot.layout:
+            self._view = BatchView(slot.layout, stacked=False, order=self._order)
+        try:
+            self._sink.write(self._view.tensordict(torch.from_numpy(slot.block), slot))
+        except Exception as raised:
+            raise WorkerError(
+                f"the replay buffer that this node writes into, a {type(self._sink.buffer).__name__}, raised "
+                f"{described(raised)}. The rollout is not in it, and counts as discarded"
+            ) from raised
+
+
+def _worker_told(handle: WorkerProxy) -> WorkerTold:
+    if handle.state is WorkerState.NEW:
+        return WorkerTold(0, "working", "construct", handle.config.generation)
+    state = "dropped" if handle.state is WorkerState.DROPPED else "working" if handle.alive else "dead"
+    phase = handle.phase.name.lower() if handle.alive else state
+    return WorkerTold(handle.process.child.pid, state, phase, handle.config.generation)

@@ -1,0 +1,206 @@
+"""A worker pool of nodes: called, told their places, and watched."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from muster.cluster.link import Block
+from muster.cluster.messages import NodeSetup
+from muster.cluster.node_proxy import NodeProxy
+from muster.cluster.nodes import Nodes
+from muster.cluster.session import Session
+from muster.memory.views import Order as DimOrder
+from muster.observing.stats import InferenceStats
+from muster.restore.crash_report import CrashDirectory
+from muster.restore.pickling import dumps
+from muster.utils.interrupts import allowed
+from muster.workers.config import PoolConfig, WorkerPlace
+from muster.workers.lives import Watcher, WorkerState, news, unlike
+from muster.workers.messages import GroupInfo, Report
+from muster.workers.pool import WorkerPool
+
+LOOK_S = 0.2  # seconds between two looks at who is due
+
+
+class NodePool(Watcher):
+    """Calls nodes, makes a worker pool of them, and watches over it; see ``Supervisor``.
+
+    Args:
+        config: of all workers.
+        layout: of batches that nodes write into a buffer.
+        apart: see ``NodeProxy``.
+
+    Attributes:
+        proxies: of the nodes.
+        wake_up: rings when one has something to say.
+        crash_directory: for crash reports of all nodes.
+    """
+
+    def __init__(self, nodes: Nodes, config: PoolConfig, layout: DimOrder, *, apart: bool) -> None:
+        super().__init__(config, elastic=nodes.enough is not None)
+        self._nodes, self.wake_up = nodes, nodes.wake_up
+        self.crash_directory = CrashDirectory(config.crash_dir)
+        policy = Block(np.frombuffer(config.policy, np.uint8))
+        digest = hashlib.sha256(config.policy).digest()
+        buffer = None if nodes.buffer is None else dumps(nodes.buffer, "replay_buffer")
+        self.proxies: list[NodeProxy] = []
+        for number in range(nodes.count):
+            if (part := _part(config, nodes.of_leaf, number)) is not None:
+                setup = NodeSetup(part, tuple(sys.path), digest, buffer, layout)
+                self.proxies.append(NodeProxy(number, setup, policy, self, apart=apart or buffer is not None))
+        self.handles = self.proxies
+
+    def session(self, node: int) -> Session:
+        """Call a node."""
+        return self._nodes.session(node)
+
+    # --- as ``Supervisor`` --------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Call all nodes."""
+        for proxy in self.proxies:
+            proxy.start()
+
+    def built(self) -> list[GroupInfo]:
+        """The groups that all have made; of nodes that need not be waited for, what they will be like."""
+        if self.elastic:
+            self._wait_for_enough()
+        else:
+            for proxy in self.proxies:
+                self.wait_for(proxy, lambda: proxy.infos is not None)  # noqa: B023
+        known: dict[int, GroupInfo] = {}
+        for proxy in self.proxies:
+            known |= zip(proxy.groups, proxy.infos or (), strict=False)
+        first, makers = next(iter(known.values())), [maker for w in self.config.workers for maker in w.makers]
+        numbered = list(zip(self.config.groups, makers, strict=True))
+        alike = {maker: known[number] for number, maker in numbered if number in known}
+        return [known.get(number) or alike.get(maker, first) for number, maker in numbered]
+
+    def pool(self, infos: Sequence[GroupInfo], place: WorkerPlace) -> WorkerPool:
+        """The worker pool, whose nodes are told their places."""
+        pool = WorkerPool(self.proxies, infos, self)
+        pool.hold, pool.elastic = self._held, self.elastic
+        if self.config.server is not None:
+            pool.server = NodeServers(self.proxies)
+        self.accounts = pool.accounts
+        for proxy in self.proxies:
+            for number in proxy.groups:
+                self.accounts[number].late = proxy.absent and proxy.infos is None
+        for proxy in sorted(self.proxies, key=lambda proxy: proxy.infos is not None):  # they may come from here on
+            proxy.assign(place.part(proxy.groups))
+        return pool
+
+    def end(self) -> None:
+        """Let nodes wait for the next session."""
+        self._nodes.end_sessions()
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Nodes get what they are given in this context as one request."""
+        for proxy in self.proxies:
+            proxy.hold()
+        try:
+            yield
+        finally:
+            for proxy in self.proxies:
+                proxy.release()
+
+    def _wait_for_enough(self) -> None:
+        """Raises what became of a node instead."""
+
+        def lack(there: list[NodeProxy]) -> int:
+            return (self._nodes.enough or 0) - len(there)
+
+        while lack([proxy for proxy in self.proxies if proxy.infos is not None]) > 0:
+            self.wait(None, revives=False)
+            alive = [proxy for proxy in self.proxies if proxy.alive]
+            for proxy in self.proxies:
+                if not proxy.alive and (not proxy.session.late or lack(alive) > 0):
+                    self._raise_once(proxy)
+
+    # --- Watch ------------------------------------------------------------------------------------
+
+    def came(self, report: Report) -> None:
+        """A report about no order has come."""
+        self._lost.append(report)
+
+    def wait(self, timeout: float | None, *, revives: bool = True) -> None:
+        """See ``Watcher``."""
+        if revives:
+            if self._lost:
+                return
+            self._revive_due()
+        with allowed():
+            self.wake_up.wait(self._until_due(LOOK_S, timeout))
+        for proxy in self.proxies:
+            if not proxy.alive:
+                continue
+            proxy.pump()
+            if not proxy.session.lost:
+                self._welcome(proxy)
+            elif not proxy.session.inbox:
+                self._lose(proxy)
+            if any(report.error is None and not report.lost for report in proxy.untaken):
+                self._records[proxy.index].fruitless = 0
+
+    def _welcome(self, proxy: NodeProxy) -> None:
+        """A node that was absent has made its environments, which have to be as many as was taken for granted."""
+        if not (self.elastic and proxy.state is WorkerState.JOINING and proxy.infos is not None and proxy.place):
+            return
+        for number, info in zip(proxy.groups, proxy.infos, strict=True):
+            account = self.accounts[number]
+            if (info.num_envs, info.batch_shape) != (account.info.num_envs, account.info.batch_shape):
+                proxy.error, proxy.infos = unlike(proxy.where(), account.info, info), None
+                self._lose(proxy)
+                return
+            account.info = info
+        proxy.join()
+        self._lost.append(news(proxy.groups[0]))
+
+    def _lose(self, proxy: NodeProxy) -> None:
+        """A node is lost: its orders go to a successor, to others or back."""
+        error = proxy.lose("")
+        self._pass_on(proxy, error)
+
+
+class NodeServers:
+    """Implements ``Servers``: there is one on every node."""
+
+    def __init__(self, proxies: Sequence[NodeProxy]) -> None:
+        self._proxies = proxies
+
+    def settle(self) -> None:
+        """Nodes have no user whose random streams are to be kept."""
+
+    def ask(self, method: str, *args: Any, group: int | None = None) -> Any:
+        """What the server for a group answers. None: all of them are asked, those that are not there when they come;
+        the first answer.
+        """
+        if group is not None:
+            proxy = next(proxy for proxy in self._proxies if group in proxy.groups)
+            return proxy.ask_server(method, args, keep=False)
+        answers = [proxy.ask_server(method, args, keep=True) for proxy in self._proxies]
+        return answers[0]
+
+    def stats(self) -> InferenceStats:
+        """Over all nodes."""
+        told = [proxy.inference for proxy in self._proxies if proxy.inference is not None]
+        return InferenceStats(sum(s.calls for s in told), sum(s.rows for s in told), sum(s.busy_s for s in told))
+
+
+def _part(config: PoolConfig, of_leaf: Sequence[int], node: int) -> PoolConfig | None:
+    """Of the workers of a node; None: it has none. The policy is sent by itself."""
+    workers = [worker for worker in config.workers if of_leaf[worker.index] == node]
+    if not workers:
+        return None
+    origins = dict(zip(config.groups, config.origins, strict=True))
+    own = [origins[number] for worker in workers for number in worker.groups]
+    server = None if config.server is None else replace(config.server, workers=[worker.index for worker in workers])
+    return replace(config, workers=workers, policy=b"", server=server, origins=own, crash_dir=None)

@@ -1,0 +1,375 @@
+"""A node as the worker pool of the main process sees it."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from muster.cluster.link import Block
+from muster.cluster.messages import BEAT_S, Answered, Joined, LaneRun, NodeSetup, Tell, Told, WorkerTold
+from muster.cluster.node_main import NodeMain
+from muster.cluster.session import Session
+from muster.memory.slots import Slot
+from muster.memory.specs import Array
+from muster.observing.stats import InferenceStats, WorkerStats
+from muster.utils.interrupts import postponed
+from muster.workers.config import WorkerPlace
+from muster.workers.counters import Account, FrameCounts
+from muster.workers.failures import SentError, Where, node_lost
+from muster.workers.lives import Proxy, WorkerState
+from muster.workers.messages import GroupInfo, Order, Report
+from muster.workers.pool import stats_of
+from muster.workers.requests import Request
+
+if TYPE_CHECKING:
+    from muster.cluster.node_pool import NodePool
+
+
+CLOSE_S = 5.0  # more than its workers have for it
+
+
+class NodeProxy(Proxy):
+    """Implements ``Handle`` for all workers of a node, which has a worker pool of its own.
+
+    Args:
+        setup: what the node is told first, in every session.
+        policy: pickled, for all nodes.
+        apart: every rollout comes back by itself, because the batch may not wait for the others of the node.
+
+    Attributes:
+        setup: with the generations that workers of the next session begin with.
+        place: of the groups, as a successor of the node is told it.
+        error: why it cannot go on; it is lost.
+        told: how it was when it last said something.
+    """
+
+    def __init__(self, index: int, setup: NodeSetup, policy: Block, pool: NodePool, *, apart: bool) -> None:
+        super().__init__(index, setup.config.groups, pool)
+        self.setup, self._policy, self._pool, self._apart = setup, policy, pool, apart
+        self.place: WorkerPlace | None = None
+        self.error: Exception | None = None
+        self.told = Told()
+        self.node: Joined | None = None
+        self.session: Session
+        self._is_there = False  # it has joined, in this session
+        self._memory: dict[int, tuple[Array, LaneRun]] = {}  # of parts that have not come back, by tag
+        self._held: list[Order] | None = None  # to be sent together
+        self._server_knows: dict[str, Sequence[Any]] = {}  # by method; servers of later sessions are told again
+
+    # --- its state --------------------------------------------------------------------------------
+
+    @property
+    def absent(self) -> bool:
+        """It is not there, and may never come."""
+        return self._pool.elastic and self._state not in (WorkerState.RUNNING, WorkerState.CLOSING)
+
+    @property
+    def late(self) -> bool:  # type: ignore[override]
+        return self.absent and self.session.late
+
+    @property
+    def name(self) -> str:
+        """Its number and host, for people."""
+        return f"{self.index}" if self.node is None else f"{self.index} ({self.node.host})"
+
+    def stats(self, accounts: Sequence[Account]) -> list[WorkerStats]:
+        found = []
+        for place, worker in enumerate(self.setup.config.workers):
+            told = (
+                self.told.workers[place] if self.told.workers else WorkerTold(0, "working", "join", worker.generation)
+            )
+            state = told.state if self.alive else "dead"
+            state = "dropped" if accounts[worker.groups[0]].dropped else "joining" if self.absent else state
+            phase = "join" if self.absent else told.phase if self.alive else state
+            known: dict[str, Any] = {"pid": told.pid, "restarts": told.restarts, "node": self.name}
+            found.append(stats_of(worker.groups, accounts, index=worker.index, state=state, phase=phase, **known))
+        return found
+
+    # --- its sessions -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Call the node. What comes back is told all that its predecessor was, and what that had not done."""
+        self._owner.check()
+        self.state = WorkerState.JOINING
+        self.starts += 1
+        self.infos = self.error = self._held = self._answer = None
+        self.told = Told()
+        self._memory.clear()
+        self.session = self._pool.session(self.index)
+        self.session.post(Tell(NodeMain.set_up, (self.setup,)), self._policy, self.session.next_tag())
+        self.session.post_weights()
+        self.session.post(Tell(NodeMain.start))
+        if self.place is not None and not self._pool.elastic:
+            self._take_place(self.place)
+            self._send(self.under_way.orders())
+
+    def assign(self, place: WorkerPlace) -> None:
+        """Tell it its place. One that is absent is told when it comes, and does not have to answer."""
+        self.place = place
+        if self.infos is not None:
+            if self._state is WorkerState.JOINING:
+                self.state = WorkerState.RUNNING
+            self._ask_node(NodeMain.assign, place)
+
+    def join(self) -> None:
+        """It has come later than the others, who have not waited for it."""
+        assert self.place is not None
+        self.state = WorkerState.RUNNING
+        self._take_place(self.place)
+
+    def _take_place(self, place: WorkerPlace) -> None:
+        self.session.post(Tell(NodeMain.assign, (place,)))
+        for method, args in self._server_knows.items():
+            self.session.post(Tell(NodeMain.ask_server, (method, args)))
+
+    def pump(self) -> None:
+        """Take note of what has come."""
+        while self.alive and self.session.inbox:
+            message, told, block = self.session.inbox.popleft()
+            self._take_note(told)
+            message.reach(self, block)
+
+    def lose(self, why: str) -> Exception:
+        """Nothing comes from it any more; the steps that it had are entered. Returns the error."""
+        self.session.lose(why)
+        self.cause = error = self.error or node_lost(
+            self.where(), phase=self.phase, why=f"node {self.index}: {self.session.lost}"
+        )
+        self.state = WorkerState.DEAD if self._state is not WorkerState.CLOSING else WorkerState.CLOSED
+        requested = dict.fromkeys(self.groups, 0)
+        for order in self.under_way.orders() if self._is_there else ():
+            lane = self.under_way.lane_of(order.number)
+            requested[order.group] += lane.T * lane.B
+        for number, steps in requested.items() if self._pool.accounts else ():
+            account = self._pool.accounts[number]
+            account.unseen += max(0, steps - account.partial)
+            account.give_up("worker_died")
+        if self.infos is not None and self._state is WorkerState.DEAD:
+            self._prepare_successor()
+        self._is_there = False
+        return error
+
+    @property
+    def phase(self) -> str:
+        """What its first worker is doing, or what it does itself."""
+        if not self._is_there:
+            return "join"
+        return self._worker()[1].phase if self.told.workers else "construct"
+
+    def _worker(self) -> tuple[int, Any]:
+        """Place of the worker with the oldest order, or of the first; and what was told of it."""
+        orders = self.under_way.orders()
+        group = orders[0].group if orders else self.groups[0]
+        workers = self.setup.config.workers
+        place = next(n for n, worker in enumerate(workers) if group in worker.groups)
+        return place, self.told.workers[place] if self.told.workers else None
+
+    def where(self) -> Where:
+        """The worker that the node's end is noticed at."""
+        place, told = self._worker()
+        worker = self.setup.config.workers[place]
+        restarts = worker.generation if told is None else told.restarts
+        return Where(worker.index, None if told is None else told.pid or None, restarts, node=self.name)
+
+    def _prepare_successor(self) -> None:
+        """Its workers draw other numbers, and their environments begin episodes of new numbers."""
+        accounts, config = self._pool.accounts, self.setup.config
+        restarts = [told.restarts for told in self.told.workers] or [w.generation for w in config.workers]
+        workers = [replace(w, generation=n + 1) for w, n in zip(config.workers, restarts, strict=True)]
+        self.setup = replace(self.setup, config=replace(config, workers=workers))
+        if self.place is not None and accounts:
+            episodes = {number: accounts[number].next_episodes() for number in self.groups}
+            self.place = replace(self.place, episodes=episodes)
+
+    # --- Handle -----------------------------------------------------------------------------------
+
+    def prepared(self, policy: str) -> bool:
+        columns = None if self.place is None else self.place.columns
+        return columns is not None and columns.policy == policy
+
+    def submit(self, order: Order, slot: Slot) -> None:
+        self.under_way.add(order, slot)
+        if self._held is not None:
+            self._held.append(order)
+        elif self.alive:
+            self._send([order])
+        elif not self.reviving:
+            self.start()
+
+    def hold(self) -> None:
+        """Send nothing until ``release``."""
+        self._held = []
+
+    def release(self) -> None:
+        """Send what was ordered meanwhile, as one request."""
+        held, self._held = self._held, None
+        if held and self.alive:
+            self._send(held)
+        elif held and not self.reviving:
+            self.start()
+
+    def stop(self, number: int) -> None:
+        if self.alive:
+            self.session.post(Tell(NodeMain.stop, (number,), urgent=True))
+
+    @postponed()
+    def call(self, request: Request) -> list[Any]:
+        if self.absent and request.waits:
+            self._remember(request)
+            return []
+        self._wait_until_there()
+        self._remember(request)
+        answers: list[Any] = self._ask_node(NodeMain.call, request)
+        return answers
+
+    def ask_server(self, method: str, args: Sequence[Any], *, keep: bool) -> Any:
+        """What the node's inference server answers.
+
+        Args:
+            keep: those of later sessions are told, too.
+        """
+        if keep:
+            self._server_knows[method] = args
+            if self._state is not WorkerState.RUNNING or self.session.lost:
+                return None
+        self._wait_until_there()
+        return self._ask_node(NodeMain.ask_server, method, args)
+
+    def kill(self) -> None:
+        if self.alive:
+            self.session.lose("it was killed")
+
+    def end(self) -> None:
+        if self.alive:
+            self.lose("the collector was shut down")
+
+    def close(self, *, wait: bool = True) -> None:
+        """See ``Handle``; the node itself is told goodbye by ``Nodes``."""
+        if not self.alive:
+            return
+        if self._state is WorkerState.RUNNING:
+            self.state = WorkerState.CLOSING
+            self._asked += 1
+            self._awaited, self._answer = self._asked, None
+            self.session.post(Tell(NodeMain.close, number=self._asked))
+        if wait:
+            self._close()
+
+    def _close(self) -> None:
+        config, is_closing = self.setup.config, self._state is WorkerState.CLOSING
+        seconds = config.timeout("close")
+        deadline = None if seconds is None else time.monotonic() + seconds * len(config.workers) + CLOSE_S
+        while is_closing and self._answer is None and not self.session.lost:
+            left = BEAT_S if deadline is None else min(BEAT_S, deadline - time.monotonic())
+            if left < 0:
+                break
+            self._pool.wake_up.wait(left)
+            self.pump()
+        self.pump()
+        answer = self._answer
+        if answer is None:
+            self.lose("the collector was shut down")
+        elif is_closing:
+            self.state = WorkerState.CLOSED
+        if answer is not None and answer.failure is not None:
+            raise answer.failure.error()
+
+    def _remember(self, request: Request) -> None:
+        if self.place is not None:
+            self.place = request.placed(self.place)
+
+    def _ask_node(self, method: Callable[..., Any], *args: Any) -> Any:
+        return self._ask(lambda number: self.session.post(Tell(method, args, number)))
+
+    def _send(self, orders: Sequence[Order]) -> None:
+        """One request for all of them, whose lanes come back into their slots."""
+        parts: list[LaneRun] = []
+        expects: dict[int, Array] = {}
+        for slot, run in self._runs(orders):
+            lanes, first = len(self.groups), run[0].lane - (run[0].group - self.groups[0])
+            if self._apart or slot.layout.lanes < lanes:
+                lanes, first = 1, run[0].lane
+            part = LaneRun(run, slot.offset, first, lanes, self.session.next_tag())
+            begin, end = (n * slot.layout.lane_bytes for n in (run[0].lane, run[-1].lane + 1))
+            memory = slot.block[begin:end]
+            self._memory[part.tag] = memory, part
+            if self.setup.buffer is None:
+                expects[part.tag] = memory
+            parts.append(part)
+        if parts:
+            self.session.post(Tell(NodeMain.follow, (parts,)), expects=expects)
+
+    def _runs(self, orders: Sequence[Order]) -> list[tuple[Slot, list[Order]]]:
+        """Orders by what can come back as one block: lanes side by side in a slot."""
+        of_slot: defaultdict[int, list[Order]] = defaultdict(list)
+        slots: dict[int, Slot] = {}
+        for order in orders:
+            slot = self.under_way.slot_of(order.number)
+            slots[id(slot)] = slot
+            of_slot[id(slot)].append(order)
+        runs: list[tuple[Slot, list[Order]]] = []
+        for place, slot in slots.items():
+            run: list[Order] = []
+            for order in sorted(of_slot[place], key=lambda order: order.lane):
+                if not run or self._apart or order.lane != run[-1].lane + 1:
+                    run = []
+                    runs.append((slot, run))
+                run.append(order)
+        return runs
+
+    # --- what the node says -------------------------------------------------------------------------
+
+    def _take_note(self, told: Told) -> None:
+        accounts, before = self._pool.accounts, self.told.counts
+        self.told = told
+        if accounts:
+            for number, counts in told.counts.items():
+                accounts[number].add_counts(counts, before.get(number, FrameCounts()))
+            for number in told.dropped:
+                accounts[number].dropped = True
+
+    @property
+    def inference(self) -> InferenceStats | None:
+        """What its server has done."""
+        return self.told.inference
+
+    def joined(self, node: Joined) -> None:
+        """It is there."""
+        self.node, self._is_there = node, True
+
+    def built(self, infos: list[GroupInfo]) -> None:
+        """It has made its environments."""
+        self.infos = infos
+        if self.place is not None and not self._pool.elastic:
+            self.state = WorkerState.RUNNING
+
+    def finished(self, reports: Sequence[Report], tag: int, block: Any) -> None:
+        """Rollouts are complete, or have failed."""
+        memory, _ = self._memory.pop(tag, (None, None))
+        if memory is not None and block is not None and block is not memory:
+            memory[:] = block
+        for report in reports:
+            report.entered = True
+            if report.error is not None:
+                report.error = report.error.here(self._pool.crash_directory).error()
+            elif not (report.lost or report.dropped):
+                self._pool.accounts[report.group].arrived(report.frames)
+            if report.number in self.outstanding:
+                self.under_way.finished(report)
+            else:
+                self._pool.came(report)
+        self.under_way.fresh.clear()
+
+    def answered(self, answer: Answered) -> None:
+        """Something was answered."""
+        failure = None if answer.failure is None else answer.failure.here(self._pool.crash_directory)
+        if answer.number == self._awaited:
+            self._answer = replace(answer, failure=failure)
+
+    def failed(self, error: SentError) -> None:
+        """It cannot go on."""
+        self.error = error.here(self._pool.crash_directory).error()
+        self.session.lose(str(self.error))

@@ -1,0 +1,129 @@
+"""The frame counters: what was executed, delivered, discarded, and is on its way, by group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field
+
+import numpy as np
+
+from muster.memory.specs import Array
+from muster.rollout.progress import Timing
+from muster.workers.messages import GroupInfo, Report
+
+
+@dataclass(frozen=True)
+class FrameCounts:
+    """What a node has counted for a group so far, as plain data.
+
+    Attributes:
+        executed, discarded, clock: see ``Account``.
+        timing: see ``Timing``.
+    """
+
+    executed: int = 0
+    discarded: Mapping[str, int] = field(default_factory=dict)
+    timing: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    clock: Array | None = None
+
+
+@dataclass
+class Account:
+    """The books of one group, over all that ever ran it.
+
+    Attributes:
+        env_ids: global numbers of its environments.
+        in_flight: steps of lanes that nobody has got yet.
+        partial: those of them in the lane that is not complete.
+        delivered: frames in batches.
+        lag: see ``WorkerStats.policy_lag``.
+        clock: episode numbers and steps as of the last report, ``[2, B]``; None: nothing was reported.
+        dropped: nobody runs it any more.
+        late: its node was not there all the time.
+        unseen: steps at most that were executed and nobody could count, since their node is lost.
+    """
+
+    info: GroupInfo
+    env_ids: Array
+    executed: int = 0
+    in_flight: int = 0
+    partial: int = 0
+    delivered: int = 0
+    lag: int = 0
+    discarded: Counter[str] = field(default_factory=Counter)
+    timing: Timing = field(default_factory=Timing)
+    clock: Array | None = None
+    dropped: bool = False
+    late: bool = False
+    unseen: int = 0
+
+    def add(self, report: Report) -> None:
+        """Enter what came of an order, once."""
+        if report.entered:
+            return
+        report.entered = True
+        self.executed += report.executed
+        kept = report.executed
+        if report.discarded:
+            self.discarded.update(report.discarded)
+            kept -= sum(report.discarded.values())
+        self.in_flight += kept
+        self.partial = 0 if report.error is None and not report.lost else self.partial + kept
+        timing, more = self.timing, report.timing
+        timing.env += more.env
+        timing.policy += more.policy
+        timing.copy += more.copy
+        timing.total += more.total
+
+    def counts(self) -> FrameCounts:
+        """So far. May be called by another thread: what is discarded here is executed, too."""
+        discarded = dict(self.discarded)
+        return FrameCounts(self.executed, discarded, astuple(self.timing), self.clock)
+
+    def add_counts(self, now: FrameCounts, before: FrameCounts) -> None:
+        """Enter what a node has counted between two times. None of it has arrived, until ``arrived`` says so.
+
+        What was given up here already is not discarded again.
+        """
+        executed = now.executed - before.executed
+        self.executed += executed
+        self.in_flight += executed
+        self.partial += executed
+        for reason, steps in now.discarded.items():
+            gone = min(steps - before.discarded.get(reason, 0), self.partial)
+            self.discard(reason, gone)
+            self.partial -= gone
+        added = (a - b for a, b in zip(now.timing, before.timing, strict=True))
+        self.timing = Timing(*(have + more for have, more in zip(astuple(self.timing), added, strict=True)))
+        self.clock = self.clock if now.clock is None else now.clock
+
+    def arrived(self, frames: int) -> None:
+        """The lane of a rollout is here that was counted on a node."""
+        self.partial -= min(frames, self.partial)
+
+    def cut_short(self, steps: int) -> None:
+        """The lane at work has so many steps in all, which nobody has reported."""
+        more = max(0, steps - self.partial)
+        self.executed += more
+        self.in_flight += more
+        self.partial += more
+
+    def next_episodes(self) -> Array:
+        """Numbers of the episodes that the environments of a successor begin with; it begins with them now."""
+        none_yet = np.zeros((2, len(self.env_ids)), np.int64)
+        episode, steps = none_yet if self.clock is None else self.clock
+        begin = episode + (steps > 0)
+        self.clock = np.stack([begin, np.zeros_like(steps)])
+        return begin
+
+    def discard(self, reason: str, steps: int) -> None:
+        """Steps on their way will never arrive."""
+        if steps:
+            self.discarded[reason] += steps
+            self.in_flight -= steps
+
+    def give_up(self, reason: str) -> None:
+        """The lane that is not complete never will be."""
+        self.discard(reason, self.partial)
+        self.partial = 0

@@ -1,0 +1,304 @@
+"""What a worker and a node have in common for their worker pool: states, and how it goes on after a loss."""
+
+from __future__ import annotations
+
+import enum
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from muster.errors import EnvError, WorkerHung
+from muster.utils.forks import Owner
+from muster.workers.messages import GroupInfo, Order, Report
+from muster.workers.under_way import UnderWay
+
+if TYPE_CHECKING:
+    from muster.workers.config import PoolConfig
+    from muster.workers.counters import Account
+    from muster.workers.failures import Where
+
+BACK_OFF = (0.0, 0.1, 0.5, 2.0)  # seconds before a restart, by restarts without a batch
+FRUITLESS = 3  # restarts without a batch are enough
+
+
+class WorkerState(enum.Enum):
+    """The life of a worker or node; see the diagram in ARCHITECTURE.md."""
+
+    NEW = "was never started"
+    JOINING = "was called: a node that has not made its environments"
+    RUNNING = "has a process or thread"
+    CLOSING = "the same, and was told to end"
+    DEAD = "has none; the next batch starts it again"
+    RESTARTING = "has none; whoever watches over it starts it again"
+    DROPPED = "has none, and the others go on without it"
+    CLOSED = "has none, for good"
+
+
+_STATES = WorkerState
+_NEXT: dict[WorkerState, tuple[WorkerState, ...]] = {
+    _STATES.NEW: (_STATES.JOINING, _STATES.RUNNING),
+    _STATES.JOINING: (_STATES.RUNNING, _STATES.DEAD),
+    _STATES.RUNNING: (_STATES.DEAD, _STATES.CLOSING),
+    _STATES.CLOSING: (_STATES.CLOSED,),
+    _STATES.DEAD: (_STATES.JOINING, _STATES.RUNNING, _STATES.RESTARTING, _STATES.DROPPED),
+    _STATES.RESTARTING: (_STATES.DEAD,),
+    _STATES.DROPPED: (),
+    _STATES.CLOSED: (),
+}
+_ALIVE = (_STATES.JOINING, _STATES.RUNNING, _STATES.CLOSING)
+
+
+class Restarted(Exception):
+    """The worker that was asked has a successor, who has to be asked again."""
+
+
+class Proxy(ABC):
+    """The state of a worker or node, what it was asked for, and its answers. Implements a part of ``Handle``.
+
+    Attributes:
+        under_way: what was ordered from it.
+        infos: of the groups that it has made; None: it has made none yet.
+        cause: why it is not there.
+        starts: how often it was started.
+        late: it was called and has not come in time.
+    """
+
+    late = False
+
+    def __init__(self, index: int, groups: Sequence[int], watcher: Watcher) -> None:
+        self.index, self.groups, self._watcher = index, list(groups), watcher
+        self.under_way = UnderWay()
+        self.infos: list[GroupInfo] | None = None
+        self.cause: Exception | None = None
+        self.starts = 0
+        self._state = WorkerState.NEW
+        self._owner = Owner("collector", "workers")
+        self._asked = 0  # number of the newest request
+        self._awaited: int | None = None  # number of the answer that somebody waits for
+        self._answer: Any = None  # that one
+
+    @property
+    def state(self) -> WorkerState:
+        return self._state
+
+    @state.setter
+    def state(self, state: WorkerState) -> None:
+        self._check_next(state)
+        self._state = state
+
+    def _check_next(self, state: WorkerState) -> None:
+        assert state in _NEXT[self._state], f"{type(self).__name__} {self.index}: {self._state.name} -> {state.name}"
+
+    @property
+    def alive(self) -> bool:
+        """It has a process or thread, or its node is called, as far as is known; in a fork of this process none has."""
+        return self._state in _ALIVE and self._owner.is_here()
+
+    @property
+    def reviving(self) -> bool:
+        """It will be started again by whoever watches over it."""
+        return self._state is WorkerState.RESTARTING
+
+    @property
+    def outstanding(self) -> dict[int, Order]:
+        return self.under_way.outstanding
+
+    @property
+    def untaken(self) -> Sequence[Report]:
+        return self.under_way.reports
+
+    def take(self) -> Report | None:
+        return self.under_way.take() if self.under_way.reports else None
+
+    @property
+    @abstractmethod
+    def absent(self) -> bool: ...
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start it, or call it."""
+
+    def _wait_until_there(self) -> None:
+        if not self.alive and not self.reviving:
+            self.start()
+        while self.reviving or self.absent:
+            try:
+                self._watcher.wait_for(self, lambda: self.alive and not self.absent)
+            except Restarted:
+                continue
+
+    def _ask(self, send: Callable[[int], None]) -> Any:
+        """The answer to what is sent under a number, of it or a successor."""
+        while True:
+            self._asked += 1
+            self._awaited, self._answer = self._asked, None
+            try:
+                send(self._asked)
+                self._watcher.wait_for(self, lambda: self._answer is not None)
+            except Restarted:
+                continue
+            finally:
+                answer, self._answer, self._awaited = self._answer, None, None
+            if answer.failure is not None:
+                raise answer.failure.error()
+            return answer.value
+
+
+@dataclass
+class Record:
+    """What is remembered of one worker or node.
+
+    Attributes:
+        signs, since: of life, and since when (``time.monotonic``) they are these.
+        restarts: times within the last minute.
+        fruitless: restarts since its last batch.
+        revive_at: when it will be started again; None: nobody has to.
+    """
+
+    signs: tuple[Any, ...] = ()
+    since: float = 0.0
+    restarts: deque[float] = field(default_factory=deque)
+    fruitless: int = 0
+    revive_at: float | None = None
+
+    def may_restart(self, most: int | None) -> bool:
+        """Within the budget, ``most`` per minute; one more is counted."""
+        now = time.monotonic()
+        while self.restarts and self.restarts[0] < now - 60:
+            self.restarts.popleft()
+        self.restarts.append(now)
+        self.fruitless += 1
+        return most is None or (len(self.restarts) <= most and self.fruitless <= FRUITLESS)
+
+    def plan(self) -> None:
+        """A restart; later, if others have not helped."""
+        self.revive_at = time.monotonic() + BACK_OFF[min(self.fruitless, len(BACK_OFF)) - 1]
+
+
+class Watcher(ABC):
+    """Watches over the workers or nodes of a worker pool. Implements ``Watch``.
+
+    Args:
+        config: ``on_failure``: "raise": the error reaches the user, and the worker is started again by the next batch.
+            "restart": it is started again at once. "drop": the others go on without it.
+
+    Attributes:
+        handles: all workers, or nodes.
+        accounts: of the groups, once there is a pool.
+        elastic: nodes may come late, and go: what a lost one had to do is for others.
+    """
+
+    def __init__(self, config: PoolConfig, *, elastic: bool = False) -> None:
+        self.handles: Sequence[Any] = ()
+        self.accounts: Sequence[Account] = ()
+        self.elastic, self.config = elastic, config
+        self._records: defaultdict[int, Record] = defaultdict(Record)
+        self._lost: list[Report] = []
+
+    @abstractmethod
+    def wait(self, timeout: float | None, *, revives: bool = True) -> None:
+        """Until some worker has reported, or is lost. Takes in what has come, and finds out who is lost. May return
+        early.
+
+        Args:
+            revives: start again those whose time for it has come; returns at once if one is lost already.
+        """
+
+    def take_lost(self) -> list[Report]:
+        """Reports in the place of workers that were lost since the last call."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def wait_for(self, handle: Any, ready: Callable[[], bool]) -> None:
+        """Until something is so.
+
+        Raises:
+            Restarted: it has a successor, who has to be asked again.
+            Exception: what became of it instead.
+        """
+        asked = handle.starts
+        while not ready():
+            if was_alive := handle.alive:
+                self.wait(None, revives=False)
+            if handle.starts != asked:
+                raise Restarted
+            if not handle.alive and not ready():
+                if self._records[handle.index].revive_at is None or (was_alive and handle.late):
+                    self._raise_once(handle)
+                while not handle.alive:
+                    self.wait(None, revives=False)  # of others, until this one is due
+                    self._revive_due()
+                raise Restarted
+
+    def _until_due(self, *seconds: float | None) -> float:
+        """The least of these, and of the time until a worker is to be started again."""
+        now = time.monotonic()
+        due = [record.revive_at - now for record in self._records.values() if record.revive_at is not None]
+        return max(0.0, min([*due, *(s for s in seconds if s is not None)]))
+
+    def _pass_on(self, handle: Any, error: Exception) -> None:
+        """The orders of one that is lost, to a successor, to others or back."""
+        if not self.accounts:
+            return  # it was never part of the worker pool
+        record, lost = self._records[handle.index], self._lost
+        for number in handle.groups if self.elastic else ():
+            self.accounts[number].late = True
+        if self.config.on_failure == "restart" and (handle.late or record.may_restart(self.config.max_restarts)):
+            record.plan()
+            handle.state = WorkerState.RESTARTING
+            if self.elastic:
+                lost += [Report(o.number, o.group, lost=True) for o in handle.under_way.give_up()]
+                lost.append(news(handle.groups[0]))
+            return
+        orders = handle.under_way.give_up()
+        if self.config.on_failure == "drop":
+            handle.state = WorkerState.DROPPED
+            for number in handle.groups:
+                self.accounts[number].dropped = True
+            why = f"a worker is dropped, and the others go on without it: {error}"
+            lost.append(Report(0, handle.groups[0], lost=True, warnings=[why]))
+            lost += [Report(order.number, order.group, dropped=True) for order in orders]
+            return
+        if not orders and (handle.absent or isinstance(error, WorkerHung)):  # it may have got on and done them all
+            lost.append(news(handle.groups[0], error))
+        lost += [Report(o.number, o.group, lost=True, error=None if i else error) for i, o in enumerate(orders)]
+
+    def _revive_due(self) -> None:
+        for handle in self.handles:
+            self._revive(handle)
+
+    def _revive(self, handle: Any) -> None:
+        """Start it again, if it is due."""
+        record = self._records[handle.index]
+        if record.revive_at is not None and record.revive_at <= time.monotonic():
+            record.revive_at = None
+            record.signs = ()
+            handle.state = WorkerState.DEAD
+            handle.start()
+
+    def _raise_once(self, handle: Any) -> None:
+        """The cause of its end, which is then not raised again for its orders."""
+        for report in self._lost:
+            if report.error is handle.cause:
+                report.error = None
+        assert handle.cause is not None
+        raise handle.cause
+
+
+def news(group: int, error: Exception | None = None) -> Report:
+    """About no order: who can be given any has changed, at the worker of a group."""
+    return Report(0, group, lost=True, error=error)
+
+
+def unlike(where: Where, expected: GroupInfo, got: GroupInfo) -> EnvError:
+    """The error for environments of a node that came later, and are not as many as was taken for granted."""
+    error = EnvError(
+        f"{where} has come with {got.num_envs} environments in a batch of shape {got.batch_shape} ({got.name}), where "
+        f"{expected.num_envs} in {expected.batch_shape} ({expected.name}) were expected: with min_nodes, all entries "
+        f"of create_env_fn have to make equally many."
+    )
+    error.worker, error.phase = where.worker, "construct"
+    return error

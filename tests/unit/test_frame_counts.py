@@ -1,0 +1,74 @@
+"""Frame counts that travel: the main process has the numbers of the node, and gives up nothing twice."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muster.rollout.progress import Timing
+from muster.workers.counters import Account, FrameCounts
+from muster.workers.messages import Report
+
+STEPS = st.integers(0, 50)
+REASONS = st.sampled_from(["worker_died", "interrupted", "env_error"])
+
+
+def account() -> Account:
+    return Account(None, np.arange(2))  # type: ignore[arg-type]
+
+
+def report(executed: int, lost: int, *, complete: bool) -> Report:
+    discarded = {"env_error": min(lost, executed)} if lost else {}
+    return Report(1, 0, executed=executed, discarded=discarded, timing=Timing(1.0, 2.0, 3.0, 6.0), lost=not complete)
+
+
+def sent(counts: FrameCounts) -> FrameCounts:
+    arrived: FrameCounts = pickle.loads(pickle.dumps(counts))
+    return arrived
+
+
+EVENTS = st.one_of(
+    st.tuples(st.just("add"), st.builds(report, STEPS, STEPS, complete=st.booleans())),
+    st.tuples(st.just("cut_short"), STEPS),
+    st.tuples(st.just("give_up"), REASONS),
+    st.tuples(st.just("travel"), st.none()),
+)
+
+
+@given(st.lists(EVENTS, max_size=30))
+def test_what_has_arrived_is_what_was_counted(events: list[tuple[str, Any]]) -> None:
+    ours, theirs, told = account(), account(), FrameCounts()
+    for name, given_ in [*events, ("travel", None)]:
+        if name == "travel":
+            now = sent(theirs.counts())
+            ours.add_counts(now, told)
+            told = now
+        else:
+            getattr(theirs, name)(given_)
+    assert (ours.executed, +ours.discarded, ours.in_flight) == (theirs.executed, +theirs.discarded, theirs.in_flight)
+    assert ours.timing == theirs.timing
+
+
+def test_steps_that_were_given_up_here_are_not_given_up_again() -> None:
+    ours, theirs = account(), account()
+    theirs.add(report(7, 0, complete=False))
+    ours.add_counts(theirs.counts(), FrameCounts())
+    told = theirs.counts()
+    ours.give_up("policy_changed")
+    theirs.give_up("worker_died")
+    ours.add_counts(theirs.counts(), told)
+    assert (ours.executed, ours.in_flight, +ours.discarded) == (7, 0, {"policy_changed": 7})
+
+
+def test_a_lost_node_takes_only_what_has_not_arrived() -> None:
+    ours, theirs = account(), account()
+    theirs.add(report(20, 0, complete=True))
+    theirs.add(report(5, 0, complete=False))
+    ours.add_counts(theirs.counts(), FrameCounts())
+    ours.arrived(20)
+    ours.give_up("worker_died")
+    assert (ours.executed, ours.in_flight, +ours.discarded) == (25, 20, {"worker_died": 5})
