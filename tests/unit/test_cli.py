@@ -29,7 +29,7 @@ from muster import Collector
 from muster.cli import doctor
 from muster.cli.doctor import known_bad
 from muster.cli.main import main
-from muster.cli.numbers import frames_per_batch, parse_count
+from muster.cli.options import frames_per_batch, parse_count
 from muster.cli.report import Bar, PlainProgress, Returns, clock, short, summary, worker_lines
 from muster.errors import BadOption
 from muster.observing.stats import CollectorStats, WorkerStats
@@ -221,7 +221,7 @@ def test_a_server_acts_for_workers(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--inference", "server"], "--inference is about workers: add --workers N"),
         (["--alternating"], "--alternating is about workers"),
         (["--workers", "2", "--alternating"], "--alternating is about --inference server: add that"),
-        (["--workers", "0"], "--workers 0: at least one"),
+        (["--workers", "0"], "--workers 0: expected at least 1"),
         (["--workers", "3"], "--workers 3 x --envs 8; the nearest are 792 or 816"),
         (["--workers", "3", "--frames-per-batch", "80"], "--workers 3 x --envs 8; the nearest are 72 or 96"),
         (["--workers", "3", "--async", "--frames-per-batch", "81"], "multiple of --envs 8; the nearest are 80 or 88"),
@@ -369,8 +369,10 @@ def test_uneven_numbers_name_the_nearest(args: tuple[int, int, int | None], near
 
 def test_uneven_numbers_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nearest are 1,000 or 1,008" in refused(capsys, "collect", "CartPole-v1", "--frames", "1001")
-    assert "at least one" in refused(capsys, "collect", "CartPole-v1", "--frames", "8", "--envs", "0")
-    assert "negative" in refused(capsys, "collect", "CartPole-v1", "--frames", "8", "--seed", "-1")
+    assert "--envs 0: expected at least 1" in refused(capsys, "collect", "CartPole-v1", "--frames", "8", "--envs", "0")
+    assert "--seed -1: expected at least 0" in refused(
+        capsys, "collect", "CartPole-v1", "--frames", "8", "--seed", "-1"
+    )
 
 
 # ------------------------------------------------------------------------------------------ refused imports

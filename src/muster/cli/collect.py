@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import arg
 
 from muster.cli import cluster
-from muster.cli.numbers import frames_per_batch
-from muster.cli.options import AllowImport, Count, Env, ObsDtype, Policy, refuse_given
+from muster.cli.options import (
+    AllowImport,
+    Count,
+    Env,
+    ObsDtype,
+    Policy,
+    check_numbers,
+    frames_per_batch,
+    refuse_given,
+)
 from muster.cli.report import Returns, reporting, summary
-from muster.cli.request import admit, in_short, obs_dtype_of, policy_for
+from muster.cli.request import obs_dtype_of, prepared
 from muster.cli.signals import StopSignals
 from muster.errors import BadOption, BadRecording
 
@@ -100,12 +107,10 @@ def collect(command: Collect) -> int:
     """
     if cluster.is_node(command):
         return cluster.serve_rank(command)
-    frames = _check_numbers(command)
-    admit(command.env, command.policy, allow_import=command.allow_import)
-    policy, description = policy_for(command.env, command.policy, command.seed)
+    frames = _check(command)
     with ExitStack() as stack:
+        policy, description = stack.enter_context(prepared(command, command.seed))
         stop = stack.enter_context(StopSignals())
-        stack.enter_context(in_short(command.env, allow_import=command.allow_import))
         collector = stack.enter_context(_make_collector(command, policy, frames))
         recorder = stack.enter_context(_recorder(command, description)) if command.out else None
         run = _Collection(command, collector, recorder, stop)
@@ -126,7 +131,7 @@ class _Collection:
     collector: BaseCollector
     recorder: Recorder | None
     stop: StopSignals
-    returns: Returns = dataclasses.field(default_factory=Returns)
+    returns: Returns = field(default_factory=Returns)
     recording_s: float = 0.0
     elapsed_s: float = 0.0
 
@@ -160,18 +165,15 @@ class _Collection:
         )
 
 
-def _check_numbers(command: Collect) -> int:
+def _check(command: Collect) -> int:
     """The size of a batch, if all numbers fit together."""
     cluster.check(command)
     if command.workers is None and command.backend is None:
         of_workers = ("asynchronous", "threads", "on_failure", "inference", "alternating")
         refuse_given(command, of_workers, "workers: add --workers N")
-    elif command.workers is not None and command.workers < 1:
-        raise BadOption(f"--workers {command.workers}: at least one is needed. Without --workers there are none.")
     if command.alternating and command.inference != "server":
         raise BadOption("--alternating is about --inference server: add that, or leave it out.")
-    if command.seed < 0:
-        raise BadOption(f"--seed {command.seed} is negative.")
+    check_numbers(command, workers=1, envs=1, seed=0)
     workers, nodes = (1, 1) if command.asynchronous else (command.workers or 1, cluster.nodes_of(command) or 1)
     return frames_per_batch(command.frames, command.envs, command.frames_per_batch, workers, nodes)
 

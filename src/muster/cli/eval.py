@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from muster.cli.options import AllowImport, Count, Env, ObsDtype, Policy
+from muster.cli.options import AllowImport, Count, Env, ObsDtype, Policy, check_numbers
 from muster.cli.report import LINE_EVERY_S, NowAndThen, symbols
-from muster.cli.request import admit, in_short, obs_dtype_of, policy_for
+from muster.cli.request import obs_dtype_of, prepared
 from muster.cli.signals import StopSignals
 from muster.episodes.rules import RuleName
 from muster.errors import BadOption
@@ -86,14 +86,13 @@ def evaluate(command: Eval) -> int:
     Raises:
         MusterError: for whatever is wrong with the request, or with a worker.
     """
-    wanted = _check(command)
-    admit(command.env, command.policy, allow_import=command.allow_import)
+    check_numbers(command, episodes=1, num_envs=1, workers=0, seed=0)
+    wanted = _videos(command)
     if wanted:
         from muster.evaluation.video import writer
 
         writer()  # rather than find out at the end
-    policy, description = policy_for(command.env, command.policy, command.seed)
-    with StopSignals() as stop, in_short(command.env, allow_import=command.allow_import):
+    with prepared(command, command.seed) as (policy, description), StopSignals() as stop:
         evaluation = _evaluate(command, policy, stop)
         files: list[Path] = []
         try:
@@ -136,23 +135,16 @@ def _evaluate(command: Eval, policy: Any, stop: StopSignals) -> Evaluation:
         return evaluator.evaluate(progress=go_on)
 
 
-def _check(command: Eval) -> list[str | int]:
-    """The videos that are wanted, if everything fits together."""
-    for name, value, least in (("--episodes", command.episodes, 1), ("--num-envs", command.num_envs, 1)):
-        if value < least:
-            raise BadOption(f"{name} {value}: expected at least {least}.")
-    for name, value in (("--workers", command.workers), ("--seed", command.seed)):
-        if value < 0:
-            raise BadOption(f"{name} {value} is negative.")
-    wanted: list[str | int] = []
-    for word in (command.video or "").split(",") if command.video is not None else ():
+def _videos(command: Eval) -> list[str | int]:
+    """What ``--video`` names."""
+    words = [] if command.video is None else command.video.split(",")
+    for word in words:
         if word not in KINDS and not (word.isdecimal() and int(word) < command.episodes):
             raise BadOption(
                 f"--video {command.video}: {word!r} is none of {', '.join(KINDS)}, and no number below "
                 f"{command.episodes}, the number of episodes."
             )
-        wanted.append(word if word in KINDS else int(word))
-    return wanted
+    return [word if word in KINDS else int(word) for word in words]
 
 
 @contextmanager
