@@ -35,7 +35,7 @@ from muster.memory.slots import Lane, Layout, Slot
 from muster.policies import tanh_gaussian
 from muster.policies.adapt import adapt
 from muster.restore import checkpoint
-from muster.restore.action_log import ActionLog, Anchors, ResetLog, random_state, replays_alone, set_random_state
+from muster.restore.action_log import ActionLog, Anchors, ResetLog, generator_of, random_state, replays_alone
 from muster.restore.crash_report import MOST_FILES, CrashDirectory, CrashReport, Maker, Special
 from muster.restore.player import Player, same_bits
 from muster.rng import GroupRng
@@ -474,7 +474,7 @@ def test_every_generator_of_numpy_can_be_saved_and_set(name: str, tmp_path: Path
     again = saved(crash_report, tmp_path / "a").special[0].state
     assert again is not None
     fresh = gymnasium.make("CartPole-v1")
-    set_random_state(fresh, again)
+    fresh.unwrapped.np_random = generator_of(again)
     assert (fresh.unwrapped.np_random.random(5).tolist(), fresh.unwrapped.np_random.integers(9, size=5).tolist()) == (
         expected
     )
@@ -483,7 +483,7 @@ def test_every_generator_of_numpy_can_be_saved_and_set(name: str, tmp_path: Path
 def test_what_has_no_generator_has_no_state() -> None:
     assert random_state(object()) is None
     with pytest.raises(ValueError, match="no bit generator"):
-        set_random_state(gymnasium.make("CartPole-v1"), {"bit_generator": "Generator"})
+        generator_of({"bit_generator": "Generator"})
 
 
 # --- files -----------------------------------------------------------------------------------------

@@ -50,11 +50,7 @@ class ClusterCommand:
 
 
 def node(command: NodeCommand) -> int:
-    """Run the command. Returns 0 after a goodbye, 1 if the collector ended without one, or cannot be reached.
-
-    Raises:
-        BadOption: no token, or an address that is none.
-    """
+    """Run the command. Returns 0 after a goodbye, 1 if the collector ended without one, or cannot be reached."""
     if command.number is not None and command.number < 0:
         raise BadOption(f"--number {command.number}: nodes are numbered from 0.")
     check_seconds(command, "wait")
@@ -73,11 +69,7 @@ def serve_rank(command: Collect) -> int:
 
 
 def check(command: Collect) -> None:
-    """Refuse what does not go together.
-
-    Raises:
-        BadOption: see its text.
-    """
+    """Raise ``BadOption`` for options that do not go together."""
     backend, nodes = command.backend, command.nodes
     if backend is None:
         refuse_given(command, ("nodes", "min_nodes", "address", "bind", "join_timeout"), "nodes: add --backend")
@@ -121,16 +113,7 @@ def nodes_of(command: Collect) -> int | None:
 
 
 def make_collector(command: Collect, policy: Any, options: dict[str, Any]) -> BaseCollector:
-    """The collector that ``--backend`` asks for.
-
-    Args:
-        command: that has passed ``check``.
-        policy: of its workers.
-        options: that all collectors have; ``frames_per_batch`` is that of a whole batch.
-
-    Raises:
-        MusterError: it cannot be made, or nodes do not come.
-    """
+    """The collector of ``--backend``; ``options["frames_per_batch"]`` is that of a whole batch."""
     from muster.collectors.clusters import DistributedCollector, RayCollector
 
     nodes, workers = nodes_of(command) or 1, command.workers or 1
@@ -160,11 +143,7 @@ def make_collector(command: Collect, policy: Any, options: dict[str, Any]) -> Ba
 
 
 def endpoint(bind: str | None) -> tuple[str, int]:
-    """Host and port (0: any) of ``HOST``, ``HOST:PORT`` or ``[HOST]:PORT``; without all this, loopback.
-
-    Raises:
-        BadOption: the port is none.
-    """
+    """Host and port (0: any) of ``HOST``, ``HOST:PORT`` or ``[HOST]:PORT``; None is loopback."""
     if bind is None:
         return "127.0.0.1", 0
     host, colon, port = bind.rpartition(":")

@@ -100,11 +100,7 @@ class Collect:
 
 
 def collect(command: Collect) -> int:
-    """Run the command. Returns the exit code.
-
-    Raises:
-        MusterError: for whatever is wrong with the request, before anything is collected.
-    """
+    """Run the command. Returns the exit code."""
     if cluster.is_node(command):
         return cluster.serve_rank(command)
     frames = _check(command)
@@ -125,8 +121,6 @@ def collect(command: Collect) -> int:
 
 @dataclass
 class _Collection:
-    """One collection, from the first batch to the summary."""
-
     command: Collect
     collector: BaseCollector
     recorder: Recorder | None

@@ -81,11 +81,7 @@ class Eval:
 
 
 def evaluate(command: Eval) -> int:
-    """Run the command. Returns the exit code.
-
-    Raises:
-        MusterError: for whatever is wrong with the request, or with a worker.
-    """
+    """Run the command. Returns the exit code."""
     check_numbers(command, episodes=1, num_envs=1, workers=0, seed=0)
     wanted = _videos(command)
     if wanted:
@@ -136,7 +132,6 @@ def _evaluate(command: Eval, policy: Any, stop: StopSignals) -> Evaluation:
 
 
 def _videos(command: Eval) -> list[str | int]:
-    """What ``--video`` names."""
     words = [] if command.video is None else command.video.split(",")
     for word in words:
         if word not in KINDS and not (word.isdecimal() and int(word) < command.episodes):

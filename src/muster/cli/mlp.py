@@ -32,11 +32,7 @@ class Float(nn.Module):
 
 
 def fresh(observation: Any, action: Any, seed: int) -> tuple[nn.Module, str]:
-    """A head over a new network, and what to call it.
-
-    Raises:
-        UnsupportedSpace: see ``_widths``.
-    """
+    """A head over a new network, and its description."""
     inputs, outputs = _widths(observation, action)
     sizes = [inputs, *HIDDEN, outputs]
     with torch.random.fork_rng(devices=[]):
@@ -46,11 +42,8 @@ def fresh(observation: Any, action: Any, seed: int) -> tuple[nn.Module, str]:
 
 
 def from_file(path: Path, observation: Any, action: Any) -> tuple[nn.Module, str]:
-    """A head over the network whose ``state_dict()``, or whose head's, is in a safetensors file.
-
-    Raises:
-        BadWeights: the file is damaged, holds something else, or a network for other spaces.
-        UnsupportedSpace: see ``_widths``.
+    """A head over the network whose ``state_dict()``, or whose head's, is in a safetensors file;
+    and its description.
     """
     ends = _widths(observation, action)
     tensors = _read(path)

@@ -21,11 +21,7 @@ _UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
 
 
 def parse_count(text: str) -> int:
-    """``100k``, ``1.5M``, ``1e6``, ``51_200`` or ``51,200`` as an int.
-
-    Raises:
-        ValueError: another form, no whole number, or not positive.
-    """
+    """``100k``, ``1.5M``, ``1e6``, ``51_200`` or ``51,200`` as an int; ``ValueError`` for anything else."""
     match = _FORM.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is no number of frames; write it like 51200, 51_200, 100k or 1e6")
@@ -105,17 +101,10 @@ def _flag(name: str) -> str:
 
 
 def frames_per_batch(frames: int, envs: int, wanted: int | None, workers: int = 1, nodes: int = 1) -> int:
-    """A batch size that gives exactly ``frames`` frames with ``envs`` environments of each worker.
+    """A batch size that divides ``frames`` and is a multiple of ``envs`` times ``workers`` times ``nodes``.
 
-    Args:
-        frames: in total.
-        envs: each makes the same number of steps.
-        wanted: by the user; None takes the divisor nearest to ``TARGET_FRAMES``.
-        workers: of each node that share a batch.
-        nodes: that share a batch.
-
-    Raises:
-        BadOption: it does not come out even; the message names the nearest numbers that do.
+    Without a size ``wanted`` by the user, the one nearest to ``TARGET_FRAMES``. A ``BadOption`` names the nearest
+    numbers.
     """
     of = f"--envs {envs}" if workers == 1 else f"--workers {workers} x --envs {envs}"
     of = of if nodes == 1 else f"--nodes {nodes} x {of}"

@@ -42,14 +42,7 @@ class Replay:
 
 
 def replay(command: Replay) -> int:
-    """Run the command.
-
-    Returns:
-        the exit code: 1 if the environment failed, 0 if it did not.
-
-    Raises:
-        BadCrashReport, ImportRefused: nothing was run.
-    """
+    """Run the command. Returns 1 if the environment failed, 0 if it did not."""
     from muster.restore.crash_report import CrashReport
     from muster.restore.player import Player
 

@@ -45,7 +45,6 @@ class NowAndThen:
         self._every_s = every_s
 
     def is_due(self) -> bool:
-        """The last one was long ago; then this is one, too."""
         now = time.monotonic()
         due = now - self._last >= self._every_s
         self._last = now if due else self._last
@@ -53,12 +52,7 @@ class NowAndThen:
 
 
 class PlainProgress:
-    """For logs and pipes: a line now and then, not one per batch.
-
-    Args:
-        total: frames.
-        every_s: between lines.
-    """
+    """For logs and pipes: a line every ``every_s`` seconds, not one per batch."""
 
     def __init__(self, total: int, every_s: float = LINE_EVERY_S) -> None:
         self._total, self._lines = total, NowAndThen(every_s)
@@ -74,12 +68,7 @@ class PlainProgress:
 
 
 class Bar:
-    """For terminals; with a line for each worker, which says what it is doing also while no batch comes.
-
-    Args:
-        total: frames.
-        look: called by a thread of the display, a few times per second.
-    """
+    """For terminals; ``look`` is called a few times per second, for a line about each worker."""
 
     def __init__(self, total: int, look: Callable[[], CollectorStats]) -> None:
         from rich.live import Live
@@ -129,12 +118,7 @@ class Bar:
 def reporting(
     total: int, look: Callable[[], CollectorStats], *, quiet: bool
 ) -> Iterator[Callable[[CollectorStats], None]]:
-    """What is to be told of every batch, in the way that fits where stdout goes.
-
-    Args:
-        look: gives the present state at any time.
-        quiet: nothing is shown.
-    """
+    """A function to call with the stats of every batch; it prints in the way that fits where stdout goes."""
     if quiet:
         yield lambda stats: None
     elif sys.stdout.isatty():
@@ -158,11 +142,8 @@ def worker_lines(workers: Sequence[WorkerStats]) -> list[str]:
 def summary(stats: CollectorStats, returns: Returns, recording_s: float | None, elapsed_s: float = 0.0) -> str:
     """The last lines: episodes, speed, and where the time went.
 
-    Args:
-        stats: at the end.
-        returns: of all episodes.
-        recording_s: time spent writing, None if nothing was recorded.
-        elapsed_s: from the first batch to the last; for collectors with workers.
+    ``recording_s`` is the time spent writing (None: nothing was recorded), ``elapsed_s`` from the first batch to the
+    last.
     """
     plus_minus, _ = symbols()
     lines = [f"frames    {stats.frames:,} in {stats.batches:,} batches"]

@@ -151,7 +151,6 @@ def _import(module: str) -> None:
 
 
 def _spaces(env: str) -> tuple[Any, Any]:
-    """Observation and action space of an environment."""
     import gymnasium
 
     make: Callable[..., Any] = gymnasium.make

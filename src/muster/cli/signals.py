@@ -10,13 +10,10 @@ from typing import Any
 
 
 class StopSignals:
-    """While entered, Ctrl-C and SIGTERM set ``received`` instead of ending the process.
+    """While entered, Ctrl-C and SIGTERM set ``received`` and print ``say`` instead of ending the process.
 
-    The next one of either raises KeyboardInterrupt where the program is, and the one after that has its usual,
-    deadly effect, for code that does not come back to the interpreter.
-
-    Args:
-        say: is printed at the first one.
+    The next one of either raises KeyboardInterrupt. The one after that has its default effect, for code that does not
+    return to the interpreter.
     """
 
     def __init__(self, say: str = "stopping after this batch; again to stop at once.") -> None:

@@ -46,11 +46,7 @@ class Tune:
 
 
 def tune(command: Tune) -> int:
-    """Run the command. Returns the exit code.
-
-    Raises:
-        MusterError: for whatever is wrong with the request, the environment or the policy.
-    """
+    """Run the command. Returns the exit code."""
     check_seconds(command, "seconds")
     check_numbers(command, num_envs=1)
     with prepared(command, 0) as (policy, description):
@@ -67,7 +63,7 @@ def tune(command: Tune) -> int:
         )
     code = program(command, found)
     if command.json:
-        print(as_json(found, code))
+        print(json.dumps({**dataclasses.asdict(found), "program": code}, indent=2))
         return 0
     print(
         f"One worker computes {found.cpu_share:.0%} of the time, and this process may use {found.cores:g} cores "
@@ -102,11 +98,6 @@ def program(command: Tune, found: Tuning) -> str:
 def _say(text: str) -> None:
     if sys.stderr.isatty():
         print(f"  {text} ...", file=sys.stderr)
-
-
-def as_json(found: Tuning, code: str) -> str:
-    """All of it."""
-    return json.dumps({**dataclasses.asdict(found), "program": code}, indent=2)
 
 
 def _print_table(found: Tuning) -> None:

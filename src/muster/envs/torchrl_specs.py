@@ -81,11 +81,7 @@ class Declared:
 
 
 def declared(env: EnvBase) -> Declared:
-    """Read the specs of ``env``.
-
-    Raises:
-        UnsupportedEnv: a key that a batch needs for itself.
-    """
+    """Read the specs of ``env``; ``UnsupportedEnv`` for a key that a batch needs for itself."""
     lead = tuple(env.batch_size)
     nodes: dict[Key, Nesting] = {}
 
@@ -193,8 +189,7 @@ def _bounds(spec: TensorSpec, dims: int) -> tuple[Any, Any]:
 def drawers(composite: Composite, dims: int) -> dict[Key, Draw] | None:
     """For each action leaf a function that draws ``[*shape, *leaf shape]`` as ``spec.rand`` would be distributed.
 
-    Returns:
-        None if some leaf is not among the kinds known here, or does not draw all environments alike.
+    None if some leaf is not among the kinds known here, or does not draw all environments alike.
     """
     found = {}
     for key, spec in _leaves(composite, dims, {}):
@@ -238,6 +233,5 @@ def _drawer(spec: TensorSpec, row: ArraySpec, dims: int) -> Draw | None:
 
 
 def _alike(bound: torch.Tensor, dims: int) -> bool:
-    """Whether all environments of a batch have the same bound."""
     rows = bound.flatten(0, dims - 1) if dims else bound.unsqueeze(0)
     return bool((rows == rows[0]).all())

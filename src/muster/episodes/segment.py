@@ -56,11 +56,7 @@ def written(batch: TensorDict) -> Array:
 
 
 def find_pieces(batch: TensorDict, done_key: Key = ENDED) -> Pieces:
-    """Cut ``[*lead, T]`` at every change of trajectory id, after every end, and where rows were not written.
-
-    Raises:
-        BadOption: there are no trajectory ids.
-    """
+    """Cut ``[*lead, T]`` at every change of trajectory id, after every end, and where rows were not written."""
     ids = batch.get(TRAJ_IDS, None)
     if ids is None:
         raise BadOption(f"the batch has no {dotted(TRAJ_IDS)}, which say what belongs together: track_traj_ids=True")

@@ -35,11 +35,9 @@ NO_MORE = 2**62  # divided by the number of environments: the time of one from w
 
 
 class EpisodeGroup(NamedTuple):
-    """What is delivered at a time.
+    """What is delivered at a time, and its frames without padding.
 
-    Attributes:
-        batch: ``[frames]`` with names ``["time"]``, or ``[n, longest]`` with ``("collector", "mask")``.
-        frames: of the episodes in it, padding not counted.
+    The batch is ``[frames]`` with names ``["time"]``, or ``[n, longest]`` with ``("collector", "mask")``.
     """
 
     batch: TensorDict
@@ -370,7 +368,6 @@ class WholeEpisodes:
     # --- parts ------------------------------------------------------------------------------------
 
     def _numbers(self, batch: TensorDict, envs: Envs) -> Array:
-        """``[environments of the batch]``, their numbers."""
         numbers = np.arange(self.num_envs) if envs is None else np.asarray(envs)
         if envs is not None and not (
             numbers.ndim == 1
@@ -425,7 +422,6 @@ class WholeEpisodes:
         return episode
 
     def _hold(self, ended: Iterable[HeldEpisode]) -> None:
-        """Those of these episodes that were not dropped are complete."""
         for episode in sorted(ended, key=lambda episode: (episode.end, episode.env)):
             if episode.number >= 0:
                 self._ended[episode.number] = episode
@@ -445,7 +441,6 @@ class WholeEpisodes:
         self._first_open[episode.env] = NO_MORE
 
     def _joined(self, episodes: Sequence[HeldEpisode]) -> EpisodeGroup:
-        """A group of episodes, which stay held."""
         length = np.array([episode.length for episode in episodes])
         rows, numbers = _gathered(episodes)
         if self.layout == "pad":
@@ -456,7 +451,6 @@ class WholeEpisodes:
         return EpisodeGroup(group, int(length.sum()))
 
     def _let_go(self, episodes: Sequence[HeldEpisode]) -> None:
-        """Hold the episodes of a group no longer."""
         for episode in episodes:
             del self._ended[episode.number]
             self._release(episode)
@@ -468,12 +462,10 @@ class WholeEpisodes:
             self._sparse.add(chunk)
 
     def _compact(self) -> None:
-        """Give back the memory of rows that were dropped."""
         for chunk in self._sparse:
             chunk.compact()
         self._sparse.clear()
 
 
 def _gathered(episodes: Iterable[HeldEpisode]) -> tuple[TensorDict, Array]:
-    """Their rows, see ``gather``."""
     return gather([part for episode in episodes for part in episode.parts])

@@ -26,10 +26,9 @@ from muster.errors import (
     WorkerDied,
     WorkerHung,
 )
-from muster.evaluation.copies import weights_of
 from muster.evaluation.result import Evaluation
 from muster.evaluation.run import Plan, Progress
-from muster.evaluation.stage import Stage
+from muster.evaluation.stage import Stage, weights_of
 from muster.utils.attributes import name_of
 from muster.utils.forks import Owner
 from muster.utils.integers import integer
@@ -322,7 +321,6 @@ class Evaluator:
         return _Job(self._number, weights, self._number if version is None else version)
 
     def _waiting(self) -> int:
-        """Number of triggers whose evaluation is not done."""
         return sum(not future.done() for future in [*self._triggered])
 
     def _evaluate(self, job: _Job, progress: Progress | None) -> Evaluation:
@@ -375,7 +373,6 @@ class Evaluator:
 
 
 def _check_names(options: dict[str, Any]) -> None:
-    """Raise for options that no collector is asked about."""
     for name in options:
         if name not in PASSED_ON:
             near = difflib.get_close_matches(name, PASSED_ON, n=1, cutoff=0.6)

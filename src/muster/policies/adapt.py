@@ -87,11 +87,7 @@ def adapt(
 
 
 def place(policy: Any, device: torch.device | None) -> tuple[Any, torch.device | None]:
-    """The policy on ``device``: itself where it is there already, else a copy whose weights are its own.
-
-    Returns:
-        the policy, and the device it computes on (None if it has no parameters and none was asked for).
-    """
+    """The policy on ``device`` (a copy with weights of its own if it was elsewhere), and the device it computes on."""
     if not isinstance(policy, torch.nn.Module):
         return policy, device
     first = next(iter(policy.parameters()), None)
@@ -101,14 +97,9 @@ def place(policy: Any, device: torch.device | None) -> tuple[Any, torch.device |
 
 
 def observed_dtype(wanted: torch.dtype | Literal["env"] | None, policy: Any) -> np.dtype[Any] | None:
-    """The dtype in which floating observations are stored.
+    """The dtype in which floating observations are stored; None: the environment's.
 
-    Args:
-        wanted: the option ``obs_dtype``, which has been checked.
-        policy: of the user. Its first floating parameter decides where ``wanted`` is None.
-
-    Returns:
-        None where they keep the environment's: by ``"env"``, or since ``policy`` is no module with floating parameters.
+    ``wanted`` is the option ``obs_dtype``. Where it is None, the policy's first floating parameter decides.
     """
     if wanted is None and isinstance(policy, torch.nn.Module):
         wanted = next((p.dtype for p in policy.parameters() if p.dtype.is_floating_point), None)

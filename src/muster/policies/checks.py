@@ -33,11 +33,7 @@ def action_problem(action: torch.Tensor, spec: ArraySpec, lead: tuple[int, ...])
 
 
 def column_of(key: Key, value: torch.Tensor, lead: tuple[int, ...], policy: str, *, carry: bool = False) -> Column:
-    """The column for an extra or a state, from its first value ``[B, *shape]``.
-
-    Raises:
-        BadPolicyOutput: the batch dimension is missing.
-    """
+    """The column for an extra or a state, from its first value ``[B, *shape]``."""
     if tuple(value.shape[: len(lead)]) != lead:
         raise BadPolicyOutput(
             f"policy {policy} returned {dotted(key)} with shape {tuple(value.shape)}, expected it to begin with "

@@ -104,7 +104,6 @@ class FunctionPolicy:
         return act  # type: ignore[no-any-return]
 
     def _plan(self, obs: torch.Tensor) -> None:
-        """Use the executor where the function is a network that it knows."""
         module = self.fn if self._executor and self._plain and isinstance(self.fn, torch.nn.Module) else None
         self._program = None if module is None else plan(module, obs, numpy_ok=not self._on_device)
         self.path = "module" if self._program is None else f"{self._program.kind} executor"
@@ -214,11 +213,7 @@ class FunctionPolicy:
         return leaves
 
     def _action(self, key: Key, value: Any) -> torch.Tensor:
-        """The action as a tensor of the right shape.
-
-        Raises:
-            BadPolicyOutput: another shape, or a kind of number the space does not take.
-        """
+        """The action as a tensor of the right shape; ``BadPolicyOutput`` for another shape or kind of number."""
         spec = self._action_specs[key]
         tensor = self._tensor(key, value)
         problem = action_problem(tensor, spec, self._lead)
@@ -236,11 +231,7 @@ class FunctionPolicy:
         row.copy_(tensor)
 
     def _tensor(self, key: Key, value: Any) -> torch.Tensor:
-        """``value`` without gradients; what is no tensor becomes one of its own.
-
-        Raises:
-            BadPolicyOutput: ``value`` is no number and no regular array of numbers.
-        """
+        """``value`` without gradients; what is no tensor becomes one, or raises ``BadPolicyOutput``."""
         if torch.is_tensor(value):
             return value.detach()
         try:

@@ -17,11 +17,8 @@ Call = Callable[[Any], Any]
 
 
 def numpy_steps(leaves: list[nn.Module], trace: list[torch.Tensor]) -> tuple[Call, ...] | None:
-    """Calls that compute ``leaves`` on float32 arrays, or None where NumPy lacks something.
-
-    Args:
-        leaves: layers, in order.
-        trace: the example and each layer's output.
+    """Calls that compute ``leaves`` on float32 arrays, or None where NumPy lacks something; ``trace``: example and
+    outputs.
     """
     steps: list[Call] = []
     owned = False

@@ -47,12 +47,7 @@ class RandomPolicy:
         self._cells: Mapping[Key, Array] = {}
 
     def learn(self, columns: Sequence[Column], cells: Mapping[Key, Array]) -> None:
-        """Fill the columns of another policy from now on.
-
-        Args:
-            columns: its own.
-            cells: what it returned in columns of objects, whose shapes only these can show.
-        """
+        """Fill the columns of another policy from now on; ``cells`` are its values in columns of objects."""
         self._columns, self._cells = columns, cells
 
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
@@ -79,7 +74,6 @@ class RandomPolicy:
         return _nothing
 
     def _empty(self, column: Column) -> Any:
-        """An extra where no policy has acted."""
         if not column.is_tensor:
             return None
         return self._unknown if column.dtype.kind in "fc" else 0

@@ -30,13 +30,7 @@ LEAST_EXPONENTIAL = 1e-30
 
 
 class ActionRows:
-    """Where one rollout's actions and log-probabilities go; views are made once per lane.
-
-    Args:
-        name: of the head, for messages.
-        action: ``[T, B, *shape]``.
-        log_prob: ``[T, B]`` float32, or None.
-    """
+    """Where one rollout's actions (``[T, B, *shape]``) and log-probabilities (``[T, B]`` float32, or None) go."""
 
     def __init__(self, name: str, action: Array, log_prob: Array | None) -> None:
         self.name, self.action = name, action

@@ -54,13 +54,7 @@ class Chunk:
 
 
 def encode(about: dict[str, Any], leaves: Mapping[Key, torch.Tensor], objects: Mapping[Key, bytes]) -> bytes:
-    """The content of a chunk.
-
-    Args:
-        about: the fields of ``Chunk`` that the leaves do not tell; JSON.
-        leaves: contiguous CPU tensors ``[N, *batch, *shape]``.
-        objects: JSON lines.
-    """
+    """The content of a chunk of contiguous CPU tensors ``[N, *batch, *shape]`` and JSON lines."""
     tensors = {_name(key): tensor for key, tensor in leaves.items()}
     tensors |= {_name(key): tensor_files.from_bytes(text) for key, text in objects.items()}
     try:
@@ -70,12 +64,7 @@ def encode(about: dict[str, Any], leaves: Mapping[Key, torch.Tensor], objects: M
 
 
 def read_chunk(path: Path) -> Chunk:
-    """Read and check the header of a chunk; the data are left alone.
-
-    Raises:
-        DamagedChunk: it is cut, damaged, or not one of ours.
-        BadRecording: there is no such file.
-    """
+    """Read and check the header of a chunk, not the data."""
     file, size = open_regular(path)
     try:
         with file, tensor_files.opened(file, path) as opened:

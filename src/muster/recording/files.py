@@ -23,10 +23,8 @@ def chunk_name(index: int) -> str:
 
 
 def open_regular(path: Path) -> tuple[IO[bytes], int]:
-    """Open an ordinary file for reading. Returns the file and its size in bytes.
-
-    Raises:
-        BadRecording: it is missing, unreadable, or no ordinary file (symbolic links are not followed).
+    """Open an ordinary file (no link) for reading, or raise ``BadRecording``. Returns the file and
+    its size in bytes.
     """
     try:
         # A pipe put in the place of a file would block the open without O_NONBLOCK.
@@ -43,12 +41,7 @@ def open_regular(path: Path) -> tuple[IO[bytes], int]:
 
 
 class DirectoryLock:
-    """Held by the one recorder that records into a directory; the kernel lets go of it when its process dies.
-
-    Raises:
-        BadRecording: another recorder holds it.
-        OSError: the directory cannot be written to, or its file system has no locks.
-    """
+    """Held by the one recorder of a directory; released by the kernel when its process dies."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / LOCK

@@ -169,7 +169,6 @@ class Recording:
         return "\n".join(lines)
 
     def _locate(self, i: int) -> tuple[Chunk, int]:
-        """The chunk of batch ``i`` and its place there."""
         if not -self.batches <= i < self.batches:
             raise IndexError(f"batch {i} of a recording of {self.batches}")
         i %= self.batches
@@ -273,7 +272,6 @@ def _objects(chunk: Chunk, lines: list[bytes], place: int) -> Any:
 
 
 def _stack(value: Any, size: tuple[int, ...]) -> Any:
-    """Nested lists as the stack of objects that they were."""
     from tensordict import NonTensorData, NonTensorStack
 
     if not size:

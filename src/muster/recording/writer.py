@@ -189,7 +189,6 @@ class Recorder:
         return f"Recorder({str(self.directory)!r}, {state}, {self._frames:,} frames in {self._chunks} chunks)"
 
     def _claim(self) -> files.DirectoryLock:
-        """Make the directory ours, and the manifest the sign of it."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             lock = files.DirectoryLock(self.directory)
@@ -230,11 +229,7 @@ class Recorder:
 
 
 class _Content:
-    """The leaves of one batch, checked.
-
-    Attributes:
-        signature: dtype name (``"object"`` for Python objects) and shape without batch dimensions, by key.
-    """
+    """The checked leaves of one batch. ``signature``: dtype name (or ``"object"``) and shape of one frame, by key."""
 
     def __init__(self, batch: TensorDictBase) -> None:
         self.batch_size = tuple(batch.batch_size)
@@ -306,7 +301,6 @@ class _Pending:
         self.since = min(self.since, time.monotonic())
 
     def remove_last(self) -> None:
-        """Undo the last ``add``."""
         self.count -= 1
         self._text_bytes -= sum(len(lines.pop()) for lines in self._lines.values())
         if not self.count:
@@ -356,11 +350,8 @@ def _json_line(key: Key, value: Any) -> str:
 
 
 def _exact_json(value: Any, **options: Any) -> str:
-    """``value`` as JSON that reads back equal and of the same types.
-
-    Raises:
-        TypeError: it holds something else than str, int, float, bool, None, lists and dicts with str keys;
-            JSON would turn tuples into lists, and keys into text, without a word.
+    """``value`` as JSON that reads back equal and of the same types; ``TypeError`` where JSON would
+    change something.
     """
     try:
         _check_plain(value)

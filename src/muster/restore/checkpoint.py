@@ -132,7 +132,6 @@ class _Writer:
 
 
 def _decode(value: Any, file: TensorFile) -> Any:
-    """The inverse of ``_Writer.encode``."""
     if isinstance(value, list):
         return [_decode(item, file) for item in value]
     if not isinstance(value, dict):

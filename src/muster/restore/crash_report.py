@@ -42,7 +42,6 @@ class Special(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it had nothing."""
         return all(part is None for part in self)
 
     @property
@@ -109,11 +108,7 @@ class CrashReport:
         return f"muster replay {path}" + " --trust" * self.needs_trust
 
     def save(self, path: str | Path) -> None:
-        """Write the file, whole or not at all, readable for its owner only.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write the file, whole or not at all, readable for its owner only."""
         from muster.restore import checkpoint  # needs torch
 
         pickled, maker = self._not_plain(), self.maker
@@ -138,12 +133,8 @@ class CrashReport:
     def load(path: str | Path, *, trust: bool = False) -> CrashReport:
         """Read what ``save`` has written.
 
-        Args:
-            trust: unpickle what is pickled, and let the environment's id import a module.
-
-        Raises:
-            BadCrashReport: the file is missing, damaged, or something else.
-            ImportRefused: it needs ``trust``.
+        ``trust`` allows unpickling, and an id of the environment that imports a module; without it such a file raises
+        ``ImportRefused``. A missing or damaged file raises ``BadCrashReport``.
         """
         state = _read(path)
         pickled, named = state.pop("pickle"), state["source"] or ""
@@ -161,7 +152,6 @@ class CrashReport:
         return CrashReport(maker=maker, **state)
 
     def _not_plain(self) -> dict[str, Any]:
-        """What has to be pickled, by name."""
         found: dict[str, Any] = {}
         if not isinstance(self.maker.source, str):
             found["source"] = self.maker.source
@@ -175,19 +165,15 @@ class CrashReport:
 
 
 class CrashDirectory:
-    """Where a collector puts its crash reports; made when the first one comes.
-
-    Args:
-        path: None: a new one for temporary files.
-    """
+    """Where a collector puts its crash reports, by default a new temporary directory; made for the first one."""
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = None if path is None else Path(path)
         self._written = 0
 
     def save(self, crash_report: CrashReport) -> Path | None:
-        """Write a crash report; returns its file. None (and a warning, the first time) where that is not possible: the
-        failure itself is what the user must hear of. No more than ``MOST_FILES`` are written.
+        """Write a crash report; returns its file. None where that fails, with a warning, and after ``MOST_FILES``: the
+        failure itself is what the user must hear of.
         """
         if self._written >= MOST_FILES:
             return None
@@ -216,7 +202,6 @@ def installed() -> dict[str, str]:
 
 @functools.cache
 def _version(package: str) -> str:
-    """Looked up in files, and wanted while others wait."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:  # from a source tree

@@ -13,11 +13,7 @@ from muster.errors import BadOption, text_of
 
 
 def resolve(root: Any, path: str) -> Any:
-    """What ``path`` names, from ``root`` on: attributes, and subscripts with a literal.
-
-    Raises:
-        BadOption: the path is something else, or names nothing.
-    """
+    """What ``path`` names from ``root`` on: attributes, and subscripts with a literal; else raises ``BadOption``."""
     try:
         tree = ast.parse(f"root.{path}" if not path.startswith("[") else f"root{path}", mode="eval").body
         return _walk(root, tree)
@@ -33,11 +29,7 @@ def named(target: str) -> Any:
 
 @contextmanager
 def optional(who: str, package: str, extra: str) -> Iterator[None]:
-    """For imports of a package that is an extra of Muster.
-
-    Raises:
-        BadOption: it is not installed; the message says how to install it.
-    """
+    """For imports of a package that is an extra of Muster: ``BadOption`` says how to install it."""
     try:
         yield
     except ImportError as error:
@@ -47,9 +39,8 @@ def optional(who: str, package: str, extra: str) -> Iterator[None]:
 
 
 def name_of(thing: Any) -> str:
-    """What messages call a function, a class or an object of the user's: its ``__name__``, or that of its type.
-
-    Never its ``repr``, which is the user's code: it can be long, slow, or raise.
+    """Name of a function, class or object of the user's in messages. Never its ``repr``, which can be long, slow, or
+    raise.
     """
     if isinstance(thing, functools.partial):
         return name_of(thing.func)

@@ -29,11 +29,8 @@ CHECKED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 
 def usable(package: str, *owners: tuple[Any, tuple[str, ...]]) -> bool:
-    """Whether private names of a package may be used: its version is a checked one, and it has the names.
-
-    Args:
-        package: a key of ``CHECKED``.
-        *owners: objects of the package, each with the attributes that it must have.
+    """Whether private names of a package of ``CHECKED`` may be used: checked version, and each owner has its
+    attributes.
     """
     if os.environ.get(VARIABLE) == "never" or not _is_checked(package):
         return False
@@ -41,11 +38,8 @@ def usable(package: str, *owners: tuple[Any, tuple[str, ...]]) -> bool:
 
 
 def require(package: str, extra: str) -> None:
-    """Raise BadOption unless the package has a checked version; for adapters that have no public way.
-
-    Args:
-        package: a key of ``CHECKED``.
-        extra: of Muster, whose bounds are those versions.
+    """Raise ``BadOption`` unless the package has a checked version; for adapters (of ``extra``) that have no public
+    way.
     """
     if not _is_checked(package):
         first, end = (".".join(map(str, version)) for version in CHECKED[package])

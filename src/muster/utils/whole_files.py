@@ -55,11 +55,7 @@ def write_whole(path: Path, parts: Iterable[Any], *, mode: int = 0o666) -> None:
 
 @contextmanager
 def written_elsewhere(path: Path) -> Iterator[Path]:
-    """A path of the same name in a folder of its own, for what writes files by name; then copied to ``path``, whole.
-
-    Raises:
-        OSError: the file cannot be copied, and is as it was before.
-    """
+    """A path of the same name in a folder of its own, for what writes files by name; then copied to ``path``, whole."""
     with tempfile.TemporaryDirectory(prefix="muster-") as folder:
         made = Path(folder, path.name)
         yield made
@@ -68,10 +64,8 @@ def written_elsewhere(path: Path) -> Iterator[Path]:
 
 
 def try_lock(fd: int) -> bool:
-    """Hold a file for as long as ``fd`` is open, unless somebody else holds it; the kernel lets go when we die.
-
-    Raises:
-        OSError: the file system has no locks.
+    """Lock a file for as long as ``fd`` is open; False if another process has. ``OSError``: the file system has no
+    locks.
     """
     if sys.platform != "win32":  # there nothing is held
         try:
@@ -96,11 +90,7 @@ def is_at(path: Path, fd: int) -> bool:
 
 
 def read_json(text: bytes | bytearray | str) -> Any:
-    """``json.loads`` for a text that may hold anything.
-
-    Raises:
-        ValueError: whatever is wrong with it: its syntax, its encoding, its depth, a number of too many digits.
-    """
+    """``json.loads`` for a text that may hold anything: ``ValueError`` for whatever is wrong with it."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -144,7 +134,6 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Make a rename durable."""
     if os.name == "posix":
         fd = os.open(directory, os.O_RDONLY)
         try:

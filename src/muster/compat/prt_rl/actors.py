@@ -28,15 +28,8 @@ TAKEN = frozenset({"state", "next_state", "reward", "done", "last_value_est"})
 class PrtRlActor:
     """A policy with ``act(state, deterministic=False) -> (action, dict)``; implements ``Policy``.
 
-    What it returns with a graph is handed on with it, as prt_rl's ``PolicyGradient`` needs it, if the caller has
-    gradients enabled.
-
-    Args:
-        side: the environments; with prt_rl's interface they learn here what actions are.
-        unused: what the policy has just returned for the states that come next.
-
-    Attributes:
-        unused: the same, where it is not of the kind that it was before: it takes another actor.
+    Where the caller has gradients enabled, what it returns keeps its graph, as prt_rl's ``PolicyGradient`` needs it.
+    ``unused`` is a result of another kind than before, which another actor has to begin with.
     """
 
     path, draws_globally = "prt_rl policy", True
@@ -49,7 +42,6 @@ class PrtRlActor:
 
     @property
     def adapted(self) -> Policy:
-        """What the loop calls."""
         return self
 
     def begin(self) -> bool:
@@ -107,9 +99,8 @@ class PrtRlActor:
         }
 
     def last_value(self, state: torch.Tensor, done: torch.Tensor) -> torch.Tensor:
-        """Its ``"value"`` of a last ``state`` ``[N, ...]``, 0 where that is an end (``done``, ``[N, 1]``): ``[N, 1]``.
-
-        The policy does not notice that it is asked, and is not if all have ended.
+        """Its ``"value"`` of ``state`` ``[N, ...]``, 0 where ``done`` (``[N, 1]``): ``[N, 1]``. RNG and recurrent state
+        are restored.
         """
         like = self._like["value"]
         if done.all():

@@ -25,11 +25,7 @@ GYMNASIUM_WRAPPER = "prt_rl.env.wrappers.gymnasium_envs.GymnasiumWrapper"
 
 
 class Side(NamedTuple):
-    """Environments, and how prt_rl shows what their rows hold.
-
-    Attributes:
-        show: a copy of states ``[..., *shape]``.
-    """
+    """Environments; ``show`` copies states ``[..., *shape]`` as prt_rl shows them."""
 
     env: EnvBatch
     show: Callable[[torch.Tensor], torch.Tensor]
@@ -41,13 +37,10 @@ class Side(NamedTuple):
 
 
 def side_of(env: Any) -> Side:
-    """The environments that a collector was given, which are known by what they can do.
+    """The environments that a collector was given, known by their methods; ``UnsupportedEnv`` for anything else.
 
-    prt_rl's own ``GymnasiumWrapper`` is looked through: the environments inside are stepped one by one, as the vector
-    environment between them does, and nobody resets them a second time. What derives from it or wraps it is not.
-
-    Raises:
-        UnsupportedEnv: neither prt_rl's interface nor an environment with one observation and one action.
+    The environments inside prt_rl's own ``GymnasiumWrapper`` are stepped one by one, as its vector environment does,
+    and reset once. What derives from it or wraps it is stepped as it is.
     """
     if (inside := _inside(env)) is not None:
         return _gymnasium(StackedEnvs(inside), env.device)
@@ -60,12 +53,7 @@ def side_of(env: Any) -> Side:
 class PrtEnvs(EnvBatch):
     """N environments behind one object with prt_rl's interface; implements ``EnvBatch``. Rows lie on the host.
 
-    Args:
-        env: has ``get_num_envs``, ``reset``, ``step`` and, if N > 1, ``reset_index``.
-
-    Attributes:
-        anew: the next reset of all is one of all together, and not one of each that has ended.
-        state_device, action_device: where the environment has its states, and wants its actions.
+    ``anew`` says that the next reset of all is one call of ``reset``, not one ``reset_index`` for each.
     """
 
     bypasses = True
@@ -235,11 +223,8 @@ def _inside(env: Any) -> list[Any] | None:
 
 
 def _sync_vector_in(env: Any) -> Any:
-    """The vector environment somewhere inside that resets its environments with the step after their last one.
-
-    Raises:
-        UnsupportedEnv: one that does so within that last step, and so hides the last state; or one that cannot be kept
-            from it.
+    """The vector environment inside that resets its environments at the step after their last one; None if there is
+    none.
     """
     for _ in range(DEPTH):
         mode = getattr(getattr(env, "autoreset_mode", None), "name", "")

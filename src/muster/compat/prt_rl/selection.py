@@ -20,15 +20,8 @@ class Segment(NamedTuple):
 class Selection:
     """Chooses whole trajectories; all environments go on until the last one is there. Implements ``Rule``.
 
-    Args:
-        num_envs: N, which all begin anew.
-        trajectories: so many: as many from each, and what is missing from whichever are the first to end one more; of
-            more environments than that, one from each of the first. None: as many as it takes for ``min_steps``.
-        min_steps: in the order of their ends.
-
-    Attributes:
-        lane, before: what is being filled, and how many rows of this call came before it.
-        segments: chosen so far, in the order of their ends.
+    Either ``trajectories``: as many from each environment, the rest from the first to end one more (one from each of
+    the first environments if there are more of these); or, in the order of ends, until they have ``min_steps``.
     """
 
     def __init__(self, num_envs: int, trajectories: int | None, min_steps: int = 0) -> None:

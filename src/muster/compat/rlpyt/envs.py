@@ -21,22 +21,14 @@ TERMINATED = next_of(("terminated",))
 
 
 class RlpytEnvs(EnvBatch):
-    """B rlpyt environments stepped one after another; implements ``EnvBatch``.
-
-    Args:
-        envs: the sampler's, which closes them.
-        observation, action, env_info: what their values are stored as; no ``env_info``: it is not recorded.
-        reward_dtype: of the buffer.
-        TrajInfoCls: makes the record of an episode.
+    """B rlpyt environments stepped one after another; implements ``EnvBatch``. The sampler closes them.
 
     Attributes:
-        traj_infos: of the episodes that go on, ``[B]``.
-        deliver: called with the record of every episode that has ended.
+        traj_infos: records of the open episodes, ``[B]``; ``deliver`` is called with those that end.
         resets_made: observations of resets that were made already, by environment.
-        agent_info: what the agent said about the actions that come next, ``[B]``; None: nobody acted.
-        done: where the last step made was the last one of the agent's episode, ``[B]``.
-        begun: where an environment's episode has steps and goes on, ``[B]``.
-        after_done: called with the environment whenever the agent's episode has ended there.
+        agent_info: of the next actions, ``[B]``; None: no agent acted.
+        done: the last step ended the agent's episode, ``[B]``; ``after_done`` is called with the environment then.
+        begun: the environment's episode has steps and goes on, ``[B]``.
     """
 
     bypasses = True

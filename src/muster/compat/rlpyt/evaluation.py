@@ -169,6 +169,5 @@ class EvaluationRun:
         return [info for info, begun in zip(envs.traj_infos, envs.begun, strict=True) if begun]
 
     def collection_stopped(self) -> bool:
-        """Asked by the loop after every time step."""
         self._left = 0 if self._enough() else self._left - 1
         return self._left <= 0

@@ -12,11 +12,8 @@ from muster.memory.specs import Array
 
 
 class Taken(NamedTuple):
-    """Steps that were made: ``batch`` has Tianshou's keys, ``[M, ...]``, by row and then by environment.
-
-    Attributes:
-        t, env: of each step, ``[M]``; rows count from 0 here.
-        rows: how many.
+    """Steps: ``batch`` has Tianshou's keys, ``[M, ...]``, by row and then by environment; ``t`` and ``env`` are
+    ``[M]``.
     """
 
     t: Array
@@ -25,7 +22,6 @@ class Taken(NamedTuple):
     batch: Any
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """Where each row begins and ends."""
         if self.rows == 1:
             return iter([(0, len(self.env))])
         ends = np.searchsorted(self.t, np.arange(self.rows + 1)).tolist()
@@ -42,12 +38,7 @@ class Ended(NamedTuple):
 
 
 class Going(NamedTuple):
-    """Episodes that go on: their rewards and steps so far.
-
-    Attributes:
-        totals: ``[N]``, or ``[N, agents]``.
-        steps: ``[N]``.
-    """
+    """Rewards (``[N]`` or ``[N, agents]``) and steps (``[N]``) so far of the episodes that go on."""
 
     totals: Array
     steps: Array
@@ -59,7 +50,6 @@ class Going(NamedTuple):
         return cls(np.array(totals), np.array(steps))
 
     def forget(self, which: list[int]) -> None:
-        """Environments begin anew."""
         self.totals[which], self.steps[which] = 0, 0
 
     def after(self, taken: Taken) -> tuple[Going, list[Ended]]:

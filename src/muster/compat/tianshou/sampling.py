@@ -27,11 +27,8 @@ OPTIONS = borrowed(validate="off")  # Tianshou takes any reward
 
 
 class Sampling(GroupRunner):
-    """A policy in environments that have just been reset, some rows at a time.
-
-    Attributes:
-        going: the episodes that have begun, as far as somebody has counted them.
-        last: what the last rollout was written into.
+    """A policy in environments that have been reset. ``going`` are the open episodes, ``last`` is the last rollout's
+    lane.
     """
 
     def __init__(self, envs: VectorEnvs, actor: TianshouActor) -> None:
@@ -43,16 +40,14 @@ class Sampling(GroupRunner):
         self.last: Lane
 
     def begin(self, obs: Array, infos: Any) -> None:
-        """All environments have been reset, with these results."""
         self.envs.begin(obs, infos)
         self.actor.state, self.going = None, Going.of([0.0] * len(infos), [0] * len(infos))
         self.group.reset()
         self.group.begin()
 
     def make(self, rows: int, rule: Rule | None, watch: Callable[[Lane, int], object] | None) -> Lane:
-        """Make so many rows of steps, or as many as the rule needs; ``done_steps`` of the lane says how many.
-
-        After an error they are in ``last``, too.
+        """Make ``rows`` rows, or as many as the rule needs, in ``last``; also after an error ``done_steps`` of it says
+        how many.
         """
         self.last = self.lane(self.actor, rows)
         self.envs.rows.clear()
@@ -76,11 +71,7 @@ class Sampling(GroupRunner):
             yield begin, lane.done_steps
 
     def taken(self, lane: Lane, begin: int, end: int, *, lent: bool = False) -> Taken:
-        """The steps of rows ``begin`` to ``end``.
-
-        Args:
-            lent: they may be views on the lane.
-        """
+        """The steps of rows ``begin`` to ``end``; ``lent``: they may be views of the lane."""
         rows, arrays, B = self.envs.rows[begin:end], lane.arrays, lane.B
         env = _joined([row.ids for row in rows])
         whole = len(env) == B * len(rows)

@@ -28,9 +28,8 @@ KEYS = frozenset({"obs", "act", "rew", "terminated", "truncated", "done", "obs_n
 
 
 def takes_many(buffer: Any) -> bool:
-    """Whether one ``add`` may get several steps of each environment.
-
-    A buffer with an ``add`` of its own may look at rows, and gets them one by one.
+    """Whether one ``add`` may get several steps of each environment; a subclass with its own ``add`` gets them row by
+    row.
     """
     own = isinstance(buffer, ReplayBufferManager) and type(buffer).add in ADDS
     return own and tianshou.__version__ == TESTED
@@ -43,10 +42,7 @@ def add(buffer: Any, taken: Taken) -> None:
 
 
 def _parts(buffer: Any, taken: Taken) -> Iterator[tuple[int, int]]:
-    """Where each part begins and ends, in none of which a ring overwrites what it has just got.
-
-    The first row of all is a part: memory is made for what it has.
-    """
+    """Where parts begin and end in which no ring overwrites itself; the first row is one, for which memory is made."""
     most, row = max(1, int(np.diff(buffer.subbuffer_edges).min())), 0
     while row < taken.rows:
         rows = most if hasattr(buffer, "obs") else 1
@@ -56,14 +52,7 @@ def _parts(buffer: Any, taken: Taken) -> Iterator[tuple[int, int]]:
 
 
 class Tally:
-    """Counts what one call collects.
-
-    Args:
-        stats: a new ``CollectStats``.
-
-    Attributes:
-        steps, episodes: so far.
-    """
+    """Counts what one call collects, in a new ``CollectStats``."""
 
     def __init__(self, stats: Any) -> None:
         self.stats, self.steps, self.episodes = stats, 0, 0
@@ -71,7 +60,6 @@ class Tally:
         self._deviations: list[Array] = []
 
     def count(self, taken: Taken, ended: Sequence[Ended]) -> None:
-        """Of steps that the statistics are told of by somebody else."""
         self.steps += len(taken.env)
         self.episodes += len(ended)
 
@@ -103,17 +91,12 @@ class Hooks(Protocol):
 
 
 class StepByStep:
-    """Adds every row to the buffer as soon as it is complete, and lets hooks and statistics look at it.
-
-    Args:
-        adds_entries: episodes may get more entries, because whole ones are collected.
-    """
+    """Adds every row to the buffer as soon as it is complete, and shows it to hooks and statistics."""
 
     def __init__(self, owner: Hooks, sampling: Sampling, tally: Tally, *, adds_entries: bool) -> None:
         self.owner, self.sampling, self.tally, self.adds_entries = owner, sampling, tally, adds_entries
 
     def watch(self, lane: Lane, t: int) -> None:
-        """Take row ``t`` of a lane."""
         owner, row = self.owner, self.sampling.envs.rows[t]
         actions, taken = row.actions, self.sampling.taken(lane, t, t + 1)
         step, done = taken.batch, taken.batch.done
