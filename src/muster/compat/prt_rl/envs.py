@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from muster.envs.build import build_env
+from muster.envs.checks import call
 from muster.envs.stacked import StackedEnvs
-from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv, described
+from muster.errors import BadEnvOutput, UnsupportedEnv
 from muster.keys import OBSERVATION, REWARD, Key, next_of
 from muster.memory.slots import Lane, torch_dtype
 from muster.memory.specs import Array, ArraySpec
@@ -108,7 +109,9 @@ class PrtEnvs(EnvBatch):
         plain = (B, 1)
 
         def step(t: int) -> Sequence[int] | None:
-            got = self._call("step", actions[t].clone() if device.type == "cpu" else actions[t].to(device))
+            got = call(
+                self.env, "step", self.name, actions[t].clone() if device.type == "cpu" else actions[t].to(device)
+            )
             self.executed_in_row = B
             if not isinstance(got, tuple) or len(got) != 4:
                 raise BadEnvOutput(f"{self.name}.step returned {_kind(got)}, expected (state, reward, done, info)")
@@ -160,7 +163,7 @@ class PrtEnvs(EnvBatch):
         return self._checked(self._pair("reset"), self.num_envs, "reset")
 
     def _pair(self, method: str, *args: Any) -> torch.Tensor:
-        got = self._call(method, *args)
+        got = call(self.env, method, self.name, *args)
         if not isinstance(got, tuple) or len(got) != 2:
             raise BadEnvOutput(f"{self.name}.{method} returned {_kind(got)}, expected (state, info)")
         if not isinstance(got[0], torch.Tensor):
@@ -180,12 +183,6 @@ class PrtEnvs(EnvBatch):
                 f"{expected}: one row for each of {self.num_envs} environments, always of the same kind"
             )
         return state
-
-    def _call(self, method: str, *args: Any) -> Any:
-        try:
-            return getattr(self.env, method)(*args)
-        except Exception as error:
-            raise EnvError(f"{self.name}.{method} raised {described(error)}") from error
 
 
 def _gymnasium(env: EnvBatch, device: torch.device) -> Side:
