@@ -26,7 +26,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 from muster.collectors import Collector
 from muster.errors import BadOption, BadRecording, UnsupportedSpace
 from muster.recording import Recorder, load
-from muster.recording.files import chunk_name
+from muster.recording.chunks import chunk_name
 from muster.utils.tensor_files import seal
 from tests.waits import open_files
 

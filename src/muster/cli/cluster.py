@@ -12,7 +12,7 @@ from tyro.conf import Positional, arg
 
 from muster.cli.doctor import installed
 from muster.cli.options import check_seconds, refuse_given
-from muster.cli.signals import StopSignals
+from muster.cli.report import StopSignals
 from muster.errors import BadOption
 
 if TYPE_CHECKING:

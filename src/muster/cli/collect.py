@@ -22,9 +22,8 @@ from muster.cli.options import (
     frames_per_batch,
     refuse_given,
 )
-from muster.cli.report import Returns, reporting, summary
+from muster.cli.report import Returns, StopSignals, reporting, summary
 from muster.cli.request import obs_dtype_of, prepared
-from muster.cli.signals import StopSignals
 from muster.errors import BadOption, BadRecording
 
 if TYPE_CHECKING:

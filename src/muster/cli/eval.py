@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import arg
 
 from muster.cli.options import AllowImport, Count, Env, ObsDtype, Policy, check_numbers
-from muster.cli.report import LINE_EVERY_S, NowAndThen, symbols
+from muster.cli.report import LINE_EVERY_S, NowAndThen, StopSignals, symbols
 from muster.cli.request import obs_dtype_of, prepared
-from muster.cli.signals import StopSignals
 from muster.episodes.rules import RuleName
 from muster.errors import BadOption
 

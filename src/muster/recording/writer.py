@@ -20,7 +20,7 @@ import torch
 
 from muster.errors import BadOption, BadRecording, UnsupportedSpace
 from muster.keys import Key, dotted
-from muster.recording import chunks, files
+from muster.recording import chunks
 from muster.utils.forks import Owner
 from muster.utils.tensor_files import STORABLE, seal
 from muster.utils.whole_files import write_whole
@@ -85,7 +85,7 @@ class Recorder:
         self._signature: dict[Key, tuple[str, tuple[int, ...]]] | None = None  # of all batches
         self._about: dict[str, Any] = {}  # them, for the manifest at the end
         self._owner = Owner("recorder", "files")
-        self._lock: files.DirectoryLock | None = self._claim()
+        self._lock: chunks.DirectoryLock | None = self._claim()
 
     @property
     def frames(self) -> int:
@@ -143,7 +143,7 @@ class Recorder:
         if self._pending is None or not self._pending.count:
             return
         about = {"chunk": self._chunks, "first_batch": self._batches, "manifest": self._manifest}
-        path, content = self.directory / files.chunk_name(self._chunks), self._pending.encode(about)
+        path, content = self.directory / chunks.chunk_name(self._chunks), self._pending.encode(about)
         try:
             write_whole(path, [content])
         except BaseException as error:
@@ -188,15 +188,15 @@ class Recorder:
         state = "closed" if self._lock is None else "open"
         return f"Recorder({str(self.directory)!r}, {state}, {self._frames:,} frames in {self._chunks} chunks)"
 
-    def _claim(self) -> files.DirectoryLock:
+    def _claim(self) -> chunks.DirectoryLock:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            lock = files.DirectoryLock(self.directory)
+            lock = chunks.DirectoryLock(self.directory)
         except OSError as error:
             raise BadRecording(f"Cannot record into {self.directory}: {error.strerror}.") from error
         try:
             for name in sorted(os.listdir(self.directory)):
-                if name == files.MANIFEST or files.CHUNK.fullmatch(name):
+                if name == chunks.MANIFEST or chunks.CHUNK.fullmatch(name):
                     raise BadRecording(
                         f"{self.directory} already holds a recording ({name}), and recordings are never overwritten. "
                         f"Choose another directory, or delete that one."
@@ -209,9 +209,9 @@ class Recorder:
 
     def _write_manifest(self, state: dict[str, Any]) -> None:
         try:
-            write_whole(self.directory / files.MANIFEST, [seal(self._manifest | state, indent=1)])
+            write_whole(self.directory / chunks.MANIFEST, [seal(self._manifest | state, indent=1)])
         except OSError as error:
-            raise self._not_written(files.MANIFEST, error) from error
+            raise self._not_written(chunks.MANIFEST, error) from error
 
     def _not_written(self, name: str, error: OSError) -> BadRecording:
         return BadRecording(

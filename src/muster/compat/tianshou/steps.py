@@ -12,8 +12,7 @@ from tianshou.data.batch import create_value
 from tianshou.data.collector import EpisodeRolloutHookMerged as TianshouMerged
 from tianshou.data.collector import get_stddev_from_dist
 
-from muster.compat.tianshou.episodes import Ended, Taken
-from muster.compat.tianshou.sampling import Sampling
+from muster.compat.tianshou.sampling import Ended, Sampling, Taken
 from muster.errors import BadOption
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
