@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from muster.cli.doctor import installed
 from muster.cli.options import check_seconds, refuse_given
 from muster.cli.report import StopSignals
 from muster.errors import BadOption
+from muster.utils.attributes import installed
 
 if TYPE_CHECKING:
     from muster.cli.collect import Collect

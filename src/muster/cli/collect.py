@@ -22,7 +22,7 @@ from muster.cli.options import (
     frames_per_batch,
     refuse_given,
 )
-from muster.cli.report import Returns, StopSignals, reporting, summary
+from muster.cli.report import Returns, StopSignals, in_one_line, progress, summary, worker_lines
 from muster.cli.request import obs_dtype_of, prepared
 from muster.errors import BadOption, BadRecording
 
@@ -130,7 +130,8 @@ class _Collection:
 
     def loop(self) -> None:
         began_s = time.perf_counter()
-        with reporting(self.command.frames, self.collector.stats, quiet=self.command.quiet) as report:
+        total, stats = self.command.frames, self.collector.stats
+        with progress("collect", total, quiet=self.command.quiet, lines=lambda: worker_lines(stats().workers)) as show:
             for batch in self.collector:
                 self.returns.add(self.collector.episodes)
                 if self.recorder is not None:
@@ -138,7 +139,8 @@ class _Collection:
                     with _full_disk(self.recorder):
                         self.recorder.write(batch)
                     self.recording_s += time.perf_counter() - began
-                report(self.collector.stats())
+                now = stats()
+                show(now.frames, in_one_line(now, total))
                 if self.stop.received is not None:
                     break
         self.elapsed_s = time.perf_counter() - began_s

@@ -11,9 +11,9 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
+from muster.utils.attributes import installed
 from muster.utils.private_names import numbers
 
 CORE = ("muster-rl", "torch", "tensordict", "numpy", "gymnasium", "safetensors", "rich", "tyro")
@@ -143,14 +143,6 @@ def workers(files: int | None) -> dict[str, str]:
         "workers": ("from a fork server, in milliseconds" if linux else "spawned, in seconds") + most,
         "shared": "anonymous memory (memfd)" if linux else "unlinked temporary files",
     }
-
-
-def installed(name: str) -> str | None:
-    """The version of a distribution, None if it is not there."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _cores() -> int | None:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import arg
 
 from muster.cli.options import AllowImport, Count, Env, ObsDtype, Policy, check_numbers
-from muster.cli.report import LINE_EVERY_S, NowAndThen, StopSignals, symbols
+from muster.cli.report import StopSignals, progress, symbols
 from muster.cli.request import obs_dtype_of, prepared
 from muster.episodes.rules import RuleName
 from muster.errors import BadOption
@@ -120,11 +116,11 @@ def _evaluate(command: Eval, policy: Any, stop: StopSignals) -> Evaluation:
             record_actions=command.video is not None,
             obs_dtype=obs_dtype_of(command.obs_dtype),
         ) as evaluator,
-        _progress(command.episodes, quiet=command.quiet or command.json) as show,
+        progress("eval", command.episodes, quiet=command.quiet or command.json) as show,
     ):
 
         def go_on(episodes: int, frames: int) -> bool:
-            show(episodes, frames)
+            show(episodes, f"{episodes:,}/{command.episodes:,} episodes  {frames:,} frames")
             return stop.received is None
 
         return evaluator.evaluate(progress=go_on)
@@ -139,24 +135,6 @@ def _videos(command: Eval) -> list[str | int]:
                 f"{command.episodes}, the number of episodes."
             )
     return [word if word in KINDS else int(word) for word in words]
-
-
-@contextmanager
-def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[int, int], object]]:
-    """What shows the numbers of episodes and frames: a bar on terminals, a line now and then elsewhere."""
-
-    def text(episodes: int, frames: int) -> str:
-        return f"eval {episodes:,}/{total:,} episodes  {frames:,} frames"
-
-    if not quiet and sys.stdout.isatty():
-        from rich.progress import Progress
-
-        with Progress(transient=True) as bar:
-            task = bar.add_task("eval", total=total)
-            yield lambda episodes, frames: bar.update(task, completed=episodes, description=text(episodes, frames))
-    else:
-        lines = NowAndThen(math.inf if quiet else LINE_EVERY_S)
-        yield lambda episodes, frames: lines.is_due() and print(text(episodes, frames), flush=True)
 
 
 def table(evaluation: Evaluation, policy: str, files: list[Path]) -> str:

@@ -40,95 +40,70 @@ class Returns:
         return math.sqrt(self._squares / self.count) if self.count else 0.0
 
 
-class NowAndThen:
-    """So that logs and pipes get a line every ``every_s`` seconds, not one per batch."""
-
-    def __init__(self, every_s: float) -> None:
-        self.began = self._last = time.monotonic()
-        self._every_s = every_s
-
-    def is_due(self) -> bool:
-        now = time.monotonic()
-        due = now - self._last >= self._every_s
-        self._last = now if due else self._last
-        return due
-
-
-class PlainProgress:
-    """For logs and pipes: a line every ``every_s`` seconds, not one per batch."""
-
-    def __init__(self, total: int, every_s: float = LINE_EVERY_S) -> None:
-        self._total, self._lines = total, NowAndThen(every_s)
-
-    def update(self, stats: CollectorStats) -> None:
-        if stats.frames < self._total and self._lines.is_due():
-            left_s = (time.monotonic() - self._lines.began) * (self._total / stats.frames - 1)
-            print(
-                f"collect {stats.frames / self._total:4.0%}  {stats.frames:,}/{self._total:,} frames  "
-                f"{short(stats.frames_per_s)} frames/s  {_episodes(stats)}{_troubles(stats)}  eta {clock(left_s)}",
-                flush=True,
-            )
-
-
-class Bar:
-    """For terminals; ``look`` is called a few times per second, for a line about each worker."""
-
-    def __init__(self, total: int, look: Callable[[], CollectorStats]) -> None:
-        from rich.live import Live
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-        self._progress = Progress(
-            TextColumn("collect"),
-            BarColumn(bar_width=24),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[frames]}"),
-            TextColumn("[bold]{task.fields[rate]}"),
-            TextColumn("{task.fields[episodes]}"),
-            TextColumn("eta"),
-            TimeRemainingColumn(compact=True),
-        )
-        self._total, self._look = total, look
-        self._lines: list[str] = []
-        self._live = Live(get_renderable=self._render, refresh_per_second=10)
-        self._task = self._progress.add_task("collect", total=total, frames="", rate="", episodes="")
-
-    def __enter__(self) -> Bar:
-        self._live.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._live.stop()
-
-    def update(self, stats: CollectorStats) -> None:
-        self._progress.update(
-            self._task,
-            completed=stats.frames,
-            frames=f"{short(stats.frames)}/{short(self._total)}",
-            rate=f"{short(stats.frames_per_s)} frames/s",
-            episodes=_episodes(stats),
-        )
-
-    def _render(self) -> Any:
-        from rich.console import Group
-        from rich.text import Text
-
-        with suppress(RuntimeError):  # the collector's books may be written at this moment; the last look will do
-            self._lines = worker_lines(self._look().workers)
-        return Group(self._progress, *(Text(line, no_wrap=True, overflow="ellipsis") for line in self._lines))
-
-
 @contextmanager
-def reporting(
-    total: int, look: Callable[[], CollectorStats], *, quiet: bool
-) -> Iterator[Callable[[CollectorStats], None]]:
-    """A function to call with the stats of every batch; it prints in the way that fits where stdout goes."""
+def progress(
+    name: str,
+    total: int,
+    *,
+    quiet: bool = False,
+    lines: Callable[[], list[str]] = list,
+    every_s: float = LINE_EVERY_S,
+) -> Iterator[Callable[[int, str], object]]:
+    """A function to call with what is done of ``total`` and a text: a bar on terminals, a line now and then elsewhere.
+
+    ``lines`` are shown below the bar, and asked for a few times per second, by a thread of the display.
+    """
     if quiet:
-        yield lambda stats: None
-    elif sys.stdout.isatty():
-        with Bar(total, look) as bar:
-            yield bar.update
-    else:
-        yield PlainProgress(total).update
+        yield lambda done, text: None
+        return
+    if not sys.stdout.isatty():
+        yield _lines(name, total, every_s)
+        return
+    from rich.live import Live
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(bar_width=24), TaskProgressColumn(), TextColumn("{task.fields[text]}"), TextColumn("eta"))
+    bar = Progress(TextColumn(name), *columns, TimeRemainingColumn(compact=True))
+    task = bar.add_task(name, total=total, text="")
+    with Live(get_renderable=below(bar, lines), refresh_per_second=10):
+        yield lambda done, text: bar.update(task, completed=done, text=text)
+
+
+def _lines(name: str, total: int, every_s: float) -> Callable[[int, str], object]:
+    began = last = time.monotonic()
+
+    def show(done: int, text: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if 0 < done < total and now - last >= every_s:
+            last = now
+            print(f"{name} {done / total:4.0%}  {text}  eta {clock((now - began) * (total / done - 1))}", flush=True)
+
+    return show
+
+
+def below(bar: Any, lines: Callable[[], list[str]]) -> Callable[[], Any]:
+    """What renders a bar and the lines below it."""
+    from rich.console import Group
+    from rich.text import Text
+
+    shown: list[str] = []
+
+    def render() -> Any:
+        with suppress(RuntimeError):  # the collector's counters may change at this moment; the last look will do
+            shown[:] = lines()
+        return Group(bar, *(Text(line, no_wrap=True, overflow="ellipsis") for line in shown))
+
+    return render
+
+
+def in_one_line(stats: CollectorStats, total: int) -> str:
+    """What ``muster collect`` says of a batch."""
+    mean = "" if stats.return_mean is None else f"  return {stats.return_mean:,.1f}"
+    return (
+        f"{short(stats.frames)}/{short(total)} frames  {short(stats.frames_per_s)} frames/s  "
+        f"episodes {stats.episodes:,}{mean}{_troubles(stats)}"
+    )
 
 
 def worker_lines(workers: Sequence[WorkerStats]) -> list[str]:
@@ -218,11 +193,6 @@ def clock(seconds: float) -> str:
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
-
-
-def _episodes(stats: CollectorStats) -> str:
-    mean = "" if stats.return_mean is None else f"  return {stats.return_mean:,.1f}"
-    return f"episodes {stats.episodes:,}{mean}"
 
 
 def symbols() -> tuple[str, str]:

@@ -14,7 +14,7 @@ from torchrl.envs.batched_envs import BatchedEnvBase, ParallelEnv, SerialEnv
 
 from muster.envs.torchrl_specs import Declared, Nesting
 from muster.errors import BadEnvOutput, EnvError, described, text_of
-from muster.keys import FLAGS, NEXT_OBS_VALID, RESERVED, REWARD, Key, dotted, next_of
+from muster.keys import FLAGS, NEXT_OBS_VALID, RESERVED, REWARD, Key, dotted, nested, next_of
 from muster.memory.cells import assemble, take
 from muster.memory.slots import MAX_ROW_VIEWS, Lane, torch_dtype
 from muster.memory.specs import Specs
@@ -334,9 +334,7 @@ class OneEnv:
                 return td if self._device is None else td.to(self._device)
 
             return gather
-        tree: dict[str, Any] = {}
-        for key, leaf in leaves.items():
-            _put(tree, key, leaf)
+        tree = nested(leaves)
         nodes = {**specs.nodes, ("next",): Nesting()}
         make_td = tensordict_maker()
 
@@ -372,12 +370,6 @@ class _InOwnDtype:
 
 def _name(key: Key) -> Any:
     return key[0] if len(key) == 1 else key
-
-
-def _put(tree: dict[str, Any], key: Key, value: Any) -> None:
-    for part in key[:-1]:
-        tree = tree.setdefault(part, {})
-    tree[key[-1]] = value
 
 
 def _total(cell: Any) -> float:

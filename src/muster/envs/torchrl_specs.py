@@ -42,15 +42,12 @@ class Nesting:
 
 @dataclass(frozen=True)
 class Declared:
-    """Everything that the environment's specs say.
+    """Everything that the environment's specs say; ``lead`` is its batch size.
 
     Attributes:
-        lead: its batch size.
         observations: leaves before and after a step: observations, state, done flags that are not at the root.
         steps: leaves after a step only: rewards, but for a single ordinary one.
-        state: those observations which a step takes.
-        state_only: those of them that it need not return.
-        done, rewards: all of them.
+        state, state_only: those observations which a step takes, and those of them that it need not return.
         ends: the done flags that end a row's episode.
         nodes: nested TensorDicts that are not simply ``[*lead]``.
     """

@@ -23,11 +23,8 @@ NEVER = -1  # trajectory id of rows that were never written
 class Pieces(NamedTuple):
     """The pieces of trajectories in a batch, by environment, then time. A row's number is ``env * T + t``.
 
-    Attributes:
-        rows: numbers of all rows that belong to a piece, piece after piece.
-        first: ``[n]``, where in ``rows`` each piece begins.
-        length, traj_id: ``[n]`` int64.
-        ended: ``[n]`` bool: the piece's last row is done.
+    ``rows`` are the numbers of all rows that belong to a piece, ``first`` (``[n]``) says where in them each piece
+    begins, ``ended`` (``[n]``) whether its last row is done.
     """
 
     rows: Array

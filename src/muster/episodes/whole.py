@@ -46,16 +46,12 @@ class EpisodeGroup(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class HeldEpisode:
-    """An episode whose rows are kept, or which is open and was dropped.
+    """An episode whose rows (``length`` frames in ``parts``) are kept, or which is open and was dropped.
 
     Attributes:
-        env: its environment.
-        traj_id: tells it from the environment's next one; not used after its end.
+        traj_id: tells it from the environment's next one; not used after its end, like ``version`` of its first row.
         number: time of its first row * number of environments + ``env``; negative if it was dropped.
-        version: of the policy in its first row; not used after its end.
-        length: frames that are kept.
         end: the sum of all environments' times before the batch in which it ended, plus the row; or ``GOING``.
-        parts: where its rows are, in order of time.
     """
 
     env: int

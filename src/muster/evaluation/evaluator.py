@@ -35,30 +35,12 @@ from muster.utils.integers import integer
 from muster.weights.names import Weights
 
 ATTEMPTS = 3
-PASSED_ON = [
-    "alternating",
-    "compile_policy",
-    "crash_dir",
-    "cudagraph_policy",
-    "device",
-    "env_device",
-    "executor",
-    "inference",
-    "inference_mode",
-    "max_batch",
-    "max_frames_per_traj",
-    "max_wait_s",
-    "num_sub_threads",
-    "obs_dtype",
-    "policy_device",
-    "prev_action_reward",
-    "start_method",
-    "timeouts",
-    "traj_done_key",
-    "trust_policy",
-    "use_buffers",
-    "validate",
-]
+PASSED_ON = (
+    *("device", "env_device", "policy_device", "executor", "inference_mode", "compile_policy", "cudagraph_policy"),
+    *("inference", "alternating", "max_batch", "max_wait_s", "start_method", "num_sub_threads", "timeouts"),
+    *("max_frames_per_traj", "obs_dtype", "prev_action_reward", "traj_done_key", "use_buffers", "validate"),
+    *("crash_dir", "trust_policy"),
+)
 WhenBusy = Literal["queue", "skip", "raise"]
 OnFailure = Literal["raise", "restart"]
 

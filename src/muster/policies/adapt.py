@@ -33,19 +33,10 @@ def adapt(
     executor: bool = True,
     takes_td: bool | None = None,
 ) -> Policy:
-    """Pick the adapter for ``policy``.
+    """Pick the adapter for ``policy`` (see ``ACCEPTED``; None draws actions uniformly), which computes on ``device``.
 
-    Args:
-        policy: see ``ACCEPTED``; None draws actions uniformly.
-        env: gives the specs of observations and actions.
-        batch_shape: see ``Layout``.
-        device: where the policy computes; its module is there already (see ``place``).
-        exploration_type: ``"random"``, ``"mode"``, ``"mean"``, ``"median"`` or ``"deterministic"``.
-        executor: allow the fast executor where it is equal to the module.
-        takes_td: the policy takes a TensorDict; None: see ``takes_tensordict``.
-
-    Raises:
-        BadOption: nothing that can be called, or a head that does not fit the spaces.
+    ``executor`` allows the fast executor where it is equal to the module. ``takes_td``: the policy takes a TensorDict;
+    None: see ``takes_tensordict``. ``BadOption``: nothing that can be called, or a head that does not fit the spaces.
     """
     if policy is None:
         return RandomPolicy(env.sample, batch_shape)

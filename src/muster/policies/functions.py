@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from muster.errors import BadOption, BadPolicyOutput
-from muster.keys import ACTION, OBSERVATION, RESERVED, STATE, Key, dotted
+from muster.keys import ACTION, OBSERVATION, RESERVED, STATE, Key, dotted, nested
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec, Column, Specs
-from muster.policies.checks import action_problem, column_of, frozen_check, nested
+from muster.policies.checks import action_problem, column_of, frozen_check
 from muster.policies.executor import Program, plan
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
@@ -31,14 +31,9 @@ Leaves = dict[Key, Any]
 class FunctionPolicy:
     """Implements ``Policy`` for a module or function on the observation.
 
-    Args:
-        fn: the callable; gets a tensor ``[B, *shape]`` (``[*shape]`` unbatched), or a dict of them where the
-            observation is a dict, and returns tensors, arrays or plain numbers.
-        obs_specs, action_specs: of one environment.
-        batch_shape: see ``Layout``.
-        device: where rows are moved to for ``fn``; None: it computes where they lie.
-        executor: allow the executor where ``fn`` is a network whose output is the action.
-        rows_device: where the environments' rows lie; None is the host.
+    ``fn`` gets a tensor ``[B, *shape]`` (``[*shape]`` unbatched), or a dict of them where the observation is a dict,
+    and returns tensors, arrays or plain numbers. Rows lie on ``rows_device`` (None: the host) and are moved to
+    ``device`` (None: not moved). Specs are those of one environment.
     """
 
     def __init__(

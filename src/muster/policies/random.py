@@ -23,16 +23,11 @@ Sample = Callable[[GroupRng, tuple[int, ...]], dict[Key, Array]]
 
 
 class RandomPolicy:
-    """Implements ``Policy`` with the action space's own distribution.
+    """Implements ``Policy`` with ``sample(rng, shape)``, which returns ``[*shape, *leaf shape]`` per action leaf.
 
     Rollouts have the columns of the policy that acts at other times, so that all batches of a collector have the same
-    ones. Where no policy has acted there is no output: extras are NaN (integers 0, flags False, objects None), and
-    recurrent states are those of the beginning of an episode, from which the policy goes on.
-
-    Args:
-        sample: ``sample(rng, shape)`` returns ``[*shape, *leaf shape]`` per action leaf.
-        batch_shape: see ``Layout``.
-        unknown: what floating-point extras hold.
+    ones. Where no policy has acted there is no output: extras are ``unknown`` (integers 0, flags False, objects None),
+    and recurrent states are those of the beginning of an episode, from which the policy goes on.
     """
 
     name = path = "random"

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from muster.errors import BadRecording
-from muster.keys import DONE, REWARD, TERMINATED, TRAJ_IDS, TRUNCATED, Key, dotted, next_of
+from muster.keys import DONE, REWARD, TERMINATED, TRAJ_IDS, TRUNCATED, Key, dotted, nested, next_of
 from muster.recording.chunks import (
     CHUNK,
     MANIFEST,
@@ -240,13 +240,7 @@ class Recording:
 def _tensordict(chunk: Chunk, values: dict[Key, Any]) -> TensorDict:
     from tensordict import TensorDict
 
-    root: dict[str, Any] = {}
-    for key, value in values.items():
-        place = root
-        for part in key[:-1]:
-            place = place.setdefault(part, {})
-        place[key[-1]] = value
-    return TensorDict(root, batch_size=chunk.batch_size, names=list(chunk.names))
+    return TensorDict(nested(values), batch_size=chunk.batch_size, names=list(chunk.names))
 
 
 def _flat(chunk: Chunk, tensor: torch.Tensor) -> Array:

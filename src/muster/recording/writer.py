@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ import torch
 from muster.errors import BadOption, BadRecording, UnsupportedSpace
 from muster.keys import Key, dotted
 from muster.recording import chunks
+from muster.utils.attributes import installed
 from muster.utils.forks import Owner
 from muster.utils.tensor_files import STORABLE, seal
 from muster.utils.whole_files import write_whole
@@ -77,7 +77,7 @@ class Recorder:
             "format": FORMAT,
             "version": VERSION,
             "id": uuid.uuid4().hex,
-            "muster": _version(),
+            "muster": installed("muster-rl") or "unknown",  # run from a source tree
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "fresh": fresh,
             "meta": meta,
@@ -371,10 +371,3 @@ def _check_plain(value: Any) -> None:
             _check_plain(item)
     elif value is not None and type(value) not in (str, int, float, bool):
         raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__}")
-
-
-def _version() -> str:
-    try:
-        return metadata.version("muster-rl")
-    except metadata.PackageNotFoundError:
-        return "unknown"  # run from a source tree

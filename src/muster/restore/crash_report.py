@@ -7,7 +7,6 @@ only where that is allowed.
 from __future__ import annotations
 
 import datetime
-import functools
 import os
 import platform
 import secrets
@@ -15,7 +14,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +23,7 @@ from muster.errors import BadCheckpoint, BadCrashReport, BadOption, ImportRefuse
 from muster.keys import Key
 from muster.memory.specs import Array
 from muster.restore.pickling import dumps, loads
+from muster.utils.attributes import installed
 
 FORMAT = 2
 MOST_FILES = 32  # that one collector writes
@@ -65,10 +64,7 @@ class CrashReport:
     """All that is known of how an environment got to where it failed.
 
     Attributes:
-        name: of the environment.
-        maker: its origin.
-        env_ids: global numbers of those in the crash report.
-        alone: it is one environment of a batch, in an environment batch of its own.
+        env_ids: global numbers of the environments; one, if it is ``alone`` in an environment batch of its own.
         phase: what failed: a "step", which is then the last action; a "reset", the last one; else what follows them.
         kind, message: class and text of the error.
         max_frames_per_traj: of the collector; the resets at its truncations are among the others.
@@ -76,9 +72,7 @@ class CrashReport:
         resets: ``[m, 3]`` int64, in order: number of the call, actions before it, environment.
         special: by position in ``resets``.
         observation: before the failure, ``[B, *shape]``; or empty.
-        missing: why it cannot be replayed; empty if it can.
-        caveat: why the replay may go another way; empty if nothing is known.
-        versions, time: of the programs, and of the failure.
+        missing, caveat: why it cannot be replayed, and why a replay may go another way; else empty.
     """
 
     name: str
@@ -95,7 +89,7 @@ class CrashReport:
     observation: dict[Key, Array] = field(default_factory=dict)
     missing: str = ""
     caveat: str = ""
-    versions: dict[str, str] = field(default_factory=lambda: installed())
+    versions: dict[str, str] = field(default_factory=lambda: versions())
     time: str = field(default_factory=lambda: datetime.datetime.now().astimezone().isoformat(timespec="seconds"))
 
     @property
@@ -193,19 +187,10 @@ class CrashDirectory:
         return path
 
 
-def installed() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Versions of Python and of the packages that matter for a replay."""
-    versions = {"python": platform.python_version()}
-    versions |= {name: version for name in PACKAGES if (version := _version(name))}
-    return versions
-
-
-@functools.cache
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:  # from a source tree
-        return ""
+    packages = {name: version for name in PACKAGES if (version := installed(name))}
+    return {"python": platform.python_version(), **packages}
 
 
 _TYPES: dict[str, Any] = {  # of what is in a file

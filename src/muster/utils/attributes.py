@@ -7,6 +7,7 @@ import functools
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from typing import Any
 
 from muster.errors import BadOption, text_of
@@ -36,6 +37,15 @@ def optional(who: str, package: str, extra: str) -> Iterator[None]:
         if (error.name or "").partition(".")[0] != package:
             raise  # it is there, and something else is wrong
         raise BadOption(f"{who} needs {package}, which is not installed: pip install 'muster-rl[{extra}]'.") from error
+
+
+@functools.cache
+def installed(distribution: str) -> str | None:
+    """The version of a distribution, None if it is not there."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def name_of(thing: Any) -> str:

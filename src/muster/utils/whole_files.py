@@ -25,15 +25,8 @@ def write_whole(path: Path, parts: Iterable[Any], *, mode: int = 0o666) -> None:
     """Make the file ``path`` of ``parts`` (buffers): after a crash it is there completely, or as it was before.
 
     Any number of threads and processes may write one path at the same time: a reader sees one of their files, whole.
-
-    Args:
-        path: of the file.
-        parts: its content, one after the other.
-        mode: permissions of a new file, less the umask. Those of a file that is replaced are kept, without what
-            ``mode`` does not allow.
-
-    Raises:
-        OSError: the file is as it was before. (If only the directory's own fsync failed, it is the new one.)
+    ``mode`` are the permissions of a new file, less the umask; those of a file that is replaced are kept, without what
+    ``mode`` does not allow. ``OSError``: the file is as before (unless only the directory's own fsync failed).
     """
     _remove_leftovers(path)
     temporary, fd = _create(path, mode)
