@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import numpy as np
@@ -202,57 +202,38 @@ def undisturbed(policy: Any, device: torch.device) -> Iterator[None]:
     lists and dicts among them. Parameters are left alone: to act is not to learn.
     """
     parts = list(policy.modules()) if isinstance(policy, torch.nn.Module) else [policy]
-    memory = [restore for part in parts for restore in _restoring(getattr(part, "__dict__", None))]
-    numpy_state, python_state = np.random.get_state(), random.getstate()
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
-        for restore in memory:
-            restore()
+    with ExitStack() as undo:
+        for part in parts:
+            _keep(getattr(part, "__dict__", None), undo)
+        undo.callback(np.random.set_state, np.random.get_state())
+        undo.callback(random.setstate, random.getstate())
+        undo.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        yield
 
 
-def _restoring(value: Any) -> list[Callable[[], object]]:
-    """Functions that bring back the contents that ``value`` has now."""
+def _keep(value: Any, undo: ExitStack) -> None:
+    """Let ``undo`` bring back the contents that ``value`` has now; its last callback comes first."""
     if isinstance(value, torch.nn.Parameter):
-        return []
+        return
     if isinstance(value, torch.Tensor):
-        return [_restoring_tensor(value)]
-    if isinstance(value, np.ndarray):
-        numbers = value.copy()
-        return [lambda: np.copyto(value, numbers)]
-    if isinstance(value, torch.Generator):
-        state = value.get_state()
-        return [lambda: value.set_state(state)]
-    if isinstance(value, np.random.Generator):
-        bits, before = value.bit_generator, copy.deepcopy(value.bit_generator.state)
-        return [lambda: setattr(bits, "state", before)]
-    if isinstance(value, dict):
-        return [*_restoring_all(value.values()), _refilling(value, dict(value), value.update)]
-    if isinstance(value, (list, deque)):
-        return [*_restoring_all(value), _refilling(value, list(value), value.extend)]
-    return _restoring_all(value) if isinstance(value, tuple) else []
+        undo.callback(_refill, value, value.detach().clone())
+    elif isinstance(value, np.ndarray):
+        undo.callback(np.copyto, value, value.copy())
+    elif isinstance(value, torch.Generator):
+        undo.callback(value.set_state, value.get_state())
+    elif isinstance(value, np.random.Generator):
+        undo.callback(setattr, value.bit_generator, "state", copy.deepcopy(value.bit_generator.state))
+    elif isinstance(value, dict):
+        undo.callback(value.update, dict(value))
+        undo.callback(value.clear)
+    elif isinstance(value, (list, deque)):
+        undo.callback(value.extend, list(value))
+        undo.callback(value.clear)
+    if isinstance(value, (dict, list, deque, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _keep(item, undo)
 
 
-def _restoring_all(values: Any) -> list[Callable[[], object]]:
-    return [restore for value in values for restore in _restoring(value)]
-
-
-def _refilling(container: Any, items: Any, fill: Callable[[Any], object]) -> Callable[[], object]:
-    def refill() -> None:
-        container.clear()
-        fill(items)
-
-    return refill
-
-
-def _restoring_tensor(value: torch.Tensor) -> Callable[[], object]:
-    content = value.detach().clone()
-
-    def restore() -> None:
-        with torch.inference_mode(value.is_inference()):
-            value.data.copy_(content)  # data: a graph that has it sees no change, as there is none
-
-    return restore
+def _refill(tensor: torch.Tensor, content: torch.Tensor) -> None:
+    with torch.inference_mode(tensor.is_inference()):
+        tensor.data.copy_(content)  # data: a graph that has it sees no change, as there is none

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tianshou
@@ -79,20 +79,10 @@ class Tally:
         return self.stats
 
 
-class Hooks(Protocol):
-    """Whose buffer rows are added to, and who looks at them: a ``Collector``."""
-
-    buffer: Any
-
-    def run_on_step_hook(self, action_batch: Any, rollout_batch: Any) -> None: ...
-
-    def run_on_episode_done(self, episode_batch: Any) -> Any: ...
-
-
 class StepByStep:
-    """Adds every row to the buffer as soon as it is complete, and shows it to hooks and statistics."""
+    """Adds every row to the ``owner``'s buffer as soon as it is complete, and shows it to hooks and statistics."""
 
-    def __init__(self, owner: Hooks, sampling: Sampling, tally: Tally, *, adds_entries: bool) -> None:
+    def __init__(self, owner: Any, sampling: Sampling, tally: Tally, *, adds_entries: bool) -> None:
         self.owner, self.sampling, self.tally, self.adds_entries = owner, sampling, tally, adds_entries
 
     def watch(self, lane: Lane, t: int) -> None:
