@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -36,7 +36,6 @@ class Collect:
     """Collect experience from a Gymnasium environment, and record it with --out."""
 
     env: Env
-
     frames: Count
     """Environment steps over all environments, exactly: 51200, 51_200, 100k, 1e6."""
 
@@ -80,7 +79,6 @@ class Collect:
     """With workers: what to do if one dies or hangs, or its environment raises."""
 
     policy: Policy = "random"
-
     obs_dtype: ObsDtype = "policy"
 
     seed: Annotated[int, arg(metavar="S")] = 0
@@ -108,56 +106,42 @@ def collect(command: Collect) -> int:
         stop = stack.enter_context(StopSignals())
         collector = stack.enter_context(_make_collector(command, policy, frames))
         recorder = stack.enter_context(_recorder(command, description)) if command.out else None
-        run = _Collection(command, collector, recorder, stop)
-        run.loop()
-        if recorder is not None:
-            with _full_disk(recorder):
-                recorder.close()  # before we say that it is there
+        text = _run(command, collector, recorder, stop)
         if not command.quiet:
-            print(run.result())
+            print(text)
         return stop.exit_code
 
 
-@dataclass
-class _Collection:
-    command: Collect
-    collector: BaseCollector
-    recorder: Recorder | None
-    stop: StopSignals
-    returns: Returns = field(default_factory=Returns)
-    recording_s: float = 0.0
-    elapsed_s: float = 0.0
-
-    def loop(self) -> None:
-        began_s = time.perf_counter()
-        total, stats = self.command.frames, self.collector.stats
-        with progress("collect", total, quiet=self.command.quiet, lines=lambda: worker_lines(stats().workers)) as show:
-            for batch in self.collector:
-                self.returns.add(self.collector.episodes)
-                if self.recorder is not None:
-                    began = time.perf_counter()
-                    with _full_disk(self.recorder):
-                        self.recorder.write(batch)
-                    self.recording_s += time.perf_counter() - began
-                now = stats()
-                show(now.frames, in_one_line(now, total))
-                if self.stop.received is not None:
-                    break
-        self.elapsed_s = time.perf_counter() - began_s
-
-    def result(self) -> str:
-        stats = self.collector.stats()
-        text = summary(stats, self.returns, None if self.recorder is None else self.recording_s, self.elapsed_s)
-        if self.stop.received is not None:
-            text = f"stopped after {stats.frames:,} of {self.command.frames:,} frames\n{text}"
-        if self.recorder is None:
-            return text
-        path = self.recorder.directory
-        size = sum(file.stat().st_size for file in path.iterdir())
-        return (
-            f"{text}\nwrote     {path}  ({self.recorder.frames:,} frames, {size / 1e6:,.1f} MB)\n"
-            f'read it   python -c "import muster; print(muster.load({str(path)!r}))"'
-        )
+def _run(command: Collect, collector: BaseCollector, recorder: Recorder | None, stop: StopSignals) -> str:
+    """Collect all frames, unless a signal comes, and close the recorder; returns what is to be said in the end."""
+    returns, recording_s, began_s = Returns(), 0.0, time.perf_counter()
+    total, stats = command.frames, collector.stats
+    with progress("collect", total, quiet=command.quiet, lines=lambda: worker_lines(stats().workers)) as show:
+        for batch in collector:
+            returns.add(collector.episodes)
+            if recorder is not None:
+                began = time.perf_counter()
+                with _full_disk(recorder):
+                    recorder.write(batch)
+                recording_s += time.perf_counter() - began
+            now = stats()
+            show(now.frames, in_one_line(now, total))
+            if stop.received is not None:
+                break
+    elapsed_s, now = time.perf_counter() - began_s, stats()
+    text = summary(now, returns, None if recorder is None else recording_s, elapsed_s)
+    if stop.received is not None:
+        text = f"stopped after {now.frames:,} of {total:,} frames\n{text}"
+    if recorder is None:
+        return text
+    with _full_disk(recorder):
+        recorder.close()
+    path = recorder.directory
+    size = sum(file.stat().st_size for file in path.iterdir())
+    return (
+        f"{text}\nwrote     {path}  ({recorder.frames:,} frames, {size / 1e6:,.1f} MB)\n"
+        f'read it   python -c "import muster; print(muster.load({str(path)!r}))"'
+    )
 
 
 def _check(command: Collect) -> int:

@@ -26,7 +26,6 @@ class Eval:
     """Evaluate a policy in a Gymnasium environment, on an exact number of episodes."""
 
     env: Env
-
     policy: Policy = "random"
 
     episodes: Annotated[int, arg(metavar="N")] = 20

@@ -47,7 +47,6 @@ def from_file(path: Path, observation: Any, action: Any) -> tuple[nn.Module, str
     """
     ends = _widths(observation, action)
     tensors = _read(path)
-    of_head = any(key.startswith("net.") for key in tensors)
     layers = {key.removeprefix("net."): value for key, value in tensors.items() if key != "log_std"}
     sizes = _sizes(path, layers)
     if (sizes[0], sizes[-1]) != ends:
@@ -56,15 +55,14 @@ def from_file(path: Path, observation: Any, action: Any) -> tuple[nn.Module, str
             f"{observation}) to {ends[1]} outputs (action {action})."
         )
     head = _head(_mlp(observation, sizes), action)
+    state = {f"net.{key}": value for key, value in layers.items()}
+    spread = {key: tensors.get(key, value) for key, value in head.state_dict().items() if key == "log_std"}
+    if wrong := tensors.keys() - layers.keys() - {f"net.{key}" for key in layers} - spread.keys():
+        raise BadWeights(f"{path} does not fit the MLP {_arrow(sizes)}: look at {sorted(wrong)}.")
     try:
-        missing, unexpected = head.load_state_dict(
-            tensors if of_head else {f"net.{key}": value for key, value in tensors.items()}, strict=False
-        )
+        head.load_state_dict(state | spread)
     except RuntimeError as error:
         raise BadWeights(f"{path} does not fit: {error}") from error
-    wrong = [*unexpected, *(key for key in missing if key != "log_std")]  # which a network has not, and a head may
-    if wrong:
-        raise BadWeights(f"{path} does not fit the MLP {_arrow(sizes)}: look at {wrong}.")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return head, f"MLP {_arrow(sizes)} tanh from {path.name}, sha256 {digest}"
 

@@ -25,7 +25,6 @@ class Tune:
     """Time a grid of collectors on this machine, and print the constructor of the fastest."""
 
     env: Env
-
     policy: Policy = "random"
 
     seconds: Annotated[float, arg(metavar="S")] = 20.0
