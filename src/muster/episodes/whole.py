@@ -79,7 +79,7 @@ class WholeEpisodes:
         n: episodes per group; without a ``rule`` it has no meaning.
         num_envs: environments in all batches (in one: the product of its dimensions other than time; 1 without any).
         layout: ``"cat"`` one after the other; ``"pad"`` one per line, zeros on the right, trajectory id -1 there.
-        rule: which episodes come next, see ``make_queue``. None: groups are taken by hand, with ``new_ends`` and ``take``.
+        rule: which episodes come next, see ``make_queue``. None: taken by hand, with ``new_ends`` and ``take``.
         on_policy_only: drop episodes in which several policy versions acted; what is left is biased to short ones.
         done_key: the column that says that an episode ended.
         from_resets: the first rows come after resets. False: the first episode of every environment is dropped.
