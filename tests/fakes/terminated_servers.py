@@ -19,7 +19,7 @@ from muster.workers.config import WorkerConfig
 from muster.workers.messages import Order, Report
 from muster.workers.requests import Ask, Close, Closed, Observe, RolloutRequest
 
-TRACED = ("serve", "_attend", "answer", "follow", "_answer", "_send", "_close")
+TRACED = ("serve", "answer", "follow", "_answer", "_send", "_close")
 MESSAGES = [Ask(1, Observe()), RolloutRequest(Order(1, 0, 0, "policy"), 2, 3), Close()]
 LIMIT = 2000  # instructions; there are some hundred
 
@@ -33,13 +33,20 @@ class Server(worker_main.WorkerMain):
     def _construct(self) -> list[Any]:
         self.made.callback(lambda: self.channel.send(("environment closed", None)))
         self.worker = SimpleNamespace(
-            profile=lambda *_: None, observe=dict, group=lambda _: SimpleNamespace(begin=lambda early: None)
+            profile=lambda *_: None,
+            observe=dict,
+            run=lambda order, lane: Report(order.number, order.group),
+            group=lambda _: SimpleNamespace(begin=lambda early: None),
         )
         self.ready = True
         return []
 
-    def _roll_out(self, *_: Any) -> Report:
-        return Report(1, 0)
+    def _lane(self, _: RolloutRequest) -> tuple[Any, Any]:
+        lane = SimpleNamespace(done_steps=0, stopped=False)
+        return lane, lane
+
+    def _complete(self, *_: Any) -> None:
+        """There is no lane to tell of."""
 
 
 class Terminator:

@@ -20,7 +20,7 @@ from muster.utils.interrupts import allowed, postponed
 
 ROOT = Path(muster.__file__).parent
 BOOKS = [
-    str(ROOT / part) for part in ("workers", "utils/interrupts.py", "collectors/engine.py", "collectors/delivery.py")
+    str(ROOT / part) for part in ("workers", "utils/interrupts.py", "collectors/engine.py", "collectors/batch_views.py")
 ]
 
 

@@ -431,8 +431,8 @@ def test_after_errors_rows_are_still_true_and_every_frame_is_accounted_for(
                 if ended or row["after"][1] == limit:
                     seen[row["id"]] = -1  # no row may follow
         assert done >= 12 - len(faults) * 2 - len(policy_faults)
-        while whole and c._engine.outlet.ready:
-            group = c._engine.outlet.take()
+        while whole and c._engine.pipeline.ready:
+            group = c._engine.pipeline.take()
             assert column(group, "observation")[0][1] == 0
             assert sum(column(group, "next", "done")) == 2
             assert len(group["collector", "traj_ids"].unique()) == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import muster
-from muster import Collector
+from muster import Collector, MultiAsyncCollector, MultiSyncCollector
+from muster.testing import CountingEnv
 
 ROOT = Path(muster.__file__).parent
 ARCHITECTURE = Path(__file__).parents[2] / "ARCHITECTURE.md"
@@ -65,22 +66,104 @@ def leads_somewhere(code: CodeType) -> bool:
     return here[0].startswith(("policies/", "envs/")) and here[1].startswith(("act", "step"))
 
 
+def callers(frame: FrameType) -> list[tuple[str, str]]:
+    """Our functions that have led to a call, outermost first; without those of adapters."""
+    found = []
+    below = frame.f_back
+    while below is not None:
+        if (here := place(below.f_code)) is not None and not here[0].startswith(("policies/", "envs/")):
+            found.append(here)
+        below = below.f_back
+    return found[::-1]
+
+
+def listed(after: str, before: str) -> list[tuple[str, str]]:
+    """The functions in a table of the architecture page, as ``place`` has them."""
+    section = ARCHITECTURE.read_text().partition(after)[2].partition(before)[0]
+    rows = re.findall(r"^\| `([\w.]+)` \| `([\w/.]+)` \|", section, re.MULTILINE)
+    return [(file, name.rpartition(".")[2]) for name, file in rows]
+
+
 def test_the_control_path_is_the_one_of_the_architecture_page():
     path: dict[tuple[str, str], None] = {}
 
     def note(frame: FrameType) -> None:
-        if not leads_somewhere(frame.f_code):
-            return
-        below, callers = frame.f_back, []
-        while below is not None:
-            if (here := place(below.f_code)) is not None and not here[0].startswith(("policies/", "envs/")):
-                callers.append(here)
-            below = below.f_back
-        path.update(dict.fromkeys(reversed(callers)))
+        if leads_somewhere(frame.f_code):
+            path.update(dict.fromkeys(callers(frame)))
 
     profiled(head(), note)
-    section = ARCHITECTURE.read_text().partition("### The control path")[2].partition("\n\nA batch of one step")[0]
-    listed = re.findall(r"^\| `([\w.]+)` \| `([\w/.]+)` \|", section, re.MULTILINE)
-    assert list(path) == [(file, name.rpartition(".")[2]) for name, file in listed]
+    assert list(path) == listed("### The control path", "\n\nA batch of one step")
     assert len(path) <= 10
     assert len({file for file, _ in path}) <= 6
+
+
+CHANNEL = [("workers/channel.py", "send"), ("workers/channel.py", "receive")]
+SCHEDULE = ("workers/sync.py", "collect"), ("workers/first_ready.py", "collect")
+SERVE = ("workers/main.py", "serve")
+
+
+class Passed:
+    """What leads to sending and to receiving, each with those functions themselves."""
+
+    def __init__(self) -> None:
+        self.out: dict[tuple[str, str], None] = {}
+        self.back: dict[tuple[str, str], None] = {}
+
+    def note(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and (here := place(frame.f_code)) in CHANNEL:
+            path = self.out if here == CHANNEL[0] else self.back
+            path.update(dict.fromkeys([*callers(frame), here]))
+
+
+class Watched(CountingEnv):
+    """Looks, in its worker, at what leads to a step, and at what sends and receives.
+
+    Attributes:
+        stepping: from the worker's loop on, to the first step.
+        passed: after it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(length=5)
+        self.stepping: list[tuple[str, str]] = []
+        self.passed = Passed()
+
+    def step(self, action: Any) -> Any:
+        if not self.stepping:
+            self.stepping = callers(sys._getframe())
+            sys.setprofile(self.passed.note)
+        return super().step(action)
+
+
+def below(path: Iterable[tuple[str, str]], *above: tuple[str, str]) -> list[tuple[str, str]]:
+    """What comes after one of these."""
+    known = list(path)
+    return known[max(known.index(place) for place in above if place in known) + 1 :]
+
+
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+def test_so_is_that_with_worker_processes(kind):
+    here = Passed()
+    with kind([Watched] * 2, frames_per_batch=8, seed=0) as collector:
+        batches = iter(collector)
+        for _ in range(4):
+            next(batches)
+        sys.setprofile(here.note)
+        try:
+            for _ in range(8):
+                next(batches)
+        finally:
+            sys.setprofile(None)
+        stepping, *_ = collector.getattr_env("stepping")
+        there, *_ = collector.getattr_env("passed")
+    title = "#### Sync" if kind is MultiSyncCollector else "#### First ready"
+    out, back = listed(f"{title}: out", "####"), listed(f"{title}: back", "####")
+    into, answering = listed("#### In the worker: in", "####"), listed("#### In the worker: out", "###")
+    assert below(here.out, *SCHEDULE) == out
+    assert below(here.back, *SCHEDULE) == back
+    assert [SERVE, *below(stepping, SERVE)][:4] == [*into, ("workers/worker.py", "run")]
+    assert below(there.back, SERVE) == CHANNEL[1:]
+    of_questions = ("answer", "_answer")  # which ``getattr_env`` asked
+    sending = [function for function in below(there.out, SERVE) if function[1] not in of_questions]
+    assert [SERVE, *sending] == [*into, *answering]
+    assert max(map(len, (out, back, into, answering))) <= 5

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from muster import Collector, MultiAsyncCollector, MultiSyncCollector
 from muster.collectors.episode_hook import EpisodeHook
 from muster.collectors.options import CollectorOptions
-from muster.collectors.outlet import Outlet
+from muster.collectors.pipeline import Pipeline
 from muster.collectors.replay_buffer import ReplaySink
 from muster.envs.torch_batch import TorchEnvs
 from muster.errors import BadOption, HookError
@@ -649,7 +649,7 @@ def test_episodes_are_shown_without_the_columns_that_only_the_hook_needs():
     hook.show(hook.watch(batch, hidden=[DONE]))
     assert seen == [(2, False)]
     assert DONE in batch.keys(True)
-    assert Outlet(CollectorOptions.parse({"on_episode_done": print}), 1).needs_flags
+    assert Pipeline(CollectorOptions.parse({"on_episode_done": print}), 1).needs_flags
 
 
 def test_a_batch_that_was_shown_to_its_end_and_comes_again_is_shown_again():
@@ -824,14 +824,14 @@ def test_an_error_of_the_hook_after_collecting_keeps_the_batch():
 def test_what_is_finished_on_demand_goes_on_where_it_failed():
     calls = []
     options: Any = {"on_batch": FailsAt(0), "replay_buffer": (buffer := Extends(refuses=1)), "postproc": calls.append}
-    outlet = Outlet(CollectorOptions.parse(options), 1)
+    pipeline = Pipeline(CollectorOptions.parse(options), 1)
     first, second = (TensorDict({"a": torch.zeros(2)}, [2]) for _ in range(2))
-    passage = outlet.passage(first)
+    item = pipeline.begin(first)
     for error in (HookError, OSError):
         with pytest.raises(error):
-            passage.go_on()
-    assert passage.go_on() is first
-    assert outlet.passage(second).go_on() is second
+            item.go_on()
+    assert item.go_on() is first
+    assert pipeline.begin(second).go_on() is second
     assert [id(item) for item in calls] == [id(item) for item in buffer.batches] == [id(first), id(second)]
 
 

@@ -16,8 +16,8 @@ from typing_extensions import Self
 
 from muster.collectors import resume
 from muster.collectors.background import Background
+from muster.collectors.batch_views import final_observations
 from muster.collectors.collect_methods import CollectMethods
-from muster.collectors.delivery import final_observations
 from muster.collectors.engine import Engine
 from muster.collectors.on_demand import OnDemand
 from muster.collectors.options import CollectorOptions
@@ -315,7 +315,10 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
 
     def _log(self) -> None:
         if self._logged is not None:
-            stats, ready = self._engine.stats(), self._engine.outlet.frames_ready  # counts what is about to be yielded
+            stats, ready = (
+                self._engine.stats(),
+                self._engine.pipeline.frames_ready,
+            )
             stats = replace(stats, frames=stats.frames + ready, in_flight=stats.in_flight - ready)
             self._logged.wrote(stats, self._engine.episodes)
 

@@ -58,7 +58,7 @@ class ClusterCollector(MultiCollector):
     def _connect(self, create_env_fn: Any, policy: Any, made: ExitStack) -> Engine:
         engine = super()._connect(create_env_fn, policy, made)
         if self._nodes.buffer is not None:
-            engine.outlet.sink = WrittenElsewhere()
+            engine.pipeline.sink = WrittenElsewhere()
         return engine
 
     def _before_batch(self) -> None:

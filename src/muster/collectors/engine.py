@@ -1,4 +1,4 @@
-"""What collects behind a ``Collector``: groups, source, delivery and outlet, and the counting."""
+"""What collects behind a ``Collector``: groups, schedule, batch views and pipeline, and the counting."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from muster.collectors.batch_views import BatchViews
 from muster.collectors.contradictions import joins_time
-from muster.collectors.delivery import Delivery
 from muster.collectors.options import CollectorOptions
-from muster.collectors.outlet import Outlet, Passage
-from muster.episodes.record import NO_EPISODES
+from muster.collectors.pipeline import Pipeline, PipelineItem
+from muster.episodes.record import NO_EPISODES, join_episodes
 from muster.episodes.summary import EpisodeWindow
 from muster.episodes.whole import WholeEpisodes
 from muster.errors import BadOption
@@ -30,6 +30,7 @@ from muster.rollout.marks import Final
 from muster.utils.interrupts import allowed, postponed
 from muster.weights.local import LocalWeights
 from muster.weights.send import SentWeights
+from muster.workers.messages import Report
 from muster.workers.requests import CheckReset, Reset, Seed
 from muster.workers.schedule import CollectRequest, FilledSlot, Schedule
 from muster.workers.worker import Worker
@@ -55,13 +56,12 @@ class Engine:
         counted: frames of batches that count towards ``total_frames``.
         env_ids: of the environments in the last batch.
         episodes: that ended in it.
-        finals: see ``Group.finals``, of the last batch.
         lag: how many batches acted with weights so many publishes old.
         in_batch: the last rollout was not the end of a batch.
-        hidden: keys of the last batch that are for the outlet only.
+        hidden: keys of the last batch that are for the pipeline only.
         joins_time: rows of different environments follow each other in a batch.
         rollouts: collected; of one group each, or of all.
-        values: of next observations, if they were asked for, by group of the last rollout; see ``Report``.
+        reports: of the last rollouts, by group.
     """
 
     def __init__(
@@ -78,26 +78,25 @@ class Engine:
         self.num_envs = source.pool.num_envs
         self.rows = options.rows_per_batch(source.sharing)
         self.joins_time = joins_time(options, cat_dim, source.pool.accounts[0].info.batch_shape)
-        self.outlet = Outlet(options, self.num_envs)
-        self._is_direct = self.outlet.is_direct and options.post_collect_hook is None
-        self.delivery = Delivery(options, stacked=stacked, cat_dim=cat_dim, hidden=self.outlet.needs_flags)
+        self.pipeline = Pipeline(options, self.num_envs)
+        self._is_direct = self.pipeline.is_direct and options.post_collect_hook is None
+        self.views = BatchViews(options, stacked=stacked, cat_dim=cat_dim, hidden=self.pipeline.needs_flags)
         if local is None:
-            source.ahead = self.delivery
+            source.ahead = self.views
         self.timeline = Timeline()
         self.timeline.tracks[OWN_TRACK] = "collector"
         self.window = EpisodeWindow()
         self.undelivered = 0  # frames of a call of ``collect`` that has not ended
         self.kept: WholeEpisodes | None = None  # episodes of ``collect(n_episode=...)``, once it was called
         self.episodes = NO_EPISODES
-        self.finals: list[tuple[Array, list[Final]]] = []
         self.env_ids: Array = np.arange(self.num_envs)
         self.contributors: list[int] = []  # groups of the last batch
         self.frames = self.counted = self.batches = self.rollouts = 0
-        self.values: list[tuple[int, Any]] = []
+        self.reports: list[Report] = []
         self.lag: Counter[int] = Counter()
         self._retired: set[int] = set()  # groups that were dropped
         self.acting = "random" if options.init_random_frames else "policy"
-        self._path = local.policies[self.acting].path if local is not None else ""
+        self._first_path = local.policies[self.acting].path if local is not None else ""
         self._elapsed = 0  # ns
         self._cut_short = 0
         self._ended_at = 0
@@ -132,21 +131,21 @@ class Engine:
             before: called when the user is done with the batch before, and another one is wanted.
             after: called when it has been collected.
         """
-        total, outlet = self.options.total_frames, self.outlet
-        while total < 0 or self.counted < total or not outlet.is_empty:
+        total, pipeline = self.options.total_frames, self.pipeline
+        while total < 0 or self.counted < total or not pipeline.is_empty:
             check_open()
-            if not outlet.is_empty:
-                outlet.go_on()  # with what an error has kept
-            if not outlet.ready:
+            if not pipeline.is_empty:
+                pipeline.go_on()  # with what an error has kept
+            if not pipeline.ready:
                 before()
                 self.put_batch()
                 if after is not None:
                     after()
-            if outlet.ready:
-                yield outlet.take()  # the user's alone while the next one is collected
+            if pipeline.ready:
+                yield pipeline.take()  # the user's alone while the next one is collected
 
     def put_batch(self) -> None:
-        """One batch through hooks into the outlet."""
+        """One batch through hooks into the pipeline."""
         limit = self.options.frames_per_batch
         if self.options.total_frames > 0:
             limit = min(limit, self.options.total_frames - self.counted)
@@ -161,14 +160,14 @@ class Engine:
             frames = self.frames - before
             self.counted += frames
             if self._is_direct and not hidden:
-                self.outlet.ready.append(Passage(batch, (), frames))
+                self.pipeline.ready.append(PipelineItem(batch, (), frames))
                 return
             try:
                 if self.options.post_collect_hook is not None:
                     with allowed():
                         self.options.post_collect_hook(batch)
             finally:
-                self.outlet.put(batch, hidden, self.env_ids, frames=frames)
+                self.pipeline.put(batch, hidden, self.env_ids, frames=frames)
 
     def rollout(self) -> TensorDict:
         """See ``Collector.rollout``."""
@@ -185,7 +184,7 @@ class Engine:
             return joined
         with postponed():
             batch, hidden = self.collect(limit)
-            self.outlet.skip(batch, self.env_ids)
+            self.pipeline.skip(batch, self.env_ids)
         return batch.exclude(*hidden) if hidden else batch
 
     def collect(
@@ -200,7 +199,7 @@ class Engine:
             **others: see ``CollectRequest``.
 
         Returns:
-            the batch, and the keys in it that are for the outlet only.
+            the batch, and the keys in it that are for the pipeline only.
         """
         began, timeline = time.perf_counter_ns(), self.timeline
         if timeline.running and self._ended_at:
@@ -217,34 +216,48 @@ class Engine:
         )
         self.in_batch = not closes
         filled, batch = self._next(request)
-        most, accounts = 0, self.source.pool.accounts
-        self.frames += filled.frames
         self.batches += closes
         self.rollouts += 1
-        self.values = list(zip(filled.groups, filled.values, strict=True))
-        if filled.groups != self.contributors:
-            self.contributors = filled.groups
-            self.env_ids = np.concatenate([accounts[number].env_ids for number in filled.groups])
+        self._note(filled.reports)
         if self.local is None:
             self._retire_dropped()
-        self.episodes, self.finals, self._path = filled.episodes, filled.finals, filled.path
-        if filled.episodes is not NO_EPISODES:
-            self.window.add(filled.episodes)
-        for group, version in zip(filled.groups, filled.versions):  # noqa: B905 (strict costs 0.3 us)
-            accounts[group].lag = lag = self.weights.lag(version)
-            most = max(most, lag)
-        self.lag[most] = self.lag.get(most, 0) + 1
         if self.source.preempts:
-            self._cut_short += sum(filled.layout.T - rows for rows in filled.rows) * filled.layout.B
+            self._cut_short += sum(filled.layout.T - report.rows for report in filled.reports) * filled.layout.B
         overlaps = self.source.overlaps and self._ended_at  # the workers went on meanwhile
         since, self._ended_at = self._ended_at if overlaps else began, time.perf_counter_ns()
         self._elapsed += self._ended_at - since
-        for span in filled.spans:
-            timeline.add(*span)
         if timeline.running:
+            for report in filled.reports:
+                for span in report.spans:
+                    timeline.add(*span)
             timeline.add("collect", began, self._ended_at, OWN_TRACK)
-        self.hidden = self.delivery.hidden_keys(filled.layout) if self.delivery.shows_hidden else []
+        self.hidden = self.views.hidden_keys(filled.layout) if self.views.shows_hidden else []
         return batch, self.hidden
+
+    def _note(self, reports: list[Report]) -> None:
+        """Count the rollouts of a batch, and the episodes that ended in them."""
+        accounts, most, episodes = self.source.pool.accounts, 0, []
+        groups = []
+        for report in reports:
+            groups.append(report.group)
+            self.frames += report.frames
+            if report.episodes is not None:  # else its group was dropped
+                episodes.append(report.episodes)
+                accounts[report.group].lag = lag = self.weights.lag(report.version)
+                most = max(most, lag)
+        if groups != self.contributors:
+            self.contributors = groups
+            self.env_ids = np.concatenate([accounts[number].env_ids for number in groups])
+        self.reports, self.episodes = reports, join_episodes(episodes)
+        if self.episodes is not NO_EPISODES:
+            self.window.add(self.episodes)
+        self.lag[most] = self.lag.get(most, 0) + 1
+
+    @property
+    def finals(self) -> list[tuple[Array, list[Final]]]:
+        """Of the last batch, see ``Group.finals``; with the global numbers of the environments."""
+        accounts = self.source.pool.accounts
+        return [(accounts[report.group].env_ids, report.finals) for report in self.reports]
 
     def layout(self) -> Layout:
         """Of rollouts in which the policy acts; it is called once for it, if it never was."""
@@ -254,7 +267,7 @@ class Engine:
     def blank(self) -> TensorDict:
         """A batch of zeros."""
         layout = dataclasses.replace(self.layout(), T=self.rows)
-        return self.delivery.blank(layout, self.source.pool.accounts[0].info.device)
+        return self.views.blank(layout, self.source.pool.accounts[0].info.device)
 
     def reset(self, index: Sequence[int] | int | None, kwargs: dict[str, Any]) -> None:
         """See ``Collector.reset``."""
@@ -272,16 +285,16 @@ class Engine:
                 which[number] = inside
         self.source.pool.call_for(which, CheckReset)
         self.source.pool.call_for(which, lambda part: Reset(part, kwargs or None))
-        if self.outlet.episodes is not None:
-            self.outlet.episodes.flush(chosen)
+        if self.pipeline.episodes is not None:
+            self.pipeline.episodes.flush(chosen)
 
     def set_seed(self, seed: int, *, static: bool) -> int:
         """See ``Collector.set_seed``."""
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise BadOption(f"set_seed({seed!r}): expected an integer of at least 0")
         self.source.pool.call(Seed(seed, static))
-        if self.outlet.episodes is not None:
-            self.outlet.episodes.flush()
+        if self.pipeline.episodes is not None:
+            self.pipeline.episodes.flush()
         return seed if static else seed + self.num_envs - 1
 
     def discard(self, reason: str, frames: int) -> None:
@@ -296,7 +309,7 @@ class Engine:
             for part in ("env", "policy", "copy", "total")
         )
         workers = self.source.pool.worker_stats()
-        held = self.outlet.frames_held + (0 if self.kept is None else self.kept.frames_held) + self.unsaved
+        held = self.pipeline.frames_held + (0 if self.kept is None else self.kept.frames_held) + self.unsaved
         frames = self.frames - held - sum(self._dropped().values())
         return CollectorStats(
             frames=frames,
@@ -312,8 +325,8 @@ class Engine:
             policy_s=policy,
             copy_s=copied,
             rest_s=max(0.0, total - env - policy - copied),
-            wait_s=self.source.waited / 1e9,
-            policy_path=self._path,
+            wait_s=self.source.pool.waited / 1e9,
+            policy_path=self.reports[0].path if self.reports else self._first_path,
             policy_version=self.weights.version,
             policy_lag=dict(sorted(self.lag.items())),
             slots=self.source.slots(),
@@ -334,7 +347,7 @@ class Engine:
     @property
     def discarded_steps(self) -> int:
         """All of these."""
-        steps = sum(self.outlet.dropped.values())
+        steps = sum(self.pipeline.dropped.values())
         if self.kept is not None:
             steps += sum(self.kept.dropped.values())
         for account in self.source.pool.accounts:
@@ -343,7 +356,7 @@ class Engine:
 
     def _dropped(self) -> Counter[str]:
         """Those of them that the source has delivered."""
-        return Counter(self.outlet.dropped) + (Counter() if self.kept is None else self.kept.dropped)
+        return Counter(self.pipeline.dropped) + (Counter() if self.kept is None else self.kept.dropped)
 
     @property
     def unsaved(self) -> int:
@@ -379,11 +392,11 @@ class Engine:
         elif self._unmade is None:
             request.version = self.weights.hold()  # the same for all groups, whatever is published meanwhile
             try:
-                self._unmade = like, self.source.collect(request, self.delivery.reused)
+                self._unmade = like, self.source.collect(request, self.views.reused)
             finally:
                 self.weights.release()
         filled = self._unmade[1]
-        batch = self.delivery.batch(filled)
+        batch = self.views.batch(filled)
         self._unmade = None
         return filled, batch
 
@@ -391,7 +404,7 @@ class Engine:
         """Its frames."""
         frames = self.frames_unmade
         if self._unmade is not None:
-            self.delivery.give_up(self._unmade[1])
+            self.views.give_up(self._unmade[1])
         self._unmade = None
         return frames
 
@@ -400,8 +413,8 @@ class Engine:
         for number, account in enumerate(self.source.pool.accounts):
             if account.dropped and number not in self._retired:
                 self._retired.add(number)
-                if self.outlet.episodes is not None:
-                    self.outlet.episodes.retire(account.env_ids)
+                if self.pipeline.episodes is not None:
+                    self.pipeline.episodes.retire(account.env_ids)
                 if self.kept is not None:
                     self.kept.flush(account.env_ids.tolist())
 
@@ -427,7 +440,7 @@ class Engine:
         steps = self._steps(limit)
         while self._take_step(steps):
             self._write_step()
-        self.outlet.ready.append(None)
+        self.pipeline.ready.append(None)
 
     @postponed()
     def _take_step(self, steps: Iterator[TensorDict]) -> bool:
@@ -439,8 +452,8 @@ class Engine:
 
     def _write_step(self) -> None:
         if self._step is not None:
-            assert self.outlet.sink is not None
-            self.outlet.sink.write_frame(self._step[0])
+            assert self.pipeline.sink is not None
+            self.pipeline.sink.write_frame(self._step[0])
         self._step = None
 
     def _steps(self, limit: int) -> Iterator[TensorDict]:

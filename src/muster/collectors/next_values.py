@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from muster.errors import BadOption
 from muster.keys import Key
+from muster.workers.messages import Report
 from muster.workers.pool import WorkerPool
 
 if TYPE_CHECKING:
@@ -18,18 +19,18 @@ if TYPE_CHECKING:
 NEXT_VALUE: Key = ("next", "state_value")
 
 
-def add_next_values(batch: TensorDict, values_of: Sequence[tuple[int, Any]], pool: WorkerPool) -> torch.Tensor:
+def add_next_values(batch: TensorDict, reports: Sequence[Report], pool: WorkerPool) -> torch.Tensor:
     """Add ``("next", "state_value")``, what the policy says of next observations, to a rollout.
 
     It is ``[*batch, 1]``, and 0 where nothing was asked.
 
     Args:
-        values_of: see ``Engine.values``.
+        reports: of the rollout, by group.
 
     Returns:
         the values after the last rows, ``[*lead, 1]``; 0 where an episode has terminated there.
     """
-    groups = [(pool.accounts[number].info.num_envs, number, made) for number, made in values_of]
+    groups = [(pool.accounts[report.group].info.num_envs, report.group, report.values) for report in reports]
     num_envs, time_dim = sum(B for B, *_ in groups), batch.names.index("time")
     T = batch.shape[time_dim]
     if batch.numel() != num_envs * T:

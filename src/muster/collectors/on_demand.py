@@ -17,7 +17,7 @@ from muster.collectors.contradictions import NEEDS_ENVS
 from muster.collectors.engine import Engine
 from muster.collectors.next_values import add_next_values
 from muster.collectors.on_demand_parts import CollectedRollout, Made, Part, joined
-from muster.collectors.outlet import Passage
+from muster.collectors.pipeline import PipelineItem
 from muster.episodes.record import Episodes, join_episodes
 from muster.episodes.rules import NobodyLetGo, PerEnv, Rule, RuleName
 from muster.episodes.segment import ENDED, find_pieces, split_trajectories
@@ -50,7 +50,7 @@ class OnDemand:
         self._source = engine.source
         self.batch: TensorDict | None = None
         self.unreported: Collected | None = None
-        self._waiting: tuple[Passage, CollectStats] | None = None  # that a hook or buffer has refused
+        self._waiting: tuple[PipelineItem, CollectStats] | None = None  # that a hook or buffer has refused
         self._seen = -1  # number of the last rollout that went into the store
         self._interrupted: Asked | None = None  # by an error
         self._choice: Choice  # of the call that collects episodes
@@ -65,12 +65,12 @@ class OnDemand:
         if self._waiting is None:
             with postponed():
                 self._waiting = self._make(asked)
-        passage, made = self._waiting
-        self.batch = passage.go_on()
+        item, made = self._waiting
+        self.batch = item.go_on()
         self._waiting, self._engine.undelivered = None, 0
         return Collected(self.batch, made)
 
-    def _make(self, asked: Asked) -> tuple[Passage, CollectStats]:
+    def _make(self, asked: Asked) -> tuple[PipelineItem, CollectStats]:
         engine, began, before = self._engine, time.perf_counter(), self._engine.discarded_steps
         if not self._resumes(asked):
             self._begin_anew(asked)
@@ -90,7 +90,7 @@ class OnDemand:
             n_kept_steps=0 if engine.kept is None else engine.kept.frames_held,
             **native,
         )
-        return engine.outlet.passage(batch, first), made
+        return engine.pipeline.begin(batch, first), made
 
     def state_dict(self) -> dict[str, Any] | None:
         """Episodes that are held for the next call, as plain data."""
@@ -143,18 +143,18 @@ class OnDemand:
                 batch.set(VALID, self._valid(batch, n))
         frames = engine.frames - before
         engine.undelivered += frames
-        return CollectedRollout(batch, hidden, frames, engine.episodes, engine.env_ids, engine.values)
+        return CollectedRollout(batch, hidden, frames, engine.episodes, engine.env_ids, engine.reports)
 
     def _part(self, asked: Asked, rollout: CollectedRollout) -> Part:
         """What is shown of a rollout. If the policy fails when it is asked for values, the next call asks again."""
         engine, batch, hidden = self._engine, rollout.batch, rollout.hidden
         try:
-            last = add_next_values(batch, rollout.values, engine.source.pool) if asked.bootstrap else None
+            last = add_next_values(batch, rollout.reports, engine.source.pool) if asked.bootstrap else None
         except (WorkerDied, CollectorTimeout):  # of a server that knew recurrent states, and is gone
             self._give_up("worker_died", rollout.frames)
             self._rollout = None
             raise
-        first = engine.outlet.watching(batch, rollout.env_ids, hidden)
+        first = engine.pipeline.watching(batch, rollout.env_ids, hidden)
         batch = split_trajectories(batch) if self._options.split_trajs else batch
         return Part(batch.exclude(*hidden) if hidden else batch, rollout.episodes, last, first)
 
@@ -202,7 +202,7 @@ class OnDemand:
         episodes = self._ended_in(group.batch)
         native = {"rule": asked.rule or RULE, "biased": self._choice.rule.biased}
         batch = group.batch.exclude(*hidden) if hidden else group.batch
-        return Made(batch, episodes, group.frames, native, engine.outlet.showing)
+        return Made(batch, episodes, group.frames, native, engine.pipeline.showing)
 
     def _collect_kept(self, **others: Any) -> None:
         """One rollout, for ``_keep``."""
@@ -218,7 +218,7 @@ class OnDemand:
         self._store().add(batch, env_ids)
         self._unkept = None
         self._engine.undelivered -= frames
-        self._engine.outlet.skip(batch, env_ids)
+        self._engine.pipeline.skip(batch, env_ids)
         self._seen = self._engine.rollouts
 
     def _begin_anew(self, asked: Asked) -> None:
@@ -282,7 +282,7 @@ class OnDemand:
     def _store(self) -> WholeEpisodes:
         engine, options = self._engine, self._options
         if engine.kept is None:
-            engine.delivery.show_hidden()  # flags that an environment does not have say where episodes end
+            engine.views.show_hidden()  # flags that an environment does not have say where episodes end
             engine.kept = WholeEpisodes(
                 num_envs=engine.num_envs,
                 layout=options.traj_format or "cat",

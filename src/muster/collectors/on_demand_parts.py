@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from muster.collectors.outlet import Stage
+from muster.collectors.pipeline import Stage
 from muster.episodes.record import Episodes
 from muster.episodes.segment import time_last
 from muster.memory.specs import Array
+from muster.workers.messages import Report
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -24,7 +25,7 @@ class CollectedRollout(NamedTuple):
     frames: int
     episodes: Episodes
     env_ids: Array
-    values: list[tuple[int, Any]]
+    reports: list[Report]
 
 
 class Part(NamedTuple):

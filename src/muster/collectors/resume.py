@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from muster.collectors.base import BaseCollector
     from muster.collectors.engine import Engine
 
-FORMAT = 4
+FORMAT = 5
 STATE_FILE = "collector.safetensors"
 CUT_SHORT = "The state was saved after an error, in the middle of a batch."
 
@@ -58,7 +58,7 @@ def state_of(collector: BaseCollector) -> dict[str, Any]:
     waiting = engine.source.waiting()  # first: it lets workers come to rest
     frames = sum(report["frames"] for rollout in waiting for report in rollout["reports"])
     # Before what is counted: both may join parts that could not be joined yet.
-    outlet, on_demand = engine.outlet.state_dict(), collector._on_demand.state_dict()
+    pipeline, on_demand = engine.pipeline.state_dict(), collector._on_demand.state_dict()
     acting = _acting(collector)
     states = [state for worker in engine.source.pool.call(TakeState()) for state in worker]
     for state, account in zip(states, engine.source.pool.accounts, strict=True):
@@ -73,7 +73,7 @@ def state_of(collector: BaseCollector) -> dict[str, Any]:
         "waiting": waiting,
         "in_flight": engine.source.in_flight - frames + engine.unsaved + engine.frames_unmade,
         "policy_version": collector._weights.version,
-        "outlet": outlet,
+        "pipeline": pipeline,
         "on_demand": on_demand,
         "options": _fingerprint(collector),
     }
@@ -99,10 +99,10 @@ def load(collector: BaseCollector, state: Any, *, trust: bool) -> ResumeReport:
         pool.call(MarkResumed())
     collector._weights.restore(state["policy_version"])
     engine.source.restore(state["waiting"])
-    engine.outlet.load_state_dict(state["outlet"])
+    engine.pipeline.load_state_dict(state["pipeline"])
     collector._on_demand.load_state_dict(state["on_demand"])
-    if engine.outlet.episodes is not None:
-        engine.outlet.episodes.flush(failed)
+    if engine.pipeline.episodes is not None:
+        engine.pipeline.episodes.flush(failed)
     if engine.kept is not None:
         engine.kept.flush(failed)
     if state["in_flight"]:
@@ -153,7 +153,7 @@ def _fingerprint(collector: BaseCollector) -> dict[str, Any]:
     infos = [account.info for account in engine.source.pool.accounts]
     return {
         "environments": [info.num_envs for info in infos],
-        "trajs_per_batch": engine.outlet.episodes is not None,
+        "trajs_per_batch": engine.pipeline.episodes is not None,
         "observations": [info.observations for info in infos],
         "actions": [info.actions for info in infos],
     }

@@ -24,9 +24,22 @@ class TrajectoryClock:
         self.env_ids = env_ids
         self.total_envs = total_envs
         self.episode = np.zeros(len(env_ids), np.int64)
-        self.steps = np.zeros(len(env_ids), np.int64)
+        self._steps = np.zeros(len(env_ids), np.int64)
+        self._since = 0  # rows without an end that are not in ``_steps``: adding them up is not due in every batch
         self.returns = np.zeros(len(env_ids), np.float64)
         self._ids = env_ids.copy()  # of the trajectories that the environments are in
+
+    @property
+    def steps(self) -> Array:
+        """Made in the episode of each environment so far, ``[B]`` int64; may be written to."""
+        if self._since:
+            self._steps += self._since
+            self._since = 0
+        return self._steps
+
+    @steps.setter
+    def steps(self, steps: Array) -> None:
+        self._steps, self._since = steps, 0
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of all that changes, and what it belongs to."""
@@ -74,9 +87,11 @@ class TrajectoryClock:
         """Move to the end of the rows (``[T, B]`` each); returns the episodes that ended, in order."""
         T, B = reward.shape
         if 1 not in done.tobytes():
-            self.steps += np.int64(T)
+            self._since += T
             self.returns += reward[0] if T == 1 else np.add.reduce(reward, axis=0, dtype=np.float64)
             return NO_EPISODES
+        if T == 1:
+            return self._advance_one(reward[0], terminated[0], truncated[0], done[0])
         end = done.T.reshape(-1).nonzero()[0]  # from here on rows are numbered by environment, then time
         env, t = np.divmod(end, T)
         lane = np.arange(B) * T  # first row of each environment
@@ -102,6 +117,19 @@ class TrajectoryClock:
         self.steps[...] = np.where(goes_on, lane + T - begin[last], 0)
         self.returns[...] = np.where(goes_on, total[last], 0.0)
         return episodes
+
+    def _advance_one(self, reward: Array, terminated: Array, truncated: Array, done: Array) -> Episodes:
+        """The same for a single row, ``[B]`` each, without the sums over pieces that several rows need."""
+        self._since += 1
+        self.returns += reward
+        steps, env = self.steps, done.nonzero()[0]
+        ended = Episodes(
+            self._ids[env], self.env_ids[env], self.returns[env], steps[env], terminated[env], truncated[env]
+        )
+        self.episode[env] += 1
+        steps[env], self.returns[env] = 0, 0.0
+        self._number()
+        return ended
 
     def _number(self) -> None:
         self._ids = self.env_ids + self.total_envs * self.episode

@@ -68,5 +68,7 @@ NO_EPISODES = Episodes(*(np.empty(0, d) for d in (np.int64, np.int64, float, np.
 
 def join_episodes(parts: Sequence[Episodes]) -> Episodes:
     """The episodes of several groups, group by group."""
+    if len(parts) == 1:
+        return parts[0]
     columns = zip(*(part.columns() for part in parts), strict=True)
-    return parts[0] if len(parts) == 1 else Episodes(*map(np.concatenate, columns))
+    return Episodes(*map(np.concatenate, columns)) if parts else NO_EPISODES

@@ -17,7 +17,7 @@ from muster.utils.interrupts import postponed
 from muster.workers.group_state import layout_of, report_of, to_plain, write
 from muster.workers.messages import Order, Report
 from muster.workers.pool import WorkerPool, give_warnings
-from muster.workers.schedule import Bundle, CollectRequest, FilledSlot, Schedule, filled
+from muster.workers.schedule import Bundle, CollectRequest, FilledSlot, Schedule
 
 FAIR_AFTER = 8  # batches per group, before shares are compared
 FAIR_SHARE = 0.5  # of an equal share; less is worth a warning
@@ -148,7 +148,7 @@ class FirstReady(Schedule):
         self._order(wanted, wanted.batches)
         while (found := self._deliverable()) is None:
             self.pool.check_alive()
-            report = self._next_report()
+            report = self.pool.next_report()
             self._take_note(report)
             is_away = self.pool.elastic and not self._is_there(report.group)
             if (report.dropped or report.lost or is_away) and not (postponed := self.pool.has_bad_news):
@@ -168,7 +168,7 @@ class FirstReady(Schedule):
             self._finish(found.slot, lane, report)
         self._delivered += 1
         self._unsure = postponed
-        return filled(self.pool, [(found.ring, found.slot)], reports)
+        return FilledSlot([(found.ring, found.slot)], reports)
 
     @property
     def ahead_of_user(self) -> bool:
@@ -189,7 +189,7 @@ class FirstReady(Schedule):
         """See ``Schedule``. The rollouts stay, and are delivered as if nothing had been asked."""
         self._unsure = True
         while self.pool.outstanding:
-            self._take_note(self._next_report())
+            self._take_note(self.pool.next_report())
         made = []
         for ordered in self._ordered.complete():
             reports = [ordered.reports[order.number] for order in ordered.orders]
@@ -221,7 +221,7 @@ class FirstReady(Schedule):
         """See ``Schedule``; the environments go on where they are."""
         while self.pool.outstanding:
             with suppress(MusterError):
-                self._take_note(self._next_report())
+                self._take_note(self.pool.next_report())
         self._discard(reason)
 
     def layout(self, policy: str, version: int | str | None = None) -> Layout:
@@ -275,7 +275,10 @@ class FirstReady(Schedule):
                 if len(self._ordered) >= most:
                     return
                 if len(self._ordered.waiting(bundle)) <= level and self._can_work(bundle):
-                    self._submit(bundle, wanted, delivered)
+                    ordered = self._ordered_from(bundle, wanted, delivered)
+                    if ordered is not None:
+                        self._send(ordered, ordered.orders)
+                        self._add(ordered)
 
     def _is_dropped(self, bundle: Bundle) -> bool:
         return all(self.pool.accounts[group].dropped for group in bundle.groups)
@@ -286,36 +289,41 @@ class FirstReady(Schedule):
     def _can_work(self, bundle: Bundle) -> bool:
         return not self._is_dropped(bundle) and all(self._is_there(group) for group in bundle.groups)
 
-    def _submit(self, bundle: Bundle, wanted: CollectRequest, delivered: int) -> None:
+    def _ordered_from(self, bundle: Bundle, wanted: CollectRequest, delivered: int) -> _Ordered | None:
+        """Rollouts to be ordered from the groups of a bundle; None if it is dropped."""
         policy = wanted.policy(len(self._ordered) + delivered)
         self._prepare(bundle, policy)
         if self._is_dropped(bundle):  # just now
-            return
+            return None
         slot = bundle.ring.take()
         limit = self._limit(wanted.limit, bundle.groups)
         waiting = self._ordered.waiting(bundle)
         before = waiting[-1].orders if waiting else None
-        with self.pool.together() if len(bundle.groups) > 1 else nullcontext():
-            orders = [
-                self.pool.submit(
-                    group,
-                    slot,
-                    lane,
-                    policy=policy,
-                    limit=limit,
-                    sharing=self._sharing(bundle, group),
-                    spans=wanted.spans,
-                    after=before[lane].number if before else None,
-                    bootstrap=wanted.bootstrap,
-                )
-                for lane, group in enumerate(bundle.groups)
-            ]
+        orders = [
+            Order(
+                next(self.pool.numbers),
+                group,
+                lane,
+                policy,
+                limit=limit,
+                sharing=self._sharing(bundle, group),
+                spans=wanted.spans,
+                after=before[lane].number if before else None,
+                bootstrap=wanted.bootstrap,
+            )
+            for lane, group in enumerate(bundle.groups)
+        ]
+        return _Ordered(orders, bundle, bundle.ring, slot, self._publishes(), next(self._places))
+
+    def _add(self, ordered: _Ordered) -> None:
+        """Rollouts that workers have been told of."""
+        bundle = ordered.bundle
         self._begun[bundle.groups[0]] += 1
-        self._ordered.add(_Ordered(orders, bundle, bundle.ring, slot, self._publishes(), next(self._places)))
+        self._ordered.add(ordered)
         if len(self._ordered.waiting(bundle)) >= self._lead:
             self._lacking.pop(bundle.groups[0], None)
         if self.ahead is not None:
-            self.ahead.prepare(bundle.ring, slot)
+            self.ahead.prepare(ordered.ring, ordered.slot)
 
     def _prepare(self, bundle: Bundle, policy: str) -> None:
         living = [group for group in bundle.groups if not self.pool.accounts[group].dropped]
@@ -384,9 +392,15 @@ class FirstReady(Schedule):
                 if len(missing) + len(ordered.reports) == len(ordered.orders):  # else somebody writes into the slot
                     self._withdraw(ordered)
                 continue
-            for order in missing:
+            if missing:
+                self._send(ordered, missing)
+                self._ordered.note(ordered)
+
+    def _send(self, ordered: _Ordered, orders: Sequence[Order]) -> None:
+        """Give orders to workers; those that were dropped have nothing to do."""
+        with self.pool.together() if len(orders) > 1 else nullcontext():
+            for order in orders:
                 if self.pool.accounts[order.group].dropped:
                     ordered.reports[order.number] = Report(order.number, order.group, dropped=True)
-                    self._ordered.note(ordered)
                 else:
                     self.pool.handle(order.group).submit(order, ordered.slot)

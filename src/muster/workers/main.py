@@ -115,31 +115,14 @@ class WorkerMain:
             if not self._answer(BIRTH, self._construct):
                 return
             while not self.ending:
-                self._attend()
+                self.progress.begin(Phase.IDLE)
+                self.channel.receive()[0].reach(self)
             self._closing = True  # in here: SIGTERM between the last message and this must not skip the closing
         except Terminated:
             self._closing = True
         finally:
             self._close_ticket()
         self._close()
-
-    def _attend(self) -> None:
-        """To the next message."""
-        self.progress.begin(Phase.IDLE)
-        message, _ = self.channel.receive()
-        message.reach(self)
-
-    def follow(self, request: RolloutRequest) -> None:
-        """Make a rollout, and say what came of it."""
-        report = self._roll_out(request)
-        if self.line is not None:
-            self.line.finished(report.number)
-        report.lost |= self.terminated
-        if self.terminated and report.phase:  # it is seen to have ended there
-            self.progress.begin(Phase[report.phase.upper()])
-        self._send(Finished(report, self.terminated))
-        if report.error is None and not report.lost:
-            self._begin_early(self.worker.group(report.group))
 
     def answer(self, number: int, request: Request) -> None:
         """Say what a request returns or raises."""
@@ -275,29 +258,42 @@ class WorkerMain:
 
     # --- rollouts ---------------------------------------------------------------------------------
 
-    def _roll_out(self, request: RolloutRequest) -> Report:
+    def follow(self, request: RolloutRequest) -> None:
+        """Make a rollout, and say what came of it."""
         order = request.order
         self._failed.discard(order.number)
         if order.after in self._failed:  # to be ordered again, after the one before it
             self._failed.add(order.number)
-            return Report(order.number, order.group, lost=True)
-        lane, shared = self._lane(request)
-        if self._at.get(id(lane)) != order.number:  # else it goes on after an error
-            lane.done_steps, lane.stopped = 0, False
-            self._at[id(lane)] = order.number
-        begin = lane.done_steps
-        report = self.worker.run(order, lane)
-        group = self.worker.group(order.group)
+            report = Report(order.number, order.group, lost=True)
+        else:
+            lane, shared = self._lane(request)
+            if self._at.get(id(lane)) != order.number:  # else it goes on after an error
+                lane.done_steps, lane.stopped = 0, False
+                self._at[id(lane)] = order.number
+            begin = lane.done_steps
+            report = self.worker.run(order, lane)
+            self._complete(report, lane, begin)
+            if lane is not shared and report.error is None:
+                for key, tensor in lane.tensors.items():
+                    shared.tensors[key].copy_(tensor)
+        if self.line is not None:
+            self.line.finished(report.number)
+        report.lost |= self.terminated
+        if self.terminated and report.phase:  # it is seen to have ended there
+            self.progress.begin(Phase[report.phase.upper()])
+        self._send(Finished(report, self.terminated))
+        if report.error is None and not report.lost:
+            self._begin_early(self.worker.group(report.group))
+
+    def _complete(self, report: Report, lane: Lane, begin: int) -> None:
+        """Add to a report what another process has to be told, of a rollout from row ``begin`` on."""
+        group = self.worker.group(report.group)
         report.clock = np.stack([group.clock.episode, group.clock.steps])
         if report.error is not None:
-            self._failed.add(order.number)
+            self._failed.add(report.number)
             report.error = self._explain(report.error, report.phase, group, lane)
-        elif lane is not shared:
-            for key, tensor in lane.tensors.items():
-                shared.tensors[key].copy_(tensor)
         report.objects = objects_of(lane)
-        report.anchors = self._anchors[order.group].take(begin, group.pending)
-        return report
+        report.anchors = self._anchors[report.group].take(begin, group.pending)
 
     def _begin_early(self, group: Group) -> None:
         """Reset what waits for the next rollout, which will raise the error of it: also SystemExit and the like."""

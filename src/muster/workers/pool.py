@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -215,8 +216,11 @@ class Account:
 class Watch(Protocol):
     """Waits for workers elsewhere, and deals with those that fail."""
 
-    def wait(self, timeout: float | None) -> list[Report]:
-        """Until some worker has something to say; reports in the place of workers that are lost."""
+    def wait(self, timeout: float | None) -> None:
+        """Until some worker has something to say, or is lost."""
+
+    def take_lost(self) -> list[Report]:
+        """Reports in the place of workers that were lost since the last call."""
 
 
 class Servers(Protocol):
@@ -242,6 +246,7 @@ class WorkerPool:
         server: acts for the workers; None: they do.
         numbers: of orders.
         elastic: workers may be absent (see ``Handle``) from the beginning, and again later.
+        waited: nanoseconds, for reports.
     """
 
     def __init__(
@@ -267,24 +272,17 @@ class WorkerPool:
         self._warned = 0
         self.server: Servers | None = None
         self.elastic = False
+        self.waited = 0
 
     def handle(self, group: int) -> Handle:
         return self._of[group]
-
-    def submit(self, group: int, slot: Slot, lane: int, *, number: int | None = None, **order: Any) -> Order:
-        """Let a group's worker make a rollout into a lane, or go on with that of order ``number``; see ``Order``."""
-        made = Order(next(self.numbers) if number is None else number, group, lane, **order)
-        if self.accounts[group].dropped:
-            self._reports.append(Report(made.number, group, dropped=True))
-        else:
-            self._of[group].submit(made, slot)
-        return made
 
     def welcome(self) -> None:
         """Take in which workers have come meanwhile, and call again those whose absence has been raised."""
         start_dead(self, absent=True)
         if self._watch is not None:
-            self._reports += self._watch.wait(0.0)
+            self._watch.wait(0.0)
+            self._reports += self._watch.take_lost()
 
     def together(self) -> AbstractContextManager[None]:
         """Workers that are given work in this context begin at the same time, as a server sees it."""
@@ -317,7 +315,12 @@ class WorkerPool:
                 self.enter(report)
                 return report
             assert self._watch is not None, "nothing was ordered"
-            self._reports += self._watch.wait(None)
+            began = time.perf_counter_ns()
+            try:
+                self._watch.wait(None)
+            finally:
+                self.waited += time.perf_counter_ns() - began
+            self._reports += self._watch.take_lost()
 
     def enter(self, report: Report) -> None:
         """Into the account of its group, and what is to be warned of."""

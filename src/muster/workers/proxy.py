@@ -310,7 +310,7 @@ class WorkerProxy:
         if self.alive:
             if self.host.server is not None:
                 self.host.server.lines.expect(self.index, order.number)
-            self._send_order(order)
+            self._send(self._request(order))
         elif not self.reviving:
             self.start()
 
@@ -376,7 +376,7 @@ class WorkerProxy:
         if self.config.generation:
             self._patience.restarted(self)
         for order in self.under_way.orders():
-            self._send_order(order)
+            self._send(self._request(order))
 
     def _note(self, message: Finished | Answer | Closed) -> None:
         """Take in a message of the process."""
@@ -429,12 +429,12 @@ class WorkerProxy:
                 raise answer.failure.error()
             return answer.value
 
-    def _send_order(self, order: Order) -> None:
+    def _request(self, order: Order) -> RolloutRequest:
         slot = self.under_way.slot_of(order.number)
         if self.host.remote:
             begin = order.lane * slot.layout.lane_bytes
             self.process.channel.expect(slot.block[begin : begin + slot.layout.lane_bytes])
-        self._send(RolloutRequest(order, slot.offset, slot.layout.nbytes))
+        return RolloutRequest(order, slot.offset, slot.layout.nbytes)
 
     def _send(self, message: WorkerConfig | Message, fds: Sequence[int] = (), timeout: float | None = SEND_S) -> None:
         try:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from muster.episodes.record import Episodes, join_episodes
 from muster.episodes.rules import Rule
 from muster.errors import BadOption
 from muster.memory.slots import Layout, Slot, SlotRing, SlotState
-from muster.memory.specs import Array
 from muster.rollout.bootstrap import Bootstrap
-from muster.rollout.marks import Final, blank
+from muster.rollout.marks import blank
 from muster.workers.config import Columns
 from muster.workers.messages import Report
 from muster.workers.pool import Handle, WorkerPool, start_dead
@@ -26,35 +23,25 @@ if TYPE_CHECKING:
     from muster.memory.slots import Memory
 
 
-@dataclass
-class FilledSlot:
+class FilledSlot(NamedTuple):
     """What a batch is made of.
 
     Attributes:
         slots: complete ones, with their rings. Several are to be concatenated.
-        groups: whose lanes they are, in order.
-        frames: valid steps.
-        rows: time steps that hold any, by group.
-        episodes: those that ended in it.
-        versions: of the weights that acted, by group.
-        finals: see ``Group.finals``; with the global numbers of the environments.
-        values: see ``Report``, by group.
+        reports: what came of the rollouts in their lanes, in order.
     """
 
     slots: list[tuple[SlotRing, Slot]]
-    path: str
-    groups: list[int] = field(default_factory=list)
-    episodes: Episodes = field(init=False)
-    frames: int = 0
-    rows: list[int] = field(default_factory=list)
-    versions: list[int | str] = field(default_factory=list)
-    finals: list[tuple[Array, list[Final]]] = field(default_factory=list)
-    spans: list[Any] = field(default_factory=list)
-    values: list[Any] = field(default_factory=list)
+    reports: list[Report]
 
     @property
     def layout(self) -> Layout:
         return self.slots[0][0].layout
+
+    @property
+    def frames(self) -> int:
+        """Valid steps."""
+        return sum(report.frames for report in self.reports)
 
 
 @dataclass
@@ -174,7 +161,6 @@ class Schedule(ABC):
     def __init__(self, pool: WorkerPool, bundles: Sequence[Bundle], T: Sequence[int]) -> None:
         self.pool, self.bundles, self.T = pool, list(bundles), list(T)
         self._usual_T = list(T)
-        self.waited = 0  # ns, for workers
         self.ahead: Ahead | None = None
 
     @abstractmethod
@@ -253,13 +239,6 @@ class Schedule(ABC):
         """Of one batch."""
         return range(len(self.pool.accounts))
 
-    def _next_report(self) -> Report:
-        began = time.perf_counter_ns()
-        try:
-            return self.pool.next_report()
-        finally:
-            self.waited += time.perf_counter_ns() - began
-
     def _limit(self, limit: int | None, groups: Sequence[int]) -> int | None:
         """Valid steps in a batch of these groups; None is all of them."""
         cells = 0
@@ -295,24 +274,6 @@ class Schedule(ABC):
 
     def _names(self, bundle: Bundle) -> list[str]:
         return [self.pool.accounts[number].info.name for number in bundle.groups]
-
-
-def filled(pool: WorkerPool, slots: list[tuple[SlotRing, Slot]], reports: Sequence[Report]) -> FilledSlot:
-    """What a batch of these lanes is made of."""
-    made = FilledSlot(slots, path=reports[0].path)
-    episodes: list[Episodes] = []
-    for report in reports:
-        made.groups.append(report.group)
-        made.frames += report.frames
-        made.rows.append(report.rows)
-        made.finals.append((pool.accounts[report.group].env_ids, report.finals))
-        made.spans += report.spans
-        made.values.append(report.values)
-        if report.episodes is not None:
-            episodes.append(report.episodes)
-            made.versions.append(report.version)
-    made.episodes = episodes[0] if len(episodes) == 1 else join_episodes(episodes)
-    return made
 
 
 def _shape(layout: Layout) -> object:

@@ -96,11 +96,35 @@ class Supervisor:
         """Seconds that a phase may take."""
         return self._timeouts.get(phase, self._timeouts["step"])
 
-    def wait(self, timeout: float | None) -> list[Report]:
-        """Until some worker has reported; reports in the place of workers that are lost. May return early."""
-        if not self._lost:
+    def wait(self, timeout: float | None, *, revives: bool = True) -> None:
+        """Until some worker has reported, or is lost. May return early.
+
+        Takes in what has come, finds out who is lost, and looks for those that hang.
+
+        Args:
+            revives: start again workers whose time for it has come.
+        """
+        if revives:
+            if self._lost:
+                return
             self._revive_due()
-            self._poll(timeout)
+        poller, of = self._listen()
+        now = time.monotonic()
+        due = [record.revive_at - now for record in self._records.values() if record.revive_at is not None]
+        longest = min([SAMPLED_EVERY, *due, *([] if timeout is None else [timeout])])
+        with allowed():
+            ready = poller.poll(max(0.0, longest) * 1000)
+        if self.wake_up is not None and ready:  # else it may have begun to ring just now, for what nobody looks at
+            self.wake_up.clear()
+        for handle in dict.fromkeys(handle for fd, _ in ready for handle in of[fd]):
+            if not handle.pump() or handle.process.child.exit_code() is not None:
+                self._has_ended(handle)
+            else:
+                self._take_note(handle)
+        self._look_for_hangs()
+
+    def take_lost(self) -> list[Report]:
+        """Reports in the place of workers that were lost since the last call."""
         lost, self._lost = self._lost, []
         return lost
 
@@ -119,7 +143,7 @@ class Supervisor:
             lack: how many nodes are too few if these workers are not there; 0 or less: enough.
         """
         while lack([handle for handle in self.handles if handle.absent]) > 0:
-            self._poll(None)
+            self.wait(None, revives=False)
             gone = [handle for handle in self.handles if not handle.alive]
             for handle in gone:
                 if not handle.process.child.late or lack(gone) > 0:
@@ -130,7 +154,7 @@ class Supervisor:
         asked = handle.config.generation
         while not ready():
             if was_alive := handle.alive:
-                self._poll(None)
+                self.wait(None, revives=False)
             if handle.config.generation != asked:
                 raise Restarted
             if not handle.alive and not ready():
@@ -138,28 +162,11 @@ class Supervisor:
                 if self._records[handle.index].revive_at is None or has_waited:
                     self._raise_once(handle)
                 while not handle.alive:
-                    self._poll(None)  # of others, until this one is due
+                    self.wait(None, revives=False)  # of others, until this one is due
                     self._revive_due()
                 raise Restarted
 
     # --- looking ----------------------------------------------------------------------------------
-
-    def _poll(self, timeout: float | None) -> None:
-        """Take in what has come, after waiting for some of it, and find out who is lost."""
-        poller, of = self._listen()
-        now = time.monotonic()
-        due = [record.revive_at - now for record in self._records.values() if record.revive_at is not None]
-        longest = min([SAMPLED_EVERY, *due, *([] if timeout is None else [timeout])])
-        with allowed():
-            ready = poller.poll(max(0.0, longest) * 1000)
-        if self.wake_up is not None and ready:  # else it may have begun to ring just now, for what nobody looks at
-            self.wake_up.clear()
-        for handle in dict.fromkeys(handle for fd, _ in ready for handle in of[fd]):
-            if not handle.pump() or handle.process.child.exit_code() is not None:
-                self._has_ended(handle)
-            else:
-                self._take_note(handle)
-        self._look_for_hangs()
 
     def _has_ended(self, handle: WorkerProxy) -> None:
         handle.process.child.join(1.0)

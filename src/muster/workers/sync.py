@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
-from muster.memory.slots import Lane, Layout, Slot, SlotState
+from muster.memory.slots import Layout, Slot, SlotState
 from muster.utils.interrupts import postponed
 from muster.workers.messages import Order, Report
 from muster.workers.pool import WorkerPool, give_warnings
 from muster.workers.requests import Reset
-from muster.workers.schedule import Bundle, CollectRequest, FilledSlot, Schedule, filled
+from muster.workers.schedule import Bundle, CollectRequest, FilledSlot, Schedule
 from muster.workers.threads import GlobalStreams
 
 
@@ -39,6 +39,9 @@ class Sync(Schedule):
         self.preempts = enough is not None
         self._streams = streams
         self._filling: list[Slot] = []
+        # Of every group: index of its bundle, lane in the bundle's slots, number.
+        lanes = [(i, *place) for i, bundle in enumerate(bundles) for place in enumerate(bundle.groups)]
+        self._places: list[tuple[int, int, int]] = lanes
         self._complete: dict[int, Report] = {}  # by group
         self._begun: dict[int, int] = {}  # numbers of the orders for these slots, by group
 
@@ -55,16 +58,15 @@ class Sync(Schedule):
             again = into is not None and into.layout == self.bundles[0].ring.layout
             self._filling = [cast(Slot, into).begin()] if again else [b.ring.take() for b in self.bundles]
         if local is not None:
-            for order, lane in self._missing(request, policy):
-                report = local.run(order, lane)
-                self.pool.enter(report)
-                error, report.error = report.error, None
-                try:
-                    if error is not None:
-                        raise error
-                finally:
-                    del error  # its traceback refers to this frame: slots would wait for the cycle collector
-                self._complete[order.group] = report
+            limit = self._limit(request.limit, self._batch_groups())
+            for index, lane, group in self._places:
+                if group not in self._complete:
+                    order = self._order(group, lane, request, policy, limit)
+                    report = local.run(order, self._filling[index].lanes[lane])
+                    self.pool.enter(report)
+                    if report.error is not None:
+                        _raise_error_of(report)
+                    self._complete[group] = report
         else:
             before = None if self._streams is None else self._streams.before()
             self._work(request, policy)
@@ -74,59 +76,56 @@ class Sync(Schedule):
         give_warnings(self.pool)
         return self._filled()
 
-    def _missing(self, request: CollectRequest, policy: str) -> list[tuple[Order, Lane]]:
-        """What the worker of this thread has still to do for the slots."""
-        missing: list[tuple[Order, Lane]] = []
-        limit = self._limit(request.limit, self._batch_groups())
-        for slot, lane, group in self._lanes():
-            if group in self._complete:
-                continue
-            if group not in self._begun:
-                self._begun[group] = next(self.pool.numbers)
-            order = Order(
-                self._begun[group],
-                group,
-                lane,
-                policy,
-                request.version,
-                request.closes,
-                limit,
-                spans=request.spans,
-                rule=None if request.rule is None else request.rule(group),
-                bootstrap=request.bootstrap,
-            )
-            missing.append((order, slot.lanes[lane]))
-        return missing
+    def _order(self, group: int, lane: int, request: CollectRequest, policy: str, limit: int | None) -> Order:
+        """What a group has to do, or to go on with, for its lane."""
+        if group not in self._begun:
+            self._begun[group] = next(self.pool.numbers)
+        rule = None if request.rule is None else request.rule(group)
+        return Order(
+            self._begun[group],
+            group,
+            lane,
+            policy,
+            request.version,
+            request.closes,
+            limit,
+            spans=request.spans,
+            rule=rule,
+            bootstrap=request.bootstrap,
+        )
 
     def _work(self, request: CollectRequest, policy: str) -> None:
-        """Let every group fill its lane, and wait for all of them."""
+        """Let every group fill its lane, and wait for all of them; raises the first error."""
         limit = self._limit(request.limit, self._batch_groups())
         with self.pool.together():
-            for slot, lane, group in self._lanes():
-                if group not in self._complete and not self._is_under_way(group):
-                    order = self.pool.submit(
-                        group,
-                        slot,
-                        lane,
-                        number=self._begun.get(group),
-                        policy=policy,
-                        version=request.version,
-                        closes=request.closes,
-                        limit=limit,
-                        sharing=self._sharing(group),
-                        spans=request.spans,
-                        rule=None if request.rule is None else request.rule(group),
-                        bootstrap=request.bootstrap,
-                    )
-                    self._begun[group] = order.number
+            for index, lane, group in self._places:
+                if group in self._complete or self._is_under_way(group):
+                    continue
+                order = self._order(group, lane, request, policy, limit)
+                if self.pool.accounts[group].dropped:
+                    self._complete[group] = Report(order.number, group, dropped=True)
+                else:
+                    order.sharing = self._sharing(group)
+                    self.pool.handle(group).submit(order, self._filling[index])
         if self.ahead is not None:
             for bundle, slot in zip(self.bundles, self._filling, strict=True):
                 self.ahead.prepare(bundle.ring, slot)
+        failed: Report | None = None
         try:
-            self._wait()
+            while self.pool.outstanding:
+                report = self.pool.next_report()
+                if report.error is None and not report.lost:
+                    self._complete[report.group] = report
+                    if len(self._complete) >= self._enough:
+                        self.pool.stop()
+                elif report.error is not None and failed is None:
+                    failed = report
+                    self.pool.withdraw()
         finally:
             if self.pool.server is not None:
                 self.pool.server.settle()
+        if failed is not None:
+            _raise_error_of(failed)
 
     @postponed()
     def abandon(self, reason: str) -> None:
@@ -142,10 +141,11 @@ class Sync(Schedule):
 
     def _prepare(self, policy: str, version: int | str | None) -> None:
         """Slots for what the policy and the environments write."""
+        if (local := self.pool.local) is not None and local.prepared(policy) and self._is_laid_out():
+            return
         accounts = self.pool.accounts
         living = [handle for handle in self.pool.handles if not accounts[handle.groups[0]].dropped]
-        ready = [bundle.laid_out for bundle in self.bundles] + [handle.prepared(policy) for handle in living]
-        if False not in ready:
+        if self._is_laid_out() and all(handle.prepared(policy) for handle in living):
             return
         self.abandon("policy_changed")
         layouts: dict[int, Layout] = {}
@@ -159,16 +159,18 @@ class Sync(Schedule):
         for bundle in self.bundles:
             bundle.lay_out([layouts[number] for number in bundle.groups], self._names(bundle))
 
+    def _is_laid_out(self) -> bool:
+        for bundle in self.bundles:  # noqa: SIM110 (asked before every batch)
+            if not bundle.laid_out:
+                return False
+        return True
+
     def _discard(self, reason: str) -> None:
         super()._discard(reason)
         for bundle, slot in zip(self.bundles, self._filling, strict=False):
             if slot.state is not SlotState.LENT:  # the user has it (``return_same_td``)
                 self._give_back(bundle.ring, slot)
         self._filling, self._complete, self._begun = [], {}, {}
-
-    def _lanes(self) -> list[tuple[Slot, int, int]]:
-        pairs = zip(self.bundles, self._filling, strict=True)
-        return [(slot, lane, group) for bundle, slot in pairs for lane, group in enumerate(bundle.groups)]
 
     def _is_under_way(self, group: int) -> bool:
         """Its order was not withdrawn when the last call was interrupted (Ctrl-C)."""
@@ -179,31 +181,19 @@ class Sync(Schedule):
         sizes = [0 if account.dropped else account.info.num_envs for account in self.pool.accounts]
         return (sum(sizes[:group]), sum(sizes)) if 0 in sizes else None
 
-    def _wait(self) -> None:
-        """Until every order has been followed; raises the first error."""
-        error: BaseException | None = None
-        while self.pool.outstanding:
-            report = self._next_report()
-            if report.error is None and not report.lost:
-                self._complete[report.group] = report
-                if len(self._complete) >= self._enough:
-                    self.pool.stop()
-            elif report.error is not None:
-                if error is None:
-                    error = report.error
-                    self.pool.withdraw()
-                report.error = None  # its traceback refers to frames that refer to the report, and to slots
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # it refers to this frame: slots would wait for the cycle collector
-
     def _filled(self) -> FilledSlot:
         reports = []
-        for slot, lane, group in self._lanes():
+        for index, lane, group in self._places:
             reports.append(self._complete[group])
-            self._finish(slot, lane, reports[-1])
+            self._finish(self._filling[index], lane, reports[-1])
         slots = [(bundle.ring, slot) for bundle, slot in zip(self.bundles, self._filling, strict=True)]
         self._filling, self._complete, self._begun = [], {}, {}
-        return filled(self.pool, slots, reports)
+        return FilledSlot(slots, reports)
+
+
+def _raise_error_of(report: Report) -> None:
+    error, report.error = report.error, None
+    try:
+        raise error
+    finally:
+        del error  # its traceback refers to this frame: slots would wait for the cycle collector

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Stage = Callable[[Any], Any]
 
 
-class Passage:
+class PipelineItem:
     """An item on its way through stages. After an error it goes on with the stage that failed.
 
     Attributes:
@@ -51,7 +51,7 @@ class _Put(NamedTuple):
     frames: int
 
 
-class Outlet:
+class Pipeline:
     """Turns a collected batch into what iteration yields.
 
     Nothing is lost where a function of the user's raises: the item stays, and the next call goes on with that function.
@@ -91,7 +91,7 @@ class Outlet:
         self.sink: ReplaySink | None = None
         if options.replay_buffer is not None:
             self.sink = ReplaySink(options.replay_buffer, extend=options.extend_buffer)
-        self.ready: list[Passage | None] = []
+        self.ready: list[PipelineItem | None] = []
         self._put: deque[_Put] = deque()  # what nothing has become of yet
         self._unsorted = False  # there may be groups of episodes that are complete
         self._hidden: Sequence[Key] = ()  # of the last batch
@@ -151,7 +151,7 @@ class Outlet:
             self.episodes.check_ends("trajs_per_batch", resets=self._options.reset_at_each_iter)
 
     def _make_ready(self, item: TensorDict, first: Sequence[Stage], frames: int) -> None:
-        self.ready.append(self.passage(item.exclude(*self._hidden) if self._hidden else item, first, frames))
+        self.ready.append(self.begin(item.exclude(*self._hidden) if self._hidden else item, first, frames))
 
     def take(self) -> Any:
         """The next of what is ready, as it is to be yielded; None in the place of what a buffer took."""
@@ -160,14 +160,14 @@ class Outlet:
         self.ready.pop(0)
         return None if self.sink is not None else item
 
-    def passage(self, item: TensorDict, first: Sequence[Stage] = (), frames: int = 0) -> Passage:
+    def begin(self, item: TensorDict, first: Sequence[Stage] = (), frames: int = 0) -> PipelineItem:
         """The way of an item through postproc, ``on_batch`` and the replay buffer.
 
         Args:
             first: stages before: of ``watching``, or ``showing``.
             frames: valid steps in it, if nobody else counts them.
         """
-        return Passage(item, [*first, *self._stages], frames)
+        return PipelineItem(item, [*first, *self._stages], frames)
 
     def watching(self, batch: TensorDict, envs: Envs = None, hidden: Sequence[Key] = ()) -> list[Stage]:
         """Take note of rows that go to the user as they come; what shows ``on_episode_done`` the episodes that end."""
@@ -208,7 +208,7 @@ class Outlet:
         for plain in state["ready"]:
             item = from_plain(plain["item"])
             item.names = plain["names"]
-            self.ready.append(self.passage(item, first, plain["frames"]))
+            self.ready.append(self.begin(item, first, plain["frames"]))
 
     # --- parts ------------------------------------------------------------------------------------
 

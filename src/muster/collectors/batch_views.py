@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 VIEWS = 1024  # kept; one per ring
 
 
-class Delivery:
+class BatchViews:
     """Lends slots as TensorDicts, where the user wants them.
 
     Args:
@@ -70,8 +70,10 @@ class Delivery:
             made = view.tensordict(memory, slot)
         del self._prepared[id(slot)]
         batch = made
-        if self._options.use_buffers is False and (rows := max(filled.rows)) < slot.layout.T:
-            batch = batch[(slice(None),) * view.time_dim + (slice(0, rows),)]
+        if self._options.use_buffers is False:
+            rows = max(report.rows for report in filled.reports)
+            if rows < slot.layout.T:
+                batch = batch[(slice(None),) * view.time_dim + (slice(0, rows),)]
         if self._options.return_same_td:
             self._same = (slot, memory, batch)
         return batch
@@ -97,11 +99,11 @@ class Delivery:
     def _concatenated(self, filled: FilledSlot, dim: int) -> TensorDict:
         """A copy; the slots are free at once."""
         parts = []
-        for (ring, slot), rows in zip(filled.slots, filled.rows, strict=True):
+        for (ring, slot), report in zip(filled.slots, filled.reports, strict=True):
             view = self._view_of(ring.layout)
             part = view.tensordict(self._lent(ring, slot)[0], slot)
             over_time = dim % part.ndim == view.time_dim
-            parts.append(part[(slice(None),) * view.time_dim + (slice(0, rows),)] if over_time else part)
+            parts.append(part[(slice(None),) * view.time_dim + (slice(0, report.rows),)] if over_time else part)
         batch: TensorDict = torch.cat(parts, dim)
         batch.names = parts[0].names
         batch = batch if self._storing is None else batch.to(self._storing)
