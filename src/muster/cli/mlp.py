@@ -42,9 +42,7 @@ def fresh(observation: Any, action: Any, seed: int) -> tuple[nn.Module, str]:
 
 
 def from_file(path: Path, observation: Any, action: Any) -> tuple[nn.Module, str]:
-    """A head over the network whose ``state_dict()``, or whose head's, is in a safetensors file;
-    and its description.
-    """
+    """A head over the network whose ``state_dict()`` (or whose head's) is in a safetensors file; its description."""
     ends = _widths(observation, action)
     tensors = _read(path)
     layers = {key.removeprefix("net."): value for key, value in tensors.items() if key != "log_std"}

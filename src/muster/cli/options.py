@@ -103,8 +103,7 @@ def _flag(name: str) -> str:
 def frames_per_batch(frames: int, envs: int, wanted: int | None, workers: int = 1, nodes: int = 1) -> int:
     """A batch size that divides ``frames`` and is a multiple of ``envs`` times ``workers`` times ``nodes``.
 
-    Without a size ``wanted`` by the user, the one nearest to ``TARGET_FRAMES``. A ``BadOption`` names the nearest
-    numbers.
+    Without a size ``wanted``, the one nearest to ``TARGET_FRAMES``. A ``BadOption`` names the nearest numbers.
     """
     of = f"--envs {envs}" if workers == 1 else f"--workers {workers} x --envs {envs}"
     of = of if nodes == 1 else f"--nodes {nodes} x {of}"

@@ -120,8 +120,7 @@ def worker_lines(workers: Sequence[WorkerStats]) -> list[str]:
 def summary(stats: CollectorStats, returns: Returns, recording_s: float | None, elapsed_s: float = 0.0) -> str:
     """The last lines: episodes, speed, and where the time went.
 
-    ``recording_s`` is the time spent writing (None: nothing was recorded), ``elapsed_s`` from the first batch to the
-    last.
+    ``recording_s`` is the time spent writing (None: no recording), ``elapsed_s`` from the first batch to the last.
     """
     plus_minus, _ = symbols()
     lines = [f"frames    {stats.frames:,} in {stats.batches:,} batches"]

@@ -20,9 +20,7 @@ LANES_KEPT = 4  # for as many different numbers of rows
 
 
 def borrowed(**options: Any) -> RolloutOptions:
-    """``RolloutOptions`` for programs that seed the process's generators, set the number of threads and may need
-    gradients.
-    """
+    """``RolloutOptions`` for programs that seed generators and set threads themselves, and may need gradients."""
     return RolloutOptions(own_rng=False, num_threads=None, inference_mode=False, **options)
 
 

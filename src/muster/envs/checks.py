@@ -128,8 +128,7 @@ class Casts:
     """Decides about values in another dtype than their space says, and about rewards of shape ``(1,)``.
 
     They are taken (``any``) where the dtype of the space can hold their values: floats and integers as a wider or
-    narrower float of the same range, whole numbers as integers. Each cause is warned of once. ``refused``: take none of
-    them.
+    narrower float of the same range, whole numbers as integers. Each cause is warned of once. ``refused``: take none.
     """
 
     def __init__(self, name: str) -> None:

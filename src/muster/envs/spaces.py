@@ -39,9 +39,7 @@ class SpaceCodec:
         self.single = not isinstance(space, (spaces.Dict, spaces.Tuple))
 
     def flatten(self, value: Any, who: str = "") -> Leaves:
-        """The leaves of ``value``, which ``who`` returned; only their number and keys are checked
-        (``BadEnvOutput``).
-        """
+        """The leaves of ``value``, which ``who`` returned; only number and keys are checked (``BadEnvOutput``)."""
         leaves: Leaves = []
         try:
             self._flatten(value, leaves)

@@ -26,9 +26,7 @@ BLANK = object()  # in the place of an observation
 
 
 class StackedEnvs(EnvBatch):
-    """B ``gymnasium.Env`` with equal spaces, stepped one after another; implements ``EnvBatch``; owns (and closes)
-    them.
-    """
+    """B ``gymnasium.Env`` with equal spaces, owned and stepped one after another; implements ``EnvBatch``."""
 
     def __init__(self, envs: Sequence[gymnasium.Env[Any, Any]]) -> None:
         self.envs = list(envs)

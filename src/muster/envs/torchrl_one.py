@@ -26,8 +26,7 @@ FIX = "Fix the environment, or correct its specs (torchrl.envs.check_env_specs f
 
 
 class OneEnv:
-    """Steps and resets one ``EnvBase``, whose first column among the B of the group is ``offset``, and writes the
-    results.
+    """Steps and resets one ``EnvBase``, whose first column in the group is ``offset``, and writes the results.
 
     ``executed`` is True once a step came back; the caller of ``advance`` sets it to False. ``choosing``: the
     environment chooses actions itself (``rand_action``). ``step`` is called instead of ``env._step``.

@@ -13,8 +13,7 @@ from muster.memory.specs import Array
 
 
 class TrajectoryClock:
-    """Which episode each environment (``env_ids``, ``[B]``) of a group is in, how many steps and how much reward so
-    far.
+    """Which episode each environment (``env_ids``, ``[B]``) of a group is in, with its steps and reward so far.
 
     Ids are ``env_id + total_envs * episode``: unique over all groups without communication, the same wherever a group
     runs, and never reused.

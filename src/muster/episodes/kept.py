@@ -46,9 +46,7 @@ class CopiedRows:
         self._live -= span.length
 
     def compact(self) -> None:
-        """Copies the rows that are kept, if they are less than half and there is memory: O(1)
-        copies per row dropped.
-        """
+        """Copies the rows that are kept, if they are less than half and there is memory."""
         if not 0 < self._live * 2 < len(self.rows):
             return
         spans = [span for span in self._spans if span.kept]

@@ -28,9 +28,7 @@ class Rule(Protocol):
     biased: bool
 
     def ended(self, which: Sequence[int]) -> list[int]:
-        """Which of the episodes that ended at one time step (``which``: environments, ascending) count, in order of
-        delivery.
-        """
+        """Which episodes that ended at one time step in environments ``which`` (ascending) count, in order."""
 
     def awaits(self, env_id: int) -> bool:
         """An episode that is going on in this environment, or about to begin, can still count."""

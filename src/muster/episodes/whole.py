@@ -202,9 +202,7 @@ class WholeEpisodes:
         return made
 
     def check_ends(self, waiting: str, *, resets: bool) -> None:
-        """Raise ``BadOption`` if ``waiting`` (a name) waits in vain for an environment's end for over ``ENDLESS``
-        steps, and count from 0 again. ``resets``: episodes are cut at the end of every batch.
-        """
+        """Raise ``BadOption`` if an environment's end is awaited for over ``ENDLESS`` steps, and count from 0 again."""
         steps = self._without_end
         worst = int(steps.argmin() if self.rule == "first_done" else steps.argmax())
         if (made := int(steps[worst])) <= ENDLESS:
@@ -265,8 +263,7 @@ class WholeEpisodes:
         return frames
 
     def retire(self, envs: Iterable[int]) -> int:
-        """Wait no longer for environments that will give no more rows; what is complete by it comes with the next
-        ``push``.
+        """Wait no longer for environments that will give no more rows; what that completes comes with the next ``push``.
 
         Returns the frames dropped. ``BadOption`` if the rule needs them ("per_env").
         """

@@ -79,9 +79,7 @@ class Run:
         self._returns = np.zeros(num_envs)  # so far
 
     def add(self, episodes: Sequence[EpisodeRecord], reward: Array, T: int) -> None:
-        """Take in a rollout: its episodes, in order for each environment, and the rewards ``[T, B]`` of all
-        environments.
-        """
+        """Take in a rollout of all environments: its episodes, in order for each, and its rewards ``[T, B]``."""
         stop = self.t + T if self._limit is None else min(self.t + T, self._limit)
         ended = set()
         for end, together in groupby(self._by_time(episodes), _end):

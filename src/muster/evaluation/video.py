@@ -27,9 +27,7 @@ FPS = 30.0  # where the environment does not say
 
 @dataclass
 class Tape:
-    """Actions by rollout, ``[T, B, *shape]`` per leaf of all environments, and what makes each group of ``per_group``
-    of them.
-    """
+    """Actions of all environments by rollout, ``[T, B, *shape]`` per leaf, and what makes each group of them."""
 
     name: str
     makers: list[tuple[Any, Mapping[str, Any] | None]]

@@ -13,9 +13,7 @@ from muster.memory.specs import ArraySpec, Column
 
 
 def action_problem(action: torch.Tensor, spec: ArraySpec, lead: tuple[int, ...]) -> str | None:
-    """What is wrong with ``action``, as the end of "returned action ...", or None. Any width of the right kind is
-    taken.
-    """
+    """What is wrong with ``action``, as the end of "returned action ...", or None; any width of a kind is taken."""
     expected = (*lead, *spec.shape)
     if tuple(action.shape) != expected:
         hint = ""

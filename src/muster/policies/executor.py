@@ -89,8 +89,7 @@ class Program:
 
 
 def plan(module: nn.Module, example: torch.Tensor, *, numpy_ok: bool = True) -> Program | None:
-    """Plan ``module`` (a layer, or nested ``nn.Sequential``) for real inputs like ``example``, and check the result on
-    it.
+    """Plan ``module`` (a layer, or nested ``nn.Sequential``) for real inputs like ``example``, and check it there.
 
     Returns a program that is bit-equal to the module on ``example`` (kind ``"numpy"``, where that is ok: equal up to
     rounding), or None if there is none.

@@ -54,9 +54,7 @@ class TensorDictProgram:
 
 
 def fuse(module: Any, values: Values, interaction: InteractionType) -> TensorDictProgram | None:
-    """A program for ``module`` with the inputs ``values`` (outputs are added), or None. The caller sets ``interaction``
-    too.
-    """
+    """A program for ``module`` with the inputs ``values`` (outputs are added), or None."""
     flat: list[Any] = []
     watched: list[tuple[nn.Module, tuple[Any, ...]]] = []
     if not layers_are_known() or not _flatten(module, flat, watched):

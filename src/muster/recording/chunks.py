@@ -34,9 +34,7 @@ def chunk_name(index: int) -> str:
 
 
 def open_regular(path: Path) -> tuple[IO[bytes], int]:
-    """Open an ordinary file (no link) for reading, or raise ``BadRecording``. Returns the file and
-    its size in bytes.
-    """
+    """Open an ordinary file (no link) for reading, or raise ``BadRecording``; returns it and its size in bytes."""
     try:
         # A pipe put in the place of a file would block the open without O_NONBLOCK.
         fd = os.open(path, os.O_RDONLY | NO_LINKS | getattr(os, "O_NONBLOCK", 0))

@@ -350,9 +350,7 @@ def _json_line(key: Key, value: Any) -> str:
 
 
 def _exact_json(value: Any, **options: Any) -> str:
-    """``value`` as JSON that reads back equal and of the same types; ``TypeError`` where JSON would
-    change something.
-    """
+    """``value`` as JSON that reads back equal and of the same types; ``TypeError`` where it would not."""
     try:
         _check_plain(value)
         return json.dumps(value, **options)

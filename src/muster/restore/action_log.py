@@ -40,8 +40,7 @@ TOGETHER = "All environments of the batch are replayed together, from their seed
 
 @dataclass
 class ResetLog:
-    """The resets of one rollout, ``[n, 3]`` int32 in order: number of the call, rows of the rollout before it,
-    environment.
+    """The resets of one rollout, ``[n, 3]`` int32 in order: number of the call, rows before it, environment.
 
     ``special`` has what is known of them, by position; ``due`` of environments that are reset before the next rollout.
     """
@@ -107,9 +106,7 @@ class Anchors:
                 self._special[len(self._resets) + n] = special
 
     def take(self, begin: int = 0, due: Sequence[int] = ()) -> ResetLog:
-        """What was noted since the last call, of a rollout that began at row ``begin``; ``due``: resets before the next
-        step.
-        """
+        """What was noted since the last call, from row ``begin`` on; ``due``: resets before the next step."""
         resets = np.array(self._resets, np.int32).reshape(-1, 3)
         resets[:, ROW] -= begin
         envs = self._env.objects()
@@ -131,9 +128,7 @@ class Anchors:
         self._resets = [(0, 0, i) for i in which]
 
     def where(self, index: int, row: int, clock: TrajectoryClock) -> dict[str, Any]:
-        """Seed, episode and step of an environment at a row of a lane that was begun with ``clock``, for
-        ``failures.pack``.
-        """
+        """Seed, episode and step of an environment at a row of a lane begun with ``clock``, for ``failures.pack``."""
         rows = [at for _, at, i in self._resets if i == index]
         step = row - rows[-1] if rows else int(clock.steps[index]) + row
         episode = int(clock.episode[index]) + len({at for at in rows if at})
@@ -165,8 +160,7 @@ class _Recorded:
 class ActionLog:
     """The actions of a group since the last known beginning of each of its environments, in the parent.
 
-    Beyond ``limit_bytes`` (``nbytes`` are kept) the oldest actions are dropped; what began with them cannot be
-    replayed.
+    Beyond ``limit_bytes`` (``nbytes`` are kept) the oldest actions are dropped, and nothing before them is replayed.
     """
 
     def __init__(

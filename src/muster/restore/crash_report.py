@@ -166,9 +166,7 @@ class CrashDirectory:
         self._written = 0
 
     def save(self, crash_report: CrashReport) -> Path | None:
-        """Write a crash report; returns its file. None where that fails, with a warning, and after ``MOST_FILES``: the
-        failure itself is what the user must hear of.
-        """
+        """Write a crash report and return its file; None after ``MOST_FILES``, or (with a warning) where it fails."""
         if self._written >= MOST_FILES:
             return None
         self._written += 1

@@ -40,9 +40,7 @@ class Mismatch(Exception):
 
 
 class Encoder:
-    """Turns values into lists, dicts, scalars and arrays that share no memory with them;
-    ``layers``: numbers by ``id``.
-    """
+    """Turns values into plain data that share no memory with them; ``layers``: numbers of environments by ``id``."""
 
     def __init__(self, layers: Mapping[int, int]) -> None:
         self._layers = layers
@@ -51,9 +49,7 @@ class Encoder:
         self._owners: dict[int, Any] = {}  # of the memory of arrays
 
     def encode(self, value: Any, *, attribute: bool = True) -> Any:
-        """``value`` as what ``Decoder.decode`` takes. Raises ``NotPlain``. An ``attribute`` of a layer has a live
-        counterpart.
-        """
+        """``value`` as ``Decoder.decode`` takes it, or ``NotPlain``. An ``attribute`` has a live counterpart."""
         kind = type(value)
         if kind in SCALARS:
             return value
@@ -99,9 +95,7 @@ class Encoder:
 
 
 class Decoder:
-    """Turns what one ``Encoder`` returned, in the same order, into values again; ``layers`` are the
-    live environments.
-    """
+    """Turns what one ``Encoder`` returned, in the same order, into values; ``layers``: the live environments."""
 
     def __init__(self, layers: list[Any]) -> None:
         self._layers, self._made = layers, list[Any]()

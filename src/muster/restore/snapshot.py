@@ -47,9 +47,7 @@ PYTHON = ".".join(map(str, sys.version_info[:2]))
 
 
 def take(env: Any) -> Snapshot:
-    """The state of ``env`` as plain data of its own, or ``{"way": "none", "reason": ...}`` if it cannot be saved
-    exactly.
-    """
+    """The state of ``env`` as plain data, or ``{"way": "none", "reason": ...}`` if it cannot be saved exactly."""
     try:
         layers = _layers(env)
         for layer in layers:

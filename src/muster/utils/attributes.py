@@ -49,9 +49,7 @@ def installed(distribution: str) -> str | None:
 
 
 def name_of(thing: Any) -> str:
-    """Name of a function, class or object of the user's in messages. Never its ``repr``, which can be long, slow, or
-    raise.
-    """
+    """Name of a user's object in messages. Never its ``repr``, which can be long, slow, or raise."""
     if isinstance(thing, functools.partial):
         return name_of(thing.func)
     try:

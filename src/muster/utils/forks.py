@@ -15,9 +15,7 @@ _NOT_OURS = ("muster.testing.", "muster.workers.forkserver")  # environments; wh
 
 
 class Owner:
-    """The process that made an object (``name``), which alone may use what belongs to it (``has``,
-    such as "workers").
-    """
+    """The process that made an object (``name``), which alone may use what belongs to it (``has``)."""
 
     __slots__ = ("_has", "_name", "_pid")
 

@@ -29,18 +29,14 @@ CHECKED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 
 def usable(package: str, *owners: tuple[Any, tuple[str, ...]]) -> bool:
-    """Whether private names of a package of ``CHECKED`` may be used: checked version, and each owner has its
-    attributes.
-    """
+    """Whether private names of a package in ``CHECKED`` may be used: checked version, owners have the attributes."""
     if os.environ.get(VARIABLE) == "never" or not _is_checked(package):
         return False
     return all(hasattr(owner, name) for owner, names in owners for name in names)
 
 
 def require(package: str, extra: str) -> None:
-    """Raise ``BadOption`` unless the package has a checked version; for adapters (of ``extra``) that have no public
-    way.
-    """
+    """Raise ``BadOption`` unless the package has a checked version; for adapters without a public way."""
     if not _is_checked(package):
         first, end = (".".join(map(str, version)) for version in CHECKED[package])
         raise BadOption(

@@ -57,9 +57,7 @@ def written_elsewhere(path: Path) -> Iterator[Path]:
 
 
 def try_lock(fd: int) -> bool:
-    """Lock a file for as long as ``fd`` is open; False if another process has. ``OSError``: the file system has no
-    locks.
-    """
+    """Lock a file for as long as ``fd`` is open; False if another process has. ``OSError``: no locks here."""
     if sys.platform != "win32":  # there nothing is held
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

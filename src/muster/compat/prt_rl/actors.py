@@ -103,9 +103,7 @@ class PrtRlActor:
         }
 
     def last_value(self, state: torch.Tensor, done: torch.Tensor) -> torch.Tensor:
-        """Its ``"value"`` of ``state`` ``[N, ...]``, 0 where ``done`` (``[N, 1]``): ``[N, 1]``. RNG and recurrent state
-        are restored.
-        """
+        """Its ``"value"`` of ``state`` ``[N, ...]``, 0 where ``done``: ``[N, 1]``. Restores RNG and recurrent state."""
         like = self._like["value"]
         if done.all():
             return torch.zeros_like(like).reshape(len(done), -1)

@@ -220,9 +220,7 @@ def _inside(env: Any) -> list[Any] | None:
 
 
 def _sync_vector_in(env: Any) -> Any:
-    """The vector environment inside that resets its environments at the step after their last one; None if there is
-    none.
-    """
+    """The vector environment inside that resets environments at the step after their last one; or None."""
     for _ in range(DEPTH):
         mode = getattr(getattr(env, "autoreset_mode", None), "name", "")
         if mode and hasattr(env, "envs"):

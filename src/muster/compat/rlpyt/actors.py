@@ -80,9 +80,7 @@ class RlpytActor(ABC):
         return
 
     def finish(self, lane: Lane, calls: int = 0, value: Any = None) -> None:
-        """After the last row, make ``calls`` more calls that the actor expects, and put the value of the next
-        observation into ``value`` where the actor knows it.
-        """
+        """After the last row: ``calls`` more calls that the actor expects, and the next observation's ``value``."""
         last = [part[lane.done_steps] for part in self.inputs(lane)]
         for _ in range(calls):
             self.step(*last)

@@ -65,9 +65,7 @@ class RlpytRunner(GroupRunner):
 
 
 def envs_of(samples: Any, T: int, envs: Sequence[Any], TrajInfoCls: Any) -> tuple[RlpytEnvs, BufferPart | None]:
-    """The environments with storage as in ``samples``, and the place for ``agent_info``; ``BadOption`` for a buffer
-    that is missing or not ``[T, B, ...]``.
-    """
+    """The environments with storage as in ``samples``, and the place for ``agent_info``; ``BadOption`` if unfit."""
     for side, name in (*NEEDED, *OPTIONAL):
         tree = getattr(getattr(samples, side, None), name, None)
         if tree is None and (side, name) in NEEDED:

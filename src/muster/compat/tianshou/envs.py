@@ -23,11 +23,9 @@ NUMBERS = "biufc"  # kinds of dtypes
 
 
 class Actions(NamedTuple):
-    """What the environments ``ids`` (ascending) do next: ``act`` as the policy sees it, ``mapped`` as the environments
-    do.
+    """What the environments ``ids`` (ascending) do next: ``act`` for the policy, ``mapped`` for the environments.
 
-    ``policy`` is stored beside it, ``dist`` is the distribution it was drawn from, ``state`` that of the policy after
-    it.
+    ``policy`` is stored beside it, ``dist`` is what it was drawn from, ``state`` the policy's after it.
     """
 
     ids: Array
@@ -56,8 +54,7 @@ class Row(NamedTuple):
 class VectorEnvs(EnvBatch):
     """A Tianshou vector environment; implements ``EnvBatch``. Observations that are no arrays of numbers are objects.
 
-    Environments that end are reset at once, as in Tianshou. Later observations have the shape of ``obs`` and fit its
-    dtype.
+    Environments that end are reset at once, as in Tianshou. Later observations are of the kind of ``obs``.
 
     Attributes:
         ready: environments that are acted on next, ascending.

@@ -21,9 +21,7 @@ from muster.rng import GroupRng
 
 
 class TianshouActor:
-    """Chooses actions for the environments that are ready; implements ``Policy``. ``state`` is the policy's, ``[N,
-    ...]``.
-    """
+    """Chooses actions for the environments that are ready; implements ``Policy``. ``state``: the policy's."""
 
     path, draws_globally, name = "tianshou policy", True, "policy"
     policy: Any

@@ -22,9 +22,7 @@ from muster.rollout.columns import lane_columns
 
 
 class Taken(NamedTuple):
-    """Steps: ``batch`` has Tianshou's keys, ``[M, ...]``, by row and then by environment; ``t`` and ``env`` are
-    ``[M]``.
-    """
+    """Steps: ``batch`` has Tianshou's keys, ``[M, ...]``, by row, then environment; ``t``, ``env`` are ``[M]``."""
 
     t: Array
     env: Array
@@ -89,9 +87,7 @@ OPTIONS = borrowed(validate="off")  # Tianshou takes any reward
 
 
 class Sampling(GroupRunner):
-    """A policy in environments that have been reset. ``going`` are the open episodes, ``last`` is the last rollout's
-    lane.
-    """
+    """A policy in environments that were reset, with the open episodes (``going``) and the ``last`` lane."""
 
     def __init__(self, envs: VectorEnvs, actor: TianshouActor) -> None:
         super().__init__(envs, OPTIONS, rng=GroupRng(0))
@@ -108,9 +104,7 @@ class Sampling(GroupRunner):
         self.group.begin()
 
     def make(self, rows: int, rule: Rule | None, watch: Callable[[Lane, int], object] | None) -> Lane:
-        """Make ``rows`` rows, or as many as the rule needs, in ``last``; also after an error ``done_steps`` of it says
-        how many.
-        """
+        """Make ``rows`` rows, or as many as the rule needs, in ``last``, whose ``done_steps`` says how many."""
         self.last = self.lane(self.actor, rows)
         self.envs.rows.clear()
         try:

@@ -27,9 +27,7 @@ KEYS = frozenset({"obs", "act", "rew", "terminated", "truncated", "done", "obs_n
 
 
 def takes_many(buffer: Any) -> bool:
-    """Whether one ``add`` may get several steps of each environment; a subclass with its own ``add`` gets them row by
-    row.
-    """
+    """Whether one ``add`` may get several steps of each environment; subclasses with an ``add`` get single rows."""
     own = isinstance(buffer, ReplayBufferManager) and type(buffer).add in ADDS
     return own and tianshou.__version__ == TESTED
 
