@@ -263,7 +263,7 @@ class WholeEpisodes:
         return frames
 
     def retire(self, envs: Iterable[int]) -> int:
-        """Wait no longer for environments that will give no more rows; what that completes comes with the next ``push``.
+        """Wait no longer for environments that will give no more rows; ``push`` then gives what that completes.
 
         Returns the frames dropped. ``BadOption`` if the rule needs them ("per_env").
         """
