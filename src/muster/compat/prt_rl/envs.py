@@ -138,9 +138,6 @@ class PrtEnvs(EnvBatch):
     def objects(self) -> Sequence[object]:
         return [self.env]
 
-    def close(self) -> None:
-        return
-
     def _store_reward(self, lane: Lane, t: int, reward: Any) -> None:
         """The first one says what rewards are; what is not ``[N, 1]`` float32 goes beside the column of sums."""
         B, reward = self.num_envs, torch.as_tensor(reward)

@@ -113,9 +113,6 @@ class RlpytEnvs(EnvBatch):
     def objects(self) -> Sequence[object]:
         return self.envs
 
-    def close(self) -> None:
-        return
-
     def _step(self, env: int, action: Any) -> tuple[Any, Any, bool, bool, Any]:
         """One step of one environment: observation, reward, done, traj_done, env_info."""
         self.executed_in_row = env

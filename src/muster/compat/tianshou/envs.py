@@ -135,9 +135,6 @@ class VectorEnvs(EnvBatch):
     def objects(self) -> Sequence[object]:
         return [self.venv]
 
-    def close(self) -> None:
-        return
-
     # --- parts ------------------------------------------------------------------------------------
 
     def _by_vector(self, actions: Actions, observations: Array, row: int) -> tuple[Array, list[int], Any]:
