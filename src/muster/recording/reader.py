@@ -101,7 +101,8 @@ class Recording:
         self._chunks = chunks
         self._ends = list(accumulate(chunk.batches for chunk in chunks))
         self._checked: set[tuple[int, str]] = set()
-        self._mapped: tuple[Chunk | None, dict[Key, Any], set[int]] = None, {}, set()  # what ``batch`` read last
+        # The chunk that ``batch`` read last, and the places in it that were given.
+        self._mapped: tuple[Chunk | None, dict[Key, Any], dict[int, object]] = None, {}, {}
 
     def __len__(self) -> int:
         return sum(chunk.frames for chunk in self._chunks)
@@ -130,10 +131,11 @@ class Recording:
         """
         chunk, place = self._locate(i)
         last, columns, given = self._mapped
-        if last is not chunk or place in given:  # changes of a batch are not to be seen by who asks for it again
-            columns, given = self._columns(chunk, chunk.leaves), set()
-            self._mapped = chunk, columns, given
-        given.add(place)
+        mine = object()
+        # A batch that was given once may have been changed: the next one is mapped anew. Also for threads.
+        if last is not chunk or given.setdefault(place, mine) is not mine:
+            columns = self._columns(chunk, chunk.leaves)
+            self._mapped = chunk, columns, {place: mine}
         return _tensordict(chunk, _values(chunk, columns, place))
 
     @cached_property
