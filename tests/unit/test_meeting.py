@@ -20,7 +20,7 @@ from muster.cluster.link import LinkLost
 from muster.cluster.meeting import Guest, Meeting, hear, is_loopback, local_address, read_token, say, write_token
 from muster.cluster.seal import MEETING, WrongToken, seal
 from muster.cluster.socket_link import SocketLink
-from muster.cluster.torch_distributed import DistributedCarrier, join, run_node
+from muster.cluster.torch_distributed import DistributedCarrier, run_node
 from muster.cluster.torchrun import TorchrunLauncher, torchrun_meeting
 from muster.errors import BadOption
 
@@ -350,7 +350,7 @@ class TestWaitingNodes:
             with pytest.raises(LinkLost, match="has not said anything for 1 s"):
                 link.receive()
             with pytest.raises(LinkLost):  # it comes late
-                join(accepted[0], meeting.token).receive()
+                accepted[0].channel.receive()
         finally:
             carrier.close()
 

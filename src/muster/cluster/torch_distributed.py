@@ -160,7 +160,7 @@ def run_node(
     guest = Guest(address, secret, node, engine=engine, within_s=within_s, patience_s=patience_s)
     while (invitation := guest.next()) is not None:
         try:
-            link = join(invitation, secret, engine)
+            link = _join(invitation, engine)
         except WrongToken:
             raise
         except LinkLost:  # the main process has given this session up: there will be another
@@ -173,23 +173,13 @@ def run_node(
     return False
 
 
-def join(invitation: Invitation, token: bytes, engine: str = DISTRIBUTED) -> Link:
-    """The node's end of the session that it was invited to.
-
-    Args:
-        invitation: its channel is closed by this, or with the link.
-        token: the secret.
-        engine: see ``run_node``.
-
-    Raises:
-        WrongToken: the main process has another.
-        LinkLost: it is gone.
-    """
+def _join(invitation: Invitation, engine: str) -> Link:
+    """The node's end of the session that it was invited to."""
     if engine != RPC:
         return invitation.channel
     from muster.cluster.torch_rpc import join_rpc
 
-    return join_rpc(invitation, token)
+    return join_rpc(invitation)
 
 
 def node_main(channel: Channel) -> None:
