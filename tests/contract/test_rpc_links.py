@@ -19,7 +19,7 @@ from torch.distributed import rpc
 from muster.cluster import torch_rpc
 from muster.cluster.launchers import MpLauncher
 from muster.cluster.link import Block, LinkLost
-from muster.cluster.meeting import Meeting
+from muster.cluster.rendezvous import Rendezvous
 from muster.cluster.rpc_agent import RpcAgent, Terms
 from muster.cluster.socket_link import SocketLink
 from muster.cluster.torch_rpc import RpcCarrier, check_devices
@@ -34,9 +34,9 @@ def carriers():
     with contextlib.ExitStack() as stack:
 
         def make(count: int = 1, function: str = "introduced", **options: Any) -> RpcCarrier:
-            meeting = Meeting(count)
-            stack.callback(meeting.close)
-            carrier = RpcCarrier(count, launcher=MpLauncher(NODES + function), meeting=meeting, **options)
+            rendezvous = Rendezvous(count)
+            stack.callback(rendezvous.close)
+            carrier = RpcCarrier(count, launcher=MpLauncher(NODES + function), rendezvous=rendezvous, **options)
             stack.callback(carrier.close)
             return carrier
 
@@ -74,7 +74,7 @@ class TestAgent:
         carrier = carriers()
         pid = introduced(connect(carrier))
         here, there = listening(os.getpid()) - before, listening(pid)
-        assert len(here) > 1  # the meeting's, and those of RPC
+        assert len(here) > 1  # the rendezvous's, and those of RPC
         assert there
         assert {host for host, _ in here | there} == {"127.0.0.1"}
         carrier.close()
@@ -83,7 +83,7 @@ class TestAgent:
     def test_listens_at_one_port_if_told_so(self, carriers):
         before = listening(os.getpid())
         connect(carriers(tensorpipe_options={"_transports": ["uv"], "_channels": ["basic"]}))
-        assert len(listening(os.getpid()) - before) == 2  # the meeting and RPC
+        assert len(listening(os.getpid()) - before) == 2  # the rendezvous and RPC
 
     def test_is_shared_by_the_collectors_of_a_process(self, carriers):
         first, second = carriers(), carriers()
@@ -110,15 +110,15 @@ rpc.init_rpc("mine", rank=0, world_size=1, rpc_backend_options=options)
 from muster.errors import BadOption
 from muster.cluster import torch_rpc
 from muster.cluster.launchers import MpLauncher
-from muster.cluster.meeting import Meeting
+from muster.cluster.rendezvous import Rendezvous
 from muster.cluster.torch_rpc import RpcCarrier
 try:
-    RpcCarrier(1, launcher=MpLauncher(), meeting=Meeting(1), tensorpipe_options={{"num_worker_threads": 3}})
+    RpcCarrier(1, launcher=MpLauncher(), rendezvous=Rendezvous(1), tensorpipe_options={{"num_worker_threads": 3}})
 except BadOption as error:
     assert "already called" in str(error)
 else:
     raise AssertionError
-carrier = RpcCarrier(1, launcher=MpLauncher("{NODES}echo"), meeting=Meeting(1))
+carrier = RpcCarrier(1, launcher=MpLauncher("{NODES}echo"), rendezvous=Rendezvous(1))
 for epoch in range(2):
     link = carrier.connect(0, epoch, 60.0, threading.Event())
     link.send(b"hello")
@@ -241,7 +241,7 @@ class TestOptions:
         before = listening(os.getpid())
         with pytest.raises(BadOption, match=text):
             carriers(tensorpipe_options=options)
-        assert len(listening(os.getpid()) - before) <= 1  # the meeting, which is the caller's
+        assert len(listening(os.getpid()) - before) <= 1  # the rendezvous, which is the caller's
 
     def test_devices(self):
         assert check_devices(None, 2) == [None, None]

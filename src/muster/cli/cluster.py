@@ -60,7 +60,7 @@ def node(command: NodeCommand) -> int:
         raise BadOption(f"--number {command.number}: nodes are numbered from 0.")
     if not 0 < command.wait < math.inf:
         raise BadOption(f"--wait {command.wait:g}: expected more than 0.")
-    from muster.cluster.meeting import read_token
+    from muster.cluster.rendezvous import read_token
 
     token = read_token(None)
     if token is None:
@@ -123,7 +123,7 @@ def _check_nodes(nodes: int | None, backend: Backend) -> None:
 def _check_manual(command: Collect) -> None:
     if not endpoint(command.bind)[1]:
         raise BadOption("--backend manual needs --bind HOST:PORT, so that nodes can be told: muster node HOST:PORT.")
-    from muster.cluster.meeting import read_token
+    from muster.cluster.rendezvous import read_token
 
     if read_token(None) is None:
         raise BadOption(f"--backend manual needs a token, by which it knows its nodes: {NO_TOKEN}")
@@ -259,7 +259,7 @@ def _slurm(submitit: str | None) -> str:
 
 def _token() -> str:
     """Whether nodes of other hosts could be told from strangers."""
-    from muster.cluster.meeting import read_token
+    from muster.cluster.rendezvous import read_token
 
     try:
         found = read_token(None)

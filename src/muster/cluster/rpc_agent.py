@@ -30,7 +30,7 @@ from torch.distributed import autograd, rpc
 from torch.distributed.rpc import TensorPipeRpcBackendOptions, api
 
 from muster.cluster.link import LinkLost
-from muster.cluster.meeting import is_loopback
+from muster.cluster.rendezvous import is_loopback
 from muster.errors import BadOption
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from muster.cluster.link import AGENT, LinkLost
-from muster.cluster.meeting import Meeting, is_loopback, write_token
+from muster.cluster.rendezvous import Rendezvous, is_loopback, write_token
 from muster.errors import BadOption
 
 FOLDER = "muster-jobs"  # in the current directory
@@ -95,18 +95,18 @@ class SubmititLauncher:
             self._hosts = self._jobs.hosts()
         check_host(host, self.name, self._hosts)
 
-    def start(self, node: int, epoch: int, meeting: Meeting) -> Job:
+    def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> Job:
         """Submit the job of a node.
 
         Raises:
             BadOption: see ``check``.
             LinkLost: SLURM takes no such job; with what it says.
         """
-        self.check(meeting.address.rpartition(":")[0].strip("[]"))
+        self.check(rendezvous.address.rpartition(":")[0].strip("[]"))
         token = self.folder / f"token-{secrets.token_hex(8)}"
-        write_token(token, meeting.token)
+        write_token(token, rendezvous.token)
         try:
-            arguments = (meeting.address, node, str(token), self._target, meeting.engine)
+            arguments = (rendezvous.address, node, str(token), self._target, rendezvous.engine)
             return self._jobs.submit(f"muster-node-{node}", node_job, *arguments, secret=token)
         except BaseException:
             token.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from muster.cluster.link import AGENT, LinkLost
-from muster.cluster.meeting import TOKEN_BYTES, TOKEN_FILE, Meeting, write_token
+from muster.cluster.rendezvous import TOKEN_BYTES, TOKEN_FILE, Rendezvous, write_token
 from muster.cluster.submitit import Job, Jobs, check_host, die_when_told, node_job, private_folder
 from muster.errors import BadOption, MusterError
 from muster.utils.whole_files import write_whole
@@ -63,14 +63,14 @@ class DelayedLauncher:
         """As in ``SubmititLauncher``."""
         check_host(host, self.name, json.loads((self._folder / HOSTS).read_bytes()))
 
-    def start(self, node: int, epoch: int, meeting: Meeting) -> None:
-        """Let the nodes know where the meeting is."""
+    def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> None:
+        """Let the nodes know where the rendezvous is."""
         with self._lock:
-            if self._published != meeting.address:
-                self.check(meeting.address.rpartition(":")[0].strip("[]"))
-                told = json.dumps([meeting.address, self._target, meeting.engine]).encode()
+            if self._published != rendezvous.address:
+                self.check(rendezvous.address.rpartition(":")[0].strip("[]"))
+                told = json.dumps([rendezvous.address, self._target, rendezvous.engine]).encode()
                 write_whole(self._folder / ADDRESS, [told], mode=0o600)
-                self._published = meeting.address
+                self._published = rendezvous.address
 
     def close(self) -> None:
         """Nodes that have not come yet need not come any more."""

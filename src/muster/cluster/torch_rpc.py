@@ -31,7 +31,7 @@ from torch.futures import Future
 
 from muster.cluster.launchers import Launcher
 from muster.cluster.link import Block, Link, LinkLost, Received, allowed_s
-from muster.cluster.meeting import RPC, Invitation, Meeting, hear, local_address, say
+from muster.cluster.rendezvous import RPC, Membership, Rendezvous, hear, local_address, say
 from muster.cluster.torch_distributed import DistributedCarrier
 from muster.errors import BadOption
 from muster.memory.specs import Array
@@ -227,7 +227,7 @@ class RpcCarrier(DistributedCarrier):
     Args:
         count: of nodes.
         launcher: how they come to life.
-        meeting: where they find this process; closed by ``close``.
+        rendezvous: where they find this process; closed by ``close``.
         deadline_s: seconds without anything after which a link is lost.
         tensorpipe_options: for ``TensorPipeRpcBackendOptions``, here and in the nodes.
         visible_devices: for each node the CUDA device from which its blocks travel, to this process' first one (1,
@@ -245,7 +245,7 @@ class RpcCarrier(DistributedCarrier):
         count: int,
         *,
         launcher: Launcher,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         deadline_s: float = 15.0,
         tensorpipe_options: Mapping[str, Any] | None = None,
         visible_devices: Sequence[int | str | torch.device | None] | None = None,
@@ -253,10 +253,10 @@ class RpcCarrier(DistributedCarrier):
         check_rpc()
         from muster.cluster.rpc_agent import RpcAgent, Terms, check_options
 
-        super().__init__(count, launcher=launcher, meeting=meeting, deadline_s=deadline_s)
+        super().__init__(count, launcher=launcher, rendezvous=rendezvous, deadline_s=deadline_s)
         self._options = check_options(tensorpipe_options)
         self._devices = check_devices(visible_devices, count)
-        self._agent: RpcAgent | None = RpcAgent.hold("muster-main", Terms(meeting.host, self._options))
+        self._agent: RpcAgent | None = RpcAgent.hold("muster-main", Terms(rendezvous.host, self._options))
         self._closing = threading.Lock()
 
     def meet(self, channel: Link, node: int, epoch: int) -> Link:
@@ -288,15 +288,15 @@ class RpcCarrier(DistributedCarrier):
 _node_agent: RpcAgent | None = None  # of this process, while it is a node: one for each session
 
 
-def join_rpc(invitation: Invitation) -> Link:
-    """The node's end of the session that it was invited to.
+def join_rpc(membership: Membership) -> Link:
+    """The node's end of a session.
 
     Raises:
         LinkLost: the main process has given it up.
         BadOption: this PyTorch has no RPC, or RPC cannot listen at this machine's address.
     """
     global _node_agent
-    channel, link = invitation.channel, None
+    channel, link = membership.channel, None
     try:
         check_rpc()
         from muster.cluster.rpc_agent import RpcAgent, Terms
@@ -308,9 +308,9 @@ def join_rpc(invitation: Invitation) -> Link:
             _node_agent.release()
             _node_agent = None
         devices = {} if device is None else {main: {device: MAIN_DEVICE}}
-        terms = Terms(local_address(invitation.host), card["options"], devices)
-        _node_agent = RpcAgent.hold(f"muster-node-{invitation.node}-{invitation.epoch}", terms)
-        link = RpcLink(channel, session, float(invitation.settings["deadline_s"]), device)
+        terms = Terms(local_address(membership.host), card["options"], devices)
+        _node_agent = RpcAgent.hold(f"muster-node-{membership.node}-{membership.epoch}", terms)
+        link = RpcLink(channel, session, float(membership.settings["deadline_s"]), device)
         link.begin(_node_agent, _node_agent.meet(main, card["url"]))
         say(channel, url=_node_agent.url)
     except BaseException:
