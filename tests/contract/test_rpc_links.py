@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed import rpc
 
-from muster.cluster import torch_rpc
+from muster.cluster import rpc_link
 from muster.cluster.launchers import MpLauncher
 from muster.cluster.link import Block, LinkLost
 from muster.cluster.rendezvous import Rendezvous
@@ -48,12 +48,12 @@ def pair():
     """A link over a connection within this process, and the connection's other end; closed in the end."""
     with contextlib.ExitStack() as stack:
 
-        def make(deadline_s: float) -> tuple[torch_rpc.RpcLink, SocketLink]:
+        def make(deadline_s: float) -> tuple[rpc_link.RpcLink, SocketLink]:
             channels = [SocketLink(one, deadline_s) for one in socket.socketpair()]
             for channel in channels:
                 channel.know(deadline_s)
                 stack.callback(channel.close)
-            link = torch_rpc.RpcLink(channels[0], "a session of this test", deadline_s)
+            link = rpc_link.RpcLink(channels[0], "a session of this test", deadline_s)
             stack.callback(link.close)
             return link, channels[1]
 
@@ -108,7 +108,7 @@ from torch.distributed import rpc
 options = rpc.TensorPipeRpcBackendOptions(init_method="file://{tmp_path}/store")
 rpc.init_rpc("mine", rank=0, world_size=1, rpc_backend_options=options)
 from muster.errors import BadOption
-from muster.cluster import torch_rpc
+from muster.cluster import rpc_link
 from muster.cluster.launchers import MpLauncher
 from muster.cluster.rendezvous import Rendezvous
 from muster.cluster.torch_rpc import RpcCarrier
@@ -160,7 +160,7 @@ class TestNodes:
         introduced(link)
         block = torch.zeros(3, dtype=torch.uint8)
         for tag in range(10):
-            assert rpc.rpc_sync(link._peer, torch_rpc.deliver, args=("no such session", tag, block)) is False
+            assert rpc.rpc_sync(link._peer, rpc_link.deliver, args=("no such session", tag, block)) is False
         link.send(b"mine")
         assert link.receive().message == b"mine"
 
@@ -170,7 +170,7 @@ class TestNodes:
         receiving = threading.Thread(target=lambda: got.append(link.receive()))
         receiving.start()
         for _ in range(8):
-            channel.send(b"", Block(np.empty(0, np.uint8)), torch_rpc.BEAT)
+            channel.send(b"", Block(np.empty(0, np.uint8)), rpc_link.BEAT)
             receiving.join(0.25)
         channel.send(b"there")
         receiving.join(60.0)
@@ -181,7 +181,7 @@ class TestNodes:
         agent = RpcAgent.hold("both-ends-of-a-test", Terms("127.0.0.1"))
         try:
             link.begin(agent, agent.meet("this-process-too", agent.url))
-            half = Block(np.zeros(torch_rpc.ROOM_BYTES // 2, np.uint8))
+            half = Block(np.zeros(rpc_link.ROOM_BYTES // 2, np.uint8))
             ends = []
 
             def send():
@@ -192,7 +192,7 @@ class TestNodes:
 
             sending = threading.Thread(target=send)
             sending.start()
-            assert [channel.receive().tag for _ in range(4)] == [1, 2, torch_rpc.BEAT, torch_rpc.BEAT]
+            assert [channel.receive().tag for _ in range(4)] == [1, 2, rpc_link.BEAT, rpc_link.BEAT]
             link.close()
             sending.join(60.0)
             assert ends == ["The link was closed here."]
@@ -207,7 +207,7 @@ class TestNodes:
 
     def test_that_fill_their_room_with_blocks_wait(self, pair):
         link, channel = pair(deadline_s=60.0)
-        half = torch.zeros(torch_rpc.ROOM_BYTES // 2, dtype=torch.uint8)
+        half = torch.zeros(rpc_link.ROOM_BYTES // 2, dtype=torch.uint8)
         sent = [link.take_in(tag, half) for tag in range(1, 4)]
         assert [future.done() for future in sent] == [True, True, False]
         channel.send(b"m", Block(np.empty(0, np.uint8)), 1)
@@ -217,7 +217,7 @@ class TestNodes:
         assert not last.done()
         link.close()
         assert last.wait() is False  # nobody will receive it
-        assert torch_rpc.deliver(link._session, 5, half).wait() is False
+        assert rpc_link.deliver(link._session, 5, half).wait() is False
 
     @pytest.mark.parametrize("attempt", range(5))
     def test_last_message_before_the_other_end_closes_is_not_lost(self, carriers, attempt):

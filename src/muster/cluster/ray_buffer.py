@@ -73,7 +73,7 @@ class RayBuffer:
         self._timeout_s, self._closed = timeout_s, False
         self._lease: Lease | None = Lease(ray_init_config)
         try:
-            cls = actor_class("muster.cluster.ray_buffer:Keeper", {"calls": ("call", "look")})
+            cls = actor_class("muster.cluster.ray_buffer:Keeper")
             try:
                 cls = cls.options(**({"num_cpus": 0} | remote_options))
             except (ValueError, TypeError) as error:
@@ -128,29 +128,29 @@ class RayBuffer:
             lease.close()
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return self._answer(self._actor.call, f"{name}()", name, *_pack((args, kwargs)))
+        return self._answer(f"{name}()", "call", name, *_pack((args, kwargs)))
 
     def _kind(self, name: str) -> tuple[str, Any]:
-        return self._answer(self._actor.look, name, name)  # type: ignore[no-any-return]
+        return self._answer(name, "look", name)  # type: ignore[no-any-return]
 
-    def _answer(self, method: Any, what: str, *args: Any) -> Any:
+    def _answer(self, what: str, method: str, *args: Any) -> Any:
         import ray
         from ray import exceptions
 
-        from muster.cluster.ray_runtime import arrived, first_line
+        from muster.cluster.ray_runtime import arrived, call, first_line
 
         if self._closed:
             raise WorkerDied("the replay buffer (a Ray actor) was closed")
         try:
-            call = method.remote(*args)
+            answer = call(self._actor, method, *args)
             deadline = time.monotonic() + self._timeout_s
-            while not arrived(call, min(STEP_S, self._timeout_s)):
+            while not arrived(answer, min(STEP_S, self._timeout_s)):
                 if time.monotonic() > deadline:
                     raise CollectorTimeout(
                         f"the replay buffer (a Ray actor) has not answered {what} within {self._timeout_s:g} s; is it "
                         f"waiting for a machine with the resources it asks for? timeout_s= lets it take longer"
                     )
-            return _unpack(*ray.get(call))
+            return _unpack(*ray.get(answer))
         except exceptions.RayTaskError as error:
             raise error.cause from error
         except (exceptions.RayError, RuntimeError) as error:  # the latter: Ray was shut down

@@ -196,6 +196,7 @@ def _made(name: str, terms: Terms) -> TensorPipeAgent:
     os.environ[INTERFACE] = interface_of(terms.host)
     try:
         agent = TensorPipeAgent(HashStore(), name, 0, None, options, {}, [])
+        api._init_rpc_states(agent)  # type: ignore[no-untyped-call]  # it listens from now on
     except RuntimeError as error:
         raise BadOption(f"RPC cannot be set up: {str(error).splitlines()[0]}") from error
     finally:
@@ -203,7 +204,6 @@ def _made(name: str, terms: Terms) -> TensorPipeAgent:
             del os.environ[INTERFACE]
         else:
             os.environ[INTERFACE] = before
-    api._init_rpc_states(agent)  # type: ignore[no-untyped-call]
     url = PrefixStore("addrs", agent.store).get(name).decode()
     host = urlsplit(url).hostname or ""
     if url.startswith("uv:") and host != terms.host and not (is_loopback(host) and is_loopback(terms.host)):
