@@ -111,20 +111,20 @@ class TestNodeEnd:
         assert end.depart() == ([(b"last", 0, None, 0)], "its agent has ended")
         assert end.arrive(0, b"too late", 0, None) == "its agent has ended"
 
-    def test_landing_takes_exactly_what_is_expected(self):
-        from muster.cluster.ray_actor import Landing
+    def test_expected_takes_exactly_what_is_expected(self):
+        from muster.cluster.ray_actor import ExpectedBlocks
 
-        landing, memory = Landing(), np.zeros(3, np.uint8)
-        landing.expect(2, memory)
-        assert landing.land(1, np.ones(3, np.uint8)) is None
-        assert landing.land(2, np.ones(3, np.uint8)) is memory
+        expected, memory = ExpectedBlocks(), np.zeros(3, np.uint8)
+        expected.expect(2, memory)
+        assert expected.put(1, np.ones(3, np.uint8)) is None
+        assert expected.put(2, np.ones(3, np.uint8)) is memory
         assert memory.tolist() == [1, 1, 1]
-        assert landing.land(2, np.full(3, 2, np.uint8)) is None  # once
-        landing.expect(3, memory)
-        landing.close()
-        assert landing.land(3, np.full(3, 2, np.uint8)) is None
-        landing.expect(4, memory)
-        assert landing.land(4, np.full(3, 2, np.uint8)) is None
+        assert expected.put(2, np.full(3, 2, np.uint8)) is None  # once
+        expected.expect(3, memory)
+        expected.close()
+        assert expected.put(3, np.full(3, 2, np.uint8)) is None
+        expected.expect(4, memory)
+        assert expected.put(4, np.full(3, 2, np.uint8)) is None
         assert memory.tolist() == [1, 1, 1]
 
 

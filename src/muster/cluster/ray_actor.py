@@ -23,7 +23,7 @@ POLL_S = 10.0  # for which an answer without messages is held back
 Departed = tuple[bytes, int, Any, int]  # a message, the tag, reference and size of its block
 
 
-class Landing:
+class ExpectedBlocks:
     """Where blocks go, for one end of a link."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Landing:
             if not self._closed:
                 self._memory[tag] = memory
 
-    def land(self, tag: int, view: Array) -> Array | None:
+    def put(self, tag: int, view: Array) -> Array | None:
         """Copy a block to where it is expected. None: nowhere."""
         with self._lock:
             memory = self._memory.pop(tag, None)
@@ -66,7 +66,7 @@ class NodeEnd:
         self._next = 0
         self._last: int | None = None  # the main process has closed, after so many messages
         self._outbox: deque[Departed] = deque()
-        self._landing = Landing()
+        self._expected = ExpectedBlocks()
         self._heard = self._taken = time.monotonic()
         self._closed = ""
 
@@ -84,7 +84,7 @@ class NodeEnd:
             self._changed.notify_all()
 
     def expect(self, tag: int, memory: Array) -> None:
-        self._landing.expect(tag, memory)
+        self._expected.expect(tag, memory)
 
     def receive(self) -> Received:
         with self._changed:
@@ -94,14 +94,14 @@ class NodeEnd:
             self._changed.notify_all()
         if received.block is None:
             return received
-        memory = self._landing.land(received.tag, received.block)
+        memory = self._expected.put(received.tag, received.block)
         return received if memory is None else Received(received.message, received.tag, memory)
 
     def close(self, why: str = "the node closed the link") -> None:
         with self._changed:
             self._closed = self._closed or why
             self._changed.notify_all()
-        self._landing.close()
+        self._expected.close()
 
     def _check(self) -> None:
         """Raise LinkLost if the session is over; also if this process was stopped for so long that it must be."""

@@ -18,7 +18,7 @@ import ray
 from ray import exceptions
 
 from muster.cluster.link import AGENT, Block, LinkLost, Received, allowed_s
-from muster.cluster.ray_actor import WAITING, WAITS, Departed, Landing
+from muster.cluster.ray_actor import WAITING, WAITS, Departed, ExpectedBlocks
 from muster.cluster.ray_runtime import Lease, actor_class, arrived, call, first_line, listens, search_path
 from muster.errors import BadOption
 from muster.memory.specs import Array
@@ -188,7 +188,7 @@ class RayLink:
         self._unanswered: deque[tuple[float, Any]] = deque()  # by when a message must have been taken, and the call
         self._asked = call(actor, "depart", group="depart")
         self._inbox: deque[Departed] = deque()
-        self._landing = Landing()
+        self._expected = ExpectedBlocks()
         self._closed = ""  # why
         self._last = ""  # why nothing comes after what is in the inbox
 
@@ -211,7 +211,7 @@ class RayLink:
             raise self._lost(error) from error
 
     def expect(self, tag: int, memory: Array) -> None:
-        self._landing.expect(tag, memory)
+        self._expected.expect(tag, memory)
 
     def receive(self) -> Received:
         try:
@@ -229,7 +229,7 @@ class RayLink:
                 return Received(message, tag)
             self._wait(ref, time.monotonic() + allowed_s(self._deadline_s, size), "has sent a block that does not come")
             view: Any = ray.get(ref)
-            memory = self._landing.land(tag, view)
+            memory = self._expected.put(tag, view)
             self._check()
             return Received(message, tag, view.copy() if memory is None else memory)
         except LOST as error:
@@ -241,7 +241,7 @@ class RayLink:
             if first:
                 with contextlib.suppress(*LOST):
                     call(self._actor, "end", self._sent)
-        self._landing.close()
+        self._expected.close()
 
     def _check(self, why: str = "") -> None:
         if self._closed or why:
