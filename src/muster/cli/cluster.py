@@ -176,7 +176,7 @@ def _rank() -> int | None:
 
 def _token(needed: str = "") -> bytes | None:
     """The token that is set; raises ``BadOption`` if there is none, and something ``needed`` it."""
-    from muster.cluster.meeting import read_token
+    from muster.cluster.rendezvous import read_token
 
     token = read_token(None)
     if token is None and needed:
