@@ -9,7 +9,7 @@ import torch
 from torchrl.collectors import WeightUpdaterBase
 from torchrl.envs.llm.transforms import PolicyVersion
 
-from muster.weights.local import LocalWeights
+from muster.weights.publish import PolicyWeights
 from muster.weights.receive import Receivers
 
 
@@ -34,7 +34,7 @@ class TorchRLWeights:
             policy_or_weights = kwargs.pop("policy_weights")
         super().update_policy_weights_(policy_or_weights, worker_ids=worker_ids, **kwargs)  # type: ignore[misc]
         if self._weight_sync_schemes or self.weight_updater is not None:
-            self._weights.increment()
+            self._weights.publish_all([])
 
     def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
         """Take what the registered schemes have received; without schemes, the weights that are given."""
@@ -68,7 +68,7 @@ class TorchRLWeights:
     def increment_version(self) -> None:
         """Count a version."""
         if self.policy_version_tracker is not None:
-            self._weights.increment()
+            self._weights.publish_all([])
 
     # --- parts ------------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ class TorchRLWeights:
         self.policy_version_tracker = tracker if hasattr(tracker, "increment_version") else None
         acting = self._wrapped_policy if isinstance(self._wrapped_policy, torch.nn.Module) else self.policy
         moved = None if original is self.policy else original
-        self._weights = LocalWeights(acting, moved, self.policy_version_tracker)
+        self._weights = PolicyWeights(acting, moved, self.policy_version_tracker)
         self._receivers = Receivers(self._weights, self, self.worker_idx)
 
     def _set_up_schemes(self, updater: Any, sending: Any, receiving: Any) -> None:
