@@ -144,5 +144,5 @@ class WeightMethods:
 def _the_one(*sources: Any) -> Any:
     given = [source for source in sources if source is not None]
     if len(given) > 1:
-        raise BadOption("give the weights once: as the argument, weights= or policy=")
+        raise BadOption("the weights are given more than once: pass them as the argument, as weights= or as policy=")
     return given[0] if given else None

@@ -9,6 +9,7 @@ import torch
 from torchrl.collectors import WeightUpdaterBase
 from torchrl.envs.llm.transforms import PolicyVersion
 
+from muster.collectors.weight_methods import WeightMethods
 from muster.weights.publish import PolicyWeights
 from muster.weights.receive import Receivers
 
@@ -36,25 +37,8 @@ class TorchRLWeights:
         if self._weight_sync_schemes or self.weight_updater is not None:
             self._weights.publish_all([])
 
-    def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
-        """Take what the registered schemes have received; without schemes, the weights that are given."""
-        given = [source for source in (policy_or_weights, weights, policy) if source is not None]
-        if len(given) > 1:
-            raise ValueError("Cannot specify the weights more than once")
-        if self._receiver_schemes is None:
-            if given:
-                self._weights.publish(given[0])
-        elif given:
-            raise ValueError(
-                "Cannot specify 'policy_or_weights' when using 'receiver_schemes'. Schemes should know how to get the "
-                "weights."
-            )
-        else:
-            self._receivers.receive()
-
-    def register_scheme_receiver(self, weight_recv_schemes: Any, *, synchronize_weights: bool = True) -> None:
-        """Receive weights from a parent collector; they are in place from the next batch on."""
-        self._receivers.register(weight_recv_schemes, synchronize=synchronize_weights)
+    register_scheme_receiver = WeightMethods.register_scheme_receiver
+    receive_weights = WeightMethods.receive_weights
 
     @property
     def policy_version(self) -> int | str | None:
@@ -99,7 +83,7 @@ class TorchRLWeights:
                 raise TypeError(f"weight_updater must be a subclass of WeightUpdaterBase. Got {type(updater)} instead.")
             self.weight_updater = updater
         if receiving is not None:
-            self.register_scheme_receiver(receiving)
+            self._receivers.register(receiving)
 
     def _maybe_fallback_update(self, policy_or_weights: Any = None, *, model_id: str | None = None) -> None:
         if model_id not in (None, "policy"):
