@@ -11,7 +11,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
-from muster.weights.updaters import VanillaWeightUpdater
+from muster.weights import VanillaWeightUpdater
 from tests.tools import assert_accounted, assert_same
 
 torchrl = pytest.importorskip("torchrl")

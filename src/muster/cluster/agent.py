@@ -34,7 +34,7 @@ from muster.memory.slots import Slot
 from muster.memory.views import BatchView, Order
 from muster.restore.pickling import loads
 from muster.weights.buffer import Buffer, Manifest
-from muster.weights.schemes import default_scheme
+from muster.weights.choice import default_transport
 from muster.weights.shared_memory import SharedMemoryPublisher
 from muster.weights.transport import Publisher, Ticket
 from muster.workers.channel import WakeUp
@@ -207,7 +207,7 @@ class Agent:
         else:
             received = Buffer(block, manifest)
             if self._publisher is None:
-                self._publisher = default_scheme().publisher(received.tensors, self._setup.workers, received.version)
+                self._publisher = default_transport().publisher(received.tensors, self._setup.workers, received.version)
                 self._made.callback(self._publisher.close)
             else:
                 self._publisher.publish(received.tensors, received.version)

@@ -22,7 +22,7 @@ from muster.errors import BadOption
 from muster.memory.shared import Arena
 from muster.restore.crash_report import CrashDirectory, Maker
 from muster.restore.pickling import dumps
-from muster.weights.send import SentWeights
+from muster.weights.publish import PolicyWeights
 from muster.workers.build import WorkerOptions
 from muster.workers.channel import WakeUp
 from muster.workers.config import Columns, WorkerConfig, WorkerPlace
@@ -73,7 +73,7 @@ class Workers:
         makers: list[Any],
         count: int,
         policy: Any,
-        weights: SentWeights,
+        weights: PolicyWeights,
         made: ExitStack,
         *,
         alone: bool,
