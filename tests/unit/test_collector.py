@@ -41,6 +41,14 @@ def test_an_exhausted_iterator_is_not_in_the_way():
         assert list(iter(c)) == []
 
 
+def test_rollout_does_not_count_towards_total_frames():
+    with collector(8) as c:
+        c.rollout()
+        assert len(list(c)) == 2
+        c.rollout()
+        assert c.stats().frames == 16
+
+
 def test_rollout_in_the_middle_of_a_loop():
     with collector(8) as c:
         rewards = []
@@ -169,6 +177,14 @@ def positive() -> Threshold:
     net = Threshold()
     net.weight.data.fill_(1.0)
     return net
+
+
+def test_published_weights_are_copies():
+    source = positive()
+    with collector(policy=Threshold()) as c:
+        c.update_policy_weights_(source)
+        source.weight.data.fill_(-5.0)
+        assert column(c.rollout(), "action") == [1] * 4
 
 
 def test_weights_changed_in_place_only_count():

@@ -82,6 +82,12 @@ def test_several_environments_are_a_list_in_their_order():
         assert c.getattr_env("length") == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(("given", "expected"), [(0, 0), (3, 3)])
+def test_worker_idx(given, expected):
+    with collector(worker_idx=given) as c:
+        assert c.worker_idx == expected
+
+
 # --- cascade_execute -------------------------------------------------------------------------------
 
 

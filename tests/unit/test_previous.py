@@ -85,6 +85,41 @@ def test_a_vector_environment_shows_them_too():
         assert batch["prev_action"].tolist() == [[0, 1, 0, 1], [0, 1, 0, 0]]
 
 
+def test_whoever_waits_has_done_nothing():
+    seen: list[Any] = []
+
+    def policy(obs: dict[str, torch.Tensor]) -> torch.Tensor:
+        seen.append({key: value.clone() for key, value in obs.items()})
+        return torch.ones(2, dtype=torch.int64)
+
+    make, _ = recorded(lambda i: CountingEnv((2, 5)[i]))
+    with Collector(make, policy, num_envs=2, frames_per_batch=8, reset_when_done=False, **PREV) as c:
+        first, second = c.rollout(), c.rollout()
+        assert first["prev_reward"].tolist() == [[0, 1, 0, 0], [0, 1, 2, 3]]
+        assert second["prev_reward"].tolist() == [[0, 1, 0, 0], [4, 0, 0, 0]]
+        assert second["prev_action"].tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
+        assert_accounted(c)
+    assert [obs["prev_action"].tolist() for obs in seen[:4]] == [[0, 0], [1, 1], [0, 1], [0, 1]]
+    assert [obs["prev_reward"].tolist() for obs in seen[:4]] == [[0, 0], [1, 1], [0, 2], [0, 3]]
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_lost_life_is_a_beginning(wait):
+    from tests.unit.test_lives import KEY, LivesEnv
+
+    options = {"num_envs": 2, "frames_per_batch": 12, "reset_when_done": not wait, **KEY, **PREV}
+    with Collector(partial(LivesEnv, 4, 2), counted, **options) as c:
+        first, second = c.rollout(), c.rollout()
+        if wait:
+            assert first["prev_reward"][0].tolist() == [0, 1, 0, 0, 0, 0]
+            assert second["prev_reward"][0].tolist() == [0, 3, 0, 0, 0, 0]
+            assert second["prev_action"][0].tolist() == [0, 1, 0, 0, 0, 0]
+        else:
+            assert first["prev_reward"][0].tolist() == [0, 1, 0, 3, 0, 1]
+            assert second["prev_reward"][0].tolist() == [0, 3, 0, 1, 0, 3]
+            assert second["prev_action"][0].tolist() == [0, 1, 0, 1, 0, 1]
+
+
 def test_random_steps_before_the_first_batch_are_what_came_before():
     make, _ = recorded(lambda: CountingEnv(50))
     with Collector(make, counted, num_envs=6, frames_per_batch=12, max_decorrelation_steps=6, seed=1, **PREV) as c:

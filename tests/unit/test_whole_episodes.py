@@ -441,6 +441,20 @@ def test_groups_do_not_keep_batches_alive():
         assert episodes.frames_held == 0
 
 
+def test_what_was_cut_by_reset_is_dropped_and_counted():
+    episodes = WholeEpisodes(1, num_envs=2)
+    with Collector(counting(5), None, num_envs=2, frames_per_batch=6) as collector:
+        assert not episodes.push(collector.rollout())
+        collector.reset(1)
+        assert episodes.flush([1]) == 3
+        (group,) = episodes.push(collector.rollout())
+        assert group.batch["collector", "traj_ids"].tolist() == [0] * 5
+        collector.reset()  # without flush, the change of ids says it
+        assert [g.batch["collector", "traj_ids"].tolist() for g in episodes.push(collector.rollout())] == []
+    assert episodes.dropped == {"cut": 3 + 1 + 3}
+    assert episodes.frames_held == 6
+
+
 # --- what waits costs nothing ------------------------------------------------------------------------
 
 
@@ -585,6 +599,16 @@ def test_batches_that_do_not_fit_are_refused():
                 take(batch, envs)
     with pytest.raises(BadOption, match="numbered 0 to 1"):
         WholeEpisodes(1, num_envs=2).flush([2])
+
+
+def test_a_state_stays_what_it_was_when_it_was_saved():
+    batch, episodes = Stream([[2], [3]], (2,)).batch(12), WholeEpisodes(1, num_envs=2)
+    episodes.push(part(batch, [0], slice(0, 5)), [0])
+    state = episodes.state_dict()
+    for _ in range(3):
+        assert lengths_pushed(episodes, batch, [1], slice(0, 4)) == [[3], [2]]
+        episodes = WholeEpisodes(1, num_envs=2)
+        episodes.load_state_dict(state)
 
 
 def test_the_state_of_other_environments_is_refused():
