@@ -311,6 +311,13 @@ def test_another_storing_device_gets_every_column():
         assert batch[key].dtype == expected[key].dtype
 
 
+def test_a_policy_that_is_there_already_is_not_copied():
+    policy = Threshold()
+    with collector(policy=policy, policy_device="cpu") as c:
+        policy.weight.data.fill_(1.0)
+        assert column(c.rollout(), "action") == [1] * 4
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
 @pytest.mark.parametrize("option", ["device", "storing_device", "policy_device", "env_device"])
 def test_cuda_without_cuda_is_refused(option):
