@@ -249,14 +249,6 @@ def test_resets_and_seeds_of_the_user_are_replayed(calls: list[str], died: bool)
         assert_exact(rig.run(0, died=died, index=index), rig, index) if index else None
 
 
-def test_environments_that_were_never_seeded_are_replayed_too() -> None:
-    rig = Rig(cartpoles(2), "CartPole-v1", num_envs=2, T=8, seed=None)
-    crash_report = rig.run(0, index=1)
-    assert crash_report.special[0].seed is None
-    assert crash_report.special[0].state is not None
-    assert_exact(crash_report, rig, 1)
-
-
 def test_the_history_keeps_no_more_than_what_follows_the_last_known_beginning() -> None:
     rig = Rig(cartpoles(2), "CartPole-v1", num_envs=2, T=10, max_frames_per_traj=5)
     sizes = []
