@@ -20,7 +20,8 @@ PIP := "$(BIN)/python" -m pip --disable-pip-version-check install $(QUIET) -c co
 help:
 	@echo "make demo     collect 100,000 frames of CartPole, with progress and a summary"
 	@echo "make test     run the tests, but for most repetitions for other backends and options"
-	@echo "make test-all run all tests                 (ARGS='-k slots' goes to pytest; MUSTER_TESTS=quick leaves out nodes)"
+	@echo "make test-all run all tests                 (ARGS='-k slots' goes to pytest; MUSTER_TESTS=quick leaves out nodes,"
+	@echo "              MUSTER_TESTS=full runs all combinations of parameters, not only all pairs)"
 	@echo "make test-rest run those that make test leaves out"
 	@echo "make check    lint, format, types, layers, size budget"
 	@echo "make canary   run the core suite with the newest tensordict, gymnasium, NumPy and torch that can be installed"

@@ -1,8 +1,12 @@
 """What all tests run under, what ``make test`` leaves to ``make test-rest``, and in which of two processes tests run.
 
-``make test`` has all but what is marked ``slow``, by hand or here: suites that run every test for many kinds of
-collectors, environments or faults (``SUITES``) run each test for a few of them, other ones for each test, so that every
-kind and every test is there. ``make test-rest`` runs what is marked, ``make test-all`` everything.
+Suites that run every test for many kinds of collectors, environments or faults (``SUITES``) run it pairwise: with as
+few variants as have every pair of what the parameters can be. A collector is a class, a place for its workers and one
+for the policy; not every combination of them runs every test. ``MUSTER_TESTS=full`` runs the products.
+
+``make test`` has all but what is marked ``slow``, by hand or here: suites run each test for a few variants, other ones
+for each test, so that every kind and every test is there. ``make test-rest`` runs what is marked, ``make test-all``
+everything.
 
 The tests of nodes have a process of their own (``pytest -n 2``): Ray, gloo and RPC start threads and open files in it
 that others would count. These tests start many processes, or need a Ray cluster, several machines (network namespaces)
@@ -19,6 +23,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import pytest
@@ -89,23 +94,55 @@ RAY_SHARE = 1  # of the tests of a file that run on Ray, too; each actor takes s
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
-    _leave_to_the_rest([item for item in items if SUITES.search(item.nodeid)])
-    if os.environ.get("MUSTER_TESTS") != "quick":
-        return
-    left_out = [item for item in items if OF_NODES.search(item.nodeid)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not OF_NODES.search(item.nodeid)]
-
-
-def _leave_to_the_rest(items: list[Any]) -> None:
-    """Mark all but a few variants of each test ``slow``; the next test keeps the next ones."""
     tests: dict[str, list[Any]] = {}
     for item in items:
-        if hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
+        if SUITES.search(item.nodeid) and hasattr(item, "callspec"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[Any] = set()
+    if os.environ.get("MUSTER_TESTS") != "full":
+        for number, (test, variants) in enumerate(tests.items()):
+            tests[test] = _pairwise(variants, number)
+            left_out.update(set(variants) - set(tests[test]))
+    _leave_to_the_rest(tests)
+    if os.environ.get("MUSTER_TESTS") == "quick":
+        left_out.update(item for item in items if OF_NODES.search(item.nodeid))
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _pairwise(variants: list[Any], turn: int) -> list[Any]:
+    """Few variants of a test that have all pairs of choices that all of them have; another one first at each turn."""
+    pairs = {}
+    for item in variants:
+        choices = [choice for name, value in item.callspec.params.items() for choice in _choices(name, value)]
+        pairs[item] = {
+            frozenset([one, other]) for one in choices for other in choices if one == other or one[0] != other[0]
+        }
+    missing = set().union(*pairs.values())
+    rotated = variants[turn % len(variants) :] + variants[: turn % len(variants)]
+    best, kept = rotated[0], set()
+    while missing:
+        kept.add(best)
+        missing -= pairs[best]
+        best = max(rotated, key=lambda item: len(pairs[item] & missing))
+    return [item for item in variants if item in kept]
+
+
+def _choices(name: str, value: Any) -> list[tuple[str, Any]]:
+    """What a parameter chooses: a name of several words all of them, a record each of its fields."""
+    if isinstance(words := getattr(value, "name", None), str):
+        return [(name, word) for word in words.split("-")]
+    if is_dataclass(value):
+        return [(f"{name}.{field.name}", repr(getattr(value, field.name))) for field in fields(value)]
+    return [(name, id(value))]
+
+
+def _leave_to_the_rest(tests: dict[str, list[Any]]) -> None:
+    """Mark all but a few variants of each test ``slow``; the next test keeps the next ones."""
     on_ray: dict[str, int] = {}
     for number, (test, variants) in enumerate(tests.items()):
+        variants = [item for item in variants if item.get_closest_marker("slow") is None]
         file = test.partition("::")[0]
         if on_ray.get(file, 0) >= RAY_SHARE:
             for item in variants:

@@ -57,8 +57,8 @@ _HOMES = {
     "Timeline": "muster.observing.timeline",
     "Tuning": "muster.tuning",
     "UnfinishedEpisode": "muster.evaluation",
-    "VanillaWeightUpdater": "muster.weights.updaters",
-    "WeightUpdaterBase": "muster.weights.updaters",
+    "VanillaWeightUpdater": "muster.compat.torchrl.updaters",
+    "WeightUpdaterBase": "muster.compat.torchrl.updaters",
     "WorkerStats": "muster.observing.stats",
     "load": "muster.recording",
     "load_state": "muster.restore.checkpoint:load",
@@ -88,6 +88,8 @@ if TYPE_CHECKING:
     from muster.collectors.clusters import RayCollector as RayCollector
     from muster.collectors.clusters import RPCCollector as RPCCollector
     from muster.collectors.resume import ResumeReport as ResumeReport
+    from muster.compat.torchrl.updaters import VanillaWeightUpdater as VanillaWeightUpdater
+    from muster.compat.torchrl.updaters import WeightUpdaterBase as WeightUpdaterBase
     from muster.episodes.record import EpisodeRecord as EpisodeRecord
     from muster.episodes.segment import split_trajectories as split_trajectories
     from muster.episodes.summary import CollectStats as CollectStats
@@ -112,8 +114,6 @@ if TYPE_CHECKING:
     from muster.restore.checkpoint import save as save_state  # noqa: F401
     from muster.tuning import Tuning as Tuning
     from muster.tuning import tune as tune
-    from muster.weights.updaters import VanillaWeightUpdater as VanillaWeightUpdater
-    from muster.weights.updaters import WeightUpdaterBase as WeightUpdaterBase
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 Key = tuple[str, ...]
 
 OBSERVATION: Key = ("observation",)
@@ -29,6 +32,17 @@ RESERVED = frozenset({"action", "next", "collector", "done", "terminated", "trun
 def next_of(key: Key) -> Key:
     """The key of the same quantity after the step."""
     return ("next", *key)
+
+
+def nested(leaves: Mapping[Key, Any]) -> dict[str, Any]:
+    """``{("a", "b"): x}`` as ``{"a": {"b": x}}``."""
+    root: dict[str, Any] = {}
+    for key, value in leaves.items():
+        node = root
+        for part in key[:-1]:
+            node = node.setdefault(part, {})
+        node[key[-1]] = value
+    return root
 
 
 def dotted(key: Key) -> str:

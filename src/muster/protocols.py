@@ -168,7 +168,9 @@ class EnvBatch(Protocol):
         """The environments were restored, and may hold other objects inside than before."""
         return
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the environments, where they are the adapter's own."""
+        return
 
 
 class Policy(Protocol):

@@ -23,8 +23,7 @@ import muster
 from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from muster.errors import BadOption, BadWeights, CollectorBusy, CollectorClosed, EnvError, PolicyError, SlotsExhausted
 from muster.testing import ChainEnv, CountingEnv, FaultyEnv
-from muster.weights import NoSync, Pipe, SharedMemory
-from muster.weights.updaters import VanillaWeightUpdater, WeightUpdaterBase
+from muster.weights import NoSync, Pipe, SharedMemory, VanillaWeightUpdater, WeightUpdaterBase
 from tests.fakes import on_nodes
 from tests.tools import assert_accounted, assert_chain, assert_same, column, counting
 

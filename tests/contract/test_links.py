@@ -28,11 +28,11 @@ SILENCE_S = 200.0  # more than JOIN_S: what is lost by then was not lost for its
 
 def _distributed(target: str, count: int = 1, deadline_s: float = SILENCE_S, **options: Any) -> Any:
     from muster.cluster.launchers import MpLauncher
-    from muster.cluster.meeting import Meeting
+    from muster.cluster.rendezvous import Rendezvous
     from muster.cluster.torch_distributed import DistributedCarrier
 
     launcher = MpLauncher(target, **options)
-    return DistributedCarrier(count, launcher=launcher, meeting=Meeting(count), deadline_s=deadline_s)
+    return DistributedCarrier(count, launcher=launcher, rendezvous=Rendezvous(count), deadline_s=deadline_s)
 
 
 def _ray(target: str, count: int = 1, deadline_s: float = SILENCE_S) -> Any:
@@ -46,11 +46,11 @@ def _ray(target: str, count: int = 1, deadline_s: float = SILENCE_S) -> Any:
 
 def _rpc(target: str, count: int = 1, deadline_s: float = SILENCE_S, **options: Any) -> Any:
     from muster.cluster.launchers import MpLauncher
-    from muster.cluster.meeting import Meeting
+    from muster.cluster.rendezvous import Rendezvous
     from muster.cluster.torch_rpc import RpcCarrier
 
     launcher = MpLauncher(target, **options)
-    return RpcCarrier(count, launcher=launcher, meeting=Meeting(count), deadline_s=deadline_s)
+    return RpcCarrier(count, launcher=launcher, rendezvous=Rendezvous(count), deadline_s=deadline_s)
 
 
 KINDS: dict[str, Callable[..., Any]] = {"torch.distributed": _distributed, "rpc": _rpc}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,9 @@ from torch.distributed import rpc
 from muster.cluster import rpc_link
 from muster.cluster.launchers import MpLauncher
 from muster.cluster.link import Block, LinkLost
-from muster.cluster.meeting import Meeting
+from muster.cluster.rendezvous import Rendezvous
+from muster.cluster.rpc_agent import RpcAgent, Terms
+from muster.cluster.socket_link import SocketLink
 from muster.cluster.torch_rpc import RpcCarrier, check_devices
 from muster.errors import BadOption
 from tests.fakes.netns import listening
@@ -32,11 +34,28 @@ def carriers():
     with contextlib.ExitStack() as stack:
 
         def make(count: int = 1, function: str = "introduced", **options: Any) -> RpcCarrier:
-            meeting = Meeting(count)
-            stack.callback(meeting.close)
-            carrier = RpcCarrier(count, launcher=MpLauncher(NODES + function), meeting=meeting, **options)
+            rendezvous = Rendezvous(count)
+            stack.callback(rendezvous.close)
+            carrier = RpcCarrier(count, launcher=MpLauncher(NODES + function), rendezvous=rendezvous, **options)
             stack.callback(carrier.close)
             return carrier
+
+        yield make
+
+
+@pytest.fixture
+def pair():
+    """A link over a connection within this process, and the connection's other end; closed in the end."""
+    with contextlib.ExitStack() as stack:
+
+        def make(deadline_s: float) -> tuple[rpc_link.RpcLink, SocketLink]:
+            channels = [SocketLink(one, deadline_s) for one in socket.socketpair()]
+            for channel in channels:
+                channel.know(deadline_s)
+                stack.callback(channel.close)
+            link = rpc_link.RpcLink(channels[0], "a session of this test", deadline_s)
+            stack.callback(link.close)
+            return link, channels[1]
 
         yield make
 
@@ -55,7 +74,7 @@ class TestAgent:
         carrier = carriers()
         pid = introduced(connect(carrier))
         here, there = listening(os.getpid()) - before, listening(pid)
-        assert len(here) > 1  # the meeting's, and those of RPC
+        assert len(here) > 1  # the rendezvous's, and those of RPC
         assert there
         assert {host for host, _ in here | there} == {"127.0.0.1"}
         carrier.close()
@@ -64,7 +83,7 @@ class TestAgent:
     def test_listens_at_one_port_if_told_so(self, carriers):
         before = listening(os.getpid())
         connect(carriers(tensorpipe_options={"_transports": ["uv"], "_channels": ["basic"]}))
-        assert len(listening(os.getpid()) - before) == 2  # the meeting and RPC
+        assert len(listening(os.getpid()) - before) == 2  # the rendezvous and RPC
 
     def test_is_shared_by_the_collectors_of_a_process(self, carriers):
         first, second = carriers(), carriers()
@@ -91,15 +110,15 @@ rpc.init_rpc("mine", rank=0, world_size=1, rpc_backend_options=options)
 from muster.errors import BadOption
 from muster.cluster import rpc_link
 from muster.cluster.launchers import MpLauncher
-from muster.cluster.meeting import Meeting
+from muster.cluster.rendezvous import Rendezvous
 from muster.cluster.torch_rpc import RpcCarrier
 try:
-    RpcCarrier(1, launcher=MpLauncher(), meeting=Meeting(1), tensorpipe_options={{"num_worker_threads": 3}})
+    RpcCarrier(1, launcher=MpLauncher(), rendezvous=Rendezvous(1), tensorpipe_options={{"num_worker_threads": 3}})
 except BadOption as error:
     assert "already called" in str(error)
 else:
     raise AssertionError
-carrier = RpcCarrier(1, launcher=MpLauncher("{NODES}echo"), meeting=Meeting(1))
+carrier = RpcCarrier(1, launcher=MpLauncher("{NODES}echo"), rendezvous=Rendezvous(1))
 for epoch in range(2):
     link = carrier.connect(0, epoch, 60.0, threading.Event())
     link.send(b"hello")
@@ -137,56 +156,68 @@ class TestNodes:
         assert not memory.any()
 
     def test_are_not_heard_by_the_session_of_another(self, carriers):
-        carrier = carriers()
-        link = connect(carrier)
+        link = connect(carriers())
         introduced(link)
-        peer = link._link._peer
-        assert rpc.rpc_sync(peer, rpc_link.announce, args=("no such session", 1)) is False
-        for number in range(10):
-            assert rpc.rpc_sync(peer, rpc_link.deliver, args=("no such session", number, b"", 0, None)) is False
-        assert rpc.rpc_sync(peer, rpc_link.watch, args=("no such session",)) is False
-        session = link._link._session
-        assert rpc.rpc_sync(peer, rpc_link.deliver, args=(session, 99, b"out of order", 0, None)) is False
+        block = torch.zeros(3, dtype=torch.uint8)
+        for tag in range(10):
+            assert rpc.rpc_sync(link._peer, rpc_link.deliver, args=("no such session", tag, block)) is False
         link.send(b"mine")
         assert link.receive().message == b"mine"
 
-    def test_are_waited_for_longer_when_they_have_announced_a_large_block(self):
-        link = rpc_link.RpcLink("a session of this test", 0.2)
-        link.announce(20_000_000)
-        begin = time.monotonic()
-        with pytest.raises(LinkLost, match="2.2 s"):
+    def test_are_waited_for_as_long_as_they_say_that_a_block_is_on_its_way(self, pair):
+        link, channel = pair(deadline_s=1.0)
+        got = []
+        receiving = threading.Thread(target=lambda: got.append(link.receive()))
+        receiving.start()
+        for _ in range(8):
+            channel.send(b"", Block(np.empty(0, np.uint8)), rpc_link.BEAT)
+            receiving.join(0.25)
+        channel.send(b"there")
+        receiving.join(60.0)
+        assert [one.message for one in got] == [b"there"]
+
+    def test_say_that_a_block_is_on_its_way(self, pair):
+        link, channel = pair(deadline_s=60.0)
+        agent = RpcAgent.hold("both-ends-of-a-test", Terms("127.0.0.1"))
+        try:
+            link.begin(agent, agent.meet("this-process-too", agent.url))
+            half = Block(np.zeros(rpc_link.ROOM_BYTES // 2, np.uint8))
+            ends = []
+
+            def send():
+                with pytest.raises(LinkLost) as caught:
+                    for tag in range(1, 5):
+                        link.send(b"m", half, tag)
+                ends.append(str(caught.value))
+
+            sending = threading.Thread(target=send)
+            sending.start()
+            assert [channel.receive().tag for _ in range(4)] == [1, 2, rpc_link.BEAT, rpc_link.BEAT]
+            link.close()
+            sending.join(60.0)
+            assert ends == ["The link was closed here."]
+        finally:
+            agent.release()
+
+    def test_that_send_a_message_without_its_block_are_lost(self, pair):
+        link, channel = pair(deadline_s=60.0)
+        channel.send(b"m", Block(np.empty(0, np.uint8)), 3)
+        with pytest.raises(LinkLost, match="Block 3 has not come with its message"):
             link.receive()
-        assert time.monotonic() - begin > 2
-        link.close()
 
-    def test_that_fill_their_room_with_blocks_wait(self):
-        link = rpc_link.RpcLink("a third session of this test", 5.0)
+    def test_that_fill_their_room_with_blocks_wait(self, pair):
+        link, channel = pair(deadline_s=60.0)
         half = torch.zeros(rpc_link.ROOM_BYTES // 2, dtype=torch.uint8)
-        sent = [link.deliver(number, b"m", number + 1, half) for number in range(3)]
+        sent = [link.take_in(tag, half) for tag in range(1, 4)]
         assert [future.done() for future in sent] == [True, True, False]
-        link.close()
-        assert sent[-1].done()
-        assert sent[-1].wait() is False  # nobody will receive it
-
-    def test_are_told_when_this_end_closes(self):
-        link = rpc_link.RpcLink("a fourth session of this test", 5.0)
-        watching = link.watch()
-        assert not watching.done()
-        link.close()
-        assert watching.done()
-        assert watching.wait() is False
-        assert rpc_link.watch("a fourth session of this test").wait() is False
-
-    def test_that_fill_their_room_wait(self):
-        link = rpc_link.RpcLink("another session of this test", 5.0)
-        sent = [link.deliver(number, b"m", 0, None) for number in range(rpc_link.ROOM_MESSAGES + 2)]
-        assert [future.done() for future in sent] == [True] * rpc_link.ROOM_MESSAGES + [False] * 2
+        channel.send(b"m", Block(np.empty(0, np.uint8)), 1)
         link.receive()
-        assert not sent[-1].done()
-        link.receive()
-        assert sent[-1].done()
         assert sent[-1].wait() is True
+        last = link.take_in(4, half)
+        assert not last.done()
         link.close()
+        assert last.wait() is False  # nobody will receive it
+        assert rpc_link.deliver(link._session, 5, half).wait() is False
 
     @pytest.mark.parametrize("attempt", range(5))
     def test_last_message_before_the_other_end_closes_is_not_lost(self, carriers, attempt):
@@ -210,7 +241,7 @@ class TestOptions:
         before = listening(os.getpid())
         with pytest.raises(BadOption, match=text):
             carriers(tensorpipe_options=options)
-        assert len(listening(os.getpid()) - before) <= 1  # the meeting, which is the caller's
+        assert len(listening(os.getpid()) - before) <= 1  # the rendezvous, which is the caller's
 
     def test_devices(self):
         assert check_devices(None, 2) == [None, None]

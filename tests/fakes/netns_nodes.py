@@ -9,8 +9,8 @@ import sys
 import threading
 from pathlib import Path
 
+from muster.cluster.authenticated_link import MAGIC, NONCE_BYTES
 from muster.cluster.link import LinkLost
-from muster.cluster.seal import MAGIC, NONCE_BYTES
 from muster.cluster.socket_link import SocketLink
 from muster.cluster.torch_distributed import run_node
 

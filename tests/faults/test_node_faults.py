@@ -22,7 +22,7 @@ import torch
 
 from muster import MultiSyncCollector
 from muster.cluster.launchers import MpLauncher
-from muster.cluster.meeting import write_token
+from muster.cluster.rendezvous import write_token
 from muster.errors import CollectorTimeout, WorkerDied
 from muster.testing import Fault, OracleEnv, check_stream
 from tests.fakes import faults

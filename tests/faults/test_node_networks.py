@@ -20,7 +20,7 @@ import pytest
 
 from muster.cluster.launchers import WaitingLauncher
 from muster.cluster.link import Block, Link, LinkLost
-from muster.cluster.meeting import Meeting, write_token
+from muster.cluster.rendezvous import Rendezvous, write_token
 from muster.cluster.torch_distributed import DistributedCarrier
 from muster.cluster.torch_rpc import RpcCarrier
 from muster.errors import BadOption
@@ -56,10 +56,10 @@ def serving(request, hosts, token):
 
         def open_(deadline_s: float = 2.0) -> Any:
             with hosts[0].entered():
-                meeting = Meeting(1, bind=hosts[0].address, token=token)
-                stack.callback(meeting.close)
+                rendezvous = Rendezvous(1, bind=hosts[0].address, token=token)
+                stack.callback(rendezvous.close)
                 make = CARRIERS[request.param]
-                carrier = make(1, launcher=WaitingLauncher(), meeting=meeting, deadline_s=deadline_s)
+                carrier = make(1, launcher=WaitingLauncher(), rendezvous=rendezvous, deadline_s=deadline_s)
             stack.callback(carrier.close)
             return carrier
 
@@ -70,7 +70,7 @@ class Node:
     """A node's process on a machine, and what it says."""
 
     def __init__(self, host: Host, carrier: Any, path: Any, what: str = "netns_nodes:beating") -> None:
-        arguments = [what, carrier.meeting.address, str(path), carrier.engine]
+        arguments = [what, carrier.rendezvous.address, str(path), carrier.engine]
         command = [sys.executable, "-m", "tests.fakes.netns_nodes", *arguments]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["src", *sys.path])}
         self.process = host.start(command, stdout=-1, stderr=-1, env=environment)
@@ -266,7 +266,7 @@ class TestMachines:
         coming = Connecting(main, carrier, 0)
         assert "has another token" in node.ended(JOIN_S)
         assert not node.said  # its function was never called
-        assert "does not know the token" in carrier.meeting.refused()
+        assert "does not know the token" in carrier.rendezvous.refused()
         Node(machine, carrier, token)
         coming.within(JOIN_S).close()
 
@@ -302,14 +302,14 @@ def test_machines_over_rpc():
 def test_nothing_is_unpickled_that_comes_from_strangers(hosts, token, tmp_path):
     main, machine, stranger = hosts
     with main.entered():
-        meeting = Meeting(1, bind=main.address, token=token)
-        carrier = DistributedCarrier(1, launcher=WaitingLauncher(), meeting=meeting, deadline_s=5.0)
+        rendezvous = Rendezvous(1, bind=main.address, token=token)
+        carrier = DistributedCarrier(1, launcher=WaitingLauncher(), rendezvous=rendezvous, deadline_s=5.0)
     try:
         marker = tmp_path / "marker"
         coming = Connecting(main, carrier, 0)
         Node(stranger, carrier, marker, "hostile").says("lost", 2, JOIN_S)
         assert not marker.exists()
-        wait_until(lambda: "2 connections were refused" in carrier.meeting.refused(), JOIN_S)
+        wait_until(lambda: "2 connections were refused" in carrier.rendezvous.refused(), JOIN_S)
         Node(machine, carrier, token)  # which has the token
         session = Session(coming.within(JOIN_S))
         session.has(3)
@@ -324,7 +324,7 @@ class TestListening:
         main, _, stranger = hosts
         before = everywhere(main)
         with main.entered():
-            carrier = CARRIERS[kind](1, launcher=WaitingLauncher(), meeting=Meeting(1))
+            carrier = CARRIERS[kind](1, launcher=WaitingLauncher(), rendezvous=Rendezvous(1))
         try:
             ports = [port for _, port in everywhere(main) - before]
             assert ports
@@ -339,4 +339,4 @@ class TestListening:
         monkeypatch.delenv("MUSTER_TOKEN", raising=False)
         monkeypatch.delenv("MUSTER_TOKEN_FILE", raising=False)
         with hosts[0].entered(), pytest.raises(BadOption, match="token"):
-            Meeting(1, bind=hosts[0].address)
+            Rendezvous(1, bind=hosts[0].address)

@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from muster.cluster import meeting as meetings
+from muster.cluster import rendezvous as rendezvous_module
 from muster.cluster import torchrun
+from muster.cluster.authenticated_link import HANDSHAKE, MAC_BYTES, MAGIC, NONCE_BYTES, WrongToken
 from muster.cluster.launchers import WaitingLauncher
 from muster.cluster.link import Block, LinkLost
-from muster.cluster.meeting import Guest, Meeting
-from muster.cluster.seal import HANDSHAKE, MAC_BYTES, MAGIC, NONCE_BYTES, WrongToken
+from muster.cluster.rendezvous import Member, Rendezvous
 from muster.cluster.socket_link import LONGEST, SocketLink
 from muster.cluster.torch_distributed import DistributedCarrier, run_node
 from muster.errors import BadOption
@@ -36,7 +36,7 @@ TOKEN, OTHER = b"0123456789abcdef", b"another one, as long"
 TARGET = "tests.fakes.link_nodes:introduced"
 DEADLINE_S = 60.0
 LENGTH = struct.Struct("<Q16x")  # and no block
-NUMBER_OF_MESSAGES = {"main": 3, "node": 4}  # until a node has accepted an invitation that was there
+NUMBER_OF_MESSAGES = {"main": 3, "node": 4}  # until a node has accepted an offer that was there
 SAID_IN_A_STORE = {  # where nodes met before November 2026
     "run": "r",
     "epochs": [0],
@@ -128,21 +128,21 @@ def _no_token_around(monkeypatch):
 
 
 @pytest.fixture
-def meeting():
-    with contextlib.closing(Meeting(3, token=TOKEN)) as opened:
+def rendezvous():
+    with contextlib.closing(Rendezvous(3, token=TOKEN)) as opened:
         yield opened
 
 
 @pytest.fixture
-def between(meeting):
-    with contextlib.closing(Between(meeting.address)) as made:
+def between(rendezvous):
+    with contextlib.closing(Between(rendezvous.address)) as made:
         yield made
 
 
-def end_of(guest: Guest) -> Any:
-    """The error that waiting for an invitation ends with."""
+def end_of(member: Member) -> Any:
+    """The error that waiting for an offer ends with."""
     with pytest.raises((LinkLost, BadOption)) as caught:
-        guest.next()
+        member.join()
     return caught.value
 
 
@@ -175,10 +175,10 @@ class TestListeningInItsPlace:
         ],
         ids=["nothing", "http", "too long", "gigabytes", "half", "another version", "empty"],
     )
-    def test_garbage_is_no_invitation(self, says, monkeypatch):
-        monkeypatch.setattr(meetings, "ANSWER_S", 0.3)
+    def test_garbage_is_no_offer(self, says, monkeypatch):
+        monkeypatch.setattr(rendezvous_module, "ANSWER_S", 0.3)
         with stranger(lambda connection: connection.sendall(says)) as address:
-            error = end_of(Guest(address, TOKEN, within_s=0.5))
+            error = end_of(Member(address, TOKEN, within_s=0.5))
         assert "could not be reached for 0.5 s" in str(error)
 
     def test_echo_of_its_own_proof_is_none(self):
@@ -187,7 +187,7 @@ class TestListeningInItsPlace:
                 connection.sendall(frame)
 
         with stranger(reflect) as address:
-            assert isinstance(end_of(Guest(address, TOKEN)), WrongToken)
+            assert isinstance(end_of(Member(address, TOKEN)), WrongToken)
 
     def test_nothing_is_unpickled(self, tmp_path):
         bomb = pickle.dumps(Bomb(tmp_path / "marker"))
@@ -198,24 +198,24 @@ class TestListeningInItsPlace:
                 link.send(message)
 
         with stranger(talk) as address:
-            assert isinstance(end_of(Guest(address, TOKEN)), WrongToken)
+            assert isinstance(end_of(Member(address, TOKEN)), WrongToken)
         assert not (tmp_path / "marker").exists()
 
     def test_other_main_process_is_not_served(self):
-        with contextlib.closing(Meeting(1, token=OTHER)) as other:
-            other.invite(0, 0)
-            assert isinstance(end_of(Guest(other.address, TOKEN)), WrongToken)
+        with contextlib.closing(Rendezvous(1, token=OTHER)) as other:
+            other.admit(0, 0)
+            assert isinstance(end_of(Member(other.address, TOKEN)), WrongToken)
             assert other.joined(0, 0, 0) is None
 
 
 class TestBetween:
     """Another program stands between a node and the main process."""
 
-    def test_sees_no_token_and_passes_on_an_invitation(self, meeting, between):
-        meeting.invite(1, 4)
-        found = Guest(between.address, TOKEN).next()
+    def test_sees_no_token_and_passes_on_an_offer(self, rendezvous, between):
+        rendezvous.admit(1, 4)
+        found = Member(between.address, TOKEN).join()
         assert (found.node, found.epoch) == (1, 4)
-        assert meeting.joined(1, 4, DEADLINE_S) is not None
+        assert rendezvous.joined(1, 4, DEADLINE_S) is not None
         assert {who: len(said) for who, said in between.said.items()} == NUMBER_OF_MESSAGES
         assert not any(TOKEN in frame for said in between.said.values() for frame in said)
 
@@ -223,10 +223,10 @@ class TestBetween:
         ("who", "number"), [(who, number) for who, count in NUMBER_OF_MESSAGES.items() for number in range(count)]
     )
     @pytest.mark.parametrize("how", ["flip", "drop", "repeat", "longer"])
-    def test_cannot_change_what_is_said(self, meeting, between, monkeypatch, who, number, how):
-        """A node is invited once the stranger lets everything pass, and not before."""
-        monkeypatch.setattr(meetings, "ANSWER_S", 1.0)
-        meeting.invite(0, 0)
+    def test_cannot_change_what_is_said(self, rendezvous, between, monkeypatch, who, number, how):
+        """A node is admitted once the stranger lets everything pass, and not before."""
+        monkeypatch.setattr(rendezvous_module, "ANSWER_S", 1.0)
+        rendezvous.admit(0, 0)
         changed = threading.Event()
 
         def change(speaker: str, at: int, frame: bytes) -> bytes:
@@ -242,46 +242,46 @@ class TestBetween:
             return LENGTH.pack(len(body)) + body
 
         between.change = change
-        guest = Guest(between.address, TOKEN, within_s=DEADLINE_S)
+        member = Member(between.address, TOKEN, within_s=DEADLINE_S)
         try:
-            found = guest.next()
+            found = member.join()
         except WrongToken:
-            found = guest.next()
+            found = member.join()
         assert changed.wait(DEADLINE_S)
         assert (found.node, found.epoch, found.settings) == (0, 0, {})
-        if (channel := meeting.joined(0, 0, 2.0)) is None:  # what it has said last was refused
+        if (channel := rendezvous.joined(0, 0, 2.0)) is None:  # what it has said last was refused
             found.channel.close()
-            found = guest.next()
-            channel = meeting.joined(0, 0, DEADLINE_S)
+            found = member.join()
+            channel = rendezvous.joined(0, 0, DEADLINE_S)
         assert channel is not None
 
-    def test_cannot_repeat_an_earlier_session(self, meeting, between):
-        meeting.invite(0, 7)
-        Guest(between.address, TOKEN, 0).next()
+    def test_cannot_repeat_an_earlier_session(self, rendezvous, between):
+        rendezvous.admit(0, 7)
+        Member(between.address, TOKEN, 0).join()
         recorded = list(between.said["main"])
         with stranger(lambda connection: connection.sendall(b"".join(recorded))) as address:
-            assert isinstance(end_of(Guest(address, TOKEN, 0)), WrongToken)
+            assert isinstance(end_of(Member(address, TOKEN, 0)), WrongToken)
 
-    def test_cannot_be_a_node_with_what_a_node_has_said(self, meeting, between):
-        meeting.invite(0, 0)
-        Guest(between.address, TOKEN, 0).next()
-        meeting.invite(0, 1)
-        host, _, port = meeting.address.rpartition(":")
+    def test_cannot_be_a_node_with_what_a_node_has_said(self, rendezvous, between):
+        rendezvous.admit(0, 0)
+        Member(between.address, TOKEN, 0).join()
+        rendezvous.admit(0, 1)
+        host, _, port = rendezvous.address.rpartition(":")
         with socket.create_connection((host, int(port)), DEADLINE_S) as connection:
             connection.sendall(b"".join(between.said["node"]))
             with contextlib.suppress(ConnectionResetError):
                 assert len(list(frames(connection))) <= HANDSHAKE
-        assert meeting.joined(0, 1, 0) is None
-        wait_until(lambda: "does not know the token" in meeting.refused(), DEADLINE_S)
+        assert rendezvous.joined(0, 1, 0) is None
+        wait_until(lambda: "does not know the token" in rendezvous.refused(), DEADLINE_S)
 
-    def test_cannot_give_one_node_the_invitation_of_another(self, meeting):
+    def test_cannot_give_one_node_the_offer_of_another(self, rendezvous):
         """Frames of two connections change places."""
-        meeting.invite(0, 0)
-        meeting.invite(1, 0)
-        host, _, port = meeting.address.rpartition(":")
+        rendezvous.admit(0, 0)
+        rendezvous.admit(1, 0)
+        host, _, port = rendezvous.address.rpartition(":")
         listener, found = listening(), []
-        guests = [Guest(address_of(listener), TOKEN, node) for node in (0, 1)]
-        asking = [threading.Thread(target=lambda guest=guest: found.append(guest.next())) for guest in guests]
+        members = [Member(address_of(listener), TOKEN, node) for node in (0, 1)]
+        asking = [threading.Thread(target=lambda member=member: found.append(member.join())) for member in members]
         for thread in asking:
             thread.start()
         nodes = [listener.accept()[0] for _ in range(2)]
@@ -293,26 +293,26 @@ class TestBetween:
                 to_node.sendall(next(main))
         for (node, _), to_main in zip(said, mains, strict=True):
             to_main.sendall(next(node))
-        invitations = [next(main) for _, main in said]
-        for invitation, node in zip(reversed(invitations), nodes, strict=True):
-            node.sendall(invitation)
+        offers = [next(main) for _, main in said]
+        for offer, node in zip(reversed(offers), nodes, strict=True):
+            node.sendall(offer)
         assert [list(node) for node, _ in said] == [[], []], "they have accepted nothing"
         listener.close()  # as if the main process had ended
         for thread in asking:
             thread.join(DEADLINE_S)
         assert found == [None, None]
 
-    def test_cannot_choose_the_engine(self, meeting):
+    def test_cannot_choose_the_engine(self, rendezvous):
         """Nor can the main process."""
-        meeting.engine = meetings.RPC
-        meeting.invite(0, 0)
-        error = end_of(Guest(meeting.address, TOKEN))
+        rendezvous.engine = rendezvous_module.RPC
+        rendezvous.admit(0, 0)
+        error = end_of(Member(rendezvous.address, TOKEN))
         assert isinstance(error, BadOption)
         assert "started for torch.distributed: start it with `muster node --engine rpc`" in str(error)
         with pytest.raises(BadOption, match="engine='rpc'"):
-            run_node(meeting.address, 0, TOKEN, target=TARGET)
-        assert meeting.joined(0, 0, 0) is None
-        assert Guest(meeting.address, TOKEN, engine=meetings.RPC).next().node == 0
+            run_node(rendezvous.address, 0, TOKEN, target=TARGET)
+        assert rendezvous.joined(0, 0, 0) is None
+        assert Member(rendezvous.address, TOKEN, engine=rendezvous_module.RPC).join().node == 0
 
 
 class TestStrangersAtTheMainProcess:
@@ -321,22 +321,22 @@ class TestStrangersAtTheMainProcess:
         [b"", b"GET / HTTP/1.0\r\n\r\n", LENGTH.pack(1 << 31), LENGTH.pack(40) + MAGIC + bytes(NONCE_BYTES)],
         ids=["nothing", "http", "gigabytes", "half a handshake"],
     )
-    def test_do_not_keep_nodes_out(self, meeting, monkeypatch, says):
-        monkeypatch.setattr(meetings, "STRANGERS", 2)
-        monkeypatch.setattr(meetings, "ANSWER_S", 0.5)
-        host, _, port = meeting.address.rpartition(":")
+    def test_do_not_keep_nodes_out(self, rendezvous, monkeypatch, says):
+        monkeypatch.setattr(rendezvous_module, "STRANGERS", 2)
+        monkeypatch.setattr(rendezvous_module, "ANSWER_S", 0.5)
+        host, _, port = rendezvous.address.rpartition(":")
         with contextlib.ExitStack() as open_:
             for _ in range(5):
                 connection = open_.enter_context(socket.create_connection((host, int(port)), DEADLINE_S))
                 with contextlib.suppress(OSError):  # it was refused at once
                     connection.sendall(says)
-            meeting.invite(2, 0)
-            assert Guest(meeting.address, TOKEN).next().node == 2
-        assert "the last one, from 127.0.0.1:" in meeting.refused()
+            rendezvous.admit(2, 0)
+            assert Member(rendezvous.address, TOKEN).join().node == 2
+        assert "the last one, from 127.0.0.1:" in rendezvous.refused()
 
-    def test_are_attended_to_a_few_at_a_time(self, meeting, monkeypatch):
-        monkeypatch.setattr(meetings, "STRANGERS", 2)
-        host, _, port = meeting.address.rpartition(":")
+    def test_are_attended_to_a_few_at_a_time(self, rendezvous, monkeypatch):
+        monkeypatch.setattr(rendezvous_module, "STRANGERS", 2)
+        host, _, port = rendezvous.address.rpartition(":")
         with contextlib.ExitStack() as open_:
             silent = [open_.enter_context(socket.create_connection((host, int(port)), DEADLINE_S)) for _ in range(5)]
             first = [b"" if next(frames(one), b"") == b"" else b"a number" for one in silent]
@@ -354,14 +354,14 @@ class TestStrangersAtTheMainProcess:
                 link.send(bytes(LONGEST + 1))
 
     def test_leave_no_threads_and_no_descriptors(self, monkeypatch):
-        monkeypatch.setattr(meetings, "ANSWER_S", 0.2)
-        with contextlib.closing(Meeting(1, token=TOKEN)) as meeting:
-            host, _, port = meeting.address.rpartition(":")
+        monkeypatch.setattr(rendezvous_module, "ANSWER_S", 0.2)
+        with contextlib.closing(Rendezvous(1, token=TOKEN)) as rendezvous:
+            host, _, port = rendezvous.address.rpartition(":")
             before = {thread for thread in threading.enumerate() if thread.name == "muster-meets"}
             for _ in range(20):
                 socket.create_connection((host, int(port)), DEADLINE_S).close()
-            wait_until(lambda: "20 connections were refused" in meeting.refused(), DEADLINE_S)
-            wait_until(lambda: not meeting._connections, DEADLINE_S)
+            wait_until(lambda: "20 connections were refused" in rendezvous.refused(), DEADLINE_S)
+            wait_until(lambda: not rendezvous._connections, DEADLINE_S)
             for thread in {thread for thread in threading.enumerate() if thread.name == "muster-meets"} - before:
                 thread.join(DEADLINE_S)
                 assert not thread.is_alive()
@@ -403,7 +403,7 @@ class TestTorchrunStore:
 
     @staticmethod
     def key(number: int) -> str:
-        return f"muster/meeting/r//{number}"
+        return f"muster/rendezvous/r//{number}"
 
     @pytest.mark.parametrize(
         "written",
@@ -415,10 +415,10 @@ class TestTorchrunStore:
             b"[" * 1024,
             json.dumps(["127.0.0.1:1", "/tmp/token-of-a-stranger"]),
             json.dumps(["127.0.0.1:1", None]),
-            torchrun._signed(OTHER, "muster/meeting/r//0", "127.0.0.1:1"),
-            torchrun._signed(TOKEN, "muster/meeting/r//1", "127.0.0.1:1"),
-            torchrun._signed(TOKEN, "muster/meeting/r//0", "127.0.0.1:1").replace(":1", ":2"),
-            torchrun._signed(TOKEN, "muster/meeting/r//0", "127.0.0.1:1") + " " * 2000,
+            torchrun._signed(OTHER, "muster/rendezvous/r//0", "127.0.0.1:1"),
+            torchrun._signed(TOKEN, "muster/rendezvous/r//1", "127.0.0.1:1"),
+            torchrun._signed(TOKEN, "muster/rendezvous/r//0", "127.0.0.1:1").replace(":1", ":2"),
+            torchrun._signed(TOKEN, "muster/rendezvous/r//0", "127.0.0.1:1") + " " * 2000,
         ],
         ids=[
             "nothing",
@@ -437,12 +437,12 @@ class TestTorchrunStore:
     def test_only_what_is_signed_is_followed(self, store, written):
         store.set(self.key(0), written)
         with pytest.raises(LinkLost, match="within 0.3 s. Something else has written an address"):
-            torchrun.torchrun_meeting(TOKEN, 0.3)
+            torchrun.find_rendezvous(TOKEN, 0.3)
 
     def test_the_right_address_may_come_later(self, store):
         store.set(self.key(0), json.dumps(["127.0.0.1:1", None]))
         found: list[Any] = []
-        node = threading.Thread(target=lambda: found.append(torchrun.torchrun_meeting(TOKEN, DEADLINE_S)))
+        node = threading.Thread(target=lambda: found.append(torchrun.find_rendezvous(TOKEN, DEADLINE_S)))
         node.start()
         store.set(self.key(0), torchrun._signed(TOKEN, self.key(0), "127.0.0.1:5"))
         node.join(DEADLINE_S)
@@ -451,17 +451,17 @@ class TestTorchrunStore:
     def test_token_of_one_machine_is_left_for_this_user_alone(self, store, monkeypatch, tmp_path):
         monkeypatch.setenv("RANK", "0")
         launcher = torchrun.TorchrunLauncher()
-        with contextlib.closing(Meeting(1)) as meeting:
-            launcher.start(0, 0, meeting)
+        with contextlib.closing(Rendezvous(1)) as rendezvous:
+            launcher.start(0, 0, rendezvous)
             (folder,) = tmp_path.iterdir()
             (file,) = folder.iterdir()
             assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
-            assert meeting.token not in store.get(self.key(0))
+            assert rendezvous.token not in store.get(self.key(0))
             monkeypatch.setenv("RANK", "1")
             monkeypatch.setattr(torchrun, "_collectors", iter(range(100)))
-            assert torchrun.torchrun_meeting(None, DEADLINE_S) == (meeting.address, 0, meeting.token)
+            assert torchrun.find_rendezvous(None, DEADLINE_S) == (rendezvous.address, 0, rendezvous.token)
             with pytest.raises(LinkLost):  # the next collector is another one
-                torchrun.torchrun_meeting(None, 0.2)
+                torchrun.find_rendezvous(None, 0.2)
         launcher.close()
         assert not file.exists()
 
@@ -476,17 +476,17 @@ class TestTorchrunStore:
             folder.symlink_to(tmp_path / "elsewhere")
         store.set(self.key(0), torchrun._signed(TOKEN, self.key(0), "127.0.0.1:5"))
         with pytest.raises(BadOption, match="only this user can read"):
-            torchrun.torchrun_meeting(None, DEADLINE_S)
+            torchrun.find_rendezvous(None, DEADLINE_S)
 
 
 class TestCarriers:
     def test_node_of_another_engine_says_so(self):
-        meeting = Meeting(1, token=TOKEN)
-        carrier = DistributedCarrier(1, launcher=WaitingLauncher(), meeting=meeting)
+        rendezvous = Rendezvous(1, token=TOKEN)
+        carrier = DistributedCarrier(1, launcher=WaitingLauncher(), rendezvous=rendezvous)
         try:
             with pytest.raises(BadOption, match="by torch.distributed, but this node was started for torch RPC"):
-                run_node(meeting.address, 0, TOKEN, engine="rpc", target=TARGET)
+                run_node(rendezvous.address, 0, TOKEN, engine="rpc", target=TARGET)
             with pytest.raises(BadOption, match="engine='smoke' is unknown"):
-                run_node(meeting.address, 0, TOKEN, engine="smoke", target=TARGET)
+                run_node(rendezvous.address, 0, TOKEN, engine="smoke", target=TARGET)
         finally:
             carrier.close()

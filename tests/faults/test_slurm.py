@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("submitit")
 
 from muster.cluster.link import LinkLost
-from muster.cluster.meeting import Meeting
+from muster.cluster.rendezvous import Rendezvous
 from muster.cluster.submitit import GONE, Queue, SubmititLauncher
 from muster.cluster.submitit_delayed import submitit_delayed_launcher
 from muster.cluster.torch_distributed import DistributedCarrier
@@ -54,7 +54,7 @@ def carrier_of(launcher_of):
         def make(target=ECHO, **kwargs):
             launcher = launcher_of(target, **kwargs)
             # The nodes of these tests send no beats, and only the end of a job is to end a link.
-            carrier = DistributedCarrier(1, launcher=launcher, meeting=Meeting(1), deadline_s=100)
+            carrier = DistributedCarrier(1, launcher=launcher, rendezvous=Rendezvous(1), deadline_s=100)
             stack.callback(carrier.close)
             return carrier, launcher
 
@@ -62,9 +62,9 @@ def carrier_of(launcher_of):
 
 
 @pytest.fixture
-def meeting():
-    """That has invited nobody: a node that comes waits."""
-    with contextlib.closing(Meeting(1)) as made:
+def rendezvous():
+    """That admits nobody: a node that comes waits."""
+    with contextlib.closing(Rendezvous(1)) as made:
         yield made
 
 
@@ -133,8 +133,8 @@ def test_a_collector_goes_on_while_the_job_of_a_node_is_replaced(slurm, tmp_path
     _no_jobs(slurm)
 
 
-def test_a_cancelled_job_says_so(slurm, launcher_of, meeting):
-    job = launcher_of().start(0, 0, meeting)
+def test_a_cancelled_job_says_so(slurm, launcher_of, rendezvous):
+    job = launcher_of().start(0, 0, rendezvous)
     assert job.ended() is None
     slurm.wait_for(job.job_id, "RUNNING")
     slurm.run("scancel", job.job_id)
@@ -155,16 +155,16 @@ def test_a_node_that_fails_at_import_shows_its_standard_error(carrier_of):
     assert f"({launcher.folder}/{job_of(launcher)}_0_log.err)" in text
 
 
-def test_a_preempted_job_is_not_requeued(slurm, launcher_of, meeting, tmp_path):
+def test_a_preempted_job_is_not_requeued(slurm, launcher_of, rendezvous, tmp_path):
     launcher = launcher_of()
-    job = launcher.start(0, 0, meeting)
+    job = launcher.start(0, 0, rendezvous)
     slurm.wait_for(job.job_id, "RUNNING")
     script = tmp_path / "urgent.sh"
     script.write_text(f"#!/bin/bash\n#SBATCH --output={tmp_path}/urgent.log\nsleep 60\n")
     urgent = slurm.run("sbatch", "--parsable", "--partition=urgent", "--exclusive", str(script))
     try:
         assert f"{job.job_id} has ended: PREEMPTED" in reason(job)
-        again = launcher.start(0, 1, meeting)
+        again = launcher.start(0, 1, rendezvous)
         assert again.job_id != job.job_id
         assert again.ended() is None
         again.end()
@@ -172,9 +172,9 @@ def test_a_preempted_job_is_not_requeued(slurm, launcher_of, meeting, tmp_path):
         slurm.run("scancel", urgent)
 
 
-def test_a_job_that_waits_has_not_ended(slurm, launcher_of, meeting):
+def test_a_job_that_waits_has_not_ended(slurm, launcher_of, rendezvous):
     launcher = launcher_of(slurm_additional_parameters={"hold": True})
-    job = launcher.start(0, 0, meeting)
+    job = launcher.start(0, 0, rendezvous)
     slurm.wait_for(job.job_id, "PENDING")
     until = time.monotonic() + 30
     while job.state == "PENDING":  # as it was submitted; SLURM has not been asked
@@ -187,16 +187,16 @@ def test_a_job_that_waits_has_not_ended(slurm, launcher_of, meeting):
     assert not list(launcher.folder.glob("token-*"))
 
 
-def test_what_sbatch_refuses_is_said(launcher_of, meeting):
+def test_what_sbatch_refuses_is_said(launcher_of, rendezvous):
     launcher = launcher_of(slurm_partition="nowhere")
     with pytest.raises(LinkLost, match="muster-node-0 could not be submitted: .*[Ii]nvalid partition"):
-        launcher.start(0, 0, meeting)
+        launcher.start(0, 0, rendezvous)
     assert not list(launcher.folder.glob("token-*"))
 
 
-def test_parameters_are_those_of_submitit(slurm, launcher_of, meeting):
+def test_parameters_are_those_of_submitit(slurm, launcher_of, rendezvous):
     launcher = launcher_of(timeout_min=7, slurm_cpus_per_task=3, slurm_partition="train")
-    job = launcher.start(0, 0, meeting)
+    job = launcher.start(0, 0, rendezvous)
     asked = slurm.run("squeue", "--noheader", "--states=all", "--format=%j %l %C %P", f"--jobs={job.job_id}")
     assert asked == "muster-node-0 7:00 3 train"
     job.end()
@@ -208,14 +208,14 @@ def test_loopback_is_refused_where_jobs_may_run_elsewhere(launcher_of):
     wide = launcher_of(slurm_partition="wide")
     with pytest.raises(BadOption, match=r"other hosts too \(elsewhere\), which cannot reach 127.0.0.1: pass bind="):
         wide.check("127.0.0.1")
-    with contextlib.closing(Meeting(1)) as here, pytest.raises(BadOption, match="elsewhere"):
+    with contextlib.closing(Rendezvous(1)) as here, pytest.raises(BadOption, match="elsewhere"):
         wide.start(0, 0, here)
     wide.check("10.1.2.3")
 
 
-def test_a_squeue_that_fails_changes_nothing(launcher_of, meeting, monkeypatch, tmp_path):
+def test_a_squeue_that_fails_changes_nothing(launcher_of, rendezvous, monkeypatch, tmp_path):
     (tmp_path / "no.conf").write_text("nonsense\n")
-    job = launcher_of().start(0, 0, meeting)
+    job = launcher_of().start(0, 0, rendezvous)
     with monkeypatch.context() as broken:
         broken.setenv("SLURM_CONF", str(tmp_path / "no.conf"))
         begin = time.monotonic()
@@ -226,8 +226,8 @@ def test_a_squeue_that_fails_changes_nothing(launcher_of, meeting, monkeypatch, 
     assert "CANCELLED" in reason(job)
 
 
-def test_a_slurm_that_does_not_answer_keeps_nobody_waiting(slurm, launcher_of, meeting):
-    job = launcher_of().start(0, 0, meeting)
+def test_a_slurm_that_does_not_answer_keeps_nobody_waiting(slurm, launcher_of, rendezvous):
+    job = launcher_of().start(0, 0, rendezvous)
     slurm.wait_for(job.job_id, "RUNNING")
     slurm.stop_answering()
     try:

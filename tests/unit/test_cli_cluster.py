@@ -212,7 +212,7 @@ def test_an_actor_has_a_cpu_for_each_worker(capsys: pytest.CaptureFixture[str]) 
         (["--backend", "ray", "--nodes", "2", "--bind", "h"], "--bind: Ray knows its own addresses"),
         (["--backend", "mp", "--nodes", "2", "--join-timeout", "0"], "--join-timeout 0: expected more than 0"),
         (["--backend", "mp", "--nodes", "2", "--join-timeout", "inf"], "--join-timeout inf: expected more than 0"),
-        (["--backend", "mp", "--nodes", "2", "--workers", "0"], "--workers 0: at least one"),
+        (["--backend", "mp", "--nodes", "2", "--workers", "0"], "--workers 0: expected at least 1"),
         (["--backend", "mp", "--nodes", "2", "--min-nodes", "1"], "--min-nodes: batches of all nodes need all of them"),
         (["--backend", "mp", "--nodes", "2", "--min-nodes", "3", "--async"], "min_nodes=3, but there are 2 nodes"),
         (["--min-nodes", "1"], "--min-nodes is about nodes: add --backend"),

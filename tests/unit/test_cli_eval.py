@@ -182,7 +182,7 @@ def test_wrong_requests_are_refused_in_one_line(capsys: pytest.CaptureFixture[st
     assert "add --allow-import" in refused(capsys, "my_envs:Maze-v0")
     assert "there is no file" in refused(capsys, "CartPole-v1", "--policy", "net.safetensors")
     assert "--episodes 0: expected at least 1" in refused(capsys, "CartPole-v1", "--episodes", 0)
-    assert "--workers -1 is negative" in refused(capsys, "CartPole-v1", "--workers", -1)
+    assert "--workers -1: expected at least 0" in refused(capsys, "CartPole-v1", "--workers", -1)
     assert "'longest' is none of best, worst, median" in refused(capsys, "CartPole-v1", "--video", "best,longest")
     assert "'20' is none of" in refused(capsys, "CartPole-v1", "--video", "20")
     assert "less than one step of 8 environments" in refused(capsys, "CartPole-v1", "--max-frames", "7")

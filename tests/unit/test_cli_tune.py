@@ -63,7 +63,7 @@ def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["CartPole-v1", "--seconds", "0"], "--seconds 0: expected more than 0"),
         (["CartPole-v1", "--seconds", "nan"], "--seconds nan"),
-        (["CartPole-v1", "--num-envs", "8", "0"], "--num-envs 0: at least one environment"),
+        (["CartPole-v1", "--num-envs", "8", "0"], "--num-envs 0: expected at least 1"),
         (["CartPol-v1"], "There is no environment 'CartPol-v1'. Similar: "),
         (["json:CartPole-v1"], "json:CartPole-v1: gymnasium imports the module"),
         (["CartPole-v1", "--policy", "agent.pt"], "files of this kind hold pickles"),

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import copy
-import gc
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
 import muster
 from muster import Collector, CollectorStats
-from muster.errors import BadOption, BadWeights, CollectorBusy, CollectorClosed
+from muster.errors import BadOption, BadWeights
 from muster.testing import CountingEnv
-from tests.tools import assert_accounted, assert_same, column, counting, recorded
+from tests.tools import assert_accounted, column, counting, recorded
 
 
 def collector(total_frames: int = -1, policy: Any = None, env: Any = CountingEnv, **options: Any) -> Collector:
@@ -35,33 +32,6 @@ def test_iteration_is_exact():
         assert list(c) == []
         assert c.stats().frames == 12
         assert c.stats().batches == 3
-
-
-def test_after_a_break_another_loop_goes_on():
-    with collector(12) as c:
-        for batch in c:
-            assert column(batch, "next", "reward") == [1, 2, 3, 1]
-            break
-        assert [column(b, "next", "reward") for b in c] == [[2, 3, 1, 2], [3, 1, 2, 3]]
-
-
-def test_an_endless_collector():
-    with collector() as c:
-        assert [column(b, "next", "reward")[0] for b, _ in zip(c, range(5), strict=False)] == [1, 2, 3, 1, 2]
-        with pytest.raises(TypeError, match="endless"):
-            len(c)
-
-
-def test_two_live_iterators_are_refused():
-    with collector(20) as c:
-        first = iter(c)
-        next(first)
-        with pytest.raises(CollectorBusy, match="del it"):
-            iter(c)
-        assert column(next(first), "next", "reward") == [2, 3, 1, 2]
-        del first
-        gc.collect()
-        assert column(next(iter(c)), "next", "reward") == [3, 1, 2, 3]
 
 
 def test_an_exhausted_iterator_is_not_in_the_way():
@@ -90,34 +60,6 @@ def test_rollout_in_the_middle_of_a_loop():
 # --- the end ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        iter,
-        Collector.iterator,
-        Collector.rollout,
-        Collector.reset,
-        lambda c: c.set_seed(1),
-        lambda c: c.update_policy_weights_(),
-        Collector.__enter__,
-    ],
-)
-def test_after_shutdown_the_collector_is_closed(use):
-    c = collector()
-    c.shutdown()
-    with pytest.raises(CollectorClosed, match="make a new one"):
-        use(c)
-
-
-def test_a_loop_stops_when_the_collector_is_shut_down():
-    c = collector()
-    batches = iter(c)
-    next(batches)
-    c.shutdown()
-    with pytest.raises(CollectorClosed):
-        next(batches)
-
-
 def test_shutdown_closes_environments_once_and_stats_stay():
     factory, made = recorded(counting())
     c = collector(env=factory, num_envs=2, seed=0)
@@ -129,13 +71,6 @@ def test_shutdown_closes_environments_once_and_stats_stay():
     assert c.stats() == before
     assert c.episodes == c.episodes
     assert repr(c) == "Collector(CountingEnv x 2, frames_per_batch=4, closed)"
-
-
-def test_the_context_manager_closes_also_after_an_error():
-    factory, made = recorded(counting())
-    with pytest.raises(ZeroDivisionError), collector(env=factory):
-        _ = 1 / 0
-    assert made[0].closed == 1
 
 
 def test_environments_may_be_left_open():
@@ -205,12 +140,6 @@ def test_stats_before_and_after():
         stats.frames = 3  # type: ignore[misc]
 
 
-def test_repr():
-    with collector(num_envs=2, env=counting()) as c:
-        c.rollout()
-        assert repr(c) == "Collector(CountingEnv x 2, frames_per_batch=4, 4 frames)"
-
-
 # --- seeds -----------------------------------------------------------------------------------------
 
 
@@ -222,14 +151,6 @@ def test_set_seed_seeds_every_environment_and_returns_the_last(static, seeds, la
         c.rollout()
         c.rollout()
     assert [[s for s in env.seeds if s is not None] for env in made] == [[s] for s in seeds]
-
-
-def test_set_seed_in_the_middle_repeats_the_data():
-    with Collector(counting(3, noise=True), None, num_envs=2, frames_per_batch=8, seed=3) as c:
-        first = c.rollout()
-        c.rollout()
-        c.set_seed(3)
-        assert_same(first, c.rollout(), ignore=[("collector", "traj_ids")])
 
 
 @pytest.mark.parametrize("seed", [-1, 1.5, "1", None, True])
@@ -256,29 +177,6 @@ def positive() -> Threshold:
     net = Threshold()
     net.weight.data.fill_(1.0)
     return net
-
-
-FORMS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
-    "module": lambda: ((positive(),), {}),
-    "state_dict": lambda: ((positive().state_dict(),), {}),
-    "tensordict": lambda: ((TensorDict.from_module(positive()),), {}),
-    "tensordict_data": lambda: ((TensorDict.from_module(positive()).data,), {}),
-    "weights=": lambda: ((), {"weights": positive().state_dict()}),
-    "policy=": lambda: ((), {"policy": positive()}),
-    "positional_and_model": lambda: ((positive(),), {"model_id": "policy"}),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_weights_are_taken_in_every_form(form):
-    policy = Threshold()
-    with collector(policy=policy) as c:
-        assert column(c.rollout(), "action") == [0] * 4
-        args, keywords = FORMS[form]()
-        c.update_policy_weights_(*args, **keywords)
-        assert column(c.rollout(), "action") == [1] * 4
-        assert c.policy_version == c.stats().policy_version == 1
-    assert policy.weight.tolist() == [1.0, 1.0]
 
 
 def test_published_weights_are_copies():
@@ -340,16 +238,6 @@ def test_bad_weights_change_nothing(name):
         assert column(c.rollout(), "action") == [0] * 4
 
 
-def test_one_bad_tensor_of_many_changes_none():
-    net = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
-    before = copy.deepcopy(net.state_dict())
-    new = {name: torch.full_like(tensor, 7.0) for name, tensor in before.items()}
-    new["1.bias"][1] = torch.nan
-    with collector(policy=muster.policies.categorical(net)) as c, pytest.raises(BadWeights, match="1.bias"):
-        c.update_policy_weights_(new)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
-
-
 @pytest.mark.parametrize("nothing", [{}, nn.Tanh()], ids=str)
 def test_no_weights_are_not_taken_for_those_of_an_activation(nothing):
     policy = muster.policies.categorical(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
@@ -398,21 +286,7 @@ def test_a_function_has_no_weights_to_publish():
         assert c.policy_version == 2
 
 
-def test_weights_are_given_once():
-    with collector(policy=Threshold()) as c:
-        with pytest.raises(BadOption, match="once"):
-            c.update_policy_weights_(positive(), weights=positive().state_dict())
-        with pytest.raises(BadOption, match="model_id='critic'"):
-            c.update_policy_weights_(positive(), model_id="critic")
-        assert c.policy_version == 0
-
-
 # --- devices ---------------------------------------------------------------------------------------
-
-
-def test_without_a_device_the_batch_states_none():
-    with collector() as c:
-        assert c.rollout().device is None
 
 
 @pytest.mark.parametrize("option", ["storing_device", "device"])

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import warnings
 from typing import Any
 
-import gymnasium
 import pytest
 import torch
 from gymnasium import spaces
@@ -17,7 +15,7 @@ from torch import nn
 
 import muster
 from muster import Collector
-from muster.errors import BadOption, CollectorBusy, EnvError, PolicyError
+from muster.errors import BadOption, CollectorBusy, EnvError
 from muster.testing import CountingEnv, SpaceEnv
 from tests.tools import assert_same, column, counting, recorded
 
@@ -88,12 +86,6 @@ def test_several_environments_are_a_list_in_their_order():
 def test_worker_idx(given, expected):
     with collector(worker_idx=given) as c:
         assert c.worker_idx == expected
-
-
-def test_worker_idx_that_was_not_set():
-    with collector() as c, pytest.raises(RuntimeError, match="worker_idx was not set") as caught:
-        _ = c.worker_idx
-    assert isinstance(caught.value, BadOption)
 
 
 # --- cascade_execute -------------------------------------------------------------------------------
@@ -235,38 +227,12 @@ def test_a_fake_batch_is_the_users_own():
         assert not c.fake_tensordict()["observation"].any()
 
 
-def test_next_gives_batches_until_none_is_left():
-    with collector(total_frames=8) as c:
-        assert column(c.next(), "next", "reward") == [1, 2, 3, 1]
-        assert column(next(iter(c)), "next", "reward") == [2, 3, 1, 2], "a loop may follow"
-        assert c.next() is None
-        assert c.next() is None
-        assert list(c) == []
-
-
 def test_next_while_a_loop_goes_on_is_refused():
     with collector() as c:
         batches = iter(c)
         next(batches)
         with pytest.raises(CollectorBusy):
             c.next()
-
-
-def test_next_goes_on_after_an_error():
-    calls = []
-
-    def policy(obs: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) == 3:
-            raise ValueError("once")
-        return torch.tensor(0)
-
-    with collector(policy, total_frames=8) as c:
-        with pytest.raises(PolicyError):
-            c.next()
-        assert column(c.next(), "next", "reward") == [1, 2, 3, 1]
-        assert column(c.next(), "next", "reward") == [2, 3, 1, 2]
-        assert c.next() is None
 
 
 # --- making the parts ------------------------------------------------------------------------------
@@ -304,14 +270,6 @@ def test_keywords_that_the_function_does_not_know():
 def test_keywords_for_an_environment_that_is_made_already():
     with pytest.raises((BadOption, TypeError), match="create_env_kwargs|keyword"):
         Collector(CountingEnv(), None, frames_per_batch=4, create_env_kwargs={"length": 2})
-
-
-def test_no_environment_and_one_twice():
-    with pytest.raises(BadOption, match="empty list"):
-        Collector([], None, frames_per_batch=4)
-    env = CountingEnv()
-    with pytest.raises(BadOption, match="same environment object twice"):
-        Collector([env, env], None, frames_per_batch=4)
 
 
 def test_a_policy_factory_makes_the_policy():
@@ -418,13 +376,6 @@ def test_cuda_graphs_need_cuda(value):
         collector(Net(), cudagraph_policy=value)
 
 
-@pytest.mark.parametrize("option", ["compile_policy", "cudagraph_policy"])
-def test_false_and_none_compile_nothing(option):
-    for value in (False, None):
-        with collector(Net(), **{option: value}) as c:
-            assert c.rollout().shape == (4,)
-
-
 @pytest.mark.parametrize("option", ["no_cuda_sync", "local_init_rb"])
 def test_options_for_torchrls_sake_change_nothing(option):
     with collector(seed=0, **{option: True}) as c, collector(seed=0) as usual:
@@ -489,92 +440,7 @@ def test_a_profile_is_ended_by_hand_by_another_one_and_by_shutdown(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1.json", "2.json"]
 
 
-def test_only_the_workers_that_were_asked_for_are_profiled(tmp_path):
-    with collector(Net(), worker_idx=1) as c:
-        c.enable_profile(workers=[0], num_rollouts=1, warmup_rollouts=0, save_path=tmp_path / "trace.json")
-        c.rollout()
-        assert list(tmp_path.iterdir()) == []
-        c.enable_profile(workers=[1], num_rollouts=1, warmup_rollouts=0, save_path=tmp_path / "trace.json")
-        c.rollout()
-        assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_profile_that_cannot_be_is_refused():
-    with collector() as c:
-        with pytest.raises(BadOption, match="num_rollouts > warmup_rollouts"):
-            c.enable_profile(num_rollouts=1, warmup_rollouts=1)
-        assert c.profile_config is None
-
-
-def test_the_timeline_shows_where_the_time_goes(tmp_path):
-    with Collector([counting(3)] * 2, Net(), frames_per_batch=64, num_envs=2) as c:
-        c.rollout()
-        assert len(c.timeline) == 0, "off by default"
-        c.timeline.start()
-        c.rollout()
-        c.rollout()
-        c.timeline.stop()
-        c.rollout()
-        c.timeline.save(tmp_path / "timeline.json")
-        stats = c.stats()
-    events = [e for e in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] if e["ph"] == "X"]
-    count = {name: sum(e["name"] == name for e in events) for name in {e["name"] for e in events}}
-    assert {name: count[name] for name in ("collect", "wait", "rollout", "copy")} == {
-        "collect": 2,
-        "wait": 2,
-        "rollout": 4,
-        "copy": 4,
-    }
-    assert count["env"] == count["policy"] >= 4
-    assert {e["tid"] for e in events if e["name"] == "rollout"} == {0, 2}, "a track for each group"
-    collects = [e for e in events if e["name"] == "collect"]
-    for event in events:
-        if event["name"] != "wait":
-            assert any(c["ts"] - 1 <= event["ts"] <= c["ts"] + c["dur"] + 1 for c in collects)
-    assert stats.env_s > 0
-    assert stats.policy_s > 0
-
-
 # --- the seed document's own example ---------------------------------------------------------------
-
-
-def test_the_printed_example_has_the_printed_keys_shapes_and_types():
-    policy = TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
-    c = Collector(
-        create_env_fn=lambda: gymnasium.make("Pendulum-v1"),
-        policy=policy,
-        total_frames=2000,
-        max_frames_per_traj=50,
-        frames_per_batch=200,
-        init_random_frames=-1,
-        reset_at_each_iter=False,
-        device="cpu",
-        storing_device="cpu",
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        data = [batch for _, batch in zip(range(3), c, strict=False)][-1]
-    c.shutdown()
-    assert data.names[-1] == "time"
-    assert data.batch_size == (200,)
-    assert data.device == torch.device("cpu")
-    shapes = {key: (tuple(data[key].shape), data[key].dtype) for key in data.keys(True, True)}
-    flag, number, count = ((200, 1), torch.bool), ((200, 1), torch.float32), ((200, 1), torch.int64)
-    assert shapes == {
-        "action": number,
-        ("collector", "traj_ids"): ((200,), torch.int64),
-        "done": flag,
-        "terminated": flag,
-        "truncated": flag,
-        "observation": ((200, 3), torch.float32),
-        "step_count": count,
-        ("next", "done"): flag,
-        ("next", "terminated"): flag,
-        ("next", "truncated"): flag,
-        ("next", "observation"): ((200, 3), torch.float32),
-        ("next", "reward"): number,
-        ("next", "step_count"): count,
-    }
 
 
 class Listening(CountingEnv):

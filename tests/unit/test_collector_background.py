@@ -14,7 +14,7 @@ from torch import nn
 
 from muster import Collector
 from muster.collectors import background
-from muster.errors import BadOption, CollectorBusy, CollectorClosed, CollectorTimeout, EnvError, PolicyError
+from muster.errors import CollectorBusy, CollectorClosed, CollectorTimeout, EnvError
 from muster.testing import CountingEnv, FaultyEnv
 from tests.tools import assert_accounted, column, counting
 
@@ -64,6 +64,14 @@ class GatedEnv(CountingEnv):
     def step(self, action: int) -> Any:
         self.gate()
         return super().step(action)
+
+
+class FailingEnv(GatedEnv):
+    """Raises in every step, after the gate."""
+
+    def step(self, action: int) -> Any:
+        super().step(action)
+        raise RuntimeError("boom")
 
 
 class Buffer:
@@ -165,11 +173,6 @@ def test_environments_may_be_left_open():
     assert env.closed == 0
 
 
-def test_without_a_buffer_there_is_nowhere_to_put_it():
-    with Collector(counting(3), None, frames_per_batch=4) as c, pytest.raises(BadOption, match="replay_buffer"):
-        c.start()
-
-
 def test_start_again_changes_nothing_and_iterating_meanwhile_is_refused():
     gate = Gate()
     with running(gate, GatedEnv(gate)) as (c, _):
@@ -207,12 +210,6 @@ def test_a_pause_does_not_wait_for_ever(monkeypatch):
             raise AssertionError("entered")
         gate.allow(4)
         buffer.until(2)  # what failed to pause does not keep it from going on
-
-
-def test_leaving_the_context_ends_it():
-    with Collector(counting(3), None, frames_per_batch=4, replay_buffer=Buffer()) as c:
-        c.start()
-    assert not c.is_running()
 
 
 def test_groups_whole_episodes_and_single_steps_run_in_the_background_too():
@@ -371,13 +368,7 @@ def test_filters_that_make_warnings_errors_do_not_hide_the_error():
 
 def test_what_waits_for_the_batch_that_fails_raises_its_error():
     gate = Gate()
-
-    class Failing(GatedEnv):
-        def step(self, action: int) -> Any:
-            super().step(action)
-            raise RuntimeError("boom")
-
-    with running(gate, Failing(gate)) as (c, _):
+    with running(gate, FailingEnv(gate)) as (c, _):
         gate.until_blocked()
         waiting = threading.Event()
         failing = threading.Thread(target=lambda: (waiting.wait(PATIENCE), gate.allow(1)))
@@ -391,13 +382,7 @@ def test_what_waits_for_the_batch_that_fails_raises_its_error():
 
 def test_an_error_of_a_thread_that_is_being_ended_is_raised_and_not_announced_too(recwarn):
     gate = Gate()
-
-    class Failing(GatedEnv):
-        def step(self, action: int) -> Any:
-            super().step(action)
-            raise RuntimeError("boom")
-
-    with running(gate, Failing(gate)) as (c, _):
+    with running(gate, FailingEnv(gate)) as (c, _):
         gate.until_blocked()
         with pytest.raises(CollectorTimeout):
             c.async_shutdown(timeout=0.0)
@@ -405,18 +390,6 @@ def test_an_error_of_a_thread_that_is_being_ended_is_raised_and_not_announced_to
         with pytest.raises(EnvError, match="boom"):
             c.async_shutdown()
     assert not [w for w in recwarn if "stopped collecting" in str(w.message)]
-
-
-def test_after_the_error_was_raised_a_new_start_has_none():
-    env = FaultyEnv(3, error=lambda: RuntimeError("boom"), length=9)
-    with Collector(env, None, frames_per_batch=2, total_frames=8, replay_buffer=Buffer()) as c:
-        with pytest.warns(RuntimeWarning, match="boom"):
-            run_to_its_end(c)
-        with pytest.raises(EnvError):
-            c.start()
-        c.start()
-        ended(c)
-        assert c.stats().ended_by == ""
 
 
 def test_after_an_error_it_can_be_started_again():
@@ -431,6 +404,7 @@ def test_after_an_error_it_can_be_started_again():
         ended(c)
         assert [column(b, "next", "reward") for b in buffer.batches] == [[1, 2], [3, 1], [2, 3], [4, 5]]
         assert_accounted(c)
+        assert c.stats().ended_by == ""
 
 
 def test_leaving_the_context_tells_of_the_error_unless_there_is_another():
@@ -460,18 +434,6 @@ def test_an_error_of_the_buffer_reaches_the_user():
     ended(c)
     with pytest.raises(MemoryError, match="full"):
         c.async_shutdown()
-
-
-def test_an_error_of_the_policy_reaches_the_user():
-    def policy(obs: torch.Tensor) -> torch.Tensor:
-        raise ValueError("no idea")
-
-    c = Collector(counting(3), policy, frames_per_batch=2, replay_buffer=Buffer())
-    c.start()
-    ended(c)
-    with pytest.raises(PolicyError, match="no idea"):
-        c.rollout()
-    c.shutdown()
 
 
 # --- weights ---------------------------------------------------------------------------------------

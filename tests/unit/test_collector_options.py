@@ -14,7 +14,6 @@ from muster import Collector, CollectorOptions
 from muster.collectors.options import CollectorKeywords
 from muster.errors import BadOption, UnknownOption
 from muster.testing import CountingEnv
-from tests.tools import recorded
 
 
 def options(**given: Any) -> CollectorOptions:
@@ -47,13 +46,6 @@ def test_impossible_values_are_refused_by_name(name, value):
         options(**{name: value})
     assert str(value) in str(caught.value)
     assert isinstance(caught.value, ValueError)
-
-
-def test_impossible_values_are_refused_before_an_environment_is_made():
-    factory, made = recorded(CountingEnv)
-    with pytest.raises(BadOption):
-        Collector(factory, None, frames_per_batch=8, validate="never")
-    assert made == []
 
 
 def test_defaults():
@@ -90,19 +82,6 @@ def test_exploration_types_by_name_and_as_torchrls_enum(value):
 
 
 # --- exact numbers ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("frames", "num_envs", "rows"), [(10, 4, 3), (3, 4, 1), (2049, 8, 257)])
-def test_frames_per_batch_that_cannot_be_shared_is_exact_by_a_mask_and_says_so(frames, num_envs, rows):
-    with pytest.warns(UserWarning, match=f"{frames} cannot be shared equally by {num_envs} environments.*{rows} time"):
-        collector = Collector(CountingEnv, None, frames_per_batch=frames, num_envs=num_envs)
-    with collector:
-        batch = collector.rollout()
-        valid = batch["collector", "valid"]
-        assert valid.shape == (num_envs, rows)
-        assert valid.sum() == collector.stats().frames == frames
-        assert valid.T.flatten()[:frames].all(), "in order of time, then of environments"
-        assert collector.stats().discarded == {"surplus": num_envs * rows - frames}
 
 
 def test_frames_per_batch_counts_the_environments_of_all_groups():

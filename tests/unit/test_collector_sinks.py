@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from muster import Collector
 from muster.errors import BadOption, EnvError
 from muster.testing import CountingEnv, FaultyEnv
-from tests.tools import assert_accounted, assert_same, column, counting, stable
+from tests.tools import assert_accounted, column, counting, stable
 
 
 class Extends:
@@ -56,22 +56,6 @@ def test_a_postproc_that_returns_nothing_has_changed_the_batch_in_place():
         assert [column(b, "next", "reward") for b in c] == [[2, 4, 6, 2], [4, 6, 2, 4]]
 
 
-def test_an_error_of_postproc_passes_and_the_batch_comes_with_the_next_call():
-    calls = []
-
-    def fail_once(batch: Any) -> Any:
-        calls.append(batch)
-        if len(calls) == 1:
-            raise ZeroDivisionError("mine")
-        return batch
-
-    with Collector(counting(3), None, frames_per_batch=4, postproc=fail_once) as c:
-        with pytest.raises(ZeroDivisionError, match="mine"):
-            next(iter(c))
-        assert column(next(iter(c)), "next", "reward") == [1, 2, 3, 1]
-        assert column(next(iter(c)), "next", "reward") == [2, 3, 1, 2]
-
-
 def test_torchrls_multistep_is_a_postproc():
     multi_step = pytest.importorskip("torchrl.data").MultiStep(gamma=0.5, n_steps=2)
     with Collector(counting(4), None, num_envs=2, frames_per_batch=8, postproc=multi_step) as c:
@@ -89,32 +73,7 @@ def test_torchrls_transforms_are_postprocs():
     assert column(batch, "next", "reward") == [11, 21, 31, 11]
 
 
-def test_postproc_sees_every_group_of_episodes():
-    seen = []
-    options = {
-        "frames_per_batch": 8,
-        "total_frames": 8,
-        "trajs_per_batch": 2,
-        "postproc": lambda b: seen.append(len(b)),
-    }
-    with Collector(counting(2), None, **options) as c:
-        assert len(list(c)) == 2
-    assert seen == [4, 4]
-
-
 # --- hooks -----------------------------------------------------------------------------------------
-
-
-def test_hooks_are_called_before_and_after_every_collection():
-    events: list[Any] = []
-    options = {
-        "pre_collect_hook": lambda: events.append("pre"),
-        "post_collect_hook": lambda b: events.append(b.shape[0]),
-    }
-    with Collector(counting(3), None, frames_per_batch=4, total_frames=8, **options) as c:
-        for _ in c:
-            events.append("user")
-    assert events == ["pre", 4, "user", "pre", 4, "user"]
 
 
 def test_the_post_hook_sees_the_batch_before_postproc_and_buffer():
@@ -135,52 +94,6 @@ def test_hooks_with_whole_episodes_see_the_batches():
     with Collector(counting(5), None, frames_per_batch=2, total_frames=12, **options) as c:
         assert [len(b) for b in c] == [5, 5]
     assert seen == [(2,)] * 6
-
-
-# --- replay buffers --------------------------------------------------------------------------------
-
-
-def test_a_buffer_takes_batches_and_iteration_yields_none():
-    buffer = Extends()
-    with Collector(counting(3), None, num_envs=2, frames_per_batch=8, total_frames=16, replay_buffer=buffer) as c:
-        assert list(c) == [None, None]
-        assert c.getattr_rb("batches") is buffer.batches
-        assert c.stats().frames == 16
-    with Collector(counting(3), None, num_envs=2, frames_per_batch=8, total_frames=16) as c:
-        for taken, batch in zip(buffer.batches, c, strict=True):
-            assert_same(taken, batch, ignore=("action",))
-
-
-def test_a_buffer_that_only_adds_gets_transitions_environment_by_environment():
-    buffer = Adds()
-    with Collector(counting(3), None, num_envs=2, frames_per_batch=8, total_frames=8, replay_buffer=buffer) as c:
-        assert list(c) == [None]
-    assert [row.shape for row in buffer.rows] == [()] * 8
-    assert [row["next", "reward"].item() for row in buffer.rows] == [1, 2, 3, 1] * 2
-
-
-def test_rollout_goes_to_no_buffer():
-    buffer = Extends()
-    with Collector(counting(3), None, frames_per_batch=4, replay_buffer=buffer) as c:
-        assert column(c.rollout(), "next", "reward") == [1, 2, 3, 1]
-    assert buffer.batches == []
-
-
-def test_whole_episodes_go_into_a_buffer():
-    buffer = Extends()
-    options = {"frames_per_batch": 4, "total_frames": 12, "trajs_per_batch": 2}
-    with Collector(counting(3), None, replay_buffer=buffer, **options) as c:
-        assert list(c) == [None, None]
-    assert [column(b, "next", "reward") for b in buffer.batches] == [[1, 2, 3, 1, 2, 3]] * 2
-
-
-def test_an_error_of_the_buffer_passes_unchanged():
-    class Full(Extends):
-        def extend(self, batch: Any) -> None:
-            raise MemoryError("full")
-
-    with Collector(counting(3), None, frames_per_batch=4, replay_buffer=Full()) as c, pytest.raises(MemoryError):
-        next(iter(c))
 
 
 # --- extend_buffer=False ---------------------------------------------------------------------------

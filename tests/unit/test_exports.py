@@ -91,10 +91,10 @@ told = dict(absent={{}}, shown=[], refused={{}})
 for name in packages:
     try:
         module = importlib.import_module(name)
+        exec(f"from {{name}} import *", {{}})
     except ImportError as error:
         told["absent"][name] = error.name.partition(".")[0]
         continue
-    exec(f"from {{name}} import *", {{}})
     assert all(hasattr(module, public) for public in [*getattr(module, "__all__", ()), *dir(module)]), name
     assert not hasattr(module, "no_such_name"), name
     told["shown"].append(name)

@@ -260,12 +260,6 @@ def test_a_real_recurrent_network():
             state[batch["next", "done"][:, t, 0]] = 0
 
 
-def test_state_during_random_warm_up_begins_with_the_policy():
-    with Collector(counting(9), counting_state("tensor"), frames_per_batch=2, init_random_frames=2) as collector:
-        collector.rollout()
-        assert column(collector.rollout(), "given") == [0, 1]
-
-
 def test_a_recurrent_policy_must_return_its_state():
     def policy(obs: Any, state: Any) -> Any:
         return torch.tensor(0)

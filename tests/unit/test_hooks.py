@@ -295,18 +295,6 @@ def test_after_an_error_of_on_step_where_all_have_ended_the_rest_of_the_batch_st
         assert_accounted(c)
 
 
-def test_on_step_goes_with_steps_that_are_added_one_by_one():
-    buffer = Adds(refuses=-1)
-    options: Any = {"replay_buffer": buffer, "extend_buffer": False, "total_frames": 4, "frames_per_batch": 4}
-
-    def shape(step: Any) -> None:
-        step["next", "reward"] += 10
-
-    with Collector(counting(3), None, on_step=shape, **options) as c:
-        assert list(c) == [None]
-    assert buffer.rows == [11, 12, 13, 11]
-
-
 def test_without_on_step_nobody_watches_and_measuring_calls_no_hook():
     with Collector(counting(3), None, frames_per_batch=2) as c:
         assert c._engine.groups[0].watch is None
@@ -460,14 +448,6 @@ def test_a_batch_that_waits_is_shown_as_what_it_is_whatever_was_collected_meanwh
     assert seen == [[1, 2, 3, 4, 5, 6, 7]], "the second one; two rows of the first are elsewhere"
 
 
-def test_split_batches_show_whole_episodes_too():
-    seen = []
-    options: Any = {"frames_per_batch": 4, "total_frames": 12, "split_trajs": True}
-    with Collector(counting(3), None, on_episode_done=lambda e: seen.append(shown(e)[1]), **options) as c:
-        assert [batch.shape[0] for batch in c] == [2, 2, 2]
-    assert seen == [[1, 2, 3]] * 4
-
-
 def test_what_was_not_seen_from_its_beginning_or_has_no_end_is_not_shown():
     seen = []
     options: Any = {"num_envs": 2, "frames_per_batch": 8, "on_episode_done": lambda e: seen.append(shown(e)[0])}
@@ -548,14 +528,6 @@ def test_columns_arrive_in_batches_of_whole_episodes_and_in_the_buffer(buffered)
     assert batches[0].names == ["time"]
 
 
-def test_columns_arrive_in_padded_batches_with_zeros_where_there_is_no_step():
-    options: Any = {"num_envs": 2, "frames_per_batch": 4, "total_frames": 6 * 2, "trajs_per_batch": 2}
-    with Collector(lengths(2, 3), None, on_episode_done=returns_to_go, traj_format="pad", **options) as c:
-        batch = next(iter(c))
-    assert batch["return"].tolist() == [[3, 2, 0], [6, 5, 3]]
-    assert batch["next", "left"].tolist() == [[[1], [0], [0]], [[2], [1], [0]]]
-
-
 def test_postproc_and_on_batch_see_the_columns():
     seen = []
     options: Any = {"frames_per_batch": 4, "total_frames": 4, "trajs_per_batch": 2}
@@ -611,12 +583,6 @@ def test_columns_that_do_not_fit_are_refused_and_the_group_comes_when_they_do(co
         with pytest.raises(HookError, match=message):
             next(iter(c))
         assert next(iter(c))["a"].tolist() == [1, 1, 0, 0]
-
-
-def test_a_hook_that_adds_nothing_leaves_groups_as_they_are():
-    options: Any = {"frames_per_batch": 4, "total_frames": 4, "trajs_per_batch": 2}
-    with Collector(counting(2), None, on_episode_done=lambda e: None, **options) as c:
-        assert not {"a", "return"} & set(next(iter(c)).keys())
 
 
 def test_what_a_hook_writes_into_a_whole_episode_is_in_the_batch():
@@ -819,20 +785,6 @@ def test_an_error_of_the_hook_after_collecting_keeps_the_batch():
         with pytest.raises(ZeroDivisionError):
             next(iter(c))
         assert [column(batch, *REWARD) for batch in c] == [[1, 2, 3, 1], [2, 3, 1, 2]]
-
-
-def test_what_is_finished_on_demand_goes_on_where_it_failed():
-    calls = []
-    options: Any = {"on_batch": FailsAt(0), "replay_buffer": (buffer := Extends(refuses=1)), "postproc": calls.append}
-    pipeline = Pipeline(CollectorOptions.parse(options), 1)
-    first, second = (TensorDict({"a": torch.zeros(2)}, [2]) for _ in range(2))
-    item = pipeline.begin(first)
-    for error in (HookError, OSError):
-        with pytest.raises(error):
-            item.go_on()
-    assert item.go_on() is first
-    assert pipeline.begin(second).go_on() is second
-    assert [id(item) for item in calls] == [id(item) for item in buffer.batches] == [id(first), id(second)]
 
 
 @pytest.mark.parametrize(

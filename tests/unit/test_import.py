@@ -1,4 +1,4 @@
-"""What `import muster` costs: one interpreter, asked twice."""
+"""What `import muster` costs, and what adapters of other packages do: one interpreter, asked three times."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import subprocess
 import sys
 
 HEAVY = ("torch", "tensordict", "gymnasium", "rich", "tyro", "torchrl")
+ADAPTERS = {"dm_env": "dm_env", "envpool": "envpool", "sb3": "stable_baselines3"}
 
 PROGRAM = f"""
-import json, sys
+import importlib, json, sys
 
 def loaded():
     return [name for name in {HEAVY!r} if name in sys.modules]
@@ -17,7 +18,9 @@ def loaded():
 import muster
 first = loaded()
 from muster import Collector, policies
-print(json.dumps([first, loaded()]))
+second = loaded()
+took = [importlib.import_module("muster.envs." + name).takes(3) for name in {list(ADAPTERS)!r}]
+print(json.dumps([first, second, took, [name for name in {list(ADAPTERS.values())!r} if name in sys.modules]]))
 """
 
 
@@ -27,6 +30,7 @@ def test_importing_loads_nothing_that_is_not_used_yet() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    bare, with_collector = json.loads(done.stdout)
+    bare, with_collector, took, packages = json.loads(done.stdout)
     assert bare == []
+    assert (took, packages) == ([False] * len(ADAPTERS), []), "nobody imports a package to see whether it is its own"
     assert set(with_collector).isdisjoint({"tensordict", "rich", "tyro", "torchrl"})

@@ -19,7 +19,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from torch import nn
 
-from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
+from muster import MultiAsyncCollector, MultiSyncCollector
 from muster.errors import BadOption, BadPolicyOutput, BadWeights, PolicyError, UnsupportedEnv
 from muster.policies import categorical
 from muster.testing import CountingEnv, OracleEnv, SpaceEnv, TorchCartPole
@@ -218,38 +218,6 @@ def test_alternating_halves_are_acted_for_by_themselves(workers):
 # --- weights ----------------------------------------------------------------------------------------
 
 
-class Weight(nn.Module):
-    """Gives its weight away in every row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-
-    def forward(self, obs: torch.Tensor) -> Any:
-        return torch.zeros(obs.shape[:-1], dtype=torch.int64), {"weight": self.weight.expand(*obs.shape[:-1], 1)}
-
-
-@pytest.mark.parametrize("backend", ["threads", "processes"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_row_says_which_weights_acted(kind, backend):
-    policy, versions = Weight(), []
-    options: dict[str, Any] = {"track_policy_version": True, "seed": 1, "inference": "server", "backend": backend}
-    with kind([counting(3)] * 3, policy, frames_per_batch=60, **options) as collector:
-        for number in range(1, 12):
-            batch = collector.next()
-            seen, weight = batch["collector", "policy_version"].reshape(-1), batch["weight"].reshape(-1)
-            assert torch.equal(seen.double(), weight.double())
-            versions += seen.unique().tolist()
-            with torch.no_grad():
-                policy.weight.fill_(number)
-            collector.update_policy_weights_()
-        lag = collector.stats().policy_lag
-    if kind is MultiSyncCollector:
-        assert versions == [*range(11)]
-        assert set(lag) == {0}
-    assert max(versions) > 5
-
-
 def test_what_a_policy_returns_may_change_later():
     """A view on its weights, and rows of many kinds."""
 
@@ -381,27 +349,6 @@ def test_the_servers_number_of_threads_is_its_own():
             assert (torch.get_num_threads(), of_new_thread()) == (2, 2)
     finally:
         torch.set_num_threads(before)
-
-
-def test_the_users_random_numbers_are_not_drawn():
-    class Global(nn.Module):
-        def forward(self, obs: torch.Tensor) -> Any:
-            draw = torch.rand(obs.shape[:-1]) + random.random() + np.random.rand()
-            return (draw * 1000).long() % 2, {"draw": draw}
-
-    def state() -> list[Any]:
-        return [torch.random.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
-
-    drawn = []
-    for seed in (1, 1, 2):
-        before = state()
-        with MultiSyncCollector([counting()] * 2, Global(), frames_per_batch=40, seed=seed, **THREADS) as collector:
-            drawn.append(torch.cat([collector.next()["draw"], collector.next()["draw"]]))
-            assert state() == before
-        assert state() == before
-    assert torch.equal(drawn[0], drawn[1])
-    assert not torch.equal(drawn[0], drawn[2])
-    assert len(drawn[0].unique()) == drawn[0].numel()
 
 
 def test_the_users_random_numbers_are_theirs_again_after_an_error():
@@ -549,29 +496,6 @@ def test_a_preempted_batch_has_what_was_acted_for():
         assert_accounted(collector)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, AsyncCollector])
-def test_a_buffer_is_filled_in_the_background(kind):
-    from torchrl.data import LazyTensorStorage, ReplayBuffer
-
-    buffer = ReplayBuffer(storage=LazyTensorStorage(400))
-    makers = counting(4) if kind is AsyncCollector else [counting(4)] * 2
-    collector = kind(makers, Parity(), frames_per_batch=20, total_frames=200, replay_buffer=buffer, **THREADS)
-    collector.start()
-    until = threading.Event()
-    while collector.stats().frames < 100:
-        until.wait(0.001)
-    with collector.pause():
-        before = buffer.write_count
-        assert buffer.write_count == before
-    while collector.stats().frames < 200:
-        until.wait(0.001)
-    collector.async_shutdown()
-    rows = buffer[:]
-    assert rows.numel() == 200
-    assert torch.equal(rows["action"], rows["observation"].sum(-1).long().remainder(2))
-    assert_accounted(collector)
-
-
 def test_single_steps_go_into_a_buffer():
     from torchrl.data import LazyTensorStorage, ReplayBuffer
 
@@ -591,16 +515,6 @@ def test_random_actions_need_no_server():
         with MultiSyncCollector([counting(noise=True)] * 2, None, frames_per_batch=20, seed=1) as collector:
             assert_same(served.next(), collector.next())
         assert served.stats().inference is None
-
-
-def test_a_collector_in_process_gives_the_same_data():
-    """All environments in one batch there, and in one call here."""
-    options: dict[str, Any] = {"frames_per_batch": 24, "seed": 2}
-    with Collector([counting(4, noise=True)] * 2, Parity(), **options) as collector:
-        expected = [collector.next().clone() for _ in range(3)]
-    with MultiSyncCollector([counting(4, noise=True)] * 2, Parity(), **options, inference="server") as collector:
-        for batch in expected:
-            assert_same(collector.next(), batch)
 
 
 # --- what is refused --------------------------------------------------------------------------------

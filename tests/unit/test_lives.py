@@ -85,17 +85,6 @@ def test_without_the_option_every_end_resets():
     assert ("next", "traj_done") not in batch.keys(True)
 
 
-def test_a_limit_ends_both_also_where_a_life_is_lost():
-    make, made = numbered((9, 2), (9, 5))
-    with Collector(make, recurrent, num_envs=2, frames_per_batch=12, max_frames_per_traj=4, **KEY) as c:
-        batch = c.rollout()
-        assert flags(batch, "terminated") == [[0, 1, 0, 1, 0, 1], [0] * 6]
-        assert flags(batch, "truncated") == flags(batch, "traj_done") == [[0, 0, 0, 1, 0, 0]] * 2
-        assert column(batch, "step_count") == [[0, 1, 2, 3, 0, 1]] * 2
-        assert [(e.length, e.truncated) for e in c.episodes] == [(4, True)] * 2
-    assert [len(env.seeds) for env in made] == [2, 2]
-
-
 class EndsQuietly(CountingEnv):
     """Its episode is over after ``length`` steps, which it says in its info only."""
 
@@ -139,31 +128,6 @@ def test_a_batch_of_environments_is_refused_with_the_way_out():
 
 
 # --- together with waiting --------------------------------------------------------------------------
-
-
-def test_who_has_lost_a_life_waits_and_goes_on_where_it_was():
-    make, made = numbered((4, 2), (6, 5))
-    with Collector(make, recurrent, num_envs=2, frames_per_batch=8, reset_when_done=False, **KEY) as c:
-        got = [c.rollout().clone() for _ in range(3)]
-        assert [times(batch) for batch in got] == [
-            [[0, 1, 0, 0], [0, 1, 2, 3]],
-            [[2, 3, 0, 0], [4, 0, 0, 0]],
-            [[0, 1, 0, 0], [5, 0, 0, 0]],
-        ]
-        assert [flags(batch, "done") for batch in got[1:]] == [[[0, 1, 1, 1], [1] * 4]] * 2
-        assert flags(got[1], "traj_done") == [[0, 1, 0, 0], [0] * 4]
-        assert [batch["collector", "traj_ids"].tolist() for batch in got] == [
-            [[0, 0, -1, -1], [1] * 4],
-            [[0, 0, -1, -1], [1, -1, -1, -1]],
-            [[2, 2, -1, -1], [1, -1, -1, -1]],
-        ]
-        assert [states(batch) for batch in got] == [
-            [[0, 1, 0, 0], [0, 1, 2, 3]],
-            [[0, 1, 0, 0], [4, 0, 0, 0]],
-            [[0, 1, 0, 0], [0, 0, 0, 0]],
-        ]
-        assert [(e.traj_id, e.length, e.episode_return) for e in c.episodes] == [(1, 6, 21.0)]
-        assert c.stats().executed == c.stats().frames == sum(env.executed for env in made) == 12
 
 
 def test_steps_of_an_episode_are_counted_over_lives_that_waited():

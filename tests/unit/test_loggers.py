@@ -82,13 +82,6 @@ def test_loggers_of_records_get_one_call(kind):
     assert logger == [(METRICS, 7)]
 
 
-def test_a_function_is_a_logger():
-    seen = []
-    as_logger(lambda metrics, step: seen.append((metrics, step)))(METRICS, 7)
-    assert seen == [(METRICS, 7)]
-    as_logger(print)
-
-
 def test_a_record_is_the_loggers_own():
     logger, metrics = RunLike(), {"a": 1.0}
     as_logger(logger)(metrics, 1)

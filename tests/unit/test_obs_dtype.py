@@ -106,17 +106,6 @@ def test_mujoco_at_once(kind, dtype):
     assert_as_stepped(batch, dtype)
 
 
-def test_mujoco_in_threads_and_with_a_policy_factory():
-    with MultiSyncCollector(
-        [CHEETAH] * 2,
-        policy_factory=partial(cheetah_policy, "head"),
-        backend="threads",
-        frames_per_batch=FRAMES,
-        seed=SEED,
-    ) as collector:
-        assert_as_stepped(joined(collector, 2))
-
-
 @processes
 @pytest.mark.parametrize("options", [{}, {"inference": "server"}], ids=["worker", "server"])
 def test_mujoco_in_processes(options):

@@ -11,7 +11,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
-from muster import Collector, MultiAsyncCollector, MultiSyncCollector
+from muster import Collector, MultiSyncCollector
 from muster.errors import BadOption, EnvError, HookError
 from muster.policies import categorical
 from muster.restore.crash_report import CrashReport
@@ -25,13 +25,6 @@ PREV = {"prev_action_reward": True}
 def counted(obs: dict[str, torch.Tensor]) -> torch.Tensor:
     """1, 0, 1, 0, ... from the beginning of every episode, from what it did before."""
     return torch.where(obs["prev_reward"] == 0, 1, 1 - obs["prev_action"])
-
-
-def shifted(batch: Any, key: str, began: list[list[int]]) -> list[list[float]]:
-    """A column one row later, and 0 where ``began`` is."""
-    value = batch[key] if key == "action" else batch["next", key].squeeze(-1)
-    later = torch.roll(value, 1, -1).tolist()
-    return [[0 if new else v for v, new in zip(*rows, strict=True)] for rows in zip(later, began, strict=True)]
 
 
 def test_policies_see_what_they_did_and_got_and_nothing_at_a_beginning():
@@ -280,23 +273,6 @@ class Follows(torch.nn.Module):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_wherever_the_policy_acts_it_sees_the_same(place):
-    options = {"num_envs": 2, "frames_per_batch": 24, "seed": 2, "max_decorrelation_steps": 5, **PREV}
-    with Collector([ChainEnv] * 2, Follows(), **options) as c:
-        expected = [c.next().clone() for _ in range(3)]
-    with MultiSyncCollector([ChainEnv] * 2, Follows(), **options, **PLACES[place]) as c:
-        for batch in expected:
-            assert_same(c.next(), batch)
-        assert_accounted(c)
-    began = torch.cat(expected, -1)["observation"][..., 1] == 0
-    joined = torch.cat(expected, -1)
-    assert joined["prev_action"][..., 1:].tolist() == [
-        [row[1:] for row in group]
-        for group in [shifted(group, "action", new.tolist()) for group, new in zip(joined, began, strict=True)]
-    ]
-
-
-@pytest.mark.parametrize("place", PLACES)
 def test_wherever_the_policy_acts_it_sees_what_on_step_has_written(place):
     options = {"num_envs": 2, "frames_per_batch": 24, "seed": 2, "on_step": Hundredfold(), **PREV}
     with MultiSyncCollector([counting(4), counting(7)], Seen(), **options, **PLACES[place]) as c:
@@ -312,15 +288,6 @@ class Seen(torch.nn.Module):
     def forward(self, obs: dict[str, torch.Tensor]) -> Any:
         rows = obs["prev_reward"].shape
         return torch.ones(rows, dtype=torch.int64), {"seen": obs["prev_reward"] + obs["prev_action"]}
-
-
-def test_without_waiting_for_others_it_is_the_same():
-    with MultiAsyncCollector([ChainEnv] * 2, Follows(), frames_per_batch=10, backend="threads", **PREV) as c:
-        for _ in range(4):
-            batch = c.next()
-            assert torch.equal(
-                batch["action"], Follows()({key: batch[key] for key in ("observation", "prev_action", "prev_reward")})
-            )
 
 
 def test_a_state_has_them(tmp_path):

@@ -67,19 +67,19 @@ class TestNodeEnd:
             end.send(b"late")
 
     def test_a_sender_waits_for_the_main_process_to_take_messages(self, end):
-        from muster.cluster.ray_actor import WAITING_MESSAGES
+        from muster.cluster.ray_actor import WAITING
 
-        for _ in range(WAITING_MESSAGES):
+        for _ in range(WAITING):
             end.send(b"x")
         threading.Timer(0.1, end.depart).start()
         end.send(b"y")
-        assert end.depart() == ([(b"y", 0, None)], "")
+        assert end.depart() == ([(b"y", 0, None, 0)], "")
 
     def test_nobody_takes_messages(self, end_of):
-        from muster.cluster.ray_actor import WAITING_MESSAGES
+        from muster.cluster.ray_actor import WAITING
 
         end = end_of(2.0)
-        for number in range(WAITING_MESSAGES):
+        for number in range(WAITING):
             end.send(b"x")
             if number % 100 == 0:
                 end.arrive(number // 100, b"beat", 0, None)  # it is there, on a busy machine, too
@@ -87,12 +87,12 @@ class TestNodeEnd:
             end.send(b"y")
 
     def test_main_process_waits_while_nobody_reads(self, end):
-        from muster.cluster.ray_actor import WAITING_BLOCKS
+        from muster.cluster.ray_actor import WAITING
 
         returned = threading.Event()
 
         def arrive():
-            for number in range(WAITING_BLOCKS + 1):
+            for number in range(WAITING + 1):
                 end.arrive(number, b"", 1, np.zeros(1, np.uint8))
             returned.set()
 
@@ -108,23 +108,23 @@ class TestNodeEnd:
     def test_says_why_it_was_closed_after_the_last_message(self, end):
         end.send(b"last")
         end.close("its agent has ended")
-        assert end.depart() == ([(b"last", 0, None)], "its agent has ended")
+        assert end.depart() == ([(b"last", 0, None, 0)], "its agent has ended")
         assert end.arrive(0, b"too late", 0, None) == "its agent has ended"
 
-    def test_landing_takes_exactly_what_is_expected(self):
-        from muster.cluster.ray_actor import Landing
+    def test_expected_takes_exactly_what_is_expected(self):
+        from muster.cluster.ray_actor import ExpectedBlocks
 
-        landing, memory = Landing(), np.zeros(3, np.uint8)
-        landing.expect(2, memory)
-        assert landing.land(1, np.ones(3, np.uint8)) is None
-        assert landing.land(2, np.ones(3, np.uint8)) is memory
+        expected, memory = ExpectedBlocks(), np.zeros(3, np.uint8)
+        expected.expect(2, memory)
+        assert expected.put(1, np.ones(3, np.uint8)) is None
+        assert expected.put(2, np.ones(3, np.uint8)) is memory
         assert memory.tolist() == [1, 1, 1]
-        assert landing.land(2, np.full(3, 2, np.uint8)) is None  # once
-        landing.expect(3, memory)
-        landing.close()
-        assert landing.land(3, np.full(3, 2, np.uint8)) is None
-        landing.expect(4, memory)
-        assert landing.land(4, np.full(3, 2, np.uint8)) is None
+        assert expected.put(2, np.full(3, 2, np.uint8)) is None  # once
+        expected.expect(3, memory)
+        expected.close()
+        assert expected.put(3, np.full(3, 2, np.uint8)) is None
+        expected.expect(4, memory)
+        assert expected.put(4, np.full(3, 2, np.uint8)) is None
         assert memory.tolist() == [1, 1, 1]
 
 

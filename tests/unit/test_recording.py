@@ -26,7 +26,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 from muster.collectors import Collector
 from muster.errors import BadOption, BadRecording, UnsupportedSpace
 from muster.recording import Recorder, load
-from muster.recording.files import chunk_name
+from muster.recording.chunks import chunk_name
 from muster.utils.tensor_files import seal
 from tests.waits import open_files
 
@@ -207,6 +207,18 @@ def test_chunks_are_valid_safetensors(small: tuple[Path, list[TensorDict]]) -> N
     path, batches = small
     tensors = load_file(path / chunk_name(2))
     assert torch.equal(tensors["next/reward"][0].transpose(0, 1), batches[2]["next", "reward"])
+
+
+def test_batches_that_are_read_have_memory_of_their_own(tmp_path: Path, batches: list[TensorDict]) -> None:
+    record(tmp_path / "r", batches[:3], chunk_bytes=1 << 20)
+    recording = load(tmp_path / "r")
+    kept = recording.batch(2)
+    for i in (0, 1, 1, 0, 2):  # one chunk has them all
+        batch = recording.batch(i)
+        assert same(batch, batches[i])
+        batch["next", "reward"].fill_(7.0)
+    assert same(kept, batches[2])
+    assert [same(a, b) for a, b in zip(load(tmp_path / "r"), batches[:3], strict=True)] == [True] * 3
 
 
 def test_the_batch_may_be_changed_after_write(tmp_path: Path, batches: list[TensorDict]) -> None:

@@ -15,7 +15,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict.nn import TensorDictModule
 from torch import nn
 
 import muster
@@ -26,6 +25,7 @@ from tests.tools import assert_accounted, assert_same, column, counting
 
 FILE = "collector.safetensors"
 MARK = ("collector", "resumed")
+COUNTS = ("frames", "executed", "discarded", "in_flight", "batches", "episodes")
 
 
 def mlp(inputs: int, outputs: int) -> nn.Module:
@@ -57,11 +57,6 @@ class Global(nn.Module):
 
         draw = random.random() + np.random.rand() + np.random.randn()
         return torch.full(obs.shape[:-1], int(draw * 1000) % 2)
-
-
-def td_policy(inputs: int) -> Any:
-    net = mlp(inputs, 2)
-    return TensorDictModule(lambda obs: net(obs).argmax(-1), in_keys=["observation"], out_keys=["action"])
 
 
 ENVS: dict[str, Callable[[], Any]] = {
@@ -112,16 +107,7 @@ def goes_on(
             assert_same(batch, second.rollout())
         assert first.episodes == second.episodes
         a, b = first.stats(), second.stats()
-        for name in (
-            "frames",
-            "executed",
-            "discarded",
-            "in_flight",
-            "batches",
-            "episodes",
-            "return_mean",
-            "length_mean",
-        ):
+        for name in (*COUNTS, "return_mean", "length_mean"):
             assert getattr(a, name) == getattr(b, name), name
         assert_accounted(second)
         return report
@@ -233,30 +219,6 @@ def test_iteration_goes_on_to_the_same_end():
         assert len(list(second)) == 3
 
 
-def test_versions_and_weights_are_in_the_state():
-    class Argmax(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Linear(2, 2)
-
-        def forward(self, obs: torch.Tensor) -> torch.Tensor:
-            return self.net(obs).argmax(-1)
-
-    with make(counting(5), Argmax(), track_policy_version=True) as first:
-        first.update_policy_weights_()
-        first.update_policy_weights_()
-        state = first.state_dict()
-        kept = {name: value.clone() for name, value in first.policy.state_dict().items()}
-        with torch.no_grad():
-            first.policy.net.weight.fill_(9.0)
-        with make(counting(5), Argmax(), track_policy_version=True) as second:
-            assert second.load_state_dict(state).exact
-            assert second.policy_version == 2
-            assert second.rollout()["collector", "policy_version"].tolist() == [2] * 6
-            for name, value in second.policy.state_dict().items():
-                assert torch.equal(value, kept[name]), "the state is a copy"
-
-
 def test_torchrls_version_counter_is_restored():
     tracker = pytest.importorskip("torchrl.envs.llm.transforms").PolicyVersion
     first_counter, second_counter = tracker(version_type="uuid"), tracker(version_type="uuid")
@@ -275,14 +237,8 @@ def test_torchrls_version_counter_is_restored():
 @pytest.mark.parametrize("before", range(5))
 def test_whole_episodes_that_are_held_come_later(layout, before, tmp_path):
     def of() -> Collector:
-        options = {
-            "num_envs": 2,
-            "frames_per_batch": 14,
-            "total_frames": 84,
-            "trajs_per_batch": 1,
-            "traj_format": layout,
-        }
-        return make(counting(5, noise=True), None, **options)
+        options = {"num_envs": 2, "frames_per_batch": 14, "total_frames": 84, "trajs_per_batch": 1}
+        return make(counting(5, noise=True), None, traj_format=layout, **options)
 
     with of() as first, of() as second:
         groups = iter(first)
@@ -648,7 +604,7 @@ def test_rollouts_that_wait_are_in_the_state_once(calls, used, tmp_path):
         assert c.load_state_dict(tmp_path / FILE).exact
         state = c.state_dict()
         stats = c.stats()
-        for name in ("frames", "executed", "discarded", "in_flight", "batches", "episodes"):
+        for name in COUNTS:
             assert getattr(stats, name) == getattr(expected, name), name
         frames, seen = 4, [0, 1, 2, 3]
         for call in calls:
@@ -814,21 +770,6 @@ def test_autosave_not_more_often_than_asked(tmp_path):
     with make(counting(5), None, total_frames=30, autosave=tmp_path, autosave_every=3600.0) as c:
         list(c)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_state_of_a_thread_is_taken_between_its_batches(tmp_path):
-    class Buffer:
-        def extend(self, batch: Any) -> None:
-            pass
-
-    with make(counting(5, noise=True), Recurrent(3), replay_buffer=Buffer()) as first:
-        first.start()
-        with first.pause():
-            state = first.state_dict()
-            frames = first.stats().frames
-    with make(counting(5, noise=True), Recurrent(3), replay_buffer=Buffer()) as second:
-        assert second.load_state_dict(state).exact
-        assert second.stats().frames == frames
 
 
 PROGRAM = """

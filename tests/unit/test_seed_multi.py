@@ -10,9 +10,9 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
-from muster.weights.updaters import VanillaWeightUpdater
-from tests.tools import assert_accounted, assert_same
+from muster import AsyncCollector, MultiAsyncCollector, MultiSyncCollector
+from muster.weights import VanillaWeightUpdater
+from tests.tools import assert_accounted
 
 torchrl = pytest.importorskip("torchrl")
 from torchrl.data import LazyTensorStorage, ReplayBuffer  # noqa: E402
@@ -67,17 +67,6 @@ def test_multi_sync_collector() -> None:
     assert (collector.stats().batches, collector.stats().frames) == (10, 3_000)
     assert_accounted(collector)
     collector.shutdown()
-
-
-def test_concatenated_it_is_one_flat_batch() -> None:
-    options = {"frames_per_batch": 300, "total_frames": 600, "max_frames_per_traj": 50, "seed": 4}
-    with (
-        MultiSyncCollector([env_maker] * 3, linear(), cat_results="cat", **options) as flat,
-        Collector([env_maker] * 3, linear(), **options) as here,
-    ):
-        for a, b in zip(flat, here, strict=True):
-            assert a.shape == (300,)
-            assert_same(a, b.reshape(-1))
 
 
 def test_multi_async_collector() -> None:
@@ -160,20 +149,3 @@ def test_every_parameter_that_is_printed() -> None:
         num_sub_threads=1,
     ) as collector:
         assert collector.next().shape == (2, 10)
-
-
-def test_a_single_callable_makes_one_worker() -> None:
-    with MultiSyncCollector(env_maker, linear(), frames_per_batch=10) as collector:
-        batch = collector.next()
-        assert len(collector.stats().workers) == 1
-        assert batch.shape == (1, 10)
-
-
-def test_frames_are_shared_out_rounded_up() -> None:
-    with pytest.warns(UserWarning, match="shared equally by 3"):
-        collector = MultiSyncCollector([env_maker] * 3, linear(), frames_per_batch=100, total_frames=200)
-    with collector:
-        for batch in collector:
-            assert batch.shape == (3, 34)
-            assert int(batch["collector", "valid"].sum()) == 100
-        assert collector.stats().frames == 200

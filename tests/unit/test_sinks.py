@@ -106,15 +106,6 @@ def test_a_list_is_a_buffer(batch):
     assert [item.shape for item in buffer] == [(5,), (5,)]
 
 
-def test_errors_of_the_buffer_pass_unchanged(batch):
-    class Full(Adds):
-        def add(self, item: Any) -> None:
-            raise OverflowError("full")
-
-    with pytest.raises(OverflowError, match="^full$"):
-        ReplaySink(Full()).write(batch)
-
-
 @pytest.mark.parametrize(
     ("buffer", "options", "message"),
     [

@@ -100,15 +100,6 @@ def test_mujoco_goes_on(name):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not MUJOCO, reason="MuJoCo is not installed")
-def test_mujoco_goes_on_for_thousands_of_steps():
-    env = begun("Hopper-v5", 33)
-    snapshot, expected, fresh = take(env), go_on(env, 3000), make("Hopper-v5")
-    assert restore(fresh, snapshot, True) is None
-    assert go_on(fresh, 3000) == expected
-
-
-@pytest.mark.slow
 def test_environments_go_on_in_a_new_process(tmp_path):
     names, file = [*CLASSIC, *MUJOCO], tmp_path / "state"
     envs = {name: begun(name, 15 + n) for n, name in enumerate(names)}

@@ -20,29 +20,9 @@ from tests.tools import assert_chain, assert_same, collect, column, counting, re
 # --- what can be given -----------------------------------------------------------------------------
 
 
-def test_one_environment_has_no_batch_dimension():
-    batch = collect(CountingEnv(3), frames_per_batch=4)
-    assert batch.batch_size == (4,)
-    assert column(batch, "observation") == [[3, 0], [3, 1], [3, 2], [3, 0]]
-    assert column(batch, "next", "observation") == [[3, 1], [3, 2], [3, 3], [3, 1]]
-    assert column(batch, "next", "reward") == [1, 2, 3, 1]
-    assert column(batch, "next", "terminated") == [False, False, True, False]
-    assert column(batch, "next", "truncated") == [False] * 4
-    assert column(batch, "next", "done") == [False, False, True, False]
-    assert column(batch, "collector", "traj_ids") == [0, 0, 0, 1]
-
-
 def test_num_envs_one_has_a_batch_dimension():
     assert collect(counting(), frames_per_batch=4, num_envs=1).batch_size == (1, 4)
     assert collect(CountingEnv(), frames_per_batch=4, num_envs=1).batch_size == (1, 4)
-
-
-def test_several_environments_in_their_own_time():
-    lengths = iter([2, 3, 4])
-    batch = collect(lambda: CountingEnv(next(lengths)), num_envs=3, frames_per_batch=15)
-    assert column(batch, "next", "reward") == [[1, 2, 1, 2, 1], [1, 2, 3, 1, 2], [1, 2, 3, 4, 1]]
-    assert column(batch, "next", "observation")[0] == [[2, 1], [2, 2], [2, 1], [2, 2], [2, 1]]
-    assert column(batch, "collector", "traj_ids") == [[0, 0, 3, 3, 6], [1, 1, 1, 4, 4], [2, 2, 2, 2, 5]]
 
 
 def test_an_env_id():
@@ -239,13 +219,6 @@ def test_both_flags_at_once_are_one_end():
         batch = collector.rollout()
         assert column(batch, "next", "terminated") == column(batch, "next", "truncated") == [False, True] * 2
         assert [(e.terminated, e.truncated) for e in collector.episodes] == [(True, True)] * 2
-
-
-def test_episodes_of_one_step():
-    batch = collect(counting(1), frames_per_batch=4)
-    assert column(batch, "observation") == [[1, 0]] * 4
-    assert column(batch, "next", "observation") == [[1, 1]] * 4
-    assert column(batch, "collector", "traj_ids") == [0, 1, 2, 3]
 
 
 def test_environments_may_change_the_action_they_get():

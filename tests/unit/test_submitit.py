@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("submitit")
 
 from muster.cluster.link import LinkLost
-from muster.cluster.meeting import Meeting
+from muster.cluster.rendezvous import Rendezvous
 from muster.cluster.submitit import SubmititLauncher
 from muster.cluster.submitit_delayed import DelayedLauncher, submitit_delayed_launcher
 from muster.cluster.torch_distributed import DistributedCarrier
@@ -39,7 +39,7 @@ def carrier_of(tmp_path):
 
         def make(target=ECHO, **options):
             launcher = SubmititLauncher(folder=tmp_path, target=target, **{"cluster": "local", **options})
-            carrier = DistributedCarrier(1, launcher=launcher, meeting=Meeting(1))
+            carrier = DistributedCarrier(1, launcher=launcher, rendezvous=Rendezvous(1))
             stack.callback(carrier.close)
             return carrier, launcher
 
@@ -70,22 +70,22 @@ class TestLocalJobs:
 
     def test_the_token_is_in_one_file_that_only_this_user_can_read(self, tmp_path):
         launcher = SubmititLauncher(folder=tmp_path, cluster="local", target=ECHO)
-        meeting = Meeting(1)
-        job = launcher.start(0, 0, meeting)  # it was not invited, so it waits
+        rendezvous = Rendezvous(1)
+        job = launcher.start(0, 0, rendezvous)  # it is not admitted, so it waits
         try:
-            files = files_with(meeting.token, tmp_path)
+            files = files_with(rendezvous.token, tmp_path)
             assert [path.name[:6] for path in files] == ["token-"]
             assert stat.S_IMODE(files[0].stat().st_mode) == 0o600
             assert stat.S_IMODE(launcher.folder.stat().st_mode) == 0o700
         finally:
             job.end()
-            meeting.close()
-        assert not files_with(meeting.token, tmp_path)
+            rendezvous.close()
+        assert not files_with(rendezvous.token, tmp_path)
 
     def test_a_job_that_was_just_started_can_be_ended(self, tmp_path):
         launcher = SubmititLauncher(folder=tmp_path, cluster="local", target=ECHO)
-        with contextlib.closing(Meeting(1)) as meeting:
-            job = launcher.start(0, 0, meeting)
+        with contextlib.closing(Rendezvous(1)) as rendezvous:
+            job = launcher.start(0, 0, rendezvous)
             assert job.ended() is None
             begin = time.monotonic()
             job.end()
@@ -167,7 +167,7 @@ def delayed(tmp_path, **options):
 
 def main_program(message):
     """What a main job does: with a node that says who it is, and echoes."""
-    carrier = DistributedCarrier(1, launcher=DelayedLauncher(ECHO), meeting=Meeting(1))
+    carrier = DistributedCarrier(1, launcher=DelayedLauncher(ECHO), rendezvous=Rendezvous(1))
     with contextlib.closing(carrier), contextlib.closing(connect(carrier)) as link:
         number, pid = link.receive().message.split()
         link.send(message)
@@ -178,7 +178,7 @@ def main_program(message):
 
 def main_that_kills_its_node():
     """The node's job then has failed, and is submitted again."""
-    carrier = DistributedCarrier(1, launcher=DelayedLauncher(ECHO), meeting=Meeting(1))
+    carrier = DistributedCarrier(1, launcher=DelayedLauncher(ECHO), rendezvous=Rendezvous(1))
     pids = []
     with contextlib.closing(carrier):
         for epoch in range(2):

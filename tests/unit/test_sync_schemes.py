@@ -38,7 +38,7 @@ from muster.weights import (
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
 )
-from muster.weights.schemes import one_scheme, scheme_for
+from muster.weights.choice import one_transport, transport_for
 from tests.fakes.ray_cluster import cluster, needs_ray
 from tests.tools import counting
 from tests.waits import open_files, wait_until
@@ -510,7 +510,7 @@ def test_a_collector_that_is_forgotten_is_not_kept_by_its_scheme(ends):
     gc.collect()
     assert gone
     sender.send(Actor(2.0))  # nobody is waited for
-    following = receiver._thread
+    following = receiver._following
     receiver.shutdown()
     following.join(PATIENCE)
     assert not following.is_alive()
@@ -530,13 +530,13 @@ def test_a_collector_that_is_forgotten_is_not_kept_by_its_scheme(ends):
     ids=repr,
 )
 def test_what_a_scheme_means_to_a_collector_with_workers(given, expected):
-    assert scheme_for(given) == expected
+    assert transport_for(given) == expected
 
 
 @pytest.mark.parametrize("cls", OF_NODES)
 def test_schemes_for_nodes_name_their_collector(cls):
     with pytest.raises(BadOption, match=f"{cls.__name__} is for {cls.collector}, whose workers are on other machines"):
-        scheme_for(cls())
+        transport_for(cls())
     for method in ("init_on_sender", "init_on_receiver"):
         with pytest.raises(
             BadOption, match=rf"{cls.__name__} is an option of {cls.collector}.*'policy': {cls.__name__}"
@@ -556,17 +556,17 @@ def test_schemes_for_nodes_name_their_collector(cls):
     ids=str,
 )
 def test_one_way_for_all_models(given, expected):
-    assert one_scheme(given) == expected
+    assert one_transport(given) == expected
 
 
 def test_two_ways_are_refused():
     with pytest.raises(BadOption, match="'policy' has 'shared' and 'critic' has 'pipe', but .* together"):
-        one_scheme({"policy": "shared", "critic": "pipe"})
+        one_transport({"policy": "shared", "critic": "pipe"})
     with pytest.raises(BadOption, match="published together"):
-        one_scheme({"a": RayWeightSyncScheme(), "b": DistributedWeightSyncScheme()})
-    assert one_scheme({"a": (given := RayWeightSyncScheme()), "b": RayWeightSyncScheme()}) is given
+        one_transport({"a": RayWeightSyncScheme(), "b": DistributedWeightSyncScheme()})
+    assert one_transport({"a": (given := RayWeightSyncScheme()), "b": RayWeightSyncScheme()}) is given
     with pytest.raises(BadOption, match="expected a dict"):
-        one_scheme("shared")  # type: ignore[arg-type]
+        one_transport("shared")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from tianshou.data import (
     VectorReplayBuffer,
 )
 
-from muster.compat.tianshou.episodes import Going, Taken
+from muster.compat.tianshou.sampling import Going, Taken
 from muster.compat.tianshou.steps import add, takes_many
 from tests.parity.tianshou_tools import assert_same, contents
 

@@ -146,12 +146,6 @@ def test_the_same_object_twice_is_refused():
         adapt([env, env], None)
 
 
-def test_flags_that_the_environment_does_not_have_are_not_shown():
-    keys = set(collect(Counter, None, frames_per_batch=4).keys(True, True))
-    assert ("next", "terminated") in keys
-    assert not keys & {"truncated", ("next", "truncated")}
-
-
 def test_observations_with_names_of_the_batch_are_refused():
     env = Counter()
     env.observation_spec = Composite(action=Unbounded(3))
@@ -292,14 +286,6 @@ def test_what_the_environment_keeps_is_not_written_over():
             collector.rollout()
     assert [td["observation"].tolist()[:2] for td in env.seen] == [[e, t] for e in (1, 2, 3) for t in range(4)]
     assert all(not td["done"].any() for td in env.seen)
-
-
-def test_init_trackers_and_step_counters_are_the_environments_own():
-    make = lambda: TransformedEnv(Counter(3), Compose(InitTracker(), StepCounter(), RewardSum()))  # noqa: E731
-    batch = collect(make, ones, frames_per_batch=5)
-    assert column(batch, "step_count") == [0, 1, 2, 0, 1]
-    assert batch["is_init"].flatten().tolist() == [True, False, False, True, False]
-    assert batch["next", "episode_reward"].flatten().tolist() == [1, 2, 3, 1, 2]
 
 
 def test_a_step_count_of_the_environment_and_a_limit_exclude_each_other():

@@ -303,14 +303,6 @@ def test_an_environment_that_resets_others_too_is_found_out(mode, reuse):
         collector.rollout()
 
 
-def test_an_environment_that_resets_others_too_never_gives_a_wrong_batch():
-    with Collector(lambda: ThirdParty(AutoresetMode.DISABLED, heeds_mask=False), None, frames_per_batch=12) as c:
-        for _ in range(3):
-            with pytest.raises(UnsupportedEnv, match="reset others too"):
-                c.rollout()
-        assert_accounted(c)
-
-
 def test_gymnasiums_vectorised_cartpole_ignores_the_mask_and_is_refused_with_a_way_out():
     with pytest.raises(UnsupportedEnv, match="vectorization_mode='sync'"):
         collect(lambda: gymnasium.make_vec("CartPole-v1", 3), None, frames_per_batch=300, seed=0)

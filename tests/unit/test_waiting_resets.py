@@ -51,16 +51,6 @@ class Watcher:
 # --- what is recorded -------------------------------------------------------------------------------
 
 
-def test_whoever_has_ended_is_not_stepped():
-    make, made = lengths(2, 4, 9)
-    with Collector(make, None, num_envs=3, frames_per_batch=18, **WAIT) as c:
-        first, second = c.rollout(), c.rollout()
-        assert [env.executed for env in made] == [4, 8, 9]
-        assert column(first, "next", "reward") == [[1, 2, 0, 0, 0, 0], [1, 2, 3, 4, 0, 0], [1, 2, 3, 4, 5, 6]]
-        assert column(second, "next", "reward")[2] == [7, 8, 9, 0, 0, 0]
-        assert (c.stats().executed, c.stats().frames, c.stats().discarded) == (21, 21, {})
-
-
 def test_the_policy_sees_zeros_after_an_end_also_in_memory_that_was_used_before():
     watcher, (make, _) = Watcher(), lengths(2, 5)
     with Collector(make, watcher, num_envs=2, frames_per_batch=10, return_same_td=True, **WAIT) as c:
@@ -69,45 +59,6 @@ def test_the_policy_sees_zeros_after_an_end_also_in_memory_that_was_used_before(
     times = torch.stack(watcher.seen[-10:])[..., 1].tolist()  # of two batches, which have the same rows
     assert times == [[0, 0], [1, 1], [0, 2], [0, 3], [0, 4]] * 2
     assert watcher.seen[-1].tolist() == [[0, 0], [5, 4]]
-
-
-def test_all_ended_ends_the_rollout():
-    watcher, (make, made) = Watcher(), lengths(2, 3)
-    with Collector(make, watcher, num_envs=2, frames_per_batch=20, **WAIT) as c:
-        batch = c.rollout()
-    assert len(watcher.seen) == 3
-    assert [env.executed for env in made] == [2, 3]
-    assert batch["collector", "valid"].sum(-1).tolist() == [2, 3]
-
-
-def test_an_environment_that_waits_does_not_reach_its_limit():
-    make, made = lengths(2, 9)
-    with Collector(make, None, num_envs=2, frames_per_batch=14, max_frames_per_traj=5, **WAIT) as c:
-        for _ in range(2):
-            batch = c.rollout()
-            assert column(batch, "next", "terminated") == [[False] + [True] * 6, [False] * 7]
-            assert column(batch, "next", "truncated") == [[False] * 7, [False] * 4 + [True] * 3]
-            assert column(batch, "step_count") == [[0, 1, 0, 0, 0, 0, 0], [0, 1, 2, 3, 4, 0, 0]]
-        assert [env.executed for env in made] == [4, 10]
-        assert [len(env.seeds) for env in made] == [2, 2]
-        assert [(e.length, e.truncated) for e in c.episodes] == [(2, False), (5, True)]
-
-
-def test_an_end_that_is_set_is_not_set_for_those_who_wait():
-    make, _ = lengths(2, 9)
-    with Collector(make, None, num_envs=2, frames_per_batch=8, set_truncated=True, **WAIT) as c:
-        batch = c.rollout()
-        assert column(batch, "next", "truncated") == [[False] * 4, [False] * 3 + [True]]
-        assert column(batch, "next", "done") == [[False, True, True, True], [False] * 3 + [True]]
-        assert column(c.rollout(), "observation")[1] == [[9, 4], [9, 5], [9, 6], [9, 7]]
-
-
-def test_last_observations_are_kept_once_where_columns_are_left_out():
-    make, _ = lengths(2, 9)
-    with Collector(make, None, num_envs=2, frames_per_batch=8, compact_obs=True, **WAIT) as c:
-        c.rollout()
-        final = c.final_observations()
-        assert final["observation"].tolist() == [[2, 2], [9, 4]]
 
 
 @pytest.mark.parametrize("space", ["array", "dict", "text"])
@@ -239,24 +190,6 @@ def test_what_a_policy_makes_of_those_who_wait_is_not_looked_at():
         batch = c.rollout()
         assert not batch["action"].isnan().any()
         assert batch["action"][0].any(-1).tolist() == [True, False, False, False]
-
-
-class StopsAt:
-    def __init__(self, calls: int) -> None:
-        self.left = calls
-
-    def collection_stopped(self) -> bool:
-        self.left -= 1
-        return self.left == 0
-
-
-def test_an_interrupted_batch_lets_those_begin_anew_that_had_ended():
-    make, made = lengths(2, 9)
-    with Collector(make, None, num_envs=2, frames_per_batch=12, interruptor=StopsAt(4), **WAIT) as c:
-        assert column(c.rollout(), "next", "reward") == [[1, 2, 0, 0, 0, 0], [1, 2, 3, 4, 0, 0]]
-        assert column(c.rollout(), "next", "reward") == [[1, 2, 0, 0, 0, 0], [5, 6, 7, 8, 9, 0]]
-        assert [env.executed for env in made] == [4, 9]
-        assert_accounted(c)
 
 
 # --- workers ----------------------------------------------------------------------------------------

@@ -20,14 +20,11 @@ from torch import nn
 
 from muster.errors import BadOption, BadWeights
 from muster.testing import CountingEnv
-from muster.weights import NoSync, Pipe, SharedMemory
-from muster.weights import schemes as weight_schemes
-from muster.weights.local import LocalWeights
+from muster.weights import NoSync, Pipe, SharedMemory, VanillaWeightUpdater, WeightUpdaterBase, choice
+from muster.weights.choice import default_transport, transport_for
 from muster.weights.names import copy_tensor, modules_of, named_tensors, named_weights
+from muster.weights.publish import PolicyWeights
 from muster.weights.receive import Receivers
-from muster.weights.schemes import default_scheme, scheme_for
-from muster.weights.send import SentWeights
-from muster.weights.updaters import VanillaWeightUpdater, WeightUpdaterBase
 from tests.tools import stable
 
 
@@ -66,7 +63,7 @@ def test_every_form_has_the_names_of_the_state_dict(form):
 def test_parameters_and_buffers_are_copied_in_place(form):
     policy, source = net(), filled(2.0)
     pointers = {name: tensor.data_ptr() for name, tensor in policy.state_dict().items()}
-    weights = LocalWeights(policy)
+    weights = PolicyWeights(policy)
     assert weights.publish(FORMS[form](source)) == 1
     state = policy.state_dict()
     assert all(bool((tensor == 2).all()) for tensor in state.values())
@@ -90,7 +87,7 @@ def test_parameters_and_buffers_are_copied_in_place(form):
 def test_what_does_not_fit_changes_nothing(change, message):
     policy = net()
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
-    weights, state = LocalWeights(policy), filled(2.0).state_dict()
+    weights, state = PolicyWeights(policy), filled(2.0).state_dict()
     change(state)
     with pytest.raises(BadWeights, match=message):
         weights.publish(state)
@@ -101,12 +98,12 @@ def test_what_does_not_fit_changes_nothing(change, message):
 @pytest.mark.parametrize("source", [3, "weights.pt", [torch.ones(1)], {"a": 1.0}, object()], ids=stable)
 def test_what_holds_no_weights(source):
     with pytest.raises(BadWeights, match="cannot take weights from"):
-        LocalWeights(net()).publish(source)
+        PolicyWeights(net()).publish(source)
 
 
 def test_the_network_of_a_tensordict_module_fits():
     policy = TensorDictModule(net(), in_keys=["observation"], out_keys=["action"])
-    assert LocalWeights(policy).publish(filled(2.0)) == 1
+    assert PolicyWeights(policy).publish(filled(2.0)) == 1
     assert bool((policy.module[0].weight == 2).all())
 
 
@@ -133,7 +130,7 @@ def reachable(module: nn.Module) -> list[Any]:
 @pytest.mark.parametrize("kind", range(5))
 def test_a_network_that_a_function_uses_is_recognised(kind):
     module = net()
-    weights = LocalWeights(reachable(module)[kind])
+    weights = PolicyWeights(reachable(module)[kind])
     assert weights.publish(module) == 1
     assert weights.publish(module[0]) == 2
     with pytest.raises(BadWeights, match="not a module"):
@@ -146,7 +143,7 @@ def test_a_network_that_a_function_uses_is_recognised(kind):
 
 def test_a_copy_on_another_device_follows_the_original():
     original, acting = net(), net()
-    weights = LocalWeights(acting, original)
+    weights = PolicyWeights(acting, original)
     for tensor in original.state_dict().values():
         tensor.fill_(3.0)
     assert weights.publish() == 1
@@ -154,8 +151,8 @@ def test_a_copy_on_another_device_follows_the_original():
 
 
 def test_nothing_to_publish_only_counts():
-    assert LocalWeights(None).publish() == 1
-    assert LocalWeights(nn.Tanh()).publish({}) == 1
+    assert PolicyWeights(None).publish() == 1
+    assert PolicyWeights(nn.Tanh()).publish({}) == 1
 
 
 def test_tied_weights_are_no_second_part():
@@ -165,13 +162,13 @@ def test_tied_weights_are_no_second_part():
             self.a = self.b = nn.Linear(2, 2)
 
     policy = Tied()
-    assert LocalWeights(policy).publish(nn.Linear(2, 2)) == 1
+    assert PolicyWeights(policy).publish(nn.Linear(2, 2)) == 1
 
 
 def test_a_part_of_the_original_is_the_same_part_of_the_copy():
     original = nn.ModuleDict({"actor": nn.Linear(2, 2), "critic": nn.Linear(2, 2)})
     acting = copy.deepcopy(original)
-    weights = LocalWeights(acting, original)
+    weights = PolicyWeights(acting, original)
     nn.init.constant_(original["actor"].weight, 5.0)
     nn.init.constant_(original["critic"].weight, 6.0)
     weights.publish(original["critic"])
@@ -194,7 +191,7 @@ def test_a_compiled_module_has_the_names_of_the_module():
 def test_infinite_values_are_found_in_every_dtype(dtype, bad):
     policy = nn.Module()
     policy.register_buffer("w", torch.ones(300, dtype=dtype))
-    weights = LocalWeights(policy)
+    weights = PolicyWeights(policy)
     new = torch.ones(300).to(dtype)
     weights.publish({"w": new})
     values = torch.ones(300, dtype=torch.complex64 if dtype.is_complex else torch.float32)
@@ -208,7 +205,7 @@ def test_infinite_values_are_found_in_every_dtype(dtype, bad):
 def test_large_values_whose_sum_is_infinite_are_finite(dtype):
     policy = nn.Module()
     policy.register_buffer("w", torch.ones(300, dtype=dtype))
-    assert LocalWeights(policy).publish({"w": torch.full((300,), torch.finfo(dtype).max, dtype=dtype)}) == 1
+    assert PolicyWeights(policy).publish({"w": torch.full((300,), torch.finfo(dtype).max, dtype=dtype)}) == 1
 
 
 # --- names on both sides ---------------------------------------------------------------------------
@@ -276,7 +273,7 @@ def test_lazy_layers_have_no_weights_yet():
 class Worker:
     """A copy of the policy that takes what is sent to it."""
 
-    def __init__(self, weights: SentWeights, policy: Any, number: int = 0) -> None:
+    def __init__(self, weights: PolicyWeights, policy: Any, number: int = 0) -> None:
         self.policy = cloudpickle.loads(cloudpickle.dumps(policy))
         ticket = weights.ticket(number)
         self.subscriber = pickle.loads(pickle.dumps(ticket)).open(ticket.fds)
@@ -303,7 +300,7 @@ def sent(request: Any) -> Any:
     made: list[Any] = []
 
     def make(policy: Any, workers: int = 1, **options: Any) -> Any:
-        weights = SentWeights(policy, workers, request.param, **options)
+        weights = PolicyWeights.of_workers(policy, workers, request.param, **options)
         made.append(weights)
         for number in range(0 if weights.lazy else workers):
             made.append(Worker(weights, policy, number))
@@ -379,7 +376,7 @@ def test_without_modules_versions_are_sent(sent, policy):
     weights, worker = sent(policy)
     assert (weights.policy, weights.original) == (None, None)
     assert (weights.publish(), worker.take()) == (1, 1)
-    assert (weights.increment(), worker.take()) == (2, 2)
+    assert (weights.publish_all([]), worker.take()) == (2, 2)
     weights.restore(7)
     assert worker.take() == 7
     with pytest.raises(BadWeights, match="has no modules that Muster can find"):
@@ -440,7 +437,7 @@ def test_parts_that_wait_for_the_end_of_a_rollout_add_up(sent):
 
 def test_a_worker_that_did_not_read_has_caught_up_when_it_is_given_work():
     policy = nn.Linear(2000, 1000, bias=False)
-    weights = SentWeights(policy, 1, "pipe")
+    weights = PolicyWeights.of_workers(policy, 1, "pipe")
     ticket = weights.ticket(0)
     for value in (1.0, 2.0, 3.0):
         weights.publish({"weight": torch.full((1000, 2000), value)})
@@ -465,7 +462,7 @@ def test_what_waits_is_a_copy(sent):
 
 @given(targets=st.lists(st.none() | st.sets(st.integers(0, 2)), min_size=1, max_size=12))
 def test_updates_that_wait_are_at_most_one_for_each_worker(targets):
-    policy, weights = constant(0.0), SentWeights(constant(0.0), 3)
+    policy, weights = constant(0.0), PolicyWeights.of_workers(constant(0.0), 3)
     expected = [0, 0, 0]
     with weights.acting():
         for version, workers in enumerate(targets, 1):
@@ -488,7 +485,7 @@ def test_counters_give_versions_of_their_own(sent):
     weights, worker = sent(constant(1.0), counter=counter)
     assert worker.take() == "v0"
     assert (weights.publish(), worker.take()) == ("v1", "v1")
-    assert (weights.increment(), worker.take()) == ("v2", "v2")
+    assert (weights.publish_all([]), worker.take()) == ("v2", "v2")
 
 
 def test_what_is_loaded_goes_to_the_user_and_to_the_workers(sent):
@@ -509,7 +506,7 @@ def test_lazy_layers_get_the_weights_that_a_worker_made(sent):
     for refused in (weights.publish, lambda: weights.publish(net()), lambda: weights.ticket(0)):
         with pytest.raises(BadWeights, match="lazy layers"):
             refused()
-    weights.increment()
+    weights.publish_all([])
     there(torch.zeros(1, 4))
     made = named_tensors(there)
     with pytest.raises(BadWeights, match=r"has no weights named \['0.bias'\]"):
@@ -534,7 +531,7 @@ def test_tied_lazy_layers_stay_tied():
     policy[1] = policy[0]
     there = copy.deepcopy(policy)
     there(torch.zeros(1, 4))
-    weights = SentWeights(policy, 1)
+    weights = PolicyWeights.of_workers(policy, 1)
     weights.materialise(named_tensors(there))
     assert weights.policy[1].weight is weights.policy[0].weight
     assert torch.equal(policy[1].weight, there[0].weight)
@@ -545,11 +542,11 @@ def test_a_policy_that_cannot_be_copied_is_refused():
     policy = net()
     policy.lock = threading.Lock()
     with pytest.raises(BadWeights, match="cannot be copied for its workers: copy.deepcopy raised TypeError"):
-        SentWeights(policy, 1)
+        PolicyWeights.of_workers(policy, 1)
 
 
 def test_a_publish_without_memory_is_repeated_with_the_next():
-    weights = SentWeights(constant(1.0), 1, "shared")
+    weights = PolicyWeights.of_workers(constant(1.0), 1, "shared")
     worker = Worker(weights, constant(0.0))
     worker.take()
     publisher = weights._publisher
@@ -605,7 +602,7 @@ def test_what_a_parent_sends_goes_on_to_the_workers(sent):
     receivers.close()
 
 
-# --- schemes ---------------------------------------------------------------------------------------
+# --- transports ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -613,16 +610,16 @@ def test_what_a_parent_sends_goes_on_to_the_workers(sent):
     [("shared", SharedMemory()), ("pipe", Pipe()), ("none", NoSync()), (Pipe(deadline_s=3.0), Pipe(deadline_s=3.0))],
     ids=stable,
 )
-def test_schemes_by_name_and_by_object(given, expected):
-    assert scheme_for(given) == expected
+def test_transports_by_name_and_by_object(given, expected):
+    assert transport_for(given) == expected
 
 
 @pytest.mark.parametrize(
     ("machine", "expected"), [("x86_64", SharedMemory()), ("AMD64", SharedMemory()), ("arm64", Pipe())]
 )
 def test_the_default_depends_on_the_processor(monkeypatch, machine, expected):
-    monkeypatch.setattr(weight_schemes.platform, "machine", lambda: machine)
-    assert default_scheme() == scheme_for(None) == expected
+    monkeypatch.setattr(choice.platform, "machine", lambda: machine)
+    assert default_transport() == transport_for(None) == expected
 
 
 @pytest.mark.parametrize(
@@ -635,14 +632,14 @@ def test_the_default_depends_on_the_processor(monkeypatch, machine, expected):
 )
 def test_torchrls_schemes_are_known_by_name(name, expected):
     of_torchrl = getattr(pytest.importorskip("torchrl.weight_update"), name)
-    assert scheme_for(of_torchrl()) == expected
-    assert scheme_for(type("Mine", (of_torchrl,), {})()) == expected
+    assert transport_for(of_torchrl()) == expected
+    assert transport_for(type("Mine", (of_torchrl,), {})()) == expected
 
 
 @pytest.mark.parametrize("wrong", ["Shared", 3, SharedMemory, object(), {"policy": Pipe()}], ids=stable)
 def test_other_schemes_are_refused(wrong):
     with pytest.raises(BadOption, match="is no way to send weights to workers on this machine: expected"):
-        scheme_for(wrong)
+        transport_for(wrong)
 
 
 # --- updaters --------------------------------------------------------------------------------------
@@ -793,7 +790,7 @@ def test_a_graph_does_not_outlive_the_weights_that_it_was_made_with():
 def test_large_tensors_are_searched_for_what_is_not_finite(dtype, values, fine):
     tensor = torch.full(LARGE, torch.finfo(dtype).max, dtype=dtype)  # their sum is not finite
     tensor.view(-1)[7 : 7 + len(values)] = torch.tensor(values, dtype=dtype)
-    weights = LocalWeights(nn.ParameterDict({"w": nn.Parameter(torch.zeros(LARGE, dtype=dtype))}))
+    weights = PolicyWeights(nn.ParameterDict({"w": nn.Parameter(torch.zeros(LARGE, dtype=dtype))}))
     if fine:
         weights.publish({"w": tensor})
     else:

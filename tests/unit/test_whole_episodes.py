@@ -374,19 +374,6 @@ def test_ends_of_parts_are_told_in_order_of_arrival(history):
     assert [[number % stream.envs for number in step] for step in told] == expected
 
 
-def test_what_goes_on_after_clearing_is_no_episode():
-    stream = Stream([[3], [5]], (2,))
-    episodes = WholeEpisodes(num_envs=2, rule=None)
-    episodes.push(stream.batch(4))
-    assert episodes.held == [0]
-    assert episodes.clear("surplus") == 8
-    assert episodes.new_ends() == []
-    episodes.push(stream.batch(5))  # environment 0 ends at 6 and 9, 1 at 5, and next at 10
-    assert [[number % 2 for number in step] for step in episodes.new_ends()] == [[0]]
-    assert episodes.dropped == {"surplus": 8, "cut": 2 + 1}
-    assert episodes.frames_held == 3 + 4
-
-
 def test_what_is_not_there_cannot_be_taken():
     stream, episodes = Stream([[2], [9]], (2,)), WholeEpisodes(num_envs=2, rule=None)
     episodes.push(stream.batch(4))
@@ -418,14 +405,6 @@ def test_the_first_to_end_are_short_and_the_first_to_begin_are_not():
     assert mean_lengths("first_begun", 1) == [5.5]  # the ten environments' first episodes: 1, 2, ... 10
     assert mean_lengths("first_done", 1) == [2.1]  # within five steps: 1 1 1 1 1, 2 2, 3, 4, 5
     assert mean_lengths("per_env", 3) == [5.5] * 3
-
-
-@pytest.mark.parametrize("rule", ["first_begun", "per_env"])
-def test_every_episode_that_began_is_delivered_in_its_turn(rule):
-    stream = Stream([[1, 9], [9, 1]], (2,))
-    episodes = WholeEpisodes(4, num_envs=2, rule=rule)
-    groups = [group for _ in range(8) for group in episodes.push(stream.batch(5))]
-    assert [group.frames for group in groups] == [20] * 4  # two long and two short ones each
 
 
 # --- with a collector ------------------------------------------------------------------------------
@@ -532,25 +511,6 @@ def test_what_is_taken_of_many_episodes_costs_the_same():
 
 
 # --- details ---------------------------------------------------------------------------------------
-
-
-def test_what_goes_on_after_a_flush_is_dropped_to_its_end():
-    stream = Stream([[4]], ())
-    episodes = WholeEpisodes(1, num_envs=1)
-    episodes.push(stream.batch(3))
-    assert episodes.flush() == 3
-    assert episodes.flush() == 0
-    assert [rows_of(g.batch) for g in episodes.push(stream.batch(5))] == [[[5, 6, 7, 8]]]
-    assert episodes.dropped == {"cut": 4}
-
-
-def test_an_episode_that_never_ends_does_not_keep_the_others_in_memory():
-    stream = Stream([[10**6], *[[2]] * 9], (10,))
-    episodes = WholeEpisodes(9, num_envs=10, rule="first_done")
-    for _ in range(20):
-        assert len(episodes.push(stream.batch(6))) == 3
-    assert episodes.frames_held == 120
-    assert rows_in(episodes.state_dict()) == 120
 
 
 def test_groups_do_not_share_memory():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import sys
@@ -11,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from muster.cli.doctor import installed
-from muster.cli.options import refuse_given
-from muster.cli.signals import StopSignals
+from muster.cli.options import check_seconds, refuse_given
+from muster.cli.report import StopSignals
 from muster.errors import BadOption
+from muster.utils.attributes import installed
 
 if TYPE_CHECKING:
     from muster.cli.collect import Collect
@@ -51,21 +50,11 @@ class ClusterCommand:
 
 
 def node(command: NodeCommand) -> int:
-    """Run the command. Returns 0 after a goodbye, 1 if the collector ended without one, or cannot be reached.
-
-    Raises:
-        BadOption: no token, or an address that is none.
-    """
+    """Run the command. Returns 0 after a goodbye, 1 if the collector ended without one, or cannot be reached."""
     if command.number is not None and command.number < 0:
         raise BadOption(f"--number {command.number}: nodes are numbered from 0.")
-    if not 0 < command.wait < math.inf:
-        raise BadOption(f"--wait {command.wait:g}: expected more than 0.")
-    from muster.cluster.meeting import read_token
-
-    token = read_token(None)
-    if token is None:
-        raise BadOption(f"A node needs the token of its collector: {NO_TOKEN}")
-    return _serve(command.address, command.number, token, command.wait, command.engine)
+    check_seconds(command, "wait")
+    return _serve(command.address, command.number, _token("A node needs the token of its collector"), command)
 
 
 def is_node(command: Collect) -> bool:
@@ -76,16 +65,12 @@ def is_node(command: Collect) -> bool:
 def serve_rank(command: Collect) -> int:
     """Be that node. Its first Ctrl-C or SIGTERM is left to the collector, which gets it too and then says goodbye."""
     with StopSignals("the collector says goodbye first; again to stop at once."):
-        return _serve(None, None, None, command.join_timeout, "distributed")
+        return _serve(None, None, None, NodeCommand("", wait=command.join_timeout))
 
 
 def check(command: Collect) -> None:
-    """Refuse what does not go together.
-
-    Raises:
-        BadOption: see its text.
-    """
-    backend = command.backend
+    """Raise ``BadOption`` for options that do not go together."""
+    backend, nodes = command.backend, command.nodes
     if backend is None:
         refuse_given(command, ("nodes", "min_nodes", "address", "bind", "join_timeout"), "nodes: add --backend")
         return
@@ -95,20 +80,22 @@ def check(command: Collect) -> None:
         raise BadOption("--address is about --backend ray: leave it out. (--bind HOST:PORT: where others listen.)")
     if command.bind is not None and backend == "ray":
         raise BadOption("--bind: Ray knows its own addresses; leave it out.")
-    if not 0 < command.join_timeout < math.inf:
-        raise BadOption(f"--join-timeout {command.join_timeout:g}: expected more than 0.")
-    _check_nodes(command.nodes, backend)
+    check_seconds(command, "join_timeout")
+    if backend == "torchrun":
+        _check_ranks(nodes)
+    elif nodes is None or nodes < 1:
+        raise BadOption(f"--backend {backend} needs --nodes N: how many there are, at least 1.")
     if command.min_nodes is not None and not command.asynchronous:
         raise BadOption("--min-nodes: batches of all nodes need all of them; add --async, or leave it out.")
     if backend == "manual":
-        _check_manual(command)
+        if not endpoint(command.bind)[1]:
+            raise BadOption(
+                "--backend manual needs --bind HOST:PORT, so that nodes can be told: muster node HOST:PORT."
+            )
+        _token("--backend manual needs a token, by which it knows its nodes")
 
 
-def _check_nodes(nodes: int | None, backend: Backend) -> None:
-    if backend != "torchrun":
-        if nodes is None or nodes < 1:
-            raise BadOption(f"--backend {backend} needs --nodes N: how many there are, at least 1.")
-        return
+def _check_ranks(nodes: int | None) -> None:
     if _rank() is None:
         raise BadOption(
             "--backend torchrun is for processes of torchrun; with two nodes: torchrun --nproc-per-node=3 -m muster "
@@ -120,31 +107,13 @@ def _check_nodes(nodes: int | None, backend: Backend) -> None:
         raise BadOption(f"--nodes {nodes}, but torchrun has started {ranks} processes: {ranks - 1} nodes.")
 
 
-def _check_manual(command: Collect) -> None:
-    if not endpoint(command.bind)[1]:
-        raise BadOption("--backend manual needs --bind HOST:PORT, so that nodes can be told: muster node HOST:PORT.")
-    from muster.cluster.meeting import read_token
-
-    if read_token(None) is None:
-        raise BadOption(f"--backend manual needs a token, by which it knows its nodes: {NO_TOKEN}")
-
-
 def nodes_of(command: Collect) -> int | None:
     """How many there are; None without any."""
     return int(os.environ["WORLD_SIZE"]) - 1 if command.backend == "torchrun" else command.nodes
 
 
 def make_collector(command: Collect, policy: Any, options: dict[str, Any]) -> BaseCollector:
-    """The collector that ``--backend`` asks for.
-
-    Args:
-        command: that has passed ``check``.
-        policy: of its workers.
-        options: that all collectors have; ``frames_per_batch`` is that of a whole batch.
-
-    Raises:
-        MusterError: it cannot be made, or nodes do not come.
-    """
+    """The collector of ``--backend``; ``options["frames_per_batch"]`` is that of a whole batch."""
     from muster.collectors.clusters import DistributedCollector, RayCollector
 
     nodes, workers = nodes_of(command) or 1, command.workers or 1
@@ -174,11 +143,7 @@ def make_collector(command: Collect, policy: Any, options: dict[str, Any]) -> Ba
 
 
 def endpoint(bind: str | None) -> tuple[str, int]:
-    """Host and port (0: any) of ``HOST``, ``HOST:PORT`` or ``[HOST]:PORT``; without all this, loopback.
-
-    Raises:
-        BadOption: the port is none.
-    """
+    """Host and port (0: any) of ``HOST``, ``HOST:PORT`` or ``[HOST]:PORT``; None is loopback."""
     if bind is None:
         return "127.0.0.1", 0
     host, colon, port = bind.rpartition(":")
@@ -189,12 +154,13 @@ def endpoint(bind: str | None) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _serve(address: str | None, number: int | None, token: bytes | None, wait_s: float, engine: str) -> int:
+def _serve(address: str | None, number: int | None, token: bytes | None, command: NodeCommand) -> int:
     from muster.cluster.link import LinkLost
     from muster.cluster.torch_distributed import run_node
 
+    wait = command.wait
     try:
-        if run_node(address, number, token, engine=engine, within_s=wait_s, patience_s=wait_s):
+        if run_node(address, number, token, engine=command.engine, within_s=wait, patience_s=wait):
             return 0
         print("muster: the collector has ended without a goodbye.", file=sys.stderr)
     except LinkLost as error:
@@ -208,61 +174,40 @@ def _rank() -> int | None:
     return torchrun_rank()
 
 
-# --- what there is ------------------------------------------------------------------------------------
+def _token(needed: str = "") -> bytes | None:
+    """The token that is set; raises ``BadOption`` if there is none, and something ``needed`` it."""
+    from muster.cluster.rendezvous import read_token
+
+    token = read_token(None)
+    if token is None and needed:
+        raise BadOption(f"{needed}: {NO_TOKEN}")
+    return token
 
 
 def cluster(_: ClusterCommand) -> int:
-    """Run the command."""
-    for name, (state, lines) in engines().items():
-        print(f"{name:<10} {state}")
-        for line in lines:
-            print(f"           {line}")
-    print(f"{'token':<10} {_token()}")
-    return 0
-
-
-def engines() -> dict[str, tuple[str, list[str]]]:
-    """What is installed, by backend, and how it is used. Nothing of it is imported or started."""
+    """Run the command: what is installed, by backend, and how it is used. Nothing of it is imported or started."""
     ray, submitit = installed("ray"), installed("submitit")
-    gloo = "torch.distributed of " + (installed("torch") or "torch")
-    return {
-        "mp": (
-            f"{gloo}: nodes are processes of this machine",
-            ["muster collect ENV --frames N --backend mp --nodes 2"],
-        ),
-        "torchrun": (
-            f"{gloo}: the first rank collects, the others are nodes",
-            ["torchrun --nproc-per-node=3 -m muster collect ENV --frames N --backend torchrun"],
-        ),
-        "manual": (
-            f"{gloo}: nodes are started by you, anywhere",
-            ["muster collect ENV --frames N --backend manual --nodes 2 --bind HOST:PORT", "muster node HOST:PORT"],
-        ),
-        "ray": (
-            f"Ray {ray}" if ray else "not installed: pip install 'muster-rl[ray]'",
-            ["muster collect ENV --frames N --backend ray --address auto --nodes 2"] if ray else [],
-        ),
-        "slurm": (
-            _slurm(submitit),
-            ['DistributedCollector(envs, policy, launcher="submitit", ...)'] if submitit else [],
-        ),
-    }
+    gloo = f"torch.distributed of {installed('torch') or 'torch'}"
+    alone = "" if shutil.which("srun") else "; without SLURM, jobs are processes of this machine"
 
-
-def _slurm(submitit: str | None) -> str:
-    if submitit is None:
-        return "not installed: pip install 'muster-rl[slurm]'"
-    return f"submitit {submitit}" + (
-        "" if shutil.which("srun") else "; without SLURM, jobs are processes of this machine"
-    )
-
-
-def _token() -> str:
-    """Whether nodes of other hosts could be told from strangers."""
-    from muster.cluster.meeting import read_token
-
+    rows = [
+        ("mp", f"{gloo}: nodes are processes of this machine"),
+        ("", "muster collect ENV --frames N --backend mp --nodes 2"),
+        ("torchrun", f"{gloo}: the first rank collects, the others are nodes"),
+        ("", "torchrun --nproc-per-node=3 -m muster collect ENV --frames N --backend torchrun"),
+        ("manual", f"{gloo}: nodes are started by you, anywhere"),
+        ("", "muster collect ENV --frames N --backend manual --nodes 2 --bind HOST:PORT"),
+        ("", "muster node HOST:PORT"),
+        ("ray", f"Ray {ray}" if ray else "not installed: pip install 'muster-rl[ray]'"),
+        ("", "muster collect ENV --frames N --backend ray --address auto --nodes 2" if ray else ""),
+        ("slurm", f"submitit {submitit}{alone}" if submitit else "not installed: pip install 'muster-rl[slurm]'"),
+        ("", 'DistributedCollector(envs, policy, launcher="submitit", ...)' if submitit else ""),
+    ]
     try:
-        found = read_token(None)
+        token = "found" if _token() else f"none, which is enough on one machine. For several, {NO_TOKEN}"
     except BadOption as error:
-        return str(error)
-    return "found" if found is not None else f"none, which is enough on one machine. For several, {NO_TOKEN}"
+        token = str(error)
+    for name, text in [*rows, ("token", token)]:
+        if text:
+            print(f"{name:<10} {text}")
+    return 0

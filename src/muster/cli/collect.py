@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,11 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import arg
 
 from muster.cli import cluster
-from muster.cli.numbers import frames_per_batch
-from muster.cli.options import AllowImport, Count, Env, ObsDtype, Policy, refuse_given
-from muster.cli.report import Returns, reporting, summary
-from muster.cli.request import admit, in_short, obs_dtype_of, policy_for
-from muster.cli.signals import StopSignals
+from muster.cli.options import (
+    AllowImport,
+    Count,
+    Env,
+    ObsDtype,
+    Policy,
+    check_numbers,
+    frames_per_batch,
+    refuse_given,
+)
+from muster.cli.report import Returns, StopSignals, in_one_line, progress, summary, worker_lines
+from muster.cli.request import obs_dtype_of, prepared
 from muster.errors import BadOption, BadRecording
 
 if TYPE_CHECKING:
@@ -30,7 +36,6 @@ class Collect:
     """Collect experience from a Gymnasium environment, and record it with --out."""
 
     env: Env
-
     frames: Count
     """Environment steps over all environments, exactly: 51200, 51_200, 100k, 1e6."""
 
@@ -74,7 +79,6 @@ class Collect:
     """With workers: what to do if one dies or hangs, or its environment raises."""
 
     policy: Policy = "random"
-
     obs_dtype: ObsDtype = "policy"
 
     seed: Annotated[int, arg(metavar="S")] = 0
@@ -93,85 +97,62 @@ class Collect:
 
 
 def collect(command: Collect) -> int:
-    """Run the command. Returns the exit code.
-
-    Raises:
-        MusterError: for whatever is wrong with the request, before anything is collected.
-    """
+    """Run the command. Returns the exit code."""
     if cluster.is_node(command):
         return cluster.serve_rank(command)
-    frames = _check_numbers(command)
-    admit(command.env, command.policy, allow_import=command.allow_import)
-    policy, description = policy_for(command.env, command.policy, command.seed)
+    frames = _check(command)
     with ExitStack() as stack:
+        policy, description = stack.enter_context(prepared(command, command.seed))
         stop = stack.enter_context(StopSignals())
-        stack.enter_context(in_short(command.env, allow_import=command.allow_import))
         collector = stack.enter_context(_make_collector(command, policy, frames))
         recorder = stack.enter_context(_recorder(command, description)) if command.out else None
-        run = _Collection(command, collector, recorder, stop)
-        run.loop()
-        if recorder is not None:
-            with _full_disk(recorder):
-                recorder.close()  # before we say that it is there
+        text = _run(command, collector, recorder, stop)
         if not command.quiet:
-            print(run.result())
+            print(text)
         return stop.exit_code
 
 
-@dataclass
-class _Collection:
-    """One collection, from the first batch to the summary."""
-
-    command: Collect
-    collector: BaseCollector
-    recorder: Recorder | None
-    stop: StopSignals
-    returns: Returns = dataclasses.field(default_factory=Returns)
-    recording_s: float = 0.0
-    elapsed_s: float = 0.0
-
-    def loop(self) -> None:
-        began_s = time.perf_counter()
-        with reporting(self.command.frames, self.collector.stats, quiet=self.command.quiet) as report:
-            for batch in self.collector:
-                self.returns.add(self.collector.episodes)
-                if self.recorder is not None:
-                    began = time.perf_counter()
-                    with _full_disk(self.recorder):
-                        self.recorder.write(batch)
-                    self.recording_s += time.perf_counter() - began
-                report(self.collector.stats())
-                if self.stop.received is not None:
-                    break
-        self.elapsed_s = time.perf_counter() - began_s
-
-    def result(self) -> str:
-        stats = self.collector.stats()
-        text = summary(stats, self.returns, None if self.recorder is None else self.recording_s, self.elapsed_s)
-        if self.stop.received is not None:
-            text = f"stopped after {stats.frames:,} of {self.command.frames:,} frames\n{text}"
-        if self.recorder is None:
-            return text
-        path = self.recorder.directory
-        size = sum(file.stat().st_size for file in path.iterdir())
-        return (
-            f"{text}\nwrote     {path}  ({self.recorder.frames:,} frames, {size / 1e6:,.1f} MB)\n"
-            f'read it   python -c "import muster; print(muster.load({str(path)!r}))"'
-        )
+def _run(command: Collect, collector: BaseCollector, recorder: Recorder | None, stop: StopSignals) -> str:
+    """Collect all frames, unless a signal comes, and close the recorder; returns what is to be said in the end."""
+    returns, recording_s, began_s = Returns(), 0.0, time.perf_counter()
+    total, stats = command.frames, collector.stats
+    with progress("collect", total, quiet=command.quiet, lines=lambda: worker_lines(stats().workers)) as show:
+        for batch in collector:
+            returns.add(collector.episodes)
+            if recorder is not None:
+                began = time.perf_counter()
+                with _full_disk(recorder):
+                    recorder.write(batch)
+                recording_s += time.perf_counter() - began
+            now = stats()
+            show(now.frames, in_one_line(now, total))
+            if stop.received is not None:
+                break
+    elapsed_s, now = time.perf_counter() - began_s, stats()
+    text = summary(now, returns, None if recorder is None else recording_s, elapsed_s)
+    if stop.received is not None:
+        text = f"stopped after {now.frames:,} of {total:,} frames\n{text}"
+    if recorder is None:
+        return text
+    with _full_disk(recorder):
+        recorder.close()
+    path = recorder.directory
+    size = sum(file.stat().st_size for file in path.iterdir())
+    return (
+        f"{text}\nwrote     {path}  ({recorder.frames:,} frames, {size / 1e6:,.1f} MB)\n"
+        f'read it   python -c "import muster; print(muster.load({str(path)!r}))"'
+    )
 
 
-def _check_numbers(command: Collect) -> int:
+def _check(command: Collect) -> int:
     """The size of a batch, if all numbers fit together."""
     cluster.check(command)
     if command.workers is None and command.backend is None:
         of_workers = ("asynchronous", "threads", "on_failure", "inference", "alternating")
         refuse_given(command, of_workers, "workers: add --workers N")
-    elif command.workers is not None and command.workers < 1:
-        raise BadOption(f"--workers {command.workers}: at least one is needed. Without --workers there are none.")
     if command.alternating and command.inference != "server":
         raise BadOption("--alternating is about --inference server: add that, or leave it out.")
-    if command.seed < 0:
-        raise BadOption(f"--seed {command.seed} is negative.")
+    check_numbers(command, workers=1, envs=1, seed=0)
     workers, nodes = (1, 1) if command.asynchronous else (command.workers or 1, cluster.nodes_of(command) or 1)
     return frames_per_batch(command.frames, command.envs, command.frames_per_batch, workers, nodes)
 

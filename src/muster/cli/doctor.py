@@ -11,35 +11,15 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
+from muster.utils.attributes import installed
 from muster.utils.private_names import numbers
 
 CORE = ("muster-rl", "torch", "tensordict", "numpy", "gymnasium", "safetensors", "rich", "tyro")
-OPTIONAL = (
-    "torchrl",
-    "ale-py",
-    "mujoco",
-    "mujoco-mjx",
-    "dm-control",
-    "gymnasium-robotics",
-    "envpool",
-    "pettingzoo",
-    "mpe2",
-    "minigrid",
-    "minatar",
-    "minari",
-    "pillow",
-    "brax",
-    "gymnax",
-    "six",
-    "jax",
-    "stable-baselines3",
-    "tianshou",
-    "ray",
-    "submitit",
-)
+SIMULATORS = ("ale-py", "mujoco", "mujoco-mjx", "dm-control", "gymnasium-robotics", "brax", "gymnax", "jax")
+ENVIRONMENTS = ("envpool", "pettingzoo", "mpe2", "minigrid", "minatar", "minari", "pillow", "six")
+SYSTEMS = ("torchrl", "stable-baselines3", "tianshou", "ray", "submitit")
 SMALL_SHM_BYTES = 512 << 20  # Docker gives 64 MiB unless asked for more
 FEW_FILES = 1024
 FILES_OF_A_WORKER = 3  # channel, progress, life
@@ -63,16 +43,15 @@ class Problem:
 
 def doctor(_: Doctor) -> int:
     """Print everything. Returns 1 if there is a known-bad combination, else 0."""
-    versions = {name: version for name in (*CORE, *OPTIONAL) if (version := installed(name)) is not None}
+    names = (*CORE, *SYSTEMS, *SIMULATORS, *ENVIRONMENTS)
+    versions = {name: version for name in names if (version := installed(name)) is not None}
+    absent = {"muster-rl": "from a source tree"} | dict.fromkeys(CORE[1:], "not installed")
     print("machine")
     for name, value in machine().items():
         print(f"  {name:<12} {value}")
     print("packages")
-    for name in CORE:
-        print(f"  {name:<20} {versions.get(name, 'from a source tree' if name == 'muster-rl' else 'not installed')}")
-    for name in OPTIONAL:
-        if name in versions:
-            print(f"  {name:<20} {versions[name]}")
+    for name, version in (absent | versions).items():
+        print(f"  {name:<20} {version}")
     problems = known_bad(versions)
     for problem in problems:
         print(f"BAD   {problem.what}\n      fix: {problem.fix}")
@@ -84,41 +63,44 @@ def doctor(_: Doctor) -> int:
 
 def known_bad(versions: Versions) -> list[Problem]:
     """Combinations that were seen to fail, among ``versions`` (distribution name to version)."""
-    found = []
-
-    def bad(what: str, fix: str) -> None:
-        found.append(Problem(what, fix))
-
     have = {name: numbers(version) for name, version in versions.items()}
-    if "dm-control" in have and have.get("mujoco", (0,)) >= (4,):
-        bad(
-            f"dm-control {versions['dm-control']} with mujoco {versions['mujoco']}: "
-            f"AttributeError: 'MjModel' object has no attribute 'flex_vertedge'",
+    mujoco, torchrl = have.get("mujoco", ()), have.get("torchrl", ())
+    rows = [
+        (
+            "dm-control" in have and mujoco >= (4,),
+            "dm-control {dm-control} with mujoco {mujoco}: AttributeError: 'MjModel' object has no attribute "
+            "'flex_vertedge'",
             "pip install 'mujoco<4'",
-        )
-    if have.get("torchrl", (0,))[:2] == (0, 14) and have.get("tensordict", (0,)) >= (0, 15):
-        bad(
-            f"torchrl {versions['torchrl']} with tensordict {versions['tensordict']}: torchrl 0.14 needs 0.14",
+        ),
+        (
+            torchrl[:2] == (0, 14) and have.get("tensordict", ()) >= (0, 15),
+            "torchrl {torchrl} with tensordict {tensordict}: torchrl 0.14 needs 0.14",
             "pip install 'tensordict>=0.14.3,<0.15'",
-        )
-    if "gymnasium-robotics" in have and "mujoco" in have:
-        bad(
-            f"gymnasium-robotics {versions['gymnasium-robotics']} with mujoco {versions['mujoco']}: Fetch, Hand and "
-            f"FrankaKitchen fail with AssertionError at reset (with mujoco 3.17 and 4.0; mazes and Adroit work)",
+        ),
+        (
+            "gymnasium-robotics" in have and bool(mujoco),
+            "gymnasium-robotics {gymnasium-robotics} with mujoco {mujoco}: Fetch, Hand and FrankaKitchen fail with "
+            "AssertionError at reset (with mujoco 3.17 and 4.0; mazes and Adroit work)",
             "use the maze and Adroit environments only, or pip uninstall gymnasium-robotics",
-        )
-    if "mujoco-mjx" in have and "mujoco" in have and have["mujoco-mjx"][:1] != have["mujoco"][:1]:
-        bad(
-            f"mujoco-mjx {versions['mujoco-mjx']} with mujoco {versions['mujoco']}: they must be of one version",
-            f"pip install 'mujoco=={versions['mujoco-mjx']}'",
-        )
-    if "minari" in have and "pillow" not in have:
-        bad("minari without pillow: No module named 'PIL' when it stores episodes", "pip install pillow")
-    if "gymnax" in have and "six" not in have:
-        bad("gymnax without six: No module named 'six'", "pip install six")
-    if have.get("gymnasium", (1,)) < (1,):
-        bad(f"gymnasium {versions['gymnasium']}: vector environments differ before 1.0", "pip install 'gymnasium>=1.1'")
-    return found
+        ),
+        (
+            "mujoco-mjx" in have and bool(mujoco) and have["mujoco-mjx"][:1] != mujoco[:1],
+            "mujoco-mjx {mujoco-mjx} with mujoco {mujoco}: they must be of one version",
+            "pip install 'mujoco=={mujoco-mjx}'",
+        ),
+        (
+            "minari" in have and "pillow" not in have,
+            "minari without pillow: No module named 'PIL' when it stores episodes",
+            "pip install pillow",
+        ),
+        ("gymnax" in have and "six" not in have, "gymnax without six: No module named 'six'", "pip install six"),
+        (
+            have.get("gymnasium", (1,)) < (1,),
+            "gymnasium {gymnasium}: vector environments differ before 1.0",
+            "pip install 'gymnasium>=1.1'",
+        ),
+    ]
+    return [Problem(what.format_map(versions), fix.format_map(versions)) for bad, what, fix in rows if bad]
 
 
 def notes(versions: Versions) -> list[str]:
@@ -152,11 +134,7 @@ def machine() -> dict[str, str]:
 
 
 def workers(files: int | None) -> dict[str, str]:
-    """How worker processes are started here, what they share, and how many there can be.
-
-    Args:
-        files: that a process may open.
-    """
+    """How worker processes are started, what they share, and how many there can be if ``files`` may be open."""
     if sys.platform == "win32":
         return {"workers": "threads only (backend='threads')"}
     linux = sys.platform == "linux"
@@ -165,14 +143,6 @@ def workers(files: int | None) -> dict[str, str]:
         "workers": ("from a fork server, in milliseconds" if linux else "spawned, in seconds") + most,
         "shared": "anonymous memory (memfd)" if linux else "unlinked temporary files",
     }
-
-
-def installed(name: str) -> str | None:
-    """The version of a distribution, None if it is not there."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _cores() -> int | None:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from muster.cli.options import AllowImport, Count, Env, ObsDtype, Policy
-from muster.cli.report import LINE_EVERY_S, NowAndThen, symbols
-from muster.cli.request import admit, in_short, obs_dtype_of, policy_for
-from muster.cli.signals import StopSignals
+from muster.cli.options import AllowImport, Count, Env, ObsDtype, Policy, check_numbers
+from muster.cli.report import StopSignals, progress, symbols
+from muster.cli.request import obs_dtype_of, prepared
 from muster.episodes.rules import RuleName
 from muster.errors import BadOption
 
@@ -31,7 +26,6 @@ class Eval:
     """Evaluate a policy in a Gymnasium environment, on an exact number of episodes."""
 
     env: Env
-
     policy: Policy = "random"
 
     episodes: Annotated[int, arg(metavar="N")] = 20
@@ -81,19 +75,14 @@ class Eval:
 
 
 def evaluate(command: Eval) -> int:
-    """Run the command. Returns the exit code.
-
-    Raises:
-        MusterError: for whatever is wrong with the request, or with a worker.
-    """
-    wanted = _check(command)
-    admit(command.env, command.policy, allow_import=command.allow_import)
+    """Run the command. Returns the exit code."""
+    check_numbers(command, episodes=1, num_envs=1, workers=0, seed=0)
+    wanted = _videos(command)
     if wanted:
         from muster.evaluation.video import writer
 
         writer()  # rather than find out at the end
-    policy, description = policy_for(command.env, command.policy, command.seed)
-    with StopSignals() as stop, in_short(command.env, allow_import=command.allow_import):
+    with prepared(command, command.seed) as (policy, description), StopSignals() as stop:
         evaluation = _evaluate(command, policy, stop)
         files: list[Path] = []
         try:
@@ -126,51 +115,25 @@ def _evaluate(command: Eval, policy: Any, stop: StopSignals) -> Evaluation:
             record_actions=command.video is not None,
             obs_dtype=obs_dtype_of(command.obs_dtype),
         ) as evaluator,
-        _progress(command.episodes, quiet=command.quiet or command.json) as show,
+        progress("eval", command.episodes, quiet=command.quiet or command.json) as show,
     ):
 
         def go_on(episodes: int, frames: int) -> bool:
-            show(episodes, frames)
+            show(episodes, f"{episodes:,}/{command.episodes:,} episodes  {frames:,} frames")
             return stop.received is None
 
         return evaluator.evaluate(progress=go_on)
 
 
-def _check(command: Eval) -> list[str | int]:
-    """The videos that are wanted, if everything fits together."""
-    for name, value, least in (("--episodes", command.episodes, 1), ("--num-envs", command.num_envs, 1)):
-        if value < least:
-            raise BadOption(f"{name} {value}: expected at least {least}.")
-    for name, value in (("--workers", command.workers), ("--seed", command.seed)):
-        if value < 0:
-            raise BadOption(f"{name} {value} is negative.")
-    wanted: list[str | int] = []
-    for word in (command.video or "").split(",") if command.video is not None else ():
+def _videos(command: Eval) -> list[str | int]:
+    words = [] if command.video is None else command.video.split(",")
+    for word in words:
         if word not in KINDS and not (word.isdecimal() and int(word) < command.episodes):
             raise BadOption(
                 f"--video {command.video}: {word!r} is none of {', '.join(KINDS)}, and no number below "
                 f"{command.episodes}, the number of episodes."
             )
-        wanted.append(word if word in KINDS else int(word))
-    return wanted
-
-
-@contextmanager
-def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[int, int], object]]:
-    """What shows the numbers of episodes and frames: a bar on terminals, a line now and then elsewhere."""
-
-    def text(episodes: int, frames: int) -> str:
-        return f"eval {episodes:,}/{total:,} episodes  {frames:,} frames"
-
-    if not quiet and sys.stdout.isatty():
-        from rich.progress import Progress
-
-        with Progress(transient=True) as bar:
-            task = bar.add_task("eval", total=total)
-            yield lambda episodes, frames: bar.update(task, completed=episodes, description=text(episodes, frames))
-    else:
-        lines = NowAndThen(math.inf if quiet else LINE_EVERY_S)
-        yield lambda episodes, frames: lines.is_due() and print(text(episodes, frames), flush=True)
+    return [word if word in KINDS else int(word) for word in words]
 
 
 def table(evaluation: Evaluation, policy: str, files: list[Path]) -> str:

@@ -17,6 +17,7 @@ from muster.cli.eval import Eval, evaluate
 from muster.cli.replay import Replay, replay
 from muster.cli.tune import Tune, tune
 from muster.errors import MusterError
+from muster.utils.attributes import installed
 
 COMMANDS: dict[type, Callable[[Any], int]] = {
     Collect: collect,
@@ -58,8 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments in (["--version"], ["-V"]):
-        from muster.cli.doctor import installed
-
         print(f"muster {installed('muster-rl') or 'from a source tree'}")
         return 0
     command = _parse(arguments or ["--help"])

@@ -32,11 +32,7 @@ class Float(nn.Module):
 
 
 def fresh(observation: Any, action: Any, seed: int) -> tuple[nn.Module, str]:
-    """A head over a new network, and what to call it.
-
-    Raises:
-        UnsupportedSpace: see ``_widths``.
-    """
+    """A head over a new network, and its description."""
     inputs, outputs = _widths(observation, action)
     sizes = [inputs, *HIDDEN, outputs]
     with torch.random.fork_rng(devices=[]):
@@ -46,15 +42,9 @@ def fresh(observation: Any, action: Any, seed: int) -> tuple[nn.Module, str]:
 
 
 def from_file(path: Path, observation: Any, action: Any) -> tuple[nn.Module, str]:
-    """A head over the network whose ``state_dict()``, or whose head's, is in a safetensors file.
-
-    Raises:
-        BadWeights: the file is damaged, holds something else, or a network for other spaces.
-        UnsupportedSpace: see ``_widths``.
-    """
+    """A head over the network whose ``state_dict()`` (or whose head's) is in a safetensors file; its description."""
     ends = _widths(observation, action)
     tensors = _read(path)
-    of_head = any(key.startswith("net.") for key in tensors)
     layers = {key.removeprefix("net."): value for key, value in tensors.items() if key != "log_std"}
     sizes = _sizes(path, layers)
     if (sizes[0], sizes[-1]) != ends:
@@ -63,15 +53,14 @@ def from_file(path: Path, observation: Any, action: Any) -> tuple[nn.Module, str
             f"{observation}) to {ends[1]} outputs (action {action})."
         )
     head = _head(_mlp(observation, sizes), action)
+    state = {f"net.{key}": value for key, value in layers.items()}
+    spread = {key: tensors.get(key, value) for key, value in head.state_dict().items() if key == "log_std"}
+    if wrong := tensors.keys() - layers.keys() - {f"net.{key}" for key in layers} - spread.keys():
+        raise BadWeights(f"{path} does not fit the MLP {_arrow(sizes)}: look at {sorted(wrong)}.")
     try:
-        missing, unexpected = head.load_state_dict(
-            tensors if of_head else {f"net.{key}": value for key, value in tensors.items()}, strict=False
-        )
+        head.load_state_dict(state | spread)
     except RuntimeError as error:
         raise BadWeights(f"{path} does not fit: {error}") from error
-    wrong = [*unexpected, *(key for key in missing if key != "log_std")]  # which a network has not, and a head may
-    if wrong:
-        raise BadWeights(f"{path} does not fit the MLP {_arrow(sizes)}: look at {wrong}.")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return head, f"MLP {_arrow(sizes)} tanh from {path.name}, sha256 {digest}"
 

@@ -1,16 +1,35 @@
-"""Options that several commands have."""
+"""Options that several commands have, and numbers: how they are written, checked, and divided into batches."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
-from muster.cli.numbers import parse_count
 from muster.errors import BadOption
+
+TARGET_FRAMES = 2048  # per batch: large enough that batches cost nothing, small enough to stop and report often
+MAX_FRAMES = 65_536
+_FORM = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,2})?)([kmb]?)", re.IGNORECASE)
+_UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
+
+
+def parse_count(text: str) -> int:
+    """``100k``, ``1.5M``, ``1e6``, ``51_200`` or ``51,200`` as an int; ``ValueError`` for anything else."""
+    match = _FORM.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is no number of frames; write it like 51200, 51_200, 100k or 1e6")
+    number = Decimal(re.sub("[_,]", "", match.group(1))) * _UNITS[match.group(2).lower()]
+    if number != int(number) or number < 1:
+        raise ValueError(f"{text!r} is not a whole, positive number of frames")
+    return int(number)
+
 
 Count = Annotated[
     int,
@@ -51,18 +70,56 @@ AllowImport = Annotated[
 
 
 def refuse_given(command: Any, names: Sequence[str], what: str) -> None:
-    """Refuse options that have another value than their default.
+    """Raise ``BadOption`` if one of these fields of a command has another value than its default.
 
     Args:
-        command: an object of a command's class.
-        names: of its fields.
-        what: they are about, and how to get it.
-
-    Raises:
-        BadOption: one of them does.
+        what: the options are about, and how to get it.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(command)}
     for name in names:
         if getattr(command, name) != defaults[name]:
-            option = name.replace("asynchronous", "async").replace("_", "-")
-            raise BadOption(f"--{option} is about {what}, or leave it out.")
+            raise BadOption(f"{_flag(name)} is about {what}, or leave it out.")
+
+
+def check_numbers(command: Any, **least: int) -> None:
+    """Raise ``BadOption`` if one of these fields of a command (or a number in it) is less than this; None is not."""
+    for name, bound in least.items():
+        value = getattr(command, name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if number is not None and number < bound:
+                raise BadOption(f"{_flag(name)} {number}: expected at least {bound}.")
+
+
+def check_seconds(command: Any, name: str) -> None:
+    """Raise ``BadOption`` unless a field of a command is a finite time."""
+    if not 0 < (value := getattr(command, name)) < math.inf:
+        raise BadOption(f"{_flag(name)} {value:g}: expected more than 0.")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("asynchronous", "async").replace("_", "-")
+
+
+def frames_per_batch(frames: int, envs: int, wanted: int | None, workers: int = 1, nodes: int = 1) -> int:
+    """A batch size that divides ``frames`` and is a multiple of ``envs`` times ``workers`` times ``nodes``.
+
+    Without a size ``wanted``, the one nearest to ``TARGET_FRAMES``. A ``BadOption`` names the nearest numbers.
+    """
+    of = f"--envs {envs}" if workers == 1 else f"--workers {workers} x --envs {envs}"
+    of = of if nodes == 1 else f"--nodes {nodes} x {of}"
+    envs *= workers * nodes
+    if wanted is None:
+        _check_multiple("--frames", frames, envs, of)
+        steps = frames // envs
+        fitting = [T for T in range(1, min(steps, max(1, MAX_FRAMES // envs)) + 1) if steps % T == 0]
+        return envs * min(fitting, key=lambda T: abs(math.log(T * envs / TARGET_FRAMES)))
+    _check_multiple("--frames-per-batch", wanted, envs, of)
+    _check_multiple("--frames", frames, wanted, f"--frames-per-batch {wanted:,}")
+    return wanted
+
+
+def _check_multiple(name: str, number: int, unit: int, of: str) -> None:
+    if number % unit:
+        low = number // unit * unit
+        near = " or ".join(f"{n:,}" for n in (low, low + unit) if n)
+        raise BadOption(f"{name} {number:,} is not a multiple of {of}; the nearest are {near}.")

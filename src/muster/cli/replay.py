@@ -6,9 +6,8 @@ import bdb
 import faulthandler
 import pdb
 import sys
-import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,14 +41,7 @@ class Replay:
 
 
 def replay(command: Replay) -> int:
-    """Run the command.
-
-    Returns:
-        the exit code: 1 if the environment failed, 0 if it did not.
-
-    Raises:
-        BadCrashReport, ImportRefused: nothing was run.
-    """
+    """Run the command. Returns 1 if the environment failed, 0 if it did not."""
     from muster.restore.crash_report import CrashReport
     from muster.restore.player import Player
 
@@ -68,9 +60,13 @@ def replay(command: Replay) -> int:
 
 
 def _play(player: Player, interactive: bool) -> int:
+    from rich.console import Console
+    from rich.progress import track
+
     crash_report, moves = player.crash_report, player.moves()
     last = moves.pop() if crash_report.phase in ("step", "reset") and moves else None
-    for done, move in enumerate(_shown(moves)):
+    console, silent = Console(stderr=True), not sys.stderr.isatty()
+    for done, move in enumerate(track(moves, "replay", console=console, transient=True, disable=silent)):
         try:
             player.make(move)
         except BaseException as error:  # noqa: BLE001  (as below)
@@ -131,28 +127,15 @@ def _about(crash_report: CrashReport) -> str:
 
 
 def _differences(crash_report: CrashReport) -> str:
-    from muster.restore.crash_report import installed
+    from muster.restore.crash_report import versions
 
-    here = installed()
+    here = versions()
     other = [f"{k} {v} (here {here.get(k, 'none')})" for k, v in crash_report.versions.items() if here.get(k) != v]
     return f"Recorded with other versions: {', '.join(other)}." if other else ""
 
 
 def _name(move: tuple[str, int]) -> str:
     return "action" if move[0] == "step" else "reset"
-
-
-def _shown(moves: list[tuple[str, int]]) -> Iterator[tuple[str, int]]:
-    """The moves, with a line of progress on terminals."""
-    shown = time.monotonic()
-    visible = sys.stderr.isatty()
-    for done, move in enumerate(moves):
-        yield move
-        if visible and time.monotonic() - shown > 0.25:
-            shown = time.monotonic()
-            print(f"\r{done + 1:,} of {len(moves):,} \033[K", end="", file=sys.stderr, flush=True)
-    if visible:
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def _say(text: str) -> None:

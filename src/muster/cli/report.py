@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,111 +40,70 @@ class Returns:
         return math.sqrt(self._squares / self.count) if self.count else 0.0
 
 
-class NowAndThen:
-    """So that logs and pipes get a line every ``every_s`` seconds, not one per batch."""
-
-    def __init__(self, every_s: float) -> None:
-        self.began = self._last = time.monotonic()
-        self._every_s = every_s
-
-    def is_due(self) -> bool:
-        """The last one was long ago; then this is one, too."""
-        now = time.monotonic()
-        due = now - self._last >= self._every_s
-        self._last = now if due else self._last
-        return due
-
-
-class PlainProgress:
-    """For logs and pipes: a line now and then, not one per batch.
-
-    Args:
-        total: frames.
-        every_s: between lines.
-    """
-
-    def __init__(self, total: int, every_s: float = LINE_EVERY_S) -> None:
-        self._total, self._lines = total, NowAndThen(every_s)
-
-    def update(self, stats: CollectorStats) -> None:
-        if stats.frames < self._total and self._lines.is_due():
-            left_s = (time.monotonic() - self._lines.began) * (self._total / stats.frames - 1)
-            print(
-                f"collect {stats.frames / self._total:4.0%}  {stats.frames:,}/{self._total:,} frames  "
-                f"{short(stats.frames_per_s)} frames/s  {_episodes(stats)}{_troubles(stats)}  eta {clock(left_s)}",
-                flush=True,
-            )
-
-
-class Bar:
-    """For terminals; with a line for each worker, which says what it is doing also while no batch comes.
-
-    Args:
-        total: frames.
-        look: called by a thread of the display, a few times per second.
-    """
-
-    def __init__(self, total: int, look: Callable[[], CollectorStats]) -> None:
-        from rich.live import Live
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-        self._progress = Progress(
-            TextColumn("collect"),
-            BarColumn(bar_width=24),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[frames]}"),
-            TextColumn("[bold]{task.fields[rate]}"),
-            TextColumn("{task.fields[episodes]}"),
-            TextColumn("eta"),
-            TimeRemainingColumn(compact=True),
-        )
-        self._total, self._look = total, look
-        self._lines: list[str] = []
-        self._live = Live(get_renderable=self._render, refresh_per_second=10)
-        self._task = self._progress.add_task("collect", total=total, frames="", rate="", episodes="")
-
-    def __enter__(self) -> Bar:
-        self._live.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._live.stop()
-
-    def update(self, stats: CollectorStats) -> None:
-        self._progress.update(
-            self._task,
-            completed=stats.frames,
-            frames=f"{short(stats.frames)}/{short(self._total)}",
-            rate=f"{short(stats.frames_per_s)} frames/s",
-            episodes=_episodes(stats),
-        )
-
-    def _render(self) -> Any:
-        from rich.console import Group
-        from rich.text import Text
-
-        with suppress(RuntimeError):  # the collector's books may be written at this moment; the last look will do
-            self._lines = worker_lines(self._look().workers)
-        return Group(self._progress, *(Text(line, no_wrap=True, overflow="ellipsis") for line in self._lines))
-
-
 @contextmanager
-def reporting(
-    total: int, look: Callable[[], CollectorStats], *, quiet: bool
-) -> Iterator[Callable[[CollectorStats], None]]:
-    """What is to be told of every batch, in the way that fits where stdout goes.
+def progress(
+    name: str,
+    total: int,
+    *,
+    quiet: bool = False,
+    lines: Callable[[], list[str]] = list,
+    every_s: float = LINE_EVERY_S,
+) -> Iterator[Callable[[int, str], object]]:
+    """A function to call with what is done of ``total`` and a text: a bar on terminals, a line now and then elsewhere.
 
-    Args:
-        look: gives the present state at any time.
-        quiet: nothing is shown.
+    ``lines`` are shown below the bar, and asked for a few times per second, by a thread of the display.
     """
     if quiet:
-        yield lambda stats: None
-    elif sys.stdout.isatty():
-        with Bar(total, look) as bar:
-            yield bar.update
-    else:
-        yield PlainProgress(total).update
+        yield lambda done, text: None
+        return
+    if not sys.stdout.isatty():
+        yield _lines(name, total, every_s)
+        return
+    from rich.live import Live
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(bar_width=24), TaskProgressColumn(), TextColumn("{task.fields[text]}"), TextColumn("eta"))
+    bar = Progress(TextColumn(name), *columns, TimeRemainingColumn(compact=True))
+    task = bar.add_task(name, total=total, text="")
+    with Live(get_renderable=below(bar, lines), refresh_per_second=10):
+        yield lambda done, text: bar.update(task, completed=done, text=text)
+
+
+def _lines(name: str, total: int, every_s: float) -> Callable[[int, str], object]:
+    began = last = time.monotonic()
+
+    def show(done: int, text: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if 0 < done < total and now - last >= every_s:
+            last = now
+            print(f"{name} {done / total:4.0%}  {text}  eta {clock((now - began) * (total / done - 1))}", flush=True)
+
+    return show
+
+
+def below(bar: Any, lines: Callable[[], list[str]]) -> Callable[[], Any]:
+    """What renders a bar and the lines below it."""
+    from rich.console import Group
+    from rich.text import Text
+
+    shown: list[str] = []
+
+    def render() -> Any:
+        with suppress(RuntimeError):  # the collector's counters may change at this moment; the last look will do
+            shown[:] = lines()
+        return Group(bar, *(Text(line, no_wrap=True, overflow="ellipsis") for line in shown))
+
+    return render
+
+
+def in_one_line(stats: CollectorStats, total: int) -> str:
+    """What ``muster collect`` says of a batch."""
+    mean = "" if stats.return_mean is None else f"  return {stats.return_mean:,.1f}"
+    return (
+        f"{short(stats.frames)}/{short(total)} frames  {short(stats.frames_per_s)} frames/s  "
+        f"episodes {stats.episodes:,}{mean}{_troubles(stats)}"
+    )
 
 
 def worker_lines(workers: Sequence[WorkerStats]) -> list[str]:
@@ -158,11 +120,7 @@ def worker_lines(workers: Sequence[WorkerStats]) -> list[str]:
 def summary(stats: CollectorStats, returns: Returns, recording_s: float | None, elapsed_s: float = 0.0) -> str:
     """The last lines: episodes, speed, and where the time went.
 
-    Args:
-        stats: at the end.
-        returns: of all episodes.
-        recording_s: time spent writing, None if nothing was recorded.
-        elapsed_s: from the first batch to the last; for collectors with workers.
+    ``recording_s`` is the time spent writing (None: no recording), ``elapsed_s`` from the first batch to the last.
     """
     plus_minus, _ = symbols()
     lines = [f"frames    {stats.frames:,} in {stats.batches:,} batches"]
@@ -236,11 +194,6 @@ def clock(seconds: float) -> str:
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
 
 
-def _episodes(stats: CollectorStats) -> str:
-    mean = "" if stats.return_mean is None else f"  return {stats.return_mean:,.1f}"
-    return f"episodes {stats.episodes:,}{mean}"
-
-
 def symbols() -> tuple[str, str]:
     """Plus-minus and a block, as far as the terminal has them."""
     try:
@@ -248,3 +201,40 @@ def symbols() -> tuple[str, str]:
     except (UnicodeEncodeError, LookupError):
         return "+-", "#"
     return "±", "▇"
+
+
+class StopSignals:
+    """While entered, Ctrl-C and SIGTERM set ``received`` and print ``say`` instead of ending the process.
+
+    The next one of either raises KeyboardInterrupt. The one after that has its default effect, for code that does not
+    return to the interpreter.
+    """
+
+    def __init__(self, say: str = "stopping after this batch; again to stop at once.") -> None:
+        self.received: int | None = None
+        self._say = say
+        self._old: dict[int, Any] = {}
+
+    @property
+    def exit_code(self) -> int:
+        """As shells count: 128 + the number of the signal."""
+        return 0 if self.received is None else 128 + self.received
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():  # others may not set handlers
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._old[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if self.received is not None:
+            for each in self._old:
+                signal.signal(each, signal.SIG_DFL)
+            raise KeyboardInterrupt
+        self.received = number
+        # Not print: the signal may have come in the middle of one.
+        os.write(2, f"\nmuster: {self._say}\n".encode())

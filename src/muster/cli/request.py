@@ -19,48 +19,40 @@ PICKLES = {".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".joblib", ".npy"}
 _REFERENCE = re.compile(r"(.+\.py):(\w+)")
 
 
-def admit(env: str, policy: str, *, allow_import: bool) -> None:
-    """Refuse an id and a ``--policy`` that can be refused by name; imports, if allowed, find what is in this directory.
+@contextmanager
+def prepared(command: Any, seed: int) -> Iterator[tuple[Any, str]]:
+    """The policy of a command with ``env``, ``policy`` and ``allow_import``, and how its errors are told.
+
+    What can be refused by name is refused before anything is imported or made. Imports, if allowed, find what is in
+    this directory. Errors and warnings about workers are printed without what follows their first part, with the
+    traceback only where code of the user's may run.
+
+    Args:
+        seed: of fresh weights.
+
+    Yields:
+        a policy for ``Collector``, and a line for the recording that says what it was.
 
     Raises:
         ImportRefused: it would run code.
         BadOption: there is no such environment (the message names similar ones), or no such policy.
+        EnvError: the environment cannot be made, where its spaces are needed.
+        UnsupportedSpace: the built-in MLP does not take its spaces.
+        BadWeights: the file is damaged, or its network does not fit the spaces.
     """
+    env, allow_import = command.env, command.allow_import
     if ":" in env and not allow_import:
         raise ImportRefused(
             f"{env}: gymnasium imports the module before the colon, and so runs the code in it. "
             f"If you trust {env.partition(':')[0]!r}, add --allow-import."
         )
-    _check_policy(policy, allow_import=allow_import)
+    _check_policy(command.policy, allow_import=allow_import)
     if allow_import and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     _find_env(env)
-
-
-def policy_for(env: str, policy: str, seed: int) -> tuple[Any, str]:
-    """What a ``--policy`` names that ``admit`` has let through.
-
-    Args:
-        env: is made where its spaces are needed.
-        policy: of ``--policy``.
-        seed: of fresh weights.
-
-    Returns:
-        a policy for ``Collector``, and a line for the recording that says what it was.
-
-    Raises:
-        EnvError: the environment cannot be made.
-        UnsupportedSpace: the built-in MLP does not take its spaces.
-        BadWeights: the file is damaged, or its network does not fit the spaces.
-    """
-    if policy == "random":
-        return None, "uniform random actions"
-    if reference := _REFERENCE.fullmatch(policy):
-        return _from_python(Path(reference.group(1)), reference.group(2)), policy
-    from muster.cli import mlp
-
-    spaces = _spaces(env)
-    return mlp.fresh(*spaces, seed) if policy == "mlp" else mlp.from_file(Path(policy), *spaces)
+    policy = _policy(env, command.policy, seed)
+    with in_short(env, allow_import=allow_import):
+        yield policy
 
 
 def obs_dtype_of(name: str) -> Any:
@@ -72,7 +64,7 @@ def obs_dtype_of(name: str) -> Any:
 
 @contextmanager
 def in_short(env: str, *, allow_import: bool) -> Iterator[None]:
-    """Say the first part of errors and warnings about workers; the traceback only where code of the user's may run."""
+    """Errors and warnings about workers as in ``prepared``."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: print(f"muster: {_first_part(message)}", file=sys.stderr)
         try:
@@ -82,12 +74,23 @@ def in_short(env: str, *, allow_import: bool) -> Iterator[None]:
                 raise
             if allow_import:
                 print(error, file=sys.stderr)
-            hint = (
-                "" if error.crash_report is None else f"\nSee it happen again with: muster replay {error.crash_report}"
-            )
-            trust = " --trust" if hint and ":" in env else ""
-            error.args = (f"{_first_part(error)}{hint}{trust}",)
+            text = _first_part(error)
+            if error.crash_report is not None:
+                trust = " --trust" * (":" in env)
+                text += f"\nSee it happen again with: muster replay {error.crash_report}{trust}"
+            error.args = (text,)
             raise error from None  # the original has no traceback in this process
+
+
+def _policy(env: str, policy: str, seed: int) -> tuple[Any, str]:
+    if policy == "random":
+        return None, "uniform random actions"
+    if reference := _REFERENCE.fullmatch(policy):
+        return _from_python(Path(reference.group(1)), reference.group(2)), policy
+    from muster.cli import mlp
+
+    spaces = _spaces(env)
+    return mlp.fresh(*spaces, seed) if policy == "mlp" else mlp.from_file(Path(policy), *spaces)
 
 
 def _first_part(error: object) -> str:
@@ -148,7 +151,6 @@ def _import(module: str) -> None:
 
 
 def _spaces(env: str) -> tuple[Any, Any]:
-    """Observation and action space of an environment."""
     import gymnasium
 
     make: Callable[..., Any] = gymnasium.make

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import arg
 
-from muster.cli.options import AllowImport, Count, Env, ObsDtype, Policy
+from muster.cli.options import AllowImport, Count, Env, ObsDtype, Policy, check_numbers, check_seconds
 from muster.cli.report import short
-from muster.cli.request import admit, in_short, obs_dtype_of, policy_for
-from muster.errors import BadOption
+from muster.cli.request import obs_dtype_of, prepared
 
 if TYPE_CHECKING:
     from muster.tuning import Candidate, Tuning
@@ -27,7 +25,6 @@ class Tune:
     """Time a grid of collectors on this machine, and print the constructor of the fastest."""
 
     env: Env
-
     policy: Policy = "random"
 
     seconds: Annotated[float, arg(metavar="S")] = 20.0
@@ -48,18 +45,10 @@ class Tune:
 
 
 def tune(command: Tune) -> int:
-    """Run the command. Returns the exit code.
-
-    Raises:
-        MusterError: for whatever is wrong with the request, the environment or the policy.
-    """
-    if not 0 < command.seconds < math.inf:
-        raise BadOption(f"--seconds {command.seconds:g}: expected more than 0.")
-    if wrong := [n for n in command.num_envs if n < 1]:
-        raise BadOption(f"--num-envs {wrong[0]}: at least one environment is needed.")
-    admit(command.env, command.policy, allow_import=command.allow_import)
-    policy, description = policy_for(command.env, command.policy, 0)
-    with in_short(command.env, allow_import=command.allow_import):
+    """Run the command. Returns the exit code."""
+    check_seconds(command, "seconds")
+    check_numbers(command, num_envs=1)
+    with prepared(command, 0) as (policy, description):
         from muster.tuning import tune as find_best
 
         found = find_best(
@@ -73,7 +62,7 @@ def tune(command: Tune) -> int:
         )
     code = program(command, found)
     if command.json:
-        print(as_json(found, code))
+        print(json.dumps({**dataclasses.asdict(found), "program": code}, indent=2))
         return 0
     print(
         f"One worker computes {found.cpu_share:.0%} of the time, and this process may use {found.cores:g} cores "
@@ -108,11 +97,6 @@ def program(command: Tune, found: Tuning) -> str:
 def _say(text: str) -> None:
     if sys.stderr.isatty():
         print(f"  {text} ...", file=sys.stderr)
-
-
-def as_json(found: Tuning, code: str) -> str:
-    """All of it."""
-    return json.dumps({**dataclasses.asdict(found), "program": code}, indent=2)
 
 
 def _print_table(found: Tuning) -> None:

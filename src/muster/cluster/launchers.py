@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from muster.cluster.link import AGENT, Carrier
-from muster.cluster.meeting import Meeting, read_token
+from muster.cluster.rendezvous import Rendezvous, read_token
 from muster.errors import BadOption
 from muster.workers.channel import Channel
 from muster.workers.launch import Child, launch
@@ -42,16 +42,16 @@ class Launcher(Protocol):
     name: str
     advice: str
 
-    def start(self, node: int, epoch: int, meeting: Meeting) -> Started | None:
+    def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> Started | None:
         """Start the process of a node; it then has to call ``run_node`` (or ``join``). What was started for its
         earlier epochs has been ended before.
 
         Args:
             node: its number.
-            epoch: which the node may ignore: it asks the meeting which one it is.
-            meeting: has the address, the engine (for ``run_node(engine=...)``), and the token, which must not become
+            epoch: which the node may ignore: it asks the rendezvous which one it is.
+            rendezvous: has the address, the engine (for ``run_node(engine=...)``), and the token, which must not become
                 visible to other users of the machine: hand it over through a pipe or a file that only this user can
-                read (``meeting.token_file()`` is one), not as an argument or in the environment.
+                read (``rendezvous.token_file()`` is one), not as an argument or in the environment.
 
         Returns:
             None: nothing was started, the node comes by itself.
@@ -75,11 +75,11 @@ class MpLauncher:
     def __init__(self, target: str = AGENT, entry: str = "muster.cluster.torch_distributed:node_main") -> None:
         self._target, self._entry = target, entry
 
-    def start(self, node: int, epoch: int, meeting: Meeting) -> Started:
+    def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> Started:
         ours, theirs = Channel.pair()
         try:
             child = launch(self._entry, theirs, name=f"muster-node-{node}")
-            ours.send((meeting.address, node, meeting.token, self._target, meeting.engine))
+            ours.send((rendezvous.address, node, rendezvous.token, self._target, rendezvous.engine))
         except BaseException:
             ours.close()
             raise
@@ -130,7 +130,7 @@ class WaitingLauncher:
             "machines, with the same token."
         )
 
-    def start(self, node: int, epoch: int, meeting: Meeting) -> None:
+    def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> None:
         return None
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class Place:
         """For so many nodes with so many workers each.
 
         Args:
-            make: the carrier, called with their number, ``launcher``, ``meeting`` and the options.
+            make: the carrier, called with their number, ``launcher``, ``rendezvous`` and the options.
 
         Raises:
             BadOption: something is not as expected, or missing.
@@ -162,11 +162,11 @@ class Place:
                 "0600 in MUSTER_TOKEN_FILE, here and on every node"
             )
         launcher = _launcher(self.launcher, self.slurm_kwargs, self.bind, workers)
-        meeting = Meeting(nodes, bind=self.bind, tcp_port=self.tcp_port or 0, token=self.token)
+        rendezvous = Rendezvous(nodes, bind=self.bind, tcp_port=self.tcp_port or 0, token=self.token)
         try:
-            return make(nodes, launcher=launcher, meeting=meeting, **options)
+            return make(nodes, launcher=launcher, rendezvous=rendezvous, **options)
         except BaseException:
-            meeting.close()
+            rendezvous.close()
             raise
 
 

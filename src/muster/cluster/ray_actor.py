@@ -1,4 +1,4 @@
-"""The node's end of a link over Ray: an actor that main process calls, with the agent in one of its threads."""
+"""The node's end of a link over Ray: an actor that the main process calls, with the agent in one of its threads."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from muster.cluster.ray_runtime import views_are_fine
 from muster.memory.specs import Array
 from muster.utils.attributes import named
 
-# Methods by concurrency group. What waits has a thread of its own.
-GROUPS = {"serve": ("serve",), "arrive": ("arrive",), "depart": ("depart",), "control": ("hello", "end")}
-WAITING_BLOCKS = 4  # at either end, before the sender has to wait
-WAITING_MESSAGES = 1000
+WAITS = ("serve", "arrive", "depart")  # methods of ``NodeActor`` that wait: each has a thread of its own
+WAITING = 8  # messages at either end, before the sender has to wait
 POLL_S = 10.0  # for which an answer without messages is held back
 
+Departed = tuple[bytes, int, Any, int]  # a message, the tag, reference and size of its block
 
-class Landing:
+
+class ExpectedBlocks:
     """Where blocks go, for one end of a link."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Landing:
             if not self._closed:
                 self._memory[tag] = memory
 
-    def land(self, tag: int, view: Array) -> Array | None:
+    def put(self, tag: int, view: Array) -> Array | None:
         """Copy a block to where it is expected. None: nowhere."""
         with self._lock:
             memory = self._memory.pop(tag, None)
@@ -65,8 +65,8 @@ class NodeEnd:
         self._early: dict[int, Received] = {}  # by number; Ray may call methods in another order than they were sent
         self._next = 0
         self._last: int | None = None  # the main process has closed, after so many messages
-        self._outbox: deque[tuple[bytes, int, Any]] = deque()
-        self._landing = Landing()
+        self._outbox: deque[Departed] = deque()
+        self._expected = ExpectedBlocks()
         self._heard = self._taken = time.monotonic()
         self._closed = ""
 
@@ -74,17 +74,17 @@ class NodeEnd:
 
     def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
         self._check()
-        ref = None if block is None else ray.put(block.array)  # copies
+        ref, size = (None, 0) if block is None else (ray.put(block.array), block.array.nbytes)  # copies
         with self._changed:
-            while self._full():
+            while len(self._outbox) >= WAITING:
                 self._wait(self._taken + self._deadline_s, "the main process has not taken anything for")
             if not self._outbox:
                 self._taken = time.monotonic()
-            self._outbox.append((message, tag, ref))
+            self._outbox.append((message, tag, ref, size))
             self._changed.notify_all()
 
     def expect(self, tag: int, memory: Array) -> None:
-        self._landing.expect(tag, memory)
+        self._expected.expect(tag, memory)
 
     def receive(self) -> Received:
         with self._changed:
@@ -94,14 +94,14 @@ class NodeEnd:
             self._changed.notify_all()
         if received.block is None:
             return received
-        memory = self._landing.land(received.tag, received.block)
+        memory = self._expected.put(received.tag, received.block)
         return received if memory is None else Received(received.message, received.tag, memory)
 
     def close(self, why: str = "the node closed the link") -> None:
         with self._changed:
             self._closed = self._closed or why
             self._changed.notify_all()
-        self._landing.close()
+        self._expected.close()
 
     def _check(self) -> None:
         """Raise LinkLost if the session is over; also if this process was stopped for so long that it must be."""
@@ -121,9 +121,6 @@ class NodeEnd:
             raise LinkLost(f"the link to the main process is closed: {self._closed}")
         self._changed.wait(max(0.0, deadline - time.monotonic()) + 0.01)
 
-    def _full(self) -> bool:
-        return len(self._outbox) >= WAITING_MESSAGES or _blocks(self._outbox) >= WAITING_BLOCKS
-
     # --- for the main process -----------------------------------------------------------------
 
     def arrive(self, number: int, message: bytes, tag: int, block: Array | None) -> str:
@@ -135,14 +132,10 @@ class NodeEnd:
                 self._next += 1
                 self._inbox.append(received)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._closed or not self._crowded())
+            self._changed.wait_for(lambda: self._closed or len(self._inbox) < WAITING)
             return self._closed
 
-    def _crowded(self) -> bool:
-        blocks = sum(received.block is not None for received in self._inbox)
-        return len(self._inbox) >= WAITING_MESSAGES or blocks >= WAITING_BLOCKS
-
-    def depart(self) -> tuple[list[tuple[bytes, int, Any]], str]:
+    def depart(self) -> tuple[list[Departed], str]:
         """What the agent has sent since, as soon as it has; and, after the last, why there will be no more."""
         with self._changed:
             self._changed.wait_for(lambda: self._outbox or self._closed or self._last is not None, POLL_S)
@@ -157,10 +150,6 @@ class NodeEnd:
         with self._changed:
             self._last = last
             self._changed.notify_all()
-
-
-def _blocks(outbox: deque[tuple[bytes, int, Any]]) -> int:
-    return sum(ref is not None for _, _, ref in outbox)
 
 
 class NodeActor:

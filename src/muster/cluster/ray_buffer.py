@@ -13,6 +13,7 @@ import io
 import pickle
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from muster.cluster.ray_runtime import Lease
 
 STEP_S = 1.0
-METHOD, VALUE, MISSING = "method", "value", "missing"
 
 
 class RayBuffer:
@@ -73,13 +73,13 @@ class RayBuffer:
         self._timeout_s, self._closed = timeout_s, False
         self._lease: Lease | None = Lease(ray_init_config)
         try:
-            cls = actor_class("muster.cluster.ray_buffer:Keeper", {"calls": ("call", "look")})
+            cls = actor_class("muster.cluster.ray_buffer:BufferActor")
             try:
                 cls = cls.options(**({"num_cpus": 0} | remote_options))
             except (ValueError, TypeError) as error:
                 raise BadOption(f"RayBuffer: {first_line(error)} Options of Ray actors are expected") from error
             self._actor = cls.remote(search_path(), made)
-            self._kind("__len__")  # has it come to life?
+            self._look("__class__")  # waits until the buffer is made
         except BaseException:
             self._lease.close()
             raise
@@ -111,10 +111,8 @@ class RayBuffer:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"RayBuffer has no attribute {name!r}; private ones of the buffer are not reached")
-        kind, value = self._kind(name)
-        if kind == MISSING:
-            raise AttributeError(value)
-        return _Method(self, name) if kind == METHOD else value
+        is_method, value = self._look(name)
+        return partial(self._call, name) if is_method else value
 
     def close(self) -> None:
         """End the buffer, if this is the handle that has made it. May be called again."""
@@ -128,46 +126,36 @@ class RayBuffer:
             lease.close()
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return self._answer(self._actor.call, f"{name}()", name, *_pack((args, kwargs)))
+        return self._answer(f"{name}()", "call", name, *_pack((args, kwargs)))
 
-    def _kind(self, name: str) -> tuple[str, Any]:
-        return self._answer(self._actor.look, name, name)  # type: ignore[no-any-return]
+    def _look(self, name: str) -> tuple[bool, Any]:
+        return self._answer(name, "look", name)  # type: ignore[no-any-return]
 
-    def _answer(self, method: Any, what: str, *args: Any) -> Any:
+    def _answer(self, what: str, method: str, *args: Any) -> Any:
         import ray
         from ray import exceptions
 
-        from muster.cluster.ray_runtime import arrived, first_line
+        from muster.cluster.ray_runtime import arrived, call, first_line
 
         if self._closed:
             raise WorkerDied("the replay buffer (a Ray actor) was closed")
         try:
-            call = method.remote(*args)
+            answer = call(self._actor, method, *args)
             deadline = time.monotonic() + self._timeout_s
-            while not arrived(call, min(STEP_S, self._timeout_s)):
+            while not arrived(answer, min(STEP_S, self._timeout_s)):
                 if time.monotonic() > deadline:
                     raise CollectorTimeout(
                         f"the replay buffer (a Ray actor) has not answered {what} within {self._timeout_s:g} s; is it "
                         f"waiting for a machine with the resources it asks for? timeout_s= lets it take longer"
                     )
-            return _unpack(*ray.get(call))
+            return _unpack(*ray.get(answer))
         except exceptions.RayTaskError as error:
             raise error.cause from error
         except (exceptions.RayError, RuntimeError) as error:  # the latter: Ray was shut down
             raise WorkerDied(f"the replay buffer (a Ray actor) cannot be reached: {first_line(error)}") from error
 
 
-class _Method:
-    """A method of the buffer."""
-
-    def __init__(self, buffer: RayBuffer, name: str) -> None:
-        self._buffer, self._name = buffer, name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._buffer._call(self._name, *args, **kwargs)
-
-
-class Keeper:
+class BufferActor:
     """What runs in the actor."""
 
     def __init__(self, made: bytes) -> None:
@@ -187,12 +175,9 @@ class Keeper:
         return _pack(getattr(self._buffer, name)(*args, **kwargs))
 
     def look(self, name: str) -> tuple[bytes, list[Array]]:
-        """What ``name`` is; with its value, if it is no method."""
-        try:
-            value = getattr(self._buffer, name)
-        except AttributeError as error:
-            return _pack((MISSING, str(error)))
-        return _pack((METHOD, None) if callable(value) else (VALUE, value))
+        """Whether ``name`` is a method; with its value, if it is none."""
+        value = getattr(self._buffer, name)
+        return _pack((True, None) if callable(value) else (False, value))
 
 
 def for_nodes(buffer: Any) -> Any:

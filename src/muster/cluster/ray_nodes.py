@@ -18,8 +18,8 @@ import ray
 from ray import exceptions
 
 from muster.cluster.link import AGENT, Block, LinkLost, Received, allowed_s
-from muster.cluster.ray_actor import GROUPS, WAITING_BLOCKS, Landing
-from muster.cluster.ray_runtime import Lease, actor_class, arrived, first_line, listens, search_path
+from muster.cluster.ray_actor import WAITING, WAITS, Departed, ExpectedBlocks
+from muster.cluster.ray_runtime import Lease, actor_class, arrived, call, first_line, listens, search_path
 from muster.errors import BadOption
 from muster.memory.specs import Array
 
@@ -33,7 +33,6 @@ STEP_S = 0.2  # between looks at whether somebody has given up
 NODE_LABEL = "ray.io/node-id"  # that Ray gives to its nodes
 NODE_DIED = "its node has died"  # says Ray
 GRACE_S = 5.0  # for nodes that have been told to end
-UNANSWERED = 256  # messages
 LOST = (exceptions.RayError, ValueError, RuntimeError)  # the latter two: of a Ray that was shut down
 
 
@@ -86,7 +85,7 @@ class RayCarrier:
         self._used: set[str] = set()  # Ray nodes
         self._lease = Lease(ray_init_config)
         try:
-            self._class = actor_class("muster.cluster.ray_actor:NodeActor", GROUPS)
+            self._class = actor_class("muster.cluster.ray_actor:NodeActor", WAITS)
             self._configs = [_complete(config) for config in configs]
             for node, config in enumerate(self._configs):
                 _check_options(self._class, config, node)
@@ -105,7 +104,7 @@ class RayCarrier:
             if not life.ray_node:
                 raise LinkLost(self._absent(node, within_s))
             with self._lock:
-                life.serving = life.actor.serve.remote()
+                life.serving = call(life.actor, "serve", group="serve")
                 self._used.add(life.ray_node)
             return RayLink(life.actor, f"node {node} ({self.hosts[node]})", self._deadline_s)
         except BaseException as error:
@@ -120,7 +119,7 @@ class RayCarrier:
         life = _Life(self._elsewhere(node).remote(search_path(), node, self._target, self._deadline_s))
         with self._lock:
             self._lives[node] = life
-        hello = life.actor.hello.remote()
+        hello = call(life.actor, "hello")
         while not arrived(hello, STEP_S):
             if given_up.is_set():
                 raise LinkLost(f"Node {node} was given up before it had joined")
@@ -186,39 +185,53 @@ class RayLink:
         self._actor, self._name, self._deadline_s = actor, name, deadline_s
         self._lock = threading.Lock()
         self._sent = 0
-        self._unanswered: deque[tuple[float, Any, bool]] = deque()  # deadline, call, whether it carries a block
-        self._looked = time.monotonic()
-        self._asked = actor.depart.remote()
-        self._inbox: deque[tuple[bytes, int, Any]] = deque()
-        self._landing = Landing()
+        self._unanswered: deque[tuple[float, Any]] = deque()  # by when a message must have been taken, and the call
+        self._asked = call(actor, "depart", group="depart")
+        self._inbox: deque[Departed] = deque()
+        self._expected = ExpectedBlocks()
         self._closed = ""  # why
         self._last = ""  # why nothing comes after what is in the inbox
 
     def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
         try:
-            self._make_room()
+            self._check()
+            while len(self._unanswered) >= WAITING:
+                deadline, answer = self._unanswered.popleft()
+                self._wait(answer, deadline, "has not taken anything")
+                self._check(ray.get(answer))
             ref, nbytes = None, len(message)
             if block is not None:
                 ref, nbytes = block.form("ray", ray.put), nbytes + block.array.nbytes
             with self._lock:
                 self._check(self._last)
-                call = self._actor.arrive.remote(self._sent, message, tag, ref)
+                answer = call(self._actor, "arrive", self._sent, message, tag, ref, group="arrive")
                 self._sent += 1
-            self._unanswered.append((time.monotonic() + allowed_s(self._deadline_s, nbytes), call, block is not None))
+            self._unanswered.append((time.monotonic() + allowed_s(self._deadline_s, nbytes), answer))
         except LOST as error:
             raise self._lost(error) from error
 
     def expect(self, tag: int, memory: Array) -> None:
-        self._landing.expect(tag, memory)
+        self._expected.expect(tag, memory)
 
     def receive(self) -> Received:
         try:
+            deadline = time.monotonic() + self._deadline_s
             while not self._inbox:
                 self._check(self._last)
-                self._ask()
+                self._wait(self._asked, deadline, "has said nothing")
+                messages, self._last = ray.get(self._asked)
+                if not self._last:
+                    self._asked = call(self._actor, "depart", group="depart")
+                self._inbox.extend(messages)
             self._check()
-            message, tag, ref = self._inbox.popleft()
-            return Received(message, tag, None if ref is None else self._fetch(ref, tag))
+            message, tag, ref, size = self._inbox.popleft()
+            if ref is None:
+                return Received(message, tag)
+            self._wait(ref, time.monotonic() + allowed_s(self._deadline_s, size), "has sent a block that does not come")
+            view: Any = ray.get(ref)
+            memory = self._expected.put(tag, view)
+            self._check()
+            return Received(message, tag, view.copy() if memory is None else memory)
         except LOST as error:
             raise self._lost(error) from error
 
@@ -227,8 +240,8 @@ class RayLink:
             first, self._closed = not self._closed, self._closed or "it was closed here"
             if first:
                 with contextlib.suppress(*LOST):
-                    self._actor.end.remote(self._sent)
-        self._landing.close()
+                    call(self._actor, "end", self._sent)
+        self._expected.close()
 
     def _check(self, why: str = "") -> None:
         if self._closed or why:
@@ -237,70 +250,16 @@ class RayLink:
     def _lost(self, error: Exception) -> LinkLost:
         return LinkLost(f"{self._name} is lost: {first_line(error)}")
 
-    def _silent(self, what: str) -> LinkLost:
-        return LinkLost(f"{self._name} {what} for {self._deadline_s:g} s")
-
-    def _make_room(self) -> None:
-        """Forget calls that were answered, and wait for answers if there are too many without one."""
-        self._check()
-        calls = self._unanswered
-        now = time.monotonic()
-        if len(calls) < UNANSWERED // 8 and now < self._looked + 1.0 and not _crowded(calls):
-            return
-        self._looked = now
-        while calls:
-            deadline, call, _ = calls[0]
-            if arrived(call, STEP_S if len(calls) >= UNANSWERED or _crowded(calls) else 0):
-                self._check(ray.get(calls.popleft()[1]))
-            elif time.monotonic() > deadline:
-                raise self._silent("has not taken anything")
-            elif len(calls) < UNANSWERED and not _crowded(calls):
-                return
-            self._check()
-
-    def _ask(self) -> None:
-        """Wait for the node's answer, and ask again."""
-        deadline = time.monotonic() + self._deadline_s
-        while True:
-            if arrived(self._asked, STEP_S):
-                messages, self._last = ray.get(self._asked)
-                if not self._last:
-                    self._asked = self._actor.depart.remote()
-                self._inbox.extend(messages)
-                if messages or self._last:
-                    return
-            self._check()
-            if time.monotonic() > deadline:
-                raise self._silent("has said nothing")
-
-    def _fetch(self, ref: Any, tag: int) -> Array:
-        deadline = None
+    def _wait(self, ref: Any, deadline: float, silent: str) -> None:
+        """Until what is asked for is here, or will not come."""
         while not arrived(ref, STEP_S):
             self._check()
-            if deadline is None:
-                deadline = time.monotonic() + allowed_s(self._deadline_s, _size(ref))
             if time.monotonic() > deadline:
-                raise self._silent("has sent a block that does not come")
-        view = ray.get(ref)
-        memory = self._landing.land(tag, view)
-        if memory is None:
-            self._check()
-            return view.copy()  # type: ignore[no-any-return]
-        return memory
-
-
-def _crowded(calls: Sequence[tuple[float, Any, bool]]) -> bool:
-    return sum(has_block for _, _, has_block in calls) >= WAITING_BLOCKS
+                raise LinkLost(f"{self._name} {silent} for {self._deadline_s:g} s")
 
 
 def _is_up(ray_node: Mapping[str, Any]) -> bool:
     return listens(ray_node["NodeManagerAddress"], ray_node["NodeManagerPort"])
-
-
-def _size(ref: Any) -> int:
-    """Of a block that is on its way; unknown (a large one) if Ray does not say."""
-    known = ray.experimental.get_object_locations([ref]).get(ref, {}).get("object_size")
-    return int(known) if known else 1 << 30
 
 
 def _plain(resources: Mapping[str, float]) -> dict[str, float]:

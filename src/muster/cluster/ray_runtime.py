@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -223,12 +223,12 @@ def search_path() -> list[str]:
     return [os.path.abspath(entry) for entry in sys.path]
 
 
-def actor_class(target: str, groups: Mapping[str, tuple[str, ...]]) -> Any:
+def actor_class(target: str, groups: Sequence[str] = ()) -> Any:
     """A Ray actor around ``"module:class"``, which need not be importable where Ray's own processes start.
 
     Args:
         target: made with the arguments of ``remote`` after the first, which is ``search_path()``.
-        groups: the methods that can be called, by concurrency group. A group has one thread.
+        groups: concurrency groups that ``call`` can name. Each has one thread.
     """
 
     class MusterActor:  # in a function, so that it is pickled with its code
@@ -240,17 +240,15 @@ def actor_class(target: str, groups: Mapping[str, tuple[str, ...]]) -> Any:
             module, _, name = target.partition(":")
             self._object = getattr(importlib.import_module(module), name)(*args, **kwargs)
 
-    def method(name: str, group: str) -> Callable[..., Any]:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return getattr(self._object, name)(*args, **kwargs)
+        def call(self, name: str, *args: Any) -> Any:
+            return getattr(self._object, name)(*args)
 
-        call.__name__ = name
-        return ray.method(concurrency_group=group)(call)  # type: ignore[no-any-return]
-
-    for group, names in groups.items():
-        for name in names:
-            setattr(MusterActor, name, method(name, group))
     return ray.remote(concurrency_groups=dict.fromkeys(groups, 1))(MusterActor)  # type: ignore[call-overload]
+
+
+def call(actor: Any, name: str, *args: Any, group: str | None = None) -> Any:
+    """Call a method of what such an actor is around, in a thread of this group; gives the reference of its result."""
+    return actor.call.options(concurrency_group=group).remote(name, *args)
 
 
 def views_are_fine() -> None:

@@ -20,16 +20,17 @@ import socket
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import urlsplit
 
 import torch
 from torch.distributed import autograd, rpc
 from torch.distributed.rpc import TensorPipeRpcBackendOptions, api
 
 from muster.cluster.link import LinkLost
-from muster.cluster.meeting import is_loopback
+from muster.cluster.rendezvous import is_loopback
 from muster.errors import BadOption
 
 if TYPE_CHECKING:
@@ -62,15 +63,18 @@ class Terms:
 
 
 class RpcAgent:
-    """See the module. ``hold`` and ``release`` come in pairs, the last release ends what the first hold has made."""
+    """See the module. ``hold`` and ``release`` come in pairs, the last release ends what the first hold has made.
+
+    Attributes:
+        url: where it listens.
+    """
 
     _lock: ClassVar[threading.RLock] = threading.RLock()
     _current: ClassVar[RpcAgent | None] = None
-    _host: ClassVar[str | None] = None  # torch asks only once in a process where agents are to listen
 
     def __init__(self, agent: TensorPipeAgent, terms: Terms | None) -> None:
         self._agent: TensorPipeAgent | None = agent
-        self._terms = terms
+        self._terms = terms  # None: the user has made it
         self._holders = 0
         self._last = max(info.id for info in agent.get_worker_infos())
         self._addresses = PrefixStore("addrs", agent.store)  # where the agent looks them up
@@ -88,37 +92,24 @@ class RpcAgent:
             BadOption: the agent was made with other terms, or cannot listen at the host.
         """
         with cls._lock:
-            if cls._current is None:
-                cls._current = cls._found(terms) or cls._made(name, terms)
             one = cls._current
-            if one._terms is not None and one._terms != terms:
+            if one is None and _rpc._is_current_rpc_agent_set():
+                if terms.options or terms.devices:
+                    raise BadOption(
+                        "This process has already called torch.distributed.rpc.init_rpc, so that tensorpipe_options "
+                        "and visible_devices come too late: give them to init_rpc, or leave that to the collector."
+                    )
+                one = cls(_rpc._get_current_rpc_agent(), None)
+            elif one is None:
+                one = cls(_made(name, terms), terms)
+            elif one._terms not in (None, terms):
                 raise BadOption(
                     f"A process has one RPC agent, and a collector that is still open has made it with {one._terms}, "
                     f"where {terms} was asked for: use the same, or close that collector first."
                 )
+            cls._current = one
             one._holders += 1
             return one
-
-    @classmethod
-    def _found(cls, terms: Terms) -> RpcAgent | None:
-        if not _rpc._is_current_rpc_agent_set():
-            return None
-        if terms.options or terms.devices:
-            raise BadOption(
-                "This process has already called torch.distributed.rpc.init_rpc, so that tensorpipe_options and "
-                "visible_devices come too late: give them to init_rpc, or leave that to the collector."
-            )
-        return cls(_rpc._get_current_rpc_agent(), None)
-
-    @classmethod
-    def _made(cls, name: str, terms: Terms) -> RpcAgent:
-        if cls._host not in (None, terms.host):
-            raise BadOption(
-                f"bind={terms.host!r}: this process' first RPC agent listened at {cls._host}, and torch lets all later "
-                "ones listen there, too. Use that address, or another process."
-            )
-        cls._host = terms.host
-        return cls(_made(name, terms), terms)
 
     def release(self) -> None:
         """Not to be called by a thread that RPC has started."""
@@ -189,11 +180,11 @@ def default_transports() -> list[str]:
     keeps 24 open files of each connection after its end. (Blocks between processes of one machine do not need it:
     they are copied from memory to memory.)
     """
-    found = ["uv"]
-    with contextlib.suppress(RuntimeError):  # this PyTorch knows no InfiniBand
+    try:
         TensorPipeRpcBackendOptions(_transports=["ibv"])
-        found.insert(0, "ibv")
-    return found
+    except RuntimeError:  # this PyTorch knows no InfiniBand
+        return ["uv"]
+    return ["ibv", "uv"]
 
 
 def _made(name: str, terms: Terms) -> TensorPipeAgent:
@@ -201,34 +192,28 @@ def _made(name: str, terms: Terms) -> TensorPipeAgent:
     for other, map_ in terms.devices.items():
         options.set_device_map(other, {torch.device(here): torch.device(there) for here, there in map_.items()})
     _autograd._init(0)  # calls fail without it
-    with _listening_at(terms.host):
-        try:
-            agent = TensorPipeAgent(HashStore(), name, 0, None, options, {}, [])
-        except RuntimeError as error:
-            raise BadOption(f"RPC cannot be set up: {str(error).splitlines()[0]}") from error
-        api._init_rpc_states(agent)  # type: ignore[no-untyped-call]
-    url = PrefixStore("addrs", agent.store).get(name).decode()
-    if not _is_at(url, terms.host):
-        api._finalize_shutdown()  # type: ignore[no-untyped-call]
-        raise BadOption(
-            f"bind={terms.host!r}: RPC would listen at {url}, which its first use in this process decides for good. "
-            "Leave it to the collector, or set TP_SOCKET_IFNAME to the interface that has this address."
-        )
-    return agent
-
-
-@contextlib.contextmanager
-def _listening_at(host: str) -> Iterator[None]:
-    """An agent that is made in this context listens at ``host`` only; raises BadOption if no interface has it."""
     before = os.environ.get(INTERFACE)
-    os.environ[INTERFACE] = interface_of(host)
+    os.environ[INTERFACE] = interface_of(terms.host)
     try:
-        yield
+        agent = TensorPipeAgent(HashStore(), name, 0, None, options, {}, [])
+        api._init_rpc_states(agent)  # type: ignore[no-untyped-call]  # it listens from now on
+    except RuntimeError as error:
+        raise BadOption(f"RPC cannot be set up: {str(error).splitlines()[0]}") from error
     finally:
         if before is None:
             del os.environ[INTERFACE]
         else:
             os.environ[INTERFACE] = before
+    url = PrefixStore("addrs", agent.store).get(name).decode()
+    host = urlsplit(url).hostname or ""
+    if url.startswith("uv:") and host != terms.host and not (is_loopback(host) and is_loopback(terms.host)):
+        api._finalize_shutdown()  # type: ignore[no-untyped-call]
+        raise BadOption(
+            f"bind={terms.host!r}: RPC would listen at {url}, since the first RPC agent of a process decides that for "
+            "all later ones. Use that address, or another process; or set TP_SOCKET_IFNAME to the interface that has "
+            "this address before you call init_rpc."
+        )
+    return agent
 
 
 def interface_of(host: str) -> str:
@@ -239,10 +224,15 @@ def interface_of(host: str) -> str:
     """
     if is_loopback(host):
         return "lo" if sys.platform == "linux" else "lo0"
+    import fcntl
+
+    request = 0x8915 if sys.platform == "linux" else 0xC0206921  # SIOCGIFADDR
     found = {}
-    for _, name in socket.if_nameindex():
-        with contextlib.suppress(OSError):
-            found[name] = _first_address(name)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                answer = fcntl.ioctl(probe.fileno(), request, name.encode()[:15].ljust(256, b"\0"))
+                found[name] = socket.inet_ntoa(answer[20:24])
     for name, address in found.items():
         if address == host:
             return name
@@ -250,23 +240,6 @@ def interface_of(host: str) -> str:
         f"bind={host!r} is not the first IPv4 address of a network interface of this machine, where alone torch can "
         f"listen; there are {found}."
     )
-
-
-def _first_address(interface: str) -> str:
-    import fcntl
-
-    request = 0x8915 if sys.platform == "linux" else 0xC0206921  # SIOCGIFADDR
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe.fileno(), request, interface.encode()[:15].ljust(256, b"\0"))
-    return socket.inet_ntoa(answer[20:24])
-
-
-def _is_at(url: str, host: str) -> bool:
-    scheme, _, place = url.partition("://")
-    address = place.rpartition(":")[0].strip("[]")
-    if scheme != "uv":  # shared memory of this machine
-        return True
-    return address == host or (is_loopback(address) and is_loopback(host))
 
 
 def _end_of_process() -> None:

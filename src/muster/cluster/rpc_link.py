@@ -1,27 +1,19 @@
-"""Links over torch RPC: what one end sends is the argument of a function that is called in the other.
+"""Links over torch RPC: blocks travel as its tensors, messages through the connection by which the node has joined.
 
 ::
 
-    deliver(session, number, message, tag, block)   returns once there is room for more
-    announce(session, size)                         a block is coming that may take longer than the deadline
-    leave(session)                                  the caller closes; returns when the other end knows what has arrived
-    watch(session)                                  returns when the other end closes, and fails when it is gone
+    block    deliver(session, tag, block), a function that is called in the other process
+    message  the connection, authenticated as for torch.distributed
 
-All of them return whether the session is still open there.
-
-Blocks travel beside the messages, unpickled and uncopied, into new memory of torch's, and are copied from there into
-the memory that was expected to take them.
+A message follows its block. So RPC decides nothing but how bytes travel: order, liveness and closing are those of the
+connection.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import itertools
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,258 +22,181 @@ from torch.distributed import rpc
 from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
 
-from muster.cluster.link import SLOWEST, Block, LinkLost, Received, allowed_s
+from muster.cluster.link import Block, Link, LinkLost, Received, allowed_s
 from muster.cluster.rpc_agent import RpcAgent
 from muster.memory.specs import Array
 
 if TYPE_CHECKING:
     from torch._C._distributed_rpc import WorkerInfo
-else:
-    from torch.distributed.rpc import WorkerInfo
 
-ROOM_MESSAGES, ROOM_BYTES = 64, 1 << 26  # that have arrived, but were not received yet
-LEAVE_S = 1.0  # for which ``close`` waits for the other end
-ANNOUNCED = SLOWEST  # bytes; a smaller block is there within a second
+ROOM_BYTES = 1 << 26  # of blocks whose messages were not received yet
+BEAT_S = 1.0
+BEAT = (1 << 64) - 1  # tag of a message that says only that a block is still on its way
 
-_open: dict[str, RpcLink] = {}  # by session; this process' ends
+_EMPTY = Block(np.empty(0, np.uint8))
 _CLOSED = "The link was closed here."
 _GONE = "The other end has closed the link, or is gone."
+_open: dict[str, RpcLink] = {}  # by session; this process' ends
 
 
 class RpcLink:
     """One end of a session.
 
     Args:
+        channel: to the other end, for this session alone; is closed by ``close``.
         session: a name that no other session has, known to both ends.
         deadline_s: seconds for which nothing may come.
         device: blocks are sent from there, and arrive on the device that it stands for at the other end. None: the CPU.
     """
 
-    def __init__(self, session: str, deadline_s: float, device: str | None = None) -> None:
-        self._session, self._deadline_s, self._device = session, deadline_s, device
+    def __init__(self, channel: Link, session: str, deadline_s: float, device: str | None = None) -> None:
+        self._channel, self._session, self._deadline_s, self._device = channel, session, deadline_s, device
         self._agent: RpcAgent
         self._peer: WorkerInfo | None = None
-        self._numbers = itertools.count()
-        self._changed = threading.Condition()
-        self._inbox: deque[Received] = deque()
-        self._waiting: list[Future[bool]] = []  # calls of the other end, for which there was no room
-        self._delivered = 0
-        self._patience_s = deadline_s
+        self._changed = threading.Condition()  # held while expected memory is written
+        self._delivered: dict[int, Array] = {}  # blocks whose messages were not received yet
+        self._waiting: dict[int, Future[bool]] = {}  # by tag, the answers to deliveries for which there is no room
         self._expected: dict[int, Array] = {}
-        self._watchers: list[Future[bool]] = []
-        self._calling = False  # a call is under way
-        self._leaving: list[Future[bool]] = []  # the other end, which waits for that
-        self._cause: str | None = None  # why it is lost
-        self._closed = False
+        self._cause = ""  # why it is lost
         _open[session] = self
 
     def begin(self, agent: RpcAgent, peer: WorkerInfo) -> None:
-        """The other end can be called from now on.
-
-        Raises:
-            LinkLost: it is gone.
-        """
+        """The other end can be called from now on."""
         self._agent, self._peer = agent, peer
-        try:
-            end = rpc.rpc_async(peer, watch, args=(self._session,), timeout=0)
-        except RuntimeError:
-            raise self._lost(_GONE) from None
-        end.add_done_callback(lambda _: self._lose(_GONE))
 
     def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
-        size = 0 if block is None else block.array.size
-        tensor = None if block is None else block.form("torch", as_tensor)
-        if tensor is not None and self._device is not None:
+        if block is None:
+            self._tell(message)
+            return
+        tensor = block.form("torch", as_tensor)
+        if self._device is not None:
             tensor = tensor.to(self._device)
-        if size > ANNOUNCED:
-            self._call(announce, (self._session, size), 0)
-        self._call(deliver, (self._session, next(self._numbers), message, tag, tensor), size)
+        within_s = allowed_s(self._deadline_s, block.array.size)
+        try:
+            accepted = self._deliver(tag, tensor, within_s)
+        except RuntimeError as error:
+            late = "timeout" in str(error)
+            raise self._lost(f"The other end has not read for {within_s:g} s." if late else _GONE) from None
+        if not accepted:
+            raise self._lost(_GONE)
+        self._tell(message, tag)
 
     def expect(self, tag: int, memory: Array) -> None:
         """As in ``Link``; does nothing once the link is lost."""
         with self._changed:
-            if self._cause is None:
+            if not self._cause:
                 self._expected[tag] = memory
 
     def receive(self) -> Received:
-        with self._changed:
-            begin = time.monotonic()
-            while not self._inbox and self._cause is None:
-                left = begin + self._patience_s - time.monotonic()  # an announcement makes it longer
-                if left <= 0:
-                    break
-                self._changed.wait(left)
-            received, returns = None, list[Future[bool]]()
-            if self._inbox and not self._closed:  # what came before the link was lost, too
-                received, returns = self._take()
-        if received is None:
-            raise self._lost(f"Nothing has come from the other end for {self._patience_s:g} s.")
-        _answer(returns, True)
-        return received
+        try:
+            got = self._channel.receive()
+            while got.tag == BEAT:
+                got = self._channel.receive()
+        except LinkLost as lost:
+            raise self._lost(str(lost)) from None
+        return Received(got.message, got.tag, self._take(got.tag)) if got.tag else got
 
     def close(self) -> None:
+        self._lost(_CLOSED)
         with self._changed:
-            if self._closed:
-                return
-            self._closed, tells = True, self._cause is None and self._peer is not None
-            self._cause = self._cause or _CLOSED
-            self._expected.clear()
-            refused, self._waiting = self._waiting, []
-            self._changed.notify_all()
-        _answer(refused, False)
-        if tells:
-            self._take_leave()
-        self._lose(_CLOSED)
-        if self._peer is not None:
-            self._agent.forget(self._peer)
+            peer, self._peer = self._peer, None
+        if peer is not None:
+            self._agent.forget(peer)
 
-    # -------------------------------------------------------------------- called by the other end, in threads of RPC
-
-    def deliver(self, number: int, message: bytes, tag: int, tensor: torch.Tensor | None) -> Future[bool]:
-        """Take a message in; the other end waits until the result is set: whether there is room for more."""
-        future: Future[bool] = Future()
+    def take_in(self, tag: int, tensor: torch.Tensor) -> Future[bool]:
+        """Keep a block until its message is received. The result is set when there is room for more: True; or when
+        the link is lost: False.
+        """
+        answer: Future[bool] = Future()
         with self._changed:
-            if self._cause is not None or number != self._delivered:
-                return _done(False)
-            self._delivered += 1
-            try:
-                block = None if tensor is None else self._place(tag, tensor)
-            except ValueError as error:
-                self._cause = str(error)
-                self._changed.notify_all()
-                return _done(False)
-            self._inbox.append(Received(message, tag, block))
-            self._waiting.append(future)
-            self._patience_s = self._deadline_s
-            returns = self._admitted()
-            self._changed.notify_all()
-        _answer(returns, True)
-        return future
+            is_lost, is_full = bool(self._cause), self._is_full()
+            if not is_lost:
+                self._delivered[tag] = tensor.cpu().numpy()
+                if is_full:
+                    self._waiting[tag] = answer
+                    return answer
+        answer.set_result(not is_lost)
+        return answer
 
-    def announce(self, size: int) -> bool:
-        """A block of so many bytes comes next."""
+    def _deliver(self, tag: int, tensor: torch.Tensor, within_s: float) -> bool:
+        """Call the other end, and wait until it has room for more; whether it will have. Meanwhile it is sent beats."""
         with self._changed:
-            self._patience_s = allowed_s(self._deadline_s, size)
-            self._changed.notify_all()
-        return True
+            peer = self._peer
+            if self._cause or peer is None:
+                raise self._lost(_CLOSED)
+        deadline = time.monotonic() + within_s + BEAT_S  # RPC keeps its own, a bit earlier
+        future = rpc.rpc_async(peer, deliver, args=(self._session, tag, tensor), timeout=within_s)
+        future.add_done_callback(self._wake)
+        while not self._is_answered(future):
+            if time.monotonic() > deadline:
+                raise RuntimeError("timeout")
+            self._tell(b"", BEAT)
+        return bool(future.wait())
 
-    def watch(self) -> Future[bool]:
-        """The result is set when this end is lost or closed."""
+    def _is_answered(self, future: Future[bool]) -> bool:
         with self._changed:
-            if self._cause is not None:
-                return _done(False)
-            self._watchers.append(Future())
-            return self._watchers[-1]
-
-    def leave(self) -> Future[bool]:
-        """The other end closes. The result is set when no call of this one is under way."""
-        with self._changed:
-            if not self._calling:
-                return _done(True)
-            self._leaving.append(Future())
-            return self._leaving[-1]
-
-    # ---------------------------------------------------------------------------------------------------------------
-
-    def _take_leave(self) -> None:
-        """Wait until the other end knows that what it has sent has arrived: this process may end right after."""
-        with contextlib.suppress(RuntimeError):
-            rpc.rpc_async(self._peer, leave, args=(self._session,), timeout=LEAVE_S).wait()
-
-    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], size: int) -> None:
-        """Call a function of the other end, and wait until it has returned."""
-        within_s = allowed_s(self._deadline_s, size)
-        with self._changed:
-            if self._cause is not None:
-                raise LinkLost(_CLOSED if self._closed else self._cause)
-            self._calling = True
-        try:
-            future = rpc.rpc_async(self._peer, function, args=args, timeout=within_s)
-            future.add_done_callback(self._wake)
-            with self._changed:
-                self._changed.wait_for(lambda: future.done() or self._cause is not None, within_s + 1.0)
-                if not future.done():
-                    raise RuntimeError(self._cause or "timeout")
-            if not future.wait():
-                raise RuntimeError("the other end has closed")
-        except RuntimeError as error:
-            late = "timeout" in str(error)
-            raise self._lost(f"The other end has not read for {within_s:g} s." if late else _GONE) from None
-        finally:
-            with self._changed:
-                self._calling = False
-                returns, self._leaving = self._leaving, []
-            _answer(returns, True)
+            self._changed.wait_for(lambda: future.done() or self._cause, BEAT_S)
+            return future.done()
 
     def _wake(self, _: Future[bool]) -> None:
         with self._changed:
             self._changed.notify_all()
 
-    def _place(self, tag: int, tensor: torch.Tensor) -> Array:
-        """Under the lock, so that nothing is written once the link is closed."""
-        block: Array = tensor.cpu().numpy()
-        memory = self._expected.pop(tag, None)
-        if memory is None:
-            return block
-        if memory.size != block.size:
-            raise ValueError(f"Block {tag} has {block.size} bytes where {memory.size} were expected.")
-        memory[:] = block
-        return memory
+    def _tell(self, message: bytes, tag: int = 0) -> None:
+        try:
+            self._channel.send(message, _EMPTY if tag else None, tag)
+        except LinkLost as lost:
+            raise self._lost(str(lost)) from None
 
-    def _take(self) -> tuple[Received, list[Future[bool]]]:
-        return self._inbox.popleft(), self._admitted()
+    def _take(self, tag: int) -> Array:
+        with self._changed:
+            block, memory = self._delivered.pop(tag, None), self._expected.pop(tag, None)
+            cause = self._cause
+            if block is None:
+                cause = cause or f"Block {tag} has not come with its message."
+            elif memory is not None and memory.size != block.size:
+                cause = cause or f"Block {tag} has {block.size} bytes where {memory.size} were expected."
+            elif memory is not None and not cause:
+                memory[:] = block
+                block = memory
+            answered = [] if self._is_full() else list(self._waiting.values())
+            if answered:
+                self._waiting.clear()
+        for answer in answered:
+            answer.set_result(True)
+        if block is None or cause:
+            raise self._lost(cause)
+        return block
 
-    def _admitted(self) -> list[Future[bool]]:
-        """Of the calls that wait for room, those that need wait no longer."""
-        size = sum(received.block.size for received in self._inbox if received.block is not None)
-        if len(self._inbox) > ROOM_MESSAGES or size > ROOM_BYTES:
-            return []
-        returns, self._waiting = self._waiting, []
-        return returns
+    def _is_full(self) -> bool:
+        sizes = (block.size for tag, block in self._delivered.items() if tag not in self._waiting)
+        return sum(sizes) >= ROOM_BYTES
 
     def _lost(self, cause: str) -> LinkLost:
-        """The error to raise; ``cause`` is why, unless the link was lost before."""
-        self._lose(cause)
-        return LinkLost(_CLOSED if self._closed else self._cause)
-
-    def _lose(self, cause: str) -> None:
+        """Close everything; the error to raise. ``cause`` is why, unless the link was lost before."""
         with self._changed:
-            if self._cause is None:
-                self._cause = cause
-            _open.pop(self._session, None)
+            self._cause = self._cause or cause
             self._expected.clear()
-            watchers, self._watchers = self._watchers, []
-            refused, self._waiting = self._waiting, []
+            self._delivered.clear()
+            refused = list(self._waiting.values())
+            self._waiting.clear()
             self._changed.notify_all()
-        _answer(refused, False)
-        _answer(watchers, False)
+        _open.pop(self._session, None)
+        self._channel.close()
+        for answer in refused:
+            answer.set_result(False)
+        return LinkLost(self._cause)
 
 
 @async_execution  # type: ignore[untyped-decorator]
-def deliver(session: str, number: int, message: bytes, tag: int, block: torch.Tensor | None) -> Future[bool]:
-    """See the module. (What these functions raised would be printed here.)"""
+def deliver(session: str, tag: int, block: torch.Tensor) -> Future[bool]:
+    """Called by the other end. (What it raised would be printed here.)"""
     link = _open.get(session)
-    return _done(False) if link is None else link.deliver(number, message, tag, block)
-
-
-def announce(session: str, size: int) -> bool:
-    """See the module."""
-    link = _open.get(session)
-    return link is not None and link.announce(size)
-
-
-@async_execution  # type: ignore[untyped-decorator]
-def leave(session: str) -> Future[bool]:
-    """See the module."""
-    link = _open.get(session)
-    return _done(False) if link is None else link.leave()
-
-
-@async_execution  # type: ignore[untyped-decorator]
-def watch(session: str) -> Future[bool]:
-    """See the module."""
-    link = _open.get(session)
-    return _done(False) if link is None else link.watch()
+    if link is not None:
+        return link.take_in(tag, block)
+    answer: Future[bool] = Future()
+    answer.set_result(False)
+    return answer
 
 
 def as_tensor(array: Array) -> torch.Tensor:
@@ -290,14 +205,3 @@ def as_tensor(array: Array) -> torch.Tensor:
         same: Any = (ctypes.c_ubyte * array.size).from_address(array.ctypes.data)
         array = np.frombuffer(same, np.uint8)
     return torch.from_numpy(array)
-
-
-def _done(result: bool) -> Future[bool]:
-    future: Future[bool] = Future()
-    future.set_result(result)
-    return future
-
-
-def _answer(futures: list[Future[bool]], result: bool) -> None:
-    for future in futures:
-        future.set_result(result)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from muster.cluster.link import AGENT, LinkLost
-from muster.cluster.meeting import Meeting, is_loopback, write_token
+from muster.cluster.rendezvous import Rendezvous, is_loopback, write_token
 from muster.errors import BadOption
 
 FOLDER = "muster-jobs"  # in the current directory
@@ -95,18 +95,18 @@ class SubmititLauncher:
             self._hosts = self._jobs.hosts()
         check_host(host, self.name, self._hosts)
 
-    def start(self, node: int, epoch: int, meeting: Meeting) -> Job:
+    def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> Job:
         """Submit the job of a node.
 
         Raises:
             BadOption: see ``check``.
             LinkLost: SLURM takes no such job; with what it says.
         """
-        self.check(meeting.address.rpartition(":")[0].strip("[]"))
+        self.check(rendezvous.host)
         token = self.folder / f"token-{secrets.token_hex(8)}"
-        write_token(token, meeting.token)
+        write_token(token, rendezvous.token)
         try:
-            arguments = (meeting.address, node, str(token), self._target, meeting.engine)
+            arguments = (rendezvous.address, node, str(token), self._target, rendezvous.engine)
             return self._jobs.submit(f"muster-node-{node}", node_job, *arguments, secret=token)
         except BaseException:
             token.unlink(missing_ok=True)
@@ -158,7 +158,8 @@ class Jobs:
             try:
                 job = self._executor.submit(function, *args)
             except (RuntimeError, OSError) as error:
-                raise LinkLost(f"The job {name} could not be submitted: {_last_line(str(error))}") from error
+                why = (str(error).strip().splitlines() or ["no reason was given"])[-1]
+                raise LinkLost(f"The job {name} could not be submitted: {why}") from error
         if self.cluster == "slurm":
             self._queue.add(job.job_id)
         return Job(job, self._queue if self.cluster == "slurm" else None, secret, self._lifeline)
@@ -398,8 +399,9 @@ def check_host(host: str, launcher: str, hosts: list[str]) -> None:
     here = socket.gethostname()
     others = sorted(set(hosts) - {here, here.split(".")[0]})
     if others and is_loopback(host):
+        some = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
         raise BadOption(
-            f"launcher={launcher!r}: SLURM starts jobs on other hosts too ({_some(others)}), which cannot reach "
+            f"launcher={launcher!r}: SLURM starts jobs on other hosts too ({some}), which cannot reach "
             f"{host}: pass bind=<address of this host>, and a token in a file with mode 0600 (token=, or "
             "MUSTER_TOKEN_FILE)."
         )
@@ -427,14 +429,6 @@ def _tail(path: Path) -> str:
     if not lines:
         return f"it wrote nothing to its standard error ({path})"
     return "\n".join(["its standard error ends with", *(f"  | {line}" for line in lines[-TAIL_LINES:]), f"({path})"])
-
-
-def _last_line(text: str) -> str:
-    return text.strip().splitlines()[-1] if text.strip() else "no reason was given"
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 if hasattr(os, "register_at_fork"):

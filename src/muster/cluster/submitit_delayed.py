@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from muster.cluster.link import AGENT, LinkLost
-from muster.cluster.meeting import TOKEN_BYTES, TOKEN_FILE, Meeting, write_token
+from muster.cluster.rendezvous import TOKEN_BYTES, TOKEN_FILE, Rendezvous, write_token
 from muster.cluster.submitit import Job, Jobs, check_host, die_when_told, node_job, private_folder
 from muster.errors import BadOption, MusterError
 from muster.utils.whole_files import write_whole
@@ -63,14 +63,14 @@ class DelayedLauncher:
         """As in ``SubmititLauncher``."""
         check_host(host, self.name, json.loads((self._folder / HOSTS).read_bytes()))
 
-    def start(self, node: int, epoch: int, meeting: Meeting) -> None:
-        """Let the nodes know where the meeting is."""
+    def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> None:
+        """Let the nodes know where the rendezvous is."""
         with self._lock:
-            if self._published != meeting.address:
-                self.check(meeting.address.rpartition(":")[0].strip("[]"))
-                told = json.dumps([meeting.address, self._target, meeting.engine]).encode()
+            if self._published != rendezvous.address:
+                self.check(rendezvous.host)
+                told = json.dumps([rendezvous.address, self._target, rendezvous.engine]).encode()
                 write_whole(self._folder / ADDRESS, [told], mode=0o600)
-                self._published = meeting.address
+                self._published = rendezvous.address
 
     def close(self) -> None:
         """Nodes that have not come yet need not come any more."""
@@ -122,8 +122,7 @@ def submitit_delayed_launcher(
             where = private_folder(folder)
             mains = Jobs(submitit_main_conf, where, cluster)
             nodes = Jobs(submitit_collection_conf, where, cluster)
-            run = _Program(where, num_jobs, restarts)
-            result: _R = run(mains, nodes, main, args, kwargs)
+            result: _R = _run(where, mains, nodes, [restarts] * num_jobs, (main, args, kwargs))
             return result
 
         return submit
@@ -131,46 +130,43 @@ def submitit_delayed_launcher(
     return decorate
 
 
-class _Program:
-    """One call of a decorated program, on the login node."""
+def _run(folder: Path, mains: Jobs, nodes: Jobs, left: list[int], call: tuple[Any, ...]) -> Any:
+    """Call a decorated program, from the login node.
 
-    def __init__(self, folder: Path, count: int, restarts: int) -> None:
-        self._folder, self._count, self._restarts = folder, count, restarts
-        self._nodes: list[Job] = []
+    Args:
+        folder: for the files of this call.
+        mains: submits the main job.
+        nodes: submits the nodes' jobs.
+        left: by node, how often its job may be submitted again.
+        call: the program and its arguments.
+    """
+    token, job, started = folder / "token", None, list[Job]()
+    write_token(token, secrets.token_hex(TOKEN_BYTES).encode())
 
-    def __call__(self, mains: Jobs, nodes: Jobs, main: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        token = self._folder / "token"
-        write_token(token, secrets.token_hex(TOKEN_BYTES).encode())
-        job: Job | None = None
-        try:
-            write_whole(self._folder / HOSTS, [json.dumps(nodes.hosts()).encode()], mode=0o600)
-            job = mains.submit("muster-main", main_job, str(self._folder), main, args, kwargs)
-            after = {"slurm_dependency": f"after:{job.job_id}", **nodes.parameters}
-            for node in range(self._count):
-                self._nodes.append(self._submit(nodes, node, after))
-            self._watch(job, nodes)
-            return job.result()
-        except (RuntimeError, LinkLost) as error:  # LinkLost: it could not be submitted
-            raise MusterError(f"The main program failed in {job or 'no job'}: {error}") from error
-        finally:
-            for each in ([] if job is None or job.has_result() else [job]) + self._nodes:
-                each.end()
-            token.unlink(missing_ok=True)
-            (self._folder / ADDRESS).unlink(missing_ok=True)
+    def submit(node: int, more: dict[str, Any]) -> Job:
+        return nodes.submit(f"muster-node-{node}", delayed_node_job, str(folder), node, more=more)
 
-    def _watch(self, job: Job, nodes: Jobs) -> None:
-        """Until the main job has ended: submit the jobs of nodes that failed again."""
-        left, pause = [self._restarts] * self._count, threading.Event()
+    try:
+        write_whole(folder / HOSTS, [json.dumps(nodes.hosts()).encode()], mode=0o600)
+        job = mains.submit("muster-main", main_job, str(folder), *call)
+        for node in range(len(left)):
+            started.append(submit(node, {"slurm_dependency": f"after:{job.job_id}", **nodes.parameters}))
+        pause = threading.Event()
         while not job.has_result() and job.ended() is None:
-            for node, each in enumerate(self._nodes):
-                if left[node] and each.ended() is not None and not _done(self._folder, node).exists():
+            for node, each in enumerate(started):
+                if left[node] and each.ended() is not None and not _done(folder, node).exists():
                     left[node] -= 1
                     with contextlib.suppress(LinkLost):  # SLURM may take it the next time
-                        self._nodes[node] = self._submit(nodes, node, {})
+                        started[node] = submit(node, {})
             pause.wait(POLL_S)
-
-    def _submit(self, nodes: Jobs, node: int, more: dict[str, Any]) -> Job:
-        return nodes.submit(f"muster-node-{node}", delayed_node_job, str(self._folder), node, more=more)
+        return job.result()
+    except (RuntimeError, LinkLost) as error:  # LinkLost: it could not be submitted
+        raise MusterError(f"The main program failed in {job or 'no job'}: {error}") from error
+    finally:
+        for each in ([] if job is None or job.has_result() else [job]) + started:
+            each.end()
+        token.unlink(missing_ok=True)
+        (folder / ADDRESS).unlink(missing_ok=True)
 
 
 def main_job(folder: str, main: Callable[..., Any], args: Any, kwargs: Any) -> Any:

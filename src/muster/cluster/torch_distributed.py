@@ -12,9 +12,8 @@ from os import PathLike
 
 from muster.cluster.launchers import Launcher, Started
 from muster.cluster.link import AGENT, Link, LinkLost
-from muster.cluster.meeting import DISTRIBUTED, RPC, Guest, Invitation, Meeting, read_token
-from muster.cluster.seal import WrongToken
-from muster.cluster.torchrun import torchrun_meeting
+from muster.cluster.rendezvous import DISTRIBUTED, RPC, Member, Rendezvous, read_token
+from muster.cluster.torchrun import find_rendezvous
 from muster.errors import BadOption
 from muster.utils.attributes import named
 from muster.workers.channel import Channel
@@ -29,38 +28,38 @@ class DistributedCarrier:
     Args:
         count: of nodes.
         launcher: how nodes come to life.
-        meeting: where they find this process; closed by ``close``.
+        rendezvous: where they find this process; closed by ``close``.
         deadline_s: seconds without anything after which a link is lost.
 
     Attributes:
-        meeting: as above.
+        rendezvous: as above.
         deadline_s: as above.
     """
 
     name = "torch.distributed"
     engine = DISTRIBUTED
 
-    def __init__(self, count: int, *, launcher: Launcher, meeting: Meeting, deadline_s: float = 15.0) -> None:
-        if meeting.count != count:
-            raise BadOption(f"{count} nodes, but the meeting is for {meeting.count}.")
-        self._launcher, self.meeting, self.deadline_s = launcher, meeting, deadline_s
+    def __init__(self, count: int, *, launcher: Launcher, rendezvous: Rendezvous, deadline_s: float = 15.0) -> None:
+        if rendezvous.count != count:
+            raise BadOption(f"{count} nodes, but the rendezvous is for {rendezvous.count}.")
+        self._launcher, self.rendezvous, self.deadline_s = launcher, rendezvous, deadline_s
         self._started: dict[int, Started] = {}
         self._lock = threading.Lock()
         self._closed = False
-        meeting.engine = self.engine
-        meeting.tell(deadline_s=deadline_s)
+        rendezvous.engine = self.engine
+        rendezvous.tell(deadline_s=deadline_s)
 
     def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> Link:
         """As in ``Carrier``."""
         deadline = time.monotonic() + within_s
         self._end(node)
-        self.meeting.invite(node, epoch)
+        self.rendezvous.admit(node, epoch)
         try:
             self._start(node, epoch)
             channel = self._wait(node, epoch, deadline, within_s, given_up)
             return self.meet(channel, node, epoch)
         except BaseException:
-            self.meeting.withdraw(node)
+            self.rendezvous.withdraw(node)
             self._end(node)
             raise
 
@@ -71,7 +70,7 @@ class DistributedCarrier:
         for node in nodes:
             self._end(node)
         self._launcher.close()
-        self.meeting.close()
+        self.rendezvous.close()
 
     def meet(self, channel: Link, node: int, epoch: int) -> Link:
         """The link to a node that does the same at its end. Other engines override it.
@@ -87,7 +86,7 @@ class DistributedCarrier:
         return channel
 
     def _start(self, node: int, epoch: int) -> None:
-        started = self._launcher.start(node, epoch, self.meeting)
+        started = self._launcher.start(node, epoch, self.rendezvous)
         with self._lock:
             if started is not None:
                 self._started[node] = started
@@ -106,7 +105,7 @@ class DistributedCarrier:
         """For the node to join; the channel to it."""
         with self._lock:
             started = self._started.get(node)
-        while (channel := self.meeting.joined(node, epoch, JOIN_POLL_S)) is None:
+        while (channel := self.rendezvous.joined(node, epoch, JOIN_POLL_S)) is None:
             if given_up.is_set():
                 raise LinkLost(f"Node {node} was given up before it had joined.")
             if started is not None and (reason := started.ended()):
@@ -114,8 +113,8 @@ class DistributedCarrier:
             if time.monotonic() > deadline:
                 state = "" if started is None else f" Its {started} is {started.state}."
                 raise LinkLost(
-                    f"Node {node} has not joined at {self.meeting.address} within {within_s:g} s.{state} "
-                    f"{self._launcher.advice}{self.meeting.refused()}"
+                    f"Node {node} has not joined at {self.rendezvous.address} within {within_s:g} s.{state} "
+                    f"{self._launcher.advice}{self.rendezvous.refused()}"
                 )
         return channel
 
@@ -152,44 +151,27 @@ def run_node(
     """
     secret = read_token(token)
     if address is None:
-        address, number, secret = torchrun_meeting(secret, within_s)
+        address, number, secret = find_rendezvous(secret, within_s)
         node = number if node is None else node
     if secret is None:
         raise BadOption("A node needs the token of its main process: token=, or MUSTER_TOKEN_FILE (a file's path).")
     serve: Callable[[Link, int], bool] = named(target)
-    guest = Guest(address, secret, node, engine=engine, within_s=within_s, patience_s=patience_s)
-    while (invitation := guest.next()) is not None:
+    member = Member(address, secret, node, engine=engine, within_s=within_s, patience_s=patience_s)
+    while (membership := member.join()) is not None:
+        link = membership.channel
         try:
-            link = join(invitation, secret, engine)
-        except WrongToken:
-            raise
+            if engine == RPC:
+                from muster.cluster.torch_rpc import join_rpc
+
+                link = join_rpc(membership)
         except LinkLost:  # the main process has given this session up: there will be another
             continue
         try:
-            if serve(link, invitation.node):
+            if serve(link, membership.node):
                 return True
         finally:
             link.close()
     return False
-
-
-def join(invitation: Invitation, token: bytes, engine: str = DISTRIBUTED) -> Link:
-    """The node's end of the session that it was invited to.
-
-    Args:
-        invitation: its channel is closed by this, or with the link.
-        token: the secret.
-        engine: see ``run_node``.
-
-    Raises:
-        WrongToken: the main process has another.
-        LinkLost: it is gone.
-    """
-    if engine != RPC:
-        return invitation.channel
-    from muster.cluster.torch_rpc import join_rpc
-
-    return join_rpc(invitation, token)
 
 
 def node_main(channel: Channel) -> None:

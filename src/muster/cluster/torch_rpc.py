@@ -1,4 +1,4 @@
-"""Nodes over torch RPC: they are found, started and authenticated as those of torch.distributed.
+"""Nodes over torch RPC: they join as those of torch.distributed, and blocks of bytes travel as RPC's tensors.
 
 RPC has no password: see ``rpc_agent``. The token keeps nodes of others out of the collector. It does not protect a
 process whose RPC ports others can reach. So a node has such ports only if its own command line (or the launcher that
@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from muster.cluster.launchers import Launcher
 from muster.cluster.link import Link, LinkLost
-from muster.cluster.meeting import RPC, Invitation, Meeting, hear, local_address, say
-from muster.cluster.seal import seal
+from muster.cluster.rendezvous import RPC, Membership, Rendezvous, hear, local_address, say
 from muster.cluster.torch_distributed import DistributedCarrier
 from muster.errors import BadOption
 from muster.utils.private_names import VARIABLE, usable
@@ -35,7 +34,7 @@ class RpcCarrier(DistributedCarrier):
     Args:
         count: of nodes.
         launcher: how they come to life.
-        meeting: where they find this process; closed by ``close``.
+        rendezvous: where they find this process; closed by ``close``.
         deadline_s: seconds without anything after which a link is lost.
         tensorpipe_options: for ``TensorPipeRpcBackendOptions``, here and in the nodes.
         visible_devices: for each node the CUDA device from which its blocks travel, to this process' first one (1,
@@ -53,7 +52,7 @@ class RpcCarrier(DistributedCarrier):
         count: int,
         *,
         launcher: Launcher,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         deadline_s: float = 15.0,
         tensorpipe_options: Mapping[str, Any] | None = None,
         visible_devices: Sequence[int | str | torch.device | None] | None = None,
@@ -61,35 +60,31 @@ class RpcCarrier(DistributedCarrier):
         check_rpc()
         from muster.cluster.rpc_agent import RpcAgent, Terms, check_options
 
-        super().__init__(count, launcher=launcher, meeting=meeting, deadline_s=deadline_s)
+        super().__init__(count, launcher=launcher, rendezvous=rendezvous, deadline_s=deadline_s)
         self._options = check_options(tensorpipe_options)
         self._devices = check_devices(visible_devices, count)
-        self._agent: RpcAgent | None = RpcAgent.hold("muster-main", Terms(meeting.host, self._options))
+        self._agent: RpcAgent | None = RpcAgent.hold("muster-main", Terms(rendezvous.host, self._options))
         self._closing = threading.Lock()
 
     def meet(self, channel: Link, node: int, epoch: int) -> Link:
         """Tell the node where this process listens, and learn where it does."""
         from muster.cluster.rpc_link import RpcLink
 
-        agent = self._agent
         session, device = secrets.token_hex(16), self._devices[node]
-        link = RpcLink(session, self.deadline_s)
+        link = RpcLink(channel, session, self.deadline_s)
         try:
-            if agent is None:
+            if (agent := self._agent) is None:
                 raise LinkLost("The collector is closed.")
             say(channel, url=agent.url, session=session, options=self._options, device=device)
-            url = hear(channel)["url"]
             name = f"muster-node-{node}-{epoch}-{session}"
-            link.begin(agent, agent.meet(name, url, () if device is None else (MAIN_DEVICE,)))
+            link.begin(agent, agent.meet(name, hear(channel)["url"], () if device is None else (MAIN_DEVICE,)))
         except LinkLost as error:
             link.close()
             raise LinkLost(f"Node {node} has not joined: {error}") from error
         except BaseException:
             link.close()
             raise
-        finally:
-            channel.close()
-        return seal(link, self.meeting.token, main=True, node=node, epoch=epoch)
+        return link
 
     def close(self) -> None:
         super().close()
@@ -102,41 +97,34 @@ class RpcCarrier(DistributedCarrier):
 _node_agent: RpcAgent | None = None  # of this process, while it is a node: one for each session
 
 
-def join_rpc(invitation: Invitation, token: bytes) -> Link:
-    """The node's end of the session that it was invited to.
+def join_rpc(membership: Membership) -> Link:
+    """The node's end of a session.
 
     Raises:
-        LinkLost: the main process has given it up, or has another token.
+        LinkLost: the main process has given it up.
         BadOption: this PyTorch has no RPC, or RPC cannot listen at this machine's address.
     """
+    global _node_agent
+    channel, link = membership.channel, None
     try:
         check_rpc()
-        link = _join_rpc(invitation)
-    finally:
-        invitation.channel.close()
-    return seal(link, token, main=False, node=invitation.node, epoch=invitation.epoch)
+        from muster.cluster.rpc_agent import RpcAgent, Terms
+        from muster.cluster.rpc_link import RpcLink
 
-
-def _join_rpc(invitation: Invitation) -> Link:
-    from muster.cluster.rpc_agent import RpcAgent, Terms
-    from muster.cluster.rpc_link import RpcLink
-
-    global _node_agent
-    card = hear(invitation.channel)
-    session, device = card["session"], card["device"]
-    main = f"muster-main-{session}"
-    if _node_agent is not None:
-        _node_agent.release()
-        _node_agent = None
-    devices = {} if device is None else {main: {device: MAIN_DEVICE}}
-    terms = Terms(local_address(invitation.host), card["options"], devices)
-    _node_agent = RpcAgent.hold(f"muster-node-{invitation.node}-{invitation.epoch}", terms)
-    link = RpcLink(session, float(invitation.settings["deadline_s"]), device)
-    try:
+        card = hear(channel)
+        session, device = card["session"], card["device"]
+        main = f"muster-main-{session}"
+        if _node_agent is not None:
+            _node_agent.release()
+            _node_agent = None
+        devices = {} if device is None else {main: {device: MAIN_DEVICE}}
+        terms = Terms(local_address(membership.host), card["options"], devices)
+        _node_agent = RpcAgent.hold(f"muster-node-{membership.node}-{membership.epoch}", terms)
+        link = RpcLink(channel, session, float(membership.settings["deadline_s"]), device)
         link.begin(_node_agent, _node_agent.meet(main, card["url"]))
-        say(invitation.channel, url=_node_agent.url)
+        say(channel, url=_node_agent.url)
     except BaseException:
-        link.close()
+        (link or channel).close()
         raise
     return link
 

@@ -1,8 +1,8 @@
 """``launcher="torchrun"``: how the ranks that torchrun has started find the collector in rank 0.
 
-Rank 0 writes the address of its meeting into torchrun's store, with a signature under the token, since whoever reaches
-that store can write there, too. On one machine the token itself is in a file that only this user can read, at a path
-that all ranks know; the store says nothing about it.
+Rank 0 writes the address of its rendezvous into torchrun's store, with a signature under the token, since every process
+that reaches that store can write there, too. On one machine the token itself is in a file that only this user can read,
+at a path that all ranks know; the store says nothing about it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 
+from muster.cluster.authenticated_link import signature
 from muster.cluster.launchers import WaitingLauncher
 from muster.cluster.link import LinkLost
-from muster.cluster.meeting import ANSWER_S, POLL_S, Meeting, is_loopback, read_token
-from muster.cluster.seal import signature
+from muster.cluster.rendezvous import ANSWER_S, POLL_S, Rendezvous, is_loopback, read_token
 from muster.errors import BadOption
 from muster.utils.whole_files import read_json, write_whole
 
@@ -55,15 +55,15 @@ class TorchrunLauncher(WaitingLauncher):
         self._store: TCPStore | None = None
         self._token: Path | None = None
 
-    def start(self, node: int, epoch: int, meeting: Meeting) -> None:
+    def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> None:
         with self._lock:
             if self._store is None:
-                self._check(meeting)
-                if is_loopback(meeting.host):
+                self._check(rendezvous)
+                if is_loopback(rendezvous.host):
                     self._token = _token_path(self._key)
-                    write_whole(self._token, [meeting.token], mode=0o600)
+                    write_whole(self._token, [rendezvous.token], mode=0o600)
                 self._store = _store()
-                self._store.set(self._key, _signed(meeting.token, self._key, meeting.address))
+                self._store.set(self._key, _signed(rendezvous.token, self._key, rendezvous.address))
 
     def close(self) -> None:
         with self._lock:
@@ -71,17 +71,17 @@ class TorchrunLauncher(WaitingLauncher):
                 self._token.unlink(missing_ok=True)
                 self._token = None
 
-    def _check(self, meeting: Meeting) -> None:
+    def _check(self, rendezvous: Rendezvous) -> None:
         ranks = int(os.environ["WORLD_SIZE"])
-        if ranks != meeting.count + 1:
+        if ranks != rendezvous.count + 1:
             raise BadOption(
-                f"torchrun has started {ranks} ranks, but {meeting.count} nodes were asked for: "
-                f"start {meeting.count + 1}, of which rank 0 is the main process."
+                f"torchrun has started {ranks} ranks, but {rendezvous.count} nodes were asked for: "
+                f"start {rendezvous.count + 1}, of which rank 0 is the main process."
             )
 
 
-def torchrun_meeting(token: bytes | None, within_s: float) -> tuple[str, int, bytes]:
-    """What a rank above 0 has to know: the address of rank 0's meeting, the number of this node, and the token.
+def find_rendezvous(token: bytes | None, within_s: float) -> tuple[str, int, bytes]:
+    """What a rank above 0 has to know: the address of rank 0's rendezvous, the number of this node, and the token.
 
     Args:
         token: of this node. None: the one that rank 0 has left for this user on this machine.
@@ -127,7 +127,7 @@ def _next_key() -> str:
     torchrun has started again have other keys than those before.
     """
     run = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
-    return "/".join(["muster", "meeting", *run, str(next(_collectors))])
+    return "/".join(["muster", "rendezvous", *run, str(next(_collectors))])
 
 
 def _signed(token: bytes, key: str, address: str) -> str:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from muster.cluster.link import Block
 from muster.errors import BadOption
 from muster.weights.buffer import WRITING, Buffer, Manifest
-from muster.weights.no_sync import NoPublisher
-from muster.weights.schemes import OF_NODES, class_names
-from muster.weights.transport import Publisher, Ticket, chosen
+from muster.weights.choice import OF_NODES, class_names
+from muster.weights.transport import NoPublisher, Publisher, Ticket, chosen
 
 if TYPE_CHECKING:
     from muster.cluster.nodes import Nodes
@@ -27,8 +26,8 @@ _OF_ENGINE = {  # by ``Carrier.name``
 }
 
 
-class NodesScheme:
-    """The scheme that a collector with nodes uses; its "workers" are the nodes.
+class NodesTransport:
+    """The transport that a collector with nodes uses; its "workers" are the nodes.
 
     Args:
         once: nodes keep the weights that they begin with.
@@ -74,21 +73,21 @@ class NodesPublisher:
     def close(self) -> None: ...
 
 
-def nodes_scheme(nodes: Nodes, given: Any) -> NodesScheme:
-    """The scheme that is meant by ``weight_sync_schemes`` of a collector with nodes.
+def nodes_transport(nodes: Nodes, given: Any) -> NodesTransport:
+    """The transport that is meant by ``weight_sync_schemes`` of a collector with nodes.
 
     Raises:
         BadOption: it is neither what this collector's engine does anyway, nor "none" or ``NoSync()``.
     """
     if given is None:
-        return NodesScheme(nodes)
+        return NodesTransport(nodes)
     names = [given] if isinstance(given, str) else class_names(given)
     if not {"none", "NoSync", "NoWeightSyncScheme"}.isdisjoint(names):
-        return NodesScheme(nodes, once=True)
+        return NodesTransport(nodes, once=True)
     engine = nodes.carrier.name
     fitting = _OF_ENGINE.get(engine, tuple(OF_NODES))
     if not set(fitting).isdisjoint(names):
-        return NodesScheme(nodes)
+        return NodesTransport(nodes)
     raise BadOption(
         f"{given!r} is no way to send weights to nodes that {engine} connects: leave weight_sync_schemes out, or give "
         f"{' or '.join(fitting)}, which mean the same, or 'none'"

@@ -29,7 +29,7 @@ from muster.observing.loggers import CollectionLog
 from muster.observing.profiling import ProfileConfig
 from muster.observing.stats import CollectorStats
 from muster.utils.forks import Owner
-from muster.weights.local import LocalWeights
+from muster.weights.publish import PolicyWeights
 from muster.weights.receive import Receivers
 from muster.workers.requests import Profile
 
@@ -50,7 +50,7 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
     """
 
     options: CollectorOptions
-    _weights: LocalWeights
+    _weights: PolicyWeights
     _engine: Engine
 
     def __init__(self, create_env_fn: Any, policy: Any, options: CollectorOptions) -> None:

@@ -14,7 +14,7 @@ from muster.collectors.engine import Engine
 from muster.collectors.options import CollectorKeywords, CollectorOptions
 from muster.collectors.setup import in_this_thread, make_groups, worker_options
 from muster.policies.adapt import place
-from muster.weights.local import LocalWeights
+from muster.weights.publish import PolicyWeights
 from muster.workers.build import build_policy
 
 
@@ -56,7 +56,7 @@ class Collector(BaseCollector):
         made_policy = policy if options.policy_factory is None else options.policy_factory()
         self.policy, self._policy_device = place(made_policy, options.devices["policy_device"])
         original = made_policy if self.policy is not made_policy else None
-        self._weights = LocalWeights(self.policy, original, options.version_counter)
+        self._weights = PolicyWeights(self.policy, original, options.version_counter)
         groups = make_groups(create_env_fn, options, self.policy, self._policy_device, made)
         source, worker = in_this_thread(options, groups, self.policy, self._policy_device)
         stacked = isinstance(create_env_fn, (list, tuple))

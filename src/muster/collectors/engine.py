@@ -28,8 +28,7 @@ from muster.protocols import Policy
 from muster.rollout.group import Group
 from muster.rollout.marks import Final
 from muster.utils.interrupts import allowed, postponed
-from muster.weights.local import LocalWeights
-from muster.weights.send import SentWeights
+from muster.weights.publish import PolicyWeights
 from muster.workers.messages import Report
 from muster.workers.requests import CheckReset, Reset, Seed
 from muster.workers.schedule import CollectRequest, FilledSlot, Schedule
@@ -68,7 +67,7 @@ class Engine:
         self,
         options: CollectorOptions,
         source: Schedule,
-        weights: LocalWeights,
+        weights: PolicyWeights,
         *,
         stacked: bool,
         cat_dim: int | None = None,
@@ -386,8 +385,7 @@ class Engine:
         if self._unmade is not None and self._unmade[0] != like:
             self.source.pool.accounts[0].discarded["interrupted"] += self._give_up_unmade()
         if self._unmade is None and self.source.overlaps:
-            if isinstance(self.weights, SentWeights):
-                self.weights.catch_up()
+            self.weights.catch_up()
             self._unmade = like, self.source.collect(request)
         elif self._unmade is None:
             request.version = self.weights.hold()  # the same for all groups, whatever is published meanwhile

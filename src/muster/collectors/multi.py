@@ -11,7 +11,7 @@ import torch
 from typing_extensions import Unpack
 
 from muster.cluster.nodes import Nodes
-from muster.cluster.weights import nodes_scheme
+from muster.cluster.weights import nodes_transport
 from muster.collectors.auto import auto_workers
 from muster.collectors.base import BaseCollector
 from muster.collectors.contradictions import check_cat, check_multi
@@ -20,8 +20,8 @@ from muster.collectors.multi_options import MultiKeywords, MultiOptions
 from muster.collectors.workers import Workers, count_workers
 from muster.errors import BadOption
 from muster.utils.attributes import resolve
-from muster.weights.schemes import one_scheme
-from muster.weights.send import SentWeights
+from muster.weights.choice import one_transport
+from muster.weights.publish import PolicyWeights
 from muster.workers.requests import EnvAttribute, Execute, Request
 
 
@@ -29,7 +29,6 @@ class MultiCollector(BaseCollector):
     """What ``MultiSyncCollector`` and ``MultiAsyncCollector`` share."""
 
     options: MultiOptions
-    _weights: SentWeights
     _alone: bool  # every group fills batches of its own
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Unpack[MultiKeywords]) -> None:
@@ -48,12 +47,12 @@ class MultiCollector(BaseCollector):
             makers, count = count_workers(
                 create_env_fn, auto_workers(create_env_fn, policy, options, alone=self._alone)
             )
-        scheme = one_scheme(options.weight_sync_schemes)
+        transport = one_transport(options.weight_sync_schemes)
         acting = 1 if options.inference == "server" and policy is not None else count
         nodes, bundles = self._place(made)
         if nodes is not None:
-            scheme, acting = nodes_scheme(nodes, scheme), nodes.count
-        self._weights = SentWeights(policy, acting, scheme, options.version_counter)
+            transport, acting = nodes_transport(nodes, transport), nodes.count
+        self._weights = PolicyWeights.of_workers(policy, acting, transport, options.version_counter)
         made.callback(self._weights.close)
         for name in options.weight_sync_schemes or ():
             self._part(name)  # raises where it is no part of the policy

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from muster.errors import BadOption
-from muster.weights.send import SentWeights
 
 if TYPE_CHECKING:
     from muster.collectors.options import CollectorOptions
-    from muster.weights.local import LocalWeights
+    from muster.weights.publish import PolicyWeights
     from muster.weights.receive import Receivers
 
 
@@ -20,7 +19,7 @@ class WeightMethods:
     """Mixed into every collector."""
 
     options: CollectorOptions
-    _weights: LocalWeights
+    _weights: PolicyWeights
     _receivers: Receivers
     _updater: Any
 
@@ -52,7 +51,7 @@ class WeightMethods:
         """
         given = _the_one(policy_or_weights, weights, policy)
         self._check_open()
-        if worker_ids is not None and self._updater is None and not isinstance(self._weights, SentWeights):
+        if worker_ids is not None and self._updater is None and self._weights.workers is None:
             raise TypeError(
                 "worker_ids were given, but this collector has no workers and no weight_updater: leave them out"
             )
@@ -65,13 +64,11 @@ class WeightMethods:
             given, weights_dict = None, {}  # what it has changed is in the policy
         parts = {model_id or "policy": given} if weights_dict is None else weights_dict
         sources = [(source, self._part(name)) for name, source in parts.items()]
-        if isinstance(self._weights, SentWeights):
-            several = worker_ids is None or isinstance(worker_ids, Collection)
-            self._weights.publish_all(sources or [(None, None)], workers=worker_ids if several else [worker_ids])
-        elif sources:
+        if self._weights.workers is None:
             self._weights.publish_all(sources)
         else:
-            self._weights.increment()
+            several = worker_ids is None or isinstance(worker_ids, Collection)
+            self._weights.publish_all(sources or [(None, None)], workers=worker_ids if several else [worker_ids])
 
     def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
         """Take the weights that the registered schemes have received; without schemes, those that are given.
@@ -129,7 +126,7 @@ class WeightMethods:
     def increment_version(self) -> None:
         """Count a version, for weights that were changed in another way."""
         self._check_open()
-        self._weights.increment()
+        self._weights.publish_all([])
 
     def _part(self, model_id: str) -> torch.nn.Module | None:
         model = None if model_id == "policy" else self.get_model(model_id)
@@ -147,5 +144,5 @@ class WeightMethods:
 def _the_one(*sources: Any) -> Any:
     given = [source for source in sources if source is not None]
     if len(given) > 1:
-        raise BadOption("give the weights once: as the argument, weights= or policy=")
+        raise BadOption("the weights are given more than once: pass them as the argument, as weights= or as policy=")
     return given[0] if given else None

@@ -20,7 +20,7 @@ from muster.errors import BadOption
 from muster.memory.shared import Arena
 from muster.restore.crash_report import Maker
 from muster.restore.pickling import dumps
-from muster.weights.send import SentWeights
+from muster.weights.publish import PolicyWeights
 from muster.workers.build import WorkerOptions
 from muster.workers.config import TIMEOUTS, Columns, PoolConfig, WorkerConfig, WorkerPlace
 from muster.workers.first_ready import FirstReady
@@ -66,7 +66,7 @@ class Workers:
         makers: list[Any],
         count: int,
         policy: Any,
-        weights: SentWeights,
+        weights: PolicyWeights,
         made: ExitStack,
         *,
         alone: bool,

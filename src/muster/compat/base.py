@@ -20,22 +20,14 @@ LANES_KEPT = 4  # for as many different numbers of rows
 
 
 def borrowed(**options: Any) -> RolloutOptions:
-    """Options for programs that see to the rest themselves, and some more of ``RolloutOptions``.
-
-    They seed the generators of the process, choose the number of threads, and may keep tensors or compute gradients.
-    """
+    """``RolloutOptions`` for programs that seed generators and set threads themselves, and may need gradients."""
     return RolloutOptions(own_rng=False, num_threads=None, inference_mode=False, **options)
 
 
 class GroupRunner:
-    """A group of all environments of a collector, stepped some rows at a time.
+    """A group of all environments of a collector, stepped some rows at a time. ``group.reset`` begins new episodes.
 
-    Args:
-        rng: for what Muster itself draws.
-        env_ids, total_envs: whose environments these are among all; None: these are all.
-
-    Attributes:
-        group: begins new episodes with ``group.reset``, and at the first rows.
+    ``env_ids`` and ``total_envs`` say which environments these are; by default, all.
     """
 
     def __init__(
@@ -78,11 +70,9 @@ class GroupRunner:
         rule: Rule | None = None,
         watch: Callable[[Lane, int], object] | None = None,
     ) -> None:
-        """Fill a lane from its first row on; ``done_steps`` says how far.
+        """Fill a lane from its first row on until the rule has what it wants; ``done_steps`` says how far.
 
-        Args:
-            rule: the rows end with the last episode that it wants.
-            watch: called after every step with the lane and its row, which is complete.
+        ``watch`` is called after every step with the lane and its row, which is complete.
         """
         lane.done_steps, lane.stopped = 0, False
         self.group.rule, self.group.watch = rule, watch

@@ -46,13 +46,7 @@ def build_env(
     kwargs: Mapping[str, Any] | None = None,
     device: torch.device | None = None,
 ) -> BuiltEnv:
-    """Make the env batch of one group.
-
-    Args:
-        source: see ``ACCEPTED``.
-        num_envs: that many environments from an id or a factory; None is one, without a batch dimension.
-        kwargs: given to the id or factory.
-        device: for environments that can choose theirs.
+    """Make the env batch of one group, of ``num_envs`` environments from an id or a factory (None: one, unbatched).
 
     Raises:
         UnsupportedEnv: nothing an adapter takes.
@@ -127,7 +121,6 @@ def _vector(envs: list[Any], device: torch.device | None) -> EnvBatch:
 
 
 def _adapter(env: Any) -> Adapt | None:
-    """The adapter for an environment object; None if no adapter takes it."""
     for package, module in _THIRD_PARTY.items():
         # First, since some of these are gymnasium environments by name only. An object of a package that was never
         # imported cannot exist.
@@ -159,9 +152,6 @@ class EpisodeSeeds(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     Episodes then depend neither on those before them nor on how many environments share the work, and each can be
     repeated by itself.
-
-    Attributes:
-        seeds_episodes: True; environments made otherwise have no such attribute.
     """
 
     seeds_episodes = True
@@ -183,12 +173,7 @@ class EpisodeSeeds(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 @dataclass(frozen=True)
 class SeedingMaker:
-    """Makes what ``source`` makes, with ``EpisodeSeeds`` around single Gymnasium environments.
-
-    Args:
-        source: an id, or a function.
-        stride: number of environments that share the seeds.
-    """
+    """Makes what ``source`` makes, with ``EpisodeSeeds`` around single Gymnasium environments."""
 
     source: Any
     stride: int

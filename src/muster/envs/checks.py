@@ -20,11 +20,7 @@ FIX = "Fix the environment, or correct its space with a gymnasium wrapper."
 
 
 def the_only(envs: Sequence[Any]) -> Any:
-    """The one environment object, where it is a batch already.
-
-    Raises:
-        BadOption: there are several.
-    """
+    """The one environment object, where it is a batch already; ``BadOption`` if there are several."""
     if len(envs) > 1:
         raise BadOption(
             f"num_envs={len(envs)} was given, but {type(envs[0]).__name__} is a batch of environments already: say how "
@@ -69,10 +65,7 @@ def call(env: Any, method: str, who: str, *args: Any, index: int | None = None, 
 
 
 def is_explained(error: BaseException, env: Any) -> bool:
-    """``error`` comes from an adapter of Muster's that looks at values itself, and is passed on as it is.
-
-    The same error from any other environment is only something that it raised, perhaps of a collector inside.
-    """
+    """Whether ``error`` comes from an adapter of Muster's that checks values itself, and so is passed on as it is."""
     ours = type(env).__module__.startswith("muster.envs.")
     return ours and issubclass(type(error), (BadEnvOutput, UnsupportedEnv))
 
@@ -115,11 +108,7 @@ def leaf_problem(value: Any, spec: ArraySpec) -> str | None:
 
 
 def as_flag(value: Any, name: str, who: str) -> bool:
-    """``value`` as a bool, if it is one.
-
-    Raises:
-        BadEnvOutput: anything but True, False, 0, 1 or a zero-dimensional array of those.
-    """
+    """``value`` (True, False, 0, 1, or a zero-dimensional array of those) as a bool; else raise ``BadEnvOutput``."""
     if isinstance(value, (bool, np.bool_)) or (isinstance(value, (int, np.integer)) and value in (0, 1)):
         return bool(value)
     if isinstance(value, np.ndarray) and value.shape == () and value.dtype.kind in "biu" and value in (0, 1):
@@ -138,15 +127,8 @@ def reward_problem(value: Any) -> str | None:
 class Casts:
     """Decides about values in another dtype than their space says, and about rewards of shape ``(1,)``.
 
-    They are taken where the dtype of the space can hold their values: floats and integers as a wider or narrower
-    float of the same range, whole numbers as integers. Each cause is noted once, as the text of a warning.
-
-    Args:
-        name: of the environment.
-
-    Attributes:
-        refused: take none of them (``validate="full"``).
-        any: some were taken.
+    They are taken (``any``) where the dtype of the space can hold their values: floats and integers as a wider or
+    narrower float of the same range, whole numbers as integers. Each cause is warned of once. ``refused``: take none.
     """
 
     def __init__(self, name: str) -> None:
@@ -156,16 +138,7 @@ class Casts:
         self._new: list[str] = []
 
     def problem(self, value: Any, spec: ArraySpec, what: str) -> str | None:
-        """What is wrong with a leaf of an observation, as the end of "it is ...".
-
-        Args:
-            value: of the environment.
-            spec: what its space says.
-            what: name of the leaf.
-
-        Returns:
-            None where ``value`` can be assigned to a row.
-        """
+        """What is wrong with the leaf ``what``, as the end of "it is ..."; None where it can be assigned to a row."""
         problem = leaf_problem(value, spec)
         if problem is None or not _keeps_values(value, spec):
             return problem
@@ -198,7 +171,6 @@ class Casts:
             self._new.append(f"{self._name}: {cause}. It is cast. {FIX}")
 
     def take_warnings(self) -> list[str]:
-        """Texts of warnings that have come up since the last call."""
         new, self._new = self._new, []
         return new
 

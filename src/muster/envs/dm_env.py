@@ -31,11 +31,7 @@ def takes(obj: Any) -> bool:
 
 
 def adapt(envs: list[Any], device: Any) -> EnvBatch:
-    """The env batch of B ``dm_env`` environments, stepped one after another; ``device`` has no effect.
-
-    Raises:
-        UnsupportedEnv: one environment given twice; otherwise as ``DmEnv``.
-    """
+    """The env batch of B ``dm_env`` environments, stepped one after another; ``device`` has no effect."""
     check_distinct(envs, type(envs[0]).__name__)
     return StackedEnvs([DmEnv(env) for env in envs])
 
@@ -119,7 +115,6 @@ class DmEnv(gymnasium.Env[Any, Any]):
 
 
 def _space(spec: Any, where: str) -> spaces.Space[Any]:
-    """The space of a (nested) spec."""
     if isinstance(spec, Mapping):
         return spaces.Dict({key: _space(part, f"{where}[{key!r}]") for key, part in spec.items()})
     if isinstance(spec, (list, tuple)):
@@ -137,7 +132,6 @@ def _space(spec: Any, where: str) -> spaces.Space[Any]:
 
 
 def _as_spec(spec: Any, action: Any) -> Any:
-    """The action in the containers and dtypes of its spec."""
     if isinstance(spec, Mapping):
         return {key: _as_spec(part, action[key]) for key, part in spec.items()}
     if isinstance(spec, (list, tuple)):

@@ -28,11 +28,7 @@ def takes(obj: Any) -> bool:
 
 
 def adapt(envs: list[Any], device: Any) -> EnvBatch:
-    """The env batch of one EnvPool; ``device`` has no effect.
-
-    Raises:
-        BadOption: more than one: it is a batch already. Otherwise as ``EnvPoolVectorEnv``.
-    """
+    """The env batch of one EnvPool; ``device`` has no effect."""
     return VectorEnvBatch(EnvPoolVectorEnv(the_only(envs)))
 
 
@@ -139,7 +135,6 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
         return [[array[order] for array in group] for group in groups]
 
     def _check_seed(self, seed: Any) -> None:
-        """Warn of a seed that the pool does not have."""
         seeds = [seed + i for i in range(self.num_envs)] if np.ndim(seed) == 0 else list(seed)
         if self._warned or (seeds == self._seeds and not self._newest):
             return

@@ -40,12 +40,7 @@ def takes(obj: Any) -> bool:
 
 
 def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
-    """The env batch: of one ``JaxEnvs``, or of as many environments as were made (they are functions, and alike).
-
-    Args:
-        envs: environments.
-        device: of the rows; None is JAX's.
-    """
+    """The env batch of one ``JaxEnvs``, or of as many environments as were made (they are functions, and alike)."""
     if not isinstance(envs[0], JaxEnvs):
         batch = TorchEnvs(JaxEnvs(envs[0], len(envs)), device)
         batch.batch_shape = None

@@ -47,11 +47,7 @@ def takes(obj: Any) -> bool:
 
 
 def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
-    """The env batch of B environments that are alike; ``device`` has no effect.
-
-    Raises:
-        UnsupportedEnv: an AEC environment whose agents cannot act at the same time.
-    """
+    """The env batch of B environments that are alike; ``device`` has no effect."""
     return ParallelEnvs([_parallel(env) for env in envs])
 
 
@@ -73,17 +69,10 @@ class Team:
 
 
 class ParallelEnvs(EnvBatch):
-    """B parallel environments behind ``EnvBatch``; owns (and closes) them.
+    """B parallel environments with the same agents and spaces behind ``EnvBatch``; owns (and closes) them.
 
-    An episode ends when no agent is left; by termination if all of them ended by it. Episode records add up the
-    rewards of all agents. Random actions respect action masks.
-
-    Args:
-        envs: of the same agents and spaces. The first is reset once here, to see its infos.
-
-    Raises:
-        UnsupportedEnv: no ``possible_agents``, a group that is called like a key of the batch, unequal environments.
-        UnsupportedSpace: a space whose values are no arrays.
+    An episode ends when no agent is left; by termination if all of them ended by it. Episode records add up the rewards
+    of all agents. Random actions respect action masks. The first environment is reset once here, to see its infos.
     """
 
     reward_key = TEAM_REWARD
@@ -205,7 +194,6 @@ class ParallelEnvs(EnvBatch):
         return actions
 
     def _put_rewards(self, arrays: list[Array], t: int, b: int, reward: Mapping[str, Any]) -> float:
-        """Write everyone's rewards; returns their sum."""
         total = 0.0
         for team, array in zip(self.teams, arrays, strict=True):
             for i, agent in enumerate(team.agents):
@@ -269,7 +257,6 @@ class ParallelEnvs(EnvBatch):
     # --- the environment's side -------------------------------------------------------------------
 
     def _checked(self, got: Any, b: int) -> tuple[Any, Any, dict[str, bool], dict[str, bool], Any]:
-        """What a step returned, with flags and observations of everyone who acted."""
         if not isinstance(got, tuple) or len(got) != 5 or not all(isinstance(part, Mapping) for part in got):
             raise BadEnvOutput(f"{self.name}[{b}].step returned {type(got).__name__}, expected five dicts. {FIX}")
         obs, reward, ended, cut, infos = got

@@ -20,13 +20,7 @@ def with_previous(env: EnvBatch, dtype: np.dtype[Any] | None = None) -> EnvBatch
     """``env``, whose observations also have ``prev_action`` (shaped as the action; parts of it are below it, as in
     ``("prev_action", "left")``) and ``prev_reward`` (``[B]``). Both are zero where an agent's episode begins.
 
-    Args:
-        env: owned by what is returned.
-        dtype: in which floats are stored; None is that of actions and rewards.
-
-    Raises:
-        BadOption: it has no one reward, or actions that are no arrays, or it resets itself on a device, or has such
-            observations already.
+    ``dtype`` is that in which floats are stored. Raises ``BadOption`` for environments that cannot have them.
     """
     problem = _problem(env)
     if problem:

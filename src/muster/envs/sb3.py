@@ -30,11 +30,7 @@ def takes(obj: Any) -> bool:
 
 
 def adapt(envs: list[Any], device: Any) -> EnvBatch:
-    """The env batch of one ``VecEnv``; ``device`` has no effect.
-
-    Raises:
-        BadOption: more than one: it is a batch already. Otherwise as ``Sb3VectorEnv``.
-    """
+    """The env batch of one ``VecEnv``; ``device`` has no effect."""
     return VectorEnvBatch(Sb3VectorEnv(the_only(envs)))
 
 
@@ -143,7 +139,6 @@ def _derives(obj: Any, name: str) -> bool:
 
 
 def _layers(env: Any) -> list[Any]:
-    """The wrappers, outermost first, and the environment they wrap."""
     return [env, *_layers(env.venv)] if _derives(env, "base_vec_env.VecEnvWrapper") else [env]
 
 

@@ -21,10 +21,8 @@ Leaves = list[Any]
 class SpaceCodec:
     """How the values of one space are taken apart into leaves, and put together again.
 
-    Args:
-        space: any Gymnasium space. Dict and Tuple are opened, however deep; what has no fixed shape
-            (Text, Sequence, Graph, OneOf, your own) becomes one object leaf.
-        root: key of a space that is neither Dict nor Tuple; see ``observation_codec``, ``action_codec``.
+    Dict and Tuple are opened, however deep. What has no fixed shape (Text, Sequence, Graph, OneOf, your own) becomes
+    one object leaf. ``root`` is the key of a space that is neither Dict nor Tuple.
 
     Attributes:
         specs: the leaves by key, in the order of ``flatten`` and ``build``.
@@ -41,15 +39,7 @@ class SpaceCodec:
         self.single = not isinstance(space, (spaces.Dict, spaces.Tuple))
 
     def flatten(self, value: Any, who: str = "") -> Leaves:
-        """The leaves of ``value``, unchecked but for their number.
-
-        Args:
-            value: of the space.
-            who: returned it, for the message.
-
-        Raises:
-            BadEnvOutput: a Dict with missing or extra keys, a Tuple of another length.
-        """
+        """The leaves of ``value``, which ``who`` returned; only number and keys are checked (``BadEnvOutput``)."""
         leaves: Leaves = []
         try:
             self._flatten(value, leaves)
@@ -58,7 +48,6 @@ class SpaceCodec:
         return leaves
 
     def build(self, leaves: Sequence[Any]) -> Any:
-        """The value whose leaves these are."""
         source = iter(leaves)
         return _build(self.space, source)
 
@@ -82,11 +71,7 @@ class SpaceCodec:
 
 
 def observation_codec(space: spaces.Space[Any]) -> SpaceCodec:
-    """Keys of observations: ``observation``, or the space's own keys where it is a Dict.
-
-    Raises:
-        UnsupportedSpace: a Dict key that a batch needs for itself.
-    """
+    """Keys of observations: ``observation``, or the space's own keys where it is a Dict."""
     if not isinstance(space, spaces.Dict):
         return SpaceCodec(space, OBSERVATION)
     taken = sorted(RESERVED.intersection(map(str, space.spaces)))

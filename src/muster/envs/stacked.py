@@ -26,14 +26,7 @@ BLANK = object()  # in the place of an observation
 
 
 class StackedEnvs(EnvBatch):
-    """B ``gymnasium.Env`` stepped one after another; implements ``EnvBatch``.
-
-    Args:
-        envs: with equal spaces; owned (and closed) by this object.
-
-    Raises:
-        UnsupportedEnv: unequal spaces, or one environment given twice.
-    """
+    """B ``gymnasium.Env`` with equal spaces, owned and stepped one after another; implements ``EnvBatch``."""
 
     def __init__(self, envs: Sequence[gymnasium.Env[Any, Any]]) -> None:
         self.envs = list(envs)
@@ -96,7 +89,6 @@ class StackedEnvs(EnvBatch):
         checks.close_all([env.close for env in self.envs])
 
     def _make_step(self, lane: Lane) -> Step:
-        """The function that runs one row, with all it needs in local variables."""
         self._fill_steps()  # also where an environment has come to hold other objects
         (obs_spec,), (act_spec,) = (list(specs.values())[:1] for specs in (self.observation_specs, self.action_specs))
         vector = self._plain[0] and len(obs_spec.shape) == 1 and obs_spec.dtype == self._plain[3]

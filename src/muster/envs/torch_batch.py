@@ -57,19 +57,11 @@ def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
 
 
 class TorchEnvs(EnvBatch):
-    """A batch of environments on tensors behind ``EnvBatch``; owns (and closes) it.
+    """A batch of environments on tensors behind ``EnvBatch``; owns (and closes) it. Rows lie on ``device``.
 
-    Resets: ``SAME_STEP`` environments have reset themselves and hand the true last observations over as
-    ``info["final_obs"]`` or ``info["final_observation"]``, for all environments at once; where they do not,
-    ``collector/next_obs_valid`` is False. ``DISABLED`` ones are reset by mask at every step.
-
-    Args:
-        env: see the module. Isaac Lab's ``cfg.compute_final_obs`` is switched on.
-        device: where the rows lie; None is ``env.device``.
-
-    Raises:
-        UnsupportedEnv: it does not say how it resets, or needs a masked reset and has none.
-        UnsupportedSpace: a space whose values are no tensors.
+    ``SAME_STEP`` environments have reset themselves and hand the true last observations over as ``info["final_obs"]``
+    or ``info["final_observation"]``, for all environments at once; where they do not, ``collector/next_obs_valid`` is
+    False. ``DISABLED`` ones are reset by mask at every step. Isaac Lab's ``cfg.compute_final_obs`` is switched on.
     """
 
     writes_next = True
@@ -110,11 +102,7 @@ class TorchEnvs(EnvBatch):
 
     @property
     def max_steps(self) -> int | None:
-        """Truncate episodes there.
-
-        Raises:
-            BadOption: there is no reset by mask.
-        """
+        """Episodes are truncated there, which takes a reset by mask."""
         return self._limit
 
     @max_steps.setter
@@ -399,7 +387,6 @@ def _describe(value: Any) -> str:
 
 
 def _drawing(spec: ArraySpec, B: int, on: torch.device) -> Draw:
-    """Values for B environments, distributed as by ``SpaceCodec.sample``."""
     assert spec.low is not None and spec.high is not None
     size, dtype = (B, *spec.shape), torch_dtype(spec.dtype)
     low, high = (torch.as_tensor(np.array(x, np.float64), device=on) for x in (spec.low, spec.high))

@@ -34,11 +34,7 @@ def takes(obj: Any) -> bool:
 
 
 def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
-    """An env batch of one environment of any batch size, or of several without one; it owns and closes them.
-
-    Args:
-        device: where the environments compute; None leaves them where they are. Rows are on the host anyway.
-    """
+    """An env batch of one environment of any batch size, or of several without one; it owns and closes them."""
     require("torchrl", extra="torchrl")
     return TorchRLEnvs([env if device is None else env.to(device) for env in envs])
 
@@ -55,10 +51,6 @@ class TorchRLEnvs(EnvBatch):
 
     A row's episode ends where TorchRL resets: where ``done`` at the root is set, or else any of the flags nearest to
     the root. Flags below are carried like observations.
-
-    Raises:
-        UnsupportedEnv: unequal specs, an environment given twice, or one that changes the observations between steps.
-        BadOption: several environments that are batches already.
     """
 
     def __init__(self, envs: Sequence[EnvBase]) -> None:
@@ -180,7 +172,6 @@ class TorchRLEnvs(EnvBatch):
         return {key: np.zeros((*lead, *spec.shape), spec.dtype) for key, spec in self.action_specs.items()}
 
     def _put(self, out: dict[Key, Array], t: int, one: OneEnv, td: Any) -> None:
-        """Write the actions in ``td`` into row ``t``."""
         for key, spec in self.action_specs.items():
             row = out[key][t, one.columns]
             if spec.is_tensor:

@@ -97,7 +97,6 @@ class PlainGym(OneEnv):
     """Steps and resets the environment inside of a ``GymEnv``."""
 
     def start(self, lane: Lane) -> Advance:
-        """See ``OneEnv.start``."""
         env, i, name = self.env, self.columns.start, self.name
         ((key, spec),), (action_key,) = self.specs.observations.items(), self.specs.actions
         step, read, shape, dtype = env._env.step, _action_reader(env), spec.shape, spec.dtype
@@ -140,7 +139,6 @@ class PlainGym(OneEnv):
         seeds: Sequence[int] | None,
         options: dict[str, Any] | None,
     ) -> None:
-        """See ``OneEnv.reset``."""
         (key,) = self.specs.observations
         with self._explained("reset"):
             if seeds is not None:

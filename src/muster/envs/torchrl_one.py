@@ -14,7 +14,7 @@ from torchrl.envs.batched_envs import BatchedEnvBase, ParallelEnv, SerialEnv
 
 from muster.envs.torchrl_specs import Declared, Nesting
 from muster.errors import BadEnvOutput, EnvError, described, text_of
-from muster.keys import FLAGS, NEXT_OBS_VALID, RESERVED, REWARD, Key, dotted, next_of
+from muster.keys import FLAGS, NEXT_OBS_VALID, RESERVED, REWARD, Key, dotted, nested, next_of
 from muster.memory.cells import assemble, take
 from muster.memory.slots import MAX_ROW_VIEWS, Lane, torch_dtype
 from muster.memory.specs import Specs
@@ -26,18 +26,10 @@ FIX = "Fix the environment, or correct its specs (torchrl.envs.check_env_specs f
 
 
 class OneEnv:
-    """Steps and resets one ``EnvBase``, and writes what it returns.
+    """Steps and resets one ``EnvBase``, whose first column in the group is ``offset``, and writes the results.
 
-    Args:
-        env: of any batch size.
-        specs: what it declares.
-        name: for messages.
-        offset: its first column among the B of the group.
-        step: instead of ``env._step``.
-
-    Attributes:
-        executed: the step that is being taken came back; to be set to False by the caller of ``advance``.
-        choosing: the environment chooses actions itself (``rand_action``).
+    ``executed`` is True once a step came back; the caller of ``advance`` sets it to False. ``choosing``: the
+    environment chooses actions itself (``rand_action``). ``step`` is called instead of ``env._step``.
     """
 
     def __init__(
@@ -150,14 +142,12 @@ class OneEnv:
         return self.env.step_mdp(td.copy().set("next", after))
 
     def rand_action(self) -> Any:
-        """A TensorDict with actions the environment draws for the state it is in."""
         with self._explained("rand_action"):
             return self.env.rand_action(self.now().copy())
 
     # --- a step -----------------------------------------------------------------------------------
 
     def _step(self, make: Callable[[int], Any], lane: Lane, t: int) -> tuple[Any, Any]:
-        """The TensorDict given to the environment, and what it gave."""
         env = self.env
         with self._explained(f"step (row {t} of the batch)"):
             td = make(t)
@@ -175,7 +165,6 @@ class OneEnv:
         return td, after
 
     def write_actions(self, td: Any, lane: Lane, t: int) -> None:
-        """Put the actions in ``td`` into row t."""
         for key, spec in self.specs.actions.items():
             if spec.is_tensor:
                 self._rows(lane.tensors[key])[t].copy_(td.get(_name(key)))
@@ -190,7 +179,6 @@ class OneEnv:
             raise BadEnvOutput(f"{self.name}.step: {text_of(error)} {FIX}") from error
 
     def _end(self, lane: Lane, t: int, after: Any) -> list[int] | None:
-        """Write the flags of a row in which some are set."""
         specs = self.specs
         self._complete(after)
         done = self._any(after, specs.ends)
@@ -275,7 +263,6 @@ class OneEnv:
     # --- a reset ----------------------------------------------------------------------------------
 
     def _reset(self, rows: Any, options: dict[str, Any], *, anew: bool) -> Any:
-        """The TensorDict after a reset of ``rows``."""
         env, whole = self.env, len(rows) == self.count
         td = self.now()
         stepped, self._stepped = self._stepped is not None, None
@@ -307,7 +294,6 @@ class OneEnv:
             raise self.failed(method, error) from error
 
     def failed(self, method: str, error: Exception) -> EnvError:
-        """What to raise from an error of the environment's own."""
         return EnvError(f"{self.name}.{method} raised {described(error)}")
 
     # --- TensorDicts of rows ----------------------------------------------------------------------
@@ -347,9 +333,7 @@ class OneEnv:
                 return td if self._device is None else td.to(self._device)
 
             return gather
-        tree: dict[str, Any] = {}
-        for key, leaf in leaves.items():
-            _put(tree, key, leaf)
+        tree = nested(leaves)
         nodes = {**specs.nodes, ("next",): Nesting()}
         make_td = tensordict_maker()
 
@@ -385,12 +369,6 @@ class _InOwnDtype:
 
 def _name(key: Key) -> Any:
     return key[0] if len(key) == 1 else key
-
-
-def _put(tree: dict[str, Any], key: Key, value: Any) -> None:
-    for part in key[:-1]:
-        tree = tree.setdefault(part, {})
-    tree[key[-1]] = value
 
 
 def _total(cell: Any) -> float:

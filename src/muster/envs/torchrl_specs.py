@@ -42,15 +42,12 @@ class Nesting:
 
 @dataclass(frozen=True)
 class Declared:
-    """Everything that the environment's specs say.
+    """Everything that the environment's specs say; ``lead`` is its batch size.
 
     Attributes:
-        lead: its batch size.
         observations: leaves before and after a step: observations, state, done flags that are not at the root.
         steps: leaves after a step only: rewards, but for a single ordinary one.
-        state: those observations which a step takes.
-        state_only: those of them that it need not return.
-        done, rewards: all of them.
+        state, state_only: those observations which a step takes, and those of them that it need not return.
         ends: the done flags that end a row's episode.
         nodes: nested TensorDicts that are not simply ``[*lead]``.
     """
@@ -81,11 +78,7 @@ class Declared:
 
 
 def declared(env: EnvBase) -> Declared:
-    """Read the specs of ``env``.
-
-    Raises:
-        UnsupportedEnv: a key that a batch needs for itself.
-    """
+    """Read the specs of ``env``; ``UnsupportedEnv`` for a key that a batch needs for itself."""
     lead = tuple(env.batch_size)
     nodes: dict[Key, Nesting] = {}
 
@@ -193,8 +186,7 @@ def _bounds(spec: TensorSpec, dims: int) -> tuple[Any, Any]:
 def drawers(composite: Composite, dims: int) -> dict[Key, Draw] | None:
     """For each action leaf a function that draws ``[*shape, *leaf shape]`` as ``spec.rand`` would be distributed.
 
-    Returns:
-        None if some leaf is not among the kinds known here, or does not draw all environments alike.
+    None if some leaf is not among the kinds known here, or does not draw all environments alike.
     """
     found = {}
     for key, spec in _leaves(composite, dims, {}):
@@ -238,6 +230,5 @@ def _drawer(spec: TensorSpec, row: ArraySpec, dims: int) -> Draw | None:
 
 
 def _alike(bound: torch.Tensor, dims: int) -> bool:
-    """Whether all environments of a batch have the same bound."""
     rows = bound.flatten(0, dims - 1) if dims else bound.unsqueeze(0)
     return bool((rows == rows[0]).all())

@@ -29,11 +29,7 @@ TERMINATED, TRUNCATED = next_of(("terminated",)), next_of(("truncated",))
 
 
 class VectorEnvBatch(EnvBatch):
-    """A ``VectorEnv`` behind ``EnvBatch``; owns (and closes) it.
-
-    Raises:
-        UnsupportedEnv: no autoreset mode declared, or one that cannot be reset by mask.
-    """
+    """A ``VectorEnv`` with a declared autoreset mode behind ``EnvBatch``; owns (and closes) it."""
 
     def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
         self.env = env
@@ -179,7 +175,6 @@ class VectorEnvBatch(EnvBatch):
         return np.asarray(list(seeds)) if _is_ale(self.env.unwrapped) else checks.batch_seed(seeds)
 
     def _reset(self, **given: Any) -> Any:
-        """The observations after a reset."""
         return checks.reset_pair(checks.call(self.env, "reset", self.name, **given), self.name)[0]
 
     def _leaves(self, obs: Any, who: str) -> list[Array]:

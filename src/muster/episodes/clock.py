@@ -13,14 +13,10 @@ from muster.memory.specs import Array
 
 
 class TrajectoryClock:
-    """Which episode each environment of a group is in, how many steps and how much reward so far.
+    """Which episode each environment (``env_ids``, ``[B]``) of a group is in, with its steps and reward so far.
 
-    Ids are ``env_id + total_envs * episode``: unique over all groups without asking anybody, the same
-    wherever a group runs, and never reused.
-
-    Args:
-        env_ids: ``[B]``, global.
-        total_envs: over all groups.
+    Ids are ``env_id + total_envs * episode``: unique over all groups without communication, the same wherever a group
+    runs, and never reused.
     """
 
     def __init__(self, env_ids: Array, total_envs: int) -> None:
@@ -135,5 +131,4 @@ class TrajectoryClock:
         return ended
 
     def _number(self) -> None:
-        """Some environments have come to another episode."""
         self._ids = self.env_ids + self.total_envs * self.episode

@@ -46,10 +46,7 @@ class CopiedRows:
         self._live -= span.length
 
     def compact(self) -> None:
-        """Copies the rows that are kept, if they are less than half; each row is copied O(1) times per row dropped.
-
-        Without memory for the copy the chunk stays as it is.
-        """
+        """Copies the rows that are kept, if they are less than half and there is memory."""
         if not 0 < self._live * 2 < len(self.rows):
             return
         spans = [span for span in self._spans if span.kept]
@@ -65,13 +62,7 @@ class CopiedRows:
 
 
 def gather(parts: Sequence[tuple[CopiedRows, Span]]) -> tuple[TensorDict, Array]:
-    """The rows of these parts.
-
-    The work is proportional to the rows of the parts, not to what else their chunks hold.
-
-    Returns:
-        a TensorDict that has them, and their numbers in it, part by part.
-    """
+    """A TensorDict with the rows of these parts, and their numbers in it, part by part; only those rows are touched."""
     of_chunk: dict[CopiedRows, list[Span]] = {}
     for chunk, span in parts:
         of_chunk.setdefault(chunk, []).append(span)

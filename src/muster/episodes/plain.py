@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 def to_plain(node: TensorDict) -> dict[str, Any]:
-    """The same tensors, not copied, with what it takes to build the ``TensorDict`` again.
-
-    Raises:
-        BadOption: an entry whose shape changes from row to row.
-    """
+    """The same tensors, not copied, with what it takes to build the ``TensorDict`` again."""
     from tensordict import LazyStackedTensorDict, is_non_tensor, is_tensor_collection
 
     if isinstance(node, LazyStackedTensorDict):

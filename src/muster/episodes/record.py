@@ -59,7 +59,6 @@ class Episodes(Sequence[EpisodeRecord]):
         return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
 
     def columns(self) -> tuple[Array, ...]:
-        """The fields, in order."""
         return self.traj_id, self.env_id, self.episode_return, self.length, self.terminated, self.truncated
 
 

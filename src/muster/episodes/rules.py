@@ -20,36 +20,25 @@ ENDLESS = 100_000  # steps of one episode that somebody waits for after which a 
 
 
 class Rule(Protocol):
-    """Chooses episodes while they end; nothing is known of an episode but its environment and when it ended.
+    """Chooses episodes while they end, knowing of each only its environment and when it ended.
 
-    Attributes:
-        biased: where all environments are alike, short episodes have better chances than long ones.
+    ``biased``: where all environments are alike, short episodes have better chances than long ones.
     """
 
     biased: bool
 
     def ended(self, which: Sequence[int]) -> list[int]:
-        """Episodes ended at one time step in the environments ``which`` (ascending).
-
-        Returns:
-            those that count, in the order in which they are delivered.
-        """
+        """Which episodes that ended at one time step in environments ``which`` (ascending) count, in order."""
 
     def awaits(self, env_id: int) -> bool:
         """An episode that is going on in this environment, or about to begin, can still count."""
 
     @property
-    def complete(self) -> bool:
-        """All that were wanted are there."""
+    def complete(self) -> bool: ...
 
 
 class PerEnv:
-    """A number fixed in advance from each environment, so that nobody wins by being quick.
-
-    Args:
-        episodes: in all; the first environments have one more where it does not come out even.
-        num_envs: that share them.
-    """
+    """A number fixed in advance from each environment (the first have one more where it does not come out even)."""
 
     biased = False
 
@@ -78,9 +67,9 @@ class PerEnv:
 
 
 class Fair:
-    """The same number from each environment, and what is missing from whichever are the first to end one more.
+    """The same number from each environment, and what is missing from the first to end one more (delivered last).
 
-    At equal times the lowest environment is first; what is missing is delivered after the rest. It is prt_rl's rule.
+    At equal times the lowest environment is first. It is prt_rl's rule.
     """
 
     def __init__(self, episodes: int, num_envs: int) -> None:
@@ -105,12 +94,11 @@ class Fair:
 
 
 class LastEven:
-    """The first ``episodes`` to begin. Whoever ends one begins another while that makes no more than asked for.
+    """The first ``episodes`` to begin: an environment begins another one while that makes no more than asked for.
 
-    So each environment contributes at least one, the last of each is waited for, and what an episode is like has no
-    influence on whether it counts; but environments with short ones contribute more of them. When several end at once
-    and not all may go on, the lowest are let go. Of more environments than episodes the first take part. It is
-    Tianshou's rule.
+    The last of each is waited for, so what an episode is like has no influence on whether it counts; but environments
+    with short ones contribute more of them. When several end at once and not all may go on, the lowest stop. Of more
+    environments than episodes the first take part. It is Tianshou's rule.
     """
 
     biased = False
@@ -134,11 +122,7 @@ class LastEven:
 
 
 class FirstDone:
-    """Whatever ends first (the lowest environment at equal times): fast, and biased towards short episodes.
-
-    Args:
-        episodes: None: all.
-    """
+    """Whatever ends first (the lowest environment at equal times): fast, and biased towards short episodes."""
 
     biased = True
 
@@ -177,15 +161,7 @@ class NobodyLetGo:
 
 
 def make_rule(name: RuleName, episodes: int | None, num_envs: int) -> Rule:
-    """A fresh rule; without a number of episodes there is nothing to share out, and all count as they end.
-
-    Args:
-        episodes: at least 1.
-        num_envs: whose episodes compete.
-
-    Raises:
-        BadOption: there is no such rule.
-    """
+    """A fresh rule for ``episodes`` (None: all count as they end) of ``num_envs`` environments."""
     check_rule(name)
     if episodes is None or name == "first_done":
         return FirstDone(episodes)
@@ -204,21 +180,15 @@ def check_rule(name: str) -> None:
 
 
 class EpisodeQueue(Protocol):
-    """Puts the complete episodes of a stream in the order in which they are delivered. Episodes are numbers.
-
-    Number k is of environment ``k % num_envs``, and of the time ``k // num_envs`` of its first row.
-    The work of all calls together grows with the number of episodes, not with how long they wait.
+    """Puts the complete episodes of a stream in order. Number k is of environment ``k % num_envs``, begun at time
+    ``k // num_envs``. The work of all calls grows with the number of episodes, not with how long they wait.
     """
 
     def add(self, number: int) -> None:
         """An episode has ended. Called in order of ends, ties in order of environments."""
 
     def pop(self, first_open: int) -> list[int]:
-        """The episodes that are next, in order, as far as that is known.
-
-        Args:
-            first_open: no episode that has not ended yet has a lower number. Never decreases.
-        """
+        """The next episodes, in order, as far as known: no open episode has a lower number than ``first_open``."""
 
 
 class InOrderOfBeginnings:

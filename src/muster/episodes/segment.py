@@ -23,11 +23,8 @@ NEVER = -1  # trajectory id of rows that were never written
 class Pieces(NamedTuple):
     """The pieces of trajectories in a batch, by environment, then time. A row's number is ``env * T + t``.
 
-    Attributes:
-        rows: numbers of all rows that belong to a piece, piece after piece.
-        first: ``[n]``, where in ``rows`` each piece begins.
-        length, traj_id: ``[n]`` int64.
-        ended: ``[n]`` bool: the piece's last row is done.
+    ``rows`` are the numbers of all rows that belong to a piece, ``first`` (``[n]``) says where in them each piece
+    begins, ``ended`` (``[n]``) whether its last row is done.
     """
 
     rows: Array
@@ -56,11 +53,7 @@ def written(batch: TensorDict) -> Array:
 
 
 def find_pieces(batch: TensorDict, done_key: Key = ENDED) -> Pieces:
-    """Cut ``[*lead, T]`` at every change of trajectory id, after every end, and where rows were not written.
-
-    Raises:
-        BadOption: there are no trajectory ids.
-    """
+    """Cut ``[*lead, T]`` at every change of trajectory id, after every end, and where rows were not written."""
     ids = batch.get(TRAJ_IDS, None)
     if ids is None:
         raise BadOption(f"the batch has no {dotted(TRAJ_IDS)}, which say what belongs together: track_traj_ids=True")

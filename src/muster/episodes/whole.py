@@ -35,11 +35,9 @@ NO_MORE = 2**62  # divided by the number of environments: the time of one from w
 
 
 class EpisodeGroup(NamedTuple):
-    """What is delivered at a time.
+    """What is delivered at a time, and its frames without padding.
 
-    Attributes:
-        batch: ``[frames]`` with names ``["time"]``, or ``[n, longest]`` with ``("collector", "mask")``.
-        frames: of the episodes in it, padding not counted.
+    The batch is ``[frames]`` with names ``["time"]``, or ``[n, longest]`` with ``("collector", "mask")``.
     """
 
     batch: TensorDict
@@ -48,16 +46,12 @@ class EpisodeGroup(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class HeldEpisode:
-    """An episode whose rows are kept, or which is open and was dropped.
+    """An episode whose rows (``length`` frames in ``parts``) are kept, or which is open and was dropped.
 
     Attributes:
-        env: its environment.
-        traj_id: tells it from the environment's next one; not used after its end.
+        traj_id: tells it from the environment's next one; not used after its end, like ``version`` of its first row.
         number: time of its first row * number of environments + ``env``; negative if it was dropped.
-        version: of the policy in its first row; not used after its end.
-        length: frames that are kept.
         end: the sum of all environments' times before the batch in which it ended, plus the row; or ``GOING``.
-        parts: where its rows are, in order of time.
     """
 
     env: int
@@ -72,43 +66,28 @@ class HeldEpisode:
 class WholeEpisodes:
     """Turns successive batches of one collector into groups of exactly ``n`` complete episodes.
 
-    ::
-
-        episodes = WholeEpisodes(32, num_envs=8)
-        for batch in collector:
-            for group, frames in episodes.push(batch):
-                learn(group)  # [frames], every episode from its first step to its end
-
     Groups are copies; no batch is kept alive. ``pushed = delivered + sum(dropped.values()) + frames_held``, in frames.
     Rows are copied and joined before anything else is changed. If that fails (no memory, for instance), nothing is
-    lost: a batch that cannot be copied was not pushed, and groups that cannot be joined are held.
-    An episode that never ends is held for ever, and with "first_begun" all that began after it: such environments
-    need ``max_frames_per_traj``. What waits costs memory, but no time: a batch costs what its own rows and the groups
-    that it completes cost.
+    lost: a batch that cannot be copied was not pushed, and groups that cannot be joined are held. An episode that never
+    ends is held for ever, and with "first_begun" all that began after it: such environments need
+    ``max_frames_per_traj``. What waits costs memory, but no time.
 
     Batches may also be of some of the environments each, in any order (``push(batch, envs)``). Time is then counted in
-    every environment's own rows. So "first_begun" and "per_env" give the same groups whatever the speed of each: the
-    quick wait for the slowest, and what is held grows with the rows they are ahead. "first_done" waits for none, and
-    gives what the quick ones make.
+    every environment's own rows, so "first_begun" and "per_env" give the same groups whatever the speed of each.
 
     Args:
         n: episodes per group; without a ``rule`` it has no meaning.
         num_envs: environments in all batches (in one: the product of its dimensions other than time; 1 without any).
         layout: ``"cat"`` one after the other; ``"pad"`` one per line, zeros on the right, trajectory id -1 there.
-        rule: which episodes come next, see ``make_queue``.
-            None: groups are taken by hand, with ``new_ends`` and ``take``.
-        on_policy_only: drop episodes in which more than one policy version acted. That is more often true of
-            long ones, so what is left is biased to short ones.
-        done_key: the column that says that an episode ended. ``set_truncated`` marks ends that are none.
+        rule: which episodes come next, see ``make_queue``. None: taken by hand, with ``new_ends`` and ``take``.
+        on_policy_only: drop episodes in which several policy versions acted; what is left is biased to short ones.
+        done_key: the column that says that an episode ended.
         from_resets: the first rows come after resets. False: the first episode of every environment is dropped.
 
     Attributes:
         frames_held: frames kept for groups to come: of open episodes, and of ended ones that wait for others.
         dropped: frames that no group will show, by reason: "cut" (the episode went on without an end, or
             ``flush``), "mixed_policy", and those given to ``clear``.
-
-    Raises:
-        BadOption: an impossible value.
     """
 
     def __init__(
@@ -151,16 +130,8 @@ class WholeEpisodes:
         return list(self._ended)
 
     def push(self, batch: TensorDict, envs: Envs = None) -> list[EpisodeGroup]:
-        """Take the next batch, ``[*lead, T]``; it is copied.
-
-        Args:
-            envs: the numbers of the batch's environments, in its order; None: all.
-
-        Returns:
-            the groups that are complete now, often none.
-
-        Raises:
-            BadOption: the batch has other environments, or lacks a column that is needed.
+        """Take the next batch, ``[*lead, T]``, of the environments ``envs`` (None: all); it is copied. ``BadOption`` if
+        it does not fit. Returns the groups that are complete now, often none.
         """
         self.add(batch, envs)
         return self.groups()
@@ -213,22 +184,14 @@ class WholeEpisodes:
         return made
 
     def new_ends(self) -> list[list[int]]:
-        """The numbers of episodes that ended since this was last asked and are held.
-
-        Returns:
-            one list for each time step at which some did, in order of time, ascending by environment within.
-        """
+        """The episodes that ended since the last call and are held, by time step; ascending by environment within."""
         last_first = takewhile(lambda number: self._ended[number].end >= self._asked, reversed(self._ended))
         new = list(last_first)[::-1]
         self._asked = int(self._time.sum())
         return [list(step) for _, step in groupby(new, lambda number: self._ended[number].end)]
 
     def take(self, numbers: Sequence[int]) -> EpisodeGroup:
-        """A group of these complete episodes, in this order; they are not held any more. For ``rule=None``.
-
-        Raises:
-            BadOption: one is not there, or twice, or there is none.
-        """
+        """A group of these complete episodes, in this order; they are not held any more. For ``rule=None``."""
         known = self.rule is None and all(number in self._ended for number in numbers)
         if not numbers or not known or len({*numbers}) < len(numbers):
             raise BadOption(f"take({numbers}): expected different numbers of complete episodes that are held")
@@ -239,14 +202,7 @@ class WholeEpisodes:
         return made
 
     def check_ends(self, waiting: str, *, resets: bool) -> None:
-        """Raise if ``waiting`` (what it is called) waits in vain; then begin to count again, and hold all that is held.
-
-        Args:
-            resets: episodes are cut at the end of every batch.
-
-        Raises:
-            BadOption: an environment that the rule waits for has made over ``ENDLESS`` steps, and no episode ended.
-        """
+        """Raise ``BadOption`` if an environment's end is awaited for over ``ENDLESS`` steps, and count from 0 again."""
         steps = self._without_end
         worst = int(steps.argmin() if self.rule == "first_done" else steps.argmax())
         if (made := int(steps[worst])) <= ENDLESS:
@@ -264,11 +220,7 @@ class WholeEpisodes:
         )
 
     def skip(self, batch: TensorDict, envs: Envs = None) -> None:
-        """Take note of a batch that goes elsewhere: episodes with a part in it will not be whole, and are dropped.
-
-        Raises:
-            BadOption: as ``push``.
-        """
+        """Take note of a batch that goes elsewhere: episodes with a part in it will not be whole, and are dropped."""
         batch = time_last(batch)
         numbers = self._numbers(batch, envs)
         pieces = find_pieces(batch, self.done_key)
@@ -281,11 +233,7 @@ class WholeEpisodes:
         self._time[numbers] += batch.shape[-1]
 
     def flush(self, envs: Iterable[int] | None = None) -> int:
-        """Drop the open episodes of ``envs`` (default all), which will not go on: call it with ``Collector.reset``.
-
-        Returns:
-            frames dropped. Complete episodes stay.
-        """
+        """Drop the open episodes of ``envs`` (default all), which will not go on; returns their frames."""
         before = self.frames_held
         for env in range(self.num_envs) if envs is None else envs:
             if not 0 <= env < self.num_envs:
@@ -297,10 +245,10 @@ class WholeEpisodes:
         return before - self.frames_held
 
     def clear(self, reason: str) -> int:
-        """Drop all that is held, complete or open, and what open episodes go on with (that as "cut").
+        """Drop all that is held, complete or open (counted as ``reason``), and what open episodes go on with (as
+        "cut").
 
-        Returns:
-            frames dropped, which ``dropped[reason]`` counts.
+        Returns the frames dropped.
         """
         frames = self.frames_held
         if frames:
@@ -315,13 +263,9 @@ class WholeEpisodes:
         return frames
 
     def retire(self, envs: Iterable[int]) -> int:
-        """Wait no longer for environments that will give no more rows (``rule="per_env"`` cannot do without).
+        """Wait no longer for environments that will give no more rows; ``push`` then gives what that completes.
 
-        Returns:
-            frames dropped, as ``flush``. What is complete by it comes with the next ``push``.
-
-        Raises:
-            BadOption: the rule needs them.
+        Returns the frames dropped. ``BadOption`` if the rule needs them ("per_env").
         """
         envs = list(envs)
         if self.rule == "per_env" and envs:
@@ -344,10 +288,8 @@ class WholeEpisodes:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was called; ``n``, ``layout`` and ``rule`` may have changed.
-
-        Raises:
-            BadOption: it was another number of environments; nothing is changed.
+        """Go on where ``state_dict`` was called; ``n``, ``layout`` and ``rule`` may have changed, ``num_envs`` not
+        (``BadOption``).
         """
         if state["num_envs"] != self.num_envs:
             raise BadOption(f"the state is of {state['num_envs']} environments, but num_envs={self.num_envs}")
@@ -370,7 +312,6 @@ class WholeEpisodes:
     # --- parts ------------------------------------------------------------------------------------
 
     def _numbers(self, batch: TensorDict, envs: Envs) -> Array:
-        """``[environments of the batch]``, their numbers."""
         numbers = np.arange(self.num_envs) if envs is None else np.asarray(envs)
         if envs is not None and not (
             numbers.ndim == 1
@@ -425,7 +366,6 @@ class WholeEpisodes:
         return episode
 
     def _hold(self, ended: Iterable[HeldEpisode]) -> None:
-        """Those of these episodes that were not dropped are complete."""
         for episode in sorted(ended, key=lambda episode: (episode.end, episode.env)):
             if episode.number >= 0:
                 self._ended[episode.number] = episode
@@ -445,7 +385,6 @@ class WholeEpisodes:
         self._first_open[episode.env] = NO_MORE
 
     def _joined(self, episodes: Sequence[HeldEpisode]) -> EpisodeGroup:
-        """A group of episodes, which stay held."""
         length = np.array([episode.length for episode in episodes])
         rows, numbers = _gathered(episodes)
         if self.layout == "pad":
@@ -456,7 +395,6 @@ class WholeEpisodes:
         return EpisodeGroup(group, int(length.sum()))
 
     def _let_go(self, episodes: Sequence[HeldEpisode]) -> None:
-        """Hold the episodes of a group no longer."""
         for episode in episodes:
             del self._ended[episode.number]
             self._release(episode)
@@ -468,12 +406,10 @@ class WholeEpisodes:
             self._sparse.add(chunk)
 
     def _compact(self) -> None:
-        """Give back the memory of rows that were dropped."""
         for chunk in self._sparse:
             chunk.compact()
         self._sparse.clear()
 
 
 def _gathered(episodes: Iterable[HeldEpisode]) -> tuple[TensorDict, Array]:
-    """Their rows, see ``gather``."""
     return gather([part for episode in episodes for part in episode.parts])

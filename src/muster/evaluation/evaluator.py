@@ -26,40 +26,21 @@ from muster.errors import (
     WorkerDied,
     WorkerHung,
 )
-from muster.evaluation.copies import weights_of
 from muster.evaluation.result import Evaluation
 from muster.evaluation.run import Plan, Progress
-from muster.evaluation.stage import Stage
+from muster.evaluation.stage import Stage, weights_of
 from muster.utils.attributes import name_of
 from muster.utils.forks import Owner
 from muster.utils.integers import integer
 from muster.weights.names import Weights
 
 ATTEMPTS = 3
-PASSED_ON = [
-    "alternating",
-    "compile_policy",
-    "crash_dir",
-    "cudagraph_policy",
-    "device",
-    "env_device",
-    "executor",
-    "inference",
-    "inference_mode",
-    "max_batch",
-    "max_frames_per_traj",
-    "max_wait_s",
-    "num_sub_threads",
-    "obs_dtype",
-    "policy_device",
-    "prev_action_reward",
-    "start_method",
-    "timeouts",
-    "traj_done_key",
-    "trust_policy",
-    "use_buffers",
-    "validate",
-]
+PASSED_ON = (
+    *("device", "env_device", "policy_device", "executor", "inference_mode", "compile_policy", "cudagraph_policy"),
+    *("inference", "alternating", "max_batch", "max_wait_s", "start_method", "num_sub_threads", "timeouts"),
+    *("max_frames_per_traj", "obs_dtype", "prev_action_reward", "traj_done_key", "use_buffers", "validate"),
+    *("crash_dir", "trust_policy"),
+)
 WhenBusy = Literal["queue", "skip", "raise"]
 OnFailure = Literal["raise", "restart"]
 
@@ -322,7 +303,6 @@ class Evaluator:
         return _Job(self._number, weights, self._number if version is None else version)
 
     def _waiting(self) -> int:
-        """Number of triggers whose evaluation is not done."""
         return sum(not future.done() for future in [*self._triggered])
 
     def _evaluate(self, job: _Job, progress: Progress | None) -> Evaluation:
@@ -375,7 +355,6 @@ class Evaluator:
 
 
 def _check_names(options: dict[str, Any]) -> None:
-    """Raise for options that no collector is asked about."""
     for name in options:
         if name not in PASSED_ON:
             near = difflib.get_close_matches(name, PASSED_ON, n=1, cutoff=0.6)

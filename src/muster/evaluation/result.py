@@ -14,7 +14,7 @@ from muster.errors import BadOption
 from muster.memory.specs import Array
 
 if TYPE_CHECKING:
-    from muster.evaluation.tape import Tape
+    from muster.evaluation.video import Tape
 
 GRID = 100_001  # points on which Student's distribution is integrated; its quantiles are exact to 1e-6 and better
 

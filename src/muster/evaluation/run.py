@@ -12,7 +12,7 @@ from muster.episodes.record import EpisodeRecord
 from muster.episodes.rules import ENDLESS, RuleName, check_rule, make_rule
 from muster.errors import BadOption
 from muster.evaluation.result import EvaluatedEpisode, Evaluation, UnfinishedEpisode
-from muster.evaluation.tape import Tape
+from muster.evaluation.video import Tape
 from muster.memory.specs import Array
 from muster.utils.integers import integer
 
@@ -21,11 +21,7 @@ Progress = Callable[[int, int], object]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked for; see ``Evaluator``.
-
-    Raises:
-        BadOption: an impossible value, or no end.
-    """
+    """What is asked for; see ``Evaluator``."""
 
     episodes: int | None = 10
     max_frames: int | None = None
@@ -44,7 +40,6 @@ class Plan:
 
     @property
     def goal(self) -> str | None:
-        """The bound that is wanted rather than feared."""
         names = ("episodes", "max_trajectories")
         return next((name for name in names if getattr(self, name) is not None), None)
 
@@ -54,11 +49,7 @@ class Plan:
         return self.rule if self.episodes is not None else "first_done"
 
     def limit(self, num_envs: int) -> tuple[int | None, str]:
-        """Time steps, and the name of the bound that says so.
-
-        Raises:
-            BadOption: ``max_frames`` is less than one step of all environments.
-        """
+        """The greatest number of time steps, and the name of the bound that says so."""
         if self.max_frames is not None and self.max_frames < num_envs:
             raise BadOption(f"max_frames={self.max_frames} is less than one step of {num_envs} environments")
         steps = {"max_T": self.max_T, "max_frames": self.max_frames and self.max_frames // num_envs}
@@ -67,18 +58,10 @@ class Plan:
 
 
 class Run:
-    """Counts the episodes of one evaluation; all environments begin together, and step together.
+    """Counts the episodes of one evaluation, whose environments begin together and step together.
 
-    Args:
-        num_envs: over all groups.
-        seed: of environment 0's first episode.
-        seeded: every episode has a seed of its own, see ``EpisodeSeeds``.
-        version: of the weights.
-
-    Attributes:
-        t: time steps so far.
-        stopped_by: see ``Evaluation``; empty while it goes on.
-        overrun: steps executed after the end.
+    ``t`` is the number of time steps, ``stopped_by`` as in ``Evaluation`` (empty before the end), ``overrun`` the
+    number of steps executed after the end. ``seeded``: every episode has a seed of its own, see ``EpisodeSeeds``.
     """
 
     def __init__(self, plan: Plan, num_envs: int, *, seed: int, seeded: bool, version: int | str) -> None:
@@ -96,16 +79,7 @@ class Run:
         self._returns = np.zeros(num_envs)  # so far
 
     def add(self, episodes: Sequence[EpisodeRecord], reward: Array, T: int) -> None:
-        """Take in a rollout.
-
-        Args:
-            episodes: that ended in it, of each environment in order.
-            reward: ``[T, B]`` of all environments.
-            T: its time steps.
-
-        Raises:
-            BadOption: an episode does not end, and nothing else ends the evaluation.
-        """
+        """Take in a rollout of all environments: its episodes, in order for each, and its rewards ``[T, B]``."""
         stop = self.t + T if self._limit is None else min(self.t + T, self._limit)
         ended = set()
         for end, together in groupby(self._by_time(episodes), _end):
@@ -129,7 +103,6 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """All is there that was asked for."""
         return self.stopped_by == self.plan.goal if self.plan.goal else not self.unfinished()
 
     def unfinished(self) -> tuple[UnfinishedEpisode, ...]:
@@ -141,7 +114,6 @@ class Run:
         )
 
     def result(self, env: str, seconds: float, tape: Tape | None) -> Evaluation:
-        """When it is over."""
         unfinished, frames = self.unfinished(), self.t * self.num_envs
         shown = sum(record.length for record in self.records) + sum(episode.steps for episode in unfinished)
         discarded = {"uncounted": frames - shown, "overrun": self.overrun}
@@ -174,7 +146,6 @@ class Run:
         return sorted(records, key=lambda record: (_end(record), record.env_id))
 
     def _enter(self, records: Sequence[EvaluatedEpisode]) -> None:
-        """Take in episodes that ended at one time step, by environment."""
         most = self.plan.max_trajectories
         counted = self.rule.ended([record.env_id for record in records])
         counted = counted[: None if most is None else most - len(self.records)]

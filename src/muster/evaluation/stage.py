@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 import warnings
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +16,15 @@ import torch
 from muster.collectors import Collector, MultiSyncCollector
 from muster.collectors.setup import keywords_of, makers_of
 from muster.envs.build import EpisodeSeeds, SeedingMaker, is_environment, is_single
-from muster.errors import MusterError
-from muster.evaluation.copies import private_copy, shares_modules
+from muster.errors import BadWeights, MusterError, described
 from muster.evaluation.result import Evaluation
 from muster.evaluation.run import Plan, Progress, Run
-from muster.evaluation.tape import Tape
+from muster.evaluation.video import Tape
 from muster.keys import Key
 from muster.memory.specs import Array
+from muster.restore.pickling import dumps, loads
 from muster.rng import GroupRng
-from muster.weights.names import Weights, weight_bearer
+from muster.weights.names import Weights, modules_of, named_tensors, named_weights, weight_bearer
 from muster.workers.messages import GroupInfo
 from muster.workers.requests import EnvAttribute
 
@@ -35,18 +37,9 @@ ROWS = 32  # time steps per rollout: few enough to end soon after the last episo
 
 
 class Stage:
-    """See the module.
+    """A collector with environments and a copy of the policy (``shared``: could not be copied) of its own.
 
-    Args:
-        create_env_fn, policy: see ``Evaluator``.
-        num_workers: 0: this process.
-        rows: time steps per rollout, at most.
-        record: keep actions.
-        options: of the collector.
-
-    Attributes:
-        makers: of the environments of each group.
-        shared: the policy could not be copied: it acts with the user's own modules.
+    Rollouts have at most ``rows`` time steps; ``record`` keeps actions; ``options`` are those of the collector.
     """
 
     def __init__(
@@ -74,16 +67,13 @@ class Stage:
 
     @property
     def num_envs(self) -> int:
-        """Over all groups."""
         return self._num_envs
 
     @property
     def executed(self) -> int:
-        """Environment steps since ``open``."""
         return 0 if self._collector is None else self._collector.stats().executed
 
     def open(self) -> BaseCollector:
-        """Make environments and workers, unless they are there."""
         if self._collector is None:
             with self._undisturbed():
                 self._collector = self._make()
@@ -92,15 +82,7 @@ class Stage:
     def play(
         self, plan: Plan, *, weights: Weights | None, seed: int, version: int | str, progress: Progress | None
     ) -> Evaluation:
-        """One evaluation.
-
-        Args:
-            weights: to act with; None: those that are there.
-            seed, version, progress: see ``Evaluation`` and ``Evaluator.evaluate``.
-
-        Raises:
-            MusterError: the stage has to be closed then.
-        """
+        """One evaluation; after an error the stage must be closed."""
         began = time.perf_counter()
         collector = self.open()
         info = collector._engine.source.pool.accounts[0].info
@@ -118,11 +100,7 @@ class Stage:
         return run.result(info.name, time.perf_counter() - began, tape)
 
     def close(self, *, objects: bool = True) -> None:
-        """End workers and close environments; may be called again.
-
-        Args:
-            objects: also environments that were given as objects, and that nobody could make again.
-        """
+        """End workers and close environments, those given as objects only with ``objects``. May be called again."""
         collector, self._collector = self._collector, None
         if collector is not None:
             collector.shutdown(close_env=objects or not any(map(is_environment, self.makers)), raise_on_error=False)
@@ -163,7 +141,6 @@ class Stage:
         return SeedingMaker(maker, self._num_envs) if isinstance(maker, str) or callable(maker) else maker
 
     def _publish(self, collector: BaseCollector, weights: Weights | None) -> None:
-        """Let the next rollouts act with new weights, all or nothing."""
         if weights is not None:
             function = self._num_workers == 0 and not isinstance(self._own, torch.nn.Module)
             collector._weights.publish(weights, model=weight_bearer(self._own) if function else None)
@@ -190,8 +167,43 @@ def _rewards(batch: TensorDict, key: Key, num_envs: int) -> Array:
 
 
 def _has_seeds(collector: BaseCollector) -> bool:
-    """All environments are ``EpisodeSeeds``."""
     try:
         return all(itertools.chain(*collector._engine.source.pool.call(EnvAttribute("seeds_episodes"))))
     except (AttributeError, MusterError):  # as environments of other kinds say
         return False
+
+
+def private_copy(policy: Any) -> Any:
+    """A copy of a policy whose modules are in evaluation mode; ``BadWeights`` or ``BadOption`` if it cannot be copied.
+
+    Modules that a function of an importable file reaches by name cannot be copied: they stay the user's, as they are.
+    """
+    if policy is None:
+        return None
+    named_tensors(policy)  # which raises for lazy layers
+    try:
+        own = copy.deepcopy(policy) if isinstance(policy, torch.nn.Module) else loads(dumps(policy, "policy"), "policy")
+    except (RuntimeError, TypeError) as error:
+        raise BadWeights(f"the policy cannot be copied: {described(error)}") from error
+    for module in modules_of(own):
+        if not shares_modules(module, policy):
+            module.eval()
+    return own
+
+
+def shares_modules(policy: Any, other: Any) -> bool:
+    """Some module is part of both."""
+    others = {id(module) for module in modules_of(other)}
+    return any(id(module) in others for module in modules_of(policy))
+
+
+def weights_of(source: Any, *, copied: bool) -> Weights | None:
+    """The weights of a policy, module, TensorDict or dict, by name, ``copied`` or shared; None for what has none."""
+    plain = isinstance(source, (torch.nn.Module, Mapping)) or hasattr(source, "flatten_keys")
+    bearer = source if plain else weight_bearer(source)
+    if bearer is None:
+        return None
+    if isinstance(bearer, torch.nn.Module):
+        named_tensors(bearer)  # which raises for lazy layers
+    weights = named_weights(bearer)
+    return {name: tensor.clone() for name, tensor in weights.items()} if copied else weights

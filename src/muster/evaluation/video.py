@@ -1,4 +1,4 @@
-"""Videos of episodes, made afterwards: the episode is repeated in an environment that renders. Writes with ffmpeg."""
+"""The actions of an evaluation, and videos made from them: episodes are repeated in an environment that renders."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,50 @@ import numpy as np
 from muster.envs.build import is_environment
 from muster.errors import BadOption, UnsupportedEnv
 from muster.evaluation.result import EvaluatedEpisode
-from muster.evaluation.tape import Tape
+from muster.keys import Key
 from muster.memory.specs import Array
-from muster.restore.crash_report import Maker
+from muster.restore.crash_report import CrashReport, Maker, Special
 from muster.restore.player import Player
 from muster.utils.whole_files import written_elsewhere
 
 FPS = 30.0  # where the environment does not say
+
+
+@dataclass
+class Tape:
+    """Actions of all environments by rollout, ``[T, B, *shape]`` per leaf, and what makes each group of them."""
+
+    name: str
+    makers: list[tuple[Any, Mapping[str, Any] | None]]
+    per_group: int
+    rollouts: list[dict[Key, Array]] = field(default_factory=list)
+
+    def maker(self, env_id: int) -> tuple[Any, Mapping[str, Any] | None]:
+        return self.makers[env_id // self.per_group]
+
+    def actions(self, episode: EvaluatedEpisode) -> dict[Key, Array]:
+        """Of one episode, ``[length, 1, *shape]`` per leaf."""
+        T = len(next(iter(self.rollouts[0].values())))
+        first, last = episode.begin // T, (episode.begin + episode.length - 1) // T
+        begin, env = episode.begin - first * T, episode.env_id
+        parts = self.rollouts[first : last + 1]
+        joined = {key: np.concatenate([part[key][:, env : env + 1] for part in parts]) for key in parts[0]}
+        return {key: array[begin : begin + episode.length] for key, array in joined.items()}
+
+    def crash_report(self, episode: EvaluatedEpisode, maker: Maker) -> CrashReport:
+        """The episode as what ``muster.restore.player`` plays, in an environment of ``maker``."""
+        return CrashReport(
+            name=self.name,
+            maker=maker,
+            env_ids=[episode.env_id],
+            alone=True,
+            phase="close",
+            kind="",
+            message="",
+            actions=self.actions(episode),
+            resets=np.zeros((1, 3), np.int64),
+            special={0: Special(episode.seed, None, None)},
+        )
 
 
 def film(tape: Tape, episode: EvaluatedEpisode, folder: Path, name: str, fps: float | None) -> Path:
@@ -83,7 +121,6 @@ def _even(frames: Iterator[Array]) -> Iterator[Array]:
 
 
 def _rendering(tape: Tape, env_id: int) -> Maker:
-    """What makes the environment with pictures."""
     source, given = tape.maker(env_id)
     kwargs: Mapping[str, Any] = given or {}
     if is_environment(source):
@@ -102,11 +139,7 @@ def _takes_render_mode(source: Any) -> bool:
 
 
 def writer() -> Any:
-    """What writes frames to a file.
-
-    Raises:
-        BadOption: it is not installed.
-    """
+    """``imageio_ffmpeg.write_frames``."""
     try:
         from imageio_ffmpeg import write_frames
     except ImportError as error:
@@ -115,7 +148,6 @@ def writer() -> Any:
 
 
 def _write(path: Path, frames: Iterator[Array], fps: float, write_frames: Any) -> None:
-    """Write the file, whole or not at all."""
     first = next(frames)
     height, width = first.shape[:2]
     with (

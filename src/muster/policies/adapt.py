@@ -33,19 +33,10 @@ def adapt(
     executor: bool = True,
     takes_td: bool | None = None,
 ) -> Policy:
-    """Pick the adapter for ``policy``.
+    """Pick the adapter for ``policy`` (see ``ACCEPTED``; None draws actions uniformly), which computes on ``device``.
 
-    Args:
-        policy: see ``ACCEPTED``; None draws actions uniformly.
-        env: gives the specs of observations and actions.
-        batch_shape: see ``Layout``.
-        device: where the policy computes; its module is there already (see ``place``).
-        exploration_type: ``"random"``, ``"mode"``, ``"mean"``, ``"median"`` or ``"deterministic"``.
-        executor: allow the fast executor where it is equal to the module.
-        takes_td: the policy takes a TensorDict; None: see ``takes_tensordict``.
-
-    Raises:
-        BadOption: nothing that can be called, or a head that does not fit the spaces.
+    ``executor`` allows the fast executor where it is equal to the module. ``takes_td``: the policy takes a TensorDict;
+    None: see ``takes_tensordict``. ``BadOption``: nothing that can be called, or a head that does not fit the spaces.
     """
     if policy is None:
         return RandomPolicy(env.sample, batch_shape)
@@ -87,11 +78,7 @@ def adapt(
 
 
 def place(policy: Any, device: torch.device | None) -> tuple[Any, torch.device | None]:
-    """The policy on ``device``: itself where it is there already, else a copy whose weights are its own.
-
-    Returns:
-        the policy, and the device it computes on (None if it has no parameters and none was asked for).
-    """
+    """The policy on ``device`` (a copy with weights of its own if it was elsewhere), and the device it computes on."""
     if not isinstance(policy, torch.nn.Module):
         return policy, device
     first = next(iter(policy.parameters()), None)
@@ -101,14 +88,9 @@ def place(policy: Any, device: torch.device | None) -> tuple[Any, torch.device |
 
 
 def observed_dtype(wanted: torch.dtype | Literal["env"] | None, policy: Any) -> np.dtype[Any] | None:
-    """The dtype in which floating observations are stored.
+    """The dtype in which floating observations are stored; None: the environment's.
 
-    Args:
-        wanted: the option ``obs_dtype``, which has been checked.
-        policy: of the user. Its first floating parameter decides where ``wanted`` is None.
-
-    Returns:
-        None where they keep the environment's: by ``"env"``, or since ``policy`` is no module with floating parameters.
+    ``wanted`` is the option ``obs_dtype``. Where it is None, the policy's first floating parameter decides.
     """
     if wanted is None and isinstance(policy, torch.nn.Module):
         wanted = next((p.dtype for p in policy.parameters() if p.dtype.is_floating_point), None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,11 +13,7 @@ from muster.memory.specs import ArraySpec, Column
 
 
 def action_problem(action: torch.Tensor, spec: ArraySpec, lead: tuple[int, ...]) -> str | None:
-    """What is wrong with ``action``, as the end of "returned action ...", or None.
-
-    Any width of the right kind of number is taken (float64 for float32, int32 for int64); an integer
-    where the space is continuous, or a float where it is discrete, is not.
-    """
+    """What is wrong with ``action``, as the end of "returned action ...", or None; any width of a kind is taken."""
     expected = (*lead, *spec.shape)
     if tuple(action.shape) != expected:
         hint = ""
@@ -33,11 +28,7 @@ def action_problem(action: torch.Tensor, spec: ArraySpec, lead: tuple[int, ...])
 
 
 def column_of(key: Key, value: torch.Tensor, lead: tuple[int, ...], policy: str, *, carry: bool = False) -> Column:
-    """The column for an extra or a state, from its first value ``[B, *shape]``.
-
-    Raises:
-        BadPolicyOutput: the batch dimension is missing.
-    """
+    """The column for an extra or a state, from its first value ``[B, *shape]``."""
     if tuple(value.shape[: len(lead)]) != lead:
         raise BadPolicyOutput(
             f"policy {policy} returned {dotted(key)} with shape {tuple(value.shape)}, expected it to begin with "
@@ -45,17 +36,6 @@ def column_of(key: Key, value: torch.Tensor, lead: tuple[int, ...], policy: str,
         )
     dtype = torch.empty(0, dtype=value.dtype).numpy().dtype
     return Column(key, tuple(value.shape[len(lead) :]), dtype, carry=carry)
-
-
-def nested(leaves: Mapping[Key, Any]) -> dict[str, Any]:
-    """``{("a", "b"): x}`` as ``{"a": {"b": x}}``."""
-    root: dict[str, Any] = {}
-    for key, value in leaves.items():
-        node = root
-        for part in key[:-1]:
-            node = node.setdefault(part, {})
-        node[key[-1]] = value
-    return root
 
 
 def frozen_check(obs: Mapping[Key, torch.Tensor], policy: str) -> Callable[[], None]:

@@ -50,9 +50,7 @@ class _Watch:
 class Program:
     """A planned network, checked against the module on the example it was planned with.
 
-    Attributes:
-        kind: ``"torch"`` takes and gives tensors, ``"numpy"`` arrays; both of the example's shape.
-        steps: the calls, each taking the result of the one before.
+    ``steps`` are calls, each taking the result of the one before: tensors (kind ``"torch"``) or arrays (``"numpy"``).
     """
 
     def __init__(self, kind: Literal["torch", "numpy"], steps: tuple[Call, ...], watches: tuple[_Watch, ...]) -> None:
@@ -91,16 +89,10 @@ class Program:
 
 
 def plan(module: nn.Module, example: torch.Tensor, *, numpy_ok: bool = True) -> Program | None:
-    """Plan ``module`` for inputs like ``example``, and check the result on it.
+    """Plan ``module`` (a layer, or nested ``nn.Sequential``) for real inputs like ``example``, and check it there.
 
-    Args:
-        module: a layer, or nested ``nn.Sequential`` of layers, in the mode it will be used in.
-        example: a real input, ``[B, *shape]`` or ``[*shape]``.
-        numpy_ok: the caller can use a program of kind ``"numpy"``.
-
-    Returns:
-        A program that is bit-equal to the module on ``example`` (kind ``"numpy"``: equal up to rounding),
-        or None if there is none.
+    Returns a program that is bit-equal to the module on ``example`` (kind ``"numpy"``, where that is ok: equal up to
+    rounding), or None if there is none.
     """
     leaves: list[nn.Module] = []
     watches: list[_Watch] = []
@@ -196,7 +188,6 @@ def _trace(leaves: list[nn.Module], example: torch.Tensor) -> list[Any]:
 
 
 def _small(leaves: list[nn.Module], trace: list[Any]) -> bool:
-    """The static rule for the NumPy variant."""
     tensors = [x for x in trace if isinstance(x, torch.Tensor)]
     if len(tensors) < len(trace) or any(x.dtype != torch.float32 or x.device.type != "cpu" for x in tensors):
         return False

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from muster.errors import BadOption, BadPolicyOutput
-from muster.keys import ACTION, OBSERVATION, RESERVED, STATE, Key, dotted
+from muster.keys import ACTION, OBSERVATION, RESERVED, STATE, Key, dotted, nested
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec, Column, Specs
-from muster.policies.checks import action_problem, column_of, frozen_check, nested
+from muster.policies.checks import action_problem, column_of, frozen_check
 from muster.policies.executor import Program, plan
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
@@ -31,14 +31,9 @@ Leaves = dict[Key, Any]
 class FunctionPolicy:
     """Implements ``Policy`` for a module or function on the observation.
 
-    Args:
-        fn: the callable; gets a tensor ``[B, *shape]`` (``[*shape]`` unbatched), or a dict of them where the
-            observation is a dict, and returns tensors, arrays or plain numbers.
-        obs_specs, action_specs: of one environment.
-        batch_shape: see ``Layout``.
-        device: where rows are moved to for ``fn``; None: it computes where they lie.
-        executor: allow the executor where ``fn`` is a network whose output is the action.
-        rows_device: where the environments' rows lie; None is the host.
+    ``fn`` gets a tensor ``[B, *shape]`` (``[*shape]`` unbatched), or a dict of them where the observation is a dict,
+    and returns tensors, arrays or plain numbers. Rows lie on ``rows_device`` (None: the host) and are moved to
+    ``device`` (None: not moved). Specs are those of one environment.
     """
 
     def __init__(
@@ -104,7 +99,6 @@ class FunctionPolicy:
         return act  # type: ignore[no-any-return]
 
     def _plan(self, obs: torch.Tensor) -> None:
-        """Use the executor where the function is a network that it knows."""
         module = self.fn if self._executor and self._plain and isinstance(self.fn, torch.nn.Module) else None
         self._program = None if module is None else plan(module, obs, numpy_ok=not self._on_device)
         self.path = "module" if self._program is None else f"{self._program.kind} executor"
@@ -214,11 +208,7 @@ class FunctionPolicy:
         return leaves
 
     def _action(self, key: Key, value: Any) -> torch.Tensor:
-        """The action as a tensor of the right shape.
-
-        Raises:
-            BadPolicyOutput: another shape, or a kind of number the space does not take.
-        """
+        """The action as a tensor of the right shape; ``BadPolicyOutput`` for another shape or kind of number."""
         spec = self._action_specs[key]
         tensor = self._tensor(key, value)
         problem = action_problem(tensor, spec, self._lead)
@@ -236,11 +226,7 @@ class FunctionPolicy:
         row.copy_(tensor)
 
     def _tensor(self, key: Key, value: Any) -> torch.Tensor:
-        """``value`` without gradients; what is no tensor becomes one of its own.
-
-        Raises:
-            BadPolicyOutput: ``value`` is no number and no regular array of numbers.
-        """
+        """``value`` without gradients; what is no tensor becomes one, or raises ``BadPolicyOutput``."""
         if torch.is_tensor(value):
             return value.detach()
         try:

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from muster.errors import BadPolicyOutput
-from muster.keys import LOG_PROB, Key
+from muster.keys import LOG_PROB, Key, nested
 from muster.memory.slots import Lane, torch_dtype
 from muster.memory.specs import Array, ArraySpec, Column
-from muster.policies.checks import frozen_check, nested
+from muster.policies.checks import frozen_check
 from muster.policies.executor import Program, plan
 from muster.policies.heads import Head
 from muster.policies.sampling import ActionRows, Emit
@@ -22,24 +22,14 @@ from muster.rng import GroupRng
 
 
 class HeadPolicy:
-    """Implements ``Policy`` for a head.
+    """Implements ``Policy`` for a head, which is bound to the action space here (``BadOption`` if it does not fit).
 
-    Noise comes from ``rng.numpy``, once per rollout and the same for every ``path``; on a device see
-    ``Head.draw``. What ``act`` costs for a 4-64-64-2 network is in docs/decisions/0002-executor-choice.md.
+    Noise comes from ``rng.numpy``, once per rollout and the same for every ``path``; on a device see ``Head.draw``.
+    What ``act`` costs for a 4-64-64-2 network is in docs/decisions/0002-executor-choice.md.
 
-    Args:
-        head: bound to the action space here.
-        obs_keys: one gives the network a tensor, several a nested dict of them.
-        action_key: where actions go.
-        action_spec: of one environment.
-        batch_dims: number of leading dimensions that the network sees, as in ``Layout.batch_shape``.
-        device: where rows are moved to for the network; None: it computes where they lie.
-        deterministic: take the mode.
-        executor: allow the executor where it gives what the module gives.
-        rows_device: where the environments' rows lie, and actions are sampled; None is the host.
-
-    Raises:
-        BadOption: the head does not fit the action space.
+    One of ``obs_keys`` gives the network a tensor, several a nested dict of them, with ``batch_dims`` leading
+    dimensions. Rows lie, and actions are sampled, on ``rows_device`` (None: the host); ``device`` is where the network
+    computes.
     """
 
     def __init__(

@@ -55,13 +55,9 @@ class Head(nn.Module):
         return self.distribution(obs).mode
 
     def bind(self, spec: ArraySpec) -> int:
-        """Take shape and bounds from the action space.
+        """Take shape and bounds from the action space (``BadOption`` if the head is for another kind of space).
 
-        Returns:
-            The number of values per environment that the network must return.
-
-        Raises:
-            BadOption: the head is for another kind of space.
+        Returns the number of values per environment that the network must return.
         """
         raise NotImplementedError
 

@@ -17,12 +17,7 @@ Call = Callable[[Any], Any]
 
 
 def numpy_steps(leaves: list[nn.Module], trace: list[torch.Tensor]) -> tuple[Call, ...] | None:
-    """Calls that compute ``leaves`` on float32 arrays, or None where NumPy lacks something.
-
-    Args:
-        leaves: layers, in order.
-        trace: the example and each layer's output.
-    """
+    """Calls that compute ``leaves`` on float32 arrays, or None where NumPy lacks something."""
     steps: list[Call] = []
     owned = False
     for layer, x, y in zip(leaves, trace, trace[1:], strict=False):

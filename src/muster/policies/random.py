@@ -23,16 +23,11 @@ Sample = Callable[[GroupRng, tuple[int, ...]], dict[Key, Array]]
 
 
 class RandomPolicy:
-    """Implements ``Policy`` with the action space's own distribution.
+    """Implements ``Policy`` with ``sample(rng, shape)``, which returns ``[*shape, *leaf shape]`` per action leaf.
 
     Rollouts have the columns of the policy that acts at other times, so that all batches of a collector have the same
-    ones. Where no policy has acted there is no output: extras are NaN (integers 0, flags False, objects None), and
-    recurrent states are those of the beginning of an episode, from which the policy goes on.
-
-    Args:
-        sample: ``sample(rng, shape)`` returns ``[*shape, *leaf shape]`` per action leaf.
-        batch_shape: see ``Layout``.
-        unknown: what floating-point extras hold.
+    ones. Where no policy has acted there is no output: extras are ``unknown`` (integers 0, flags False, objects None),
+    and recurrent states are those of the beginning of an episode, from which the policy goes on.
     """
 
     name = path = "random"
@@ -47,12 +42,7 @@ class RandomPolicy:
         self._cells: Mapping[Key, Array] = {}
 
     def learn(self, columns: Sequence[Column], cells: Mapping[Key, Array]) -> None:
-        """Fill the columns of another policy from now on.
-
-        Args:
-            columns: its own.
-            cells: what it returned in columns of objects, whose shapes only these can show.
-        """
+        """Fill the columns of another policy from now on; ``cells`` are its values in columns of objects."""
         self._columns, self._cells = columns, cells
 
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
@@ -79,7 +69,6 @@ class RandomPolicy:
         return _nothing
 
     def _empty(self, column: Column) -> Any:
-        """An extra where no policy has acted."""
         if not column.is_tensor:
             return None
         return self._unknown if column.dtype.kind in "fc" else 0

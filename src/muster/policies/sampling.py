@@ -30,13 +30,7 @@ LEAST_EXPONENTIAL = 1e-30
 
 
 class ActionRows:
-    """Where one rollout's actions and log-probabilities go; views are made once per lane.
-
-    Args:
-        name: of the head, for messages.
-        action: ``[T, B, *shape]``.
-        log_prob: ``[T, B]`` float32, or None.
-    """
+    """Where one rollout's actions (``[T, B, *shape]``) and log-probabilities (``[T, B]`` float32, or None) go."""
 
     def __init__(self, name: str, action: Array, log_prob: Array | None) -> None:
         self.name, self.action = name, action
@@ -69,12 +63,8 @@ def categorical(
 ) -> Emit:
     """Sample one or several categorical variables per environment; ``rng=None`` takes the most probable.
 
-    Args:
-        rows: where to write; integer actions.
-        first: the first row that will be emitted.
-        nvec: number of choices of each variable; ``params`` are their logits, concatenated.
-        low: what the first choice is called, per variable.
-        rng: for the noise of all rows.
+    Variables have ``nvec`` choices, of which the first is called ``low``; ``params`` are their logits, concatenated.
+    Row ``first`` is the first that will be emitted.
     """
     B, k, n = rows.B, len(nvec), max(nvec)
     gumbel = np.zeros((rows.T, B * k, n), np.float32)  # rows before the first one are not used
@@ -142,16 +132,10 @@ def _categorical_one(rows: ActionRows, gumbel: list[list[float]], low: int) -> E
 
 
 def gaussian(rows: ActionRows, first: int, *, log_std: Array, rng: np.random.Generator | None) -> Emit:
-    """``params + exp(log_std) * noise`` with a standard deviation that does not depend on the state.
+    """``params + exp(log_std) * noise`` with a standard deviation (``[n]``) that does not depend on the state.
 
     The log-probability then depends on the noise only, and is computed for all rows at once. It is stored row
     by row all the same: a row before ``act`` reaches it may hold what the policy's first call returned.
-
-    Args:
-        rows: where to write; floating-point actions.
-        first: the first row that will be emitted.
-        log_std: ``[n]`` float32.
-        rng: for the noise of all rows; None takes the mean.
     """
     unit, base = _normal(rows, first, log_std.size, rng)
     noise, densities = list(unit * np.exp(log_std)), list((base - log_std.sum()).astype(np.float32))
@@ -175,14 +159,9 @@ def gaussian_by_state(
     squash: tuple[Array, Array] | None,
     rng: np.random.Generator | None,
 ) -> Emit:
-    """Like ``gaussian``, with ``params`` the means and log standard deviations, ``[B, 2 n]``.
+    """Like ``gaussian``, with ``params`` the means and log standard deviations (clamped to bounds), ``[B, 2 n]``.
 
-    Args:
-        rows: where to write; floating-point actions.
-        first: the first row that will be emitted.
-        log_std_bounds: the log standard deviations are clamped to these.
-        squash: ``middle`` and ``half`` width ``[n]`` of the interval that tanh maps to; None leaves the real line.
-        rng: for the noise of all rows; None takes the mean.
+    ``squash`` has middle and half width, ``[n]``, of the interval that tanh maps to; None leaves the real line.
     """
     B, n = rows.B, rows.matrix[0].shape[1]
     unit, base = _normal(rows, first, n, rng)

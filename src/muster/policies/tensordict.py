@@ -30,20 +30,11 @@ Rows = Sequence[torch.Tensor]
 
 
 class TensorDictPolicy:
-    """Implements ``Policy`` for a callable that takes a TensorDict.
+    """Implements ``Policy`` for a callable that takes a TensorDict with ``batch_size`` ``batch_shape``.
 
-    Every output is stored, but for what overwrites an input and for keys with a part that begins with ``_``.
+    It gets the same object at every step of a rollout, with the previous outputs taken out, and must return all
+    actions. Every output is stored, but for what overwrites an input and for keys with a part that begins with ``_``.
     Modules draw from torch's global generator, which is the group's own during a rollout.
-
-    Args:
-        module: called with one TensorDict, ``batch_size`` ``batch_shape``, the same object at
-            every step of a rollout with the previous outputs taken out.
-        obs_specs, action_specs: of one environment; the module must return all actions.
-        batch_shape: see ``Layout``.
-        device: where rows are moved to for the module; None: it computes where they lie.
-        exploration_type: TorchRL's, ``"random"``, ``"deterministic"``, ``"mode"``, ``"mean"`` or ``"median"``.
-        executor: allow the executor (CPU only) where all outputs are bit-equal to the module's.
-        rows_device: where the environments' rows lie; None is the host.
 
     Raises:
         BadOption: an unknown exploration type.

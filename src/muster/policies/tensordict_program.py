@@ -36,13 +36,7 @@ LOG_SQRT_2PI = math.log(math.sqrt(2 * math.pi))
 
 
 class TensorDictProgram:
-    """Stages that read and write a flat dict of tensors.
-
-    Args:
-        stages: in order.
-        programs: the networks' programs among them.
-        modules: every tensordict module, with its children as planned.
-    """
+    """Stages that read and write a flat dict of tensors; ``programs`` are the networks' among them."""
 
     def __init__(
         self, stages: Sequence[Stage], programs: Sequence[Program], modules: Sequence[tuple[nn.Module, tuple[Any, ...]]]
@@ -54,20 +48,13 @@ class TensorDictProgram:
             stage(values)
 
     def current(self) -> bool:
-        """False if the module was changed in a way that the program does not follow."""
         return all(plain(m) and _parts(m) == parts for m, parts in self._modules) and all(
             program.current() for program in self._programs
         )
 
 
 def fuse(module: Any, values: Values, interaction: InteractionType) -> TensorDictProgram | None:
-    """A program for ``module``, or None.
-
-    Args:
-        module: what the user gave.
-        values: its inputs by key; outputs are added.
-        interaction: how distributions are sampled. Whoever calls the program sets it around the call too.
-    """
+    """A program for ``module`` with the inputs ``values`` (outputs are added), or None."""
     flat: list[Any] = []
     watched: list[tuple[nn.Module, tuple[Any, ...]]] = []
     if not layers_are_known() or not _flatten(module, flat, watched):
@@ -125,7 +112,6 @@ def _is_torchrl(module: nn.Module) -> bool:
 
 
 def _parts(module: Any) -> tuple[Any, ...]:
-    """What of a tensordict module a program has taken over."""
     if type(module).forward in SEQUENTIAL:
         return tuple(module.module._modules.values())
     if isinstance(module, ProbabilisticTensorDictModule):

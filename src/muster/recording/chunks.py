@@ -7,17 +7,93 @@ memory, so that nothing is transposed on the way. Leaves of Python objects are u
 from __future__ import annotations
 
 import math
+import os
+import re
+import stat
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from muster.errors import BadRecording
 from muster.keys import Key
-from muster.recording.files import open_regular
 from muster.utils import tensor_files
+from muster.utils.whole_files import NO_LINKS, is_at, try_lock, unlock
+
+MANIFEST = "recording.json"
+LOCK = ".lock"
+CHUNK = re.compile(r"chunk-(\d{6,12})\.safetensors")
+
+
+def chunk_name(index: int) -> str:
+    """The file name that ``CHUNK`` matches."""
+    return f"chunk-{index:06d}.safetensors"
+
+
+def open_regular(path: Path) -> tuple[IO[bytes], int]:
+    """Open an ordinary file (no link) for reading, or raise ``BadRecording``; returns it and its size in bytes."""
+    try:
+        # A pipe put in the place of a file would block the open without O_NONBLOCK.
+        fd = os.open(path, os.O_RDONLY | NO_LINKS | getattr(os, "O_NONBLOCK", 0))
+    except OSError as error:
+        link = " It is a symbolic link: put the file itself there." if path.is_symlink() else ""
+        raise BadRecording(f"{path} cannot be read: {error.strerror}.{link}") from error
+    file = open(fd, "rb")  # noqa: SIM115  (the caller closes it)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        file.close()
+        raise BadRecording(f"{path} is not an ordinary file, so it is not part of a recording. Remove it.")
+    return file, status.st_size
+
+
+class DirectoryLock:
+    """Held by the one recorder of a directory; released by the kernel when its process dies."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / LOCK
+        while True:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | NO_LINKS, 0o666)
+            self._close = weakref.finalize(self, os.close, fd)
+            try:
+                if not try_lock(fd):
+                    holder = os.read(fd, 32).decode("ascii", "replace").strip() or "unknown"
+                    raise BadRecording(
+                        f"{directory} is being recorded into by another recorder (pid {holder}). "
+                        f"Choose another directory, or close that one."
+                    )
+            except BaseException:
+                self._close()
+                raise
+            if is_at(self._path, fd):
+                break
+            self._close()  # the recorder before has removed it since it was opened
+        os.ftruncate(fd, 0)
+        os.write(fd, f"{os.getpid()}\n".encode())
+        self._fd = fd
+
+    def release(self) -> None:
+        if self._close.alive:
+            self._path.unlink(missing_ok=True)
+            unlock(self._fd)
+            self._close()
+
+
+def is_locked(directory: Path) -> bool:
+    """Whether a recorder is at work there now."""
+    try:
+        fd = os.open(directory / LOCK, os.O_RDONLY | NO_LINKS)
+    except OSError:
+        return False
+    try:
+        return not try_lock(fd)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
 
 _REMEDY = (
     "Restore the file from a copy, or leave it out with load(directory, skip_damaged=True), "
@@ -54,13 +130,7 @@ class Chunk:
 
 
 def encode(about: dict[str, Any], leaves: Mapping[Key, torch.Tensor], objects: Mapping[Key, bytes]) -> bytes:
-    """The content of a chunk.
-
-    Args:
-        about: the fields of ``Chunk`` that the leaves do not tell; JSON.
-        leaves: contiguous CPU tensors ``[N, *batch, *shape]``.
-        objects: JSON lines.
-    """
+    """The content of a chunk of contiguous CPU tensors ``[N, *batch, *shape]`` and JSON lines."""
     tensors = {_name(key): tensor for key, tensor in leaves.items()}
     tensors |= {_name(key): tensor_files.from_bytes(text) for key, text in objects.items()}
     try:
@@ -70,12 +140,7 @@ def encode(about: dict[str, Any], leaves: Mapping[Key, torch.Tensor], objects: M
 
 
 def read_chunk(path: Path) -> Chunk:
-    """Read and check the header of a chunk; the data are left alone.
-
-    Raises:
-        DamagedChunk: it is cut, damaged, or not one of ours.
-        BadRecording: there is no such file.
-    """
+    """Read and check the header of a chunk, not the data."""
     file, size = open_regular(path)
     try:
         with file, tensor_files.opened(file, path) as opened:

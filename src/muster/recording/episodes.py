@@ -67,8 +67,6 @@ class Rows:
 
 
 class _Part(NamedTuple):
-    """A piece of an episode, and what its rows say."""
-
     piece: Piece
     total: float  # of its rewards
     begins: bool

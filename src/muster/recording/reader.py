@@ -6,7 +6,7 @@ import math
 import os
 import reprlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
@@ -17,9 +17,17 @@ import numpy as np
 import torch
 
 from muster.errors import BadRecording
-from muster.keys import DONE, REWARD, TERMINATED, TRAJ_IDS, TRUNCATED, Key, dotted, next_of
-from muster.recording import files
-from muster.recording.chunks import Chunk, DamagedChunk, read_chunk
+from muster.keys import DONE, REWARD, TERMINATED, TRAJ_IDS, TRUNCATED, Key, dotted, nested, next_of
+from muster.recording.chunks import (
+    CHUNK,
+    MANIFEST,
+    Chunk,
+    DamagedChunk,
+    chunk_name,
+    is_locked,
+    open_regular,
+    read_chunk,
+)
 from muster.recording.episodes import Episode, Rows, find_episodes
 from muster.recording.writer import FORMAT, VERSION
 from muster.utils.tensor_files import Damaged, bytes_of, opened, unseal
@@ -51,13 +59,13 @@ def load(directory: str | os.PathLike[str], *, skip_damaged: bool = False) -> Re
         names = os.listdir(root)
     except OSError as error:
         raise BadRecording(f"{root} cannot be read: {error.strerror}. Is it the directory of a recording?") from error
-    found = sorted(int(match.group(1)) for match in map(files.CHUNK.fullmatch, names) if match)
-    if files.MANIFEST not in names and not found:
-        raise BadRecording(f"{root} holds no recording: there is neither {files.MANIFEST} nor a chunk in it.")
+    found = sorted(int(match.group(1)) for match in map(CHUNK.fullmatch, names) if match)
+    if MANIFEST not in names and not found:
+        raise BadRecording(f"{root} holds no recording: there is neither {MANIFEST} nor a chunk in it.")
     lost: list[str] = []
     manifest = _read_manifest(root, lost)
     if manifest is not None:
-        _check_manifest(root / files.MANIFEST, manifest)
+        _check_manifest(root / MANIFEST, manifest)
     chunks = _read_chunks(root, found, lost, skip_damaged)
     if manifest is None:
         if not chunks:
@@ -93,6 +101,8 @@ class Recording:
         self._chunks = chunks
         self._ends = list(accumulate(chunk.batches for chunk in chunks))
         self._checked: set[tuple[int, str]] = set()
+        # The chunk that ``batch`` read last, and the places in it that were given.
+        self._mapped: tuple[Chunk | None, dict[Key, Any], dict[int, object]] = None, {}, {}
 
     def __len__(self) -> int:
         return sum(chunk.frames for chunk in self._chunks)
@@ -108,8 +118,9 @@ class Recording:
 
     def __iter__(self) -> Iterator[TensorDict]:
         for chunk in self._chunks:  # each is mapped once: its batches have nothing in common
-            for values in self._read(chunk, range(chunk.batches), chunk.leaves):
-                yield _tensordict(chunk, values)
+            columns = self._columns(chunk, chunk.leaves)
+            for place in range(chunk.batches):
+                yield _tensordict(chunk, _values(chunk, columns, place))
 
     def batch(self, i: int) -> TensorDict:
         """Batch ``i`` with the size, names, dtypes and (on disk) strides that it was written with.
@@ -119,8 +130,13 @@ class Recording:
             BadRecording: its chunk does not match its checksums.
         """
         chunk, place = self._locate(i)
-        (values,) = self._read(chunk, [place], chunk.leaves)
-        return _tensordict(chunk, values)
+        last, columns, given = self._mapped
+        mine = object()
+        # A batch that was given once may have been changed: the next one is mapped anew. Also for threads.
+        if last is not chunk or given.setdefault(place, mine) is not mine:
+            columns = self._columns(chunk, chunk.leaves)
+            self._mapped = chunk, columns, {place: mine}
+        return _tensordict(chunk, _values(chunk, columns, place))
 
     @cached_property
     def episodes(self) -> tuple[Episode, ...]:
@@ -152,7 +168,7 @@ class Recording:
             BadRecording: something does not match.
         """
         for chunk in self._chunks:
-            list(self._read(chunk, [chunk.batches - 1], chunk.leaves))
+            _values(chunk, self._columns(chunk, chunk.leaves), chunk.batches - 1)
 
     def __repr__(self) -> str:
         size = sum(chunk.size_bytes for chunk in self._chunks)
@@ -169,16 +185,15 @@ class Recording:
         return "\n".join(lines)
 
     def _locate(self, i: int) -> tuple[Chunk, int]:
-        """The chunk of batch ``i`` and its place there."""
         if not -self.batches <= i < self.batches:
             raise IndexError(f"batch {i} of a recording of {self.batches}")
         i %= self.batches
         at = bisect_right(self._ends, i)
         return self._chunks[at], i - (self._ends[at] - self._chunks[at].batches)
 
-    def _read(self, chunk: Chunk, places: Iterable[int], keys: Iterable[Key]) -> Iterator[dict[Key, Any]]:
-        """The values of some batches of a chunk; all those of the chunk are compared with their checksums once."""
-        file, _ = files.open_regular(chunk.path)
+    def _columns(self, chunk: Chunk, keys: Iterable[Key]) -> dict[Key, Any]:
+        """The leaves of all batches of a chunk, mapped; the first time, they are compared with their checksums."""
+        file, _ = open_regular(chunk.path)
         columns: dict[Key, Any] = {}
         try:
             with file, opened(file, chunk.path) as stored:
@@ -187,13 +202,9 @@ class Recording:
                     tensor = stored.tensor(chunk.leaves[key], check=leaf not in self._checked)
                     self._checked.add(leaf)
                     columns[key] = _lines(tensor) if chunk.leaves[key] in chunk.objects else _in_order(chunk, tensor)
-            for place in places:
-                yield {
-                    key: column[place] if torch.is_tensor(column) else _objects(chunk, column, place)
-                    for key, column in columns.items()
-                }
         except Damaged as error:
             raise DamagedChunk(chunk.path, error) from error
+        return columns
 
     def _rows(self) -> Iterator[Rows]:
         fresh, expected, i = bool(self.manifest["fresh"]), 0, 0
@@ -202,8 +213,9 @@ class Recording:
             if missing:
                 raise BadRecording(f"{self.directory} has no table of episodes: {missing} were not recorded.")
             keys = [*NEEDED, *(key for key in (IS_INIT,) if key in chunk.leaves)]
-            for place, values in enumerate(self._read(chunk, range(chunk.batches), keys)):
-                number = chunk.first_batch + place
+            columns = self._columns(chunk, keys)
+            for place in range(chunk.batches):
+                number, values = chunk.first_batch + place, _values(chunk, columns, place)
                 yield self._rows_of(chunk, values, i, follows=number == expected and (fresh or number > 0))
                 expected, i = number + 1, i + 1
 
@@ -230,13 +242,7 @@ class Recording:
 def _tensordict(chunk: Chunk, values: dict[Key, Any]) -> TensorDict:
     from tensordict import TensorDict
 
-    root: dict[str, Any] = {}
-    for key, value in values.items():
-        place = root
-        for part in key[:-1]:
-            place = place.setdefault(part, {})
-        place[key[-1]] = value
-    return TensorDict(root, batch_size=chunk.batch_size, names=list(chunk.names))
+    return TensorDict(nested(values), batch_size=chunk.batch_size, names=list(chunk.names))
 
 
 def _flat(chunk: Chunk, tensor: torch.Tensor) -> Array:
@@ -265,15 +271,18 @@ def _lines(tensor: torch.Tensor) -> list[bytes]:
     return bytes(bytes_of(tensor)).split(b"\n")
 
 
-def _objects(chunk: Chunk, lines: list[bytes], place: int) -> Any:
+def _values(chunk: Chunk, columns: Mapping[Key, Any], place: int) -> dict[Key, Any]:
+    """One batch of a chunk by key."""
     try:
-        return _stack(read_json(lines[place]), chunk.batch_size)
+        return {
+            key: column[place] if torch.is_tensor(column) else _stack(read_json(column[place]), chunk.batch_size)
+            for key, column in columns.items()
+        }
     except (ValueError, IndexError, RecursionError) as error:
-        raise Damaged(f"objects are not what the header says ({error})") from error
+        raise DamagedChunk(chunk.path, f"objects are not what the header says ({error})") from error
 
 
 def _stack(value: Any, size: tuple[int, ...]) -> Any:
-    """Nested lists as the stack of objects that they were."""
     from tensordict import NonTensorData, NonTensorStack
 
     if not size:
@@ -285,9 +294,9 @@ def _stack(value: Any, size: tuple[int, ...]) -> Any:
 
 def _read_manifest(root: Path, lost: list[str]) -> dict[str, Any] | None:
     """The manifest, or None with a note: every chunk carries a copy of what matters in it."""
-    path = root / files.MANIFEST
+    path = root / MANIFEST
     try:
-        file, _ = files.open_regular(path)
+        file, _ = open_regular(path)
     except BadRecording as error:
         lost.append(f"{error} What it says was taken from the chunks, which cannot tell whether some are missing.")
         return None
@@ -321,11 +330,11 @@ def _read_chunks(root: Path, found: list[int], lost: list[str], skip_damaged: bo
     for before, index in zip([-1, *found], found, strict=False):
         try:
             if index != before + 1:
-                what = f"{root / files.chunk_name(before + 1)} is missing"
+                what = f"{root / chunk_name(before + 1)} is missing"
                 if not skip_damaged:
                     raise BadRecording(f"{what}, and chunks follow it. {_SKIP}")
                 lost.append(f"{what} ({index - before - 1} in a row).")
-            chunk = read_chunk(root / files.chunk_name(index))
+            chunk = read_chunk(root / chunk_name(index))
             complete = skip_damaged or chunk.first_batch == sum(other.batches for other in chunks)
             if chunk.index != index or not complete:
                 raise BadRecording(f"{chunk.path} is chunk {chunk.index} under another name. {_SKIP}")
@@ -351,7 +360,7 @@ def _note_missing_end(
     if manifest.get("closed"):
         if present < manifest["chunks"]:
             lost.append(f"The last {manifest['chunks'] - present} of {manifest['chunks']} chunks are missing.")
-    elif "closed" in manifest and files.is_locked(root):
+    elif "closed" in manifest and is_locked(root):
         lost.append("It is still being recorded; load it again for more.")
     elif "closed" in manifest:
         cut = any(name.endswith(TEMPORARY) for name in names)

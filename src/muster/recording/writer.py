@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,8 @@ import torch
 
 from muster.errors import BadOption, BadRecording, UnsupportedSpace
 from muster.keys import Key, dotted
-from muster.recording import chunks, files
+from muster.recording import chunks
+from muster.utils.attributes import installed
 from muster.utils.forks import Owner
 from muster.utils.tensor_files import STORABLE, seal
 from muster.utils.whole_files import write_whole
@@ -77,7 +77,7 @@ class Recorder:
             "format": FORMAT,
             "version": VERSION,
             "id": uuid.uuid4().hex,
-            "muster": _version(),
+            "muster": installed("muster-rl") or "unknown",  # run from a source tree
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "fresh": fresh,
             "meta": meta,
@@ -85,7 +85,7 @@ class Recorder:
         self._signature: dict[Key, tuple[str, tuple[int, ...]]] | None = None  # of all batches
         self._about: dict[str, Any] = {}  # them, for the manifest at the end
         self._owner = Owner("recorder", "files")
-        self._lock: files.DirectoryLock | None = self._claim()
+        self._lock: chunks.DirectoryLock | None = self._claim()
 
     @property
     def frames(self) -> int:
@@ -143,7 +143,7 @@ class Recorder:
         if self._pending is None or not self._pending.count:
             return
         about = {"chunk": self._chunks, "first_batch": self._batches, "manifest": self._manifest}
-        path, content = self.directory / files.chunk_name(self._chunks), self._pending.encode(about)
+        path, content = self.directory / chunks.chunk_name(self._chunks), self._pending.encode(about)
         try:
             write_whole(path, [content])
         except BaseException as error:
@@ -188,16 +188,15 @@ class Recorder:
         state = "closed" if self._lock is None else "open"
         return f"Recorder({str(self.directory)!r}, {state}, {self._frames:,} frames in {self._chunks} chunks)"
 
-    def _claim(self) -> files.DirectoryLock:
-        """Make the directory ours, and the manifest the sign of it."""
+    def _claim(self) -> chunks.DirectoryLock:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            lock = files.DirectoryLock(self.directory)
+            lock = chunks.DirectoryLock(self.directory)
         except OSError as error:
             raise BadRecording(f"Cannot record into {self.directory}: {error.strerror}.") from error
         try:
             for name in sorted(os.listdir(self.directory)):
-                if name == files.MANIFEST or files.CHUNK.fullmatch(name):
+                if name == chunks.MANIFEST or chunks.CHUNK.fullmatch(name):
                     raise BadRecording(
                         f"{self.directory} already holds a recording ({name}), and recordings are never overwritten. "
                         f"Choose another directory, or delete that one."
@@ -210,9 +209,9 @@ class Recorder:
 
     def _write_manifest(self, state: dict[str, Any]) -> None:
         try:
-            write_whole(self.directory / files.MANIFEST, [seal(self._manifest | state, indent=1)])
+            write_whole(self.directory / chunks.MANIFEST, [seal(self._manifest | state, indent=1)])
         except OSError as error:
-            raise self._not_written(files.MANIFEST, error) from error
+            raise self._not_written(chunks.MANIFEST, error) from error
 
     def _not_written(self, name: str, error: OSError) -> BadRecording:
         return BadRecording(
@@ -230,11 +229,7 @@ class Recorder:
 
 
 class _Content:
-    """The leaves of one batch, checked.
-
-    Attributes:
-        signature: dtype name (``"object"`` for Python objects) and shape without batch dimensions, by key.
-    """
+    """The checked leaves of one batch. ``signature``: dtype name (or ``"object"``) and shape of one frame, by key."""
 
     def __init__(self, batch: TensorDictBase) -> None:
         self.batch_size = tuple(batch.batch_size)
@@ -306,7 +301,6 @@ class _Pending:
         self.since = min(self.since, time.monotonic())
 
     def remove_last(self) -> None:
-        """Undo the last ``add``."""
         self.count -= 1
         self._text_bytes -= sum(len(lines.pop()) for lines in self._lines.values())
         if not self.count:
@@ -356,12 +350,7 @@ def _json_line(key: Key, value: Any) -> str:
 
 
 def _exact_json(value: Any, **options: Any) -> str:
-    """``value`` as JSON that reads back equal and of the same types.
-
-    Raises:
-        TypeError: it holds something else than str, int, float, bool, None, lists and dicts with str keys;
-            JSON would turn tuples into lists, and keys into text, without a word.
-    """
+    """``value`` as JSON that reads back equal and of the same types; ``TypeError`` where it would not."""
     try:
         _check_plain(value)
         return json.dumps(value, **options)
@@ -380,10 +369,3 @@ def _check_plain(value: Any) -> None:
             _check_plain(item)
     elif value is not None and type(value) not in (str, int, float, bool):
         raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__}")
-
-
-def _version() -> str:
-    try:
-        return metadata.version("muster-rl")
-    except metadata.PackageNotFoundError:
-        return "unknown"  # run from a source tree

@@ -40,12 +40,9 @@ TOGETHER = "All environments of the batch are replayed together, from their seed
 
 @dataclass
 class ResetLog:
-    """The resets of one rollout, in order.
+    """The resets of one rollout, ``[n, 3]`` int32 in order: number of the call, rows before it, environment.
 
-    Attributes:
-        resets: ``[n, 3]`` int32: number of the call, rows of this rollout before it, environment.
-        special: by position in ``resets``.
-        due: environments that will be reset before the next rollout, with what is known of that.
+    ``special`` has what is known of them, by position; ``due`` of environments that are reset before the next rollout.
     """
 
     resets: Array = field(default_factory=lambda: np.zeros((0, 3), np.int32))
@@ -68,23 +65,18 @@ def random_state(env: Any) -> dict[str, Any] | None:
     return state
 
 
-def set_random_state(env: Any, state: dict[str, Any]) -> None:
-    """Let a Gymnasium environment draw from ``random_state`` on."""
+def generator_of(state: Mapping[str, Any], seeds: Mapping[str, Any] | None = None) -> np.random.Generator:
+    """A generator of NumPy's whose bit generator has this state; ``seeds`` is that of its ``SeedSequence``."""
     name = state["bit_generator"]
     if name not in GENERATORS:
         raise ValueError(f"{name!r} is no bit generator of NumPy")
-    generator = np.random.Generator(getattr(np.random, name)())
-    generator.bit_generator.state = state
-    env.unwrapped.np_random = generator
+    bits = getattr(np.random, name)(np.random.SeedSequence(**seeds) if seeds else 0)
+    bits.state = state
+    return np.random.Generator(bits)
 
 
 class Anchors:
-    """Notes the resets of a group, in the worker. Costs a list entry per reset, and once per environment and rollout
-    2 us for its random state.
-
-    Args:
-        env: of the group, whose ``before_reset`` hook is this object's.
-    """
+    """Notes the resets of a group, in the worker: a list entry per reset, and 2 us per environment and rollout."""
 
     def __init__(self, env: EnvBatch) -> None:
         self._env, self._alone = env, replays_alone(env)
@@ -114,12 +106,7 @@ class Anchors:
                 self._special[len(self._resets) + n] = special
 
     def take(self, begin: int = 0, due: Sequence[int] = ()) -> ResetLog:
-        """What was noted since the last call, for the report on a lane that is complete, or whose environments failed.
-
-        Args:
-            begin: row at which the rollout began.
-            due: environments that the group is going to reset before the next step.
-        """
+        """What was noted since the last call, from row ``begin`` on; ``due``: resets before the next step."""
         resets = np.array(self._resets, np.int32).reshape(-1, 3)
         resets[:, ROW] -= begin
         envs = self._env.objects()
@@ -141,11 +128,7 @@ class Anchors:
         self._resets = [(0, 0, i) for i in which]
 
     def where(self, index: int, row: int, clock: TrajectoryClock) -> dict[str, Any]:
-        """For ``failures.pack``: seed, episode and step of an environment at a row, before ``take``.
-
-        Args:
-            clock: of the group, as it was when the lane was begun.
-        """
+        """Seed, episode and step of an environment at a row of a lane begun with ``clock``, for ``failures.pack``."""
         rows = [at for _, at, i in self._resets if i == index]
         step = row - rows[-1] if rows else int(clock.steps[index]) + row
         episode = int(clock.episode[index]) + len({at for at in rows if at})
@@ -177,16 +160,7 @@ class _Recorded:
 class ActionLog:
     """The actions of a group since the last known beginning of each of its environments, in the parent.
 
-    Args:
-        maker: what the environments were made from.
-        name: of the environments.
-        alone: ``replays_alone`` of the env batch.
-        env_ids: global numbers, one per environment.
-        limit_bytes: of this history: beyond, the oldest actions go, and what began with them cannot be replayed.
-        max_frames_per_traj: of the collector.
-
-    Attributes:
-        nbytes: memory of what is kept.
+    Beyond ``limit_bytes`` (``nbytes`` are kept) the oldest actions are dropped, and nothing before them is replayed.
     """
 
     def __init__(
@@ -226,12 +200,9 @@ class ActionLog:
             self._due[i] = seeded._replace(options=options)
 
     def add(self, actions: Mapping[Key, Array], log: ResetLog, stepped: Array | None = None) -> None:
-        """Append a rollout.
+        """Append a rollout: a copy of its actions, ``[n, B, *shape]`` per leaf, and its resets.
 
-        Args:
-            actions: its rows, ``[n, B, *shape]`` per leaf; copied.
-            log: ``Anchors.take`` of the same rows.
-            stepped: ``[n, B]`` bool: the others were bypassed. None: there were none.
+        ``stepped`` is ``[n, B]`` bool, False where an environment was bypassed; None: none was.
         """
         self._chunks.append(_Recorded(self._next, {key: array.copy() for key, array in actions.items()}, log, stepped))
         self.nbytes += self._chunks[-1].nbytes
@@ -253,17 +224,14 @@ class ActionLog:
         ended: Array | None = None,
         observation: Mapping[Key, Array] | None = None,
     ) -> CrashReport:
-        """All that is known of how an environment got to where it failed.
+        """All that is known of how environment ``index`` of the group (None: not known which) got to where it failed.
 
         Args:
-            index: of the environment in the group; None: not known.
             actions: of the rollout that failed, ``[k, B, *shape]``; at a failing step that step's action is the last.
-            error: for its text.
-            phase: see ``failures.pack``.
+            error, phase: see ``CrashReport``.
             log: ``Anchors.take`` of the worker; None if that is lost.
-            ended: then, terminated or truncated, ``[k, B]`` bool; of a failing step there is no row.
-            observation: before the failure, ``[B, *shape]``: row ``k`` (``k - 1`` at a failing step), to see whether
-                a replay gets there.
+            ended: where episodes ended if the log is lost, ``[k, B]`` bool; of a failing step there is no row.
+            observation: before the failure, ``[B, *shape]``, to see whether a replay gets there.
         """
         if log is None:
             log = self._presumed(ended)
@@ -295,7 +263,6 @@ class ActionLog:
         return crash_report
 
     def _fill(self, crash_report: CrashReport, chunks: list[_Recorded], position: int, chosen: slice) -> None:
-        """Write what happened from reset ``position`` of the first chunk on."""
         first = begin = int(chunks[0].log.resets[position, ROW])  # where rows were bypassed, resets are in row 0
         resets: list[Array] = []
         special: list[Special | None] = []
@@ -345,7 +312,6 @@ class ActionLog:
         return anchors
 
     def _trim(self) -> None:
-        """Drop what nobody begins with, and the oldest beyond the limit."""
         oldest = min((anchor[0] for anchor in self._anchors if anchor is not None), default=self._next)
         while self._chunks and (self._chunks[0].number < oldest or self.nbytes > self.limit_bytes):
             gone = self._chunks.popleft()

@@ -24,12 +24,13 @@ SMALL = 1 << 63  # integers that any JSON reader takes
 NATIVE = {np.dtype(kind) for kind in ("?", "u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8")}
 
 
-def save(path: str | Path, state: Any) -> None:
+def save(path: str | Path, state: Any, *, mode: int = 0o666) -> None:
     """Write ``state`` into the file ``path``: after a crash there is the new file or the old one, whole.
 
     Args:
         state: None, bool, int of any size, float, str, bytes, tensors, NumPy arrays and numbers, and lists, tuples
             and dicts of these (keys: str, int, tuples of str). Tensors lose their gradients, device and strides.
+        mode: permissions of a new file, less the umask.
 
     Raises:
         BadCheckpoint: something else is in it; the message has its place.
@@ -45,7 +46,7 @@ def save(path: str | Path, state: Any) -> None:
         raise BadCheckpoint("The state is nested too deeply, or holds itself.") from error
     except ValueError as error:
         raise BadCheckpoint(f"The state does not fit into a file: {error}. Put its numbers into arrays.") from error
-    write_whole(Path(path), [content])
+    write_whole(Path(path), [content], mode=mode)
 
 
 def load(path: str | Path) -> Any:
@@ -131,7 +132,6 @@ class _Writer:
 
 
 def _decode(value: Any, file: TensorFile) -> Any:
-    """The inverse of ``_Writer.encode``."""
     if isinstance(value, list):
         return [_decode(item, file) for item in value]
     if not isinstance(value, dict):

@@ -1,36 +1,31 @@
 """Crash reports: files from which ``muster replay`` makes an environment fail again, in one process.
 
-It is a zip file of NumPy arrays (``np.load`` reads it), one of which is a JSON text. Pickles are in it only for
-what is not plain data, and are loaded only where that is allowed.
+The file is a checkpoint (``muster.restore.checkpoint``). What is not plain data is one pickle in it, which is loaded
+only where that is allowed.
 """
 
 from __future__ import annotations
 
 import datetime
-import functools
-import io
-import json
 import os
 import platform
 import secrets
 import tempfile
 import warnings
-import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from muster.errors import BadCrashReport, BadOption, ImportRefused, described
+from muster.errors import BadCheckpoint, BadCrashReport, BadOption, ImportRefused, described
 from muster.keys import Key
 from muster.memory.specs import Array
 from muster.restore.pickling import dumps, loads
-from muster.utils.whole_files import read_json, write_whole
+from muster.utils.attributes import installed
 
-FORMAT = 1
+FORMAT = 2
 MOST_FILES = 32  # that one collector writes
 PACKAGES = ("muster-rl", "gymnasium", "numpy", "torch")
 SCALARS = (str, int, float, bool, type(None))
@@ -46,7 +41,6 @@ class Special(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it had nothing."""
         return all(part is None for part in self)
 
     @property
@@ -70,10 +64,7 @@ class CrashReport:
     """All that is known of how an environment got to where it failed.
 
     Attributes:
-        name: of the environment.
-        maker: its origin.
-        env_ids: global numbers of those in the crash report.
-        alone: it is one environment of a batch, in an environment batch of its own.
+        env_ids: global numbers of the environments; one, if it is ``alone`` in an environment batch of its own.
         phase: what failed: a "step", which is then the last action; a "reset", the last one; else what follows them.
         kind, message: class and text of the error.
         max_frames_per_traj: of the collector; the resets at its truncations are among the others.
@@ -81,9 +72,7 @@ class CrashReport:
         resets: ``[m, 3]`` int64, in order: number of the call, actions before it, environment.
         special: by position in ``resets``.
         observation: before the failure, ``[B, *shape]``; or empty.
-        missing: why it cannot be replayed; empty if it can.
-        caveat: why the replay may go another way; empty if nothing is known.
-        versions, time: of the programs, and of the failure.
+        missing, caveat: why it cannot be replayed, and why a replay may go another way; else empty.
     """
 
     name: str
@@ -100,7 +89,7 @@ class CrashReport:
     observation: dict[Key, Array] = field(default_factory=dict)
     missing: str = ""
     caveat: str = ""
-    versions: dict[str, str] = field(default_factory=lambda: installed())
+    versions: dict[str, str] = field(default_factory=lambda: versions())
     time: str = field(default_factory=lambda: datetime.datetime.now().astimezone().isoformat(timespec="seconds"))
 
     @property
@@ -113,92 +102,50 @@ class CrashReport:
         return f"muster replay {path}" + " --trust" * self.needs_trust
 
     def save(self, path: str | Path) -> None:
-        """Write the file, whole or not at all, readable for its owner only.
+        """Write the file, whole or not at all, readable for its owner only."""
+        from muster.restore import checkpoint  # needs torch
 
-        Raises:
-            OSError: it cannot be written.
-        """
-        header, arrays = self._header(), {"resets": self.resets}
-        try:
-            pickled = dumps(parts, "the environment") if (parts := self._not_plain()) else b""
-        except BadOption as error:
-            pickled, header["missing"] = b"", f"It cannot be replayed: {error}"
-        header["pickled"] = bool(pickled)
-        arrays |= {"pickle": np.frombuffer(pickled, np.uint8)}
+        pickled, maker = self._not_plain(), self.maker
+        state = {name: getattr(self, name) for name in _TYPES if hasattr(self, name)}
+        state |= {"format": FORMAT, "source": maker.source, "num_envs": maker.num_envs, "pickle": b""}
+        state["kwargs"] = None if maker.kwargs is None else dict(maker.kwargs)
+        state["device"] = None if maker.device is None else str(maker.device)
+        state |= dict.fromkeys(pickled.keys() & {"source", "kwargs"})
         for part in ("actions", "observation"):
-            stored = {key: a for key, a in getattr(self, part).items() if a.dtype != object}
-            header[part] = [list(key) for key in stored]
-            arrays |= {f"{part}{n}": array for n, array in enumerate(stored.values())}
-        arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
-        file = io.BytesIO()
-        np.savez(file, allow_pickle=False, **arrays)
-        write_whole(Path(path), [file.getbuffer()], mode=0o600)
+            state[part] = {key: array for key, array in state[part].items() if array.dtype != object}
+        state["special"] = {
+            n: (seed, random, None if f"options {n}" in pickled else options)
+            for n, (seed, random, options) in self.special.items()
+        }
+        try:
+            state["pickle"] = dumps(pickled, "the environment") if pickled else b""
+        except BadOption as error:
+            state["missing"] = f"It cannot be replayed: {error}"
+        checkpoint.save(path, state, mode=0o600)
 
     @staticmethod
     def load(path: str | Path, *, trust: bool = False) -> CrashReport:
         """Read what ``save`` has written.
 
-        Args:
-            trust: unpickle what is pickled, and let the environment's id import a module.
-
-        Raises:
-            BadCrashReport: the file is missing, damaged, or something else.
-            ImportRefused: it needs ``trust``.
+        ``trust`` allows unpickling, and an id of the environment that imports a module; without it such a file raises
+        ``ImportRefused``. A missing or damaged file raises ``BadCrashReport``.
         """
-        arrays, header = _read(Path(path))
-        try:
-            _check(header)
-            pickled = arrays["pickle"].tobytes()
-            named = header["source"] or ""
-            if (pickled or ":" in named) and not trust:
-                what = "a pickle, which can run any code" if pickled else f"{named!r}, which imports a module"
-                raise ImportRefused(f"{path} holds {what}. If you trust where it comes from, add --trust (trust=True).")
-            parts = loads(pickled, "the environment in the crash report") if pickled else {}
-            special = {
-                int(n): Special(seed, state, options or parts.get(f"options {n}"))
-                for n, (seed, state, options) in header["special"].items()
-            }
-            maker = header["maker"]
-            return CrashReport(
-                **header["plain"],
-                maker=Maker(
-                    parts.get("source", named or None),
-                    maker["num_envs"],
-                    parts.get("kwargs", maker["kwargs"]),
-                    maker["device"],
-                ),
-                missing=header["missing"],
-                actions=_by_key(header, arrays, "actions") | parts.get("actions", {}),
-                observation=_by_key(header, arrays, "observation") | parts.get("observation", {}),
-                resets=arrays["resets"].astype(np.int64, casting="safe").reshape(-1, 3),
-                special=special,
-            )
-        except BadOption:
-            raise
-        except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
-            raise BadCrashReport(f"{path} is damaged: {described(error)}.") from error
-
-    def _header(self) -> dict[str, Any]:
-        plain = ("name", "env_ids", "alone", "phase", "kind", "message", "max_frames_per_traj", "caveat", "versions")
-        maker, pickled = self.maker, self._not_plain()
-        return {
-            "format": FORMAT,
-            "plain": {name: getattr(self, name) for name in (*plain, "time")},
-            "missing": self.missing,
-            "source": None if "source" in pickled else maker.source,
-            "maker": {
-                "num_envs": maker.num_envs,
-                "kwargs": None if "kwargs" in pickled or maker.kwargs is None else dict(maker.kwargs),
-                "device": None if maker.device is None else str(maker.device),
-            },
-            "special": {
-                n: (seed, _plain_state(state), None if f"options {n}" in pickled else options)
-                for n, (seed, state, options) in self.special.items()
-            },
+        state = _read(path)
+        pickled, named = state.pop("pickle"), state["source"] or ""
+        if (pickled or ":" in named) and not trust:
+            what = "a pickle, which can run any code" if pickled else f"{named!r}, which imports a module"
+            raise ImportRefused(f"{path} holds {what}. If you trust where it comes from, add --trust (trust=True).")
+        parts = loads(pickled, "the environment in the crash report") if pickled else {}
+        state |= {name: parts[name] for name in ("source", "kwargs") if name in parts}
+        state |= {part: state[part] | parts.get(part, {}) for part in ("actions", "observation")}
+        state["special"] = {
+            n: Special(seed, random, options or parts.get(f"options {n}"))
+            for n, (seed, random, options) in state["special"].items()
         }
+        maker = Maker(*(state.pop(name) for name in ("source", "num_envs", "kwargs", "device")))
+        return CrashReport(maker=maker, **state)
 
     def _not_plain(self) -> dict[str, Any]:
-        """What has to be pickled, by name."""
         found: dict[str, Any] = {}
         if not isinstance(self.maker.source, str):
             found["source"] = self.maker.source
@@ -212,20 +159,14 @@ class CrashReport:
 
 
 class CrashDirectory:
-    """Where a collector puts its crash reports; made when the first one comes.
-
-    Args:
-        path: None: a new one for temporary files.
-    """
+    """Where a collector puts its crash reports, by default a new temporary directory; made for the first one."""
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = None if path is None else Path(path)
         self._written = 0
 
     def save(self, crash_report: CrashReport) -> Path | None:
-        """Write a crash report; returns its file. None (and a warning, the first time) where that is not possible: the
-        failure itself is what the user must hear of. No more than ``MOST_FILES`` are written.
-        """
+        """Write a crash report and return its file; None after ``MOST_FILES``, or (with a warning) where it fails."""
         if self._written >= MOST_FILES:
             return None
         self._written += 1
@@ -258,85 +199,52 @@ class CrashDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
 
 
-def installed() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Versions of Python and of the packages that matter for a replay."""
-    versions = {"python": platform.python_version()}
-    versions |= {name: version for name in PACKAGES if (version := _version(name))}
-    return versions
+    packages = {name: version for name in PACKAGES if (version := installed(name))}
+    return {"python": platform.python_version(), **packages}
 
 
-@functools.cache
-def _version(package: str) -> str:
-    """Looked up in files, and wanted while others wait."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:  # from a source tree
-        return ""
-
-
-def _read(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
-    try:
-        with zipfile.ZipFile(path) as file:
-            packed = [entry.filename for entry in file.infolist() if entry.compress_type != zipfile.ZIP_STORED]
-        if packed:  # a small file could fill the memory
-            raise ValueError(f"{packed[0]} is compressed")
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-        header = read_json(arrays["header"].tobytes())
-        if header["format"] != FORMAT:
-            raise BadCrashReport(f"{path} has format {header['format']}, and this version of Muster reads {FORMAT}.")
-        return arrays, header
-    except BadCrashReport:
-        raise
-    except OSError as error:
-        raise BadCrashReport(f"{path} cannot be read: {error.strerror or error}.") from error
-    except Exception as error:  # zipfile and numpy raise nearly anything on damaged files
-        raise BadCrashReport(f"{path} is no crash report, or damaged: {described(error)}.") from error
-
-
-_PLAIN: dict[str, type | tuple[type, ...]] = {  # types of a header's fields
-    **dict.fromkeys(("name", "phase", "kind", "message", "caveat", "time"), str),
-    **{"env_ids": list, "alone": bool, "max_frames_per_traj": (int, NOTHING), "versions": dict},
-}
-_MAKER: dict[str, type | tuple[type, ...]] = {
-    "num_envs": (int, NOTHING),
-    "kwargs": (dict, NOTHING),
-    "device": (str, NOTHING),
+_TYPES: dict[str, Any] = {  # of what is in a file
+    **dict.fromkeys(("name", "phase", "kind", "message", "missing", "caveat", "time"), str),
+    **dict.fromkeys(("actions", "special", "observation", "versions"), dict),
+    **dict.fromkeys(("num_envs", "max_frames_per_traj"), (int, NOTHING)),
+    **{"env_ids": list, "alone": bool, "resets": np.ndarray, "pickle": bytes},
+    **{"source": (str, NOTHING), "kwargs": (dict, NOTHING), "device": (str, NOTHING)},
 }
 _SPECIAL = ((int, NOTHING), (dict, NOTHING), (dict, NOTHING))  # a seed, a state, options
+_PARTS: dict[str, Callable[[Any], bool]] = {  # and what has to be true of that
+    "env_ids": lambda ids: bool(ids) and all(type(i) is int for i in ids),
+    "resets": lambda resets: resets.dtype.kind == "i" and resets.shape[1:] == (3,),
+    "special": lambda special: all(
+        type(n) is int and type(entry) is tuple and len(entry) == 3 and all(map(isinstance, entry, _SPECIAL))
+        for n, entry in special.items()
+    ),
+    **dict.fromkeys(
+        ("actions", "observation"),
+        lambda arrays: all(type(key) is tuple and isinstance(array, np.ndarray) for key, array in arrays.items()),
+    ),
+}
 
 
-def _check(header: Mapping[str, Any]) -> None:
-    """Raise ``TypeError``, or ``LookupError``, unless the fields are of the types that ``save`` writes."""
-    told = [(name, header["plain"][name], kind) for name, kind in _PLAIN.items()]
-    told += [("env_ids", number, int) for number in header["plain"]["env_ids"]]
-    told += [(name, header["maker"][name], kind) for name, kind in _MAKER.items()]
-    told += [("missing", header["missing"], str), ("source", header["source"], (str, NOTHING))]
-    told += [
-        (n, part, kind) for n, entry in header["special"].items() for part, kind in zip(entry, _SPECIAL, strict=True)
-    ]
-    for name, value, kind in told:
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} is {type(value).__name__}")
-    if not header["plain"]["env_ids"]:
-        raise ValueError("no environment")
+def _read(path: str | Path) -> dict[str, Any]:
+    from muster.restore import checkpoint  # needs torch
 
-
-def _by_key(header: Mapping[str, Any], arrays: Mapping[str, Array], part: str) -> dict[Key, Array]:
-    return {tuple(key): arrays[f"{part}{n}"] for n, key in enumerate(header[part])}
+    try:
+        state = checkpoint.load(path)
+    except BadCheckpoint as error:
+        raise BadCrashReport(f"No crash report: {error}") from error
+    if not isinstance(state, dict) or state.pop("format", None) != FORMAT:
+        raise BadCrashReport(f"{path} is no crash report of format {FORMAT}, which this version of Muster reads.")
+    wrong = [name for name, kind in _TYPES.items() if not isinstance(state.get(name, ...), kind)]
+    wrong += [name for name, fits in _PARTS.items() if name not in wrong and not fits(state[name])]
+    if wrong or state.keys() != _TYPES.keys():
+        raise BadCrashReport(f"{path} is damaged: look at {wrong or sorted(state.keys() - _TYPES.keys())}.")
+    return state
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON gives it back as it is."""
+    """Whether it consists of text, numbers, lists and dicts only."""
     if type(value) is dict:
         return all(type(key) is str and _is_plain(item) for key, item in value.items())
     return all(map(_is_plain, value)) if type(value) is list else type(value) in SCALARS
-
-
-def _plain_state(state: Any) -> Any:
-    """The state of a bit generator as JSON can have it."""
-    if isinstance(state, dict):
-        return {key: _plain_state(value) for key, value in state.items()}
-    if isinstance(state, np.ndarray):
-        return state.tolist()  # NumPy takes lists, too
-    return int(state) if isinstance(state, np.integer) else state

@@ -25,6 +25,7 @@ import cloudpickle
 import numpy as np
 
 from muster.errors import described
+from muster.restore.pickling import innermost
 
 if TYPE_CHECKING:
     import torch
@@ -56,17 +57,10 @@ def keeps_all_in_dict(cls: type) -> bool:
 
 
 def dump(value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any] = ()) -> tuple[bytes, list[bytes]]:
-    """Pickle ``value``.
+    """Pickle ``value``; raises whatever pickling raises if something in the graph cannot be saved exactly.
 
-    Args:
-        fixed: by ``id``, names of the objects that are not to be pickled but referred to.
-        mujoco: MjData that are in ``value``, or that it belongs to; those not named cost another attempt.
-
-    Returns:
-        the pickle, and byte strings that it refers to by position; equal ones are mostly the same object.
-
-    Raises:
-        Exception: whatever pickling raises. Something in the graph cannot be saved exactly.
+    ``fixed`` names objects that are referred to, by ``id``. ``mujoco``: MjData in ``value``; others cost another
+    attempt. Returns the pickle, and byte strings that it refers to by position; equal ones are mostly the same object.
     """
     known = list(mujoco)
     for _ in range(100):
@@ -92,14 +86,8 @@ def culprit(value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any], path: s
     why = _failure(value, fixed, mujoco)
     if why is None:
         return None
-    seen: set[int] = set()
-    while id(value) not in seen:
-        seen.add(id(value))
-        for step, child in _children(value):
-            error = _failure(child, fixed, mujoco)
-            if error is not None and id(child) not in seen:
-                value, path, why = child, path + step, error
-                break
+    steps, value, why = innermost(value, why, _children, lambda child: _failure(child, fixed, mujoco))
+    path += "".join(steps)
     return f"{path} ({type(value).__module__}.{type(value).__qualname__}) cannot be saved: {why}"
 
 
@@ -142,7 +130,6 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
         return False
 
     def _rule(self, cls: type) -> Callable[[Any], Any]:
-        """How objects of the class are taken apart."""
         if issubclass(cls, type):
             return self._class
         special: dict[Any, Callable[[Any], Any]] = {

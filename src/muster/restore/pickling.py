@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -18,13 +18,9 @@ DEEPEST = 50  # levels that a search for the culprit goes down
 
 
 def dumps(obj: Any, what: str) -> bytes:
-    """Pickle ``obj``: lambdas, closures, and classes of a notebook too.
+    """Pickle ``obj``, called ``what`` in messages: lambdas, closures, and classes of a notebook too.
 
-    Args:
-        what: its name in messages, such as ``"create_env_fn[2]"``.
-
-    Raises:
-        BadOption: something in it cannot be pickled; the message says where and what.
+    Raises ``BadOption`` that says what cannot be pickled, and where it is.
     """
     try:
         data: bytes = cloudpickle.dumps(obj)
@@ -34,11 +30,7 @@ def dumps(obj: Any, what: str) -> bytes:
 
 
 def loads(data: bytes, what: str) -> Any:
-    """What ``dumps`` has pickled. Runs code that the pickle names.
-
-    Raises:
-        BadOption: it does not come to life in this process; the original is the cause.
-    """
+    """What ``dumps`` has pickled. Runs code that the pickle names. ``BadOption`` if it cannot be unpickled here."""
     try:
         return cloudpickle.loads(data)
     except Exception as error:
@@ -61,21 +53,32 @@ def _advice(obj: Any) -> str:
 
 def _culprit(obj: Any, error: BaseException) -> str:
     """Where in ``obj`` the innermost part is that cannot be pickled, and what it is."""
-    path: list[str] = []
-    seen = {id(obj)}
-    while len(path) < DEEPEST:
-        for name, child in _parts(obj):
-            why = _failure(child) if id(child) not in seen else None
-            if why is not None:
-                seen.add(id(child))
-                path.append(name)
-                obj, error = child, why
-                break
-        else:
-            break
+    path, obj, error = innermost(obj, error, _parts, _failure)
     reason = "" if "cannot pickle" in text_of(error) else f" ({described(error)})"
     where = f": {' -> '.join(path)}" if path else ""
     return f"{where} is a {_type_name(type(obj))}, which cannot be pickled{reason}."
+
+
+def innermost(
+    obj: Any,
+    why: Any,
+    parts: Callable[[Any], Iterable[tuple[str, Any]]],
+    failure: Callable[[Any], Any],
+) -> tuple[list[str], Any, Any]:
+    """The names on the way to the innermost part of ``obj`` with a ``failure``, that part, and the failure."""
+    path: list[str] = []
+    seen = {id(obj)}
+    while len(path) < DEEPEST:
+        for name, child in parts(obj):
+            found = failure(child) if id(child) not in seen else None
+            if found is not None:
+                seen.add(id(child))
+                path.append(name)
+                obj, why = child, found
+                break
+        else:
+            break
+    return path, obj, why
 
 
 def _failure(obj: Any) -> Exception | None:
@@ -87,7 +90,6 @@ def _failure(obj: Any) -> Exception | None:
 
 
 def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
-    """What a pickle of ``obj`` holds, by name."""
     if isinstance(obj, FunctionType):
         yield from _function_parts(obj)
     elif isinstance(obj, MethodType):
@@ -136,7 +138,6 @@ def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_own(name: str) -> bool:
-    """Whether an entry of a class's ``__dict__`` was written by its author, and not by Python."""
     return name not in ("__dict__", "__weakref__", "__module__", "__doc__")
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from gymnasium.spaces import Discrete, Space
 
-BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "SFC64", "Philox")
+from muster.restore.action_log import GENERATORS, generator_of
+
 SCALARS = (type(None), bool, int, float, str, bytes)
 
 
@@ -39,11 +40,7 @@ class Mismatch(Exception):
 
 
 class Encoder:
-    """Turns values into lists, dicts, scalars and arrays that share no memory with them.
-
-    Args:
-        layers: environments by ``id``, which are referred to by number.
-    """
+    """Turns values into plain data that share no memory with them; ``layers``: numbers of environments by ``id``."""
 
     def __init__(self, layers: Mapping[int, int]) -> None:
         self._layers = layers
@@ -52,11 +49,7 @@ class Encoder:
         self._owners: dict[int, Any] = {}  # of the memory of arrays
 
     def encode(self, value: Any, *, attribute: bool = True) -> Any:
-        """``value`` as what ``Decoder.decode`` takes. Raises ``NotPlain``.
-
-        Args:
-            attribute: it is an attribute of a layer, so that there will be a live counterpart to compare it with.
-        """
+        """``value`` as ``Decoder.decode`` takes it, or ``NotPlain``. An ``attribute`` has a live counterpart."""
         kind = type(value)
         if kind in SCALARS:
             return value
@@ -102,11 +95,7 @@ class Encoder:
 
 
 class Decoder:
-    """Turns what one ``Encoder`` returned, in the same order, into values again.
-
-    Args:
-        layers: the live environments, by the numbers that the encoder used.
-    """
+    """Turns what one ``Encoder`` returned, in the same order, into values; ``layers``: the live environments."""
 
     def __init__(self, layers: list[Any]) -> None:
         self._layers, self._made = layers, list[Any]()
@@ -138,8 +127,8 @@ class Decoder:
             case ["array", array]:
                 self._made.append(made := array.copy())
                 return made
-            case ["generator", name, state, seeds]:
-                self._made.append(made := _generator(name, state, seeds))
+            case ["generator", _, state, seeds]:
+                self._made.append(made := generator_of(state, seeds))
                 return made
             case ["fact", facts]:
                 return _of_facts(live, facts)
@@ -150,14 +139,6 @@ class Decoder:
             case [kind, *_]:
                 raise Mismatch(f"is saved as {kind!r}, which this version of Muster does not know")
         return encoded
-
-
-def _generator(name: str, state: dict[str, Any], seeds: dict[str, Any] | None) -> np.random.Generator:
-    if name not in BIT_GENERATORS:
-        raise Mismatch(f"{name!r} is no bit generator of NumPy's")
-    bits = getattr(np.random, name)(np.random.SeedSequence(**seeds) if seeds else 0)
-    bits.state = state
-    return np.random.Generator(bits)
 
 
 def _of_facts(live: Any, facts: str) -> Any:
@@ -182,7 +163,7 @@ def same(a: Any, b: Any) -> bool:
 def _generator_state(generator: np.random.Generator) -> tuple[str, Any, Any]:
     bits = generator.bit_generator
     seeds = getattr(bits, "seed_seq", None)  # what ``spawn`` goes on from
-    if type(bits).__name__ not in BIT_GENERATORS or type(seeds) is not np.random.SeedSequence:
+    if type(bits).__name__ not in GENERATORS or type(seeds) is not np.random.SeedSequence:
         raise NotPlain
     return type(bits).__name__, bits.state, seeds.state
 

@@ -13,23 +13,15 @@ from muster.errors import BadCrashReport
 from muster.keys import FLAGS, next_of
 from muster.memory.slots import Layout, Slot
 from muster.memory.specs import Array
-from muster.restore.action_log import set_random_state
+from muster.restore.action_log import generator_of
 from muster.restore.crash_report import CrashReport, Special
 from muster.rollout.columns import RolloutOptions, lane_columns
 
 
 class Player:
-    """An environment, and all that was done to it.
+    """An environment (``env``, or the list of them), and all that was done to it.
 
-    Args:
-        crash_report: with nothing ``missing``.
-
-    Attributes:
-        env: the environment, or the list of them.
-
-    Raises:
-        EnvError: the environment cannot be made.
-        BadCrashReport: what was recorded does not fit it.
+    Raises ``EnvError`` if it cannot be made, ``BadCrashReport`` if what was recorded does not fit it.
     """
 
     def __init__(self, crash_report: CrashReport) -> None:
@@ -58,11 +50,7 @@ class Player:
         return [move for _, move in order]  # sorted() keeps resets before the step of the same row
 
     def make(self, move: tuple[str, int]) -> None:
-        """Make a move.
-
-        Raises:
-            MusterError: as in a rollout; the environment's own exception is the cause.
-        """
+        """Make a move; raises as a rollout does, with the environment's own exception as the cause."""
         with torch.no_grad():
             (self._reset if move[0] == "reset" else self._step)(move[1])
 
@@ -77,7 +65,6 @@ class Player:
         return arrays[self.batch.reward_key][0], *(arrays[next_of((f,))][0] for f in ("terminated", "truncated"))
 
     def action(self, row: int) -> Any:
-        """Of a step, as the environment gets it."""
         leaves = {key: array[row] for key, array in self.crash_report.actions.items()}
         codec = getattr(self.batch, "actions", None)
         if not self.crash_report.alone or codec is None:
@@ -86,7 +73,6 @@ class Player:
         return value.item() if codec.single and not codec.specs[next(iter(leaves))].shape else value
 
     def verdict(self) -> str:
-        """Whether the replay has got to where the recording was before it failed."""
         expected, got = self.crash_report.observation, self.observation()
         if not expected:
             return ""
@@ -98,11 +84,9 @@ class Player:
         ).rstrip()
 
     def close(self) -> None:
-        """Close the environment."""
         self.batch.close()
 
     def _check(self) -> None:
-        """Refuse actions and resets that are not this environment's."""
         actions, resets, specs = self.crash_report.actions, self.crash_report.resets, self.batch.action_specs
         expected = {key: tuple(self._lane.data[key].shape[1:]) for key in specs}
         got = {key: array.shape[1:] for key, array in actions.items()}
@@ -123,7 +107,8 @@ class Player:
         for i, state in zip(which, (entry.state for entry in special), strict=True):
             if state is not None:
                 try:
-                    set_random_state(self.batch.objects()[i], state)
+                    env: Any = self.batch.objects()[i]
+                    env.unwrapped.np_random = generator_of(state)
                 except (LookupError, TypeError, ValueError) as error:
                     raise BadCrashReport(f"the random state in the crash report is damaged: {error}") from error
         seeds = [entry.seed for entry in special if entry.seed is not None]
@@ -131,8 +116,6 @@ class Player:
         self.batch.reset(self._lane.data, 0, which, seeds if len(seeds) == len(which) else None)
 
     def _step(self, row: int) -> None:
-        from muster.keys import next_of
-
         data = self._lane.data
         for flag in FLAGS:  # which environments only set
             for key in (flag, next_of(flag)):

@@ -47,11 +47,7 @@ PYTHON = ".".join(map(str, sys.version_info[:2]))
 
 
 def take(env: Any) -> Snapshot:
-    """The state of ``env``, which is not changed; the snapshot shares no memory with it.
-
-    Returns:
-        plain data. If the state cannot be saved exactly: ``{"way": "none", "reason": ...}``.
-    """
+    """The state of ``env`` as plain data, or ``{"way": "none", "reason": ...}`` if it cannot be saved exactly."""
     try:
         layers = _layers(env)
         for layer in layers:
@@ -71,15 +67,10 @@ def take(env: Any) -> Snapshot:
 
 
 def restore(env: Any, snapshot: Snapshot, trust: bool) -> str | None:
-    """Bring ``env``, which was made as the saved one was, into the saved state.
+    """Bring ``env``, which was made as the saved one was, into the saved state. All layers stay the same objects.
 
-    All layers stay the objects that they are; what they hold is replaced.
-
-    Args:
-        trust: whether the snapshot may run code (way "pickle").
-
-    Returns:
-        None if every bit was restored, else a sentence that says why not. Then ``env`` must be reset before use.
+    ``trust`` allows a snapshot that runs code (way "pickle"). Returns None if every bit was restored, else a sentence
+    that says why not; then ``env`` must be reset before use.
     """
     if snapshot["way"] == "none":
         return str(snapshot["reason"])
@@ -109,7 +100,6 @@ def restore(env: Any, snapshot: Snapshot, trust: bool) -> str | None:
 
 
 def _layers(env: Any) -> list[Any]:
-    """The environment and all environments it wraps, from the outside in."""
     found = [env]
     for layer in found:  # grows
         held = getattr(layer, "__dict__", {})
@@ -130,7 +120,6 @@ def _name(layer: Any) -> str:
 
 
 def _own(layer: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """The layer's own methods to read and to set its state."""
     for get, put in PAIRS:
         functions = [getattr(type(layer), name, None) for name in (get, put)]
         # A torch module's state_dict has its parameters, and not what makes it an environment.
@@ -181,7 +170,6 @@ def _draws(layer: Any, value: Any) -> bool:
 
 
 def _plain_attributes(layer: Any, layers: list[Any]) -> list[Any]:
-    """Attributes of a layer that restores itself, to see afterwards whether it has."""
     found = []
     for name, value in vars(layer).items():
         if not _is_construction(name, value) and not _is_gymnasiums(name, value):

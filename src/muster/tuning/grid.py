@@ -76,18 +76,10 @@ class Setup:
 def grid(
     load: Load, cores: float, totals: Sequence[int], frames: int, *, groups: int | None, policy: bool
 ) -> list[Setup]:
-    """The setups to time.
+    """The setups to time, of ``frames`` frames per batch, for each total number of environments.
 
     In process, then 2 workers up to twice the cores, and as many as keep the cores busy. Threads are in the grid where
     the environment waits: threads share one core. Central inference is in it where there is a policy.
-
-    Args:
-        load: of one worker.
-        cores: that this process may use.
-        totals: numbers of environments, over all groups.
-        frames: of a batch, about.
-        groups: given by the user; None: one for each worker.
-        policy: there is one; random actions need no server.
     """
     wanted = {2, max(1, math.floor(cores)), 2 * max(1, math.floor(cores)), busy_workers(load, cores)} - {1}
     backends: tuple[Literal["processes", "threads"], ...] = ("processes", "threads") if load.waits else ("processes",)

@@ -152,7 +152,6 @@ def _check_totals(num_envs: Sequence[int] | int | None, groups: int | None) -> N
 
 
 def _totals(num_envs: Sequence[int] | int | None, groups: int | None, env_batch: int, cores: float) -> list[int]:
-    """Numbers of environments to try, over all groups."""
     if num_envs is not None:
         return [num_envs] if isinstance(num_envs, int) else list(num_envs)
     if groups:
@@ -188,7 +187,6 @@ def _in_turns(
 
 
 def _rate(collector: BaseCollector, seconds: float) -> float:
-    """Frames per second over at least ``seconds``."""
     frames, began = collector.stats().executed, time.perf_counter()
     while True:
         collector.rollout()

@@ -7,17 +7,14 @@ import functools
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from typing import Any
 
 from muster.errors import BadOption, text_of
 
 
 def resolve(root: Any, path: str) -> Any:
-    """What ``path`` names, from ``root`` on: attributes, and subscripts with a literal.
-
-    Raises:
-        BadOption: the path is something else, or names nothing.
-    """
+    """What ``path`` names from ``root`` on: attributes, and subscripts with a literal; else raises ``BadOption``."""
     try:
         tree = ast.parse(f"root.{path}" if not path.startswith("[") else f"root{path}", mode="eval").body
         return _walk(root, tree)
@@ -33,11 +30,7 @@ def named(target: str) -> Any:
 
 @contextmanager
 def optional(who: str, package: str, extra: str) -> Iterator[None]:
-    """For imports of a package that is an extra of Muster.
-
-    Raises:
-        BadOption: it is not installed; the message says how to install it.
-    """
+    """For imports of a package that is an extra of Muster: ``BadOption`` says how to install it."""
     try:
         yield
     except ImportError as error:
@@ -46,11 +39,17 @@ def optional(who: str, package: str, extra: str) -> Iterator[None]:
         raise BadOption(f"{who} needs {package}, which is not installed: pip install 'muster-rl[{extra}]'.") from error
 
 
-def name_of(thing: Any) -> str:
-    """What messages call a function, a class or an object of the user's: its ``__name__``, or that of its type.
+@functools.cache
+def installed(distribution: str) -> str | None:
+    """The version of a distribution, None if it is not there."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
-    Never its ``repr``, which is the user's code: it can be long, slow, or raise.
-    """
+
+def name_of(thing: Any) -> str:
+    """Name of a user's object in messages. Never its ``repr``, which can be long, slow, or raise."""
     if isinstance(thing, functools.partial):
         return name_of(thing.func)
     try:

@@ -15,12 +15,7 @@ _NOT_OURS = ("muster.testing.", "muster.workers.forkserver")  # environments; wh
 
 
 class Owner:
-    """The process that made an object, which alone may use what belongs to it.
-
-    Args:
-        name: of the object, for people.
-        has: what it has there that a fork has not: "workers".
-    """
+    """The process that made an object (``name``), which alone may use what belongs to it (``has``)."""
 
     __slots__ = ("_has", "_name", "_pid")
 
@@ -42,13 +37,10 @@ class Owner:
 
 
 def end_on_return(of: str) -> None:
-    """In a fork, from an ``after_in_child`` hook: end it when what has forked returns or raises into code of Muster's.
+    """In a fork (from an ``after_in_child`` hook), end it when it returns or raises into code of Muster's.
 
-    What it does before that is its own matter: it may run another program, or a function and ``os._exit``. The frame of
-    Muster's that called it is traced, so that nobody has to look for forks as long as there are none.
-
-    Args:
-        of: what was forked, for people.
+    Until then it may run another program, or a function and ``os._exit``. The frame of Muster's that called it is
+    traced, so that this costs nothing as long as there are no forks. ``of`` says what was forked.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and not _is_ours(frame):

@@ -11,16 +11,10 @@ from muster.errors import BadOption
 
 
 def integer(name: str, value: Any, at_least: int | None = 1, *, of: str = "", or_else: str = "") -> int:
-    """``value`` as an ``int``: also what NumPy or torch have for one, but no truth value.
+    """``value`` as an ``int``: also what NumPy or torch have for one, but no bool.
 
-    Args:
-        name: of the argument.
-        at_least: the least that is possible; None: there is none.
-        of: whose argument it is, for the message.
-        or_else: what would be possible besides, for the message.
-
-    Raises:
-        BadOption: it is something else.
+    ``at_least`` None is no bound. ``of`` (whose argument it is) and ``or_else`` (another valid value) are for the
+    message of ``BadOption``.
     """
     number = None
     if not isinstance(value, (bool, np.bool_)):

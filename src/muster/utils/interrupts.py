@@ -30,7 +30,6 @@ class _Interrupts:
         self.handler = self._handle
 
     def here(self) -> bool:
-        """This stands in, and for the present thread."""
         return bool(self.contexts) and get_ident() == _main_thread and _signal.getsignal(SIGINT) is self.handler
 
     def begin(self) -> None:
@@ -40,7 +39,6 @@ class _Interrupts:
         _signal.signal(SIGINT, self.handler)
 
     def deliver(self) -> None:
-        """What was noted."""
         if self.noted:
             self.noted = False
             self.usual(SIGINT, None)

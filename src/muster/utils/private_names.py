@@ -29,24 +29,14 @@ CHECKED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 
 def usable(package: str, *owners: tuple[Any, tuple[str, ...]]) -> bool:
-    """Whether private names of a package may be used: its version is a checked one, and it has the names.
-
-    Args:
-        package: a key of ``CHECKED``.
-        *owners: objects of the package, each with the attributes that it must have.
-    """
+    """Whether private names of a package in ``CHECKED`` may be used: checked version, owners have the attributes."""
     if os.environ.get(VARIABLE) == "never" or not _is_checked(package):
         return False
     return all(hasattr(owner, name) for owner, names in owners for name in names)
 
 
 def require(package: str, extra: str) -> None:
-    """Raise BadOption unless the package has a checked version; for adapters that have no public way.
-
-    Args:
-        package: a key of ``CHECKED``.
-        extra: of Muster, whose bounds are those versions.
-    """
+    """Raise ``BadOption`` unless the package has a checked version; for adapters without a public way."""
     if not _is_checked(package):
         first, end = (".".join(map(str, version)) for version in CHECKED[package])
         raise BadOption(

@@ -38,11 +38,7 @@ def seal(about: Mapping[str, Any], **options: Any) -> bytes:
 
 
 def unseal(text: bytes) -> dict[str, Any]:
-    """What ``seal`` was given.
-
-    Raises:
-        Damaged: the text is another one.
-    """
+    """What ``seal`` was given; ``Damaged`` if the text is another one."""
     if text[:_CRC_BYTES] != _CRC % zlib.crc32(text[_CRC_BYTES:]):
         raise Damaged("its description does not match its checksum")
     try:
@@ -54,14 +50,9 @@ def unseal(text: bytes) -> dict[str, Any]:
 
 
 def encode(tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> bytes:
-    """The content of a file.
+    """The content of a file of contiguous CPU tensors of ``STORABLE`` dtypes, no two in the same memory, and JSON.
 
-    Args:
-        tensors: by name; contiguous, on the CPU, of ``STORABLE`` dtypes, no two of them in the same memory.
-        about: JSON-able.
-
-    Raises:
-        ValueError: names and ``about`` are more than a header can hold.
+    ``ValueError``: names and ``about`` are more than a header can hold.
     """
     text = seal({"tensors": {name: _checksum(tensor) for name, tensor in tensors.items()}, "about": about})
     content = save(dict(tensors), {"muster": text.decode()})
@@ -72,12 +63,7 @@ def encode(tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> byt
 
 @dataclass(frozen=True)
 class TensorFile:
-    """What ``encode`` has written, open.
-
-    Attributes:
-        about: its JSON.
-        names: of its tensors.
-    """
+    """An open file of ``encode``: its JSON, and the names of its tensors."""
 
     about: Any
     names: tuple[str, ...]
@@ -85,18 +71,10 @@ class TensorFile:
     _checksums: Mapping[str, str]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, without reading it."""
         return tuple(self._file.get_slice(name).get_shape())
 
     def tensor(self, name: str, *, check: bool = True) -> torch.Tensor:
-        """A tensor as a private memory map: changes of it are seen by nobody else.
-
-        Args:
-            check: read it, and compare it with its checksum.
-
-        Raises:
-            Damaged: there is no such tensor, or it is not as it was written.
-        """
+        """A tensor as a private memory map, with ``check`` read and compared with its checksum (``Damaged``)."""
         if name not in self.names:
             raise Damaged(f"{name!r} is missing")
         tensor: torch.Tensor = self._file.get_tensor(name)
@@ -109,13 +87,9 @@ class TensorFile:
 
 @contextmanager
 def opened(file: IO[bytes], path: str | os.PathLike[str]) -> Iterator[TensorFile]:
-    """Read the header of ``file``, which is open; tensors that are taken stay valid afterwards.
+    """Read the header of ``file``, which is open; tensors that are taken stay valid afterwards. Raises ``Damaged``.
 
-    Args:
-        path: its name. Where the system allows it, this very file is read, whatever the name points to now.
-
-    Raises:
-        Damaged: it is cut, changed, or nothing that ``encode`` has written; raised in the ``with`` block, too.
+    Where the system allows it, this very file is read, whatever ``path`` names now.
     """
     same = f"/proc/self/fd/{file.fileno()}"
     try:
@@ -143,6 +117,5 @@ def from_bytes(content: bytes) -> torch.Tensor:
 
 
 def _checksum(tensor: torch.Tensor) -> str:
-    """Of a tensor's dtype, shape and bytes."""
     kind = f"{tensor.dtype} {list(tensor.shape)}".encode()
     return f"{zlib.crc32(bytes_of(tensor) if tensor.numel() else b'', zlib.crc32(kind)):08x}"

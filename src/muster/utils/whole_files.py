@@ -25,15 +25,8 @@ def write_whole(path: Path, parts: Iterable[Any], *, mode: int = 0o666) -> None:
     """Make the file ``path`` of ``parts`` (buffers): after a crash it is there completely, or as it was before.
 
     Any number of threads and processes may write one path at the same time: a reader sees one of their files, whole.
-
-    Args:
-        path: of the file.
-        parts: its content, one after the other.
-        mode: permissions of a new file, less the umask. Those of a file that is replaced are kept, without what
-            ``mode`` does not allow.
-
-    Raises:
-        OSError: the file is as it was before. (If only the directory's own fsync failed, it is the new one.)
+    ``mode`` are the permissions of a new file, less the umask; those of a file that is replaced are kept, without what
+    ``mode`` does not allow. ``OSError``: the file is as before (unless only the directory's own fsync failed).
     """
     _remove_leftovers(path)
     temporary, fd = _create(path, mode)
@@ -55,11 +48,7 @@ def write_whole(path: Path, parts: Iterable[Any], *, mode: int = 0o666) -> None:
 
 @contextmanager
 def written_elsewhere(path: Path) -> Iterator[Path]:
-    """A path of the same name in a folder of its own, for what writes files by name; then copied to ``path``, whole.
-
-    Raises:
-        OSError: the file cannot be copied, and is as it was before.
-    """
+    """A path of the same name in a folder of its own, for what writes files by name; then copied to ``path``, whole."""
     with tempfile.TemporaryDirectory(prefix="muster-") as folder:
         made = Path(folder, path.name)
         yield made
@@ -68,11 +57,7 @@ def written_elsewhere(path: Path) -> Iterator[Path]:
 
 
 def try_lock(fd: int) -> bool:
-    """Hold a file for as long as ``fd`` is open, unless somebody else holds it; the kernel lets go when we die.
-
-    Raises:
-        OSError: the file system has no locks.
-    """
+    """Lock a file for as long as ``fd`` is open; False if another process has. ``OSError``: no locks here."""
     if sys.platform != "win32":  # there nothing is held
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -96,11 +81,7 @@ def is_at(path: Path, fd: int) -> bool:
 
 
 def read_json(text: bytes | bytearray | str) -> Any:
-    """``json.loads`` for a text that may hold anything.
-
-    Raises:
-        ValueError: whatever is wrong with it: its syntax, its encoding, its depth, a number of too many digits.
-    """
+    """``json.loads`` for a text that may hold anything: ``ValueError`` for whatever is wrong with it."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -144,7 +125,6 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Make a rename durable."""
     if os.name == "posix":
         fd = os.open(directory, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""Weights as one block of bytes: a version label and every tensor, at places that sender and receiver agree on."""
+"""Weights as one block of bytes: a version and every tensor, at places that sender and receiver agree on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from muster.errors import BadWeights
 from muster.memory.specs import Array
-from muster.weights.names import copy_tensor
+from muster.weights.names import check_fit, copy_tensor
 
 HEADER_BYTES = 128
 ALIGNMENT = 64
@@ -24,7 +24,6 @@ _SEQUENCE, _TEXT_LENGTH, _NUMBER, _TEXT = 0, 1, 2, 3  # int64 cells of the heade
 class Entry:
     """One tensor; ``offset`` in bytes from the beginning of the block."""
 
-    name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
@@ -32,37 +31,21 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is where in a block of ``nbytes``."""
+    """What is where in a block of ``nbytes``; ``entries`` by name."""
 
-    entries: tuple[Entry, ...]
+    entries: Mapping[str, Entry]
     nbytes: int
 
     @classmethod
     def of(cls, weights: Mapping[str, torch.Tensor]) -> Manifest:
         """Raises BadWeights for sparse and quantized tensors."""
-        entries, end = [], HEADER_BYTES
+        entries, end = {}, HEADER_BYTES
         for name, tensor in weights.items():
             if tensor.layout != torch.strided or tensor.is_quantized:
                 raise BadWeights(f"weight {name} is sparse or quantized ({tensor.dtype}); only dense tensors are sent")
-            entries.append(Entry(name, tuple(tensor.shape), tensor.dtype, end))
+            entries[name] = Entry(tuple(tensor.shape), tensor.dtype, end)
             end += -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
-        return cls(tuple(entries), end)
-
-    def check(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Raise BadWeights unless names, shapes and dtypes are these."""
-        if len(weights) != len(self.entries) or any(entry.name not in weights for entry in self.entries):
-            names = {entry.name for entry in self.entries}
-            raise BadWeights(
-                f"weights are named differently on the two sides: sent are {sorted(names)}, the policy here has "
-                f"{sorted(weights)}. A worker's policy must be made like the collector's."
-            )
-        for entry in self.entries:
-            tensor = weights[entry.name]
-            if tensor.shape != entry.shape or tensor.dtype != entry.dtype:
-                raise BadWeights(
-                    f"weight {entry.name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, expected "
-                    f"{entry.shape} and {entry.dtype} as it was in the beginning"
-                )
+        return cls(entries, end)
 
 
 class Buffer:
@@ -80,7 +63,7 @@ class Buffer:
         self.memory = memory
         self._manifest = manifest
         self._header = memory[:HEADER_BYTES].view(np.int64)
-        self.tensors = {entry.name: _view(memory, entry) for entry in manifest.entries}
+        self.tensors = {name: _view(memory, entry) for name, entry in manifest.entries.items()}
 
     @classmethod
     def private(cls, manifest: Manifest) -> Buffer:
@@ -106,7 +89,7 @@ class Buffer:
         Raises:
             BadWeights: they do not fit, or ``version`` does not. What was in here still is.
         """
-        self._manifest.check(weights)
+        check_fit(weights, self._manifest.entries)
         number, text = (0, version.encode()) if isinstance(version, str) else (int(version), b"")
         if len(text) > TEXT_BYTES or not -(2**63) <= number < 2**63:
             raise BadWeights(
@@ -126,7 +109,7 @@ class Buffer:
         Raises:
             BadWeights: they do not fit. Nothing was changed.
         """
-        self._manifest.check(into)
+        check_fit(into, self._manifest.entries)
         _copy(self.tensors, into)
         return self.version
 

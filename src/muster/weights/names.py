@@ -90,6 +90,35 @@ def modules_of(policy: Any) -> list[torch.nn.Module]:
     return [thing for thing in seen.values() if isinstance(thing, torch.nn.Module)]
 
 
+def overwrite(old: Weights, new: Weights) -> None:
+    """Copy values over tensors of the same names.
+
+    Raises:
+        BadWeights: names, shapes or dtypes differ, or values are not finite. Nothing was changed.
+    """
+    check_fit(new, old)
+    check_finite(new)
+    for name, tensor in old.items():
+        copy_tensor(tensor, new[name])
+
+
+def check_fit(new: Mapping[str, torch.Tensor], old: Mapping[str, Any]) -> None:
+    """Raise BadWeights unless ``new`` has the names, shapes and dtypes of ``old``: of tensors, or of what has both."""
+    if new.keys() != old.keys():
+        missing, extra = sorted(old.keys() - new.keys()), sorted(new.keys() - old.keys())
+        raise BadWeights(
+            f"the weights are named differently from those of the policy: missing {missing or 'nothing'}, unknown "
+            f"{extra or 'nothing'}; expected {sorted(old)}. Nothing was changed."
+        )
+    for name, expected in old.items():
+        tensor = new[name]
+        if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
+            raise BadWeights(
+                f"weight {name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, expected "
+                f"{tuple(expected.shape)} and {expected.dtype}. Nothing was changed."
+            )
+
+
 def check_finite(weights: Weights) -> None:
     """Raise BadWeights if a value is infinite or not a number."""
     for name, tensor in weights.items():

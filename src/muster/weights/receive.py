@@ -1,4 +1,4 @@
-"""Weights that a parent sends: TorchRL's ``WeightSyncScheme`` on the receiving side, and its older updaters."""
+"""Weights that a parent sends to a collector: the receiving side of TorchRL's weight sync schemes."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from typing import Any
 import torch
 
 from muster.errors import BadOption, BadWeights, CollectorClosed
-from muster.weights.local import LocalWeights
+from muster.weights.publish import PolicyWeights
 
 
 class Receivers:
     """The receiving ends of a collector's weight sync schemes.
 
     A scheme writes into a copy of the model, whenever it likes and in whatever thread; what it announces is published
-    like any other weights, so that they change between rollouts only. With ``SentWeights`` they go on to the workers of
-    this collector: that is how weights come down a hierarchy.
+    like any other weights, so that they change between rollouts only. A collector with workers publishes to them: that
+    is how weights come down a hierarchy.
 
     Args:
         weights: of the policy.
-        collector: whose ``get_model(id)`` finds the model. It is held weakly: one that nobody refers to any more
+        collector: whose ``get_model(id)`` finds the model. It is held weakly: one without references
             ends at once, with its environment, and not when garbage is collected.
         worker_idx: given to schemes that ask.
+
+    Attributes:
+        schemes: by model id.
     """
 
-    def __init__(self, weights: LocalWeights, collector: Any, worker_idx: int | None) -> None:
+    def __init__(self, weights: PolicyWeights, collector: Any, worker_idx: int | None) -> None:
         self._weights, self._collector, self._worker_idx = weights, weakref.ref(collector), worker_idx
         self.schemes: dict[str, Any] = {}
         self._contexts: dict[str, _Context] = {}
@@ -40,13 +43,13 @@ class Receivers:
             synchronize: wait for the sender's first weights now.
         """
         for model_id, scheme in schemes.items():
-            wanting = [name for name in ("init_on_receiver", "connect", "receive") if not hasattr(scheme, name)]
-            if wanting:
-                raise BadOption(f"the weight sync scheme for {model_id!r} is {scheme!r}, which has no {wanting[0]}()")
+            for method in ("init_on_receiver", "connect", "receive"):
+                if not hasattr(scheme, method):
+                    raise BadOption(f"the weight sync scheme for {model_id!r} is {scheme!r}, which has no {method}()")
             before = self.schemes.get(model_id)
             if before is not None and before is not scheme:
                 before.shutdown()
-            context = self._contexts[model_id] = _Context(self, model_id, self._find(model_id))
+            context = self._contexts[model_id] = _Context(self, model_id, self._worker_idx)
             if not getattr(scheme, "initialized_on_receiver", False):
                 scheme.init_on_receiver(model_id=model_id, context=context, worker_idx=self._worker_idx)
             else:
@@ -54,26 +57,27 @@ class Receivers:
             self.schemes[model_id] = scheme
             if synchronize and not getattr(scheme, "synchronized_on_receiver", False):
                 scheme.connect(worker_idx=self._worker_idx)
-                self.take(model_id, context.model)
+                self.publish(model_id, context.model)
 
     def receive(self) -> None:
         """Take what has been sent by now."""
         for scheme in self.schemes.values():
             scheme.receive()
 
-    def take(self, model_id: str, weights: Any) -> None:
+    def publish(self, model_id: str, weights: Any) -> None:
         """Publish what a scheme has received."""
-        if isinstance(weights, torch.nn.Module) or weights is not None:
-            model = self._find(model_id)
-            self._weights.publish(weights, model=model if isinstance(model, torch.nn.Module) else None)
+        model = self.model(model_id)
+        self._weights.publish(weights, model=model if isinstance(model, torch.nn.Module) else None)
 
-    def _find(self, model_id: str) -> Any:
+    def model(self, model_id: str) -> Any:
+        """The collector's model."""
         collector = self._collector()
         if collector is None:
             raise CollectorClosed("the collector that these weights are for does not exist any more")
         return collector.get_model(model_id)
 
     def close(self) -> None:
+        """Shut all schemes down; may be called again."""
         for scheme in self.schemes.values():
             getattr(scheme, "shutdown", lambda: None)()
         self.schemes = {}
@@ -82,21 +86,16 @@ class Receivers:
 class _Context:
     """What a scheme sees of the collector."""
 
-    def __init__(self, receivers: Receivers, model_id: str, model: Any) -> None:
+    def __init__(self, receivers: Receivers, model_id: str, worker_idx: int | None) -> None:
+        model = receivers.model(model_id)
         if not isinstance(model, torch.nn.Module):
             raise BadWeights(f"model {model_id!r} is {type(model).__name__}, which has no weights to receive")
-        self._receivers, self._model_id = receivers, model_id
-        self.model = copy.deepcopy(model)
-        self.policy = self.model
-        self.worker_idx = receivers._worker_idx
+        self._receivers, self._model_id, self.worker_idx = receivers, model_id, worker_idx
+        self.model = self.policy = copy.deepcopy(model)
 
     def get_model(self, model_id: str) -> Any:
         return self.model
 
     def update_policy_weights_(self, policy_or_weights: Any = None, *, model_id: str | None = None, **_: Any) -> None:
-        self._receivers.take(model_id or self._model_id, self.model if policy_or_weights is None else policy_or_weights)
-
-
-def push_through(updater: Any, weights: Any, worker_ids: Any) -> None:
-    """Hand weights to TorchRL's older ``WeightUpdaterBase``, which puts them where it thinks right."""
-    updater.push_weights(weights, worker_ids)
+        weights = self.model if policy_or_weights is None else policy_or_weights
+        self._receivers.publish(model_id or self._model_id, weights)

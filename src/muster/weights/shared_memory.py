@@ -9,7 +9,7 @@ reads keeps one buffer from being used, until its successor reads.
 
 This relies on stores of one processor being seen in order by the others, and loads being done in order, as x86 does
 (what libc and torch copy past the caches they fence themselves). A store and a load after it need a fence there, too.
-See ``default_scheme`` for other processors.
+See ``default_transport`` for other processors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NOTHING = 0  # is the offset of the cells
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """The scheme for workers on this machine; holds three copies of the weights, more where workers have others.
+    """The transport for workers on this machine; holds three copies of the weights, more where workers have others.
 
     Args:
         deadline_s: how long ``take`` tries to find weights that are not replaced while it begins to copy them; only a

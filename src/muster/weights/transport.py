@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from muster.errors import BadOption
@@ -44,7 +45,7 @@ class Subscriber(Protocol):
 
         Raises:
             BadWeights: names, shapes or dtypes differ. Nothing was changed.
-            CollectorTimeout: see the scheme.
+            CollectorTimeout: see the transport.
         """
 
     def close(self) -> None:
@@ -105,8 +106,8 @@ class Publisher(Protocol):
 
 
 @runtime_checkable
-class Scheme(Protocol):
-    """A way to transport weights; a small object with its options."""
+class Transport(Protocol):
+    """A way for weights to get to workers; a small object with its options."""
 
     def publisher(self, weights: Weights, workers: int, version: int | str = 0) -> Publisher:
         """Begin with these weights for workers ``0 .. workers - 1``."""
@@ -124,3 +125,42 @@ def chosen(workers: Collection[int] | None, count: int) -> Collection[int]:
         if isinstance(worker, bool) or not isinstance(worker, int) or not 0 <= worker < count:
             raise BadOption(f"there is no worker {worker!r}: workers are numbered 0 to {count - 1}")
     return workers
+
+
+@dataclass(frozen=True)
+class NoSync:
+    """For policies that never change, or that fetch their weights themselves; publishing only counts versions."""
+
+    def publisher(self, weights: Weights, workers: int, version: int | str = 0) -> NoPublisher:
+        return NoPublisher(workers)
+
+
+class NoPublisher:
+    """Publishes to so many workers what none of them gets."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+
+    def publish(self, weights: Weights, version: int | str, workers: Collection[int] | None = None) -> None:
+        chosen(workers, self._workers)
+
+    def catch_up(self) -> None: ...
+
+    def ticket(self, worker: int) -> Ticket:
+        chosen([worker], self._workers)
+        return Ticket(NoSubscriber)
+
+    def close(self) -> None: ...
+
+
+class NoSubscriber:
+    """Implements ``Subscriber``: there is never anything newer."""
+
+    version: int | str | None = None
+
+    def __init__(self, fds: Sequence[int] = ()) -> None: ...
+
+    def take(self, into: Weights) -> int | str | None:
+        return None
+
+    def close(self) -> None: ...

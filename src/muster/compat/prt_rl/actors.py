@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from muster.compat.prt_rl.envs import PrtEnvs, Side
-from muster.compat.prt_rl.undisturbed import undisturbed
 from muster.errors import BadOption, BadPolicyOutput
 from muster.keys import ACTION, LOG_PROB, OBSERVATION, Key
 from muster.memory.slots import Lane
@@ -28,15 +32,8 @@ TAKEN = frozenset({"state", "next_state", "reward", "done", "last_value_est"})
 class PrtRlActor:
     """A policy with ``act(state, deterministic=False) -> (action, dict)``; implements ``Policy``.
 
-    What it returns with a graph is handed on with it, as prt_rl's ``PolicyGradient`` needs it, if the caller has
-    gradients enabled.
-
-    Args:
-        side: the environments; with prt_rl's interface they learn here what actions are.
-        unused: what the policy has just returned for the states that come next.
-
-    Attributes:
-        unused: the same, where it is not of the kind that it was before: it takes another actor.
+    Where the caller has gradients enabled, what it returns keeps its graph, as prt_rl's ``PolicyGradient`` needs it.
+    ``unused`` is a result of another kind than before, which another actor has to begin with.
     """
 
     path, draws_globally = "prt_rl policy", True
@@ -49,7 +46,6 @@ class PrtRlActor:
 
     @property
     def adapted(self) -> Policy:
-        """What the loop calls."""
         return self
 
     def begin(self) -> bool:
@@ -107,10 +103,7 @@ class PrtRlActor:
         }
 
     def last_value(self, state: torch.Tensor, done: torch.Tensor) -> torch.Tensor:
-        """Its ``"value"`` of a last ``state`` ``[N, ...]``, 0 where that is an end (``done``, ``[N, 1]``): ``[N, 1]``.
-
-        The policy does not notice that it is asked, and is not if all have ended.
-        """
+        """Its ``"value"`` of ``state`` ``[N, ...]``, 0 where ``done``: ``[N, 1]``. Restores RNG and recurrent state."""
         like = self._like["value"]
         if done.all():
             return torch.zeros_like(like).reshape(len(done), -1)
@@ -197,3 +190,48 @@ class HeadActor:
 
 def _kinds(tensors: Tensors) -> dict[str, Any]:
     return {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
+
+
+@contextmanager
+def undisturbed(policy: Any, device: torch.device) -> Iterator[None]:
+    """Undo afterwards what happens to the process's generators (those of ``device``, too) and to ``policy``.
+
+    Of the policy, and of all modules in it, these are attributes, and the contents of tensors, arrays, generators,
+    lists and dicts among them. Parameters are left alone: to act is not to learn.
+    """
+    parts = list(policy.modules()) if isinstance(policy, torch.nn.Module) else [policy]
+    with ExitStack() as undo:
+        for part in parts:
+            _keep(getattr(part, "__dict__", None), undo)
+        undo.callback(np.random.set_state, np.random.get_state())
+        undo.callback(random.setstate, random.getstate())
+        undo.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        yield
+
+
+def _keep(value: Any, undo: ExitStack) -> None:
+    """Let ``undo`` bring back the contents that ``value`` has now; its last callback comes first."""
+    if isinstance(value, torch.nn.Parameter):
+        return
+    if isinstance(value, torch.Tensor):
+        undo.callback(_refill, value, value.detach().clone())
+    elif isinstance(value, np.ndarray):
+        undo.callback(np.copyto, value, value.copy())
+    elif isinstance(value, torch.Generator):
+        undo.callback(value.set_state, value.get_state())
+    elif isinstance(value, np.random.Generator):
+        undo.callback(setattr, value.bit_generator, "state", copy.deepcopy(value.bit_generator.state))
+    elif isinstance(value, dict):
+        undo.callback(value.update, dict(value))
+        undo.callback(value.clear)
+    elif isinstance(value, (list, deque)):
+        undo.callback(value.extend, list(value))
+        undo.callback(value.clear)
+    if isinstance(value, (dict, list, deque, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _keep(item, undo)
+
+
+def _refill(tensor: torch.Tensor, content: torch.Tensor) -> None:
+    with torch.inference_mode(tensor.is_inference()):
+        tensor.data.copy_(content)  # data: a graph that has it sees no change, as there is none

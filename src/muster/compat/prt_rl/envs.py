@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from muster.envs.build import build_env
+from muster.envs.checks import call
 from muster.envs.stacked import StackedEnvs
-from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv, described
+from muster.errors import BadEnvOutput, UnsupportedEnv
 from muster.keys import OBSERVATION, REWARD, Key, next_of
 from muster.memory.slots import Lane, torch_dtype
 from muster.memory.specs import Array, ArraySpec
@@ -25,11 +26,7 @@ GYMNASIUM_WRAPPER = "prt_rl.env.wrappers.gymnasium_envs.GymnasiumWrapper"
 
 
 class Side(NamedTuple):
-    """Environments, and how prt_rl shows what their rows hold.
-
-    Attributes:
-        show: a copy of states ``[..., *shape]``.
-    """
+    """Environments; ``show`` copies states ``[..., *shape]`` as prt_rl shows them."""
 
     env: EnvBatch
     show: Callable[[torch.Tensor], torch.Tensor]
@@ -41,13 +38,10 @@ class Side(NamedTuple):
 
 
 def side_of(env: Any) -> Side:
-    """The environments that a collector was given, which are known by what they can do.
+    """The environments that a collector was given, known by their methods; ``UnsupportedEnv`` for anything else.
 
-    prt_rl's own ``GymnasiumWrapper`` is looked through: the environments inside are stepped one by one, as the vector
-    environment between them does, and nobody resets them a second time. What derives from it or wraps it is not.
-
-    Raises:
-        UnsupportedEnv: neither prt_rl's interface nor an environment with one observation and one action.
+    The environments inside prt_rl's own ``GymnasiumWrapper`` are stepped one by one, as its vector environment does,
+    and reset once. What derives from it or wraps it is stepped as it is.
     """
     if (inside := _inside(env)) is not None:
         return _gymnasium(StackedEnvs(inside), env.device)
@@ -60,12 +54,7 @@ def side_of(env: Any) -> Side:
 class PrtEnvs(EnvBatch):
     """N environments behind one object with prt_rl's interface; implements ``EnvBatch``. Rows lie on the host.
 
-    Args:
-        env: has ``get_num_envs``, ``reset``, ``step`` and, if N > 1, ``reset_index``.
-
-    Attributes:
-        anew: the next reset of all is one of all together, and not one of each that has ended.
-        state_device, action_device: where the environment has its states, and wants its actions.
+    ``anew`` says that the next reset of all is one call of ``reset``, not one ``reset_index`` for each.
     """
 
     bypasses = True
@@ -120,7 +109,9 @@ class PrtEnvs(EnvBatch):
         plain = (B, 1)
 
         def step(t: int) -> Sequence[int] | None:
-            got = self._call("step", actions[t].clone() if device.type == "cpu" else actions[t].to(device))
+            got = call(
+                self.env, "step", self.name, actions[t].clone() if device.type == "cpu" else actions[t].to(device)
+            )
             self.executed_in_row = B
             if not isinstance(got, tuple) or len(got) != 4:
                 raise BadEnvOutput(f"{self.name}.step returned {_kind(got)}, expected (state, reward, done, info)")
@@ -147,9 +138,6 @@ class PrtEnvs(EnvBatch):
     def objects(self) -> Sequence[object]:
         return [self.env]
 
-    def close(self) -> None:
-        return
-
     def _store_reward(self, lane: Lane, t: int, reward: Any) -> None:
         """The first one says what rewards are; what is not ``[N, 1]`` float32 goes beside the column of sums."""
         B, reward = self.num_envs, torch.as_tensor(reward)
@@ -172,7 +160,7 @@ class PrtEnvs(EnvBatch):
         return self._checked(self._pair("reset"), self.num_envs, "reset")
 
     def _pair(self, method: str, *args: Any) -> torch.Tensor:
-        got = self._call(method, *args)
+        got = call(self.env, method, self.name, *args)
         if not isinstance(got, tuple) or len(got) != 2:
             raise BadEnvOutput(f"{self.name}.{method} returned {_kind(got)}, expected (state, info)")
         if not isinstance(got[0], torch.Tensor):
@@ -192,12 +180,6 @@ class PrtEnvs(EnvBatch):
                 f"{expected}: one row for each of {self.num_envs} environments, always of the same kind"
             )
         return state
-
-    def _call(self, method: str, *args: Any) -> Any:
-        try:
-            return getattr(self.env, method)(*args)
-        except Exception as error:
-            raise EnvError(f"{self.name}.{method} raised {described(error)}") from error
 
 
 def _gymnasium(env: EnvBatch, device: torch.device) -> Side:
@@ -235,12 +217,7 @@ def _inside(env: Any) -> list[Any] | None:
 
 
 def _sync_vector_in(env: Any) -> Any:
-    """The vector environment somewhere inside that resets its environments with the step after their last one.
-
-    Raises:
-        UnsupportedEnv: one that does so within that last step, and so hides the last state; or one that cannot be kept
-            from it.
-    """
+    """The vector environment inside that resets environments at the step after their last one; or None."""
     for _ in range(DEPTH):
         mode = getattr(getattr(env, "autoreset_mode", None), "name", "")
         if mode and hasattr(env, "envs"):

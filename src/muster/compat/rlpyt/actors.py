@@ -27,14 +27,7 @@ class EvaluationStopped(MusterError):
 
 
 class RlpytActor(ABC):
-    """Implements ``Policy``; ``agent_info`` is what the agent says besides its actions.
-
-    Args:
-        agent_info: None: it is not recorded.
-
-    Attributes:
-        envs: get to know what it said.
-    """
+    """Implements ``Policy``; ``agent_info`` is where the agent's information is recorded, None: nowhere."""
 
     path, draws_globally = "rlpyt agent", True
 
@@ -42,7 +35,6 @@ class RlpytActor(ABC):
         self.name, self.envs, self.agent_info = name, envs, agent_info
 
     def first(self, obs: Mapping[Key, Any], rng: GroupRng) -> Outputs:
-        """Nobody asks: the buffers have said what the columns are."""
         raise NotImplementedError(f"{self.name} acts into rlpyt's buffers only")
 
     def columns(self) -> Sequence[Column]:
@@ -88,12 +80,7 @@ class RlpytActor(ABC):
         return
 
     def finish(self, lane: Lane, calls: int = 0, value: Any = None) -> None:
-        """The last row was stepped.
-
-        Args:
-            calls: so many more are expected of the actor, though no environment needs the actions.
-            value: where to put the value of what is observed now, if anybody here knows it.
-        """
+        """After the last row: ``calls`` more calls that the actor expects, and the next observation's ``value``."""
         last = [part[lane.done_steps] for part in self.inputs(lane)]
         for _ in range(calls):
             self.step(*last)
@@ -137,13 +124,10 @@ class LocalAgent(RlpytActor):
 
 
 class Server(RlpytActor):
-    """An action server, which another process runs; rows go through a buffer ``[B]`` that both share.
+    """An action server in another process; rows go through a buffer ``[B]`` that both share.
 
-    Args:
-        step_buffer: has ``observation``, ``action``, ``reward``, ``done`` and perhaps ``agent_info``.
-        sync: has the semaphores ``obs_ready`` and ``act_ready``, and for evaluations ``stop_eval``.
-        max_wait_s: for one answer, which needs the steps of all other workers as well.
-        stops: look at ``stop_eval`` after every answer.
+    It is given rlpyt's ``step_buffer_np`` and ``sync``. ``max_wait_s`` bounds one answer, which needs the steps of all
+    workers. ``stops``: look at ``sync.stop_eval`` after every answer.
     """
 
     raises = (MusterError,)  # the user's agent is in the other process
@@ -176,7 +160,6 @@ class Server(RlpytActor):
         self._show(*last)  # the server takes it from there, values included
 
     def _show(self, observation: Any, prev_action: Any, prev_reward: Any) -> None:
-        """Let the server see one row."""
         step = self.step_buffer
         overwrite(step.observation, observation)
         overwrite(step.action, prev_action)

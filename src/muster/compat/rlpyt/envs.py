@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from muster.compat.rlpyt.trees import BufferPart, mapped
-from muster.envs.checks import as_flag, reward_problem
-from muster.errors import BadEnvOutput, EnvError, MusterError, described
+from muster.envs.checks import as_flag, call, reward_problem
+from muster.errors import BadEnvOutput, MusterError, described
 from muster.keys import REWARD, Key, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
@@ -21,22 +21,14 @@ TERMINATED = next_of(("terminated",))
 
 
 class RlpytEnvs(EnvBatch):
-    """B rlpyt environments stepped one after another; implements ``EnvBatch``.
-
-    Args:
-        envs: the sampler's, which closes them.
-        observation, action, env_info: what their values are stored as; no ``env_info``: it is not recorded.
-        reward_dtype: of the buffer.
-        TrajInfoCls: makes the record of an episode.
+    """B rlpyt environments stepped one after another; implements ``EnvBatch``. The sampler closes them.
 
     Attributes:
-        traj_infos: of the episodes that go on, ``[B]``.
-        deliver: called with the record of every episode that has ended.
+        traj_infos: records of the open episodes, ``[B]``; ``deliver`` is called with those that end.
         resets_made: observations of resets that were made already, by environment.
-        agent_info: what the agent said about the actions that come next, ``[B]``; None: nobody acted.
-        done: where the last step made was the last one of the agent's episode, ``[B]``.
-        begun: where an environment's episode has steps and goes on, ``[B]``.
-        after_done: called with the environment whenever the agent's episode has ended there.
+        agent_info: of the next actions, ``[B]``; None: no agent acted.
+        done: the last step ended the agent's episode, ``[B]``; ``after_done`` is called with the environment then.
+        begun: the environment's episode has steps and goes on, ``[B]``.
     """
 
     bypasses = True
@@ -75,11 +67,7 @@ class RlpytEnvs(EnvBatch):
 
     def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         for b in which:
-            try:
-                observation = self.resets_made.pop(b) if b in self.resets_made else self.envs[b].reset()
-            except Exception as error:
-                message = f"{self._who(b, 'reset')} raised {described(error)}"
-                raise EnvError(message, env_index=b) from error
+            observation = self.resets_made.pop(b) if b in self.resets_made else self._call(b, "reset")
             self._must(self.observation.write(arrays, (row, b), observation), b, "reset")
 
     def start(self, lane: Lane) -> Step:
@@ -125,17 +113,10 @@ class RlpytEnvs(EnvBatch):
     def objects(self) -> Sequence[object]:
         return self.envs
 
-    def close(self) -> None:
-        return
-
     def _step(self, env: int, action: Any) -> tuple[Any, Any, bool, bool, Any]:
         """One step of one environment: observation, reward, done, traj_done, env_info."""
         self.executed_in_row = env
-        try:
-            got = self.envs[env].step(action)
-        except Exception as error:
-            message = f"{self._who(env, 'step')} raised {described(error)}"
-            raise EnvError(message, env_index=env) from error
+        got = self._call(env, "step", action)
         self.executed_in_row = env + 1
         if not isinstance(got, tuple) or len(got) != 4:
             expected = "expected (observation, reward, done, env_info)"
@@ -159,6 +140,9 @@ class RlpytEnvs(EnvBatch):
         except Exception as error:
             who = f"{self.TrajInfoCls.__name__} of {type(self.envs[env]).__name__}[{env}]"
             raise MusterError(f"{who}: recording a step raised {described(error)}") from error
+
+    def _call(self, env: int, method: str, *args: Any) -> Any:
+        return call(self.envs[env], method, f"{type(self.envs[env]).__name__}[{env}]", *args, index=env)
 
     def _must(self, problem: str | None, env: int, method: str) -> None:
         if problem is not None:

@@ -7,12 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from muster.compat.rlpyt.actors import EvaluationStopped, actor_of, check_actor
+from muster.compat.rlpyt.actors import EvaluationStopped, RlpytActor, actor_of, check_actor
 from muster.compat.rlpyt.envs import RlpytEnvs
 from muster.compat.rlpyt.sampling import RlpytRunner, options
 from muster.compat.rlpyt.trees import BufferPart
 from muster.errors import BadOption
 from muster.keys import ACTION, OBSERVATION
+from muster.memory.slots import Lane
 
 ROWS = 32  # of memory; an evaluation goes through it as often as it needs
 
@@ -56,7 +57,7 @@ class BaseEvalCollector(ABC):
         self.traj_infos_queue = traj_infos_queue
         self.agent, self.sync, self.step_buffer_np = agent, sync, step_buffer_np
         self.unfinished_infos: list[Any] = []
-        self._evaluation: EvaluationRun | None = None
+        self._parts: tuple[RlpytRunner, RlpytActor, Lane] | None = None
         check_actor(self, self._acts)
 
     @abstractmethod
@@ -64,11 +65,45 @@ class BaseEvalCollector(ABC):
         """Run the environments for at most ``max_T`` time steps each."""
 
     def _evaluate(self, itr: int, deliver: Callable[[Any], None], enough: Callable[[], Any]) -> None:
-        if self._evaluation is None:
-            self._evaluation = EvaluationRun(self, self._acts)
-        self.unfinished_infos = self._evaluation.run(itr, deliver, enough)
+        """One evaluation; ``deliver`` gets the records, ``enough`` is asked after every time step."""
+        runner, actor, lane = self._start()
+        envs = runner.envs
+        envs.traj_infos = [self.TrajInfoCls() for _ in self.envs]
+        envs.deliver, self._enough, self._left = deliver, enough, self.max_T
+        envs.done[:] = envs.begun[:] = False
+        runner.group.reset()
+        actor.begin_evaluation(itr)
+        try:
+            while self._left > 0:
+                runner.run(actor, lane)
+        except EvaluationStopped:
+            pass
+        actor.finish(lane)
+        self.unfinished_infos = [info for info, begun in zip(envs.traj_infos, envs.begun, strict=True) if begun]
         lost = len(self.unfinished_infos)
         log.info("evaluation %s, worker %s: %s episodes were not finished, and do not count", itr, self.rank, lost)
+
+    def _start(self) -> tuple[RlpytRunner, RlpytActor, Lane]:
+        """The environments, and who acts. Without a step buffer one is reset to see what environments observe."""
+        if self._parts is None:
+            served, buffer, first = self._acts == "server", self.step_buffer_np, self.envs[0]
+            resets = {} if served else {0: first.reset()}
+            shown = (buffer.observation, buffer.action) if served else (resets[0], first.action_space.null_value())
+            observation, action = (
+                BufferPart(part, key, int(served)) for part, key in zip(shown, (OBSERVATION, ACTION), strict=True)
+            )
+            envs = RlpytEnvs(self.envs, self.TrajInfoCls, observation=observation, action=action)
+            envs.resets_made = resets
+            actor = actor_of(self, self._acts, envs, stops=True)
+            envs.after_done = actor.begin_episode
+            runner = RlpytRunner(envs, options(interruptor=self), rank=self.rank)
+            self._parts = runner, actor, runner.lane(actor, ROWS)
+        return self._parts
+
+    def collection_stopped(self) -> bool:
+        """Asked by the loop after every time step: whether the evaluation is over."""
+        self._left = 0 if self._enough() else self._left - 1
+        return self._left <= 0
 
     def _evaluate_into_queue(self, itr: int) -> None:
         if getattr(self.sync, "stop_eval", None) is None:
@@ -117,58 +152,3 @@ class SerialEvalCollector(BaseEvalCollector):
         most = self.max_trajectories
         self._evaluate(itr, completed.append, lambda: most is not None and len(completed) >= most)
         return completed
-
-
-class EvaluationRun:
-    """The environments of an evaluation collector, and who acts in them.
-
-    Args:
-        collector: where there is no step buffer to say what environments observe, one of them is reset to see it; the
-            first ``run`` begins with that.
-    """
-
-    def __init__(self, collector: BaseEvalCollector, acts: str) -> None:
-        envs, buffer, self._collector = collector.envs, collector.step_buffer_np, collector
-        self._resets = {} if acts == "server" else {0: envs[0].reset()}
-        observation, action = (
-            (BufferPart(buffer.observation, OBSERVATION, 1), BufferPart(buffer.action, ACTION, 1))
-            if acts == "server"
-            else (BufferPart(self._resets[0], OBSERVATION, 0), BufferPart(envs[0].action_space.null_value(), ACTION, 0))
-        )
-        self._envs = RlpytEnvs(envs, collector.TrajInfoCls, observation=observation, action=action)
-        self._envs.resets_made = self._resets
-        self._actor = actor_of(collector, acts, self._envs, stops=True)
-        self._envs.after_done = self._actor.begin_episode
-        self._runner = RlpytRunner(self._envs, options(interruptor=self), rank=collector.rank)
-        self._lane = self._runner.lane(self._actor, ROWS)
-        self._left = 0
-        self._enough: Callable[[], Any] = lambda: False
-
-    def run(self, itr: int, deliver: Callable[[Any], None], enough: Callable[[], Any]) -> list[Any]:
-        """One evaluation.
-
-        Args:
-            deliver: gets the records.
-            enough: asked after every time step.
-
-        Returns:
-            the records of episodes that go on.
-        """
-        envs, group = self._envs, self._runner.group
-        envs.traj_infos = [self._collector.TrajInfoCls() for _ in envs.envs]
-        envs.deliver, self._enough, self._left = deliver, enough, self._collector.max_T
-        envs.done[:] = envs.begun[:] = False
-        group.reset()
-        self._actor.begin_evaluation(itr)
-        try:
-            while self._left > 0:
-                self._runner.run(self._actor, self._lane)
-        except EvaluationStopped:
-            pass
-        self._actor.finish(self._lane)
-        return [info for info, begun in zip(envs.traj_infos, envs.begun, strict=True) if begun]
-
-    def collection_stopped(self) -> bool:
-        """Asked by the loop after every time step."""
-        self._left = 0 if self._enough() else self._left - 1
-        return self._left <= 0

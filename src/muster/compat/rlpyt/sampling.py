@@ -43,14 +43,7 @@ def options(*, mid_batch_reset: bool = True, decorrelation: int = 0, interruptor
 
 
 class RlpytRunner(GroupRunner):
-    """Environments that somebody acts in, some rows at a time.
-
-    Args:
-        rank, env_ranks, global_B: whose environments these are among all.
-
-    Attributes:
-        inputs: what is acted on next.
-    """
+    """Runs environments some rows at a time; ``inputs`` is what is acted on next."""
 
     def __init__(
         self,
@@ -72,11 +65,7 @@ class RlpytRunner(GroupRunner):
 
 
 def envs_of(samples: Any, T: int, envs: Sequence[Any], TrajInfoCls: Any) -> tuple[RlpytEnvs, BufferPart | None]:
-    """Environments whose values are stored as ``samples`` has room for them, and what has room for ``agent_info``.
-
-    Raises:
-        BadOption: a buffer is missing, or is not ``[T, B, ...]``.
-    """
+    """The environments with storage as in ``samples``, and the place for ``agent_info``; ``BadOption`` if unfit."""
     for side, name in (*NEEDED, *OPTIONAL):
         tree = getattr(getattr(samples, side, None), name, None)
         if tree is None and (side, name) in NEEDED:

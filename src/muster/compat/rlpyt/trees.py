@@ -32,15 +32,9 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 class BufferPart:
-    """One buffer of rlpyt's as columns.
+    """One of rlpyt's buffers (or an example of its content) as columns whose keys begin with ``root``.
 
-    Args:
-        tree: the buffer, or an example of what goes into it.
-        root: the columns' keys begin so.
-        lead: so many first dimensions of its leaves are time and environment.
-
-    Attributes:
-        specs: of the leaves, for one environment.
+    ``lead`` is the number of time and environment dimensions of its leaves; ``specs`` are those of one environment.
     """
 
     def __init__(self, tree: Any, root: Key, lead: int) -> None:
@@ -59,13 +53,10 @@ class BufferPart:
     def write(
         self, columns: Mapping[Key, Array], at: Any, value: Any, *, lead: tuple[int, ...] = (), partial: bool = False
     ) -> str | None:
-        """Copy ``value``, of which every leaf is ``[*lead, *shape]``, into the rows or entries ``at``.
+        """Copy ``value``, whose leaves are ``[*lead, *shape]``, into the rows or entries ``at``; ``partial``: some may
+        be missing.
 
-        Args:
-            partial: leaves may be missing.
-
-        Returns:
-            why that is impossible, as the end of a sentence about the value; None: it is done.
+        Returns why that is impossible, as the end of a sentence about the value; None if it is done.
         """
         spec = self.specs.get(self.root)
         if spec and type(value) is np.ndarray and value.dtype == spec.dtype and value.shape == lead + spec.shape:

@@ -17,13 +17,10 @@ from muster.protocols import Step
 
 
 class AsyncVectorEnvs(VectorEnvs):
-    """A vector environment with ``wait_num`` or ``timeout``, whose environments may be on their way for many rows.
+    """A vector environment with ``wait_num`` or ``timeout``: a step's result may arrive many rows after its action.
 
-    Meanwhile their observations are repeated, and nothing else is written. In the row in which the result of a step
-    arrives stands all of it: what was acted on, the action, and what came of it. Whoever has arrived is acted on next.
-
-    Attributes:
-        arrived, ended: results so far, and episodes.
+    Until then the environment's observation is repeated. The row of arrival has all of the step: observation, action,
+    result. ``arrived`` and ``ended`` count results and episodes.
     """
 
     def __init__(self, venv: Any, obs: Array) -> None:

@@ -240,7 +240,6 @@ class Collector:
             self.reset_env(sampling.envs.reset_kwargs)
 
     def _store(self, sampling: Sampling, tally: Tally) -> None:
-        """Add the steps of the last rollout to the buffer."""
         for begin, end in sampling.pieces(sampling.last):
             taken = sampling.taken(sampling.last, begin, end, lent=takes_many(self.buffer))
             sampling.going, ended = sampling.going.after(taken)

@@ -23,13 +23,9 @@ NUMBERS = "biufc"  # kinds of dtypes
 
 
 class Actions(NamedTuple):
-    """What the environments ``ids`` (ascending) do next; all of length R.
+    """What the environments ``ids`` (ascending) do next: ``act`` for the policy, ``mapped`` for the environments.
 
-    Attributes:
-        act: as the policy sees it; ``mapped`` as the environments do.
-        policy: what the policy wants to be stored beside it.
-        dist: that it was drawn from, if any.
-        state: of the policy after it.
+    ``policy`` is stored beside it, ``dist`` is what it was drawn from, ``state`` the policy's after it.
     """
 
     ids: Array
@@ -41,12 +37,10 @@ class Actions(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One time step: the transitions of the environments ``ids`` (ascending), as far as they are not in the lane.
+    """One time step: what the lane does not have of the transitions of the environments ``ids`` (ascending).
 
-    Attributes:
-        rew: ``[R]``, or ``[R, agents]``.
-        infos: None: nothing but ``env_id`` in any.
-        actions: those that were chosen for this step, whosever transitions it has.
+    ``rew`` is ``[R]`` or ``[R, agents]``; ``infos`` is None where they have ``env_id`` only; ``actions`` are those
+    chosen in this row, whichever transitions arrived.
     """
 
     ids: Array
@@ -60,20 +54,13 @@ class Row(NamedTuple):
 class VectorEnvs(EnvBatch):
     """A Tianshou vector environment; implements ``EnvBatch``. Observations that are no arrays of numbers are objects.
 
-    An environment that ends is reset at once, as Tianshou does it, whether it is going to be stepped again or not.
-
-    Args:
-        venv: the user's.
-        obs: of a reset, ``[N, ...]``: later ones have this shape and fit into this dtype.
+    Environments that end are reset at once, as in Tianshou. Later observations are of the kind of ``obs``.
 
     Attributes:
-        actions: of the step to come.
         ready: environments that are acted on next, ascending.
-        infos: that each environment gave last.
-        anew: environments that began an episode since somebody has emptied this list.
-        rows: of the steps made since somebody has emptied this list.
-        reset_kwargs: of every reset.
-        after_step: called when the environments were stepped, before any of them is reset.
+        infos: the last one of each environment.
+        anew, rows: environments that began an episode, and steps, since the list was last emptied.
+        after_step: called after a step, before any reset.
     """
 
     bypasses = True
@@ -147,9 +134,6 @@ class VectorEnvs(EnvBatch):
 
     def objects(self) -> Sequence[object]:
         return [self.venv]
-
-    def close(self) -> None:
-        return
 
     # --- parts ------------------------------------------------------------------------------------
 

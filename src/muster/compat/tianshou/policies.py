@@ -21,14 +21,7 @@ from muster.rng import GroupRng
 
 
 class TianshouActor:
-    """Chooses actions for the environments that are ready; implements ``Policy``.
-
-    Args:
-        action_spaces: one for each environment, or one for all.
-
-    Attributes:
-        state: of the policy, ``[N, ...]``, for the next call; None: it has none, or begins.
-    """
+    """Chooses actions for the environments that are ready; implements ``Policy``. ``state``: the policy's."""
 
     path, draws_globally, name = "tianshou policy", True, "policy"
     policy: Any
@@ -39,18 +32,11 @@ class TianshouActor:
         self.state: Any = None
 
     def begin(self, policy: Any, *, random: bool, noise: bool, no_grad: bool) -> None:
-        """From now on act by this policy.
-
-        Args:
-            random: by the action spaces; the policy is only asked what it would have called the actions.
-            noise: let it add exploration noise.
-            no_grad: without gradients.
-        """
+        """Act by this policy from now on, or at ``random`` by the action spaces, which the policy only maps."""
         self.policy, self.name = policy, type(policy).__name__
         self.random, self.noise, self.no_grad = random, noise, no_grad
 
     def first(self, obs: Mapping[Key, Any], rng: GroupRng) -> Outputs:
-        """Nobody asks: what it returns is kept beside the lane."""
         raise NotImplementedError(f"{self.name} acts for Tianshou's collectors only")
 
     def columns(self) -> Sequence[Column]:
@@ -113,7 +99,6 @@ class TianshouActor:
         self.state[ids] = state
 
     def _begin_anew(self, which: list[int]) -> None:
-        """Forget what happened in environments that begin an episode."""
         if self.state is None:
             return
         state = self.state = copied(self.state)  # the policy may look at its own

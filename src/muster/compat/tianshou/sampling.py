@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +12,6 @@ from tianshou.data import Batch
 
 from muster.compat.base import GroupRunner, borrowed
 from muster.compat.tianshou.envs import Row, VectorEnvs, batch_of, stacked
-from muster.compat.tianshou.episodes import Going, Taken
 from muster.compat.tianshou.policies import TianshouActor
 from muster.episodes.rules import Rule
 from muster.keys import OBSERVATION, TERMINATED, TRUNCATED, next_of
@@ -20,6 +20,66 @@ from muster.memory.specs import Array
 from muster.rng import GroupRng
 from muster.rollout.columns import lane_columns
 
+
+class Taken(NamedTuple):
+    """Steps: ``batch`` has Tianshou's keys, ``[M, ...]``, by row, then environment; ``t``, ``env`` are ``[M]``."""
+
+    t: Array
+    env: Array
+    rows: int
+    batch: Any
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        if self.rows == 1:
+            return iter([(0, len(self.env))])
+        ends = np.searchsorted(self.t, np.arange(self.rows + 1)).tolist()
+        return itertools.pairwise(ends)
+
+
+class Ended(NamedTuple):
+    """An episode, and the row (of those looked at) in which it ended."""
+
+    t: int
+    env: int
+    total: Any
+    steps: int
+
+
+class Going(NamedTuple):
+    """Rewards (``[N]`` or ``[N, agents]``) and steps (``[N]``) so far of the episodes that go on."""
+
+    totals: Array
+    steps: Array
+
+    @classmethod
+    def of(cls, totals: list[Any], steps: list[int]) -> Going:
+        if any(isinstance(total, np.ndarray) for total in totals):
+            totals = list(np.broadcast_arrays(*totals))
+        return cls(np.array(totals), np.array(steps))
+
+    def forget(self, which: list[int]) -> None:
+        self.totals[which], self.steps[which] = 0, 0
+
+    def after(self, taken: Taken) -> tuple[Going, list[Ended]]:
+        """What goes on after these steps, and what ended in them, by time.
+
+        Rewards are added one by one and in their own precision, as Tianshou's buffers do it.
+        """
+        rew, done, N = taken.batch.rew, taken.batch.done, len(self.steps)
+        totals = np.zeros((N, *rew.shape[1:]), rew.dtype if rew.dtype.kind == "f" else float)
+        totals += self.totals if self.totals.ndim == rew.ndim else self.totals.reshape(N, 1)
+        going, ended = Going(totals, self.steps.copy()), list[Ended]()
+        for t, (begin, end) in enumerate(taken.pieces()):
+            which = taken.env[begin:end] if end - begin < N else slice(None)
+            going.totals[which] += rew[begin:end]
+            going.steps[which] += 1
+            if done[begin:end].any():
+                over = taken.env[begin:end][done[begin:end]].tolist()
+                ended += [Ended(t, env, going.totals[env].copy(), int(going.steps[env])) for env in over]
+                going.forget(over)
+        return going, ended
+
+
 LANE_BYTES, LANE_ROWS = 1 << 26, 512  # of memory between the environments and the buffer
 
 STORED = OBSERVATION, next_of(OBSERVATION), next_of(TERMINATED), next_of(TRUNCATED)
@@ -27,12 +87,7 @@ OPTIONS = borrowed(validate="off")  # Tianshou takes any reward
 
 
 class Sampling(GroupRunner):
-    """A policy in environments that have just been reset, some rows at a time.
-
-    Attributes:
-        going: the episodes that have begun, as far as somebody has counted them.
-        last: what the last rollout was written into.
-    """
+    """A policy in environments that were reset, with the open episodes (``going``) and the ``last`` lane."""
 
     def __init__(self, envs: VectorEnvs, actor: TianshouActor) -> None:
         super().__init__(envs, OPTIONS, rng=GroupRng(0))
@@ -43,17 +98,13 @@ class Sampling(GroupRunner):
         self.last: Lane
 
     def begin(self, obs: Array, infos: Any) -> None:
-        """All environments have been reset, with these results."""
         self.envs.begin(obs, infos)
         self.actor.state, self.going = None, Going.of([0.0] * len(infos), [0] * len(infos))
         self.group.reset()
         self.group.begin()
 
     def make(self, rows: int, rule: Rule | None, watch: Callable[[Lane, int], object] | None) -> Lane:
-        """Make so many rows of steps, or as many as the rule needs; ``done_steps`` of the lane says how many.
-
-        After an error they are in ``last``, too.
-        """
+        """Make ``rows`` rows, or as many as the rule needs, in ``last``, whose ``done_steps`` says how many."""
         self.last = self.lane(self.actor, rows)
         self.envs.rows.clear()
         try:
@@ -76,11 +127,7 @@ class Sampling(GroupRunner):
             yield begin, lane.done_steps
 
     def taken(self, lane: Lane, begin: int, end: int, *, lent: bool = False) -> Taken:
-        """The steps of rows ``begin`` to ``end``.
-
-        Args:
-            lent: they may be views on the lane.
-        """
+        """The steps of rows ``begin`` to ``end``; ``lent``: they may be views of the lane."""
         rows, arrays, B = self.envs.rows[begin:end], lane.arrays, lane.B
         env = _joined([row.ids for row in rows])
         whole = len(env) == B * len(rows)

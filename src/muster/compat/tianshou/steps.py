@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tianshou
@@ -12,8 +12,7 @@ from tianshou.data.batch import create_value
 from tianshou.data.collector import EpisodeRolloutHookMerged as TianshouMerged
 from tianshou.data.collector import get_stddev_from_dist
 
-from muster.compat.tianshou.episodes import Ended, Taken
-from muster.compat.tianshou.sampling import Sampling
+from muster.compat.tianshou.sampling import Ended, Sampling, Taken
 from muster.errors import BadOption
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
@@ -28,10 +27,7 @@ KEYS = frozenset({"obs", "act", "rew", "terminated", "truncated", "done", "obs_n
 
 
 def takes_many(buffer: Any) -> bool:
-    """Whether one ``add`` may get several steps of each environment.
-
-    A buffer with an ``add`` of its own may look at rows, and gets them one by one.
-    """
+    """Whether one ``add`` may get several steps of each environment; subclasses with an ``add`` get single rows."""
     own = isinstance(buffer, ReplayBufferManager) and type(buffer).add in ADDS
     return own and tianshou.__version__ == TESTED
 
@@ -43,10 +39,7 @@ def add(buffer: Any, taken: Taken) -> None:
 
 
 def _parts(buffer: Any, taken: Taken) -> Iterator[tuple[int, int]]:
-    """Where each part begins and ends, in none of which a ring overwrites what it has just got.
-
-    The first row of all is a part: memory is made for what it has.
-    """
+    """Where parts begin and end in which no ring overwrites itself; the first row is one, for which memory is made."""
     most, row = max(1, int(np.diff(buffer.subbuffer_edges).min())), 0
     while row < taken.rows:
         rows = most if hasattr(buffer, "obs") else 1
@@ -56,14 +49,7 @@ def _parts(buffer: Any, taken: Taken) -> Iterator[tuple[int, int]]:
 
 
 class Tally:
-    """Counts what one call collects.
-
-    Args:
-        stats: a new ``CollectStats``.
-
-    Attributes:
-        steps, episodes: so far.
-    """
+    """Counts what one call collects, in a new ``CollectStats``."""
 
     def __init__(self, stats: Any) -> None:
         self.stats, self.steps, self.episodes = stats, 0, 0
@@ -71,7 +57,6 @@ class Tally:
         self._deviations: list[Array] = []
 
     def count(self, taken: Taken, ended: Sequence[Ended]) -> None:
-        """Of steps that the statistics are told of by somebody else."""
         self.steps += len(taken.env)
         self.episodes += len(ended)
 
@@ -92,28 +77,13 @@ class Tally:
         return self.stats
 
 
-class Hooks(Protocol):
-    """Whose buffer rows are added to, and who looks at them: a ``Collector``."""
-
-    buffer: Any
-
-    def run_on_step_hook(self, action_batch: Any, rollout_batch: Any) -> None: ...
-
-    def run_on_episode_done(self, episode_batch: Any) -> Any: ...
-
-
 class StepByStep:
-    """Adds every row to the buffer as soon as it is complete, and lets hooks and statistics look at it.
+    """Adds every row to the ``owner``'s buffer as soon as it is complete, and shows it to hooks and statistics."""
 
-    Args:
-        adds_entries: episodes may get more entries, because whole ones are collected.
-    """
-
-    def __init__(self, owner: Hooks, sampling: Sampling, tally: Tally, *, adds_entries: bool) -> None:
+    def __init__(self, owner: Any, sampling: Sampling, tally: Tally, *, adds_entries: bool) -> None:
         self.owner, self.sampling, self.tally, self.adds_entries = owner, sampling, tally, adds_entries
 
     def watch(self, lane: Lane, t: int) -> None:
-        """Take row ``t`` of a lane."""
         owner, row = self.owner, self.sampling.envs.rows[t]
         actions, taken = row.actions, self.sampling.taken(lane, t, t + 1)
         step, done = taken.batch, taken.batch.done

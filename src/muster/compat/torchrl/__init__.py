@@ -10,10 +10,21 @@ What is equal and what differs: docs/torchrl.md.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from muster.utils.private_names import require
 
-require("torchrl", extra="torchrl")  # before the modules that look for its private names
-
-from muster.compat.torchrl.collector import Collector  # noqa: E402
-
 __all__ = ["Collector"]
+
+if TYPE_CHECKING:
+    from muster.compat.torchrl.collector import Collector as Collector
+
+
+def __getattr__(name: str) -> Any:
+    """Load what needs TorchRL when it is used: weight sync schemes and updaters do not."""
+    if name != "Collector":
+        raise AttributeError(f"module 'muster.compat.torchrl' has no attribute {name!r}")
+    require("torchrl", extra="torchrl")  # before the modules that look for its private names
+    from muster.compat.torchrl.collector import Collector
+
+    return Collector

@@ -25,7 +25,7 @@ from muster.errors import BadOption
 from muster.keys import Key
 from muster.policies.tensordict_program import as_key
 from muster.protocols import EnvBatch
-from muster.weights.local import LocalWeights
+from muster.weights.publish import PolicyWeights
 
 KEPT = (  # arguments that are attributes of a TorchRL collector
     *("frames_per_batch", "total_frames", "device", "max_frames_per_traj", "init_random_frames", "reset_at_each_iter"),
@@ -201,7 +201,7 @@ def warn_of_surplus(given: Any, num_envs: int) -> None:
         )
 
 
-def make_engine(env: Any, policy: Any, device: Any, weights: LocalWeights, options: CollectorOptions) -> Engine:
+def make_engine(env: Any, policy: Any, device: Any, weights: PolicyWeights, options: CollectorOptions) -> Engine:
     """An engine for one environment, whose environments have begun."""
     with ExitStack() as made:
         groups = make_groups(env, options, policy, device, made)

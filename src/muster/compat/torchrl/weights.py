@@ -9,7 +9,8 @@ import torch
 from torchrl.collectors import WeightUpdaterBase
 from torchrl.envs.llm.transforms import PolicyVersion
 
-from muster.weights.local import LocalWeights
+from muster.collectors.weight_methods import WeightMethods
+from muster.weights.publish import PolicyWeights
 from muster.weights.receive import Receivers
 
 
@@ -34,27 +35,10 @@ class TorchRLWeights:
             policy_or_weights = kwargs.pop("policy_weights")
         super().update_policy_weights_(policy_or_weights, worker_ids=worker_ids, **kwargs)  # type: ignore[misc]
         if self._weight_sync_schemes or self.weight_updater is not None:
-            self._weights.increment()
+            self._weights.publish_all([])
 
-    def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
-        """Take what the registered schemes have received; without schemes, the weights that are given."""
-        given = [source for source in (policy_or_weights, weights, policy) if source is not None]
-        if len(given) > 1:
-            raise ValueError("Cannot specify the weights more than once")
-        if self._receiver_schemes is None:
-            if given:
-                self._weights.publish(given[0])
-        elif given:
-            raise ValueError(
-                "Cannot specify 'policy_or_weights' when using 'receiver_schemes'. Schemes should know how to get the "
-                "weights."
-            )
-        else:
-            self._receivers.receive()
-
-    def register_scheme_receiver(self, weight_recv_schemes: Any, *, synchronize_weights: bool = True) -> None:
-        """Receive weights from a parent collector; they are in place from the next batch on."""
-        self._receivers.register(weight_recv_schemes, synchronize=synchronize_weights)
+    register_scheme_receiver = WeightMethods.register_scheme_receiver
+    receive_weights = WeightMethods.receive_weights
 
     @property
     def policy_version(self) -> int | str | None:
@@ -68,7 +52,7 @@ class TorchRLWeights:
     def increment_version(self) -> None:
         """Count a version."""
         if self.policy_version_tracker is not None:
-            self._weights.increment()
+            self._weights.publish_all([])
 
     # --- parts ------------------------------------------------------------------------------------
 
@@ -83,7 +67,7 @@ class TorchRLWeights:
         self.policy_version_tracker = tracker if hasattr(tracker, "increment_version") else None
         acting = self._wrapped_policy if isinstance(self._wrapped_policy, torch.nn.Module) else self.policy
         moved = None if original is self.policy else original
-        self._weights = LocalWeights(acting, moved, self.policy_version_tracker)
+        self._weights = PolicyWeights(acting, moved, self.policy_version_tracker)
         self._receivers = Receivers(self._weights, self, self.worker_idx)
 
     def _set_up_schemes(self, updater: Any, sending: Any, receiving: Any) -> None:
@@ -99,7 +83,7 @@ class TorchRLWeights:
                 raise TypeError(f"weight_updater must be a subclass of WeightUpdaterBase. Got {type(updater)} instead.")
             self.weight_updater = updater
         if receiving is not None:
-            self.register_scheme_receiver(receiving)
+            self._receivers.register(receiving)
 
     def _maybe_fallback_update(self, policy_or_weights: Any = None, *, model_id: str | None = None) -> None:
         if model_id not in (None, "policy"):

@@ -1,4 +1,4 @@
-"""Sealed links: whoever does not know the token, or changes, repeats or reorders messages, is not heard."""
+"""Authenticated links: whoever does not know the token, or changes, repeats or reorders messages, is not heard."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
+from muster.cluster.authenticated_link import MAC_BYTES, MAGIC, WrongToken, authenticate
 from muster.cluster.link import Block, LinkLost, Received
-from muster.cluster.seal import MAC_BYTES, MAGIC, MEETING, SESSION, WrongToken, seal
 
 TOKEN = b"0123456789abcdef"
 END = Received(b"", -1)
@@ -53,31 +53,25 @@ def wires():
     return Wire(one, two), Wire(two, one)
 
 
-def sealed(
-    main_wire, node_wire, *, main_token=TOKEN, node_token=TOKEN, node_number=3, node_epoch=0, node_purpose=SESSION
-):
+def authenticated(main_wire, node_wire, *, main_token=TOKEN, node_token=TOKEN):
     """Both ends after the handshake; an exception in the place of one that failed."""
     ends = {}
 
     def run(name, *args, **options):
         try:
-            ends[name] = seal(*args, **options)
+            ends[name] = authenticate(*args, **options)
         except LinkLost as error:
             ends[name] = error
 
-    node = threading.Thread(
-        target=run,
-        args=("node", node_wire, node_token),
-        kwargs={"main": False, "node": node_number, "epoch": node_epoch, "purpose": node_purpose},
-    )
+    node = threading.Thread(target=run, args=("node", node_wire, node_token), kwargs={"main": False})
     node.start()
-    run("main", main_wire, main_token, main=True, node=3, epoch=0)
+    run("main", main_wire, main_token, main=True)
     node.join(30)
     return ends["main"], ends["node"]
 
 
 def test_messages_and_blocks_pass_in_both_directions():
-    main, node = sealed(*wires())
+    main, node = authenticated(*wires())
     main.send(b"one")
     main.send(b"", Block(np.arange(5, dtype=np.uint8)), 7)
     assert node.receive().message == b"one"
@@ -93,24 +87,20 @@ def test_messages_and_blocks_pass_in_both_directions():
         node.receive()
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"node_token": b"another one, as long"}, {"node_number": 2}, {"node_epoch": 1}, {"node_purpose": MEETING}],
-)
-def test_both_ends_learn_that_the_other_does_not_know_the_token(wrong):
+def test_both_ends_learn_that_the_other_does_not_know_the_token():
     main_wire, node_wire = wires()
-    main, node = sealed(main_wire, node_wire, **wrong)
+    other = b"another one, as long"
+    main, node = authenticated(main_wire, node_wire, node_token=other)
     assert isinstance(main, WrongToken)
     assert isinstance(node, WrongToken)
     assert main_wire.closed
     assert node_wire.closed
-    secret = [TOKEN, wrong.get("node_token", TOKEN)]
-    assert not any(text in got.message for got in main_wire.sent + node_wire.sent for text in secret)
+    assert not any(text in got.message for got in main_wire.sent + node_wire.sent for text in (TOKEN, other))
 
 
 def test_nothing_but_the_handshake_was_sent_before_both_have_proved():
     main_wire, node_wire = wires()
-    sealed(main_wire, node_wire)
+    authenticated(main_wire, node_wire)
     for wire in (main_wire, node_wire):
         assert [len(got.message) for got in wire.sent] == [len(MAGIC) + 32, MAC_BYTES]
 
@@ -125,18 +115,18 @@ def test_own_proof_sent_back_is_none():
     thread = threading.Thread(target=reflect)
     thread.start()
     with pytest.raises(WrongToken):
-        seal(main_wire, TOKEN, main=True, node=3, epoch=0)
+        authenticate(main_wire, TOKEN, main=True)
     thread.join(30)
 
 
 def test_handshake_of_an_earlier_session_repeated_is_refused():
     recorded = wires()
-    sealed(*recorded)
+    authenticated(*recorded)
     main_wire, node_wire = wires()
     for got in recorded[1].sent:
         node_wire.send(got.message)
     with pytest.raises(WrongToken):
-        seal(main_wire, TOKEN, main=True, node=3, epoch=0)
+        authenticate(main_wire, TOKEN, main=True)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +141,7 @@ def test_what_speaks_something_else_is_refused(first, why):
     main_wire, _ = wires()
     main_wire.inbox.put(first)
     with pytest.raises(LinkLost, match=why):
-        seal(main_wire, TOKEN, main=True, node=3, epoch=0)
+        authenticate(main_wire, TOKEN, main=True)
     assert main_wire.closed
 
 
@@ -186,7 +176,7 @@ def cut(got):
 @pytest.mark.parametrize("change", [flipped, flipped_mac, other_tag, shorter_block, no_block, longer, cut])
 def test_changed_message_is_never_returned(change):
     main_wire, node_wire = wires()
-    main, node = sealed(main_wire, node_wire)
+    main, node = authenticated(main_wire, node_wire)
     main_wire.change = change
     main.send(b"do this", Block(np.ones(9, np.uint8)), 2)
     with pytest.raises(LinkLost, match="Message 0 of the main .* made up"):
@@ -197,7 +187,7 @@ def test_changed_message_is_never_returned(change):
 @pytest.mark.parametrize("order", [(0, 0), (1, 0), (1,)])
 def test_repeated_reordered_or_missing_messages_are_refused(order):
     main_wire, node_wire = wires()
-    main, node = sealed(main_wire, node_wire)
+    main, node = authenticated(main_wire, node_wire)
     held = []
     main_wire.change = lambda got: held.append(got) or Received(b"", -2)
     main.send(b"zero")
@@ -214,7 +204,7 @@ def test_repeated_reordered_or_missing_messages_are_refused(order):
 
 def test_own_message_sent_back_is_refused():
     main_wire, node_wire = wires()
-    main, _ = sealed(main_wire, node_wire)
+    main, _ = authenticated(main_wire, node_wire)
     main.send(b"mine")
     main_wire.inbox.put(main_wire.sent[-1])
     with pytest.raises(LinkLost, match="Message 0 of the node"):
@@ -222,10 +212,10 @@ def test_own_message_sent_back_is_refused():
 
 
 def test_message_of_another_session_is_refused():
-    _, earlier = sealed(*wires())
+    _, earlier = authenticated(*wires())
     earlier.send(b"late")
     main_wire, node_wire = wires()
-    main, _ = sealed(main_wire, node_wire)
+    main, _ = authenticated(main_wire, node_wire)
     main_wire.inbox.put(earlier._link.sent[-1])
     with pytest.raises(LinkLost, match="made up"):
         main.receive()

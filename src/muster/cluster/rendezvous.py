@@ -1,14 +1,14 @@
 """Where nodes find the main process: a port, a token, and the epoch in which every node may join.
 
-Every connection is sealed (``seal``) before either end acts on anything that the other says. So all fields of an
-invitation come from a process that knows the token, belong to this connection alone, and cannot be repeated in another
-one. The connection then is the link of the session; or the ends tell each other through it where RPC listens. A process
-that reaches the port without the token can keep nodes from joining, and nothing else.
+Both ends of every connection prove that they know the token (``authenticate``) before either acts on what the other
+says. So what a node is offered comes from a process that knows the token, belongs to this connection alone, and cannot
+be repeated in another one. The connection then is the link of the session. A process that reaches the port without the
+token can keep nodes from joining, and nothing else.
 
 ::
 
     node -> main   {"node": number or null}                          what it wants to be
-    main -> node   {"count", "engine", "node", "epoch", "settings"}  an invitation; "node" is null if there is none yet
+    main -> node   {"count", "engine", "node", "epoch", "settings"}  an offer; "node" is null if there is none yet
     node -> main   {"accepted": true}                                afterwards the connection is the session's
 """
 
@@ -30,8 +30,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from muster.cluster.authenticated_link import WrongToken, authenticate
 from muster.cluster.link import Link, LinkLost
-from muster.cluster.seal import MEETING, WrongToken, seal
 from muster.cluster.socket_link import SocketLink
 from muster.errors import BadOption
 
@@ -40,15 +40,16 @@ SHORTEST_TOKEN = 16  # bytes; what people make up is to be no shorter
 LONGEST_TOKEN = 4096
 TOKEN_FILE, TOKEN = "MUSTER_TOKEN_FILE", "MUSTER_TOKEN"
 ANSWER_S = 5.0  # within which a main process that can be reached answers
-PAUSE_S = 1.0  # after which a node without an invitation is told that there is none
+PAUSE_S = 1.0  # after which a node without an offer is told that there is none
 POLL_S = 0.1
+ACCEPT_MS = 1000  # after which the thread looks whether it was closed, where closing does not wake it
 BACKLOG = 512
 STRANGERS = 128  # connections at a time that have not proved yet that they know the token
 DISTRIBUTED, RPC = "distributed", "rpc"  # engines
 ENGINES = {DISTRIBUTED: "torch.distributed", RPC: "torch RPC"}
 
 
-class Meeting:
+class Rendezvous:
     """The main process' end.
 
     Args:
@@ -89,7 +90,7 @@ class Meeting:
         self.token = given or secrets.token_hex(TOKEN_BYTES).encode()
         self._settings: dict[str, Any] = {}
         self._open: dict[int, int] = {}  # by node, the epoch in which it may join
-        self._offered: set[tuple[int, int]] = set()  # invitations that a connection has, but has not accepted yet
+        self._offered: set[tuple[int, int] | None] = set()  # offers that a node has not accepted yet
         self._joined: dict[tuple[int, int], Link] = {}  # by node and epoch, until ``joined`` takes it
         self._connections: dict[SocketLink, bool] = {}  # and whether they know the token
         self._refused, self._last_refused = 0, ""
@@ -97,24 +98,23 @@ class Meeting:
         self._closed = False
         self._changed = threading.Condition()
         self._listener = _listen(self.host, tcp_port)
-        self._bell, self._rope = socket.socketpair()
         port = self._listener.getsockname()[1]
         self.address = f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
-        threading.Thread(target=self._accept, name="muster-meeting", daemon=True).start()
+        threading.Thread(target=self._accept, name="muster-rendezvous", daemon=True).start()
 
     def tell(self, **settings: str | float) -> None:
-        """Have nodes learn this with their invitations."""
+        """Have nodes learn this when they join."""
         with self._changed:
             self._settings.update(settings)
 
-    def invite(self, node: int, epoch: int) -> None:
+    def admit(self, node: int, epoch: int) -> None:
         """Let a node join with this epoch, and no other any more."""
         with self._changed:
             self._open[node] = epoch
             self._changed.notify_all()
 
     def withdraw(self, node: int) -> None:
-        """Let nobody join as this node until the next invitation."""
+        """Let nobody join as this node until it is admitted again."""
         with self._changed:
             self._open.pop(node, None)
             unused = [self._joined.pop(key) for key in list(self._joined) if key[0] == node]
@@ -122,7 +122,7 @@ class Meeting:
             channel.close()
 
     def joined(self, node: int, epoch: int, within_s: float) -> Link | None:
-        """The session's channel to a node that knows the token and has accepted the invitation; to be closed by the
+        """The session's channel to a node that knows the token and has accepted the offer; to be closed by the
         caller. None: there is none after so many seconds.
         """
         with self._changed:
@@ -154,7 +154,8 @@ class Meeting:
             connections: list[SocketLink | Link] = [*self._connections, *self._joined.values()]
             self._joined.clear()
             self._changed.notify_all()
-        self._rope.close()  # wakes the thread that accepts
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts, where the system can
         self._listener.close()
         for connection in connections:
             connection.close()
@@ -165,11 +166,10 @@ class Meeting:
 
     def _accept(self) -> None:
         poller = select.poll()
-        poller.register(self._bell, select.POLLIN)
         with contextlib.suppress(OSError, ValueError):  # it was closed
             poller.register(self._listener, select.POLLIN)
         while not self._closed:
-            poller.poll()
+            poller.poll(ACCEPT_MS)
             try:
                 connected, who = self._listener.accept()
             except BlockingIOError:
@@ -180,21 +180,18 @@ class Meeting:
             connection = SocketLink(connected, ANSWER_S)
             with self._changed:
                 strangers = sum(not known for known in self._connections.values())
-                if is_full := self._closed or strangers >= STRANGERS:
+                if self._closed or strangers >= STRANGERS:
                     connection.close()
-                else:
-                    self._connections[connection] = False
-            if not is_full:
-                where = f"from {who[0]}:{who[1]}"
-                arguments = (connection, where)
-                threading.Thread(target=self._attend, args=arguments, name="muster-meets", daemon=True).start()
-        self._bell.close()
+                    continue
+                self._connections[connection] = False
+            arguments = (connection, f"from {who[0]}:{who[1]}")
+            threading.Thread(target=self._attend, args=arguments, name="muster-joining", daemon=True).start()
 
     def _attend(self, connection: SocketLink, where: str) -> None:
         """To one connection, until it is the channel of a session, or ends."""
         keep = False
         try:
-            channel = seal(connection, self.token, main=True, purpose=MEETING)
+            channel = authenticate(connection, self.token, main=True)
             with self._changed:
                 self._connections[connection] = True
             keep = self._offer(connection, channel)
@@ -214,46 +211,38 @@ class Meeting:
             self._refused, self._last_refused = self._refused + 1, whom
 
     def _offer(self, connection: SocketLink, channel: Link) -> bool:
-        """Invitations, until one is accepted; False: it does not count any more."""
+        """Offer what is free, until something is accepted; False: it does not count any more."""
         while True:
-            wanted = hear(channel)["node"]
-            offered = self._free(wanted, PAUSE_S)
-            if offered is None:
-                self._tell(channel, None, None)
-                continue
+            found = self._claim(hear(channel)["node"])
+            with self._changed:
+                told = {"count": self.count, "engine": self.engine, "settings": dict(self._settings)}
+            node, epoch = found or (None, None)
             try:
-                self._tell(channel, *offered)
+                say(channel, **told, node=node, epoch=epoch)
+                if found is None:
+                    continue
                 hear(channel)["accepted"]
-                return self._accepted(connection, channel, *offered)
+                with self._changed:
+                    connection.know(self._settings.get("deadline_s", ANSWER_S))
+                    is_open = self._open.get(found[0]) == found[1] and not self._closed
+                    if is_open:  # it was not withdrawn meanwhile
+                        del self._open[found[0]]
+                        self._joined[found] = channel
+                    return is_open
             finally:
                 with self._changed:
-                    self._offered.discard(offered)
+                    self._offered.discard(found)
                     self._changed.notify_all()
 
-    def _tell(self, channel: Link, node: int | None, epoch: int | None) -> None:
-        with self._changed:
-            told = {"count": self.count, "engine": self.engine, "settings": dict(self._settings)}
-        say(channel, **told, node=node, epoch=epoch)
-
-    def _accepted(self, connection: SocketLink, channel: Link, node: int, epoch: int) -> bool:
-        with self._changed:
-            connection.know(self._settings.get("deadline_s", ANSWER_S))
-            if self._open.get(node) != epoch or self._closed:  # it was withdrawn meanwhile
-                return False
-            del self._open[node]
-            self._joined[node, epoch] = channel
-            return True
-
-    def _free(self, wanted: int | None, within_s: float) -> tuple[int, int] | None:
-        """An invitation that no other connection has."""
+    def _claim(self, wanted: int | None) -> tuple[int, int] | None:
+        """A node that may join, with its epoch, of which no other connection has an offer."""
 
         def find() -> tuple[int, int] | None:
-            nodes = sorted(self._open) if wanted is None else [wanted] if wanted in self._open else []
-            free = [(node, self._open[node]) for node in nodes if (node, self._open[node]) not in self._offered]
-            return free[0] if free else None
+            free = sorted(item for item in self._open.items() if item not in self._offered)
+            return next((item for item in free if wanted in (None, item[0])), None)
 
         with self._changed:
-            self._changed.wait_for(lambda: find() or self._closed, within_s)
+            self._changed.wait_for(lambda: find() or self._closed, PAUSE_S)
             found = find()
             if found is not None:
                 self._offered.add(found)
@@ -261,13 +250,15 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class Invitation:
-    """To join as one node for one session.
+class Membership:
+    """What a node needs for one session.
 
     Attributes:
+        node: its number.
+        epoch: of the session.
         host: of the main process.
         settings: that the main process has told.
-        channel: to the main process, for this session alone; to be closed by whoever has the invitation.
+        channel: to the main process, for this session alone; to be closed by the caller.
     """
 
     node: int
@@ -277,7 +268,7 @@ class Invitation:
     channel: Link
 
 
-class Guest:
+class Member:
     """A node's end.
 
     Args:
@@ -305,15 +296,15 @@ class Guest:
     ) -> None:
         host, colon, port = address.rpartition(":")
         if not colon or not port.isdecimal():
-            raise BadOption(f"address={address!r} should be 'host:port'; the main process' Meeting.address is.")
+            raise BadOption(f"address={address!r} should be 'host:port'; the main process' Rendezvous.address is.")
         if engine not in ENGINES:
             raise BadOption(f"engine={engine!r} is unknown; there are {', '.join(ENGINES)}.")
         self._endpoint, self._token, self._engine = (host.strip("[]"), int(port)), token, engine
         self._node, self._within_s, self._patience_s = node, within_s, patience_s
         self._met = False
 
-    def next(self) -> Invitation | None:
-        """Wait for an invitation, and accept it.
+    def join(self) -> Membership | None:
+        """Wait until the main process admits this node to a session.
 
         Returns:
             None: the main process has ended.
@@ -330,7 +321,7 @@ class Guest:
                 with contextlib.ExitStack() as failed:
                     connection = self._connected()
                     failed.callback(connection.close)
-                    channel = seal(connection, self._token, main=False, purpose=MEETING)
+                    channel = authenticate(connection, self._token, main=False)
                     self._met, reached = True, time.monotonic()
                     while (found := self._ask(channel)) is None:
                         reached = time.monotonic()
@@ -353,7 +344,7 @@ class Guest:
     def _connected(self) -> SocketLink:
         return SocketLink(socket.create_connection(self._endpoint, timeout=1.0), ANSWER_S)
 
-    def _ask(self, channel: Link) -> Invitation | None:
+    def _ask(self, channel: Link) -> Membership | None:
         say(channel, node=self._node)
         told = hear(channel)
         if told["engine"] != self._engine:
@@ -367,7 +358,7 @@ class Guest:
         if told["node"] is None:
             return None
         say(channel, accepted=True)
-        return Invitation(told["node"], told["epoch"], self._endpoint[0], told["settings"], channel)
+        return Membership(told["node"], told["epoch"], self._endpoint[0], told["settings"], channel)
 
 
 def say(channel: Link, **record: Any) -> None:
@@ -455,17 +446,13 @@ def _resolved(bind: str) -> str:
 
 def _listen(bind: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setblocking(False)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not held up by connections that have ended
-        listener.bind((bind, port))
-        listener.listen(BACKLOG)
+        listener = socket.create_server((bind, port), family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:
-        listener.close()
         why = getattr(error, "strerror", None) or error
         raise BadOption(
             f"Nodes cannot meet at {bind}:{port}: {why}. `ss -ltnp 'sport = :{port}'` shows who has the port; "
             "tcp_port=0 takes a free one, and bind= must be an address of this machine."
         ) from error
+    listener.setblocking(False)
     return listener

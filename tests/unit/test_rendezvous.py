@@ -1,4 +1,4 @@
-"""Where nodes and the main process meet: what listens where, tokens, invitations. Real sockets, real torchrun."""
+"""Where nodes and the main process meet: what listens where, tokens, offers. Real sockets, real torchrun."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from muster import DistributedCollector, RPCCollector
+from muster.cluster.authenticated_link import WrongToken, authenticate
 from muster.cluster.launchers import MpLauncher, WaitingLauncher, check_backend
 from muster.cluster.link import LinkLost
-from muster.cluster.meeting import Guest, Meeting, hear, is_loopback, local_address, read_token, say, write_token
-from muster.cluster.seal import MEETING, WrongToken, seal
+from muster.cluster.rendezvous import Member, Rendezvous, hear, is_loopback, local_address, read_token, say, write_token
 from muster.cluster.socket_link import SocketLink
-from muster.cluster.torch_distributed import DistributedCarrier, join, run_node
-from muster.cluster.torchrun import TorchrunLauncher, torchrun_meeting
+from muster.cluster.torch_distributed import DistributedCarrier, run_node
+from muster.cluster.torchrun import TorchrunLauncher, find_rendezvous
 from muster.errors import BadOption
 
 TOKEN = b"0123456789abcdef"
@@ -29,8 +29,8 @@ INTRODUCED = "tests.fakes.link_nodes:introduced"
 
 
 @pytest.fixture
-def meeting():
-    with contextlib.closing(Meeting(3)) as opened:
+def rendezvous():
+    with contextlib.closing(Rendezvous(3)) as opened:
         yield opened
 
 
@@ -67,8 +67,8 @@ class TestListening:
     @pytest.mark.skipif(not os.path.exists("/proc/self/net/tcp"), reason="needs Linux")
     def test_on_loopback_only_with_nodes_there(self):
         before = listening()
-        meeting = Meeting(1)
-        carrier = DistributedCarrier(1, launcher=MpLauncher(INTRODUCED), meeting=meeting)
+        rendezvous = Rendezvous(1)
+        carrier = DistributedCarrier(1, launcher=MpLauncher(INTRODUCED), rendezvous=rendezvous)
         try:
             link = carrier.connect(0, 0, 60.0, threading.Event())
             link.receive()
@@ -81,56 +81,56 @@ class TestListening:
         assert listening() <= before
 
     def test_at_the_given_port_and_address_of_ipv6(self):
-        with contextlib.closing(Meeting(1, bind="::1")) as meeting:
-            host, port = meeting.address.rsplit(":", 1)
+        with contextlib.closing(Rendezvous(1, bind="::1")) as rendezvous:
+            host, port = rendezvous.address.rsplit(":", 1)
             assert host == "[::1]"
-            meeting.invite(0, 4)
-            assert Guest(meeting.address, meeting.token, 0).next().epoch == 4
-        with contextlib.closing(Meeting(1, bind="localhost", tcp_port=int(port))) as meeting:
-            assert meeting.address == f"{meeting.host}:{port}" or meeting.host == "::1"
+            rendezvous.admit(0, 4)
+            assert Member(rendezvous.address, rendezvous.token, 0).join().epoch == 4
+        with contextlib.closing(Rendezvous(1, bind="localhost", tcp_port=int(port))) as rendezvous:
+            assert rendezvous.address == f"{rendezvous.host}:{port}" or rendezvous.host == "::1"
 
-    def test_port_that_is_taken(self, meeting):
-        port = int(meeting.address.split(":")[1])
+    def test_port_that_is_taken(self, rendezvous):
+        port = int(rendezvous.address.split(":")[1])
         with pytest.raises(BadOption, match=rf"127.0.0.1:{port}: Address already in use.*ss -ltnp.*tcp_port=0"):
-            Meeting(1, tcp_port=port)
+            Rendezvous(1, tcp_port=port)
 
     @pytest.mark.parametrize("bind", ["0.0.0.0", "::"])
     def test_not_everywhere(self, bind):
         with pytest.raises(BadOption, match="not one address"):
-            Meeting(1, bind=bind, token=TOKEN)
+            Rendezvous(1, bind=bind, token=TOKEN)
 
     @pytest.mark.parametrize("bind", ["203.0.113.7", "no such host"])
     def test_not_at_foreign_addresses(self, bind):
         with pytest.raises(BadOption, match=bind):
-            Meeting(1, bind=bind, token=TOKEN)
+            Rendezvous(1, bind=bind, token=TOKEN)
 
     @pytest.mark.parametrize("port", [-1, 70_000])
     def test_not_at_impossible_ports(self, port):
         with pytest.raises(BadOption, match="tcp_port"):
-            Meeting(1, tcp_port=port)
+            Rendezvous(1, tcp_port=port)
 
     def test_beyond_loopback_only_with_a_token(self):
         address = outward_address()
         with pytest.raises(BadOption, match="need a token"):
-            Meeting(1, bind=address)
-        with contextlib.closing(Meeting(1, bind=address, token=TOKEN)) as meeting:
-            assert meeting.address.startswith(address)
-            assert meeting.token == TOKEN
+            Rendezvous(1, bind=address)
+        with contextlib.closing(Rendezvous(1, bind=address, token=TOKEN)) as rendezvous:
+            assert rendezvous.address.startswith(address)
+            assert rendezvous.token == TOKEN
 
-    def test_goes_on_after_garbage(self, meeting):
-        host, port = meeting.address.split(":")
+    def test_goes_on_after_garbage(self, rendezvous):
+        host, port = rendezvous.address.split(":")
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(1000), b""):
             with socket.create_connection((host, int(port)), 10) as stranger:
                 stranger.sendall(garbage)
-        meeting.invite(1, 0)
-        assert Guest(meeting.address, meeting.token, 1).next().node == 1
+        rendezvous.admit(1, 0)
+        assert Member(rendezvous.address, rendezvous.token, 1).join().node == 1
 
 
 class TestTokens:
-    def test_are_random(self, meeting):
-        with contextlib.closing(Meeting(1)) as other:
-            assert len(meeting.token) >= 32
-            assert meeting.token != other.token
+    def test_are_random(self, rendezvous):
+        with contextlib.closing(Rendezvous(1)) as other:
+            assert len(rendezvous.token) >= 32
+            assert rendezvous.token != other.token
 
     def test_come_from_the_environment(self, monkeypatch, tmp_path):
         monkeypatch.setenv("MUSTER_TOKEN", "text of some length")
@@ -139,17 +139,17 @@ class TestTokens:
         monkeypatch.setenv("MUSTER_TOKEN_FILE", str(tmp_path / "token"))
         assert read_token(None) == TOKEN
         assert read_token(b"given, not found") == b"given, not found"
-        with contextlib.closing(Meeting(1)) as meeting:
-            assert meeting.token == TOKEN
+        with contextlib.closing(Rendezvous(1)) as rendezvous:
+            assert rendezvous.token == TOKEN
 
-    def test_file_of_a_meeting_is_read_by_its_user_only_and_removed(self, meeting):
-        path = meeting.token_file()
+    def test_file_of_a_meeting_is_read_by_its_user_only_and_removed(self, rendezvous):
+        path = rendezvous.token_file()
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-        assert read_token(path) == meeting.token
-        assert meeting.token_file() == path
-        meeting.close()
-        meeting.close()
+        assert read_token(path) == rendezvous.token
+        assert rendezvous.token_file() == path
+        rendezvous.close()
+        rendezvous.close()
         assert not path.parent.exists()
 
     @pytest.mark.parametrize("mode", [0o640, 0o604])
@@ -170,99 +170,99 @@ class TestTokens:
             run_node("127.0.0.1:1")
 
     def test_node_with_another_one_is_told_so_and_so_is_the_main_process(self):
-        meeting = Meeting(1)
-        carrier = DistributedCarrier(1, launcher=WaitingLauncher(), meeting=meeting)
+        rendezvous = Rendezvous(1)
+        carrier = DistributedCarrier(1, launcher=WaitingLauncher(), rendezvous=rendezvous)
         try:
             with pytest.raises(WrongToken, match="another token than this node"):
-                run_node(meeting.address, 0, TOKEN, target=INTRODUCED)
+                run_node(rendezvous.address, 0, TOKEN, target=INTRODUCED)
             with pytest.raises(LinkLost, match=r"1 connections were refused; .* does not know the token"):
                 carrier.connect(0, 0, 0.1, threading.Event())
         finally:
             carrier.close()
 
     def test_stranger_does_not_keep_the_right_node_out(self):
-        meeting = Meeting(1)
-        carrier = DistributedCarrier(1, launcher=MpLauncher(INTRODUCED), meeting=meeting)
+        rendezvous = Rendezvous(1)
+        carrier = DistributedCarrier(1, launcher=MpLauncher(INTRODUCED), rendezvous=rendezvous)
         try:
             with pytest.raises(WrongToken):
-                run_node(meeting.address, 0, TOKEN, target=INTRODUCED)
+                run_node(rendezvous.address, 0, TOKEN, target=INTRODUCED)
             carrier.connect(0, 0, 60.0, threading.Event()).close()
         finally:
             carrier.close()
 
 
-class TestInvitations:
-    def test_are_accepted_once(self, meeting):
-        meeting.invite(1, 5)
-        first = Guest(meeting.address, meeting.token, 1).next()
+class TestAdmission:
+    def test_are_accepted_once(self, rendezvous):
+        rendezvous.admit(1, 5)
+        first = Member(rendezvous.address, rendezvous.token, 1).join()
         assert (first.node, first.epoch, first.host) == (1, 5, "127.0.0.1")
-        assert meeting.joined(1, 6, 0) is None
-        channel = meeting.joined(1, 5, 30)
+        assert rendezvous.joined(1, 6, 0) is None
+        channel = rendezvous.joined(1, 5, 30)
         say(first.channel, text="through this channel")
         assert hear(channel) == {"text": "through this channel"}
-        assert meeting.joined(1, 5, 0) is None
-        second = Guest(meeting.address, meeting.token, 1)
+        assert rendezvous.joined(1, 5, 0) is None
+        second = Member(rendezvous.address, rendezvous.token, 1)
         later = []
-        thread = threading.Thread(target=lambda: later.append(second.next()))
+        thread = threading.Thread(target=lambda: later.append(second.join()))
         thread.start()
-        meeting.invite(1, 6)
+        rendezvous.admit(1, 6)
         thread.join(30)
         assert later[0].epoch == 6
 
-    def test_are_not_lost_with_the_answer(self, meeting):
-        meeting.invite(0, 0)
-        host, port = meeting.address.split(":")
+    def test_are_not_lost_with_the_answer(self, rendezvous):
+        rendezvous.admit(0, 0)
+        host, port = rendezvous.address.split(":")
         for answers in (1, 2):
             with contextlib.closing(SocketLink(socket.create_connection((host, int(port))), 10.0)) as connection:
-                channel = seal(connection, meeting.token, main=False, purpose=MEETING)
+                channel = authenticate(connection, rendezvous.token, main=False)
                 say(channel, node=None)
                 assert hear(channel)["node"] == 0
                 assert answers  # and it is gone without having accepted
-        assert Guest(meeting.address, meeting.token).next().node == 0
+        assert Member(rendezvous.address, rendezvous.token).join().node == 0
 
-    def test_that_are_accepted_too_late_are_none(self, meeting):
-        meeting.invite(0, 0)
-        host, port = meeting.address.split(":")
+    def test_that_are_accepted_too_late_are_none(self, rendezvous):
+        rendezvous.admit(0, 0)
+        host, port = rendezvous.address.split(":")
         with contextlib.closing(SocketLink(socket.create_connection((host, int(port))), 10.0)) as connection:
-            channel = seal(connection, meeting.token, main=False, purpose=MEETING)
+            channel = authenticate(connection, rendezvous.token, main=False)
             say(channel, node=0)
             assert hear(channel)["epoch"] == 0
-            meeting.withdraw(0)
-            meeting.invite(0, 1)
+            rendezvous.withdraw(0)
+            rendezvous.admit(0, 1)
             say(channel, accepted=True)
             with pytest.raises(LinkLost):
                 hear(channel)
-        assert meeting.joined(0, 0, 0) is None
-        assert Guest(meeting.address, meeting.token, 0).next().epoch == 1
+        assert rendezvous.joined(0, 0, 0) is None
+        assert Member(rendezvous.address, rendezvous.token, 0).join().epoch == 1
 
-    def test_go_to_whoever_is_free(self, meeting):
-        guests = [Guest(meeting.address, meeting.token) for _ in range(3)]
+    def test_go_to_whoever_is_free(self, rendezvous):
+        members = [Member(rendezvous.address, rendezvous.token) for _ in range(3)]
         for node in range(3):
-            meeting.invite(node, 0)
-        assert sorted(guest.next().node for guest in guests) == [0, 1, 2]
-        meeting.invite(1, 1)
-        invitation = guests[0].next()
-        assert (invitation.node, invitation.epoch) == (1, 1)
+            rendezvous.admit(node, 0)
+        assert sorted(member.join().node for member in members) == [0, 1, 2]
+        rendezvous.admit(1, 1)
+        membership = members[0].join()
+        assert (membership.node, membership.epoch) == (1, 1)
 
-    def test_tell_settings(self, meeting):
-        meeting.tell(deadline_s=3.5)
-        meeting.invite(0, 0)
-        assert Guest(meeting.address, meeting.token, 0).next().settings == {"deadline_s": 3.5}
+    def test_tell_settings(self, rendezvous):
+        rendezvous.tell(deadline_s=3.5)
+        rendezvous.admit(0, 0)
+        assert Member(rendezvous.address, rendezvous.token, 0).join().settings == {"deadline_s": 3.5}
 
-    def test_that_are_withdrawn(self, meeting):
-        meeting.invite(0, 0)
-        meeting.withdraw(0)
-        meeting.invite(2, 7)
-        assert Guest(meeting.address, meeting.token).next().node == 2
+    def test_that_are_withdrawn(self, rendezvous):
+        rendezvous.admit(0, 0)
+        rendezvous.withdraw(0)
+        rendezvous.admit(2, 7)
+        assert Member(rendezvous.address, rendezvous.token).join().node == 2
 
-    def test_end_with_the_main_process(self, meeting):
-        guest = Guest(meeting.address, meeting.token)
-        meeting.invite(0, 0)
-        assert guest.next().node == 0
+    def test_end_with_the_main_process(self, rendezvous):
+        member = Member(rendezvous.address, rendezvous.token)
+        rendezvous.admit(0, 0)
+        assert member.join().node == 0
         ends = []
-        thread = threading.Thread(target=lambda: ends.append(guest.next()))
+        thread = threading.Thread(target=lambda: ends.append(member.join()))
         thread.start()
-        meeting.close()
+        rendezvous.close()
         thread.join(30)
         assert ends == [None]
 
@@ -271,10 +271,10 @@ class TestInvitations:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         found = []
-        thread = threading.Thread(target=lambda: found.append(Guest(f"127.0.0.1:{port}", TOKEN, 0).next()))
+        thread = threading.Thread(target=lambda: found.append(Member(f"127.0.0.1:{port}", TOKEN, 0).join()))
         thread.start()
-        with contextlib.closing(Meeting(1, tcp_port=port, token=TOKEN)) as meeting:
-            meeting.invite(0, 3)
+        with contextlib.closing(Rendezvous(1, tcp_port=port, token=TOKEN)) as rendezvous:
+            rendezvous.admit(0, 3)
             thread.join(30)
             assert found[0].epoch == 3
 
@@ -283,28 +283,28 @@ class TestInvitations:
             bound.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{bound.getsockname()[1]}"
             with pytest.raises(LinkLost, match=f"{address} could not be reached for 0.3 s"):
-                Guest(address, TOKEN, within_s=0.3).next()
+                Member(address, TOKEN, within_s=0.3).join()
 
     @pytest.mark.parametrize("address", ["host", "host:", "host:port", ""])
     def test_need_an_address(self, address):
         with pytest.raises(BadOption, match="host:port"):
-            Guest(address, TOKEN)
+            Member(address, TOKEN)
 
-    def test_node_that_nobody_expects(self, meeting):
+    def test_node_that_nobody_expects(self, rendezvous):
         with pytest.raises(BadOption, match=r"node=3.*expects 3 nodes"):
-            Guest(meeting.address, meeting.token, 3).next()
+            Member(rendezvous.address, rendezvous.token, 3).join()
 
-    def test_carrier_of_another_number_of_nodes(self, meeting):
-        with pytest.raises(BadOption, match="2 nodes, but the meeting is for 3"):
-            DistributedCarrier(2, launcher=WaitingLauncher(), meeting=meeting)
+    def test_carrier_of_another_number_of_nodes(self, rendezvous):
+        with pytest.raises(BadOption, match="2 nodes, but the rendezvous is for 3"):
+            DistributedCarrier(2, launcher=WaitingLauncher(), rendezvous=rendezvous)
 
 
 class TestWaitingNodes:
     def test_serve_session_after_session_until_goodbye(self):
-        meeting = Meeting(1)
-        carrier = DistributedCarrier(1, launcher=WaitingLauncher(), meeting=meeting)
+        rendezvous = Rendezvous(1)
+        carrier = DistributedCarrier(1, launcher=WaitingLauncher(), rendezvous=rendezvous)
         ends = []
-        arguments = (meeting.address, None, meeting.token_file())
+        arguments = (rendezvous.address, None, rendezvous.token_file())
         thread = threading.Thread(target=lambda: ends.append(run_node(*arguments, target=INTRODUCED)))
         thread.start()
         try:
@@ -320,10 +320,10 @@ class TestWaitingNodes:
             carrier.close()
 
     def test_end_with_a_main_process_that_says_nothing(self):
-        meeting = Meeting(1)
-        carrier = DistributedCarrier(1, launcher=WaitingLauncher(), meeting=meeting)
+        rendezvous = Rendezvous(1)
+        carrier = DistributedCarrier(1, launcher=WaitingLauncher(), rendezvous=rendezvous)
         ends = []
-        arguments = (meeting.address, 0, meeting.token)
+        arguments = (rendezvous.address, 0, rendezvous.token)
         thread = threading.Thread(target=lambda: ends.append(run_node(*arguments, target=INTRODUCED)))
         thread.start()
         carrier.connect(0, 0, 60.0, threading.Event()).close()
@@ -331,26 +331,28 @@ class TestWaitingNodes:
         thread.join(30)
         assert ends == [False]
 
-    def test_that_do_not_come_are_asked_for(self, meeting):
-        carrier = DistributedCarrier(3, launcher=WaitingLauncher("manual"), meeting=meeting)
+    def test_that_do_not_come_are_asked_for(self, rendezvous):
+        carrier = DistributedCarrier(3, launcher=WaitingLauncher("manual"), rendezvous=rendezvous)
         begin = time.monotonic()
-        with pytest.raises(LinkLost, match=rf"Node 2 .*{meeting.address} within 0.2 s.*run_node\(address\)"):
+        with pytest.raises(LinkLost, match=rf"Node 2 .*{rendezvous.address} within 0.2 s.*run_node\(address\)"):
             carrier.connect(2, 0, 0.2, threading.Event())
         assert time.monotonic() - begin < 10
 
     def test_that_say_nothing_once_they_have_joined(self):
-        meeting = Meeting(1)
-        carrier = DistributedCarrier(1, launcher=WaitingLauncher(), meeting=meeting, deadline_s=1.0)
+        rendezvous = Rendezvous(1)
+        carrier = DistributedCarrier(1, launcher=WaitingLauncher(), rendezvous=rendezvous, deadline_s=1.0)
         try:
             accepted = []
-            thread = threading.Thread(target=lambda: accepted.append(Guest(meeting.address, meeting.token, 0).next()))
+            thread = threading.Thread(
+                target=lambda: accepted.append(Member(rendezvous.address, rendezvous.token, 0).join())
+            )
             thread.start()
             link = carrier.connect(0, 0, 60.0, threading.Event())
             thread.join(30)
             with pytest.raises(LinkLost, match="has not said anything for 1 s"):
                 link.receive()
             with pytest.raises(LinkLost):  # it comes late
-                join(accepted[0], meeting.token).receive()
+                accepted[0].channel.receive()
         finally:
             carrier.close()
 
@@ -393,9 +395,12 @@ class TestTorchrun:
         for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(BadOption, match="in rank 0"):
-            torchrun_meeting(None, 1.0)
-        with contextlib.closing(Meeting(5)) as meeting, pytest.raises(BadOption, match=r"3 ranks, but 5 .* start 6"):
-            TorchrunLauncher().start(0, 0, meeting)
+            find_rendezvous(None, 1.0)
+        with (
+            contextlib.closing(Rendezvous(5)) as rendezvous,
+            pytest.raises(BadOption, match=r"3 ranks, but 5 .* start 6"),
+        ):
+            TorchrunLauncher().start(0, 0, rendezvous)
         monkeypatch.setenv("RANK", "1")
         with pytest.raises(BadOption, match="in rank 1"):
             TorchrunLauncher()

@@ -3,7 +3,7 @@
 ::
 
     main -> node, node -> main   a magic word and a random number of 32 bytes, both at once
-    main -> node, node -> main   HMAC(key, "proof", who); key = HMAC(token, purpose, both numbers, node, epoch)
+    main -> node, node -> main   HMAC(key, "proof", who); key = HMAC(token, "session", both numbers)
     afterwards                   HMAC(key, "message", who, sequence number, tag, length of the block, message), message
 
 All HMACs are HMAC-SHA256. A message is given to the caller, who may unpickle it, only after its own has been compared.
@@ -20,17 +20,14 @@ import hashlib
 import hmac
 import secrets
 import struct
-from typing import NoReturn
 
 from muster.cluster.link import Block, Link, LinkLost, Received
 from muster.memory.specs import Array
 
-MAGIC = b"muster-2"
-SESSION, MEETING = b"session", b"meeting"  # purposes: what is sealed for one is worth nothing for the other
+MAGIC = b"muster-3"
 NONCE_BYTES = 32
 MAC_BYTES = 32
 HANDSHAKE = 2  # messages that each end receives before it knows the other; they are short
-_NUMBERS = struct.Struct("<QQ")
 _PLACE = struct.Struct("<QQQ")  # sequence number, tag, length of the block
 _MAIN, _NODE = b"main", b"node"
 
@@ -39,8 +36,8 @@ class WrongToken(LinkLost):
     """The other end does not know the token that this one knows."""
 
 
-class SealedLink:
-    """See the module. Made by ``seal``; used as any link."""
+class AuthenticatedLink:
+    """See the module. Made by ``authenticate``; used as any link."""
 
     def __init__(self, link: Link, key: bytes, own: bytes, other: bytes) -> None:
         self._link, self._key, self._own, self._other = link, key, own, other
@@ -61,7 +58,11 @@ class SealedLink:
         size = 0 if got.block is None else got.block.size
         expected = self._mac(self._other, self._received, got.tag, size, message)
         if not hmac.compare_digest(mac, expected):
-            self._refuse(f"Message {self._received} of the {self._other.decode()} does not carry the session's seal")
+            self._link.close()
+            raise LinkLost(
+                f"Message {self._received} of the {self._other.decode()} does not carry the signature of this session: "
+                f"it was changed, repeated or made up on its way. The link is closed."
+            )
         self._received += 1
         return Received(message, got.tag, got.block)
 
@@ -71,23 +72,14 @@ class SealedLink:
     def _mac(self, who: bytes, number: int, tag: int, size: int, message: bytes) -> bytes:
         return _hmac(self._key, b"message", who, _PLACE.pack(number, tag, size), message)
 
-    def _refuse(self, what: str) -> NoReturn:
-        self._link.close()
-        raise LinkLost(f"{what}: it was changed, repeated or made up on its way. The link is closed.")
 
-
-def seal(
-    link: Link, token: bytes, *, main: bool, node: int = 0, epoch: int = 0, purpose: bytes = SESSION
-) -> SealedLink:
+def authenticate(link: Link, token: bytes, *, main: bool) -> AuthenticatedLink:
     """Prove to the other end that this one knows the token, and have it do the same; closes the link if it does not.
 
     Args:
         link: nothing has been sent through it.
         token: the secret.
         main: whether this is the main process.
-        node: number of the node, if it has one yet.
-        epoch: of the session.
-        purpose: SESSION, or MEETING for a connection through which sessions are agreed.
 
     Raises:
         WrongToken: the other end does not know it.
@@ -101,7 +93,7 @@ def seal(
         if not theirs.startswith(MAGIC):
             raise LinkLost(f"The {other.decode()} speaks another version of this protocol: {theirs[: len(MAGIC)]!r}.")
         nonces = (nonce, theirs[len(MAGIC) :]) if main else (theirs[len(MAGIC) :], nonce)
-        key = _hmac(token, purpose, *nonces, _NUMBERS.pack(node, epoch))
+        key = _hmac(token, b"session", *nonces)
         link.send(_hmac(key, b"proof", own))
         if not hmac.compare_digest(_handshake(link, other, MAC_BYTES), _hmac(key, b"proof", other)):
             raise WrongToken(
@@ -112,7 +104,7 @@ def seal(
     except BaseException:
         link.close()
         raise
-    return SealedLink(link, key, own, other)
+    return AuthenticatedLink(link, key, own, other)
 
 
 def _handshake(link: Link, other: bytes, length: int) -> bytes:

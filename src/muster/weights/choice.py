@@ -1,0 +1,96 @@
+"""Which transport is meant by ``weight_sync_schemes``."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+from muster.errors import BadOption
+from muster.weights.pipe import Pipe
+from muster.weights.shared_memory import SharedMemory
+from muster.weights.transport import NoSync, Transport
+
+# By name, and by class of TorchRL's schemes and of Muster's that are called the same.
+_TRANSPORTS: dict[str, type[SharedMemory | Pipe | NoSync]] = {
+    "shared": SharedMemory,
+    "pipe": Pipe,
+    "none": NoSync,
+    "SharedMemoryWeightSyncScheme": SharedMemory,
+    "SharedMemWeightSyncScheme": SharedMemory,
+    "MultiProcessWeightSyncScheme": Pipe,
+    "NoWeightSyncScheme": NoSync,
+}
+OF_NODES = {
+    "DistributedWeightSyncScheme": "DistributedCollector",
+    "RPCWeightSyncScheme": "RPCCollector",
+    "RayWeightSyncScheme": "RayCollector",
+}
+_ORDERED = ("x86_64", "amd64", "i386", "i686")  # processors that keep the order that SharedMemory relies on
+
+
+def default_transport() -> Transport:
+    """Shared memory where the processor allows it, else a pipe."""
+    return SharedMemory() if platform.machine().lower() in _ORDERED else Pipe()
+
+
+def transport_for(given: Any) -> Transport:
+    """The transport that is meant.
+
+    Args:
+        given: a transport, "shared", "pipe" or "none", a weight sync scheme for one machine (Muster's or TorchRL's);
+            None is the default.
+
+    Raises:
+        BadOption: anything else.
+    """
+    meaning = default_transport() if given is None else _meaning(given)
+    if isinstance(meaning, Transport) and not isinstance(meaning, type):
+        return meaning
+    if isinstance(meaning, str) and meaning in OF_NODES:
+        raise BadOption(
+            f"{meaning} is for {OF_NODES[meaning]}, whose workers are on other machines. Leave weight_sync_schemes out "
+            f"here, or give SharedMemoryWeightSyncScheme or MultiProcessWeightSyncScheme"
+        )
+    raise BadOption(
+        f"{given!r} is no way to send weights to workers on this machine: expected muster.weights.SharedMemory(), "
+        f"Pipe() or NoSync(), or one of {', '.join(_TRANSPORTS)} (Muster's or TorchRL's)"
+    )
+
+
+def one_transport(given: Mapping[str, Any] | None) -> Any:
+    """What a collector was given for all of its models, which it publishes together; None if nothing.
+
+    Args:
+        given: by model id, see ``transport_for``.
+
+    Raises:
+        BadOption: models are to be sent in different ways.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise BadOption(f"weight_sync_schemes={given!r}: expected a dict, such as {{'policy': 'shared'}}")
+    first, value = next(iter(given.items()), ("", None))
+    for model_id, other in given.items():
+        if _meaning(other) != _meaning(value):
+            raise BadOption(
+                f"weight_sync_schemes: {first!r} has {value!r} and {model_id!r} has {other!r}, but models are "
+                f"published together, as one version: give all of them the same"
+            )
+    return value
+
+
+def class_names(given: Any) -> list[str]:
+    """Names of the class of a scheme and of its bases: a scheme of TorchRL's is known by them."""
+    return [cls.__name__ for cls in type(given).__mro__]
+
+
+def _meaning(given: Any) -> Any:
+    """A transport, the class name of a scheme for nodes, or ``given`` itself."""
+    for name in [given] if isinstance(given, str) else class_names(given):
+        if name in _TRANSPORTS:
+            return _TRANSPORTS[name]()
+        if name in OF_NODES:
+            return name
+    return given
