@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 import muster
 from muster import Collector, MultiAsyncCollector, MultiSyncCollector
 from muster.testing import CountingEnv
+from tests.fakes import queue_links
 
 ROOT = Path(muster.__file__).parent
 ARCHITECTURE = Path(__file__).parents[2] / "ARCHITECTURE.md"
@@ -167,3 +170,46 @@ def test_so_is_that_with_worker_processes(kind):
     sending = [function for function in below(there.out, SERVE) if function[1] not in of_questions]
     assert [SERVE, *sending] == [*into, *answering]
     assert max(map(len, (out, back, into, answering))) <= 5
+
+
+def test_so_is_that_with_nodes():
+    """Out: to the worker pool of the node. Back: from its reports on, but for what waits as with worker processes."""
+    post, submit = ("cluster/session.py", "post"), ("workers/proxy.py", "submit")
+    say, finished = ("cluster/node_main.py", "say"), ("cluster/node_proxy.py", "finished")
+    seen: dict[tuple[str, str], list[tuple[str, str]]] = {}  # by what is called, or by thread and what it calls
+    active = threading.Event()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or not active.is_set():
+            return
+        function = place(frame.f_code)
+        if frame.f_code.co_filename == queue_links.__file__ and frame.f_code.co_name in ("send", "receive"):
+            function = threading.current_thread().name, frame.f_code.co_name
+        if function in (post, submit, say, finished) or (function is not None and function[1] in ("send", "receive")):
+            seen.setdefault(function, callers(frame))
+
+    threading.setprofile(note)  # of threads that are started from here on
+    try:
+        makers, carrier = [partial(CountingEnv, length=5)], queue_links.QueueCarrier()
+        with queue_links.QueueCollector(makers, carrier=carrier, frames_per_batch=8, seed=0) as collector:
+            batches = iter(collector)
+            for _ in range(3):
+                next(batches)
+            sys.setprofile(note)
+            active.set()
+            for _ in range(4):
+                next(batches)
+            active.clear()
+            sys.setprofile(None)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    node = ("cluster/node_main.py", "run")
+    out = [*below(seen[post], ("workers/sync.py", "_work")), post, *seen["muster-node-0-sends", "send"]]
+    out += [*seen["muster-node-main-receives", "receive"], *below(seen[submit], node)]
+    back = [*below(seen[say], node)[1:], say, *seen["muster-node-main-sends", "send"]]
+    back += [*seen["muster-node-0-receives", "receive"]]
+    back += [*below(seen[finished], ("cluster/node_pool.py", "wait")), finished]
+    assert out == listed("#### Nodes: out", "####")
+    assert back == listed("#### Nodes: back", "\n\nRestarts")
+    assert max(len(out), len(back)) <= 8

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -101,16 +101,13 @@ class NodePool(Watcher):
         """Let nodes wait for the next session."""
         self._nodes.end_sessions()
 
-    @contextmanager
-    def _held(self) -> Iterator[None]:
-        """Nodes get what they are given in this context as one request."""
+    def _held(self) -> ExitStack:
+        """A context; nodes get what they are given in it as one request."""
+        releases = ExitStack()
         for proxy in self.proxies:
             proxy.hold()
-        try:
-            yield
-        finally:
-            for proxy in self.proxies:
-                proxy.release()
+            releases.callback(proxy.release)
+        return releases
 
     def _wait_for_enough(self) -> None:
         """Raises what became of a node instead."""

@@ -104,7 +104,8 @@ class NodeProxy(Proxy):
         self.session.post(Tell(NodeMain.start))
         if self.place is not None and not self._pool.elastic:
             self._take_place(self.place)
-            self._send(self.under_way.orders())
+            self._held = self.under_way.orders()
+            self.release()
 
     def assign(self, place: WorkerPlace) -> None:
         """Tell it its place. One that is absent is told when it comes, and does not have to answer."""
@@ -194,22 +195,36 @@ class NodeProxy(Proxy):
         self.under_way.add(order, slot)
         if self._held is not None:
             self._held.append(order)
-        elif self.alive:
-            self._send([order])
-        elif not self.reviving:
-            self.start()
+        else:
+            self._held = [order]
+            self.release()
 
     def hold(self) -> None:
         """Send nothing until ``release``."""
         self._held = []
 
     def release(self) -> None:
-        """Send what was ordered meanwhile, as one request."""
+        """Send what was ordered since ``hold``, as one request; the lanes come back into their slots."""
         held, self._held = self._held, None
-        if held and self.alive:
-            self._send(held)
-        elif held and not self.reviving:
-            self.start()
+        if not held or self.reviving:
+            return
+        if not self.alive:
+            self.start()  # which sends all that is under way
+            return
+        parts: list[LaneRun] = []
+        expects: dict[int, Array] = {}
+        for slot, run in self._runs(held):
+            lanes, first = len(self.groups), run[0].lane - (run[0].group - self.groups[0])
+            if self._apart or slot.layout.lanes < lanes:
+                lanes, first = 1, run[0].lane
+            part = LaneRun(run, slot.offset, first, lanes, self.session.next_tag())
+            begin, end = (n * slot.layout.lane_bytes for n in (run[0].lane, run[-1].lane + 1))
+            memory = slot.block[begin:end]
+            self._memory[part.tag] = memory, part
+            if self.setup.buffer is None:
+                expects[part.tag] = memory
+            parts.append(part)
+        self.session.post(Tell(NodeMain.follow, (parts,)), expects=expects)
 
     def stop(self, number: int) -> None:
         if self.alive:
@@ -283,24 +298,6 @@ class NodeProxy(Proxy):
 
     def _ask_node(self, method: Callable[..., Any], *args: Any) -> Any:
         return self._ask(lambda number: self.session.post(Tell(method, args, number)))
-
-    def _send(self, orders: Sequence[Order]) -> None:
-        """One request for all of them, whose lanes come back into their slots."""
-        parts: list[LaneRun] = []
-        expects: dict[int, Array] = {}
-        for slot, run in self._runs(orders):
-            lanes, first = len(self.groups), run[0].lane - (run[0].group - self.groups[0])
-            if self._apart or slot.layout.lanes < lanes:
-                lanes, first = 1, run[0].lane
-            part = LaneRun(run, slot.offset, first, lanes, self.session.next_tag())
-            begin, end = (n * slot.layout.lane_bytes for n in (run[0].lane, run[-1].lane + 1))
-            memory = slot.block[begin:end]
-            self._memory[part.tag] = memory, part
-            if self.setup.buffer is None:
-                expects[part.tag] = memory
-            parts.append(part)
-        if parts:
-            self.session.post(Tell(NodeMain.follow, (parts,)), expects=expects)
 
     def _runs(self, orders: Sequence[Order]) -> list[tuple[Slot, list[Order]]]:
         """Orders by what can come back as one block: lanes side by side in a slot."""

@@ -216,7 +216,7 @@ class WorkerPool:
         self._warnings: dict[str, None] = {}  # texts, each once, whichever worker noted it
         self._warned = 0
         self.server: Servers | None = None
-        self.hold: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.hold: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.elastic = False
         self.waited = 0
 
@@ -237,7 +237,7 @@ class WorkerPool:
             self._watch.wait(0.0)
             self._reports += self._watch.take_lost()
 
-    def together(self) -> AbstractContextManager[None]:
+    def together(self) -> AbstractContextManager[Any]:
         """Workers that are given work in this context begin at the same time, as a server sees it."""
         return self.hold()
 
