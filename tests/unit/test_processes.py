@@ -416,7 +416,9 @@ def test_a_message_that_comes_together_with_an_interruption_is_not_lost(start):
     previous = signal.signal(signal.SIGUSR2, interrupt)
     got = []
     try:
-        for i in range(200):
+        for i in range(20_000):
+            if i >= 200 and interrupted > 5:  # how often both come together is the system's affair
+                break
             channel.send((i, os.getpid()))
             while len(got) <= i:
                 try:
@@ -429,7 +431,7 @@ def test_a_message_that_comes_together_with_an_interruption_is_not_lost(start):
             channel.receive(WAIT_S)  # the signal has been sent
     finally:
         signal.signal(signal.SIGUSR2, previous)
-    assert [message for message, _ in got] == list(range(200))
+    assert [message for message, _ in got] == list(range(len(got)))
     assert interrupted > 5
 
 
