@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from tests.waits import wait_until
+
 NAME = "muster-node-"  # of node processes, and of their fork servers
 
 
@@ -25,12 +27,18 @@ def node_of(worker: int) -> int:
 
 
 class NodeSignalled:
-    """In an environment: a signal for the node that its worker runs on."""
+    """In an environment: a signal for the node that its worker runs on.
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    Args:
+        once: a file; the signal waits until it exists.
+    """
+
+    def __init__(self, number: int, once: Path | None = None) -> None:
+        self.number, self.once = number, once
 
     def __call__(self, honest: Any) -> Any:
+        if self.once is not None:
+            wait_until(self.once.exists)
         os.kill(node_of(os.getpid()), self.number)
         if self.number == signal.SIGKILL:
             signal.pause()  # ends with the node

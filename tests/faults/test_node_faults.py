@@ -154,9 +154,11 @@ def test_a_node_killed_between_batches_costs_nothing(tmp_path, on_failure):
 
 def test_a_node_that_nobody_has_missed_before_the_shutdown_is_accounted_for(tmp_path):
     path = tmp_path / "counts"
-    with async_nodes(makers(path, Fault(KILLS, at=AT)), frames_per_batch=T, seed=1) as collector:
+    fault = Fault(NodeSignalled(signal.SIGKILL, once=tmp_path / "delivered"), at=AT)
+    with async_nodes(makers(path, fault), frames_per_batch=T, seed=1) as collector:
         doomed = node_pids()[0]
         batches = [collector.next().clone()]  # two rollouts of each were ordered
+        (tmp_path / "delivered").touch()
         wait_until(lambda: not alive(doomed))
     stats, counts = collector.stats(), OracleEnv.read(path)
     assert counts[0].tolist()[:3] == [1, AT + 1, AT]
