@@ -157,8 +157,9 @@ class PoolConfig:
         return self.workers[0].in_thread
 
     def timeout(self, phase: str) -> float | None:
-        """Seconds that a phase may take; None is for ever."""
-        return self.timeouts.get(phase, TIMEOUTS.get(phase, TIMEOUTS["step"]))
+        """Seconds that a phase may take, those of a step where it has none; None is for ever."""
+        seconds = {**TIMEOUTS, **self.timeouts}
+        return seconds.get(phase, seconds["step"])
 
 
 def made_policy(policy: bytes, *, is_factory: bool) -> Any:
