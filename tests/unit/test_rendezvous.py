@@ -142,7 +142,7 @@ class TestTokens:
         with contextlib.closing(Rendezvous(1)) as rendezvous:
             assert rendezvous.token == TOKEN
 
-    def test_file_of_a_meeting_is_read_by_its_user_only_and_removed(self, rendezvous):
+    def test_file_of_a_rendezvous_is_read_by_its_user_only_and_removed(self, rendezvous):
         path = rendezvous.token_file()
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
