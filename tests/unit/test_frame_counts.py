@@ -45,6 +45,8 @@ def test_what_has_arrived_is_what_was_counted(events: list[tuple[str, Any]]) -> 
     for name, given_ in [*events, ("travel", None)]:
         if name == "travel":
             now = sent(theirs.counts())
+            assert not now.is_before(told)
+            assert told.is_before(now) or now.executed == told.executed
             ours.add_counts(now, told)
             told = now
         else:

@@ -10,7 +10,6 @@ import queue
 import socket
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -91,7 +90,7 @@ class NodeMain:
         self._made = ExitStack()
         self._wake_up = WakeUp()
         self._inbox: deque[tuple[Any, Any, int] | Exception] = deque()
-        self._outbox: queue.SimpleQueue[tuple[FromNode, Block | None, int] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[tuple[FromNode, Block | None, int, Told] | None] = queue.SimpleQueue()
         self._weights = NodeWeights(link, self._made)
         self._setup: NodeSetup
         self._supervisor: Supervisor | None = None
@@ -129,8 +128,8 @@ class NodeMain:
             self._wake_up.close()
 
     def say(self, message: FromNode, block: Block | None = None, tag: int = 0) -> None:
-        """Have something sent to the main process."""
-        self._outbox.put((message, block, tag))
+        """Have something sent to the main process, with how the node is now."""
+        self._outbox.put((message, block, tag, self._told()))
 
     def answer(self, number: int, function: Callable[[], Any]) -> None:
         """Say what a function returns or raises."""
@@ -311,29 +310,21 @@ class NodeMain:
                 raise
 
     def _send(self) -> None:
-        beat_at = 0.0
         try:
             while True:
-                now = time.monotonic()
-                if now >= beat_at:
-                    self._send_one(Beat())
-                    beat_at = now + BEAT_S
                 try:
-                    item = self._outbox.get(timeout=max(0.0, beat_at - now))
+                    item = self._outbox.get(timeout=BEAT_S)
                 except queue.Empty:
-                    continue
+                    item = Beat(), None, 0, self._told()
                 if item is None:
                     return
-                self._send_one(*item)
+                message, block, tag, told = item
+                self._link.send(pickle.dumps((message, told), pickle.HIGHEST_PROTOCOL), block, tag if block else 0)
         except LinkLost:
             pass  # this is received as well, after what had come before: perhaps a goodbye
         except BaseException:
             self._link.close()
             raise
-
-    def _send_one(self, message: FromNode, block: Block | None = None, tag: int = 0) -> None:
-        """With how the node is now: what is sent later never says less."""
-        self._link.send(pickle.dumps((message, self._told()), pickle.HIGHEST_PROTOCOL), block, tag if block else 0)
 
     def _told(self) -> Told:
         supervisor = self._supervisor

@@ -321,6 +321,8 @@ class NodeProxy(Proxy):
 
     def _take_note(self, told: Told) -> None:
         accounts, before = self._pool.accounts, self.told.counts
+        if told.is_before(self.told):
+            return  # a beat has overtaken it
         self.told = told
         if accounts:
             for number, counts in told.counts.items():

@@ -312,7 +312,7 @@ class Engine:
         frames = self.frames - held - sum(self._dropped().values())
         return CollectorStats(
             frames=frames,
-            executed=sum(account.executed for account in accounts),
+            executed=sum(account.executed for account in accounts) - self.source.pool.untaken,
             discarded=+self._discarded(),
             in_flight=self.source.in_flight + held + self.frames_unmade,
             batches=self.batches,

@@ -261,6 +261,12 @@ class WorkerPool:
         """Orders without a report."""
         return sum(len(handle.outstanding) for handle in self.handles) + len(self._reports)
 
+    @property
+    def untaken(self) -> int:
+        """Steps in reports of nodes that nobody has taken, but which are in the accounts already."""
+        reports = (report for handle in self.handles for report in handle.untaken if report.entered)
+        return sum(report.executed - sum(report.discarded.values()) for report in reports)
+
     def next_report(self) -> Report:
         """Wait for what comes of an order, whichever is first; workers that are ready at once take turns."""
         while True:

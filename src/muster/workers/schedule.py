@@ -202,8 +202,8 @@ class Schedule(ABC):
 
     @property
     def in_flight(self) -> int:
-        """Steps that are in no batch yet."""
-        return sum(account.in_flight for account in self.pool.accounts)
+        """Steps that were taken from workers, and are in no batch yet."""
+        return sum(account.in_flight for account in self.pool.accounts) - self.pool.untaken
 
     def waiting(self) -> list[dict[str, Any]]:
         """Rollouts that are complete and not delivered, oldest first, as plain data. Waits for workers at work."""
