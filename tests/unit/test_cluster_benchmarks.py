@@ -114,7 +114,7 @@ def test_a_node_is_found_by_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_played_nodes_are_like_real_ones(tmp_path: Path) -> None:
     tiny = Workload("tiny", "CartPole-v1", 2, 4, "")
     recorded = schedule_simulation.record(tiny)
-    assert {"start", "Configure", "LayOut"} <= recorded.answers.keys()
+    assert {"Start", "WorkerPlace", "LayOut"} <= recorded.answers.keys()
     assert recorded.lane
     assert all(s > 0 for s in recorded.seconds)
     path = tmp_path / "recording"
