@@ -821,16 +821,17 @@ def test_a_launch_that_is_interrupted_does_not_mix_up_the_next_ones(start, light
         for number in range(500):
             if number >= 15 and interrupted:
                 break
-            ours, theirs = Channel.pair()
+            (ours, theirs), child = Channel.pair(), None
             try:
                 armed = True
                 child = launch(f"{TARGETS}:ready", theirs, name="interrupted")
+                armed = False
             except Interrupt:
                 interrupted += 1
-            else:
-                child.kill()
             finally:
                 armed = False
+                if child is not None:
+                    child.kill()
                 ours.close()
                 theirs.close()
     assert interrupted
