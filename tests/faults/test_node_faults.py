@@ -471,6 +471,24 @@ def test_random_kills_of_nodes_and_workers_lose_nothing_and_double_nothing(tmp_p
     assert all(count <= counts[env, 2] for (env, _), count in rows.items())
 
 
+class DiesInItsSecondRun:
+    """In an environment: ends its worker, in the first rollout after its node has come back."""
+
+    def __call__(self, honest):
+        if honest[0][1] == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return honest
+
+
+def test_numbers_of_episodes_go_on_where_a_worker_dies_before_its_node_has_reported_any(tmp_path):
+    makers_ = makers(tmp_path / "counts", Fault(DiesInItsSecondRun(), at=5, runs=2))
+    with sync_nodes(makers_, frames_per_batch=T, on_failure="restart", seed=1) as collector:
+        batches = [collector.next().clone() for _ in range(2)]
+        os.kill(node_pids()[0], signal.SIGKILL)
+        until_run(collector, batches, env=0, run=2)
+    check_stream(batches)
+
+
 class Killer:
     """Kills nodes and workers at random times, in a thread of its own, while batches are collected."""
 
@@ -479,7 +497,7 @@ class Killer:
         self.stopped = threading.Event()
 
     def until_done(self, collector):
-        thread = threading.Thread(target=self.run, args=(collector,))
+        thread = threading.Thread(target=self.run, args=(collector,), daemon=True)
         thread.start()
         try:
             for batch in collector:

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
+import numpy as np
+
 from muster.errors import BadEnvOutput, EnvError, MusterError, WorkerError
 from muster.memory.shared import Arena
 from muster.restore.crash_report import CrashDirectory
@@ -126,6 +128,8 @@ class Supervisor(Watcher):
         groups = self.config.groups
         pool = WorkerPool(self.handles, infos, self, first_env=place.firsts[groups[0]])
         self.accounts = pool.accounts
+        for number, begin in (place.episodes or {}).items():  # of a node that has come back
+            pool.accounts[number].clock = np.stack([begin, np.zeros_like(begin)])
         if self.server is not None:
             self.server.open(self.handles, dict(zip(groups, infos, strict=True)))
             pool.server, pool.hold = self.server, self.server.held
