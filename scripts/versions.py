@@ -49,7 +49,7 @@ NOT_CORE = "not torchrl and not tianshou"  # they ask for a tensordict of their 
 IN_TWO = ("-n", "2", "--dist", "loadfile", "-k", NOT_CORE, "-m", "not slow")
 WITHOUT_TORCH = (
     *("tests/unit/test_collect_stats.py", "tests/unit/test_episode_rules.py", "tests/unit/test_lines.py"),
-    *("tests/unit/test_private_names.py", "tests/unit/test_seal.py", "tests/unit/test_shared_memory.py"),
+    *("tests/unit/test_private_names.py", "tests/unit/test_authenticated_link.py", "tests/unit/test_shared_memory.py"),
     *("tests/unit/test_timeline.py", "tests/unit/test_trajectories.py", "tests/unit/test_without_torch.py"),
 )
 TOOLS = ("pytest>=8.2,<10", "pytest-timeout>=2.3,<3", "pytest-xdist>=3.6,<4", "hypothesis>=6.100,<7")
