@@ -115,11 +115,6 @@ class Told:
     dropped: Sequence[int] = ()
     inference: InferenceStats | None = None
 
-    def is_before(self, other: Told) -> bool:
-        """It was so before the node was like the other."""
-        known = self.counts.items()
-        return any(counts.is_before(other.counts[number]) for number, counts in known if number in other.counts)
-
 
 class FromNode(Protocol):
     """Anything that a node sends."""

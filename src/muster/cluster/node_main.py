@@ -91,6 +91,7 @@ class NodeMain:
         self._wake_up = WakeUp()
         self._inbox: deque[tuple[Any, Any, int] | Exception] = deque()
         self._outbox: queue.SimpleQueue[tuple[FromNode, Block | None, int, Told] | None] = queue.SimpleQueue()
+        self._saying = threading.Lock()
         self._weights = NodeWeights(link, self._made)
         self._setup: NodeSetup
         self._supervisor: Supervisor | None = None
@@ -128,8 +129,9 @@ class NodeMain:
             self._wake_up.close()
 
     def say(self, message: FromNode, block: Block | None = None, tag: int = 0) -> None:
-        """Have something sent to the main process, with how the node is now."""
-        self._outbox.put((message, block, tag, self._told()))
+        """Have something sent to the main process, with how the node is now: what is sent later never says less."""
+        with self._saying:
+            self._outbox.put((message, block, tag, self._told()))
 
     def answer(self, number: int, function: Callable[[], Any]) -> None:
         """Say what a function returns or raises."""
@@ -315,7 +317,10 @@ class NodeMain:
                 try:
                     item = self._outbox.get(timeout=BEAT_S)
                 except queue.Empty:
-                    item = Beat(), None, 0, self._told()
+                    with self._saying:
+                        if not self._outbox.empty():
+                            continue
+                        item = Beat(), None, 0, self._told()
                 if item is None:
                     return
                 message, block, tag, told = item

@@ -55,7 +55,7 @@ class NodeProxy(Proxy):
         self.node: Joined | None = None
         self.session: Session
         self._is_there = False  # it has joined, in this session
-        self._memory: dict[int, tuple[Array, LaneRun]] = {}  # of parts that have not come back, by tag
+        self._memory: dict[int, Array] = {}  # of parts that have not come back, by tag
         self._held: list[Order] | None = None  # to be sent together
         self._server_knows: dict[str, Sequence[Any]] = {}  # by method; servers of later sessions are told again
 
@@ -188,8 +188,7 @@ class NodeProxy(Proxy):
     # --- Handle -----------------------------------------------------------------------------------
 
     def prepared(self, policy: str) -> bool:
-        columns = None if self.place is None else self.place.columns
-        return columns is not None and columns.policy == policy
+        return self.place is not None and self.place.prepared(policy)
 
     def submit(self, order: Order, slot: Slot) -> None:
         self.under_way.add(order, slot)
@@ -220,7 +219,7 @@ class NodeProxy(Proxy):
             part = LaneRun(run, slot.offset, first, lanes, self.session.next_tag())
             begin, end = (n * slot.layout.lane_bytes for n in (run[0].lane, run[-1].lane + 1))
             memory = slot.block[begin:end]
-            self._memory[part.tag] = memory, part
+            self._memory[part.tag] = memory
             if self.setup.buffer is None:
                 expects[part.tag] = memory
             parts.append(part)
@@ -321,8 +320,6 @@ class NodeProxy(Proxy):
 
     def _take_note(self, told: Told) -> None:
         accounts, before = self._pool.accounts, self.told.counts
-        if told.is_before(self.told):
-            return  # a beat has overtaken it
         self.told = told
         if accounts:
             for number, counts in told.counts.items():
@@ -347,7 +344,7 @@ class NodeProxy(Proxy):
 
     def finished(self, reports: Sequence[Report], tag: int, block: Any) -> None:
         """Rollouts are complete, or have failed."""
-        memory, _ = self._memory.pop(tag, (None, None))
+        memory = self._memory.pop(tag, None)
         if memory is not None and block is not None and block is not memory:
             memory[:] = block
         for report in reports:

@@ -17,7 +17,7 @@ from muster.collectors.multi import MultiCollector
 from muster.collectors.replay_buffer import ReplaySink, WrittenElsewhere
 from muster.errors import BadOption
 from muster.utils.attributes import optional
-from muster.workers.config import TIMEOUTS
+from muster.workers.config import timeout_of
 
 
 class ClusterCollector(MultiCollector):
@@ -40,12 +40,11 @@ class ClusterCollector(MultiCollector):
         super().__init__(made.create_env_fn, policy, **others)
 
     def _place(self, made: ExitStack) -> tuple[Nodes | None, Sequence[Sequence[int]] | None]:
-        timeouts = {**TIMEOUTS, **self.options.timeouts}
-        heartbeat = timeouts["heartbeat"]
+        heartbeat, join_s = (timeout_of(self.options.timeouts, phase) for phase in ("heartbeat", "join"))
         if heartbeat is None:
             raise BadOption("timeouts['heartbeat'] is None: a node that is gone would be waited for for ever")
         carrier = self._carrier_for(len(self._cluster.makers), heartbeat)
-        nodes = self._nodes = Nodes(carrier, self._cluster.of_leaf, timeouts["join"])
+        nodes = self._nodes = Nodes(carrier, self._cluster.of_leaf, join_s)
         nodes.buffer, nodes.enough = self._buffer_of_nodes(), self._cluster.options.min_nodes
         made.callback(nodes.close)
         weakref.finalize(self, nodes.close)

@@ -22,7 +22,7 @@ from muster.restore.crash_report import Maker
 from muster.restore.pickling import dumps
 from muster.weights.publish import PolicyWeights
 from muster.workers.build import WorkerOptions
-from muster.workers.config import TIMEOUTS, Columns, PoolConfig, WorkerConfig, WorkerPlace
+from muster.workers.config import Columns, PoolConfig, WorkerConfig, WorkerPlace, timeout_of
 from muster.workers.first_ready import FirstReady
 from muster.workers.inference import ServerConfig
 from muster.workers.messages import GroupInfo
@@ -209,7 +209,7 @@ class Workers:
             options.max_batch,
             wait,
             options.num_sub_threads,
-            {**TIMEOUTS, **options.timeouts}["policy"],
+            timeout_of(options.timeouts, "policy"),
             exclusive=away or not self._alone,
             keeps_streams=options.backend == "processes",
         )

@@ -35,7 +35,6 @@ class Phase(enum.IntEnum):
     WEIGHTS = 5
     CALL = 6
     CLOSE = 7
-    JOIN = 8  # its node is not there yet
     WAIT = 9  # another thread has the policy: it may take as long as that one may
 
 

@@ -28,6 +28,12 @@ TIMEOUTS: dict[str, float | None] = {  # seconds
 }
 
 
+def timeout_of(timeouts: Mapping[str, float | None], phase: str) -> float | None:
+    """Seconds that a phase may take, by the ``timeouts`` of a user."""
+    seconds = {**TIMEOUTS, **timeouts}
+    return seconds.get(phase, seconds["step"])
+
+
 @dataclass(frozen=True)
 class Columns:
     """What the rollouts to come are like.
@@ -68,6 +74,10 @@ class WorkerPlace:
     episodes: Mapping[int, Array] | None = None
     grad: bool = False
     columns: Columns | None = None
+
+    def prepared(self, policy: str) -> bool:
+        """Rollouts of this policy have been laid out."""
+        return self.columns is not None and self.columns.policy == policy
 
     def part(self, groups: Sequence[int]) -> WorkerPlace:
         """Of these groups."""
@@ -158,8 +168,7 @@ class PoolConfig:
 
     def timeout(self, phase: str) -> float | None:
         """Seconds that a phase may take, those of a step where it has none; None is for ever."""
-        seconds = {**TIMEOUTS, **self.timeouts}
-        return seconds.get(phase, seconds["step"])
+        return timeout_of(self.timeouts, phase)
 
 
 def made_policy(policy: bytes, *, is_factory: bool) -> Any:

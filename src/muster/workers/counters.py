@@ -27,11 +27,6 @@ class FrameCounts:
     timing: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     clock: Array | None = None
 
-    def is_before(self, other: FrameCounts) -> bool:
-        """Less was counted; counts only grow."""
-        less = self.executed < other.executed or self.timing[-1] < other.timing[-1]
-        return less or sum(self.discarded.values()) < sum(other.discarded.values())
-
 
 @dataclass
 class Account:

@@ -398,7 +398,7 @@ class FirstReady(Schedule):
 
     def _send(self, ordered: _Ordered, orders: Sequence[Order]) -> None:
         """Give orders to workers; those that were dropped have nothing to do."""
-        with self.pool.together() if len(orders) > 1 else nullcontext():
+        with self.pool.hold() if len(orders) > 1 else nullcontext():
             for order in orders:
                 if self.pool.accounts[order.group].dropped:
                     ordered.reports[order.number] = Report(order.number, order.group, dropped=True)

@@ -187,7 +187,7 @@ class WorkerPool:
     Attributes:
         owner: the process whose workers they are; None: they are in this thread, and a fork has copies of them.
         server: acts for the workers; None: they do.
-        hold: a context in which workers are given work that they begin together.
+        hold: makes a context; workers that are given work in it begin at the same time, as a server sees it.
         numbers: of orders.
         elastic: workers may be absent (see ``Handle``) from the beginning, and again later.
         waited: nanoseconds, for reports.
@@ -236,10 +236,6 @@ class WorkerPool:
         if self._watch is not None:
             self._watch.wait(0.0)
             self._reports += self._watch.take_lost()
-
-    def together(self) -> AbstractContextManager[Any]:
-        """Workers that are given work in this context begin at the same time, as a server sees it."""
-        return self.hold()
 
     def check_alive(self) -> None:
         """Raise if all workers have been dropped."""

@@ -163,21 +163,24 @@ class WorkerProxy(Proxy):
     # --- Handle -----------------------------------------------------------------------------------
 
     def prepared(self, policy: str) -> bool:
-        columns = None if self.config.place is None else self.config.place.columns
-        return columns is not None and columns.policy == policy
+        return self.config.place is not None and self.config.place.prepared(policy)
 
     def stats(self, accounts: Sequence[Account]) -> list[WorkerStats]:
         dropped = accounts[self.groups[0]].dropped
         state = "dropped" if dropped else "working" if self.alive else "dead"
         phase = self.phase.name.lower() if self.alive else state
-        restarts, pid = self.config.generation, self.process.child.pid
-        known: dict[str, Any] = {
-            "index": self.index,
-            "pid": pid,
-            "restarts": restarts,
-            "node": self._supervisor.config.node,
-        }
-        return [stats_of(self.groups, accounts, state=state, phase=phase, **known)]
+        return [
+            stats_of(
+                self.groups,
+                accounts,
+                index=self.index,
+                pid=self.process.child.pid,
+                state=state,
+                phase=phase,
+                restarts=self.config.generation,
+                node=self._supervisor.config.node,
+            )
+        ]
 
     def submit(self, order: Order, slot: Slot) -> None:
         self.under_way.add(order, slot)

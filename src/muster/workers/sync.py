@@ -97,7 +97,7 @@ class Sync(Schedule):
     def _work(self, request: CollectRequest, policy: str) -> None:
         """Let every group fill its lane, and wait for all of them; raises the first error."""
         limit = self._limit(request.limit, self._batch_groups())
-        with self.pool.together():
+        with self.pool.hold():
             for index, lane, group in self._places:
                 if group in self._complete or self._is_under_way(group):
                     continue
