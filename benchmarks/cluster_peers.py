@@ -100,11 +100,11 @@ class TorchRL:
         from torchrl.collectors import distributed
 
         share = replace(workload, B=workload.B // nodes)
-        makers = [functools.partial(serial, share)] * nodes
+        factories = [functools.partial(serial, share)] * nodes
         own = distributed_options() if engine == "DistributedCollector" else ray_options(nodes)
         frames = workload.frames if sync else share.frames
         self.collector: Any = getattr(distributed, engine)(
-            makers, actor(share), frames_per_batch=frames, total_frames=10**9, sync=sync, **own
+            factories, actor(share), frames_per_batch=frames, total_frames=10**9, sync=sync, **own
         )
         self.batches: Iterator[Any] = iter(self.collector)
 

@@ -91,9 +91,9 @@ def kills(kind: str, count: int) -> dict[str, Any]:
     """So many kills of two workers with three environments each."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "counts"
-        makers = [partial(OracleEnv, path, 3 * i, 3) for i in range(2)]
+        factories = [partial(OracleEnv, path, 3 * i, 3) for i in range(2)]
         options = {"num_envs": 3, "frames_per_batch": 600, "seed": 1, "on_failure": "restart", "max_restarts": None}
-        collector = KINDS[kind](makers, None, **options)
+        collector = KINDS[kind](factories, None, **options)
         killer, begun = Killer(collector, count, count), time.monotonic()
         rows = check_stream(killer.batches())  # raises if anything is lost, doubled or shifted
         seconds = time.monotonic() - begun
@@ -124,8 +124,8 @@ def detection(trials: int) -> dict[str, Any]:
     for _ in range(trials):
         with tempfile.TemporaryDirectory() as folder:
             path, at = Path(folder) / "counts", list[float]()
-            makers = [partial(OracleEnv, path, 0, 1, Fault(faults.waits, at=30)), partial(OracleEnv, path, 1)]
-            with MultiSyncCollector(makers, None, frames_per_batch=40) as collector:
+            factories = [partial(OracleEnv, path, 0, 1, Fault(faults.waits, at=30)), partial(OracleEnv, path, 1)]
+            with MultiSyncCollector(factories, None, frames_per_batch=40) as collector:
                 collector.next()
                 pid = collector.stats().workers[0].pid
 
@@ -154,8 +154,8 @@ def hangs(trials: int, deadline: float = 1.0) -> dict[str, Any]:
         for _ in range(trials):
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "counts"
-                makers = [partial(OracleEnv, path, 0, 1, Fault(way, at=20)), partial(OracleEnv, path, 1)]
-                with MultiSyncCollector(makers, None, frames_per_batch=40, timeouts={"step": deadline}) as collector:
+                factories = [partial(OracleEnv, path, 0, 1, Fault(way, at=20)), partial(OracleEnv, path, 1)]
+                with MultiSyncCollector(factories, None, frames_per_batch=40, timeouts={"step": deadline}) as collector:
                     collector.next()
                     begun = time.monotonic()
                     try:

@@ -101,15 +101,15 @@ def measure(kind: str, count: int) -> dict[str, Any]:
     """So many kills, one after the other."""
     with tempfile.TemporaryDirectory() as folder:
         path, times = Path(folder) / "counts", Path(folder) / "times"
-        makers = [partial(Timed, path, times, ENVS * i) for i in range(2)]
+        factories = [partial(Timed, path, times, ENVS * i) for i in range(2)]
         options = {"num_envs": ENVS, "frames_per_batch": 600, "seed": 1, "on_failure": "restart", "max_restarts": None}
-        with KINDS[kind](makers, None, **options) as collector:
+        with KINDS[kind](factories, None, **options) as collector:
             recoveries, load = Recoveries(collector, path, count), os.getloadavg()[0]
             begun, own, every = time.monotonic(), own_ticks(), busy_ticks()
             check_stream(recoveries.batches())  # raises if anything is lost, doubled or shifted
             own, every, seconds = own_ticks() - own, busy_ticks() - every, time.monotonic() - begun
         stats, made = collector.stats(), int(OracleEnv.read(path)[:, 2].sum())
-        workers = [cpu for (cpu,) in struct.iter_unpack("d", times.read_bytes())][len(makers) :]
+        workers = [cpu for (cpu,) in struct.iter_unpack("d", times.read_bytes())][len(factories) :]
     return {
         "kills": len(recoveries.seconds),
         "seconds": round(seconds, 1),

@@ -24,8 +24,8 @@ from muster.cluster.link import Block, Link, LinkLost, Received
 from muster.cluster.messages import BEAT_S, Answered, Beat, Built, Bye, Joined, Result, Tell, Told
 from muster.cluster.node_main import NodeMain
 from muster.memory.specs import Array
-from muster.workers.counters import FrameCounts
-from muster.workers.messages import Report
+from muster.workers.counters import NodeCounts
+from muster.workers.messages import RolloutResult
 
 HEADER = struct.Struct("=QQQ")  # bytes of the message, bytes of the block, tag
 READ = 1 << 20
@@ -110,13 +110,13 @@ class Recording:
 
     Attributes:
         answers: to messages and requests, by name.
-        report, lane: of a rollout.
+        result, lane: of a rollout.
         workers: as it has told of them.
         seconds: that rollouts took.
     """
 
     answers: dict[str, Any] = field(default_factory=dict)
-    report: Any = None
+    result: Any = None
     lane: bytes = b""
     workers: Any = ()
     seconds: list[float] = field(default_factory=list)
@@ -152,8 +152,8 @@ class RecordingLink(SocketLink):
         elif isinstance(said, Answered):
             recording.answers[self._asked.get(said.number, "")] = said.value
         elif isinstance(said, Result) and received.block is not None:
-            (recording.report,) = said.reports
-            recording.seconds.append(recording.report.timing.total / 1e9)
+            (recording.result,) = said.results
+            recording.seconds.append(recording.result.timing.total / 1e9)
             recording.lane = received.block.tobytes()
         return received
 
@@ -235,7 +235,7 @@ class Player:
             self._say(0.0, Built(answers["Start"]))
         elif message.method is NodeMain.follow:
             for run in message.args[0]:
-                self._roll(run.tag, run.orders[0])
+                self._roll(run.tag, run.requests[0])
         elif message.method is NodeMain.bye:
             self._say(0.0, Bye())
         elif message.number:
@@ -247,12 +247,12 @@ class Player:
             return [{self._group: value} for of_worker in answer for value in of_worker.values()]
         return answer
 
-    def _roll(self, tag: int, order: Any) -> None:
+    def _roll(self, tag: int, request: Any) -> None:
         """One rollout after the other, as in a worker."""
         begin = max(time.monotonic() + ONE_WAY_S, self._busy_until)
         self._busy_until = begin + self.farm.rollout_s()
-        report: Report = replace(self.farm.recording.report, number=order.number, group=self._group)
-        self.farm.at(self._busy_until + ONE_WAY_S, self, Result([report], tag), tag)
+        result: RolloutResult = replace(self.farm.recording.result, number=request.number, group=self._group)
+        self.farm.at(self._busy_until + ONE_WAY_S, self, Result([result], tag), tag)
 
     def _beat(self) -> None:
         self._say(BEAT_S, Beat())
@@ -264,8 +264,8 @@ class Player:
             self._beat()
             return
         lane = self.farm.lane if tag else memoryview(b"")
-        self._executed += message.reports[0].executed if tag else 0
-        how = Told({self._group: FrameCounts(self._executed)}, self.farm.recording.workers)
+        self._executed += message.results[0].executed if tag else 0
+        how = Told({self._group: NodeCounts(self._executed)}, self.farm.recording.workers)
         told = pickle.dumps((message, how), pickle.HIGHEST_PROTOCOL)
         self.out.append(memoryview(HEADER.pack(len(told), len(lane), tag) + told))
         if tag:

@@ -54,8 +54,8 @@ def hand_over(quick: bool) -> Found:
         if name.endswith("one process"):
             collectors[name] = muster.Collector(workload.make, policy, num_envs=8, frames_per_batch=8 * T, seed=0)
         else:
-            makers = [workload.make] * 2
-            collectors[name] = muster.MultiSyncCollector(makers, policy, num_envs=4, frames_per_batch=8 * T, seed=0)
+            factories = [workload.make] * 2
+            collectors[name] = muster.MultiSyncCollector(factories, policy, num_envs=4, frames_per_batch=8 * T, seed=0)
     iterators = {name: iter(collector) for name, collector in collectors.items()}
     for _ in range(8 if quick else 40):
         for name, iterator in iterators.items():

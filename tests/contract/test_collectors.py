@@ -106,11 +106,11 @@ class Two(nn.Module):
 
 
 def make(kind: Kind, env: Any = None, policy: Any = None, *, batches: int = -1, **options: Any) -> Any:
-    """A collector of ``batches`` batches (-1: endless); ``env`` may be a list with a maker for each of three groups."""
-    makers = env if isinstance(env, list) else [env or counting(noise=True)] * kind.groups
+    """A collector of ``batches`` batches (-1: endless); ``env`` may be a list of factories, one for each group."""
+    factories = env if isinstance(env, list) else [env or counting(noise=True)] * kind.groups
     total = batches * kind.frames if batches > 0 else -1
     common = {"num_envs": B, "frames_per_batch": kind.frames, "total_frames": total, "seed": 3}
-    return kind.cls(makers[-kind.groups :], policy, **{**common, **kind.options, **options})
+    return kind.cls(factories[-kind.groups :], policy, **{**common, **kind.options, **options})
 
 
 def serial(kind: Kind, env: Any = None, policy: Any = None, **options: Any) -> Any:
@@ -701,8 +701,8 @@ def test_collecting_goes_on_exactly_in_another_collector(saver, loader, tmp_path
             first.update_policy_weights_(Actor(number + 1.0))
         muster.save_state(tmp_path / "state", first.state_dict())
         second.next()  # what it has made before does not matter
-        report = second.load_state_dict(tmp_path / "state")
-        assert report.exact, str(report)
+        result = second.load_state_dict(tmp_path / "state")
+        assert result.exact, str(result)
         assert second.policy_version == 4
         assert second.policy.weight.tolist() == [4.0]
         a, b = first.stats(), second.stats()
@@ -848,10 +848,10 @@ def broken() -> Exception:
 def test_an_error_of_an_environment_is_typed_and_collecting_goes_on_with_the_rows_before_it(kind):
     """Each environment of one group raises at its 7th step, in the second rollout; all other data are untouched."""
     bad = partial(FaultyEnv, 6, error=broken)
-    makers = [counting(3), counting(4), bad]
+    factories = [counting(3), counting(4), bad]
     found, expected = [], []
     for of, into in ((kind, found), (reference(kind), expected)):
-        with make(of, makers, seed=3) as c:
+        with make(of, factories, seed=3) as c:
             errors, parts = [], [[] for _ in range(kind.groups)]
             while min(map(len, parts)) < 4:
                 try:
@@ -889,11 +889,11 @@ class Picky(Actor):
 
 @pytest.mark.usefixtures("crash_files")
 def test_an_error_of_a_policy_is_typed_and_the_step_is_repeated_with_better_weights(kind):
-    makers = [counting(3), counting(3), counting(4)]
+    factories = [counting(3), counting(3), counting(4)]
     options = {"track_policy_version": True, "executor": False}
     found, expected = [], []
     for of, into in ((kind, found), (reference(kind), expected)):
-        with make(of, makers, Picky(-1.0), **options) as c:
+        with make(of, factories, Picky(-1.0), **options) as c:
             with pytest.raises(PolicyError, match="no such step") as caught:
                 while True:
                     c.next()

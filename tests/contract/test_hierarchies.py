@@ -163,9 +163,9 @@ def test_several_models_as_one_version():
 def collect(scheme: Any, worker: int, pipe: Any) -> None:
     """A process of the user's, with a collector that has workers of its own; answers with what its batches show."""
     torch.set_num_threads(1)
-    makers = [partial(CountingEnv, 5)] * 2
+    factories = [partial(CountingEnv, 5)] * 2
     options: Any = {"num_envs": 2, "frames_per_batch": 4 * STEPS, "track_policy_version": True, "worker_idx": worker}
-    with MultiSyncCollector(makers, Actor(-1.0), weight_recv_schemes={"policy": scheme}, **options) as collector:
+    with MultiSyncCollector(factories, Actor(-1.0), weight_recv_schemes={"policy": scheme}, **options) as collector:
         pipe.send(of(collector.rollout()))
         while pipe.poll(PATIENCE) and pipe.recv():
             batch = collector.rollout()

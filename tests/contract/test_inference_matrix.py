@@ -69,12 +69,12 @@ CELLS = [
 def make(cls: Any, told: Told, policy: Any, groups: int = G, **options: Any) -> Any:
     """A collector whose environments have episodes of 2, 3, 4, ... steps."""
     num_envs = told.envs // groups
-    makers = [Numbered(2 + num_envs * group, num_envs, told.kind, told.life) for group in range(groups)]
+    factories = [Numbered(2 + num_envs * group, num_envs, told.kind, told.life) for group in range(groups)]
     rows = num_envs if cls is MultiAsyncCollector else told.envs
     lives = {"traj_done_key": "traj_done"} if told.life else {}
     previous = {"prev_action_reward": True} if told.prev else {}
     common = {"num_envs": num_envs, "frames_per_batch": rows * told.T, "reset_when_done": not told.wait, "seed": 0}
-    return cls(makers, policy, **{**common, **lives, **previous, **options})
+    return cls(factories, policy, **{**common, **lives, **previous, **options})
 
 
 class Expected:
@@ -316,13 +316,13 @@ def survived(c: Any, errors: list[PolicyError]) -> Iterator[Any]:
 @pytest.mark.parametrize("inference", INFERENCE)
 def test_groups_of_different_sizes_fill_batches_of_their_own(inference, mode):
     sizes = (1, 2, 3)
-    makers, expected = [], []
+    factories, expected = [], []
     for first, size in zip((0, 1, 3), sizes, strict=True):
-        makers.append(partial(vector_env, 2 + first, size, mode))
+        factories.append(partial(vector_env, 2 + first, size, mode))
         told = told_of("dict", "n-d", T=12 // size, envs=6)
         expected.append(Expected(told, 1, numbers=range(first, first + size)))
     options = {"backend": "threads", "frames_per_batch": 12, **INFERENCE[inference]}
-    with MultiAsyncCollector(makers, policy_of("dict", "n-d"), **options) as c:
+    with MultiAsyncCollector(factories, policy_of("dict", "n-d"), **options) as c:
         found = [0, 0, 0]
         for batch in c:
             group = sizes.index(len(batch))

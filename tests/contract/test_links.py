@@ -186,9 +186,9 @@ class TestBlocks:
         memories = {tag: np.zeros(size, np.uint8) for tag, size in sizes.items()}
         for tag in (8, 2, 5, 1, 7):  # the others are not
             link.expect(tag, memories[tag])
-        order = [3, 1, 2, 8, 4, 7, 6, 5]
-        link.send(",".join(f"{sizes[tag]} {tag} {tag}" for tag in order).encode())
-        for tag in order:
+        request = [3, 1, 2, 8, 4, 7, 6, 5]
+        link.send(",".join(f"{sizes[tag]} {tag} {tag}" for tag in request).encode())
+        for tag in request:
             got = link.receive()
             assert got.tag == tag
             assert (got.block == pattern(sizes[tag], tag)).all()

@@ -25,8 +25,8 @@ T = 20
 
 def collector(folder: Path, fault: Fault | None = None, kind: Any = MultiSyncCollector, **options: Any) -> Any:
     path = folder / "counts"
-    makers = [partial(OracleEnv, path, 0, 1, fault), partial(OracleEnv, path, 1)]
-    return kind(makers, None, frames_per_batch=2 * T, **options)
+    factories = [partial(OracleEnv, path, 0, 1, fault), partial(OracleEnv, path, 1)]
+    return kind(factories, None, frames_per_batch=2 * T, **options)
 
 
 def ready() -> None:
@@ -115,19 +115,19 @@ def constructing(folder: Path, kind: str, place: str) -> None:
     threading.setprofile(killer)
     sys.setprofile(killer)
     fault = Fault(faults.HasChild(str(folder / "pids"), detached=True), "construct", runs=None)
-    makers = [partial(OracleEnv, folder / "counts", number, 1, fault) for number in range(2)]
+    factories = [partial(OracleEnv, folder / "counts", number, 1, fault) for number in range(2)]
     if kind == "AsyncCollector":
-        AsyncCollector(makers[0], None, frames_per_batch=T)
+        AsyncCollector(factories[0], None, frames_per_batch=T)
     elif kind == "Evaluator":
-        evaluator = Evaluator(makers[0], None, num_envs=1, num_workers=2)
+        evaluator = Evaluator(factories[0], None, num_envs=1, num_workers=2)
         evaluator.trigger()
         evaluator.wait()
     elif kind == "served":
         policy = faults.FaultyPolicy(str(folder / "mark"), None, at=1 << 60)
-        MultiSyncCollector(makers, policy, frames_per_batch=2 * T, inference="server")
+        MultiSyncCollector(factories, policy, frames_per_batch=2 * T, inference="server")
     else:
         cls = MultiSyncCollector if kind == "MultiSyncCollector" else MultiAsyncCollector
-        cls(makers, None, frames_per_batch=2 * T)
+        cls(factories, None, frames_per_batch=2 * T)
 
 
 def threads(folder: Path) -> None:
@@ -179,8 +179,8 @@ def raises(folder: Path) -> None:
 def served(folder: Path, kind: Any = MultiSyncCollector, do: Any = None) -> None:
     """A server acts; it goes wrong in its 60th call."""
     policy = faults.FaultyPolicy(str(folder / "mark"), do or (lambda _: ready()), at=60)
-    makers = [partial(OracleEnv, folder / "counts", number) for number in range(2)]
-    with kind(makers, policy, frames_per_batch=2 * T, inference="server", timeouts={"policy": None}) as made:
+    factories = [partial(OracleEnv, folder / "counts", number) for number in range(2)]
+    with kind(factories, policy, frames_per_batch=2 * T, inference="server", timeouts={"policy": None}) as made:
         for _ in made:
             pass
 
@@ -199,8 +199,8 @@ def served_never(folder: Path) -> None:
 
 def served_and_forgotten(folder: Path) -> None:
     policy = faults.FaultyPolicy(str(folder / "mark"), None, at=1 << 60)
-    makers = [partial(OracleEnv, folder / "counts", number) for number in range(2)]
-    made = MultiAsyncCollector(makers, policy, frames_per_batch=2 * T, inference="server")
+    factories = [partial(OracleEnv, folder / "counts", number) for number in range(2)]
+    made = MultiAsyncCollector(factories, policy, frames_per_batch=2 * T, inference="server")
     made.next()
     globals()["kept"] = made  # until the interpreter ends
     ready()

@@ -78,11 +78,11 @@ class Outcome:
 def run(folder: Path, fault: Fault | None, kind: Any = MultiSyncCollector, **options: Any) -> Outcome:
     """Two environments in two workers, of which number 0 goes wrong."""
     path = folder / f"counts-{time.monotonic_ns()}"
-    makers = [partial(OracleEnv, path, 0, 1, fault), partial(OracleEnv, path, 1)]
+    factories = [partial(OracleEnv, path, 0, 1, fault), partial(OracleEnv, path, 1)]
     frames = 2 * T if kind is MultiSyncCollector else T
     given = {"policy": None, "frames_per_batch": frames, "total_frames": FRAMES, "seed": 1, "crash_dir": folder}
     given["timeouts"] = deadlines(30.0)
-    given |= {"create_env_fn": makers, **options}
+    given |= {"create_env_fn": factories, **options}
     batches: list[Any] = []
     errors: list[BaseException] = []
     with warnings.catch_warnings():

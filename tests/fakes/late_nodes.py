@@ -47,11 +47,13 @@ class GatedCarrier(QueueCarrier):
         self.links[node][-1].cut("a test cuts it")
 
 
-def elastic(carrier: GatedCarrier, makers: Any = "CartPole-v1", policy: Any = None, **options: Any) -> QueueCollector:
+def elastic(
+    carrier: GatedCarrier, factories: Any = "CartPole-v1", policy: Any = None, **options: Any
+) -> QueueCollector:
     """A collector that begins with one node."""
-    makers = makers if isinstance(makers, list) else [makers] * len(carrier.gates)
+    factories = factories if isinstance(factories, list) else [factories] * len(carrier.gates)
     usual = {"sync": False, "min_nodes": 1, "frames_per_batch": 20, "num_envs": 2, "total_frames": -1, "seed": 0}
-    return QueueCollector(makers, policy, carrier=carrier, **usual | options)
+    return QueueCollector(factories, policy, carrier=carrier, **usual | options)
 
 
 def nodes_of(collector: QueueCollector) -> set[int]:

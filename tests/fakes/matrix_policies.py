@@ -176,5 +176,5 @@ class Unsure(nn.Module):
 
 def policy_of(state: StateKind, kind: ActionKind, *, prev: bool = False) -> Any:
     """The policy with such a state."""
-    makers: dict[str, Any] = {"none": Module, "array": WithArray, "tensor": WithTensor, "dict": WithDict}
-    return {**makers, "tensordict": Recurrent}[state](kind, prev=prev)
+    factories: dict[str, Any] = {"none": Module, "array": WithArray, "tensor": WithTensor, "dict": WithDict}
+    return {**factories, "tensordict": Recurrent}[state](kind, prev=prev)

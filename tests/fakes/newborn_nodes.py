@@ -44,9 +44,11 @@ def main(launcher: str, folder: Path) -> None:
     os.chdir(folder)  # for the files of jobs
     warnings.filterwarnings("ignore", "There is no SLURM here")
     kind = RPCCollector if launcher == "rpc" else DistributedCollector
-    makers = [partial(OracleEnv, folder / "counts", number) for number in range(2)]
+    factories = [partial(OracleEnv, folder / "counts", number) for number in range(2)]
     print("ready", flush=True)
-    with kind(makers, None, frames_per_batch=20, launcher="mp" if launcher == "rpc" else launcher, sync=True) as made:
+    with kind(
+        factories, None, frames_per_batch=20, launcher="mp" if launcher == "rpc" else launcher, sync=True
+    ) as made:
         print("made", flush=True)
         for _ in made:
             pass

@@ -44,7 +44,7 @@ def async_nodes(create_env_fn: Any, policy: Any = None, **options: Any) -> Distr
 NODE_KINDS = [sync_nodes, async_nodes]
 
 
-def makers(path: Path, fault: Any = None) -> list[Any]:
+def factories(path: Path, fault: Any = None) -> list[Any]:
     """Environments of two nodes, of which number 0 goes wrong."""
     return [partial(OracleEnv, path, 0, 1, fault), partial(OracleEnv, path, 1)]
 

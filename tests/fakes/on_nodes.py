@@ -13,10 +13,10 @@ class _Together:
 
     always: ClassVar[dict[str, Any]] = {"launcher": "mp", "sync": True}
 
-    def __init__(self, makers: list[Any], policy: Any = None, **options: Any) -> None:
+    def __init__(self, factories: list[Any], policy: Any = None, **options: Any) -> None:
         if isinstance(frames := options.get("frames_per_batch"), int):
-            options["frames_per_batch"] = frames // len(makers)
-        super().__init__(makers, policy, **{**self.always, **options})  # type: ignore[call-arg]
+            options["frames_per_batch"] = frames // len(factories)
+        super().__init__(factories, policy, **{**self.always, **options})  # type: ignore[call-arg]
 
 
 class _AsReady:
@@ -24,8 +24,8 @@ class _AsReady:
 
     always: ClassVar[dict[str, Any]] = {"launcher": "mp", "sync": False}
 
-    def __init__(self, makers: list[Any], policy: Any = None, **options: Any) -> None:
-        super().__init__(makers, policy, **{**self.always, **options})  # type: ignore[call-arg]
+    def __init__(self, factories: list[Any], policy: Any = None, **options: Any) -> None:
+        super().__init__(factories, policy, **{**self.always, **options})  # type: ignore[call-arg]
 
 
 class Together(_Together, DistributedCollector): ...

@@ -16,11 +16,11 @@ from muster.rollout.progress import Progress
 from muster.workers import main as worker_main
 from muster.workers.channel import Channel
 from muster.workers.config import WorkerConfig
-from muster.workers.messages import Order, Report
-from muster.workers.requests import Ask, Close, Closed, Observe, RolloutRequest
+from muster.workers.messages import RolloutRequest, RolloutResult
+from muster.workers.requests import Ask, Close, Closed, FillLane, Observe
 
 TRACED = ("serve", "answer", "follow", "_answer", "_send", "_close")
-MESSAGES = [Ask(1, Observe()), RolloutRequest(Order(1, 0, 0, "policy"), 2, 3), Close()]
+MESSAGES = [Ask(1, Observe()), FillLane(RolloutRequest(1, 0, 0, "policy"), 2, 3), Close()]
 LIMIT = 2000  # instructions; there are some hundred
 
 
@@ -35,13 +35,13 @@ class Server(worker_main.WorkerMain):
         self.worker = SimpleNamespace(
             profile=lambda *_: None,
             observe=dict,
-            run=lambda order, lane: Report(order.number, order.group),
+            run=lambda request, lane: RolloutResult(request.number, request.group),
             group=lambda _: SimpleNamespace(begin=lambda early: None),
         )
         self.ready = True
         return []
 
-    def _lane(self, _: RolloutRequest) -> tuple[Any, Any]:
+    def _lane(self, _: FillLane) -> tuple[Any, Any]:
         lane = SimpleNamespace(done_steps=0, stopped=False)
         return lane, lane
 
@@ -73,7 +73,7 @@ class Terminator:
 
 def serve(channel: Channel, at: int) -> None:
     """What the ``main`` of a worker does."""
-    config = WorkerConfig(0, [0], makers=[], kwargs=None, policy=b"", is_factory=False, options=None)
+    config = WorkerConfig(0, [0], factories=[], kwargs=None, policy=b"", is_factory=False, options=None)
     served: Any = Server(channel, config, Progress(), None, [])  # type: ignore[arg-type]
     signal.signal(signal.SIGTERM, served.terminate)
     sys.settrace(Terminator(served, at).enter)

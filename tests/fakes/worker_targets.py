@@ -10,7 +10,7 @@ import sys
 
 from muster.rollout.progress import PHASE, Phase
 from muster.workers.channel import Channel
-from muster.workers.ledger import Ledger
+from muster.workers.status_page import StatusPage
 
 
 def echo(channel):
@@ -86,16 +86,16 @@ def spins(channel):
 
 
 def holds_the_gil(channel):
-    ledger = Ledger.attach(channel.receive()[1][0])
-    ledger.arm()
-    ledger.cells[PHASE] = Phase.STEP
+    status_page = StatusPage.attach(channel.receive()[1][0])
+    status_page.arm()
+    status_page.cells[PHASE] = Phase.STEP
     channel.send(os.getpid())
     sum(range(10**15))  # HERE: C code that lets no other thread run
 
 
 def crashes(channel):
-    ledger = Ledger.attach(channel.receive()[1][0])
-    ledger.arm()
+    status_page = StatusPage.attach(channel.receive()[1][0])
+    status_page.arm()
     os.kill(os.getpid(), signal.SIGSEGV)  # CRASH
 
 

@@ -404,9 +404,9 @@ def plain_or_general(path: str, output: Any, at: int, *, always: bool = False) -
 def test_what_keeps_its_values_is_cast_with_one_warning(name, path, num_envs, which):
     """Reward 2 at t = 1, of an observation that is [3, 2]: step 4 of episodes of three."""
     output, warning, _ = CASTS[name]
-    makers = iter([plain_or_general(path, output, 4 if i == which else -1) for i in range(num_envs or 1)])
+    factories = iter([plain_or_general(path, output, 4 if i == which else -1) for i in range(num_envs or 1)])
     options = {"num_envs": num_envs, "frames_per_batch": T * (num_envs or 1)}
-    with Collector(lambda: next(makers)(), None, **options) as collector:
+    with Collector(lambda: next(factories)(), None, **options) as collector:
         with pytest.warns(UserWarning, match=warning) as caught:
             batches = [collector.rollout(), collector.rollout()]
         (said,) = (str(w.message) for w in caught)
@@ -772,8 +772,8 @@ def test_the_next_loop_goes_on_after_an_error():
 
 
 def test_a_fault_in_one_group_keeps_what_the_others_did():
-    makers = [counting(), lambda: FaultyEnv(4, error=ERRORS["plain"]), counting()]
-    with Collector(makers, None, frames_per_batch=3 * T) as collector:
+    factories = [counting(), lambda: FaultyEnv(4, error=ERRORS["plain"]), counting()]
+    with Collector(factories, None, frames_per_batch=3 * T) as collector:
         with pytest.raises(EnvError):
             collector.rollout()
         assert collector.stats().in_flight == T + 4

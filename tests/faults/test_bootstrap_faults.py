@@ -70,8 +70,8 @@ def test_an_error_does_not_touch_the_values_of_episodes_that_were_truncated_befo
 @pytest.mark.parametrize("kind", WORKERS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("does", ["raise", "nan"])
 def test_workers_remember_what_was_truncated_before_an_error(kind: Kind, does):
-    makers = [partial(SlippingEnv, LENGTHS, fault, does) for fault in (10, 7, 9)]
-    with kind.cls(makers[: kind.groups], counts_time, num_envs=2, seed=0, **kind.options) as c:
+    factories = [partial(SlippingEnv, LENGTHS, fault, does) for fault in (10, 7, 9)]
+    with kind.cls(factories[: kind.groups], counts_time, num_envs=2, seed=0, **kind.options) as c:
         made, raised = collected(c, kind.groups * 2 * ROWS, bootstrap="truncations")
         assert raised
         assert_true_values(made, "truncations")
@@ -94,8 +94,8 @@ class Stuttering:
 @pytest.mark.parametrize("at", [ROWS, ROWS + 2])
 @pytest.mark.parametrize("kind", [Kind("Collector", Collector), *WORKERS[:1]], ids=lambda kind: kind.name)
 def test_a_policy_that_fails_when_it_is_asked_for_values_is_asked_again_and_nothing_else_happens_twice(kind, at):
-    makers = partial(SlippingEnv, LENGTHS, -1, "raise")
-    made = partial(kind.cls, makers if kind.cls is Collector else [makers], num_envs=2, seed=0)
+    factories = partial(SlippingEnv, LENGTHS, -1, "raise")
+    made = partial(kind.cls, factories if kind.cls is Collector else [factories], num_envs=2, seed=0)
     with made(Stuttering(at)) as c, made(counts_time) as sound:
         for errors in ([PolicyError], [], [], []):
             found, raised = collected(c, 2 * ROWS - 2, bootstrap="truncations")  # the last rows are in mid-episode

@@ -31,11 +31,11 @@ PLACES = {"step": EnvError, "reset": EnvError, "policy": PolicyError}
 
 def collector_of(path: Any, place: str, policy: Any, backend: str) -> Any:
     kind = Collector if backend == "in process" else MultiSyncCollector
-    makers = [partial(Troubled, str(path), first, place) for first in (0, 2)]
+    factories = [partial(Troubled, str(path), first, place) for first in (0, 2)]
     options = {"frames_per_batch": 4 * T, "num_envs": 2, "seed": 1, "crash_dir": path.parent / "crashes"}
     if kind is Collector:
         del options["crash_dir"]
-    return kind(makers, policy, **options, **BACKENDS[backend])
+    return kind(factories, policy, **options, **BACKENDS[backend])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -68,8 +68,8 @@ def said(call):
 # --- of the user's program --------------------------------------------------------------------------
 
 
-def served(makers, _, **options):
-    return MultiSyncCollector(makers, faults.FaultyPolicy("", None, at=1 << 60), inference="server", **options)
+def served(factories, _, **options):
+    return MultiSyncCollector(factories, faults.FaultyPolicy("", None, at=1 << 60), inference="server", **options)
 
 
 KINDS = {
@@ -105,8 +105,8 @@ USES = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fork_has_no_workers_and_leaves_those_of_its_parent_alone(tmp_path, kind):
     path = tmp_path / "counts"
-    makers = [partial(OracleEnv, path, number) for number in range(2)]
-    collector = KINDS[kind](makers, None, frames_per_batch=2 * T, seed=1)
+    factories = [partial(OracleEnv, path, number) for number in range(2)]
+    collector = KINDS[kind](factories, None, frames_per_batch=2 * T, seed=1)
     batches = iter(collector)
     mine = {"collector": collector, "batches": batches, "held": [next(batches) for _ in range(4)]}
     copies = [batch.clone() for batch in mine["held"]]

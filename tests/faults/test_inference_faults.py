@@ -117,9 +117,9 @@ class Kills:
 def test_a_worker_may_die_while_it_waits_for_the_server(tmp_path, kind, watched, on_failure):
     """Or while the server acts with its row, which then is nobody's."""
     path = tmp_path / "counts"
-    makers = [partial(Known, path, number) for number in range(2)]
+    factories = [partial(Known, path, number) for number in range(2)]
     options = {"on_failure": on_failure, "max_batch": 1 if watched else None}
-    got = run(tmp_path, None, kind, create_env_fn=makers, policy=Mod5(Kills(path, watched)), **options, **SERVED)
+    got = run(tmp_path, None, kind, create_env_fn=factories, policy=Mod5(Kills(path, watched)), **options, **SERVED)
     got.counts = OracleEnv.read(path)
     got.check()
     assert set(got.stats.discarded) <= {"worker_died"}
@@ -175,9 +175,9 @@ class Logits(nn.Module):
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_kills_lose_nothing_and_double_nothing(tmp_path, kind):
     kills, path = 12, tmp_path / "counts"
-    makers = [partial(OracleEnv, path, 3 * i, 3) for i in range(3)]
+    factories = [partial(OracleEnv, path, 3 * i, 3) for i in range(3)]
     options = {"num_envs": 3, "frames_per_batch": 450, "seed": 1, "on_failure": "restart", "max_restarts": None}
-    collector = kind(makers, Mod5(), **options, **SERVED)
+    collector = kind(factories, Mod5(), **options, **SERVED)
     killer = Killer(collector, kills, random.Random(kills))
     rows = check_stream(killer.until_done())
     collector.shutdown()
@@ -225,8 +225,8 @@ def test_who_waits_with_others_for_one_that_hangs_is_not_blamed(tmp_path, undist
 
 def test_an_environment_that_hangs_keeps_no_shutdown(tmp_path):
     path = tmp_path / "counts"
-    makers = [partial(OracleEnv, path, 0, 1, Fault(faults.holds_the_gil, at=AT)), partial(OracleEnv, path, 1)]
-    collector = MultiAsyncCollector(makers, Mod5(), frames_per_batch=T, timeouts={"close": 0.5}, **SERVED)
+    factories = [partial(OracleEnv, path, 0, 1, Fault(faults.holds_the_gil, at=AT)), partial(OracleEnv, path, 1)]
+    collector = MultiAsyncCollector(factories, Mod5(), frames_per_batch=T, timeouts={"close": 0.5}, **SERVED)
     while not len(OracleEnv.read(path)) or OracleEnv.read(path)[0, 1] < AT + 1:
         assert collector.next() is not None
     collector.shutdown()
@@ -282,10 +282,10 @@ class Fails:
 @pytest.mark.parametrize("kind", [*KINDS, AsyncCollector])
 def test_while_the_policy_fails_nothing_is_stepped_and_the_next_call_tries_again(tmp_path, kind, monkeypatch):
     path, batches = tmp_path / "counts", []
-    makers = partial(OracleEnv, path) if kind is AsyncCollector else [partial(OracleEnv, path, n) for n in range(2)]
+    factories = partial(OracleEnv, path) if kind is AsyncCollector else [partial(OracleEnv, path, n) for n in range(2)]
     monkeypatch.setattr(Fails, "wrong", True)
     frames = 2 * T if kind is MultiSyncCollector else T
-    with kind(makers, Mod5(Fails(AT)), frames_per_batch=frames, backend="threads", **SERVED) as collector:
+    with kind(factories, Mod5(Fails(AT)), frames_per_batch=frames, backend="threads", **SERVED) as collector:
         errors = []
         while len(errors) < 4:
             try:
@@ -344,9 +344,9 @@ def over():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_policy_that_hangs_is_named_with_its_line_and_nobody_is_killed_for_it(tmp_path, over, kind, on_failure):
     path = tmp_path / "counts"
-    makers = [partial(OracleEnv, path, number) for number in range(2)]
+    factories = [partial(OracleEnv, path, number) for number in range(2)]
     options = {"frames_per_batch": 2 * T, "timeouts": {**deadlines(60.0), "policy": 0.5}, "on_failure": on_failure}
-    with kind(makers, Mod5(Waits(30)), **options, **SERVED) as collector:
+    with kind(factories, Mod5(Waits(30)), **options, **SERVED) as collector:
         pids = [worker.pid for worker in collector.stats().workers]
         batches, random_state = [], torch.random.get_rng_state()
         for _ in range(2):  # and again, as long as it does
@@ -375,10 +375,10 @@ def test_a_policy_that_hangs_is_named_with_its_line_and_nobody_is_killed_for_it(
 def test_a_policy_that_hangs_does_not_keep_shutdown(tmp_path, over, backend):
     """It is waited for, but once for all workers."""
     path = tmp_path / "counts"
-    makers = [partial(OracleEnv, path, number) for number in range(4)]
+    factories = [partial(OracleEnv, path, number) for number in range(4)]
     timeouts = {**deadlines(0.5), "construct": 60.0}
     collector = MultiSyncCollector(
-        makers, Mod5(Waits(30)), frames_per_batch=4 * T, timeouts=timeouts, backend=backend, **SERVED
+        factories, Mod5(Waits(30)), frames_per_batch=4 * T, timeouts=timeouts, backend=backend, **SERVED
     )
     with pytest.raises(WorkerHung):
         while True:
@@ -421,9 +421,9 @@ class Interrupts:
 @pytest.mark.parametrize("kind", KINDS)
 def test_after_ctrl_c_the_next_call_goes_on(tmp_path, kind, backend):
     path, batches, errors = tmp_path / "counts", [], []
-    makers = [partial(OracleEnv, path, number) for number in range(2)]
+    factories = [partial(OracleEnv, path, number) for number in range(2)]
     # Two signals that come before the main thread has looked at the first one are one: so much is between them.
-    with kind(makers, Mod5(Interrupts(30, 300)), frames_per_batch=2 * T, backend=backend, **SERVED) as collector:
+    with kind(factories, Mod5(Interrupts(30, 300)), frames_per_batch=2 * T, backend=backend, **SERVED) as collector:
         while len(batches) < 5 or len(errors) < 2:  # one call can be for both workers
             try:
                 batch = collector.next()
@@ -521,8 +521,8 @@ def test_nothing_is_left_of_collectors_that_could_not_be_made():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_collector_that_is_thrown_away_ends(tmp_path, kind, backend):
     before = {*server_threads()}
-    makers = [partial(OracleEnv, tmp_path / "counts", number) for number in range(2)]
-    collector = kind(makers, Mod5(), frames_per_batch=40, backend=backend, **SERVED)
+    factories = [partial(OracleEnv, tmp_path / "counts", number) for number in range(2)]
+    collector = kind(factories, Mod5(), frames_per_batch=40, backend=backend, **SERVED)
     batch = collector.next()
     pids = {worker.pid for worker in collector.stats().workers} - {os.getpid()}
     kept = batch.clone()
@@ -538,8 +538,8 @@ def test_a_collector_that_is_thrown_away_ends(tmp_path, kind, backend):
 @pytest.mark.parametrize("backend", ["processes", "threads"])
 def test_shutdown_in_the_middle_of_rollouts_is_quick_and_accounted(tmp_path, backend):
     path = tmp_path / "counts"
-    makers = [partial(OracleEnv, path, number) for number in range(3)]
-    collector = MultiAsyncCollector(makers, Mod5(), frames_per_batch=5000, backend=backend, **SERVED)
+    factories = [partial(OracleEnv, path, number) for number in range(3)]
+    collector = MultiAsyncCollector(factories, Mod5(), frames_per_batch=5000, backend=backend, **SERVED)
     assert collector.next() is not None
     collector.shutdown()
     collector.shutdown()

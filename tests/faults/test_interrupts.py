@@ -313,9 +313,9 @@ KINDS = {
 def test_wherever_it_comes_collecting_goes_on_as_if_nothing_had_been(tmp_path, kind, ask):
     path, batches, pressed = tmp_path / "counts", [], 0
     make, options = KINDS[kind]
-    makers = [partial(OracleEnv, path, number) for number in range(2)]
-    makers = makers[0] if make is Collector else makers
-    with make(makers, None, frames_per_batch=6, seed=1, **options) as collector:
+    factories = [partial(OracleEnv, path, number) for number in range(2)]
+    factories = factories[0] if make is Collector else factories
+    with make(factories, None, frames_per_batch=6, seed=1, **options) as collector:
         batches += [ask(collector).clone() for _ in range(3)]
         at = 1
         while True:

@@ -35,8 +35,8 @@ from tests.fakes.node_runs import (
     async_nodes,
     births,
     came_by_themselves,
+    factories,
     late,
-    makers,
     node_pids,
     sync_nodes,
     wait_until,
@@ -127,7 +127,7 @@ def test_a_node_killed_while_environments_are_made_ends_the_construction(tmp_pat
 @pytest.mark.parametrize("on_failure", MODES)
 def test_a_node_killed_between_batches_costs_nothing(tmp_path, on_failure):
     path = tmp_path / "counts"
-    with sync_nodes(makers(path), frames_per_batch=T, on_failure=on_failure, seed=1) as collector:
+    with sync_nodes(factories(path), frames_per_batch=T, on_failure=on_failure, seed=1) as collector:
         batches = [collector.next().clone() for _ in range(2)]
         pids = node_pids()
         os.kill(pids[0], signal.SIGKILL)
@@ -155,9 +155,9 @@ def test_a_node_killed_between_batches_costs_nothing(tmp_path, on_failure):
 def test_a_node_that_nobody_has_missed_before_the_shutdown_is_accounted_for(tmp_path):
     path = tmp_path / "counts"
     fault = Fault(NodeSignalled(signal.SIGKILL, once=tmp_path / "delivered"), at=AT)
-    with async_nodes(makers(path, fault), frames_per_batch=T, seed=1) as collector:
+    with async_nodes(factories(path, fault), frames_per_batch=T, seed=1) as collector:
         doomed = node_pids()[0]
-        batches = [collector.next().clone()]  # two rollouts of each were ordered
+        batches = [collector.next().clone()]  # two rollouts of each were requested
         (tmp_path / "delivered").touch()
         wait_until(lambda: not alive(doomed))
     stats, counts = collector.stats(), OracleEnv.read(path)
@@ -168,12 +168,12 @@ def test_a_node_that_nobody_has_missed_before_the_shutdown_is_accounted_for(tmp_
     assert stats.unseen <= 2 * T
 
 
-@pytest.mark.parametrize("what", ["setup", "weights", "start", "orders"])
+@pytest.mark.parametrize("what", ["setup", "weights", "start", "requests"])
 def test_a_node_killed_when_something_reaches_it(tmp_path, monkeypatch, what):
     """While it joins, and before its first step."""
     monkeypatch.setenv(MARK, str(tmp_path / "mark"))
     launcher = MpLauncher(f"{FAKES}:dies_of_{what}")
-    if what != "orders":
+    if what != "requests":
         with pytest.raises(WorkerDied) as caught:
             run(tmp_path, None, sync_nodes, launcher=launcher)
         assert_said(caught.value, 0)
@@ -222,7 +222,7 @@ def test_a_node_that_does_not_join_in_time_says_so(tmp_path):
 def test_a_node_killed_while_it_is_sent_weights(tmp_path):
     """40 MB do not fit into any buffer: a stopped node has not got all of them."""
     path, policy = tmp_path / "counts", Wide(10_000_000)
-    with async_nodes(makers(path), policy, frames_per_batch=T, on_failure="restart", seed=1) as collector:
+    with async_nodes(factories(path), policy, frames_per_batch=T, on_failure="restart", seed=1) as collector:
         batches = [collector.next().clone() for _ in range(4)]
         pid = node_pids()[0]
         os.kill(pid, signal.SIGSTOP)
@@ -275,7 +275,7 @@ def test_streams_after_a_death_are_those_of_local_workers(tmp_path):
 
 def test_all_workers_of_a_node_are_lost_with_it(tmp_path, undisturbed):
     path = tmp_path / "counts"
-    four = [Maker(path, 4 * node, Fault(KILLS, at=AT) if node == 0 else None) for node in range(2)]
+    four = [EnvFactory(path, 4 * node, Fault(KILLS, at=AT) if node == 0 else None) for node in range(2)]
     options = {"num_workers_per_collector": 2, "collector_class": "sync", "on_failure": "restart", "seed": 1}
     with sync_nodes(four, frames_per_batch=2 * T, **options) as collector:
         batches = [collector.next().clone() for _ in range(4)]
@@ -291,8 +291,8 @@ def test_all_workers_of_a_node_are_lost_with_it(tmp_path, undisturbed):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", NODE_KINDS)
 def test_workers_of_a_node_that_was_lost_before_their_first_order_come_back_together(tmp_path, kind):
-    """The node's server acts once all of them are there, and nobody has an order for it before."""
-    four = [Maker(tmp_path / "counts", 4 * node, None) for node in range(2)]
+    """The node's server acts once all of them are there, and nobody has a request for it before."""
+    four = [EnvFactory(tmp_path / "counts", 4 * node, None) for node in range(2)]
     options = {"num_workers_per_collector": 2, "collector_class": "sync", "collector_kwargs": {"inference": "server"}}
     with kind(four, Wide(1), frames_per_batch=2 * T, seed=1, timeouts=deadlines(30.0), **options) as collector:
         pid = node_pids()[0]
@@ -305,7 +305,7 @@ def test_workers_of_a_node_that_was_lost_before_their_first_order_come_back_toge
     check_stream(batches)
 
 
-class Maker:
+class EnvFactory:
     """Environments of the workers of a node, and of their successors, each with a number of its own, as they ask."""
 
     def __init__(self, path, first, fault):
@@ -323,7 +323,7 @@ def test_the_other_node_goes_on_while_one_is_away(tmp_path):
     """Node 0 does not come back; shutdown does not wait for it."""
     path, folder = tmp_path / "counts", tmp_path / "births"
     launcher = late(folder, joins=2)
-    with async_nodes(makers(path), frames_per_batch=T, launcher=launcher, on_failure="restart") as collector:
+    with async_nodes(factories(path), frames_per_batch=T, launcher=launcher, on_failure="restart") as collector:
         batches = [collector.next().clone() for _ in range(4)]
         os.kill(node_pids()[0], signal.SIGKILL)
         wait_until(lambda: batches.append(collector.next().clone()) or len(births(folder)) == 3)
@@ -347,7 +347,7 @@ def test_the_other_node_goes_on_while_one_is_away(tmp_path):
 def test_a_node_that_dies_again_and_again_is_given_up(tmp_path, kind):
     path = tmp_path / "counts"
     fault = Fault(KILLS, at=5, runs=None)
-    with kind(makers(path, fault), frames_per_batch=T, on_failure="restart", max_restarts=10) as collector:
+    with kind(factories(path, fault), frames_per_batch=T, on_failure="restart", max_restarts=10) as collector:
         assert_said(drain(collector, match="restart 3"), 0)
         assert OracleEnv.read(path)[0, 0] == 4  # three restarts without a batch
         collector.shutdown()
@@ -358,14 +358,14 @@ def test_a_node_that_dies_again_and_again_is_given_up(tmp_path, kind):
 def test_a_node_that_dies_too_often_within_a_minute_is_given_up(tmp_path):
     fault = Fault(KILLS, at=AT, runs=None)
     options = {"on_failure": "restart", "max_restarts": 1}
-    with sync_nodes(makers(tmp_path / "counts", fault), frames_per_batch=T, **options) as collector:
+    with sync_nodes(factories(tmp_path / "counts", fault), frames_per_batch=T, **options) as collector:
         drain(collector, match="restart 1")
 
 
 def test_when_all_nodes_are_dropped_the_end_is_said(tmp_path):
     path = tmp_path / "counts"
     fault = Fault(KILLS, at=AT, runs=None)
-    both = [makers(path, fault)[0], makers(path, fault)[0]]
+    both = [factories(path, fault)[0], factories(path, fault)[0]]
     with warnings.catch_warnings(), async_nodes(both, frames_per_batch=T, on_failure="drop") as collector:
         warnings.filterwarnings("ignore", "a worker is dropped")
         for _ in range(2):
@@ -402,7 +402,7 @@ def test_a_node_that_wakes_up_is_not_heard_and_joins_again(tmp_path, fault):
     options = {"launcher": "manual", "tcp_port": port, "token": token, "on_failure": "restart", "seed": 1}
     timeouts = {"heartbeat": HEARTBEAT_S}
     with came_by_themselves(f"127.0.0.1:{port}", token) as nodes:
-        with async_nodes(makers(path, fault), frames_per_batch=T, timeouts=timeouts, **options) as collector:
+        with async_nodes(factories(path, fault), frames_per_batch=T, timeouts=timeouts, **options) as collector:
             batches = [collector.next().clone()]
             wait_until(lambda: batches.append(collector.next().clone()) or OracleEnv.read(path)[0, 1] > AT)
             worker = collector.stats().workers[0].pid
@@ -430,7 +430,7 @@ def test_a_node_that_wakes_up_is_not_heard_and_joins_again(tmp_path, fault):
 def test_a_short_stop_is_no_loss(tmp_path):
     path = tmp_path / "counts"
     timeouts = {**deadlines(0.5), "construct": 60.0, "call": 60.0, "heartbeat": 20.0}
-    with async_nodes(makers(path), frames_per_batch=T, timeouts=timeouts) as collector:
+    with async_nodes(factories(path), frames_per_batch=T, timeouts=timeouts) as collector:
         batches = [collector.next().clone() for _ in range(4)]
         pid, begin = node_pids()[0], time.monotonic()
         os.kill(pid, signal.SIGSTOP)
@@ -459,7 +459,7 @@ def test_random_kills_of_nodes_and_workers_lose_nothing_and_double_nothing(tmp_p
     kills, path = 12, tmp_path / "counts"
     killer = Killer(kills, random.Random(7))
     options = {"on_failure": "restart", "max_restarts": None, "seed": 1}
-    with kind(makers(path), frames_per_batch=200, **options) as collector:
+    with kind(factories(path), frames_per_batch=200, **options) as collector:
         rows = check_stream(killer.until_done(collector))
     stats, counts = collector.stats(), OracleEnv.read(path)
     assert killer.done == kills
@@ -481,8 +481,8 @@ class DiesInItsSecondRun:
 
 
 def test_numbers_of_episodes_go_on_where_a_worker_dies_before_its_node_has_reported_any(tmp_path):
-    makers_ = makers(tmp_path / "counts", Fault(DiesInItsSecondRun(), at=5, runs=2))
-    with sync_nodes(makers_, frames_per_batch=T, on_failure="restart", seed=1) as collector:
+    factories_ = factories(tmp_path / "counts", Fault(DiesInItsSecondRun(), at=5, runs=2))
+    with sync_nodes(factories_, frames_per_batch=T, on_failure="restart", seed=1) as collector:
         batches = [collector.next().clone() for _ in range(2)]
         os.kill(node_pids()[0], signal.SIGKILL)
         until_run(collector, batches, env=0, run=2)

@@ -57,8 +57,8 @@ def test_amounts_stay_exact_when_a_worker_is_killed(tmp_path, cls, on_failure, a
 
 
 def test_a_call_that_failed_goes_on_where_it_stopped_when_it_is_repeated(tmp_path):
-    makers = [partial(CountingEnv, 4), partial(Mortal, 20, tmp_path / "died", at=50)]
-    with MultiSyncCollector(makers, None, num_envs=1, frames_per_batch=32) as collector:
+    factories = [partial(CountingEnv, 4), partial(Mortal, 20, tmp_path / "died", at=50)]
+    with MultiSyncCollector(factories, None, num_envs=1, frames_per_batch=32) as collector:
         with pytest.raises(WorkerDied):
             collector.collect(n_episode=12, rule="fair")
         before = collector.stats()

@@ -170,8 +170,8 @@ def test_a_successor_does_not_live_through_the_same_episodes_again(tmp_path):
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_a_worker_that_dies_at_once_every_time_is_given_up_with_its_last_cause(tmp_path, kind):
     path = tmp_path / "counts"
-    makers = [partial(OracleEnv, path, 0, 1, Fault(WAYS["SIGSEGV"][0], runs=None)), partial(OracleEnv, path, 1)]
-    with kind(makers, None, frames_per_batch=2 * T, on_failure="restart", max_restarts=10) as collector:
+    factories = [partial(OracleEnv, path, 0, 1, Fault(WAYS["SIGSEGV"][0], runs=None)), partial(OracleEnv, path, 1)]
+    with kind(factories, None, frames_per_batch=2 * T, on_failure="restart", max_restarts=10) as collector:
         with pytest.raises(WorkerDied, match=r"restart 3\b.*killed by SIGSEGV during step"):
             drain(collector)
         assert OracleEnv.read(path)[0, 0] == 4  # three restarts without a batch
@@ -179,8 +179,11 @@ def test_a_worker_that_dies_at_once_every_time_is_given_up_with_its_last_cause(t
 
 def test_a_worker_that_dies_too_often_within_a_minute_is_given_up(tmp_path):
     path = tmp_path / "counts"
-    makers = [partial(OracleEnv, path, 0, 1, Fault(WAYS["SIGKILL"][0], at=AT, runs=None)), partial(OracleEnv, path, 1)]
-    with MultiSyncCollector(makers, None, frames_per_batch=2 * T, on_failure="restart", max_restarts=2) as collector:
+    factories = [
+        partial(OracleEnv, path, 0, 1, Fault(WAYS["SIGKILL"][0], at=AT, runs=None)),
+        partial(OracleEnv, path, 1),
+    ]
+    with MultiSyncCollector(factories, None, frames_per_batch=2 * T, on_failure="restart", max_restarts=2) as collector:
         batches = []
         with pytest.raises(WorkerDied, match=r"restart 2\), .*killed by SIGKILL during step"):
             batches.extend(batch.clone() for batch in collector)
@@ -237,9 +240,9 @@ def test_an_environment_that_cannot_be_made_again_is_the_error(tmp_path):
 
 def test_when_all_workers_are_dropped_the_end_is_said(tmp_path):
     path = tmp_path / "counts"
-    maker = partial(OracleEnv, path, fault=Fault(WAYS["SIGKILL"][0], at=AT, runs=None))
+    factory = partial(OracleEnv, path, fault=Fault(WAYS["SIGKILL"][0], at=AT, runs=None))
     for kind in KINDS:
-        with kind([maker] * 2, None, frames_per_batch=2 * T, on_failure="drop") as collector:
+        with kind([factory] * 2, None, frames_per_batch=2 * T, on_failure="drop") as collector:
             with (
                 pytest.raises(WorkerDied, match="all workers have been dropped"),
                 pytest.warns(match="is dropped, and"),
@@ -281,9 +284,9 @@ class AloneWithSimulator(OracleEnv):
 
 @pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_the_simulator_of_a_dead_worker_is_gone_when_its_successor_makes_another(tmp_path, method):
-    maker = partial(AloneWithSimulator, tmp_path / "counts", tmp_path)
+    factory = partial(AloneWithSimulator, tmp_path / "counts", tmp_path)
     options = {"frames_per_batch": T, "on_failure": "restart", "start_method": method}
-    with MultiSyncCollector(maker, None, **options) as c:
+    with MultiSyncCollector(factory, None, **options) as c:
         for _ in range(2):
             c.next()
             os.kill(c.stats().workers[0].pid, signal.SIGKILL)
@@ -318,14 +321,14 @@ class Faulty(OracleEnv):
 @pytest.mark.parametrize("ends", ["collects on", "shuts down"])
 def test_a_death_after_a_rollout_that_was_repeated_and_that_nobody_has_taken(tmp_path, ends):
     path, go = tmp_path / "counts", tmp_path / "go"
-    makers = [partial(Faulty, path, go), partial(OracleEnv, path, 1)]
-    with MultiAsyncCollector(makers, None, frames_per_batch=T, seed=1) as collector:
+    factories = [partial(Faulty, path, go), partial(OracleEnv, path, 1)]
+    with MultiAsyncCollector(factories, None, frames_per_batch=T, seed=1) as collector:
         batches = []
         with pytest.raises(EnvError):
             while True:
                 batches.append(collector.next().clone())
         first = collector.stats().workers[0].pid
-        batches += [collector.next().clone() for _ in range(6)]  # of the other, while both rollouts are ordered again
+        batches += [collector.next().clone() for _ in range(6)]  # of the other, while both rollouts are requested again
         go.touch()
         wait_until(lambda: not alive(first))
         if ends == "collects on":
@@ -347,8 +350,8 @@ def test_a_death_after_a_rollout_that_was_repeated_and_that_nobody_has_taken(tmp
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_random_kills_lose_nothing_and_double_nothing(tmp_path, kind):
     kills, path = 30, tmp_path / "counts"
-    makers = [partial(OracleEnv, path, 3 * i, 3) for i in range(2)]
-    collector = kind(makers, None, num_envs=3, frames_per_batch=600, seed=1, on_failure="restart", max_restarts=None)
+    factories = [partial(OracleEnv, path, 3 * i, 3) for i in range(2)]
+    collector = kind(factories, None, num_envs=3, frames_per_batch=600, seed=1, on_failure="restart", max_restarts=None)
     killer = Killer(collector, kills, random.Random(kills))
     rows = check_stream(killer.until_done())
     collector.shutdown()

@@ -146,7 +146,7 @@ class HangsUntilWoken(torch.nn.Module):
 def test_a_thread_that_wakes_up_after_it_was_given_up_changes_nothing(tmp_path):
     HUNG.clear()
     WAKE.clear()
-    makers = [partial(OracleEnv, tmp_path / "counts", number) for number in range(3)]
+    factories = [partial(OracleEnv, tmp_path / "counts", number) for number in range(3)]
     timeouts = {**deadlines(60.0), "policy": DEADLINE_S}
     options = {
         "frames_per_batch": 3 * T,
@@ -156,7 +156,7 @@ def test_a_thread_that_wakes_up_after_it_was_given_up_changes_nothing(tmp_path):
         "seed": 1,
     }
     users = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    with MultiSyncCollector(makers, HangsUntilWoken(), **options) as collector:
+    with MultiSyncCollector(factories, HangsUntilWoken(), **options) as collector:
         batches = []
         while collector.stats().restarts == 0:
             batches.append(collector.next())
@@ -216,8 +216,8 @@ def test_a_hang_in_a_call_says_so(tmp_path):
             faults.waits(None)
 
     path = tmp_path / "counts"
-    makers = [partial(Freezing, path, number) for number in range(2)]
-    with MultiSyncCollector(makers, None, frames_per_batch=2 * T, timeouts={"call": DEADLINE_S}) as collector:
+    factories = [partial(Freezing, path, number) for number in range(2)]
+    with MultiSyncCollector(factories, None, frames_per_batch=2 * T, timeouts={"call": DEADLINE_S}) as collector:
         batches = [collector.rollout().clone()]
         with pytest.raises(WorkerHung) as caught:
             collector.cascade_execute("env.unwrapped.freeze")
@@ -228,9 +228,9 @@ def test_a_hang_in_a_call_says_so(tmp_path):
 
 def test_a_worker_that_was_stopped_from_outside_hangs(tmp_path):
     path = tmp_path / "counts"
-    makers = [partial(OracleEnv, path, number) for number in range(2)]
+    factories = [partial(OracleEnv, path, number) for number in range(2)]
     timeouts = deadlines(2 * DEADLINE_S)
-    with MultiSyncCollector(makers, None, frames_per_batch=2 * T, timeouts=timeouts) as collector:
+    with MultiSyncCollector(factories, None, frames_per_batch=2 * T, timeouts=timeouts) as collector:
         collector.next()
         os.kill(collector.stats().workers[1].pid, signal.SIGSTOP)
         with pytest.raises(WorkerHung, match=r"its deadline is 1 s\. The process is stopped") as caught:
@@ -291,9 +291,9 @@ class Reviving(OracleEnv):
         return super().step(action)
 
 
-def served(makers, **options):
+def served(factories, **options):
     policy = faults.FaultyPolicy("", None, at=1 << 60)
-    return MultiSyncCollector(makers, policy, inference="server", **options)
+    return MultiSyncCollector(factories, policy, inference="server", **options)
 
 
 @pytest.mark.filterwarnings("ignore:a worker is dropped")
@@ -304,10 +304,10 @@ def served(makers, **options):
 def test_what_a_worker_makes_while_its_hang_is_dealt_with_is_in_the_account(tmp_path, kind, on_failure):
     """The signal that asks for the stack ends the call that hangs, and the worker completes its rollout."""
     path = tmp_path / "counts"
-    makers = [partial(Reviving, path, 0), partial(OracleEnv, path, 1)]
+    factories = [partial(Reviving, path, 0), partial(OracleEnv, path, 1)]
     options = {"frames_per_batch": 2 * T, "on_failure": on_failure, "seed": 1, "crash_dir": tmp_path}
     batches, errors = [], []
-    with kind(makers, timeouts={**deadlines(60.0), "step": DEADLINE_S}, **options) as collector:
+    with kind(factories, timeouts={**deadlines(60.0), "step": DEADLINE_S}, **options) as collector:
         while len(batches) < 8 or (made := OracleEnv.read(path)[0])[0] + (on_failure == "drop") < 2 or not made[2] > AT:
             try:
                 batches.append(collector.next().clone())
@@ -391,8 +391,8 @@ def test_slow_is_not_hung(tmp_path):
 def test_a_hanging_rollout_does_not_keep_shutdown(tmp_path):
     """The consumer leaves while a worker hangs, long before the deadline of the step."""
     path = tmp_path / "counts"
-    makers = [partial(OracleEnv, path, 0, 1, Fault(faults.holds_the_gil, at=AT)), partial(OracleEnv, path, 1)]
-    collector = KINDS[1](makers, None, frames_per_batch=T, timeouts={"close": DEADLINE_S})
+    factories = [partial(OracleEnv, path, 0, 1, Fault(faults.holds_the_gil, at=AT)), partial(OracleEnv, path, 1)]
+    collector = KINDS[1](factories, None, frames_per_batch=T, timeouts={"close": DEADLINE_S})
     while OracleEnv.read(path)[0, 1] < AT + 1 if len(OracleEnv.read(path)) else True:
         assert collector.next() is not None
     collector.shutdown()

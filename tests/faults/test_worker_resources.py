@@ -248,8 +248,8 @@ def test_a_small_dev_shm_is_enough():
 
 
 def test_workers_that_were_killed_leave_no_zombie(tmp_path):
-    makers = [partial(OracleEnv, tmp_path / "counts", number) for number in range(2)]
-    with MultiSyncCollector(makers, None, frames_per_batch=20, on_failure="restart") as collector:
+    factories = [partial(OracleEnv, tmp_path / "counts", number) for number in range(2)]
+    with MultiSyncCollector(factories, None, frames_per_batch=20, on_failure="restart") as collector:
         collector.next()
         first = [worker.pid for worker in collector.stats().workers]
         os.kill(first[0], 9)

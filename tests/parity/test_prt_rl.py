@@ -35,9 +35,9 @@ class Wrapped:
     device = torch.device("cpu")
 
     def __init__(self, lengths: list[int], **kwargs: Any) -> None:
-        makers = [lambda n=n: CountingGym(n) for n in lengths]
+        factories = [lambda n=n: CountingGym(n) for n in lengths]
         self.num_envs = len(lengths)
-        self.env: Any = SyncVectorEnv(makers, **kwargs) if self.num_envs > 1 else makers[0]()
+        self.env: Any = SyncVectorEnv(factories, **kwargs) if self.num_envs > 1 else factories[0]()
         self.steps = 0
 
     def get_num_envs(self) -> int:

@@ -173,7 +173,7 @@ def test_so_is_that_with_worker_processes(kind):
 
 
 def test_so_is_that_with_nodes():
-    """Out: to the worker pool of the node. Back: from its reports on, but for what waits as with worker processes."""
+    """Out: to the worker pool of the node. Back: from its results on, but for what waits as with worker processes."""
     post, submit = ("cluster/session.py", "post"), ("workers/proxy.py", "submit")
     say, finished = ("cluster/node_main.py", "say"), ("cluster/node_proxy.py", "finished")
     seen: dict[tuple[str, str], list[tuple[str, str]]] = {}  # by what is called, or by thread and what it calls
@@ -190,8 +190,8 @@ def test_so_is_that_with_nodes():
 
     threading.setprofile(note)  # of threads that are started from here on
     try:
-        makers, carrier = [partial(CountingEnv, length=5)], queue_links.QueueCarrier()
-        with queue_links.QueueCollector(makers, carrier=carrier, frames_per_batch=8, seed=0) as collector:
+        factories, carrier = [partial(CountingEnv, length=5)], queue_links.QueueCarrier()
+        with queue_links.QueueCollector(factories, carrier=carrier, frames_per_batch=8, seed=0) as collector:
             batches = iter(collector)
             for _ in range(3):
                 next(batches)

@@ -36,7 +36,7 @@ from muster.policies import tanh_gaussian
 from muster.policies.adapt import adapt
 from muster.restore import checkpoint
 from muster.restore.action_log import ActionLog, Anchors, ResetLog, generator_of, random_state, replays_alone
-from muster.restore.crash_report import MOST_FILES, CrashDirectory, CrashReport, Maker, Special
+from muster.restore.crash_report import MOST_FILES, CrashDirectory, CrashReport, EnvFactory, Special
 from muster.restore.player import Player, same_bits
 from muster.rng import GroupRng
 from muster.rollout.columns import RolloutOptions, lane_columns
@@ -78,8 +78,8 @@ class Rig:
 
     def __init__(self, envs: Any, source: Any, *, num_envs: int | None, T: int, seed: int | None = 3, **more: Any):
         limit = more.pop("limit_bytes", 1 << 20)
-        makers = iter(envs if isinstance(envs, list) else [envs])
-        built = build_env(lambda: next(makers), num_envs if isinstance(envs, list) else None)
+        factories = iter(envs if isinstance(envs, list) else [envs])
+        built = build_env(lambda: next(factories), num_envs if isinstance(envs, list) else None)
         self.env, B = built.env, built.env.num_envs
         self.anchors = Anchors(self.env)
         reset = self.env.reset
@@ -101,7 +101,7 @@ class Rig:
         self.T = T
         self.policy = adapt(None, self.env, batch_shape=built.batch_shape, device=None)
         self.history = ActionLog(
-            Maker(source, num_envs),
+            EnvFactory(source, num_envs),
             name=self.env.name,
             env_ids=range(10, 10 + B),
             alone=replays_alone(self.env),
@@ -461,7 +461,7 @@ def test_every_generator_of_numpy_can_be_saved_and_set(name: str, tmp_path: Path
     env.unwrapped.np_random.integers(7, dtype=np.int32)
     state = random_state(env)
     expected = env.unwrapped.np_random.random(5).tolist(), env.unwrapped.np_random.integers(9, size=5).tolist()
-    crash_report = CrashReport("x", Maker("CartPole-v1"), [0], True, "step", "EnvError", "")
+    crash_report = CrashReport("x", EnvFactory("CartPole-v1"), [0], True, "step", "EnvError", "")
     crash_report.special[0] = Special(None, state, None)
     again = saved(crash_report, tmp_path / "a").special[0].state
     assert again is not None
@@ -498,7 +498,7 @@ def test_a_file_is_the_owners_and_all_of_it_comes_back(tmp_path: Path) -> None:
     assert again.resets.tolist() == crash_report.resets.tolist()
     assert same_bits(again.actions[ACTION], crash_report.actions[ACTION])
     assert same_bits(again.observation[OBS], crash_report.observation[OBS])
-    assert again.maker == Maker("CartPole-v1", 2)
+    assert again.factory == EnvFactory("CartPole-v1", 2)
     assert {"python", "gymnasium", "numpy", "torch"} <= crash_report.versions.keys()
 
 
@@ -507,27 +507,27 @@ def test_nothing_is_unpickled_or_imported_unasked(tmp_path: Path) -> None:
         def __reduce__(self) -> Any:
             return (tmp_path / "ran").write_text, ("x",)
 
-    makers = [
-        Maker(lambda: Evil()),
-        Maker("CartPole-v1", kwargs={"evil": Evil()}),
-        Maker("evil_module:CartPole-v1"),
+    factories = [
+        EnvFactory(lambda: Evil()),
+        EnvFactory("CartPole-v1", kwargs={"evil": Evil()}),
+        EnvFactory("evil_module:CartPole-v1"),
     ]
-    for maker in makers:
-        crash_report = CrashReport("x", maker, [0], True, "step", "EnvError", "")
+    for factory in factories:
+        crash_report = CrashReport("x", factory, [0], True, "step", "EnvError", "")
         assert crash_report.command(Path("c")) == "muster replay c --trust"
         crash_report.save(tmp_path / "c")
         with pytest.raises(ImportRefused, match=r"If you trust where it comes from, add --trust"):
             CrashReport.load(tmp_path / "c")
         assert not (tmp_path / "ran").exists()
     plain = CrashReport(
-        "x", Maker("CartPole-v1", kwargs={"render_mode": None, "n": [1, 2.5]}), [0], True, "step", "E", ""
+        "x", EnvFactory("CartPole-v1", kwargs={"render_mode": None, "n": [1, 2.5]}), [0], True, "step", "E", ""
     )
-    assert saved(plain, tmp_path / "c").maker.kwargs == {"render_mode": None, "n": [1, 2.5]}
+    assert saved(plain, tmp_path / "c").factory.kwargs == {"render_mode": None, "n": [1, 2.5]}
 
 
 def test_an_environment_that_cannot_be_pickled_is_missing(tmp_path: Path) -> None:
     file = (tmp_path / "open").open("w")
-    crash_report = CrashReport("x", Maker(lambda: file), [0], True, "step", "EnvError", "")
+    crash_report = CrashReport("x", EnvFactory(lambda: file), [0], True, "step", "EnvError", "")
     again = saved(crash_report, tmp_path / "c")
     file.close()
     assert (
@@ -540,7 +540,7 @@ def test_an_environment_that_cannot_be_pickled_is_missing(tmp_path: Path) -> Non
 @given(data=st.data())
 def test_damaged_files_are_refused_with_one_error(tmp_path_factory: Any, data: Any) -> None:
     path = tmp_path_factory.mktemp("d") / "c"
-    CrashReport("x", Maker("CartPole-v1"), [0], True, "step", "EnvError", "").save(path)
+    CrashReport("x", EnvFactory("CartPole-v1"), [0], True, "step", "EnvError", "").save(path)
     content = bytearray(path.read_bytes())
     if data.draw(st.booleans()):
         content = content[: data.draw(st.integers(0, len(content) - 1))]
@@ -553,7 +553,7 @@ def test_damaged_files_are_refused_with_one_error(tmp_path_factory: Any, data: A
 
 def rewritten(path: Path, **changes: Any) -> Path:
     """A crash report with other fields."""
-    CrashReport("x", Maker("CartPole-v1"), [0], True, "step", "EnvError", "").save(path)
+    CrashReport("x", EnvFactory("CartPole-v1"), [0], True, "step", "EnvError", "").save(path)
     checkpoint.save(path, checkpoint.load(path) | changes)
     return path
 
@@ -616,20 +616,20 @@ def test_fields_of_another_type_are_refused(tmp_path: Path, changes: Any) -> Non
     ],
 )
 def test_a_crash_report_that_does_not_fit_its_environment_is_refused(tmp_path: Path, field: str, array: Any) -> None:
-    crash_report = CrashReport("x", Maker("CartPole-v1"), [0], True, "step", "EnvError", "", **{field: array})
+    crash_report = CrashReport("x", EnvFactory("CartPole-v1"), [0], True, "step", "EnvError", "", **{field: array})
     with pytest.raises(BadCrashReport, match="x takes actions" if field == "actions" else "beyond the 1"):
         Player(saved(crash_report, tmp_path / "c"))
 
 
 def test_two_crash_directories_at_one_place_keep_all_their_files(tmp_path: Path) -> None:
-    crash_report = CrashReport("x", Maker("CartPole-v1"), [7], True, "step", "EnvError", "")
+    crash_report = CrashReport("x", EnvFactory("CartPole-v1"), [7], True, "step", "EnvError", "")
     paths = {CrashDirectory(tmp_path / "d").save(crash_report) for _ in range(8)}
     assert {path.name for path in paths if path is not None} == {*os.listdir(tmp_path / "d")}
     assert len(paths) == 8
 
 
 def test_a_crash_directory_is_made_when_needed_and_never_fills_the_disk(tmp_path: Path) -> None:
-    crash_report = CrashReport("x", Maker("CartPole-v1"), [7], True, "step", "EnvError", "")
+    crash_report = CrashReport("x", EnvFactory("CartPole-v1"), [7], True, "step", "EnvError", "")
     own = CrashDirectory()
     assert own.path is None
     path = own.save(crash_report)

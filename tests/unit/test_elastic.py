@@ -190,20 +190,20 @@ class TestLosing:
 
     def test_halves_of_a_lost_node_s_batches_are_discarded(self, tmp_path):
         carrier = GatedCarrier(2, 0, 1)
-        makers = [second_waits(tmp_path), "CartPole-v1"]
+        factories = [second_waits(tmp_path), "CartPole-v1"]
         options = {"collector_class": "sync", "num_workers_per_collector": [2, 1], "num_envs": 1, "min_nodes": 2}
-        with elastic(carrier, makers, on_failure="restart", **options) as collector:
-            batches, accounts = iter(collector), collector._engine.source.pool.accounts
+        with elastic(carrier, factories, on_failure="restart", **options) as collector:
+            batches, counters = iter(collector), collector._engine.source.pool.counters
 
             def halves():
                 next(batches)
-                return accounts[0].in_flight + accounts[1].in_flight >= 20
+                return counters[0].in_flight + counters[1].in_flight >= 20
 
             wait_until(halves)  # two of 10 steps
             carrier.take(0)
             wait_until(lambda: next(batches) is not None and states(collector)[:2] == ["joining"] * 2)
             next(batches)
-            assert accounts[0].in_flight == accounts[1].in_flight == 0
+            assert counters[0].in_flight == counters[1].in_flight == 0
             assert collector.stats().discarded["worker_died"] >= 20
             (tmp_path / "go").touch()
 
@@ -407,9 +407,9 @@ class TestCalls:
 
     def test_servers_that_come_back_know_what_they_were_told(self):
         carrier = GatedCarrier(2, 0, 1)
-        makers = ["CartPole-v1"] * 2
+        factories = ["CartPole-v1"] * 2
         options = {"inference": "server", "on_failure": "restart", "frames_per_batch": 20, "total_frames": -1}
-        with QueueCollector(makers, net(), carrier=carrier, **options) as collector:
+        with QueueCollector(factories, net(), carrier=carrier, **options) as collector:
             pool = collector._engine.source.pool
             pool.server.ask("enable_grad", True)
             carrier.links[1][0].cut("a test cuts it")

@@ -418,12 +418,12 @@ def test_every_evaluation_begins_anew_with_the_same_episodes_unless_others_are_a
 
 
 def test_workers_give_what_this_process_gives() -> None:
-    makers = [functools.partial(Dice, 9), functools.partial(Dice, 30)]
+    factories = [functools.partial(Dice, 9), functools.partial(Dice, 30)]
     for exploration in ("deterministic", "random"):
         options: dict[str, Any] = {"num_envs": 2, "episodes": 9, "exploration_type": exploration}
-        here = evaluated(makers, head(), **options)
-        assert evaluated(makers, head(), num_workers=2, **options) == here
-        assert evaluated(makers, head(), num_workers=1, **options) == here
+        here = evaluated(factories, head(), **options)
+        assert evaluated(factories, head(), num_workers=2, **options) == here
+        assert evaluated(factories, head(), num_workers=1, **options) == here
 
 
 def test_recurrent_policies_begin_every_episode_with_an_empty_state() -> None:

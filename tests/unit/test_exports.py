@@ -100,14 +100,14 @@ for name in packages:
     told["shown"].append(name)
 
 warnings.simplefilter("ignore", DeprecationWarning)
-for maker in (
+for factory in (
     lambda: muster.weights.RayWeightUpdater(None, []),
     lambda: muster.RayBuffer(list),
     lambda: muster.RayCollector("CartPole-v1", None, frames_per_batch=8, num_collectors=1),
     lambda: muster.TensorBoardLogger("unused"),
 ):
     try:
-        maker()
+        factory()
     except muster.errors.BadOption as error:
         told["refused"][str(error)] = type(error.__cause__).__name__
 print(json.dumps(told))

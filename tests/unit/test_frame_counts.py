@@ -10,29 +10,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muster.rollout.progress import Timing
-from muster.workers.counters import Account, FrameCounts
-from muster.workers.messages import Report
+from muster.workers.counters import FrameCounters, NodeCounts
+from muster.workers.messages import RolloutResult
 
 STEPS = st.integers(0, 50)
 REASONS = st.sampled_from(["worker_died", "interrupted", "env_error"])
 
 
-def account() -> Account:
-    return Account(None, np.arange(2))  # type: ignore[arg-type]
+def counts() -> FrameCounters:
+    return FrameCounters(None, np.arange(2))  # type: ignore[arg-type]
 
 
-def report(executed: int, lost: int, *, complete: bool) -> Report:
+def result(executed: int, lost: int, *, complete: bool) -> RolloutResult:
     discarded = {"env_error": min(lost, executed)} if lost else {}
-    return Report(1, 0, executed=executed, discarded=discarded, timing=Timing(1.0, 2.0, 3.0, 6.0), lost=not complete)
+    return RolloutResult(
+        1, 0, executed=executed, discarded=discarded, timing=Timing(1.0, 2.0, 3.0, 6.0), lost=not complete
+    )
 
 
-def sent(counts: FrameCounts) -> FrameCounts:
-    arrived: FrameCounts = pickle.loads(pickle.dumps(counts))
+def sent(counts: NodeCounts) -> NodeCounts:
+    arrived: NodeCounts = pickle.loads(pickle.dumps(counts))
     return arrived
 
 
 EVENTS = st.one_of(
-    st.tuples(st.just("add"), st.builds(report, STEPS, STEPS, complete=st.booleans())),
+    st.tuples(st.just("add"), st.builds(result, STEPS, STEPS, complete=st.booleans())),
     st.tuples(st.just("cut_short"), STEPS),
     st.tuples(st.just("give_up"), REASONS),
     st.tuples(st.just("travel"), st.none()),
@@ -41,7 +43,7 @@ EVENTS = st.one_of(
 
 @given(st.lists(EVENTS, max_size=30))
 def test_what_has_arrived_is_what_was_counted(events: list[tuple[str, Any]]) -> None:
-    ours, theirs, told = account(), account(), FrameCounts()
+    ours, theirs, told = counts(), counts(), NodeCounts()
     for name, given_ in [*events, ("travel", None)]:
         if name == "travel":
             now = sent(theirs.counts())
@@ -56,9 +58,9 @@ def test_what_has_arrived_is_what_was_counted(events: list[tuple[str, Any]]) -> 
 
 
 def test_steps_that_were_given_up_here_are_not_given_up_again() -> None:
-    ours, theirs = account(), account()
-    theirs.add(report(7, 0, complete=False))
-    ours.add_counts(theirs.counts(), FrameCounts())
+    ours, theirs = counts(), counts()
+    theirs.add(result(7, 0, complete=False))
+    ours.add_counts(theirs.counts(), NodeCounts())
     told = theirs.counts()
     ours.give_up("policy_changed")
     theirs.give_up("worker_died")
@@ -67,10 +69,10 @@ def test_steps_that_were_given_up_here_are_not_given_up_again() -> None:
 
 
 def test_a_lost_node_takes_only_what_has_not_arrived() -> None:
-    ours, theirs = account(), account()
-    theirs.add(report(20, 0, complete=True))
-    theirs.add(report(5, 0, complete=False))
-    ours.add_counts(theirs.counts(), FrameCounts())
+    ours, theirs = counts(), counts()
+    theirs.add(result(20, 0, complete=True))
+    theirs.add(result(5, 0, complete=False))
+    ours.add_counts(theirs.counts(), NodeCounts())
     ours.arrived(20)
     ours.give_up("worker_died")
     assert (ours.executed, ours.in_flight, +ours.discarded) == (25, 20, {"worker_died": 5})

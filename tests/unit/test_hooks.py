@@ -232,8 +232,8 @@ def test_on_step_knows_who_waits_and_cannot_fill_their_cells(together):
         seen.append((step.valid.tolist(), step.finished.tolist()))
         step["next", "reward"] += 100
 
-    makers = [counting(1), counting(4)]
-    env = (lambda: SyncVectorEnv(makers)) if together else lengths(1, 4)
+    factories = [counting(1), counting(4)]
+    env = (lambda: SyncVectorEnv(factories)) if together else lengths(1, 4)
     options: Any = {"reset_when_done": False, "frames_per_batch": 6, "on_step": look}
     with Collector(env, zeros, **options, **({} if together else {"num_envs": 2})) as c:
         assert column(c.rollout(), *REWARD) == [[101, 0, 0], [101, 102, 103]]

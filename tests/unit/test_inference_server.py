@@ -106,7 +106,7 @@ def test_nobody_is_acted_for_before_all_have_their_orders(monkeypatch):
     """However long the others take to get theirs: here until the first one waits for the server."""
     submit = WorkerProxy.submit
 
-    def late(handle: WorkerProxy, order: Any, slot: Any) -> None:
+    def late(handle: WorkerProxy, request: Any, slot: Any) -> None:
         server = handle._supervisor.server
         assert server is not None
         if handle.index:
@@ -114,7 +114,7 @@ def test_nobody_is_acted_for_before_all_have_their_orders(monkeypatch):
             while not server.waits(0):
                 ended.wait(0.001)
             ended.wait(0.02)
-        submit(handle, order, slot)
+        submit(handle, request, slot)
 
     monkeypatch.setattr(WorkerProxy, "submit", late)
     with MultiSyncCollector(numbered(2), Logged(), frames_per_batch=8, **THREADS) as collector:
@@ -136,9 +136,9 @@ def test_several_environments_and_several_groups_in_a_worker_count_as_many():
 
 def test_who_has_finished_is_not_waited_for():
     """Rollouts that end with their environment's episode."""
-    makers = [partial(Numbered, number, length) for number, length in enumerate([3, 9, 5])]
+    factories = [partial(Numbered, number, length) for number, length in enumerate([3, 9, 5])]
     options: dict[str, Any] = {"frames_per_batch": 3 * 12, "reset_when_done": False}
-    with MultiSyncCollector(makers, Logged(), **options, **THREADS) as collector:
+    with MultiSyncCollector(factories, Logged(), **options, **THREADS) as collector:
         batch = collector.next()
     assert batch["collector", "valid"].sum(1).tolist() == [3, 9, 5]
     assert [len(call) for call in calls() if len(call) < 3][-4:] == [1] * 4
@@ -189,8 +189,8 @@ class Opens(Logged):
 )
 def test_nobody_waits_longer_than_that_for_one_who_steps(kind, options):
     """Environment 1 does not get on before environment 0 has."""
-    makers = [partial(Numbered, 0), partial(Numbered, 1, waits=True)]
-    with kind(makers, Opens(), frames_per_batch=20, **options, **THREADS) as collector:
+    factories = [partial(Numbered, 0), partial(Numbered, 1, waits=True)]
+    with kind(factories, Opens(), frames_per_batch=20, **options, **THREADS) as collector:
         assert collector.next() is not None
     assert GATE.is_set() or kind is MultiAsyncCollector
 
@@ -485,9 +485,9 @@ def test_a_preempted_batch_has_what_was_acted_for():
                 GATE.set()
             return got
 
-    makers = [partial(Last, 0), partial(Last, 1, waits=True)]
+    factories = [partial(Last, 0), partial(Last, 1, waits=True)]
     options: dict[str, Any] = {"frames_per_batch": 20, "preemptive_threshold": 0.5, "max_wait_s": 0}
-    with MultiSyncCollector(makers, Logged(), **options, **THREADS) as collector:
+    with MultiSyncCollector(factories, Logged(), **options, **THREADS) as collector:
         batch = collector.next()
         valid = batch["collector", "valid"]
         assert valid[0].all()
@@ -542,10 +542,10 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_fit_is_refused_with_the_way_out(name):
-    makers, options, said = REFUSED[name]
+    factories, options, said = REFUSED[name]
     given = {"policy": Parity(), "frames_per_batch": 20, "inference": "server", **options}
     with pytest.raises((BadOption, UnsupportedEnv), match=said):
-        MultiSyncCollector(makers, **given)
+        MultiSyncCollector(factories, **given)
     wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "muster-inference"])
 
 
@@ -610,8 +610,8 @@ def processor_s(ids: list[int]) -> float:
 
 @processes_only
 def test_workers_sleep_while_the_policy_computes():
-    makers = [partial(Numbered, number) for number in range(2)]
-    with MultiSyncCollector(makers, Sleeps(), frames_per_batch=20, inference="server") as collector:
+    factories = [partial(Numbered, number) for number in range(2)]
+    with MultiSyncCollector(factories, Sleeps(), frames_per_batch=20, inference="server") as collector:
         pids = [worker.pid for worker in collector.stats().workers]
         before = processor_s(pids)
         collector.next()
@@ -655,9 +655,9 @@ def test_streams_of_workers_stay_right_when_they_wait_for_each_other_at_random(t
     for options in ({"max_batch": 2}, {"max_wait_s": 0.0005}, {"alternating": True}, {"max_batch": 3, "max_wait_s": 0}):
         path = tmp_path / str(len(options)) / str(options)
         path.parent.mkdir(exist_ok=True)
-        makers = [partial(OracleEnv, path, 2 * number, 2) for number in range(4)]
+        factories = [partial(OracleEnv, path, 2 * number, 2) for number in range(4)]
         for kind in KINDS:
-            with kind(makers, Mod5(), num_envs=2, frames_per_batch=160, **options, **THREADS) as collector:
+            with kind(factories, Mod5(), num_envs=2, frames_per_batch=160, **options, **THREADS) as collector:
                 batches = [collector.next().clone() for _ in range(4)]
             for batch in batches:
                 assert torch.equal(batch["action"], batch["observation"][..., 5] % 5)

@@ -52,7 +52,7 @@ def rings(wake_up):
 
 
 def finished(lines, worker):
-    """The last order that it was done with."""
+    """The last request that it was done with."""
     return lines.cells[worker * CELLS + FINISHED]
 
 
@@ -135,7 +135,7 @@ def test_a_question_says_what_and_lasts_until_its_answer(lines, line):
     assert lines.question(1) == 0
     thread, got = in_thread(lambda: line.ask(7, 3))
     until(lambda: lines.question(1))
-    assert (lines.question(1), lines.order(1), lines.row(1), lines.question(0)) == (1, 7, 3, 0)
+    assert (lines.question(1), lines.request(1), lines.row(1), lines.question(0)) == (1, 7, 3, 0)
     lines.answer(1, 1)
     thread.join(LONG_S)
     assert (got, lines.question(1)) == ([None], 0)
@@ -287,7 +287,7 @@ def served(lines, counts, *, late_s=0.0, fails=lambda row: False):
             lines.sleep(lambda: any(map(lines.question, range(len(counts)))) or over(), 1.0)
             for worker in range(len(counts)):
                 if number := lines.question(worker):
-                    assert lines.order(worker) == worker + 1
+                    assert lines.request(worker) == worker + 1
                     rows[worker].append(lines.row(worker))
                     lines.answer(worker, number, failed=fails(lines.row(worker)))
             for channel, child in started:

@@ -155,11 +155,11 @@ def test_whole_episodes_are_those_of_the_environment():
     backend=st.sampled_from(["threads", "threads", "processes"]),
 )
 def test_whatever_the_lives_are_rows_follow_each_other_and_workers_give_the_same(sizes, rows, limit, wait, backend):
-    makers = [partial(LivesEnv, *size) for size in sizes]
+    factories = [partial(LivesEnv, *size) for size in sizes]
     options = {"frames_per_batch": 4 * rows, "max_frames_per_traj": limit, "reset_when_done": not wait, "seed": 1}
     runs, ended = [], []
     for cls, more in ((Collector, {}), (MultiSyncCollector, {"num_workers": 2, "backend": backend})):
-        with cls(makers, None, **options, **KEY, **more) as c:
+        with cls(factories, None, **options, **KEY, **more) as c:
             runs.append([c.next().clone() for _ in range(6)])
             assert_accounted(c)
             assert c.stats().executed == c.stats().frames

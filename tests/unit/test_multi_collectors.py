@@ -56,8 +56,8 @@ def test_workers_reach_a_manager_of_their_parent_and_nobody_else_can_read_its_ke
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager:
         made = manager.dict()
-        maker = partial(Registered, made)
-        with MultiSyncCollector([maker] * 2, None, frames_per_batch=4, start_method=method) as collector:
+        factory = partial(Registered, made)
+        with MultiSyncCollector([factory] * 2, None, frames_per_batch=4, start_method=method) as collector:
             pids = {worker.pid for worker in collector.stats().workers}
             assert collector.next() is not None
         public = dict(made)
@@ -329,21 +329,21 @@ def test_concatenated_batches_free_their_slots():
 
 
 def test_groups_of_different_sizes_can_be_concatenated_but_not_stacked():
-    makers = [partial(SyncVectorEnv, [counting(length)] * n) for length, n in ((3, 2), (4, 1), (5, 3))]
+    factories = [partial(SyncVectorEnv, [counting(length)] * n) for length, n in ((3, 2), (4, 1), (5, 3))]
     options = {"frames_per_batch": 6 * T, "seed": 1, "backend": "threads"}
-    with MultiSyncCollector(makers, None, cat_results="cat", **options) as c:
+    with MultiSyncCollector(factories, None, cat_results="cat", **options) as c:
         batch = c.next()
         assert batch.shape == (6, T)
         assert batch["observation"][:, 0, 0].tolist() == [3, 3, 4, 5, 5, 5]
         assert (batch[IDS][:, 0]).tolist() == [0, 1, 2, 3, 4, 5]
         assert c.stats().frames == 6 * T
     with (
-        MultiSyncCollector(makers, None, **options) as c,
+        MultiSyncCollector(factories, None, **options) as c,
         pytest.raises(BadOption, match="differ in number of environments.*2 environments.*1 environments"),
     ):
         c.next()
     with pytest.raises(BadOption, match=r"groups \[0, 1\] of worker 0 differ in number of environments"):
-        MultiSyncCollector(makers, None, cat_results="cat", **options, num_workers=2)
+        MultiSyncCollector(factories, None, cat_results="cat", **options, num_workers=2)
 
 
 def test_a_dimension_that_batches_do_not_have():
@@ -451,10 +451,10 @@ def beside(action: Callable[[], None]) -> Iterator[None]:
 @pytest.mark.parametrize("backend", ["processes", "threads"])
 @pytest.mark.parametrize("cat", ["stack", -1])
 def test_those_who_are_late_are_stopped_and_what_they_lack_is_blank_or_left_out(gates, backend, cat):
-    makers = [gates.env(0), gates.env(1), gates.env(2, gated=True, free=2)]
+    factories = [gates.env(0), gates.env(1), gates.env(2, gated=True, free=2)]
     options = {"num_envs": 1, "frames_per_batch": 12, "preemptive_threshold": 0.67, "seed": 1}
-    with MultiSyncCollector(makers, None, backend=backend, cat_results=cat, **options) as c:
-        cells = c._engine.source.pool.handles[2].process.ledger.cells
+    with MultiSyncCollector(factories, None, backend=backend, cat_results=cat, **options) as c:
+        cells = c._engine.source.pool.handles[2].process.status_page.cells
 
         def release() -> None:
             until(lambda: cells[STOP] > 0)
@@ -487,9 +487,9 @@ def test_those_who_are_late_are_stopped_and_what_they_lack_is_blank_or_left_out(
 
 def test_a_total_is_exact_where_some_are_stopped(gates):
     """What a stopped group lacks is made later."""
-    makers = [gates.env(0), gates.env(1, gated=True, free=1)]
+    factories = [gates.env(0), gates.env(1, gated=True, free=1)]
     options = {"frames_per_batch": 8, "total_frames": 16, "preemptive_threshold": 0.5, "seed": 1}
-    with MultiSyncCollector(makers, None, backend="threads", **options) as c:
+    with MultiSyncCollector(factories, None, backend="threads", **options) as c:
         gates.open(1000)
         batches = list(c)
         assert sum(int(batch[VALID].sum()) for batch in batches) == c.stats().frames == 16
@@ -498,8 +498,8 @@ def test_a_total_is_exact_where_some_are_stopped(gates):
 
 
 def test_every_group_is_two_rollouts_ahead_and_not_more(gates):
-    makers = [gates.env(group) for group in range(3)]
-    with MultiAsyncCollector(makers, None, num_workers=2, num_envs=B, frames_per_batch=B * T) as c:
+    factories = [gates.env(group) for group in range(3)]
+    with MultiAsyncCollector(factories, None, num_workers=2, num_envs=B, frames_per_batch=B * T) as c:
         c.next()
         until(lambda: sum(gates.steps(group) for group in range(3)) == 7 * B * T)  # while nobody asks
         batches = [c.next() for _ in range(6)]
@@ -512,8 +512,8 @@ def test_every_group_is_two_rollouts_ahead_and_not_more(gates):
 
 
 def test_who_falls_behind_is_named_once(gates):
-    makers = [gates.env(0), gates.env(1), gates.env(2, gated=True)]
-    with MultiAsyncCollector(makers, None, frames_per_batch=2) as c:
+    factories = [gates.env(0), gates.env(1), gates.env(2, gated=True)]
+    with MultiAsyncCollector(factories, None, frames_per_batch=2) as c:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(40):
@@ -529,7 +529,7 @@ def test_who_falls_behind_is_named_once(gates):
 @pytest.mark.parametrize("bound", [0, 1, 4])
 def test_the_lag_of_weights_is_bounded(gates, bound):
     """One worker gets on slowly; weights are published with every batch."""
-    makers = [gates.env(0), gates.env(1), gates.env(2, gated=True)]
+    factories = [gates.env(0), gates.env(1), gates.env(2, gated=True)]
     ended, pause = threading.Event(), threading.Event()
 
     def trickle() -> None:
@@ -539,7 +539,7 @@ def test_the_lag_of_weights_is_bounded(gates, bound):
 
     policy = Actor()
     options = {"frames_per_batch": 4, "max_policy_lag": bound, "track_policy_version": True}
-    with MultiAsyncCollector(makers, policy, **options) as c, beside(trickle):
+    with MultiAsyncCollector(factories, policy, **options) as c, beside(trickle):
         try:
             for published in range(40):
                 batch = c.next()
@@ -556,8 +556,8 @@ def test_the_lag_of_weights_is_bounded(gates, bound):
 
 def test_without_a_bound_weights_may_be_older(gates):
     """Group 1 is held while others' batches and their publishes go by."""
-    makers = [gates.env(0), gates.env(1, gated=True, free=1)]
-    with MultiAsyncCollector(makers, Actor(), frames_per_batch=2, track_policy_version=True) as c:
+    factories = [gates.env(0), gates.env(1, gated=True, free=1)]
+    with MultiAsyncCollector(factories, Actor(), frames_per_batch=2, track_policy_version=True) as c:
         for published in range(6):
             batch = c.next()
             assert batch[IDS][0] % 2 == 0
@@ -605,9 +605,9 @@ class Broken(Secretive):
 def test_nothing_of_the_users_is_asked_to_show_itself():
     for cls, options in ((Collector, {}), (MultiSyncCollector, {"backend": "threads"}), (MultiAsyncCollector, {})):
         several = {} if cls is Collector else {"num_workers": 2, **options}
-        makers = Secretive() if cls is Collector else [Secretive()] * 2
+        factories = Secretive() if cls is Collector else [Secretive()] * 2
         for policy in (CannotBeShown(), Secretive()):
-            with cls(makers, policy, num_envs=2, frames_per_batch=8, **several) as c:
+            with cls(factories, policy, num_envs=2, frames_per_batch=8, **several) as c:
                 assert (c.next()["action"] == 1).all()
                 assert "Counting" in repr(c)
                 if isinstance(policy, Secretive) and cls is not Collector:

@@ -146,7 +146,7 @@ def test_an_async_collector_has_one_worker(env, more):
 
 
 @pytest.mark.parametrize(
-    ("makers", "workers", "expected"),
+    ("factories", "workers", "expected"),
     [
         (["a", "b", "c"], None, (["a", "b", "c"], 3)),
         (["a", "b", "c"], 2, (["a", "b", "c"], 2)),
@@ -156,8 +156,8 @@ def test_an_async_collector_has_one_worker(env, more):
         (("a",), 3, (["a"], 1)),
     ],
 )
-def test_how_many_workers_there_are(makers, workers, expected):
-    assert count_workers(makers, workers) == expected
+def test_how_many_workers_there_are(factories, workers, expected):
+    assert count_workers(factories, workers) == expected
 
 
 def test_groups_are_dealt_out_evenly_and_in_order():

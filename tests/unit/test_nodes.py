@@ -82,8 +82,8 @@ def heard(link, kind):
 def oracles(path, count=1, **options):
     carrier = options.pop("carrier")
     cls = options.pop("cls", QueueCollector)
-    makers = [partial(OracleEnv, path, node) for node in range(count)]
-    return cls(makers, None, carrier=carrier, frames_per_batch=20, seed=0, **options)
+    factories = [partial(OracleEnv, path, node) for node in range(count)]
+    return cls(factories, None, carrier=carrier, frames_per_batch=20, seed=0, **options)
 
 
 class TestWorkers:
@@ -107,7 +107,7 @@ class TestWorkers:
                 told = [said for said in link.said[before[1] :] if not isinstance(said, Beat)]
                 assert [said.method for said in asked] == [NodeMain.follow]
                 assert [type(said) for said in told] == [Result]
-                assert len(told[0].reports) == 2
+                assert len(told[0].results) == 2
 
     def test_a_call_right_after_a_restart_gets_its_own_answer(self, tmp_path, carrier):
         gate = tmp_path / "gate"
@@ -452,9 +452,9 @@ class TestWriters:
         failing(1)
         GatedBuffer.open_.clear()
         fault = None if at is None else Fault(partial(waits, tmp_path / "never"), at=at)
-        makers = [partial(OracleEnv, tmp_path / "o", 0, 1, fault)]
+        factories = [partial(OracleEnv, tmp_path / "o", 0, 1, fault)]
         options = {"on_failure": "restart", "replay_buffer": FullBuffer(), "sync": False, "frames_per_batch": 20}
-        with WritingCollector(makers, None, carrier=carrier, total_frames=200, seed=0, **options) as collector:
+        with WritingCollector(factories, None, carrier=carrier, total_frames=200, seed=0, **options) as collector:
             going_on = threading.Thread(target=lambda: [None for _ in collector])
             going_on.start()
             assert GatedBuffer.writing.wait(JOIN_S)
@@ -474,11 +474,11 @@ class TestWriters:
         assert 0 <= OracleEnv.read(tmp_path / "o")[:, EXECUTED].sum() - stats.executed <= kills
 
     def test_a_slow_buffer_does_not_lose_the_node_of_a_worker_that_is_ended(self, tmp_path, carrier):
-        makers = [partial(failing_when, tmp_path)]
+        factories = [partial(failing_when, tmp_path)]
         options = {"on_failure": "restart", "total_frames": -1, "replay_buffer": GatedBuffer(), "sync": True}
         options |= {"collector_class": "sync", "num_workers_per_collector": 2, "frames_per_batch": 20}
         (tmp_path / "first").touch()
-        with WritingCollector(makers, None, carrier=carrier, **options) as collector:
+        with WritingCollector(factories, None, carrier=carrier, **options) as collector:
             going_on = threading.Thread(target=lambda: next(iter(collector)))
             going_on.start()
             assert GatedBuffer.writing.wait(JOIN_S)
@@ -492,9 +492,9 @@ class TestWriters:
 
     def test_a_rollout_that_is_elsewhere_can_be_replayed(self, tmp_path, carrier, failing):
         fault = Fault(raises, at=21)
-        makers = [partial(OracleEnv, tmp_path / "o", 0, 1, fault)]
+        factories = [partial(OracleEnv, tmp_path / "o", 0, 1, fault)]
         options = {"total_frames": -1, "replay_buffer": FullBuffer(), "frames_per_batch": 20, "seed": 0}
-        with WritingCollector(makers, None, carrier=carrier, **options) as collector:
+        with WritingCollector(factories, None, carrier=carrier, **options) as collector:
             next(iter(collector))
             with pytest.raises(EnvError) as caught:
                 next(iter(collector))

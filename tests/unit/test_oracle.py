@@ -24,8 +24,8 @@ def path(tmp_path):
 
 @pytest.fixture
 def batches(path):
-    makers = partial(OracleEnv, path, 0, ENVS)
-    with Collector(makers, None, num_envs=ENVS, frames_per_batch=ENVS * T, seed=0) as collector:
+    factories = partial(OracleEnv, path, 0, ENVS)
+    with Collector(factories, None, num_envs=ENVS, frames_per_batch=ENVS * T, seed=0) as collector:
         return [collector.rollout().clone() for _ in range(3)]
 
 
@@ -122,8 +122,8 @@ def test_blank_rows_are_left_out(batches):
 
 
 def test_a_cut_may_set_truncated_besides(path):
-    makers = partial(OracleEnv, path, 0, ENVS)
-    with Collector(makers, None, num_envs=ENVS, frames_per_batch=ENVS * T, max_frames_per_traj=4) as collector:
+    factories = partial(OracleEnv, path, 0, ENVS)
+    with Collector(factories, None, num_envs=ENVS, frames_per_batch=ENVS * T, max_frames_per_traj=4) as collector:
         assert sum(check_stream(collector.rollout().clone() for _ in range(2)).values()) == 4 * T
 
 

@@ -1,4 +1,4 @@
-"""Channels, ledgers and worker processes; real ones, really killed."""
+"""Channels, status pages and worker processes; real ones, really killed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from muster.workers import keeper
 from muster.workers import launch as launching
 from muster.workers.channel import Channel
 from muster.workers.launch import UNKNOWN, launch, shutdown_forkserver
-from muster.workers.ledger import Ledger
+from muster.workers.status_page import StatusPage
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 TARGETS = "tests.fakes.worker_targets"
@@ -435,55 +435,55 @@ def test_a_message_that_comes_together_with_an_interruption_is_not_lost(start):
     assert interrupted > 5
 
 
-# --------------------------------------------------------------------------------------- ledgers
+# --------------------------------------------------------------------------------------- status pages
 
 
 def test_the_parent_sees_what_a_worker_counts(start):
-    ledger = Ledger.create()
-    assert ledger.cells.tolist() == [0] * 64
-    ledger.cells[ORDER] = -(2**63)
+    status_page = StatusPage.create()
+    assert status_page.cells.tolist() == [0] * 64
+    status_page.cells[ORDER] = -(2**63)
     channel, child = start("holds_the_gil")
-    channel.send("here", [ledger.fd])
+    channel.send("here", [status_page.fd])
     channel.receive(WAIT_S)
-    assert ledger.cells[PHASE] == Phase.STEP
-    assert ledger.cells[ORDER] == -(2**63)
-    cells = ledger.cells
-    ledger.close()
-    ledger.close()
+    assert status_page.cells[PHASE] == Phase.STEP
+    assert status_page.cells[ORDER] == -(2**63)
+    cells = status_page.cells
+    status_page.close()
+    status_page.close()
     child.kill()
     assert child.join(WAIT_S)
     assert cells[PHASE] == Phase.STEP
 
 
 def test_the_stack_of_a_worker_that_holds_the_gil_names_file_and_line(start):
-    ledger = Ledger.create()
+    status_page = StatusPage.create()
     channel, child = start("holds_the_gil")
-    channel.send("here", [ledger.fd])
+    channel.send("here", [status_page.fd])
     channel.receive(WAIT_S)
-    assert ledger.stack() == ""
+    assert status_page.stack() == ""
     lines = Path("tests/fakes/worker_targets.py").read_text().splitlines()
     number = next(i for i, line in enumerate(lines, start=1) if "# HERE" in line)
     stacks = []
     while len(stacks) < 50 and not (stacks and "in holds_the_gil" in stacks[-1].splitlines()[1]):
         child.send_signal(signal.SIGUSR1)  # the first may find it still in `send`
-        stacks.append(ledger.stack(within_s=WAIT_S))
+        stacks.append(status_page.stack(within_s=WAIT_S))
     assert f'worker_targets.py", line {number} in holds_the_gil' in stacks[-1].splitlines()[1]
     assert stacks[-1].count("most recent call first") == 1, "what was read before comes again"
-    assert ledger.stack() == ""
+    assert status_page.stack() == ""
     assert child.exit_code() is None
-    ledger.close()
+    status_page.close()
 
 
 def test_the_stack_of_a_crash_is_kept(start):
-    ledger = Ledger.create()
+    status_page = StatusPage.create()
     channel, child = start("crashes")
-    channel.send("here", [ledger.fd])
+    channel.send("here", [status_page.fd])
     assert child.join(WAIT_S)
     assert child.exit_code() == -signal.SIGSEGV
-    stack = ledger.stack()
+    stack = status_page.stack()
     assert "Segmentation fault" in stack
     assert "in crashes" in stack
-    ledger.close()
+    status_page.close()
 
 
 # ------------------------------------------------------------------------------------- processes
@@ -839,19 +839,19 @@ def test_a_launch_that_is_interrupted_does_not_mix_up_the_next_ones(start, light
     assert channel.receive(WAIT_S)[0] == child.pid
 
 
-def test_a_worker_costs_three_descriptors_with_its_ledger_and_none_after_its_end(start):
+def test_a_worker_costs_three_descriptors_with_its_status_page_and_none_after_its_end(start):
     start("asked")
     gc.collect()
     before = len(descriptors())
     workers = []
     for _ in range(5):
         channel, child = start("ready")
-        workers.append((channel, child, Ledger.create()))
+        workers.append((channel, child, StatusPage.create()))
     assert len(descriptors()) == before + 15
-    for channel, child, ledger in workers:
+    for channel, child, status_page in workers:
         child.kill()
         child.join(WAIT_S)
-        for one in (channel, child, ledger):
+        for one in (channel, child, status_page):
             one.close()
     assert len(descriptors()) == before
 
@@ -926,7 +926,7 @@ import os, sys, time
 print("main module runs", flush=True)
 from muster.workers import launch as launching
 from muster.workers.channel import Channel
-from muster.workers.ledger import Ledger
+from muster.workers.status_page import StatusPage
 channels, pids = [], []
 def worker(function, method=None, first=None, fds=()):
     ours, theirs = Channel.pair()
@@ -954,8 +954,9 @@ def flat(values) -> list[int]:
 def test_nothing_is_left_of_a_killed_parent():
     process = driver(
         """
-        ledger = Ledger.create()
-        worker("ready"); worker("spins"); worker("holds_the_gil", first="", fds=[ledger.fd]); worker("with_grandchild")
+        status_page = StatusPage.create()
+        worker("ready"); worker("spins"); worker("holds_the_gil", first="", fds=[status_page.fd])
+        worker("with_grandchild")
         worker("with_nested_worker"); worker("with_grandchild", method="spawn"); worker("spins", method="spawn")
         worker("with_daemons"); worker("with_daemons", method="spawn")
         print(pids + [launching._ForkServer.current[False].process.pid], flush=True)

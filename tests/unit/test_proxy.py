@@ -15,10 +15,10 @@ from muster.memory.slots import Layout, Slot
 from muster.workers.config import Columns, WorkerConfig, WorkerPlace
 from muster.workers.failures import pack
 from muster.workers.launch import Child
-from muster.workers.messages import Order
+from muster.workers.messages import RolloutRequest
 from muster.workers.proxy import WorkerProxy, WorkerState
-from muster.workers.requests import BIRTH, Answer, Ask, EnableGrad, LayOut, Request, RolloutRequest, Running, Seed
-from muster.workers.threads import LocalLedger
+from muster.workers.requests import BIRTH, Answer, Ask, EnableGrad, FillLane, LayOut, Request, Running, Seed
+from muster.workers.threads import LocalStatusPage
 
 
 class Wire:
@@ -66,7 +66,7 @@ class Answering:
         self.answers: deque[Callable[[int], Sequence[Answer]] | BaseException] = deque()
 
     def launch(self, name: str, preload: bool) -> Any:
-        return Gone(), Wire(), LocalLedger()
+        return Gone(), Wire(), LocalStatusPage()
 
     def wait_for(self, handle: WorkerProxy, ready: Callable[[], bool]) -> None:
         answer = self.answers.popleft() if self.answers else lambda number: [Answer(number)]
@@ -107,14 +107,14 @@ def test_a_successor_gets_the_config_that_its_predecessor_would_have_now(proxy):
     proxy.call(LayOut(Columns("policy", {0: 4})))
     requests = [message.request for message in proxy.process.channel.sent[2:]]
     assert requests == [Seed(7, True), EnableGrad(True), LayOut(Columns("policy", {0: 4}))]
-    order = Order(1, 0, 0, "policy")
-    proxy.submit(order, Slot(Layout(1, 1, ()), "heap"))
+    request = RolloutRequest(1, 0, 0, "policy")
+    proxy.submit(request, Slot(Layout(1, 1, ()), "heap"))
     proxy.end()
     proxy.start()
     config, *rest = proxy.process.channel.sent
-    assert (config.generation, config.makers) == (1, [b""])
+    assert (config.generation, config.factories) == (1, [b""])
     assert config.place == WorkerPlace({0: 0}, 1, False, 7, True, grad=True, columns=Columns("policy", {0: 4}))
-    assert [message.order for message in rest if isinstance(message, RolloutRequest)] == [order]
+    assert [message.request for message in rest if isinstance(message, FillLane)] == [request]
     assert len(rest) == 1, "nothing is told again message by message"
 
 

@@ -335,8 +335,8 @@ NAMES = {"numpy": "numpy.random", "numpy_normal": "numpy.random", "python": "ran
 
 @pytest.mark.parametrize("name", GLOBALS)
 def test_an_environment_in_a_thread_that_draws_from_a_global_generator_is_warned_of_once(name):
-    makers = [lambda: GlobalEnv(GLOBALS[name])] * 2
-    with MultiSyncCollector(makers, sampled, frames_per_batch=40, seed=0, backend="threads") as collector:
+    factories = [lambda: GlobalEnv(GLOBALS[name])] * 2
+    with MultiSyncCollector(factories, sampled, frames_per_batch=40, seed=0, backend="threads") as collector:
         with pytest.warns(UserWarning, match="moved while threads collected") as caught:
             collector.next()
         assert f"generators of {NAMES.get(name, name)} moved" in str(caught[0].message)

@@ -63,10 +63,10 @@ def test_data_do_not_depend_on_where_batches_begin(policy, T, limit):
     order=st.sampled_from(["batch_major", "time_major"]),
 )
 def test_every_batch_is_a_chain_and_every_frame_is_accounted_for(B, groups, T, ends, limit, resets, reset_each, order):
-    makers: Any = (lambda: ChainEnv(ends)) if groups is None else [lambda: ChainEnv(ends)] * groups
+    factories: Any = (lambda: ChainEnv(ends)) if groups is None else [lambda: ChainEnv(ends)] * groups
     total = (B or 1) * (groups or 1)
     options = {"reset_at_each_iter": reset_each, "max_frames_per_traj": limit, "layout": order, "seed": 0}
-    with Collector(makers, choose, num_envs=B, frames_per_batch=T * total, **options) as collector:
+    with Collector(factories, choose, num_envs=B, frames_per_batch=T * total, **options) as collector:
         finished: dict[int, int] = {}
         open_ids: set[int] = set()
         for n in range(5):

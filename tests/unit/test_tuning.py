@@ -131,8 +131,8 @@ def test_auto_makes_a_group_for_each_worker_of_a_function(cls: Any) -> None:
 def test_with_a_list_auto_changes_nothing_but_the_number_of_workers() -> None:
     batches = []
     for workers in ("auto", 1, 3):
-        makers = [counting(n, noise=True) for n in (3, 4, 5)]
-        with MultiSyncCollector(makers, num_workers=workers, num_envs=2, frames_per_batch=60, seed=3) as collector:
+        factories = [counting(n, noise=True) for n in (3, 4, 5)]
+        with MultiSyncCollector(factories, num_workers=workers, num_envs=2, frames_per_batch=60, seed=3) as collector:
             batches.append(collector.rollout().clone())
             assert len(collector.stats().workers) <= 3
     assert_same(batches[0], batches[1])
@@ -160,9 +160,9 @@ def test_other_words_than_auto_are_refused() -> None:
 # --- measuring -------------------------------------------------------------------------------------
 
 
-def measured(maker: Any = "CartPole-v1", policy: Any = None, seconds: float = 0.1, **keywords: Any) -> Load:
+def measured(factory: Any = "CartPole-v1", policy: Any = None, seconds: float = 0.1, **keywords: Any) -> Load:
     wanted = {"frames_per_batch": 64, "num_envs": 1, **keywords}
-    return measure(maker, policy, CollectorOptions.parse(wanted), seconds)
+    return measure(factory, policy, CollectorOptions.parse(wanted), seconds)
 
 
 def test_waiting_is_told_from_computing() -> None:
@@ -359,11 +359,11 @@ def test_with_a_policy_a_server_is_timed_too() -> None:
 
 
 def test_a_list_stays_a_list() -> None:
-    makers = [counting(3), counting(4)]
-    found = muster.tune(makers, seconds=0.5, frames_per_batch=32)
+    factories = [counting(3), counting(4)]
+    found = muster.tune(factories, seconds=0.5, frames_per_batch=32)
     assert {(c.setup.groups, c.setup.num_envs) for c in found.candidates} == {(2, 1)}
-    assert found.constructor_call("makers").partition("(")[2].startswith("makers, policy, ")
-    with found.make(makers) as collector:
+    assert found.constructor_call("factories").partition("(")[2].startswith("factories, policy, ")
+    with found.make(factories) as collector:
         assert collector.rollout().numel() == 32
 
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from muster.memory.views import Order as DimOrder
 from muster.observing.stats import InferenceStats
 from muster.workers.config import PoolConfig
-from muster.workers.counters import FrameCounts
+from muster.workers.counters import NodeCounts
 from muster.workers.failures import SentError
-from muster.workers.messages import GroupInfo, Order, Report
+from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult
 
 if TYPE_CHECKING:
     from muster.cluster.node_main import NodeMain
@@ -72,15 +72,15 @@ class NodeSetup:
 
 @dataclass(frozen=True)
 class LaneRun:
-    """Orders whose lanes lie side by side in a slot of the main process.
+    """Requests whose lanes lie side by side in a slot of the main process.
 
     Attributes:
         offset: of the slot there, by which the node knows its own.
         first, lanes: the node's lanes in the slot: from which on, and how many.
-        tag: of the block in which the ordered lanes go back.
+        tag: of the block in which the requested lanes go back.
     """
 
-    orders: Sequence[Order]
+    requests: Sequence[RolloutRequest]
     offset: int
     first: int
     lanes: int
@@ -110,7 +110,7 @@ class Told:
         dropped: groups that nobody runs any more.
     """
 
-    counts: Mapping[int, FrameCounts] = field(default_factory=dict)
+    counts: Mapping[int, NodeCounts] = field(default_factory=dict)
     workers: Sequence[WorkerTold] = ()
     dropped: Sequence[int] = ()
     inference: InferenceStats | None = None
@@ -162,13 +162,13 @@ class Built:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a ``LaneRun``; its lanes come as a block. Or reports that are about no order."""
+    """What came of a ``LaneRun``; its lanes come as a block. Or results that are about no request."""
 
-    reports: Sequence[Report]
+    results: Sequence[RolloutResult]
     tag: int = 0
 
     def reach(self, proxy: NodeProxy, block: Any) -> None:
-        proxy.finished(self.reports, self.tag, block)
+        proxy.finished(self.results, self.tag, block)
 
 
 @dataclass(frozen=True)

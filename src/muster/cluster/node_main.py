@@ -47,7 +47,7 @@ from muster.workers.config import WorkerPlace
 from muster.workers.failures import send_error
 from muster.workers.launch import has_fork_server
 from muster.workers.lives import WorkerState
-from muster.workers.messages import Report
+from muster.workers.messages import RolloutResult
 from muster.workers.pool import WorkerPool
 from muster.workers.proxy import WorkerProxy
 from muster.workers.requests import LayOut, Request
@@ -79,7 +79,7 @@ class _RunAtWork:
 
     part: LaneRun
     slot: Slot
-    reports: list[Report] = field(default_factory=list)
+    results: list[RolloutResult] = field(default_factory=list)
 
 
 class NodeMain:
@@ -99,7 +99,7 @@ class NodeMain:
         self._sink: Sink | None = None
         self._layouts: dict[int, Layout] = {}  # by group
         self._slots: dict[tuple[int, int], Slot] = {}  # by offset in the main process, and first lane there
-        self._jobs: dict[int, _RunAtWork] = {}  # by order
+        self._jobs: dict[int, _RunAtWork] = {}  # by request
         self._over: bool | None = None  # the main process has said goodbye; False: it is lost
 
     def run(self) -> bool:
@@ -243,15 +243,15 @@ class NodeMain:
         return answers
 
     def follow(self, parts: Sequence[LaneRun]) -> None:
-        """Let the workers follow orders, all of them together."""
+        """Let the workers follow requests, all of them together."""
         pool = self._pool
         assert pool is not None
         with pool.hold():
             for part in parts:
                 job = _RunAtWork(part, self._slot(part))
-                for order in part.orders:
-                    self._jobs[order.number] = job
-                    pool.give(replace(order, lane=order.lane - part.first), job.slot)
+                for request in part.requests:
+                    self._jobs[request.number] = job
+                    pool.give(replace(request, lane=request.lane - part.first), job.slot)
 
     def ask_server(self, method: str, args: Sequence[Any]) -> Any:
         """What the inference server answers."""
@@ -269,28 +269,28 @@ class NodeMain:
         place = part.offset, part.first
         if place not in self._slots:
             assert self._supervisor is not None
-            like = self._layouts.get(part.orders[0].group) or next(iter(self._layouts.values()))
+            like = self._layouts.get(part.requests[0].group) or next(iter(self._layouts.values()))
             layout = Layout(like.T, like.B, like.columns, part.lanes, batch_shape=like.batch_shape)
             self._slots[place] = Slot(layout, self._supervisor.arena)
         return self._slots[place]
 
     def _tell_results(self) -> None:
-        """Each part of which all orders have a report."""
-        while self._pool is not None and (report := self._pool.ready_report()) is not None:
-            if report.error is not None:
-                report.error = send_error(report.error)
-            job = self._jobs.pop(report.number, None)
+        """Each part of which all requests have a result."""
+        while self._pool is not None and (result := self._pool.ready_result()) is not None:
+            if result.error is not None:
+                result.error = send_error(result.error)
+            job = self._jobs.pop(result.number, None)
             if job is None:
-                self.say(Result([report]))
+                self.say(Result([result]))
                 continue
-            job.reports.append(report)
-            if len(job.reports) == len(job.part.orders):
-                self.say(Result(job.reports, job.part.tag), self._lanes(job), job.part.tag)
+            job.results.append(result)
+            if len(job.results) == len(job.part.requests):
+                self.say(Result(job.results, job.part.tag), self._lanes(job), job.part.tag)
 
     def _lanes(self, job: _RunAtWork) -> Block | None:
         if self._sink is not None:
             return None
-        lanes, size = [order.lane - job.part.first for order in job.part.orders], job.slot.layout.lane_bytes
+        lanes, size = [request.lane - job.part.first for request in job.part.requests], job.slot.layout.lane_bytes
         return Block(job.slot.block[min(lanes) * size : (max(lanes) + 1) * size], job.slot)
 
     # --- threads ----------------------------------------------------------------------------------
@@ -335,11 +335,11 @@ class NodeMain:
         supervisor = self._supervisor
         if supervisor is None:
             return Told()
-        accounts, groups, server = supervisor.accounts, supervisor.config.groups, supervisor.server
+        counters, groups, server = supervisor.counters, supervisor.config.groups, supervisor.server
         return Told(
-            {number: accounts[number].counts() for number in groups} if accounts else {},
+            {number: counters[number].counts() for number in groups} if counters else {},
             [_worker_told(handle) for handle in supervisor.handles],
-            [number for number in groups if accounts[number].dropped] if accounts else [],
+            [number for number in groups if counters[number].dropped] if counters else [],
             None if server is None else server.stats(),
         )
 
@@ -382,16 +382,16 @@ class Sink:
 
     Args:
         pickled: with ``write(TensorDict)``, which is done with the memory when it returns, and its ``buffer``.
-        order: of the batches' dimensions.
+        request: of the batches' dimensions.
     """
 
     def __init__(self, pickled: bytes, order: Any) -> None:
         self._sink, self._order = loads(pickled, "replay_buffer"), order
         self._view: BatchView | None = None  # of the newest layout
 
-    def write(self, report: Report, slot: Slot) -> None:
+    def write(self, result: RolloutResult, slot: Slot) -> None:
         """Write a rollout, which is the only one in its slot. Raises WorkerError."""
-        for key, array in report.objects.items():
+        for key, array in result.objects.items():
             slot.lanes[0].arrays[key][...] = array
         if self._view is None or self._view.layout is not slot.layout:
             self._view = BatchView(slot.layout, stacked=False, order=self._order)

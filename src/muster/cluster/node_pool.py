@@ -23,7 +23,7 @@ from muster.restore.pickling import dumps
 from muster.utils.interrupts import allowed
 from muster.workers.config import PoolConfig, WorkerPlace
 from muster.workers.lives import Watcher, WorkerState, news, unlike
-from muster.workers.messages import GroupInfo, Report
+from muster.workers.messages import GroupInfo, RolloutResult
 from muster.workers.pool import WorkerPool
 
 LOOK_S = 0.2  # seconds between two looks at who is due
@@ -78,10 +78,10 @@ class NodePool(Watcher):
         known: dict[int, GroupInfo] = {}
         for proxy in self.proxies:
             known |= zip(proxy.groups, proxy.infos or (), strict=False)
-        first, makers = next(iter(known.values())), [maker for w in self.config.workers for maker in w.makers]
-        numbered = list(zip(self.config.groups, makers, strict=True))
-        alike = {maker: known[number] for number, maker in numbered if number in known}
-        return [known.get(number) or alike.get(maker, first) for number, maker in numbered]
+        first, factories = next(iter(known.values())), [factory for w in self.config.workers for factory in w.factories]
+        numbered = list(zip(self.config.groups, factories, strict=True))
+        alike = {factory: known[number] for number, factory in numbered if number in known}
+        return [known.get(number) or alike.get(factory, first) for number, factory in numbered]
 
     def pool(self, infos: Sequence[GroupInfo], place: WorkerPlace) -> WorkerPool:
         """The worker pool, whose nodes are told their places."""
@@ -89,10 +89,10 @@ class NodePool(Watcher):
         pool.hold, pool.elastic = self._held, self.elastic
         if self.config.server is not None:
             pool.server = NodeServers(self.proxies)
-        self.accounts = pool.accounts
+        self.counters = pool.counters
         for proxy in self.proxies:
             for number in proxy.groups:
-                self.accounts[number].late = proxy.absent and proxy.infos is None
+                self.counters[number].late = proxy.absent and proxy.infos is None
         for proxy in sorted(self.proxies, key=lambda proxy: proxy.infos is not None):  # they may come from here on
             proxy.assign(place.part(proxy.groups))
         return pool
@@ -124,9 +124,9 @@ class NodePool(Watcher):
 
     # --- Watch ------------------------------------------------------------------------------------
 
-    def came(self, report: Report) -> None:
-        """A report about no order has come."""
-        self._lost.append(report)
+    def came(self, result: RolloutResult) -> None:
+        """A result about no request has come."""
+        self._lost.append(result)
 
     def wait(self, timeout: float | None, *, revives: bool = True) -> None:
         """See ``Watcher``."""
@@ -144,7 +144,7 @@ class NodePool(Watcher):
                 self._welcome(proxy)
             elif not proxy.session.inbox:
                 self._lose(proxy)
-            if any(report.error is None and not report.lost for report in proxy.untaken):
+            if any(result.error is None and not result.lost for result in proxy.untaken):
                 self._records[proxy.index].fruitless = 0
 
     def _welcome(self, proxy: NodeProxy) -> None:
@@ -152,17 +152,17 @@ class NodePool(Watcher):
         if not (self.elastic and proxy.state is WorkerState.JOINING and proxy.infos is not None and proxy.place):
             return
         for number, info in zip(proxy.groups, proxy.infos, strict=True):
-            account = self.accounts[number]
-            if (info.num_envs, info.batch_shape) != (account.info.num_envs, account.info.batch_shape):
-                proxy.error, proxy.infos = unlike(proxy.where(), account.info, info), None
+            counts = self.counters[number]
+            if (info.num_envs, info.batch_shape) != (counts.info.num_envs, counts.info.batch_shape):
+                proxy.error, proxy.infos = unlike(proxy.where(), counts.info, info), None
                 self._lose(proxy)
                 return
-            account.info = info
+            counts.info = info
         proxy.join()
         self._lost.append(news(proxy.groups[0]))
 
     def _lose(self, proxy: NodeProxy) -> None:
-        """A node is lost: its orders go to a successor, to others or back."""
+        """A node is lost: its requests go to a successor, to others or back."""
         error = proxy.lose("")
         self._pass_on(proxy, error)
 

@@ -17,10 +17,10 @@ from muster.memory.specs import Array
 from muster.observing.stats import InferenceStats, WorkerStats
 from muster.utils.interrupts import postponed
 from muster.workers.config import WorkerPlace
-from muster.workers.counters import Account, FrameCounts
+from muster.workers.counters import FrameCounters, NodeCounts
 from muster.workers.failures import SentError, Where, node_lost
 from muster.workers.lives import Proxy, WorkerState
-from muster.workers.messages import GroupInfo, Order, Report
+from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult
 from muster.workers.pool import stats_of
 from muster.workers.requests import Request
 
@@ -56,7 +56,7 @@ class NodeProxy(Proxy):
         self.session: Session
         self._is_there = False  # it has joined, in this session
         self._memory: dict[int, Array] = {}  # of parts that have not come back, by tag
-        self._held: list[Order] | None = None  # to be sent together
+        self._held: list[RolloutRequest] | None = None  # to be sent together
         self._server_knows: dict[str, Sequence[Any]] = {}  # by method; servers of later sessions are told again
 
     # --- its state --------------------------------------------------------------------------------
@@ -75,17 +75,17 @@ class NodeProxy(Proxy):
         """Its number and host, for people."""
         return f"{self.index}" if self.node is None else f"{self.index} ({self.node.host})"
 
-    def stats(self, accounts: Sequence[Account]) -> list[WorkerStats]:
+    def stats(self, counters: Sequence[FrameCounters]) -> list[WorkerStats]:
         found = []
         for place, worker in enumerate(self.setup.config.workers):
             told = (
                 self.told.workers[place] if self.told.workers else WorkerTold(0, "working", "join", worker.generation)
             )
             state = told.state if self.alive else "dead"
-            state = "dropped" if accounts[worker.groups[0]].dropped else "joining" if self.absent else state
+            state = "dropped" if counters[worker.groups[0]].dropped else "joining" if self.absent else state
             phase = "join" if self.absent else told.phase if self.alive else state
             known: dict[str, Any] = {"pid": told.pid, "restarts": told.restarts, "node": self.name}
-            found.append(stats_of(worker.groups, accounts, index=worker.index, state=state, phase=phase, **known))
+            found.append(stats_of(worker.groups, counters, index=worker.index, state=state, phase=phase, **known))
         return found
 
     # --- its sessions -----------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class NodeProxy(Proxy):
         self.session.post(Tell(NodeMain.start))
         if self.place is not None and not self._pool.elastic:
             self._take_place(self.place)
-            self._held = self.under_way.orders()
+            self._held = self.under_way.requests()
             self.release()
 
     def assign(self, place: WorkerPlace) -> None:
@@ -141,13 +141,13 @@ class NodeProxy(Proxy):
         )
         self.state = WorkerState.DEAD if self._state is not WorkerState.CLOSING else WorkerState.CLOSED
         requested = dict.fromkeys(self.groups, 0)
-        for order in self.under_way.orders() if self._is_there else ():
-            lane = self.under_way.lane_of(order.number)
-            requested[order.group] += lane.T * lane.B
-        for number, steps in requested.items() if self._pool.accounts else ():
-            account = self._pool.accounts[number]
-            account.unseen += max(0, steps - account.partial)
-            account.give_up("worker_died")
+        for request in self.under_way.requests() if self._is_there else ():
+            lane = self.under_way.lane_of(request.number)
+            requested[request.group] += lane.T * lane.B
+        for number, steps in requested.items() if self._pool.counters else ():
+            counts = self._pool.counters[number]
+            counts.unseen += max(0, steps - counts.partial)
+            counts.give_up("worker_died")
         if self.infos is not None and self._state is WorkerState.DEAD:
             self._prepare_successor()
         self._is_there = False
@@ -161,9 +161,9 @@ class NodeProxy(Proxy):
         return self._worker()[1].phase if self.told.workers else "construct"
 
     def _worker(self) -> tuple[int, Any]:
-        """Place of the worker with the oldest order, or of the first; and what was told of it."""
-        orders = self.under_way.orders()
-        group = orders[0].group if orders else self.groups[0]
+        """Place of the worker with the oldest request, or of the first; and what was told of it."""
+        requests = self.under_way.requests()
+        group = requests[0].group if requests else self.groups[0]
         workers = self.setup.config.workers
         place = next(n for n, worker in enumerate(workers) if group in worker.groups)
         return place, self.told.workers[place] if self.told.workers else None
@@ -177,12 +177,12 @@ class NodeProxy(Proxy):
 
     def _prepare_successor(self) -> None:
         """Its workers draw other numbers, and their environments begin episodes of new numbers."""
-        accounts, config = self._pool.accounts, self.setup.config
+        counters, config = self._pool.counters, self.setup.config
         restarts = [told.restarts for told in self.told.workers] or [w.generation for w in config.workers]
         workers = [replace(w, generation=n + 1) for w, n in zip(config.workers, restarts, strict=True)]
         self.setup = replace(self.setup, config=replace(config, workers=workers))
-        if self.place is not None and accounts:
-            episodes = {number: accounts[number].next_episodes() for number in self.groups}
+        if self.place is not None and counters:
+            episodes = {number: counters[number].next_episodes() for number in self.groups}
             self.place = replace(self.place, episodes=episodes)
 
     # --- Handle -----------------------------------------------------------------------------------
@@ -190,12 +190,12 @@ class NodeProxy(Proxy):
     def prepared(self, policy: str) -> bool:
         return self.place is not None and self.place.prepared(policy)
 
-    def submit(self, order: Order, slot: Slot) -> None:
-        self.under_way.add(order, slot)
+    def submit(self, request: RolloutRequest, slot: Slot) -> None:
+        self.under_way.add(request, slot)
         if self._held is not None:
-            self._held.append(order)
+            self._held.append(request)
         else:
-            self._held = [order]
+            self._held = [request]
             self.release()
 
     def hold(self) -> None:
@@ -203,7 +203,7 @@ class NodeProxy(Proxy):
         self._held = []
 
     def release(self) -> None:
-        """Send what was ordered since ``hold``, as one request; the lanes come back into their slots."""
+        """Send what was requested since ``hold``, as one request; the lanes come back into their slots."""
         held, self._held = self._held, None
         if not held or self.reviving:
             return
@@ -298,34 +298,34 @@ class NodeProxy(Proxy):
     def _ask_node(self, method: Callable[..., Any], *args: Any) -> Any:
         return self._ask(lambda number: self.session.post(Tell(method, args, number)))
 
-    def _runs(self, orders: Sequence[Order]) -> list[tuple[Slot, list[Order]]]:
-        """Orders by what can come back as one block: lanes side by side in a slot."""
-        of_slot: defaultdict[int, list[Order]] = defaultdict(list)
+    def _runs(self, requests: Sequence[RolloutRequest]) -> list[tuple[Slot, list[RolloutRequest]]]:
+        """Requests by what can come back as one block: lanes side by side in a slot."""
+        of_slot: defaultdict[int, list[RolloutRequest]] = defaultdict(list)
         slots: dict[int, Slot] = {}
-        for order in orders:
-            slot = self.under_way.slot_of(order.number)
+        for request in requests:
+            slot = self.under_way.slot_of(request.number)
             slots[id(slot)] = slot
-            of_slot[id(slot)].append(order)
-        runs: list[tuple[Slot, list[Order]]] = []
+            of_slot[id(slot)].append(request)
+        runs: list[tuple[Slot, list[RolloutRequest]]] = []
         for place, slot in slots.items():
-            run: list[Order] = []
-            for order in sorted(of_slot[place], key=lambda order: order.lane):
-                if not run or self._apart or order.lane != run[-1].lane + 1:
+            run: list[RolloutRequest] = []
+            for request in sorted(of_slot[place], key=lambda request: request.lane):
+                if not run or self._apart or request.lane != run[-1].lane + 1:
                     run = []
                     runs.append((slot, run))
-                run.append(order)
+                run.append(request)
         return runs
 
     # --- what the node says -------------------------------------------------------------------------
 
     def _take_note(self, told: Told) -> None:
-        accounts, before = self._pool.accounts, self.told.counts
+        counters, before = self._pool.counters, self.told.counts
         self.told = told
-        if accounts:
+        if counters:
             for number, counts in told.counts.items():
-                accounts[number].add_counts(counts, before.get(number, FrameCounts()))
+                counters[number].add_counts(counts, before.get(number, NodeCounts()))
             for number in told.dropped:
-                accounts[number].dropped = True
+                counters[number].dropped = True
 
     @property
     def inference(self) -> InferenceStats | None:
@@ -342,21 +342,21 @@ class NodeProxy(Proxy):
         if self.place is not None and not self._pool.elastic:
             self.state = WorkerState.RUNNING
 
-    def finished(self, reports: Sequence[Report], tag: int, block: Any) -> None:
+    def finished(self, results: Sequence[RolloutResult], tag: int, block: Any) -> None:
         """Rollouts are complete, or have failed."""
         memory = self._memory.pop(tag, None)
         if memory is not None and block is not None and block is not memory:
             memory[:] = block
-        for report in reports:
-            report.entered = True
-            if report.error is not None:
-                report.error = report.error.here(self._pool.crash_directory).error()
-            elif not (report.lost or report.dropped):
-                self._pool.accounts[report.group].arrived(report.frames)
-            if report.number in self.outstanding:
-                self.under_way.finished(report)
+        for result in results:
+            result.entered = True
+            if result.error is not None:
+                result.error = result.error.here(self._pool.crash_directory).error()
+            elif not (result.lost or result.dropped):
+                self._pool.counters[result.group].arrived(result.frames)
+            if result.number in self.outstanding:
+                self.under_way.finished(result)
             else:
-                self._pool.came(report)
+                self._pool.came(result)
         self.under_way.fresh.clear()
 
     def answered(self, answer: Answered) -> None:

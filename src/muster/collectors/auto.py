@@ -12,7 +12,7 @@ from typing import Any
 
 from muster.collectors.multi_options import MultiOptions
 from muster.collectors.options import CollectorOptions
-from muster.collectors.setup import keywords_of, makers_of, worker_options
+from muster.collectors.setup import factories_of, keywords_of, worker_options
 from muster.memory.slots import Layout, Slot
 from muster.policies.adapt import place
 from muster.restore.pickling import dumps, loads
@@ -92,13 +92,13 @@ def measure(create_env_fn: Any, policy: Any, options: CollectorOptions, seconds:
     Raises:
         MusterError: the environments or the policy raised; the environments are closed.
     """
-    makers = makers_of(create_env_fn)
-    kwargs = keywords_of(options.create_env_kwargs, len(makers))
+    factories = factories_of(create_env_fn)
+    kwargs = keywords_of(options.create_env_kwargs, len(factories))
     told = worker_options(options, policy, num_envs=None if options.num_envs is None else 1)
     changes = {**_PLAIN, "num_threads": getattr(options, "num_sub_threads", None)}
     rng, policy = GroupRng(0), loads(dumps(policy, "policy"), "policy")
     with ExitStack() as made, rng.as_global():
-        (built,) = build_envs(makers[:1], kwargs[:1], told, made)
+        (built,) = build_envs(factories[:1], kwargs[:1], told, made)
         policy, device = place(policy, told.policy_device)
         queued = _QueuedTime()
         made.callback(queued.close)

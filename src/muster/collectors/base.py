@@ -204,7 +204,7 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
         return replace(stats, ended_by=ended_by) if ended_by else stats
 
     def __repr__(self) -> str:
-        names = ", ".join(sorted({account.info.name for account in self._engine.source.pool.accounts}))
+        names = ", ".join(sorted({counts.info.name for counts in self._engine.source.pool.counters}))
         state = "closed" if self._closed else f"{self._engine.frames:,} frames"
         per_batch = self.options.frames_per_batch
         return f"{type(self).__name__}({names} x {self._engine.num_envs}, frames_per_batch={per_batch}, {state})"

@@ -71,7 +71,7 @@ class BatchViews:
         del self._prepared[id(slot)]
         batch = made
         if self._options.use_buffers is False:
-            rows = max(report.rows for report in filled.reports)
+            rows = max(result.rows for result in filled.results)
             if rows < slot.layout.T:
                 batch = batch[(slice(None),) * view.time_dim + (slice(0, rows),)]
         if self._options.return_same_td:
@@ -99,11 +99,11 @@ class BatchViews:
     def _concatenated(self, filled: FilledSlot, dim: int) -> TensorDict:
         """A copy; the slots are free at once."""
         parts = []
-        for (ring, slot), report in zip(filled.slots, filled.reports, strict=True):
+        for (ring, slot), result in zip(filled.slots, filled.results, strict=True):
             view = self._view_of(ring.layout)
             part = view.tensordict(self._lent(ring, slot)[0], slot)
             over_time = dim % part.ndim == view.time_dim
-            parts.append(part[(slice(None),) * view.time_dim + (slice(0, report.rows),)] if over_time else part)
+            parts.append(part[(slice(None),) * view.time_dim + (slice(0, result.rows),)] if over_time else part)
         batch: TensorDict = torch.cat(parts, dim)
         batch.names = parts[0].names
         batch = batch if self._storing is None else batch.to(self._storing)

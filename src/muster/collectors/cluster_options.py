@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from muster.collectors.multi_options import WorkersKeywords
-from muster.collectors.setup import makers_of
+from muster.collectors.setup import factories_of
 from muster.errors import BadOption
 
 CLASSES = ("single", "sync", "async")
@@ -83,13 +83,13 @@ class Cluster:
     """Which workers are on which node, and whose batches are whose.
 
     Args:
-        makers: of environments, one for each node.
+        factories: of environments, one for each node.
         kinds: by node "single", "sync" or "async".
         workers: by node, their number.
     """
 
     options: ClusterOptions
-    makers: Sequence[Any]
+    factories: Sequence[Any]
     kinds: Sequence[str]
     workers: Sequence[int]
 
@@ -105,7 +105,7 @@ class Cluster:
     @property
     def create_env_fn(self) -> list[Any]:
         """What makes the environments of every worker."""
-        return [self.makers[node] for node in self.of_leaf]
+        return [self.factories[node] for node in self.of_leaf]
 
     @property
     def bundles(self) -> list[list[int]]:
@@ -127,9 +127,9 @@ def cluster(create_env_fn: Any, num_nodes: int | None, keywords: dict[str, Any])
     """
     names = {field.name for field in fields(ClusterOptions)}
     options = ClusterOptions(**{name: keywords.pop(name) for name in names & keywords.keys()})
-    makers = _makers(create_env_fn, num_nodes)
-    kinds = [_kind(given) for given in spread("collector_class", options.collector_class, len(makers))]
-    workers = spread("num_workers_per_collector", options.num_workers_per_collector, len(makers))
+    factories = _factories(create_env_fn, num_nodes)
+    kinds = [_kind(given) for given in spread("collector_class", options.collector_class, len(factories))]
+    workers = spread("num_workers_per_collector", options.num_workers_per_collector, len(factories))
     for count, kind in zip(workers, kinds, strict=True):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise BadOption(f"num_workers_per_collector={count!r}: expected a number of workers, at least 1")
@@ -138,31 +138,33 @@ def cluster(create_env_fn: Any, num_nodes: int | None, keywords: dict[str, Any])
                 f"num_workers_per_collector={count} needs a collector_class with workers: 'sync' or 'async' "
                 f"(MultiSyncCollector, MultiAsyncCollector), not 'single'"
             )
-    if (options.min_nodes or 1) > len(makers):
-        raise BadOption(f"min_nodes={options.min_nodes}, but there are {len(makers)} nodes: expected at most as many")
-    keywords |= _node_keywords(options.collector_kwargs, len(makers))
+    if (options.min_nodes or 1) > len(factories):
+        raise BadOption(f"min_nodes={options.min_nodes}, but there are {len(factories)} nodes: expected at most that")
+    keywords |= _node_keywords(options.collector_kwargs, len(factories))
     if isinstance(given := keywords.get("create_env_kwargs"), (list, tuple)):
-        by_node = spread("create_env_kwargs", given, len(makers))
+        by_node = spread("create_env_kwargs", given, len(factories))
         keywords["create_env_kwargs"] = [by_node[node] for node, count in enumerate(workers) for _ in range(count)]
     for name in ("num_workers", "backend"):
         if name in keywords:
             raise BadOption(f"{name}: workers of this collector are on nodes; give num_workers_per_collector")
     if options.sync and isinstance(frames := keywords.get("frames_per_batch"), int):
-        keywords["frames_per_batch"] = frames * len(makers)
-    return Cluster(options, makers, kinds, workers), keywords
+        keywords["frames_per_batch"] = frames * len(factories)
+    return Cluster(options, factories, kinds, workers), keywords
 
 
-def _makers(create_env_fn: Any, num_nodes: int | None) -> list[Any]:
+def _factories(create_env_fn: Any, num_nodes: int | None) -> list[Any]:
     """One for each node."""
-    makers = makers_of(create_env_fn)
+    factories = factories_of(create_env_fn)
     if num_nodes is None:
-        return makers
+        return factories
     if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
         raise BadOption(f"num_collectors={num_nodes!r}: expected the number of nodes, at least 1")
-    makers = makers * num_nodes if len(makers) == 1 else makers
-    if len(makers) != num_nodes:
-        raise BadOption(f"num_collectors={num_nodes}, but create_env_fn has {len(makers)} entries: one for each node")
-    return makers
+    factories = factories * num_nodes if len(factories) == 1 else factories
+    if len(factories) != num_nodes:
+        raise BadOption(
+            f"num_collectors={num_nodes}, but create_env_fn has {len(factories)} entries: one for each node"
+        )
+    return factories
 
 
 def _node_keywords(collector_kwargs: Any, count: int) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class ClusterCollector(MultiCollector):
         """Args: ``connect`` makes the carrier for so many nodes, and links with such a deadline (seconds)."""
         made, others = cluster(create_env_fn, num_nodes, dict(options))
         self._cluster, self._carrier_for, self._alone = made, connect, not made.sync
-        self._since = [0] * len(made.makers)  # batches since its last weights, by node
+        self._since = [0] * len(made.factories)  # batches since its last weights, by node
         self._longest = 0 if made.options.update_after_each_batch else made.options.max_weight_update_interval
         super().__init__(made.create_env_fn, policy, **others)
 
@@ -43,7 +43,7 @@ class ClusterCollector(MultiCollector):
         heartbeat, join_s = (timeout_of(self.options.timeouts, phase) for phase in ("heartbeat", "join"))
         if heartbeat is None:
             raise BadOption("timeouts['heartbeat'] is None: a node that is gone would be waited for for ever")
-        carrier = self._carrier_for(len(self._cluster.makers), heartbeat)
+        carrier = self._carrier_for(len(self._cluster.factories), heartbeat)
         nodes = self._nodes = Nodes(carrier, self._cluster.of_leaf, join_s)
         nodes.buffer, nodes.enough = self._buffer_of_nodes(), self._cluster.options.min_nodes
         made.callback(nodes.close)

@@ -29,7 +29,7 @@ from muster.rollout.group import Group
 from muster.rollout.marks import Final
 from muster.utils.interrupts import allowed, postponed
 from muster.weights.publish import PolicyWeights
-from muster.workers.messages import Report
+from muster.workers.messages import RolloutResult
 from muster.workers.requests import CheckReset, Reset, Seed
 from muster.workers.schedule import CollectRequest, FilledSlot, Schedule
 from muster.workers.worker import Worker
@@ -60,7 +60,7 @@ class Engine:
         hidden: keys of the last batch that are for the pipeline only.
         joins_time: rows of different environments follow each other in a batch.
         rollouts: collected; of one group each, or of all.
-        reports: of the last rollouts, by group.
+        results: of the last rollouts, by group.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Engine:
         self.options, self.source, self.weights, self.local = options, source, weights, local
         self.num_envs = source.pool.num_envs
         self.rows = options.rows_per_batch(source.sharing)
-        self.joins_time = joins_time(options, cat_dim, source.pool.accounts[0].info.batch_shape)
+        self.joins_time = joins_time(options, cat_dim, source.pool.counters[0].info.batch_shape)
         self.pipeline = Pipeline(options, self.num_envs)
         self._is_direct = self.pipeline.is_direct and options.post_collect_hook is None
         self.views = BatchViews(options, stacked=stacked, cat_dim=cat_dim, hidden=self.pipeline.needs_flags)
@@ -91,7 +91,7 @@ class Engine:
         self.env_ids: Array = np.arange(self.num_envs)
         self.contributors: list[int] = []  # groups of the last batch
         self.frames = self.counted = self.batches = self.rollouts = 0
-        self.reports: list[Report] = []
+        self.results: list[RolloutResult] = []
         self.lag: Counter[int] = Counter()
         self._retired: set[int] = set()  # groups that were dropped
         self.acting = "random" if options.init_random_frames else "policy"
@@ -217,37 +217,37 @@ class Engine:
         filled, batch = self._next(request)
         self.batches += closes
         self.rollouts += 1
-        self._note(filled.reports)
+        self._note(filled.results)
         if self.local is None:
             self._retire_dropped()
         if self.source.preempts:
-            self._cut_short += sum(filled.layout.T - report.rows for report in filled.reports) * filled.layout.B
+            self._cut_short += sum(filled.layout.T - result.rows for result in filled.results) * filled.layout.B
         overlaps = self.source.overlaps and self._ended_at  # the workers went on meanwhile
         since, self._ended_at = self._ended_at if overlaps else began, time.perf_counter_ns()
         self._elapsed += self._ended_at - since
         if timeline.running:
-            for report in filled.reports:
-                for span in report.spans:
+            for result in filled.results:
+                for span in result.spans:
                     timeline.add(*span)
             timeline.add("collect", began, self._ended_at, OWN_TRACK)
         self.hidden = self.views.hidden_keys(filled.layout) if self.views.shows_hidden else []
         return batch, self.hidden
 
-    def _note(self, reports: list[Report]) -> None:
+    def _note(self, results: list[RolloutResult]) -> None:
         """Count the rollouts of a batch, and the episodes that ended in them."""
-        accounts, most, episodes = self.source.pool.accounts, 0, []
+        counters, most, episodes = self.source.pool.counters, 0, []
         groups = []
-        for report in reports:
-            groups.append(report.group)
-            self.frames += report.frames
-            if report.episodes is not None:  # else its group was dropped
-                episodes.append(report.episodes)
-                accounts[report.group].lag = lag = self.weights.lag(report.version)
+        for result in results:
+            groups.append(result.group)
+            self.frames += result.frames
+            if result.episodes is not None:  # else its group was dropped
+                episodes.append(result.episodes)
+                counters[result.group].lag = lag = self.weights.lag(result.version)
                 most = max(most, lag)
         if groups != self.contributors:
             self.contributors = groups
-            self.env_ids = np.concatenate([accounts[number].env_ids for number in groups])
-        self.reports, self.episodes = reports, join_episodes(episodes)
+            self.env_ids = np.concatenate([counters[number].env_ids for number in groups])
+        self.results, self.episodes = results, join_episodes(episodes)
         if self.episodes is not NO_EPISODES:
             self.window.add(self.episodes)
         self.lag[most] = self.lag.get(most, 0) + 1
@@ -255,8 +255,8 @@ class Engine:
     @property
     def finals(self) -> list[tuple[Array, list[Final]]]:
         """Of the last batch, see ``Group.finals``; with the global numbers of the environments."""
-        accounts = self.source.pool.accounts
-        return [(accounts[report.group].env_ids, report.finals) for report in self.reports]
+        counters = self.source.pool.counters
+        return [(counters[result.group].env_ids, result.finals) for result in self.results]
 
     def layout(self) -> Layout:
         """Of rollouts in which the policy acts; it is called once for it, if it never was."""
@@ -266,7 +266,7 @@ class Engine:
     def blank(self) -> TensorDict:
         """A batch of zeros."""
         layout = dataclasses.replace(self.layout(), T=self.rows)
-        return self.views.blank(layout, self.source.pool.accounts[0].info.device)
+        return self.views.blank(layout, self.source.pool.counters[0].info.device)
 
     def reset(self, index: Sequence[int] | int | None, kwargs: dict[str, Any]) -> None:
         """See ``Collector.reset``."""
@@ -278,9 +278,9 @@ class Engine:
             if type(i) is not int or not 0 <= i < self.num_envs:
                 raise BadOption(f"reset(index={index}): environments are numbered 0 to {self.num_envs - 1}")
         which: dict[int, list[int]] = {}
-        for number, account in enumerate(self.source.pool.accounts):
-            first = int(account.env_ids[0])
-            if inside := [i - first for i in chosen if first <= i < first + len(account.env_ids)]:
+        for number, counts in enumerate(self.source.pool.counters):
+            first = int(counts.env_ids[0])
+            if inside := [i - first for i in chosen if first <= i < first + len(counts.env_ids)]:
                 which[number] = inside
         self.source.pool.call(CheckReset(which))
         self.source.pool.call(Reset(which, kwargs or None))
@@ -298,13 +298,13 @@ class Engine:
 
     def discard(self, reason: str, frames: int) -> None:
         """Count frames that were collected, and that nobody will see."""
-        self.source.pool.accounts[0].discarded[reason] += frames
+        self.source.pool.counters[0].discarded[reason] += frames
         self.frames -= frames
 
     def stats(self) -> CollectorStats:
-        accounts = self.source.pool.accounts
+        counters = self.source.pool.counters
         env, policy, copied, total = (
-            sum(getattr(account.timing, part) for account in accounts) / 1e9
+            sum(getattr(counts.timing, part) for counts in counters) / 1e9
             for part in ("env", "policy", "copy", "total")
         )
         workers = self.source.pool.worker_stats()
@@ -312,7 +312,7 @@ class Engine:
         frames = self.frames - held - sum(self._dropped().values())
         return CollectorStats(
             frames=frames,
-            executed=sum(account.executed for account in accounts) - self.source.pool.untaken,
+            executed=sum(counts.executed for counts in counters) - self.source.pool.untaken,
             discarded=+self._discarded(),
             in_flight=self.source.in_flight + held + self.frames_unmade,
             batches=self.batches,
@@ -325,12 +325,12 @@ class Engine:
             copy_s=copied,
             rest_s=max(0.0, total - env - policy - copied),
             wait_s=self.source.pool.waited / 1e9,
-            policy_path=self.reports[0].path if self.reports else self._first_path,
+            policy_path=self.results[0].path if self.results else self._first_path,
             policy_version=self.weights.version,
             policy_lag=dict(sorted(self.lag.items())),
             slots=self.source.slots(),
             restarts=sum(worker.restarts for worker in workers),
-            unseen=sum(account.unseen for account in accounts),
+            unseen=sum(counts.unseen for counts in counters),
             cut_short=self._cut_short,
             workers=workers,
             inference=server.stats() if (server := self.source.pool.server) is not None else None,
@@ -339,8 +339,8 @@ class Engine:
     def _discarded(self) -> Counter[str]:
         """Steps that no batch shows, by reason."""
         counted = self._dropped()
-        for account in self.source.pool.accounts:
-            counted.update(account.discarded)
+        for counts in self.source.pool.counters:
+            counted.update(counts.discarded)
         return counted
 
     @property
@@ -349,8 +349,8 @@ class Engine:
         steps = sum(self.pipeline.dropped.values())
         if self.kept is not None:
             steps += sum(self.kept.dropped.values())
-        for account in self.source.pool.accounts:
-            steps += sum(account.discarded.values())
+        for counts in self.source.pool.counters:
+            steps += sum(counts.discarded.values())
         return steps
 
     def _dropped(self) -> Counter[str]:
@@ -383,7 +383,7 @@ class Engine:
         """The next slots and the batch in them. If that cannot be made, another call like this one tries again."""
         like = request.limit, request.rows, request.closes, request.bootstrap
         if self._unmade is not None and self._unmade[0] != like:
-            self.source.pool.accounts[0].discarded["interrupted"] += self._give_up_unmade()
+            self.source.pool.counters[0].discarded["interrupted"] += self._give_up_unmade()
         if self._unmade is None and self.source.overlaps:
             self.weights.catch_up()
             self._unmade = like, self.source.collect(request)
@@ -408,13 +408,13 @@ class Engine:
 
     def _retire_dropped(self) -> None:
         """Nobody should wait for episodes of groups that are gone."""
-        for number, account in enumerate(self.source.pool.accounts):
-            if account.dropped and number not in self._retired:
+        for number, counts in enumerate(self.source.pool.counters):
+            if counts.dropped and number not in self._retired:
                 self._retired.add(number)
                 if self.pipeline.episodes is not None:
-                    self.pipeline.episodes.retire(account.env_ids)
+                    self.pipeline.episodes.retire(counts.env_ids)
                 if self.kept is not None:
-                    self.kept.flush(account.env_ids.tolist())
+                    self.kept.flush(counts.env_ids.tolist())
 
     def _rate(self, frames: int, in_rollouts: float) -> float:
         """Frames per second; in this thread, of rollouts alone."""

@@ -39,12 +39,12 @@ class MultiCollector(BaseCollector):
     def _connect(self, create_env_fn: Any, policy: Any, made: ExitStack) -> Engine:
         options = self.options
         wanted = None if options.num_workers == "auto" else options.num_workers
-        makers, count = count_workers(create_env_fn, wanted)
+        factories, count = count_workers(create_env_fn, wanted)
         if options.policy_factory is not None:
             policy = options.policy_factory()
         self.policy = policy
         if options.num_workers == "auto":
-            makers, count = count_workers(
+            factories, count = count_workers(
                 create_env_fn, auto_workers(create_env_fn, policy, options, alone=self._alone)
             )
         transport = one_transport(options.weight_sync_schemes)
@@ -57,10 +57,10 @@ class MultiCollector(BaseCollector):
         for name in options.weight_sync_schemes or ():
             self._part(name)  # raises where it is no part of the policy
         workers = Workers(
-            options, makers, count, policy, self._weights, made, alone=self._alone, nodes=nodes, bundles=bundles
+            options, factories, count, policy, self._weights, made, alone=self._alone, nodes=nodes, bundles=bundles
         )
         weakref.finalize(self, workers.end)  # also if nobody shuts it down
-        check_cat(options, [account.info for account in workers.pool.accounts])
+        check_cat(options, [counts.info for counts in workers.pool.counters])
         if options.num_threads is not None:
             made.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(options.num_threads)

@@ -10,7 +10,7 @@ import torch
 
 from muster.errors import BadOption
 from muster.keys import Key
-from muster.workers.messages import Report
+from muster.workers.messages import RolloutResult
 from muster.workers.pool import WorkerPool
 
 if TYPE_CHECKING:
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 NEXT_VALUE: Key = ("next", "state_value")
 
 
-def add_next_values(batch: TensorDict, reports: Sequence[Report], pool: WorkerPool) -> torch.Tensor:
+def add_next_values(batch: TensorDict, results: Sequence[RolloutResult], pool: WorkerPool) -> torch.Tensor:
     """Add ``("next", "state_value")``, what the policy says of next observations, to a rollout.
 
     It is ``[*batch, 1]``, and 0 where nothing was asked.
 
     Args:
-        reports: of the rollout, by group.
+        results: of the rollout, by group.
 
     Returns:
         the values after the last rows, ``[*lead, 1]``; 0 where an episode has terminated there.
     """
-    groups = [(pool.accounts[report.group].info.num_envs, report.group, report.values) for report in reports]
+    groups = [(pool.counters[result.group].info.num_envs, result.group, result.values) for result in results]
     num_envs, time_dim = sum(B for B, *_ in groups), batch.names.index("time")
     T = batch.shape[time_dim]
     if batch.numel() != num_envs * T:

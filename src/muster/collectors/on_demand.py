@@ -143,13 +143,13 @@ class OnDemand:
                 batch.set(VALID, self._valid(batch, n))
         frames = engine.frames - before
         engine.undelivered += frames
-        return CollectedRollout(batch, hidden, frames, engine.episodes, engine.env_ids, engine.reports)
+        return CollectedRollout(batch, hidden, frames, engine.episodes, engine.env_ids, engine.results)
 
     def _part(self, asked: Asked, rollout: CollectedRollout) -> Part:
         """What is shown of a rollout. If the policy fails when it is asked for values, the next call asks again."""
         engine, batch, hidden = self._engine, rollout.batch, rollout.hidden
         try:
-            last = add_next_values(batch, rollout.reports, engine.source.pool) if asked.bootstrap else None
+            last = add_next_values(batch, rollout.results, engine.source.pool) if asked.bootstrap else None
         except (WorkerDied, CollectorTimeout):  # of a server that knew recurrent states, and is gone
             self._give_up("worker_died", rollout.frames)
             self._rollout = None
@@ -160,14 +160,14 @@ class OnDemand:
 
     def _valid(self, batch: TensorDict, n: int) -> torch.Tensor:
         """Marks exactly ``n`` cells, time step by time step."""
-        accounts = self._engine.source.pool.accounts
-        living = np.concatenate([np.full(a.info.num_envs, not a.dropped) for a in accounts])
+        counters = self._engine.source.pool.counters
+        living = np.concatenate([np.full(a.info.num_envs, not a.dropped) for a in counters])
         time_dim = batch.names.index("time")
         T = batch.numel() // len(living)
         place = np.arange(T) * living.sum() + (np.cumsum(living) - 1)[:, None]  # [environments, T]
         valid = torch.from_numpy((place < n) & living[:, None])
         if self._engine.joins_time:  # groups follow each other
-            valid = torch.cat(valid.chunk(len(accounts)), dim=1)
+            valid = torch.cat(valid.chunk(len(counters)), dim=1)
         lead = [size for dim, size in enumerate(batch.shape) if dim != time_dim]
         return valid.reshape(*lead, -1).movedim(-1, time_dim).to(batch.device or "cpu")
 
@@ -261,7 +261,7 @@ class OnDemand:
         """Environments in the middle of an episode begin anew."""
         pool = self._engine.source.pool
         parts = [part for part in pool.call(Running()) if part]
-        running = [int(pool.accounts[n].env_ids[i]) for part in parts for n, which in part.items() for i in which]
+        running = [int(pool.counters[n].env_ids[i]) for part in parts for n, which in part.items() for i in which]
         try:
             self._engine.reset(running, {})
         except UnsupportedEnv:  # some cannot be reset alone
@@ -294,15 +294,15 @@ class OnDemand:
 
     def _living(self) -> list[int]:
         """Numbers of the environments that have not been dropped."""
-        return [int(i) for a in self._engine.source.pool.accounts if not a.dropped for i in a.env_ids]
+        return [int(i) for a in self._engine.source.pool.counters if not a.dropped for i in a.env_ids]
 
     def _rule_of(self, group: int, rule: Rule, *, keep: bool) -> Rule | None:
         """What a group can know by itself of who is still wanted."""
-        accounts = self._engine.source.pool.accounts
-        if len(accounts) == 1:
+        counters = self._engine.source.pool.counters
+        if len(counters) == 1:
             return NobodyLetGo(copy.deepcopy(rule)) if keep else copy.deepcopy(rule)
-        if isinstance(rule, PerEnv) and not keep and not any(account.dropped for account in accounts):
-            return rule.part(accounts[group].env_ids.tolist())
+        if isinstance(rule, PerEnv) and not keep and not any(counts.dropped for counts in counters):
+            return rule.part(counters[group].env_ids.tolist())
         return None
 
     def _ended_in(self, batch: TensorDict) -> Episodes:
@@ -314,7 +314,7 @@ class OnDemand:
             array: Array = batch.get(key).detach().cpu().numpy()
             return array.reshape(batch.numel(), -1)
 
-        reward_key = self._engine.source.pool.accounts[0].info.reward[0]
+        reward_key = self._engine.source.pool.counters[0].info.reward[0]
         rewards = column(reward_key)[pieces.rows, 0].astype(np.float64)
         flags = [column(next_of(flag))[rows, 0] for flag in (TERMINATED, TRUNCATED)]
         returns = np.add.reduceat(rewards, pieces.first)
@@ -328,7 +328,7 @@ class OnDemand:
     # --- parts ------------------------------------------------------------------------------------
 
     def _check(self, asked: Asked) -> None:
-        options, info = self._options, self._engine.source.pool.accounts[0].info
+        options, info = self._options, self._engine.source.pool.counters[0].info
         if asked.bootstrap:
             columns = self._engine.layout().columns
             check_bootstrap(columns, info.observation_keys, reset_when_done=options.reset_when_done)

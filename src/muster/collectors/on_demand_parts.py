@@ -11,7 +11,7 @@ from muster.collectors.pipeline import Stage
 from muster.episodes.record import Episodes
 from muster.episodes.segment import time_last
 from muster.memory.specs import Array
-from muster.workers.messages import Report
+from muster.workers.messages import RolloutResult
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -25,7 +25,7 @@ class CollectedRollout(NamedTuple):
     frames: int
     episodes: Episodes
     env_ids: Array
-    reports: list[Report]
+    results: list[RolloutResult]
 
 
 class Part(NamedTuple):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from muster.collectors.base import BaseCollector
     from muster.collectors.engine import Engine
 
-FORMAT = 5
+FORMAT = 6
 STATE_FILE = "collector.safetensors"
 CUT_SHORT = "The state was saved after an error, in the middle of a batch."
 
@@ -56,13 +56,13 @@ def state_of(collector: BaseCollector) -> dict[str, Any]:
     """The state of a collector between two batches."""
     policy, engine = collector.policy, collector._engine
     waiting = engine.source.waiting()  # first: it lets workers come to rest
-    frames = sum(report["frames"] for rollout in waiting for report in rollout["reports"])
+    frames = sum(result["frames"] for rollout in waiting for result in rollout["results"])
     # Before what is counted: both may join parts that could not be joined yet.
     pipeline, on_demand = engine.pipeline.state_dict(), collector._on_demand.state_dict()
     acting = _acting(collector)
     states = [state for worker in engine.source.pool.call(TakeState()) for state in worker]
-    for state, account in zip(states, engine.source.pool.accounts, strict=True):
-        state["group"] |= {"executed": account.executed, "discarded": dict(account.discarded)}
+    for state, counts in zip(states, engine.source.pool.counters, strict=True):
+        state["group"] |= {"executed": counts.executed, "discarded": dict(counts.discarded)}
     return {
         "format": FORMAT,
         "policy_state_dict": copy.deepcopy(dict(acting.state_dict())) if isinstance(acting, torch.nn.Module) else None,
@@ -94,7 +94,7 @@ def load(collector: BaseCollector, state: Any, *, trust: bool) -> ResumeReport:
         collector._weights.policy.load_state_dict(state["policy_state_dict"])
     elif not state["policy_is_module"]:
         notes.append("the policy is no module: whatever it keeps is not restored")
-    restored = [int(i) for account in pool.accounts for i in account.env_ids if int(i) not in failed]
+    restored = [int(i) for counts in pool.counters for i in counts.env_ids if int(i) not in failed]
     if failed:
         pool.call(MarkResumed())
     collector._weights.restore(state["policy_version"])
@@ -107,7 +107,7 @@ def load(collector: BaseCollector, state: Any, *, trust: bool) -> ResumeReport:
         engine.kept.flush(failed)
     if state["in_flight"]:
         notes.append(f"{state['in_flight']} steps of a batch that an error had cut short are not restored")
-        pool.accounts[0].discarded["not_saved"] += state["in_flight"]
+        pool.counters[0].discarded["not_saved"] += state["in_flight"]
     return ResumeReport(tuple(restored), failed, tuple(notes))
 
 
@@ -122,9 +122,9 @@ def _load_groups(engine: Engine, state: dict[str, Any], trust: bool) -> dict[int
     for of_worker in pool.call(LoadState(groups, CUT_SHORT if state["in_flight"] else None, trust)):
         for of_group in of_worker:
             failed |= of_group
-    for account, group in zip(pool.accounts, state["groups"], strict=True):
-        account.executed, account.discarded = group["executed"], Counter(group["discarded"])
-        account.clock = np.stack([group["clock"]["episode"], group["clock"]["steps"]])
+    for counts, group in zip(pool.counters, state["groups"], strict=True):
+        counts.executed, counts.discarded = group["executed"], Counter(group["discarded"])
+        counts.clock = np.stack([group["clock"]["episode"], group["clock"]["steps"]])
     engine.source.look_again()
     return failed
 
@@ -149,7 +149,7 @@ class Autosave:
 def _fingerprint(collector: BaseCollector) -> dict[str, Any]:
     """What has to be the same for a state to fit."""
     engine = collector._engine
-    infos = [account.info for account in engine.source.pool.accounts]
+    infos = [counts.info for counts in engine.source.pool.counters]
     return {
         "environments": [info.num_envs for info in infos],
         "trajs_per_batch": engine.pipeline.episodes is not None,

@@ -30,9 +30,9 @@ def make_groups(
     create_env_fn: Any, options: CollectorOptions, policy: Any, policy_device: torch.device | None, made: ExitStack
 ) -> list[Group]:
     """One group for every entry of ``create_env_fn``; ``made`` closes them if anything fails later."""
-    makers = makers_of(create_env_fn)
+    factories = factories_of(create_env_fn)
     told = worker_options(options, policy)
-    built = build_envs(makers, keywords_of(options.create_env_kwargs, len(makers)), told, made)
+    built = build_envs(factories, keywords_of(options.create_env_kwargs, len(factories)), told, made)
     total = sum(b.env.num_envs for b in built)
     rollout = dataclasses.replace(told.rollout, marks_valid=marks_valid(options, total))
     groups: list[Group] = []
@@ -59,12 +59,12 @@ def in_this_thread(
     return Sync(pool, [bundle], [rows] * len(groups)), worker
 
 
-def makers_of(create_env_fn: Any) -> list[Any]:
+def factories_of(create_env_fn: Any) -> list[Any]:
     """What makes the environments of each group."""
-    makers = list(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else [create_env_fn]
-    if not makers:
+    factories = list(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else [create_env_fn]
+    if not factories:
         raise BadOption("create_env_fn is an empty list: expected at least one environment")
-    return makers
+    return factories
 
 
 def worker_options(options: CollectorOptions, policy: Any, **others: Any) -> WorkerOptions:
@@ -104,7 +104,7 @@ def marks_valid(options: CollectorOptions, sharing: int) -> bool:
 
 
 def keywords_of(kwargs: Any, count: int) -> Sequence[Mapping[str, Any] | None]:
-    """The keywords for each of so many makers."""
+    """The keywords for each of so many factories."""
     if kwargs is None or isinstance(kwargs, Mapping):
         return [kwargs] * count
     if not isinstance(kwargs, (list, tuple)) or len(kwargs) != count:

@@ -14,11 +14,11 @@ import numpy as np
 from muster.cluster.node_pool import NodePool
 from muster.cluster.nodes import Nodes
 from muster.collectors.multi_options import MultiOptions
-from muster.collectors.setup import keywords_of, makers_of, marks_valid, worker_options
+from muster.collectors.setup import factories_of, keywords_of, marks_valid, worker_options
 from muster.envs.build import is_environment
 from muster.errors import BadOption
 from muster.memory.shared import Arena
-from muster.restore.crash_report import Maker
+from muster.restore.crash_report import EnvFactory
 from muster.restore.pickling import dumps
 from muster.weights.publish import PolicyWeights
 from muster.workers.build import WorkerOptions
@@ -34,24 +34,24 @@ from muster.workers.threads import GlobalStreams, Turns
 
 
 def count_workers(create_env_fn: Any, num_workers: int | None) -> tuple[list[Any], int]:
-    """The makers of all groups, and how many workers there are for them."""
-    makers = makers_of(create_env_fn)
+    """The factories of all groups, and how many workers there are for them."""
+    factories = factories_of(create_env_fn)
     if not isinstance(create_env_fn, (list, tuple)):
-        makers *= num_workers or 1
-    for number, maker in enumerate(makers):
-        if is_environment(maker):
+        factories *= num_workers or 1
+    for number, factory in enumerate(factories):
+        if is_environment(factory):
             raise BadOption(
                 f"create_env_fn[{number}] is an environment, which lives in this process: give an id, or a function "
                 f"that makes one, for workers to call"
             )
-    return makers, min(num_workers or len(makers), len(makers))
+    return factories, min(num_workers or len(factories), len(factories))
 
 
 class Workers:
     """Starts the workers of a collector, and makes the schedule that they work by.
 
     Args:
-        makers, count: see ``count_workers``.
+        factories, count: see ``count_workers``.
         policy: that acts, or None.
         weights: of the policy.
         made: ends the workers if anything fails later.
@@ -63,7 +63,7 @@ class Workers:
     def __init__(
         self,
         options: MultiOptions,
-        makers: list[Any],
+        factories: list[Any],
         count: int,
         policy: Any,
         weights: PolicyWeights,
@@ -73,12 +73,13 @@ class Workers:
         nodes: Nodes | None = None,
         bundles: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self._options, self._makers, self._policy, self._weights, self._alone = options, makers, policy, weights, alone
+        self._options, self._weights, self._alone = options, weights, alone
+        self._factories, self._policy = factories, policy
         self._count, self._nodes, self._bundles = count, nodes, bundles
         self._turns = Turns() if options.backend == "threads" and not alone else None
         if weights.lazy:
             self._materialise()
-        parts = [part.tolist() for part in np.array_split(np.arange(len(makers)), count)]
+        parts = [part.tolist() for part in np.array_split(np.arange(len(factories)), count)]
         config = self._config(parts)
         if nodes is None:
             workers = Supervisor(config, weights.ticket, made)
@@ -88,13 +89,13 @@ class Workers:
             return
         self.end, self._arena = nodes.close, Arena.create("muster-slots")
         made.callback(self._arena.close)
-        node_pool = NodePool(nodes, config, options.layout, apart=options.enough(len(makers)) is not None)
+        node_pool = NodePool(nodes, config, options.layout, apart=options.enough(len(factories)) is not None)
         infos = self._built(node_pool)
         self.pool = node_pool.pool(infos, self._place(infos))
 
     def schedule(self) -> Sync | FirstReady:
         """Who works when."""
-        options, infos = self._options, [account.info for account in self.pool.accounts]
+        options, infos = self._options, [counts.info for counts in self.pool.counters]
         one_slot = options.cat_dim is None and not self._alone
         parts = [list(range(len(infos)))] if one_slot else self._parts()
         limit = cast(int, options.slot_memory_limit) // len(parts)
@@ -145,39 +146,42 @@ class Workers:
 
     def _parts(self) -> Sequence[Sequence[int]]:
         """Groups that share a slot, where not all do."""
-        return [[number] for number in range(len(self._makers))] if self._bundles is None else self._bundles
+        return [[number] for number in range(len(self._factories))] if self._bundles is None else self._bundles
 
     def _config(self, parts: Sequence[Sequence[int]]) -> PoolConfig:
         """Of a worker pool whose workers have these groups. What goes to processes is pickled, to threads as it is."""
-        options, factory, threads = self._options, self._options.policy_factory, self._options.backend == "threads"
+        options, threads = self._options, self._options.backend == "threads"
         served = options.inference == "server" and self._policy is not None  # else actions are drawn at random
         served &= not self._weights.lazy
         told = worker_options(options, self._policy, shared_frames=not self._alone)
         in_worker = None if threads else options.num_sub_threads
         told = dataclasses.replace(told, rollout=dataclasses.replace(told.rollout, num_threads=in_worker))
-        makers, kwargs = self._makers, list(keywords_of(options.create_env_kwargs, len(self._makers)))
+        factories, kwargs = self._factories, list(keywords_of(options.create_env_kwargs, len(self._factories)))
         device = options.devices["env_device"]
-        origins: list[Any] = [Maker(m, options.num_envs, k, device) for m, k in zip(makers, kwargs, strict=True)]
-        policy = dumps(self._policy, "policy") if factory is None else dumps(factory, "policy_factory")
+        origins: list[Any] = [
+            EnvFactory(m, options.num_envs, k, device) for m, k in zip(factories, kwargs, strict=True)
+        ]
+        makes_policy = options.policy_factory is not None
+        policy = dumps(options.policy_factory, "policy_factory") if makes_policy else dumps(self._policy, "policy")
         given = dumps if not threads else lambda value, what: value
         if not threads:
-            indices = reversed(range(len(makers)))
-            once = {id(makers[i]): dumps(makers[i], f"create_env_fn[{i}]") for i in indices}
-            makers = [once[id(maker)] for maker in makers]
+            indices = reversed(range(len(factories)))
+            once = {id(factories[i]): dumps(factories[i], f"create_env_fn[{i}]") for i in indices}
+            factories = [once[id(factory)] for factory in factories]
         options_of_worker = given(_without_torch(told) if served else told, "the options")
         workers = [
             WorkerConfig(
                 index,
                 groups,
-                [makers[number] for number in groups],
+                [factories[number] for number in groups],
                 given([kwargs[number] for number in groups], "create_env_kwargs"),
                 b"",
-                factory is not None,
+                makes_policy,
                 options_of_worker,
                 policy_turns=self._turns,
                 served_by=self._count if served else None,
                 threads=None if threads or served else options.num_sub_threads,
-                stoppable=threads or options.enough(len(makers)) is not None,
+                stoppable=threads or options.enough(len(factories)) is not None,
                 in_thread=threads,
             )
             for index, groups in enumerate(parts)

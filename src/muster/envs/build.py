@@ -172,7 +172,7 @@ class EpisodeSeeds(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 @dataclass(frozen=True)
-class SeedingMaker:
+class SeedingFactory:
     """Makes what ``source`` makes, with ``EpisodeSeeds`` around single Gymnasium environments."""
 
     source: Any

@@ -286,7 +286,7 @@ class Evaluator:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "busy" if self.is_running() else "idle"
-        names = ", ".join(sorted({m if isinstance(m, str) else name_of(m) for m in self._stage.makers}))
+        names = ", ".join(sorted({m if isinstance(m, str) else name_of(m) for m in self._stage.factories}))
         return f"Evaluator({names}, episodes={self.plan.episodes}, rule={self.plan.rule_name!r}, {state})"
 
     # --- parts ------------------------------------------------------------------------------------

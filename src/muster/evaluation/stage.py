@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from muster.collectors import Collector, MultiSyncCollector
-from muster.collectors.setup import keywords_of, makers_of
-from muster.envs.build import EpisodeSeeds, SeedingMaker, is_environment, is_single
+from muster.collectors.setup import factories_of, keywords_of
+from muster.envs.build import EpisodeSeeds, SeedingFactory, is_environment, is_single
 from muster.errors import BadWeights, MusterError, described
 from muster.evaluation.result import Evaluation
 from muster.evaluation.run import Plan, Progress, Run
@@ -53,15 +53,15 @@ class Stage:
         options: dict[str, Any],
     ) -> None:
         several = isinstance(create_env_fn, (list, tuple))
-        makers = makers_of(create_env_fn)
-        self.makers = makers if several else makers * max(1, num_workers)
+        factories = factories_of(create_env_fn)
+        self.factories = factories if several else factories * max(1, num_workers)
         self._several = several or num_workers > 0
         self._num_workers, self._record, self._rows = num_workers, record, min(ROWS, rows or ROWS)
-        self._kwargs = keywords_of(options.get("create_env_kwargs"), len(self.makers))
+        self._kwargs = keywords_of(options.get("create_env_kwargs"), len(self.factories))
         self._own, self._options = private_copy(policy), options
         self.shared = num_workers == 0 and shares_modules(self._own, policy)
         self._collector: BaseCollector | None = None
-        self._num_envs = len(self.makers) * (options["num_envs"] or 1)
+        self._num_envs = len(self.factories) * (options["num_envs"] or 1)
         self._seeded = False
         self.open()
 
@@ -85,7 +85,7 @@ class Stage:
         """One evaluation; after an error the stage must be closed."""
         began = time.perf_counter()
         collector = self.open()
-        info = collector._engine.source.pool.accounts[0].info
+        info = collector._engine.source.pool.counters[0].info
         self._publish(collector, weights)
         collector.set_seed(seed)
         run = Run(plan, self._num_envs, seed=seed, seeded=self._seeded, version=version)
@@ -103,7 +103,7 @@ class Stage:
         """End workers and close environments, those given as objects only with ``objects``. May be called again."""
         collector, self._collector = self._collector, None
         if collector is not None:
-            collector.shutdown(close_env=objects or not any(map(is_environment, self.makers)), raise_on_error=False)
+            collector.shutdown(close_env=objects or not any(map(is_environment, self.factories)), raise_on_error=False)
 
     def kill(self) -> None:
         """End workers that do not end by themselves; from another thread."""
@@ -112,8 +112,8 @@ class Stage:
                 handle.kill()
 
     def _make(self) -> BaseCollector:
-        """A collector whose rollouts have ``ROWS`` time steps; environments may be more than their makers."""
-        sources = [self._seeding(maker) for maker in self.makers]
+        """A collector whose rollouts have ``ROWS`` time steps; environments may be more than their factories."""
+        sources = [self._seeding(factory) for factory in self.factories]
         options = self._options | {
             "frames_per_batch": self._rows * self._num_envs,
             "layout": "time_major",
@@ -135,10 +135,10 @@ class Stage:
         self._seeded = _has_seeds(collector)
         return collector
 
-    def _seeding(self, maker: Any) -> Any:
-        if is_environment(maker):
-            return EpisodeSeeds(maker, self._num_envs) if is_single(maker) else maker
-        return SeedingMaker(maker, self._num_envs) if isinstance(maker, str) or callable(maker) else maker
+    def _seeding(self, factory: Any) -> Any:
+        if is_environment(factory):
+            return EpisodeSeeds(factory, self._num_envs) if is_single(factory) else factory
+        return SeedingFactory(factory, self._num_envs) if isinstance(factory, str) or callable(factory) else factory
 
     def _publish(self, collector: BaseCollector, weights: Weights | None) -> None:
         if weights is not None:
@@ -146,7 +146,7 @@ class Stage:
             collector._weights.publish(weights, model=weight_bearer(self._own) if function else None)
 
     def _tape(self, info: GroupInfo) -> Tape:
-        return Tape(info.name, list(zip(self.makers, self._kwargs, strict=True)), info.num_envs)
+        return Tape(info.name, list(zip(self.factories, self._kwargs, strict=True)), info.num_envs)
 
     def _undisturbed(self) -> AbstractContextManager[None]:
         """The user's random streams stay as they are, whatever environments draw from while they are made here."""

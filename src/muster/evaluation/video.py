@@ -18,7 +18,7 @@ from muster.errors import BadOption, UnsupportedEnv
 from muster.evaluation.result import EvaluatedEpisode
 from muster.keys import Key
 from muster.memory.specs import Array
-from muster.restore.crash_report import CrashReport, Maker, Special
+from muster.restore.crash_report import CrashReport, EnvFactory, Special
 from muster.restore.player import Player
 from muster.utils.whole_files import written_elsewhere
 
@@ -30,12 +30,12 @@ class Tape:
     """Actions of all environments by rollout, ``[T, B, *shape]`` per leaf, and what makes each group of them."""
 
     name: str
-    makers: list[tuple[Any, Mapping[str, Any] | None]]
+    factories: list[tuple[Any, Mapping[str, Any] | None]]
     per_group: int
     rollouts: list[dict[Key, Array]] = field(default_factory=list)
 
-    def maker(self, env_id: int) -> tuple[Any, Mapping[str, Any] | None]:
-        return self.makers[env_id // self.per_group]
+    def factory(self, env_id: int) -> tuple[Any, Mapping[str, Any] | None]:
+        return self.factories[env_id // self.per_group]
 
     def actions(self, episode: EvaluatedEpisode) -> dict[Key, Array]:
         """Of one episode, ``[length, 1, *shape]`` per leaf."""
@@ -46,11 +46,11 @@ class Tape:
         joined = {key: np.concatenate([part[key][:, env : env + 1] for part in parts]) for key in parts[0]}
         return {key: array[begin : begin + episode.length] for key, array in joined.items()}
 
-    def crash_report(self, episode: EvaluatedEpisode, maker: Maker) -> CrashReport:
-        """The episode as what ``muster.restore.player`` plays, in an environment of ``maker``."""
+    def crash_report(self, episode: EvaluatedEpisode, factory: EnvFactory) -> CrashReport:
+        """The episode as what ``muster.restore.player`` plays, in an environment of ``factory``."""
         return CrashReport(
             name=self.name,
-            maker=maker,
+            factory=factory,
             env_ids=[episode.env_id],
             alone=True,
             phase="close",
@@ -120,14 +120,14 @@ def _even(frames: Iterator[Array]) -> Iterator[Array]:
         yield np.ascontiguousarray(np.pad(frame, ((0, rows), (0, columns), (0, 0)), "edge"))
 
 
-def _rendering(tape: Tape, env_id: int) -> Maker:
-    source, given = tape.maker(env_id)
+def _rendering(tape: Tape, env_id: int) -> EnvFactory:
+    source, given = tape.factory(env_id)
     kwargs: Mapping[str, Any] = given or {}
     if is_environment(source):
         raise BadOption("an environment object cannot be made again for a video: give an id, or a function")
     if isinstance(source, str) or _takes_render_mode(source):
         kwargs = {**kwargs, "render_mode": "rgb_array"}
-    return Maker(source, None, kwargs)
+    return EnvFactory(source, None, kwargs)
 
 
 def _takes_render_mode(source: Any) -> bool:

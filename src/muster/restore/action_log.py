@@ -19,7 +19,7 @@ from muster.errors import text_of
 from muster.keys import Key
 from muster.memory.specs import Array
 from muster.protocols import EnvBatch
-from muster.restore.crash_report import CrashReport, Maker, Special
+from muster.restore.crash_report import CrashReport, EnvFactory, Special
 
 LIMIT_BYTES = 64 << 20  # of all histories of a collector
 GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
@@ -165,7 +165,7 @@ class ActionLog:
 
     def __init__(
         self,
-        maker: Maker,
+        factory: EnvFactory,
         *,
         name: str,
         env_ids: Sequence[int],
@@ -173,7 +173,7 @@ class ActionLog:
         limit_bytes: int = LIMIT_BYTES,
         max_frames_per_traj: int | None = None,
     ) -> None:
-        self.maker, self.name, self.env_ids, self.alone = maker, name, [int(i) for i in env_ids], alone
+        self.factory, self.name, self.env_ids, self.alone = factory, name, [int(i) for i in env_ids], alone
         self.limit_bytes, self.max_frames_per_traj = limit_bytes, max_frames_per_traj
         self._next = 0  # number of the next chunk
         self.forget()
@@ -242,7 +242,7 @@ class ActionLog:
         chosen = slice(index, index + 1) if self.alone and index is not None else slice(None)
         crash_report = CrashReport(
             name=self.name,
-            maker=self.maker,
+            factory=self.factory,
             env_ids=self.env_ids[chosen],
             alone=self.alone,
             phase=phase,

@@ -50,7 +50,7 @@ class Special(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Maker:
+class EnvFactory:
     """What a group's environments were made from: arguments of ``muster.envs.build.build_env``."""
 
     source: Any
@@ -76,7 +76,7 @@ class CrashReport:
     """
 
     name: str
-    maker: Maker
+    factory: EnvFactory
     env_ids: list[int]
     alone: bool
     phase: str
@@ -95,7 +95,7 @@ class CrashReport:
     @property
     def needs_trust(self) -> bool:
         """Whether loading it will run code that the file brings or names."""
-        return bool(self._not_plain()) or (isinstance(self.maker.source, str) and ":" in self.maker.source)
+        return bool(self._not_plain()) or (isinstance(self.factory.source, str) and ":" in self.factory.source)
 
     def command(self, path: Path) -> str:
         """That replays the file it was saved into."""
@@ -105,11 +105,11 @@ class CrashReport:
         """Write the file, whole or not at all, readable for its owner only."""
         from muster.restore import checkpoint  # needs torch
 
-        pickled, maker = self._not_plain(), self.maker
+        pickled, factory = self._not_plain(), self.factory
         state = {name: getattr(self, name) for name in _TYPES if hasattr(self, name)}
-        state |= {"format": FORMAT, "source": maker.source, "num_envs": maker.num_envs, "pickle": b""}
-        state["kwargs"] = None if maker.kwargs is None else dict(maker.kwargs)
-        state["device"] = None if maker.device is None else str(maker.device)
+        state |= {"format": FORMAT, "source": factory.source, "num_envs": factory.num_envs, "pickle": b""}
+        state["kwargs"] = None if factory.kwargs is None else dict(factory.kwargs)
+        state["device"] = None if factory.device is None else str(factory.device)
         state |= dict.fromkeys(pickled.keys() & {"source", "kwargs"})
         for part in ("actions", "observation"):
             state[part] = {key: array for key, array in state[part].items() if array.dtype != object}
@@ -142,15 +142,15 @@ class CrashReport:
             n: Special(seed, random, options or parts.get(f"options {n}"))
             for n, (seed, random, options) in state["special"].items()
         }
-        maker = Maker(*(state.pop(name) for name in ("source", "num_envs", "kwargs", "device")))
-        return CrashReport(maker=maker, **state)
+        factory = EnvFactory(*(state.pop(name) for name in ("source", "num_envs", "kwargs", "device")))
+        return CrashReport(factory=factory, **state)
 
     def _not_plain(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        if not isinstance(self.maker.source, str):
-            found["source"] = self.maker.source
-        if self.maker.kwargs is not None and not _is_plain(dict(self.maker.kwargs)):
-            found["kwargs"] = dict(self.maker.kwargs)
+        if not isinstance(self.factory.source, str):
+            found["source"] = self.factory.source
+        if self.factory.kwargs is not None and not _is_plain(dict(self.factory.kwargs)):
+            found["kwargs"] = dict(self.factory.kwargs)
         found |= {f"options {n}": s[2] for n, s in self.special.items() if not _is_plain(s[2])}
         for part in ("actions", "observation"):
             objects = {key: array for key, array in getattr(self, part).items() if array.dtype == object}

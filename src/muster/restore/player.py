@@ -25,9 +25,9 @@ class Player:
     """
 
     def __init__(self, crash_report: CrashReport) -> None:
-        maker = crash_report.maker
-        device = None if maker.device is None else torch.device(maker.device)
-        built = build_env(maker.source, None if crash_report.alone else maker.num_envs, maker.kwargs, device)
+        factory = crash_report.factory
+        device = None if factory.device is None else torch.device(factory.device)
+        built = build_env(factory.source, None if crash_report.alone else factory.num_envs, factory.kwargs, device)
         self.crash_report, self.batch = crash_report, built.env
         self.batch.max_steps = crash_report.max_frames_per_traj
         layout = Layout(1, self.batch.num_envs, lane_columns(self.batch, (), RolloutOptions()), 1, built.batch_shape)

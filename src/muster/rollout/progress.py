@@ -58,9 +58,9 @@ class Progress:
         cells: 64 integers that others read, too; None: nobody is watching.
 
     Attributes:
-        cells: ``ORDER`` is the number of the order at work, ``ACTING`` and ``STEPPING`` the last row that the policy
+        cells: ``ORDER`` is the number of the request at work, ``ACTING`` and ``STEPPING`` the last row that the policy
             was asked for and that the environments were given, ``KNOWN`` the steps of a rollout that is over (else
-            -1), and ``STOP`` is written from outside: orders up to this number end after their current step.
+            -1), and ``STOP`` is written from outside: requests up to this number end after their current step.
             ``BEFORE`` are steps before the first row, and ``WAITS`` says that an environment that has ended makes no
             more of them.
     """
@@ -76,7 +76,7 @@ class Progress:
         return int(before)
 
     def take_up(self, number: int) -> None:
-        """An order begins, with no step until ``count``: what lies in its lane can be of an order before."""
+        """A request begins, with no step until ``count``: what lies in its lane can be of a request before."""
         self.cells[KNOWN] = self.cells[BEFORE] = 0
         self.cells[ACTING] = self.cells[STEPPING] = -1
         self.cells[ORDER] = number
@@ -99,7 +99,7 @@ def reward_key(lane: Lane) -> Key:
 
 
 def steps_made(cells: Any, lane: Lane, reward_key: Key) -> int:
-    """Steps of the order that a dead worker was at, in all rows of its lane from the first on."""
+    """Steps of the request that a dead worker was at, in all rows of its lane from the first on."""
     if cells[KNOWN] >= 0:
         return int(cells[KNOWN])
     rewards = lane.arrays[reward_key]

@@ -69,8 +69,8 @@ class Setup:
     def make(self, create_env_fn: Any, policy: Any = None, **options: Any) -> BaseCollector:
         """The collector. ``options`` are further ones, and may replace those of the setup."""
         several = isinstance(create_env_fn, (list, tuple))
-        makers = [create_env_fn] * self.groups if self.workers and not several else create_env_fn
-        return self.collector_class(makers, policy, **{**self.options(), **options})
+        factories = [create_env_fn] * self.groups if self.workers and not several else create_env_fn
+        return self.collector_class(factories, policy, **{**self.options(), **options})
 
 
 def grid(

@@ -12,7 +12,7 @@ from typing import Any
 from muster.collectors.auto import measure, usable_cores
 from muster.collectors.base import BaseCollector
 from muster.collectors.options import CollectorOptions
-from muster.collectors.setup import makers_of
+from muster.collectors.setup import factories_of
 from muster.envs.build import is_environment
 from muster.errors import BadOption, UnsupportedEnv
 from muster.restore.pickling import dumps, loads
@@ -70,8 +70,8 @@ class Tuning:
         """
         setup = self.best.setup
         options = "".join(f", {name}={value!r}" for name, value in setup.options().items())
-        makers = f"[{env}] * {setup.groups}" if setup.workers and not self.groups_given else env
-        return f"{setup.collector_class.__name__}({makers}, {policy}{options}{more})"
+        factories = f"[{env}] * {setup.groups}" if setup.workers and not self.groups_given else env
+        return f"{setup.collector_class.__name__}({factories}, {policy}{options}{more})"
 
     def make(self, create_env_fn: Any, policy: Any = None, **options: Any) -> BaseCollector:
         """The best collector. ``options`` are further ones, and may replace those of the setup."""
@@ -113,12 +113,12 @@ def tune(
         BadOption: an option is wrong, or the policy cannot be pickled.
         MusterError: environments or policy raised.
     """
-    makers = makers_of(create_env_fn)
-    groups = len(makers) if isinstance(create_env_fn, (list, tuple)) else None
+    factories = factories_of(create_env_fn)
+    groups = len(factories) if isinstance(create_env_fn, (list, tuple)) else None
     if not seconds > 0:
         raise BadOption(f"seconds={seconds!r}: expected more than 0")
     _check_totals(num_envs, groups)
-    if any(is_environment(maker) for maker in makers):
+    if any(is_environment(factory) for factory in factories):
         raise BadOption("create_env_fn is an environment: give an id, or a function that makes one")
     checked = CollectorOptions.parse({**options, "frames_per_batch": frames_per_batch, "num_envs": 1})
     if checked.policy_factory is not None:

@@ -46,7 +46,7 @@ class ServedRollout:
     """What a worker is at.
 
     Attributes:
-        number: of the order.
+        number: of the request.
         version: of the weights when it began.
         error: why it cannot go on.
     """

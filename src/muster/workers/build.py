@@ -50,12 +50,12 @@ class WorkerOptions:
 
 
 def build_envs(
-    makers: Sequence[Any], kwargs: Sequence[Mapping[str, Any] | None], options: WorkerOptions, made: ExitStack
+    factories: Sequence[Any], kwargs: Sequence[Mapping[str, Any] | None], options: WorkerOptions, made: ExitStack
 ) -> list[BuiltEnv]:
-    """An env batch for each maker; ``made`` closes them if anything fails later."""
+    """An env batch for each factory; ``made`` closes them if anything fails later."""
     built: list[BuiltEnv] = []
-    for maker, keywords in zip(makers, kwargs, strict=True):
-        built.append(build_env(maker, options.num_envs, keywords, options.env_device))
+    for factory, keywords in zip(factories, kwargs, strict=True):
+        built.append(build_env(factory, options.num_envs, keywords, options.env_device))
         made.callback(built[-1].env.close)
         _check_env(env := built[-1].env, options.rollout)
         if (dtype := options.obs_dtype) is not None:

@@ -96,7 +96,7 @@ class WorkerConfig:
     Attributes:
         index: of the worker.
         groups: numbers of its groups, among all.
-        makers: of the environments, one for each group; for processes pickled by ``pickling.dumps``.
+        factories: of the environments, one for each group; for processes pickled by ``pickling.dumps``.
         kwargs: a list of keywords for them; pickled likewise.
         policy: pickled: what acts, or what makes it.
         is_factory: the latter.
@@ -114,7 +114,7 @@ class WorkerConfig:
 
     index: int
     groups: Sequence[int]
-    makers: Sequence[Any]
+    factories: Sequence[Any]
     kwargs: Any
     policy: bytes
     is_factory: bool
@@ -138,7 +138,7 @@ class PoolConfig:
         policy: pickled: what acts, or what makes it.
         count: workers of the collector, over all nodes.
         server: how an inference server acts for the workers; None: they act by themselves.
-        origins: of the environments of each group (``Maker``), for crash reports; for a node pickled one by one.
+        origins: of the environments of each group (``EnvFactory``), for crash reports; for a node pickled one by one.
         max_frames_per_traj, crash_dir, on_failure, timeouts, max_restarts, start_method: see ``MultiOptions``.
         node: number and host of the node, for people; empty on this machine.
     """

@@ -10,15 +10,15 @@ import numpy as np
 
 from muster.memory.specs import Array
 from muster.rollout.progress import Timing
-from muster.workers.messages import GroupInfo, Report
+from muster.workers.messages import GroupInfo, RolloutResult
 
 
 @dataclass(frozen=True)
-class FrameCounts:
+class NodeCounts:
     """What a node has counted for a group so far, as plain data.
 
     Attributes:
-        executed, discarded, clock: see ``Account``.
+        executed, discarded, clock: see ``FrameCounters``.
         timing: see ``Timing``.
     """
 
@@ -29,7 +29,7 @@ class FrameCounts:
 
 
 @dataclass
-class Account:
+class FrameCounters:
     """The books of one group, over all that ever ran it.
 
     Attributes:
@@ -38,7 +38,7 @@ class Account:
         partial: those of them in the lane that is not complete.
         delivered: frames in batches.
         lag: see ``WorkerStats.policy_lag``.
-        clock: episode numbers and steps as of the last report, ``[2, B]``; None: nothing was reported.
+        clock: episode numbers and steps as of the last result, ``[2, B]``; None: nothing was reported.
         dropped: nobody runs it any more.
         late: its node was not there all the time.
         unseen: steps at most that were executed and nobody could count, since their node is lost.
@@ -58,30 +58,30 @@ class Account:
     late: bool = False
     unseen: int = 0
 
-    def add(self, report: Report) -> None:
-        """Enter what came of an order, once."""
-        if report.entered:
+    def add(self, result: RolloutResult) -> None:
+        """Enter what came of a request, once."""
+        if result.entered:
             return
-        report.entered = True
-        self.executed += report.executed
-        kept = report.executed
-        if report.discarded:
-            self.discarded.update(report.discarded)
-            kept -= sum(report.discarded.values())
+        result.entered = True
+        self.executed += result.executed
+        kept = result.executed
+        if result.discarded:
+            self.discarded.update(result.discarded)
+            kept -= sum(result.discarded.values())
         self.in_flight += kept
-        self.partial = 0 if report.error is None and not report.lost else self.partial + kept
-        timing, more = self.timing, report.timing
+        self.partial = 0 if result.error is None and not result.lost else self.partial + kept
+        timing, more = self.timing, result.timing
         timing.env += more.env
         timing.policy += more.policy
         timing.copy += more.copy
         timing.total += more.total
 
-    def counts(self) -> FrameCounts:
+    def counts(self) -> NodeCounts:
         """So far. May be called by another thread: what is discarded here is executed, too."""
         discarded = dict(self.discarded)
-        return FrameCounts(self.executed, discarded, astuple(self.timing), self.clock)
+        return NodeCounts(self.executed, discarded, astuple(self.timing), self.clock)
 
-    def add_counts(self, now: FrameCounts, before: FrameCounts) -> None:
+    def add_counts(self, now: NodeCounts, before: NodeCounts) -> None:
         """Enter what a node has counted between two times. None of it has arrived, until ``arrived`` says so.
 
         What was given up here already is not discarded again.

@@ -17,11 +17,11 @@ from muster.restore.action_log import LIMIT_BYTES, ActionLog
 from muster.restore.crash_report import CrashDirectory, CrashReport
 from muster.restore.pickling import unpickled
 from muster.workers.build import seeds_of
-from muster.workers.messages import GroupInfo, Order, Report
+from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult
 
 if TYPE_CHECKING:
     from muster.workers.config import PoolConfig
-    from muster.workers.counters import Account
+    from muster.workers.counters import FrameCounters
 
 Replay = tuple[Path | None, str]  # a file, and the command that replays it
 
@@ -37,15 +37,15 @@ class CrashNotes:
         self._directory = directory
         self._histories: dict[int, ActionLog] = {}
         self._infos: dict[int, GroupInfo] = {}
-        self._begun: dict[int, int] = {}  # rows of orders under way that an earlier report was about
+        self._begun: dict[int, int] = {}  # rows of requests under way that an earlier result was about
 
-    def open(self, config: PoolConfig, accounts: Sequence[Account]) -> None:
+    def open(self, config: PoolConfig, counters: Sequence[FrameCounters]) -> None:
         """Begin with groups that were just made."""
-        for number, maker in zip(config.groups, config.origins, strict=True):
-            info, ids = accounts[number].info, accounts[number].env_ids
+        for number, factory in zip(config.groups, config.origins, strict=True):
+            info, ids = counters[number].info, counters[number].env_ids
             self._infos[number] = info
             self._histories[number] = ActionLog(
-                maker,
+                factory,
                 name=info.name,
                 env_ids=ids.tolist(),
                 alone=info.replays_alone,
@@ -76,26 +76,28 @@ class CrashNotes:
         self.forget(groups)
         self.seeded(groups, seed, static=static, generation=generation)
 
-    def reported(self, report: Report, lane: Lane) -> None:
+    def reported(self, result: RolloutResult, lane: Lane) -> None:
         """A rollout is complete."""
-        begin = self._begun.pop(report.number, 0)
-        end = report.done_steps
-        stepped = lane.arrays[TRAJ_IDS][begin:end] >= 0 if self._infos[report.group].replays_alone else None
-        self._histories[report.group].add(self._actions(report.group, lane, begin, end), report.anchors, stepped)
+        begin = self._begun.pop(result.number, 0)
+        end = result.done_steps
+        stepped = lane.arrays[TRAJ_IDS][begin:end] >= 0 if self._infos[result.group].replays_alone else None
+        self._histories[result.group].add(self._actions(result.group, lane, begin, end), result.anchors, stepped)
 
-    def failed(self, report: Report, lane: Lane, error: BaseException, index: int | None) -> Replay:
+    def failed(self, result: RolloutResult, lane: Lane, error: BaseException, index: int | None) -> Replay:
         """An environment or policy of a worker that lives has raised: a crash report of it."""
-        begin, row = self._begun.get(report.number, 0), report.done_steps
-        self._begun[report.number] = row
+        begin, row = self._begun.get(result.number, 0), result.done_steps
+        self._begun[result.number] = row
         if isinstance(error, HookError):  # nothing of theirs went wrong
-            self._histories[report.group].forget()
+            self._histories[result.group].forget()
             return None, ""
-        end = row + (report.phase == "step")
-        known = {"error": error, "phase": report.phase, "index": index, "log": report.anchors}
-        return self._save(self._crash_report(report.group, lane, begin, end, **known))
+        end = row + (result.phase == "step")
+        known = {"error": error, "phase": result.phase, "index": index, "log": result.anchors}
+        return self._save(self._crash_report(result.group, lane, begin, end, **known))
 
-    def died(self, order: Order, lane: Lane, row: int, index: int | None, error: MusterError) -> Callable[[], Replay]:
-        """The same of a worker that is dead or hangs, from what it has left in the lane of an order.
+    def died(
+        self, request: RolloutRequest, lane: Lane, row: int, index: int | None, error: MusterError
+    ) -> Callable[[], Replay]:
+        """The same of a worker that is dead or hangs, from what it has left in the lane of a request.
 
         Args:
             row: that the policy was last asked for; -1: none.
@@ -104,14 +106,14 @@ class CrashNotes:
         Returns:
             what writes the crash report, which can take long on a busy disk. Nobody has to wait for it with the lane.
         """
-        begin, phase = self._begun.pop(order.number, 0), error.phase or "step"
+        begin, phase = self._begun.pop(request.number, 0), error.phase or "step"
         done = max(begin, row + (phase == "reset"))
         flags = (TRAJ_DONE,) if TRAJ_DONE in lane.arrays else (next_of(TERMINATED), next_of(TRUNCATED))
         ended = np.logical_or.reduce([lane.arrays[flag][begin:done] for flag in flags]).astype(bool)
         if phase == "reset" and len(ended) and ended[-1].sum() == 1:
             index = int(ended[-1].argmax())
         known = {"error": error, "phase": phase, "index": index, "ended": ended}
-        return partial(self._save, self._crash_report(order.group, lane, begin, done + (phase == "step"), **known))
+        return partial(self._save, self._crash_report(request.group, lane, begin, done + (phase == "step"), **known))
 
     def _crash_report(self, group: int, lane: Lane, begin: int, end: int, **known: Any) -> CrashReport:
         history = self._histories[group]
@@ -119,7 +121,7 @@ class CrashNotes:
         if end > begin:
             keys = [key for key in self._infos[group].observation_keys if key in lane.arrays]
             observed = {key: np.array(lane.arrays[key][end - (known["phase"] == "step")]) for key in keys}
-        history.maker = unpickled(history.maker, "create_env_fn")
+        history.factory = unpickled(history.factory, "create_env_fn")
         crash_report = history.crash_report(
             actions=self._actions(group, lane, begin, end), observation=observed, **known
         )

@@ -15,9 +15,9 @@ from muster.protocols import Outputs, Policy
 from muster.rollout.group import Group
 from muster.rollout.marks import Final
 from muster.rollout.resets import Due
-from muster.workers.messages import Report
+from muster.workers.messages import RolloutResult
 
-PARTS = "group", "frames", "rows", "version", "path", "dropped"  # of a report that are plain already
+PARTS = "group", "frames", "rows", "version", "path", "dropped"  # of a result that are plain already
 
 
 def take(group: Group, acting: str | None) -> dict[str, Any]:
@@ -96,8 +96,8 @@ def _row(row: Any, device: Any) -> Any:
 # --- rollouts that wait ----------------------------------------------------------------------------
 
 
-def to_plain(slot: Slot, reports: Sequence[Report]) -> dict[str, Any]:
-    """A full slot and the reports on its lanes. Shares no memory with the slot."""
+def to_plain(slot: Slot, results: Sequence[RolloutResult]) -> dict[str, Any]:
+    """A full slot and the results on its lanes. Shares no memory with the slot."""
     layout = slot.layout
     columns = [{f.name: getattr(column, f.name) for f in fields(Column)} for column in layout.columns]
     return {
@@ -105,8 +105,8 @@ def to_plain(slot: Slot, reports: Sequence[Report]) -> dict[str, Any]:
         "B": layout.B,
         "batch_shape": layout.batch_shape,
         "columns": [{**column, "dtype": column["dtype"].str} for column in columns],
-        "lanes": [_lane(lane, report) for lane, report in zip(slot.lanes, reports, strict=True)],
-        "reports": [_report(report) for report in reports],
+        "lanes": [_lane(lane, result) for lane, result in zip(slot.lanes, results, strict=True)],
+        "results": [_result(result) for result in results],
     }
 
 
@@ -123,9 +123,9 @@ def write(saved: Mapping[str, Any], slot: Slot) -> None:
             lane.arrays[key][...] = cells_of(rows) if isinstance(rows, list) else rows
 
 
-def report_of(saved: Mapping[str, Any], number: int) -> Report:
-    """The report, as that on order ``number``; its steps are in the account already."""
-    return Report(
+def result_of(saved: Mapping[str, Any], number: int) -> RolloutResult:
+    """The result, as that on request ``number``; its steps are in the counters already."""
+    return RolloutResult(
         number,
         **{name: saved[name] for name in PARTS},
         episodes=None if saved["episodes"] is None else Episodes(*saved["episodes"]),
@@ -134,18 +134,18 @@ def report_of(saved: Mapping[str, Any], number: int) -> Report:
     )
 
 
-def _lane(lane: Lane, report: Report) -> dict[Any, Any]:
-    arrays = lane.arrays | report.objects
+def _lane(lane: Lane, result: RolloutResult) -> dict[Any, Any]:
+    arrays = lane.arrays | result.objects
     return {column.key: plain(arrays[column.key]) for column in lane.layout.columns}
 
 
-def _report(report: Report) -> dict[str, Any]:
+def _result(result: RolloutResult) -> dict[str, Any]:
     finals = [
         {"t": f.t, "envs": [int(i) for i in f.envs], "leaves": {key: plain(leaf) for key, leaf in f.leaves.items()}}
-        for f in report.finals
+        for f in result.finals
     ]
-    episodes = None if report.episodes is None else [column.copy() for column in report.episodes.columns()]
-    return {**{name: getattr(report, name) for name in PARTS}, "episodes": episodes, "finals": finals}
+    episodes = None if result.episodes is None else [column.copy() for column in result.episodes.columns()]
+    return {**{name: getattr(result, name) for name in PARTS}, "episodes": episodes, "finals": finals}
 
 
 def plain(array: Array) -> Any:

@@ -24,7 +24,7 @@ from muster.workers.actor import Actor, ServedRollout
 from muster.workers.config import made_policy
 from muster.workers.failures import on_server, server_hung
 from muster.workers.lines import LOOK_S, Lines
-from muster.workers.messages import GroupInfo, Report
+from muster.workers.messages import GroupInfo, RolloutResult
 
 if TYPE_CHECKING:
     from muster.workers.proxy import WorkerProxy
@@ -107,13 +107,13 @@ class InferenceServer:
             keeps_streams=config.keeps_streams,
         )
         self._seats: dict[int, _Seat] = {}  # by worker
-        self._rollouts: dict[int, ServedRollout] = {}  # by order, until they are complete
+        self._rollouts: dict[int, ServedRollout] = {}  # by request, until they are complete
         self._turn = 0  # of the teams
         self._chosen: list[_Seat] = []
         self._held = threading.Event()
         self._acting = threading.Lock()
         self._acting_since: float | None = None
-        self._told: Exception | None = None  # the last error in a report
+        self._told: Exception | None = None  # the last error in a result
         self._jobs: list[_ThreadCall] = []
         self._stats = InferenceStats()
         self._closing = False
@@ -154,19 +154,19 @@ class InferenceServer:
         """What a method of the actor returns, in its thread; ``group`` says which server, where there are several."""
         return self._in_thread(lambda: getattr(self.actor, method)(*args))
 
-    def complete(self, report: Report) -> None:
-        """Add what a worker does not know of its order: version, path, and why the policy failed."""
-        rollout = self._rollouts.pop(report.number, None)
+    def complete(self, result: RolloutResult) -> None:
+        """Add what a worker does not know of its request: version, path, and why the policy failed."""
+        rollout = self._rollouts.pop(result.number, None)
         if rollout is None:  # nothing was asked
             return
         for seat in self._seats.values():
             if seat.rollout is rollout:
                 seat.rollout = None  # if it goes on after an error, it does so with the newest weights
-        report.version, report.path = rollout.version, self.actor.path(rollout)
-        if report.error is not None and rollout.error is not None:
+        result.version, result.path = rollout.version, self.actor.path(rollout)
+        if result.error is not None and rollout.error is not None:
             again = rollout.error is self._told  # the same call, which failed for several workers
-            seen = report.error
-            report.error, report.lost = (None, True) if again else (on_server(rollout.error, seen), False)
+            seen = result.error
+            result.error, result.lost = (None, True) if again else (on_server(rollout.error, seen), False)
             self._told = rollout.error
 
     def waits(self, worker: int) -> bool:
@@ -309,10 +309,10 @@ class InferenceServer:
                 self.lines.answer(seat.worker, number, failed=error is not None)
 
     def _rollout(self, seat: _Seat) -> ServedRollout:
-        number = self.lines.order(seat.worker)
+        number = self.lines.request(seat.worker)
         if seat.rollout is None or seat.rollout.number != number:
-            orders = seat.handle.under_way
-            group, lane = orders.outstanding[number].group, orders.lane_of(number)
+            requests = seat.handle.under_way
+            group, lane = requests.outstanding[number].group, requests.lane_of(number)
             seat.rollout = self._rollouts[number] = self.actor.begin(number, group, lane)
         return seat.rollout
 

@@ -20,7 +20,7 @@ from muster.errors import BadOption, CollectorTimeout, MusterError
 from muster.workers.channel import Channel
 from muster.workers.forkserver import LIGHT, PRELOADED, STATUS_BYTES, ForkedServer, ForkRequest, is_stopped
 from muster.workers.keeper import kill_group
-from muster.workers.ledger import Ledger
+from muster.workers.status_page import StatusPage
 
 UNKNOWN = 1 << 16  # the exit code of a worker whose end nobody has seen: the fork server was killed
 SPARE_DESCRIPTORS = 10  # what one more worker must find free
@@ -98,16 +98,16 @@ def launch(
 def in_process(method: str | None, *, light: bool = False) -> Callable[[str, bool], tuple[Child, Any, Any]]:
     """Launches workers as processes; ``light`` ones have not imported torch."""
 
-    def start(name: str, preload: bool) -> tuple[Child, Channel, Ledger]:
+    def start(name: str, preload: bool) -> tuple[Child, Channel, StatusPage]:
         ours, theirs = Channel.pair()
-        ledger = Ledger.create()
+        status_page = StatusPage.create()
         try:
             target = "muster.workers.main:main"
-            return launch(target, theirs, name=name, method=method, preload=preload, light=light), ours, ledger
+            return launch(target, theirs, name=name, method=method, preload=preload, light=light), ours, status_page
         except BaseException:
             ours.close()
             theirs.close()
-            ledger.close()
+            status_page.close()
             raise
 
     return start

@@ -1,6 +1,6 @@
 """Lines between workers and the server that acts for them: integers in shared memory, and wake-ups for who is asleep.
 
-A question is two numbers, the order at work and the row to act on; the observations lie in that row. Whoever waits
+A question is two numbers, the request at work and the row to act on; the observations lie in that row. Whoever waits
 looks at the cells for some microseconds, then sleeps, and waking it costs the other side a system call. Nothing is
 queued: a worker has one question at a time. Cells are seen in the order in which they were written, as on x86.
 """
@@ -63,7 +63,7 @@ class Lines:
         asked = int(self.cells[at + ASKED])
         return asked if asked != abs(self.cells[at + ANSWERED]) else 0
 
-    def order(self, worker: int) -> int:
+    def request(self, worker: int) -> int:
         """That a worker asks for."""
         return int(self.cells[worker * CELLS + ORDER])
 
@@ -84,11 +84,11 @@ class Lines:
                 at_work += 1
         return asking, at_work
 
-    def expect(self, worker: int, order: int) -> None:
-        """A worker is given an order, perhaps one that it had done with: it failed, and is to go on."""
+    def expect(self, worker: int, request: int) -> None:
+        """A worker is given a request, perhaps one that it had done with: it failed, and is to go on."""
         at = worker * CELLS
-        self.cells[at + FINISHED] = min(self.cells[at + FINISHED], order - 1)
-        self.cells[at + NEWEST] = max(self.cells[at + NEWEST], order)
+        self.cells[at + FINISHED] = min(self.cells[at + FINISHED], request - 1)
+        self.cells[at + NEWEST] = max(self.cells[at + NEWEST], request)
 
     def answer(self, worker: int, number: int, *, failed: bool = False) -> None:
         """The row is acted on, or never will be."""
@@ -142,14 +142,14 @@ class Line:
         self._given_up = given_up
         self._cells[ASLEEP] = 0
 
-    def ask(self, order: int, row: int) -> None:
-        """Have a row of the lane of an order acted on.
+    def ask(self, request: int, row: int) -> None:
+        """Have a row of the lane of a request acted on.
 
         Raises:
-            PolicyError: that could not be done; the server says why to whoever made the order.
+            PolicyError: that could not be done; the server says why to whoever made the request.
         """
         cells = self._cells
-        cells[ORDER], cells[ROW] = order, row
+        cells[ORDER], cells[ROW] = request, row
         number = cells[ASKED] + 1
         cells[ASKED] = number
         if self._servers[ASLEEP] and self._is_last():
@@ -176,9 +176,9 @@ class Line:
             for at in self._team
         )
 
-    def finished(self, order: int) -> None:
-        """An order is over; others may be waiting for this worker."""
-        self._cells[FINISHED] = order
+    def finished(self, request: int) -> None:
+        """A request is over; others may be waiting for this worker."""
+        self._cells[FINISHED] = request
         if self._servers[ASLEEP]:
             self._server.ring()
 
@@ -194,7 +194,7 @@ class ServedPolicy:
 
     Args:
         line: to the server.
-        progress: says which order is at work.
+        progress: says which request is at work.
     """
 
     name, path, draws_globally = "policy", "server", False
@@ -217,8 +217,8 @@ class ServedPolicy:
         return self._columns
 
     def start(self, lane: Lane, rng: GroupRng) -> Act:
-        ask, order = self.line.ask, int(self._progress.cells[AT_WORK])
-        return lambda t: ask(order, t)
+        ask, request = self.line.ask, int(self._progress.cells[AT_WORK])
+        return lambda t: ask(request, t)
 
 
 def _cells(arena: Arena, lines: int) -> Any:

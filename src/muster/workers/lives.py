@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from muster.errors import EnvError, WorkerHung
 from muster.utils.forks import Owner
-from muster.workers.messages import GroupInfo, Order, Report
+from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult
 from muster.workers.under_way import UnderWay
 
 if TYPE_CHECKING:
     from muster.workers.config import PoolConfig
-    from muster.workers.counters import Account
+    from muster.workers.counters import FrameCounters
     from muster.workers.failures import Where
 
 BACK_OFF = (0.0, 0.1, 0.5, 2.0)  # seconds before a restart, by restarts without a batch
@@ -59,7 +59,7 @@ class Proxy(ABC):
     """The state of a worker or node, what it was asked for, and its answers. Implements a part of ``Handle``.
 
     Attributes:
-        under_way: what was ordered from it.
+        under_way: what was requested from it.
         infos: of the groups that it has made; None: it has made none yet.
         cause: why it is not there.
         starts: how often it was started.
@@ -103,15 +103,15 @@ class Proxy(ABC):
         return self._state is WorkerState.RESTARTING
 
     @property
-    def outstanding(self) -> dict[int, Order]:
+    def outstanding(self) -> dict[int, RolloutRequest]:
         return self.under_way.outstanding
 
     @property
-    def untaken(self) -> Sequence[Report]:
-        return self.under_way.reports
+    def untaken(self) -> Sequence[RolloutResult]:
+        return self.under_way.results
 
-    def take(self) -> Report | None:
-        return self.under_way.take() if self.under_way.reports else None
+    def take(self) -> RolloutResult | None:
+        return self.under_way.take() if self.under_way.results else None
 
     @property
     @abstractmethod
@@ -187,16 +187,16 @@ class Watcher(ABC):
 
     Attributes:
         handles: all workers, or nodes.
-        accounts: of the groups, once there is a pool.
+        counters: of the groups, once there is a pool.
         elastic: nodes may come late, and go: what a lost one had to do is for others.
     """
 
     def __init__(self, config: PoolConfig, *, elastic: bool = False) -> None:
         self.handles: Sequence[Any] = ()
-        self.accounts: Sequence[Account] = ()
+        self.counters: Sequence[FrameCounters] = ()
         self.elastic, self.config = elastic, config
         self._records: defaultdict[int, Record] = defaultdict(Record)
-        self._lost: list[Report] = []
+        self._lost: list[RolloutResult] = []
 
     @abstractmethod
     def wait(self, timeout: float | None, *, revives: bool = True) -> None:
@@ -207,8 +207,8 @@ class Watcher(ABC):
             revives: start again those whose time for it has come; returns at once if one is lost already.
         """
 
-    def take_lost(self) -> list[Report]:
-        """Reports in the place of workers that were lost since the last call."""
+    def take_lost(self) -> list[RolloutResult]:
+        """Results in the place of workers that were lost since the last call."""
         lost, self._lost = self._lost, []
         return lost
 
@@ -240,31 +240,33 @@ class Watcher(ABC):
         return max(0.0, min([*due, *(s for s in seconds if s is not None)]))
 
     def _pass_on(self, handle: Any, error: Exception) -> None:
-        """The orders of one that is lost, to a successor, to others or back."""
-        if not self.accounts:
+        """The requests of one that is lost, to a successor, to others or back."""
+        if not self.counters:
             return  # it was never part of the worker pool
         record, lost = self._records[handle.index], self._lost
         for number in handle.groups if self.elastic else ():
-            self.accounts[number].late = True
+            self.counters[number].late = True
         if self.config.on_failure == "restart" and (handle.late or record.may_restart(self.config.max_restarts)):
             record.plan()
             handle.state = WorkerState.RESTARTING
             if self.elastic:
-                lost += [Report(o.number, o.group, lost=True) for o in handle.under_way.give_up()]
+                lost += [RolloutResult(o.number, o.group, lost=True) for o in handle.under_way.give_up()]
                 lost.append(news(handle.groups[0]))
             return
-        orders = handle.under_way.give_up()
+        requests = handle.under_way.give_up()
         if self.config.on_failure == "drop":
             handle.state = WorkerState.DROPPED
             for number in handle.groups:
-                self.accounts[number].dropped = True
+                self.counters[number].dropped = True
             why = f"a worker is dropped, and the others go on without it: {error}"
-            lost.append(Report(0, handle.groups[0], lost=True, warnings=[why]))
-            lost += [Report(order.number, order.group, dropped=True) for order in orders]
+            lost.append(RolloutResult(0, handle.groups[0], lost=True, warnings=[why]))
+            lost += [RolloutResult(request.number, request.group, dropped=True) for request in requests]
             return
-        if not orders and (handle.absent or isinstance(error, WorkerHung)):  # it may have got on and done them all
+        if not requests and (handle.absent or isinstance(error, WorkerHung)):  # it may have got on and done them all
             lost.append(news(handle.groups[0], error))
-        lost += [Report(o.number, o.group, lost=True, error=None if i else error) for i, o in enumerate(orders)]
+        lost += [
+            RolloutResult(o.number, o.group, lost=True, error=None if i else error) for i, o in enumerate(requests)
+        ]
 
     def _revive_due(self) -> None:
         for handle in self.handles:
@@ -280,17 +282,17 @@ class Watcher(ABC):
             handle.start()
 
     def _raise_once(self, handle: Any) -> None:
-        """The cause of its end, which is then not raised again for its orders."""
-        for report in self._lost:
-            if report.error is handle.cause:
-                report.error = None
+        """The cause of its end, which is then not raised again for its requests."""
+        for result in self._lost:
+            if result.error is handle.cause:
+                result.error = None
         assert handle.cause is not None
         raise handle.cause
 
 
-def news(group: int, error: Exception | None = None) -> Report:
-    """About no order: who can be given any has changed, at the worker of a group."""
-    return Report(0, group, lost=True, error=error)
+def news(group: int, error: Exception | None = None) -> RolloutResult:
+    """About no request: who can be given any has changed, at the worker of a group."""
+    return RolloutResult(0, group, lost=True, error=error)
 
 
 def unlike(where: Where, expected: GroupInfo, got: GroupInfo) -> EnvError:

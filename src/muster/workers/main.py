@@ -1,4 +1,4 @@
-"""What a worker does: makes its environments, then follows orders and answers requests, one after another."""
+"""What a worker does: makes its environments, then follows requests and answers requests, one after another."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from muster.workers.build import WorkerOptions, build_envs, build_policy, make_g
 from muster.workers.channel import Channel
 from muster.workers.config import WorkerConfig, WorkerPlace, made_policy
 from muster.workers.failures import Failure, env_index_of, pack
-from muster.workers.ledger import Ledger
 from muster.workers.lines import Line, ServedPolicy
-from muster.workers.messages import GroupInfo, Report
-from muster.workers.requests import BIRTH, Answer, Closed, Finished, Request, RolloutRequest
+from muster.workers.messages import GroupInfo, RolloutResult
+from muster.workers.requests import BIRTH, Answer, Closed, FillLane, Finished, Request
+from muster.workers.status_page import StatusPage
 from muster.workers.worker import Worker, describe, objects_of
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ class Terminated(BaseException):
 def main(channel: Channel) -> None:
     """The target of ``launch``."""
     config, (fd, arena, *fds) = channel.receive()
-    ledger = Ledger.attach(fd)
-    ledger.arm()
-    worker = WorkerMain(channel, config, Progress(ledger.cells), Arena.attach(arena), fds)
+    status_page = StatusPage.attach(fd)
+    status_page.arm()
+    worker = WorkerMain(channel, config, Progress(status_page.cells), Arena.attach(arena), fds)
     if worker.line is not None and hasattr(os, "SCHED_BATCH"):
         with suppress(OSError):  # whom the inference server wakes up does not push it aside while it answers the others
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -59,7 +59,7 @@ def main(channel: Channel) -> None:
     os.register_at_fork(
         before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, (signal.SIGTERM,)),
         after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, (signal.SIGTERM,)),
-        after_in_child=partial(_leave_to_user, worker, ledger),
+        after_in_child=partial(_leave_to_user, worker, status_page),
     )
     try:
         worker.serve()
@@ -70,13 +70,13 @@ def main(channel: Channel) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _leave_to_user(worker: WorkerMain, ledger: Ledger) -> None:
+def _leave_to_user(worker: WorkerMain, status_page: StatusPage) -> None:
     """In a fork that an environment or policy has made of a worker: it may do what it likes, but not be the worker."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))  # one that came before it had this is not lost
     worker.channel.close()
     worker.arena.isolate()
-    ledger.disarm()
+    status_page.disarm()
     end_on_return(f"worker {worker.config.index}")
 
 
@@ -102,8 +102,8 @@ class WorkerMain:
         self._anchors: dict[int, Anchors] = {}  # by group
         self._lanes: dict[tuple[int, int], tuple[Lane, Lane]] = {}  # by group and offset: on the device, and shared
         self._lanes_of: dict[int, Layout] = {}  # the layouts that they have
-        self._at: dict[int, int] = {}  # order that a lane was last used for
-        self._failed: set[int] = set()  # orders that are not complete
+        self._at: dict[int, int] = {}  # request that a lane was last used for
+        self._failed: set[int] = set()  # requests that are not complete
         self.ending = self.terminated = self._closing = self._sending = False
 
     def serve(self) -> None:
@@ -165,9 +165,9 @@ class WorkerMain:
         self.options: WorkerOptions = unpickled(config.options, "the options")
         served = config.served_by is not None
         self._policy = None if served else made_policy(config.policy, is_factory=config.is_factory)
-        numbered = zip(config.groups, config.makers, strict=True)
-        makers = [unpickled(maker, f"create_env_fn[{number}]") for number, maker in numbered]
-        self.built = build_envs(makers, unpickled(config.kwargs, "create_env_kwargs"), self.options, self.made)
+        numbered = zip(config.groups, config.factories, strict=True)
+        factories = [unpickled(factory, f"create_env_fn[{number}]") for number, factory in numbered]
+        self.built = build_envs(factories, unpickled(config.kwargs, "create_env_kwargs"), self.options, self.made)
         if config.place is not None:
             self.progress.begin(Phase.CALL)
             self.configure(config.place)
@@ -259,42 +259,42 @@ class WorkerMain:
 
     # --- rollouts ---------------------------------------------------------------------------------
 
-    def follow(self, request: RolloutRequest) -> None:
+    def follow(self, fill: FillLane) -> None:
         """Make a rollout, and say what came of it."""
-        order = request.order
-        self._failed.discard(order.number)
-        if order.after in self._failed:  # to be ordered again, after the one before it
-            self._failed.add(order.number)
-            report = Report(order.number, order.group, lost=True)
+        request = fill.request
+        self._failed.discard(request.number)
+        if request.after in self._failed:  # to be requested again, after the one before it
+            self._failed.add(request.number)
+            result = RolloutResult(request.number, request.group, lost=True)
         else:
-            lane, shared = self._lane(request)
-            if self._at.get(id(lane)) != order.number:  # else it goes on after an error
+            lane, shared = self._lane(fill)
+            if self._at.get(id(lane)) != request.number:  # else it goes on after an error
                 lane.done_steps, lane.stopped = 0, False
-                self._at[id(lane)] = order.number
+                self._at[id(lane)] = request.number
             begin = lane.done_steps
-            report = self.worker.run(order, lane)
-            self._complete(report, lane, begin)
-            if lane is not shared and report.error is None:
+            result = self.worker.run(request, lane)
+            self._complete(result, lane, begin)
+            if lane is not shared and result.error is None:
                 for key, tensor in lane.tensors.items():
                     shared.tensors[key].copy_(tensor)
         if self.line is not None:
-            self.line.finished(report.number)
-        report.lost |= self.terminated
-        if self.terminated and report.phase:  # it is seen to have ended there
-            self.progress.begin(Phase[report.phase.upper()])
-        self._send(Finished(report, self.terminated))
-        if report.error is None and not report.lost:
-            self._begin_early(self.worker.group(report.group))
+            self.line.finished(result.number)
+        result.lost |= self.terminated
+        if self.terminated and result.phase:  # it is seen to have ended there
+            self.progress.begin(Phase[result.phase.upper()])
+        self._send(Finished(result, self.terminated))
+        if result.error is None and not result.lost:
+            self._begin_early(self.worker.group(result.group))
 
-    def _complete(self, report: Report, lane: Lane, begin: int) -> None:
-        """Add to a report what another process has to be told, of a rollout from row ``begin`` on."""
-        group = self.worker.group(report.group)
-        report.clock = np.stack([group.clock.episode, group.clock.steps])
-        if report.error is not None:
-            self._failed.add(report.number)
-            report.error = self._explain(report.error, report.phase, group, lane)
-        report.objects = objects_of(lane)
-        report.anchors = self._anchors[report.group].take(begin, group.pending)
+    def _complete(self, result: RolloutResult, lane: Lane, begin: int) -> None:
+        """Add to a result what another process has to be told, of a rollout from row ``begin`` on."""
+        group = self.worker.group(result.group)
+        result.clock = np.stack([group.clock.episode, group.clock.steps])
+        if result.error is not None:
+            self._failed.add(result.number)
+            result.error = self._explain(result.error, result.phase, group, lane)
+        result.objects = objects_of(lane)
+        result.anchors = self._anchors[result.group].take(begin, group.pending)
 
     def _begin_early(self, group: Group) -> None:
         """Reset what waits for the next rollout, which will raise the error of it: also SystemExit and the like."""
@@ -305,17 +305,17 @@ class WorkerMain:
         except BaseException as error:  # noqa: BLE001 (of the environment)
             group.due.error = error
 
-    def _lane(self, request: RolloutRequest) -> tuple[Lane, Lane]:
+    def _lane(self, fill: FillLane) -> tuple[Lane, Lane]:
         if self._lanes_of is not self.worker.laid_out:
             self._lanes_of = self.worker.laid_out
             self._lanes.clear()
-        order, layout = request.order, self._lanes_of[request.order.group]
-        at = (order.group, request.offset)
+        request, layout = fill.request, self._lanes_of[fill.request.group]
+        at = (request.group, fill.offset)
         if at not in self._lanes:
-            begin = order.lane * layout.lane_bytes
-            block = self.arena.view(request.offset, request.nbytes)[begin : begin + layout.lane_bytes]
+            begin = request.lane * layout.lane_bytes
+            block = self.arena.view(fill.offset, fill.nbytes)[begin : begin + layout.lane_bytes]
             shared = lane = Lane(layout, block)
-            device = self.worker.group(order.group).env.device
+            device = self.worker.group(request.group).env.device
             if device is not None and device.type != "cpu":
                 lane = Slot(layout, device).lanes[0]
             self._lanes[at] = lane, shared

@@ -49,11 +49,11 @@ class GroupInfo:
 
 
 @dataclass  # not frozen, which would make each one ten times as expensive
-class Order:
+class RolloutRequest:
     """One rollout of one group into one lane.
 
     Attributes:
-        number: grows from order to order.
+        number: grows from request to request.
         group: its number among all groups.
         lane: of the slot.
         policy: who acts: "policy" or "random".
@@ -62,9 +62,9 @@ class Order:
         limit: valid steps of the batch, over all groups that share it; None is all.
         sharing: place of the group's first environment among those that share it, and their number; None: all do.
         spans: record what happens when.
-        after: number of the order that it goes on from; while that is not complete, it is not followed.
+        after: number of the request that it goes on from; while that is not complete, it is not followed.
         rule: see ``Group``; the worker's own from here on.
-        bootstrap: values of which next observations to report; see ``muster.rollout.bootstrap``.
+        bootstrap: values of which next observations to result; see ``muster.rollout.bootstrap``.
     """
 
     number: int
@@ -82,8 +82,8 @@ class Order:
 
 
 @dataclass
-class Report:
-    """What came of an order. Counts are of this order alone.
+class RolloutResult:
+    """What came of a request. Counts are of this request alone.
 
     Attributes:
         frames, rows: valid steps, and time steps that hold any; 0 unless it is complete.
@@ -93,12 +93,12 @@ class Report:
         clock: the group's episode numbers and steps since their beginnings, ``[2, B]``.
         objects: columns of Python objects, from another process.
         values: of next observations, if they were asked for.
-        error: why it is not complete; the same order continues it. An exception, or on its way a ``Failure``.
+        error: why it is not complete; the same request continues it. An exception, or on its way a ``Failure``.
         phase: what the error interrupted.
-        lost: it is to be ordered again, since its worker is gone.
+        lost: it is to be requested again, since its worker is gone.
         dropped: its group is gone for good.
-        entered: its steps are in the account of its group.
-        warnings: texts of those that came up since the last report, for the user's process.
+        entered: its steps are in the counters of its group.
+        warnings: texts of those that came up since the last result, for the user's process.
     """
 
     number: int

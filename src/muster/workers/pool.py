@@ -17,23 +17,23 @@ from muster.memory.slots import Slot
 from muster.observing.stats import InferenceStats, WorkerStats
 from muster.utils.forks import Owner
 from muster.utils.interrupts import allowed
-from muster.workers.counters import Account
-from muster.workers.messages import GroupInfo, Order, Report
+from muster.workers.counters import FrameCounters
+from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult
 from muster.workers.requests import Request
 from muster.workers.worker import Worker, phase_ended_by
 
 
 class Handle(Protocol):
-    """A worker as its worker pool sees it. Orders and calls are followed one after another, as they came.
+    """A worker as its worker pool sees it. Requests and calls are followed one after another, as they came.
 
     Attributes:
         index: number of the worker.
         groups: numbers of its groups.
-        outstanding: orders that nobody has taken the report of, by number, oldest first.
-        untaken: reports that have come and nobody has taken.
+        outstanding: requests that nobody has taken the result of, by number, oldest first.
+        untaken: results that have come and nobody has taken.
         alive: it has a process or thread, or its node is there or called.
         reviving: it has none, and will be started again by whoever watches over it.
-        absent: its node is not there, and may never come, so that nothing is ordered from it.
+        absent: its node is not there, and may never come, so that nothing is requested from it.
     """
 
     @property
@@ -41,9 +41,9 @@ class Handle(Protocol):
     @property
     def groups(self) -> Sequence[int]: ...
     @property
-    def outstanding(self) -> dict[int, Order]: ...
+    def outstanding(self) -> dict[int, RolloutRequest]: ...
     @property
-    def untaken(self) -> Sequence[Report]: ...
+    def untaken(self) -> Sequence[RolloutResult]: ...
     @property
     def alive(self) -> bool: ...
     @property
@@ -63,17 +63,17 @@ class Handle(Protocol):
     def prepared(self, policy: str) -> bool:
         """``layouts`` would say the same as before."""
 
-    def stats(self, accounts: Sequence[Account]) -> list[WorkerStats]:
+    def stats(self, counters: Sequence[FrameCounters]) -> list[WorkerStats]:
         """Of its workers, if they are not in this thread."""
 
-    def submit(self, order: Order, slot: Slot) -> None:
-        """Let it follow an order. Does not wait."""
+    def submit(self, request: RolloutRequest, slot: Slot) -> None:
+        """Let it follow a request. Does not wait."""
 
-    def take(self) -> Report | None:
-        """The next report that is there."""
+    def take(self) -> RolloutResult | None:
+        """The next result that is there."""
 
     def stop(self, number: int) -> None:
-        """Let orders up to this number end after their current step."""
+        """Let requests up to this number end after their current step."""
 
     def call(self, request: Request) -> list[Any]:
         """Wait for what its workers answer, each of them, or raise."""
@@ -90,28 +90,28 @@ class Handle(Protocol):
 
 
 class LocalWorker:
-    """A worker in the caller's own thread: what is ordered is done at once."""
+    """A worker in the caller's own thread: what is requested is done at once."""
 
     alive, reviving, absent = True, False, False
-    untaken: Sequence[Report] = ()
+    untaken: Sequence[RolloutResult] = ()
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.index = worker, worker.index
         self.groups = [group.number for group in worker.groups]
-        self.outstanding: dict[int, Order] = {}
-        self._reports: deque[Report] = deque()
+        self.outstanding: dict[int, RolloutRequest] = {}
+        self._results: deque[RolloutResult] = deque()
 
     def prepared(self, policy: str) -> bool:
         return self.worker.prepared(policy)
 
-    def stats(self, accounts: Sequence[Account]) -> list[WorkerStats]:
+    def stats(self, counters: Sequence[FrameCounters]) -> list[WorkerStats]:
         return []
 
-    def submit(self, order: Order, slot: Slot) -> None:
-        self._reports.append(self.worker.run(order, slot.lanes[order.lane]))
+    def submit(self, request: RolloutRequest, slot: Slot) -> None:
+        self._results.append(self.worker.run(request, slot.lanes[request.lane]))
 
-    def take(self) -> Report | None:
-        return self._reports.popleft() if self._reports else None
+    def take(self) -> RolloutResult | None:
+        return self._results.popleft() if self._results else None
 
     def stop(self, number: int) -> None:
         """Nothing is under way while somebody else can act."""
@@ -146,8 +146,8 @@ class Watch(Protocol):
     def wait(self, timeout: float | None) -> None:
         """Until some worker has something to say, or is lost."""
 
-    def take_lost(self) -> list[Report]:
-        """Reports in the place of workers that were lost since the last call."""
+    def take_lost(self) -> list[RolloutResult]:
+        """Results in the place of workers that were lost since the last call."""
 
 
 class Servers(Protocol):
@@ -158,20 +158,20 @@ class Servers(Protocol):
     def stats(self) -> InferenceStats: ...
 
 
-class Accounts(Sequence[Account]):
+class PoolCounters(Sequence[FrameCounters]):
     """Of the groups of a pool, by number: on a node the first of them need not be 0."""
 
-    def __init__(self, first: int, accounts: Sequence[Account]) -> None:
-        self._first, self._accounts = first, list(accounts)
+    def __init__(self, first: int, counters: Sequence[FrameCounters]) -> None:
+        self._first, self._counters = first, list(counters)
 
     def __getitem__(self, number: Any) -> Any:
-        return self._accounts[number - self._first]
+        return self._counters[number - self._first]
 
-    def __iter__(self) -> Iterator[Account]:
-        return iter(self._accounts)
+    def __iter__(self) -> Iterator[FrameCounters]:
+        return iter(self._counters)
 
     def __len__(self) -> int:
-        return len(self._accounts)
+        return len(self._counters)
 
 
 class WorkerPool:
@@ -188,9 +188,9 @@ class WorkerPool:
         owner: the process whose workers they are; None: they are in this thread, and a fork has copies of them.
         server: acts for the workers; None: they do.
         hold: makes a context; workers that are given work in it begin at the same time, as a server sees it.
-        numbers: of orders.
+        numbers: of requests.
         elastic: workers may be absent (see ``Handle``) from the beginning, and again later.
-        waited: nanoseconds, for reports.
+        waited: nanoseconds, for results.
     """
 
     def __init__(
@@ -205,13 +205,15 @@ class WorkerPool:
         self.handles, self._watch, self.local = list(handles), watch, local
         self.owner = None if watch is None else Owner("collector", "workers")
         firsts = itertools.accumulate((info.num_envs for info in infos), initial=first_env)
-        accounts = [Account(info, np.arange(b, b + info.num_envs)) for info, b in zip(infos, firsts, strict=False)]
+        counters = [
+            FrameCounters(info, np.arange(b, b + info.num_envs)) for info, b in zip(infos, firsts, strict=False)
+        ]
         first = handles[0].groups[0]
-        self.accounts: Sequence[Account] = Accounts(first, accounts) if first else accounts
+        self.counters: Sequence[FrameCounters] = PoolCounters(first, counters) if first else counters
         self.num_envs = sum(info.num_envs for info in infos)
         self._of = {number: handle for handle in handles for number in handle.groups}
         self.numbers = itertools.count(1)
-        self._reports: deque[Report] = deque()  # of lost workers
+        self._results: deque[RolloutResult] = deque()  # of lost workers
         self._turn = 0
         self._warnings: dict[str, None] = {}  # texts, each once, whichever worker noted it
         self._warned = 0
@@ -223,23 +225,23 @@ class WorkerPool:
     def handle(self, group: int) -> Handle:
         return self._of[group]
 
-    def give(self, order: Order, slot: Slot) -> None:
-        """Let the group's worker follow an order."""
-        if self.accounts[order.group].dropped:
-            self._reports.append(Report(order.number, order.group, dropped=True))
+    def give(self, request: RolloutRequest, slot: Slot) -> None:
+        """Let the group's worker follow a request."""
+        if self.counters[request.group].dropped:
+            self._results.append(RolloutResult(request.number, request.group, dropped=True))
         else:
-            self._of[order.group].submit(order, slot)
+            self._of[request.group].submit(request, slot)
 
     def welcome(self) -> None:
         """Take in which workers have come meanwhile, and call again those whose absence has been raised."""
         start_dead(self, absent=True)
         if self._watch is not None:
             self._watch.wait(0.0)
-            self._reports += self._watch.take_lost()
+            self._results += self._watch.take_lost()
 
     def check_alive(self) -> None:
         """Raise if all workers have been dropped."""
-        if self.local is None and all(account.dropped for account in self.accounts):
+        if self.local is None and all(counts.dropped for counts in self.counters):
             give_warnings(self)
             raise WorkerDied(
                 "all workers have been dropped, so nothing can be collected any more. Each was warned about with its "
@@ -248,60 +250,60 @@ class WorkerPool:
 
     @property
     def has_bad_news(self) -> bool:
-        """An error is among the reports that nobody has taken: what failed with it is not to be repeated before."""
-        untaken = [*self._reports, *(report for handle in self.handles for report in handle.untaken)]
-        return any(report.error is not None for report in untaken)
+        """An error is among the results that nobody has taken: what failed with it is not to be repeated before."""
+        untaken = [*self._results, *(result for handle in self.handles for result in handle.untaken)]
+        return any(result.error is not None for result in untaken)
 
     @property
     def outstanding(self) -> int:
-        """Orders without a report."""
-        return sum(len(handle.outstanding) for handle in self.handles) + len(self._reports)
+        """Requests without a result."""
+        return sum(len(handle.outstanding) for handle in self.handles) + len(self._results)
 
     @property
     def untaken(self) -> int:
-        """Steps in reports of nodes that nobody has taken, but which are in the accounts already."""
-        reports = (report for handle in self.handles for report in handle.untaken if report.entered)
-        return sum(report.executed - sum(report.discarded.values()) for report in reports)
+        """Steps in results of nodes that nobody has taken, but which are in the counters already."""
+        results = (result for handle in self.handles for result in handle.untaken if result.entered)
+        return sum(result.executed - sum(result.discarded.values()) for result in results)
 
-    def next_report(self) -> Report:
-        """Wait for what comes of an order, whichever is first; workers that are ready at once take turns."""
+    def next_result(self) -> RolloutResult:
+        """Wait for what comes of a request, whichever is first; workers that are ready at once take turns."""
         while True:
-            report = self._reports.popleft() if self._reports else self._take()
-            if report is not None:
-                self.enter(report)
-                return report
-            assert self._watch is not None, "nothing was ordered"
+            result = self._results.popleft() if self._results else self._take()
+            if result is not None:
+                self.enter(result)
+                return result
+            assert self._watch is not None, "nothing was requested"
             began = time.perf_counter_ns()
             try:
                 self._watch.wait(None)
             finally:
                 self.waited += time.perf_counter_ns() - began
-            self._reports += self._watch.take_lost()
+            self._results += self._watch.take_lost()
 
-    def ready_report(self) -> Report | None:
-        """What has come of an order already."""
+    def ready_result(self) -> RolloutResult | None:
+        """What has come of a request already."""
         if self._watch is not None:
-            self._reports += self._watch.take_lost()
-        report = self._reports.popleft() if self._reports else self._take()
-        if report is not None:
-            self.enter(report)
-        return report
+            self._results += self._watch.take_lost()
+        result = self._results.popleft() if self._results else self._take()
+        if result is not None:
+            self.enter(result)
+        return result
 
-    def enter(self, report: Report) -> None:
-        """Into the account of its group, and what is to be warned of."""
-        self.accounts[report.group].add(report)
-        if report.warnings:
-            self._warnings.update(dict.fromkeys(report.warnings))
+    def enter(self, result: RolloutResult) -> None:
+        """Into the counters of its group, and what is to be warned of."""
+        self.counters[result.group].add(result)
+        if result.warnings:
+            self._warnings.update(dict.fromkeys(result.warnings))
 
     def stop(self) -> None:
-        """Let all rollouts that have been ordered end after their current step."""
+        """Let all rollouts that have been requested end after their current step."""
         for handle in self.handles:
             if handle.outstanding:
                 handle.stop(max(handle.outstanding))
 
     def worker_stats(self) -> tuple[WorkerStats, ...]:
         """Of workers that are not in this thread."""
-        return tuple(stats for handle in self.handles for stats in handle.stats(self.accounts))
+        return tuple(stats for handle in self.handles for stats in handle.stats(self.counters))
 
     def call(self, request: Request) -> list[Any]:
         """What every worker answers that has something to do with it."""
@@ -344,26 +346,26 @@ class WorkerPool:
 
     def _enter_last_reports(self) -> None:
         for handle in self.handles:
-            while (report := handle.take()) is not None:
-                self.accounts[report.group].add(report)
+            while (result := handle.take()) is not None:
+                self.counters[result.group].add(result)
 
     def is_dropped(self, handle: Handle) -> bool:
         """Nobody runs its groups any more."""
-        return all(self.accounts[number].dropped for number in handle.groups)
+        return all(self.counters[number].dropped for number in handle.groups)
 
-    def _take(self) -> Report | None:
+    def _take(self) -> RolloutResult | None:
         for step in range(len(self.handles)):
             turn = (self._turn + step) % len(self.handles)
-            report = self.handles[turn].take()
-            if report is not None:
+            result = self.handles[turn].take()
+            if result is not None:
                 self._turn = turn + 1
-                return report
+                return result
         return None
 
 
 def stats_of(
     groups: Sequence[int],
-    accounts: Sequence[Account],
+    counters: Sequence[FrameCounters],
     *,
     index: int,
     pid: int,
@@ -372,8 +374,8 @@ def stats_of(
     restarts: int,
     node: str,
 ) -> WorkerStats:
-    """Of a worker with these groups; ``accounts`` are those of all groups."""
-    own, every = [accounts[number] for number in groups], sum(account.delivered for account in accounts)
+    """Of a worker with these groups; ``counters`` are those of all groups."""
+    own, every = [counters[number] for number in groups], sum(counts.delivered for counts in counters)
     frames, busy = sum(a.delivered for a in own), sum(a.timing.total for a in own) / 1e9
     return WorkerStats(
         index,

@@ -15,7 +15,7 @@ from muster.utils.interrupts import postponed
 from muster.workers.config import WorkerConfig, WorkerPlace
 from muster.workers.launch import Child
 from muster.workers.lives import Proxy, WorkerState
-from muster.workers.messages import Order
+from muster.workers.messages import RolloutRequest
 from muster.workers.pool import stats_of
 from muster.workers.requests import (
     BIRTH,
@@ -24,18 +24,18 @@ from muster.workers.requests import (
     Close,
     Closed,
     Configure,
+    FillLane,
     Finished,
     LayOut,
     Message,
     Observe,
     Request,
-    RolloutRequest,
 )
 from muster.workers.under_way import phase_of
 
 if TYPE_CHECKING:
     from muster.observing.stats import WorkerStats
-    from muster.workers.counters import Account
+    from muster.workers.counters import FrameCounters
     from muster.workers.failures import Failure
     from muster.workers.inference import InferenceServer
     from muster.workers.supervision import Supervisor
@@ -51,7 +51,7 @@ class WorkerProcess:
 
     child: Child
     channel: Any
-    ledger: Any
+    status_page: Any
 
     def fds(self) -> list[int]:
         """What becomes readable when there is something to do."""
@@ -59,16 +59,16 @@ class WorkerProcess:
 
     def stack(self) -> str:
         """Of a process that hangs."""
-        self.ledger.stack()
+        self.status_page.stack()
         self.child.send_signal(signal.SIGUSR1)
-        return str(self.ledger.stack(STACK_S))
+        return str(self.status_page.stack(STACK_S))
 
     def close(self) -> None:
         """Kill it, and release descriptors."""
         self.child.kill()
         self.child.close()
         self.channel.close()
-        self.ledger.close()
+        self.status_page.close()
 
 
 class WorkerProxy(Proxy):
@@ -97,7 +97,7 @@ class WorkerProxy(Proxy):
 
     @property
     def phase(self) -> Phase:
-        return phase_of(self.process.ledger.cells)
+        return phase_of(self.process.status_page.cells)
 
     # --- its process ------------------------------------------------------------------------------
 
@@ -121,8 +121,8 @@ class WorkerProxy(Proxy):
             if self._supervisor.server is not None:
                 self._supervisor.server.actor.reseed(self.groups, self.config.place.seed, self.config.generation)
             self._supervisor.restarted(self)
-            for order in self.under_way.orders():
-                self._send(self._request(order))
+            for request in self.under_way.requests():
+                self._send(self._request(request))
 
     def assign(self, place: WorkerPlace) -> None:
         """Tell it its place among all workers."""
@@ -165,14 +165,14 @@ class WorkerProxy(Proxy):
     def prepared(self, policy: str) -> bool:
         return self.config.place is not None and self.config.place.prepared(policy)
 
-    def stats(self, accounts: Sequence[Account]) -> list[WorkerStats]:
-        dropped = accounts[self.groups[0]].dropped
+    def stats(self, counters: Sequence[FrameCounters]) -> list[WorkerStats]:
+        dropped = counters[self.groups[0]].dropped
         state = "dropped" if dropped else "working" if self.alive else "dead"
         phase = self.phase.name.lower() if self.alive else state
         return [
             stats_of(
                 self.groups,
-                accounts,
+                counters,
                 index=self.index,
                 pid=self.process.child.pid,
                 state=state,
@@ -182,18 +182,18 @@ class WorkerProxy(Proxy):
             )
         ]
 
-    def submit(self, order: Order, slot: Slot) -> None:
-        self.under_way.add(order, slot)
+    def submit(self, request: RolloutRequest, slot: Slot) -> None:
+        self.under_way.add(request, slot)
         if self.alive:
             if self._supervisor.server is not None:
-                self._supervisor.server.lines.expect(self.index, order.number)
-            self._send(self._request(order))
+                self._supervisor.server.lines.expect(self.index, request.number)
+            self._send(self._request(request))
         elif not self.reviving:
             self.start()
 
     def stop(self, number: int) -> None:
         if self.alive:
-            self.process.ledger.stop(number)
+            self.process.status_page.stop(number)
 
     @postponed()
     def call(self, request: Request) -> list[Any]:
@@ -225,7 +225,7 @@ class WorkerProxy(Proxy):
     def _send_config(self, config: WorkerConfig) -> None:
         server, subscribe = self._supervisor.server, self._supervisor.subscribe
         ticket = None if subscribe is None or config.served_by is not None else subscribe(self.index)
-        fds = [*([] if config.in_thread else [self.process.ledger.fd]), self._supervisor.arena.fd]
+        fds = [*([] if config.in_thread else [self.process.status_page.fd]), self._supervisor.arena.fd]
         fds += server.lines.fds_for(self.index) if server is not None else [] if ticket is None else ticket.fds
         try:
             self._send(replace(config, ticket=ticket), fds)
@@ -236,10 +236,10 @@ class WorkerProxy(Proxy):
     def _note(self, message: Finished | Answer | Closed) -> None:
         """Take in a message of the process."""
         match message:
-            case Finished(report, unfinished=True):
-                self.under_way.unfinished.append(report)
-            case Finished(report):
-                self.under_way.finished(report)
+            case Finished(result, unfinished=True):
+                self.under_way.unfinished.append(result)
+            case Finished(result):
+                self.under_way.finished(result)
             case Answer() if self._awaited == _DEAF:
                 pass
             case Answer(number) if number == self._awaited:
@@ -259,9 +259,9 @@ class WorkerProxy(Proxy):
     def _answer_to(self, request: Request) -> Any:
         return self._ask(lambda number: self._send(Ask(number, request)))
 
-    def _request(self, order: Order) -> RolloutRequest:
-        slot = self.under_way.slot_of(order.number)
-        return RolloutRequest(order, slot.offset, slot.layout.nbytes)
+    def _request(self, request: RolloutRequest) -> FillLane:
+        slot = self.under_way.slot_of(request.number)
+        return FillLane(request, slot.offset, slot.layout.nbytes)
 
     def _send(self, message: WorkerConfig | Message, fds: Sequence[int] = (), timeout: float | None = SEND_S) -> None:
         try:
@@ -283,7 +283,7 @@ class WorkerProxy(Proxy):
                     self.process.child.join(1.0)
                     break
                 if isinstance(message, Finished):
-                    self.under_way.finished(message.report)
+                    self.under_way.finished(message.result)
         except (EOFError, TimeoutError):
             pass
         finally:

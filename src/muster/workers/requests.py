@@ -15,7 +15,7 @@ from muster.errors import BadOption
 from muster.restore.pickling import dumps, loads
 from muster.utils.attributes import resolve
 from muster.workers.config import Columns, WorkerPlace
-from muster.workers.messages import Order, Report
+from muster.workers.messages import RolloutRequest, RolloutResult
 
 if TYPE_CHECKING:
     from muster.memory.slots import Layout
@@ -39,14 +39,14 @@ class Message(Protocol):
 
 
 @dataclass(frozen=True)
-class RolloutRequest:
-    """Follow an order.
+class FillLane:
+    """Follow a request.
 
     Attributes:
         offset, nbytes: where in the arena its slot is.
     """
 
-    order: Order
+    request: RolloutRequest
     offset: int
     nbytes: int
 
@@ -55,11 +55,11 @@ class RolloutRequest:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Without the names of fields, and with one class: this is half of what a rollout's messages cost."""
-        return _rollout_request, (self.offset, self.nbytes, *vars(self.order).values())
+        return _fill_lane, (self.offset, self.nbytes, *vars(self.request).values())
 
 
-def _rollout_request(offset: int, nbytes: int, *order: Any) -> RolloutRequest:
-    return RolloutRequest(Order(*order), offset, nbytes)
+def _fill_lane(offset: int, nbytes: int, *request: Any) -> FillLane:
+    return FillLane(RolloutRequest(*request), offset, nbytes)
 
 
 @dataclass(frozen=True)
@@ -373,22 +373,22 @@ class Answer:
 
 @dataclass(frozen=True)
 class Finished:
-    """What came of an order.
+    """What came of a request.
 
     Attributes:
-        unfinished: the worker was terminated from outside; the order is under way.
+        unfinished: the worker was terminated from outside; the request is under way.
     """
 
-    report: Report
+    result: RolloutResult
     unfinished: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """See ``RolloutRequest``."""
-        return _finished, (self.unfinished, *vars(self.report).values())
+        """See ``FillLane``."""
+        return _finished, (self.unfinished, *vars(self.result).values())
 
 
-def _finished(unfinished: bool, *report: Any) -> Finished:
-    return Finished(Report(*report), unfinished)
+def _finished(unfinished: bool, *result: Any) -> Finished:
+    return Finished(RolloutResult(*result), unfinished)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from muster.memory.slots import Layout, Slot, SlotRing, SlotState
 from muster.rollout.bootstrap import Bootstrap
 from muster.rollout.marks import blank
 from muster.workers.config import Columns
-from muster.workers.messages import Report
+from muster.workers.messages import RolloutResult
 from muster.workers.pool import Handle, WorkerPool, start_dead
 from muster.workers.requests import LayOut
 
@@ -28,11 +28,11 @@ class FilledSlot(NamedTuple):
 
     Attributes:
         slots: complete ones, with their rings. Several are to be concatenated.
-        reports: what came of the rollouts in their lanes, in order.
+        results: what came of the rollouts in their lanes, in order.
     """
 
     slots: list[tuple[SlotRing, Slot]]
-    reports: list[Report]
+    results: list[RolloutResult]
 
     @property
     def layout(self) -> Layout:
@@ -41,7 +41,7 @@ class FilledSlot(NamedTuple):
     @property
     def frames(self) -> int:
         """Valid steps."""
-        return sum(report.frames for report in self.reports)
+        return sum(result.frames for result in self.results)
 
 
 @dataclass
@@ -57,7 +57,7 @@ class CollectRequest:
         batches: how many may be begun from now on; None: any number.
         rows: time steps of rollouts; None: as many as always.
         rule: which episodes are wanted of a group, see ``Group.rule``; None: all.
-        bootstrap: see ``Order``.
+        bootstrap: see ``RolloutRequest``.
     """
 
     policy: Callable[[int], str]
@@ -164,7 +164,7 @@ class Schedule(ABC):
         self.ahead: Ahead | None = None
 
     @abstractmethod
-    def collect(self, request: CollectRequest, into: Slot | None = None) -> FilledSlot:
+    def collect(self, wanted: CollectRequest, into: Slot | None = None) -> FilledSlot:
         """What the next batch is made of.
 
         Args:
@@ -194,7 +194,7 @@ class Schedule(ABC):
     @property
     def sharing(self) -> int:
         """Environments that share the frames of a batch."""
-        return sum(self.pool.accounts[number].info.num_envs for number in self._batch_groups())
+        return sum(self.pool.counters[number].info.num_envs for number in self._batch_groups())
 
     def slots(self) -> dict[str, int]:
         """Number of slots by state."""
@@ -203,7 +203,7 @@ class Schedule(ABC):
     @property
     def in_flight(self) -> int:
         """Steps that were taken from workers, and are in no batch yet."""
-        return sum(account.in_flight for account in self.pool.accounts) - self.pool.untaken
+        return sum(counts.in_flight for counts in self.pool.counters) - self.pool.untaken
 
     def waiting(self) -> list[dict[str, Any]]:
         """Rollouts that are complete and not delivered, oldest first, as plain data. Waits for workers at work."""
@@ -237,19 +237,19 @@ class Schedule(ABC):
 
     def _batch_groups(self) -> Sequence[int]:
         """Of one batch."""
-        return range(len(self.pool.accounts))
+        return range(len(self.pool.counters))
 
     def _limit(self, limit: int | None, groups: Sequence[int]) -> int | None:
         """Valid steps in a batch of these groups; None is all of them."""
         cells = 0
         for number in groups:
-            cells += self.T[number] * self.pool.accounts[number].info.num_envs
+            cells += self.T[number] * self.pool.counters[number].info.num_envs
         return limit if limit is not None and limit < cells else None
 
     def _discard(self, reason: str) -> None:
-        for account in self.pool.accounts:
-            account.discard(reason, account.in_flight)
-            account.partial = 0
+        for counts in self.pool.counters:
+            counts.discard(reason, counts.in_flight)
+            counts.partial = 0
 
     def _give_back(self, ring: SlotRing, slot: Slot) -> None:
         """A slot that will never be full."""
@@ -263,18 +263,18 @@ class Schedule(ABC):
         made = self.pool.ask(handle, LayOut(Columns(policy, rows, version)))
         return {number: layout for of_worker in made for number, layout in of_worker.items()}
 
-    def _finish(self, slot: Slot, lane: int, report: Report) -> None:
+    def _finish(self, slot: Slot, lane: int, result: RolloutResult) -> None:
         """A lane goes to the user."""
-        account = self.pool.accounts[report.group]
-        account.delivered += report.frames
-        account.in_flight -= report.frames
-        if report.dropped:
+        counts = self.pool.counters[result.group]
+        counts.delivered += result.frames
+        counts.in_flight -= result.frames
+        if result.dropped:
             blank(slot.lanes[lane], np.zeros((0, slot.lanes[lane].B), bool), repeat_flags=False)
-        for key, array in report.objects.items():
+        for key, array in result.objects.items():
             slot.lanes[lane].arrays[key][...] = array
 
     def _names(self, bundle: Bundle) -> list[str]:
-        return [self.pool.accounts[number].info.name for number in bundle.groups]
+        return [self.pool.counters[number].info.name for number in bundle.groups]
 
 
 def _shape(layout: Layout) -> object:

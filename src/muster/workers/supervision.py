@@ -25,7 +25,7 @@ from muster.workers.crash_notes import CrashNotes, Replay
 from muster.workers.inference import InferenceServer
 from muster.workers.launch import in_process
 from muster.workers.lives import Watcher
-from muster.workers.messages import GroupInfo, Order, Report
+from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult
 from muster.workers.pool import WorkerPool
 from muster.workers.proxy import WorkerProxy
 from muster.workers.requests import Request
@@ -34,7 +34,9 @@ from muster.workers.threads import in_thread
 if TYPE_CHECKING:
     from muster.memory.slots import Lane, Slot
 
-AtWork: TypeAlias = "tuple[Order, Lane, int, int | None]"  # an order, its lane, and the row and environment got to
+AtWork: TypeAlias = (
+    "tuple[RolloutRequest, Lane, int, int | None]"  # a request, its lane, and the row and environment got to
+)
 
 SAMPLED_EVERY = 0.2  # seconds
 END_S = 5.0  # for a process to end that was killed
@@ -87,7 +89,7 @@ class Supervisor(Watcher):
         self.subscribe, self._caller = subscribe, caller
         self.arena = Arena.create("muster-slots")
         made.callback(self.arena.close)
-        self.write: Callable[[Report, Slot], None] | None = None
+        self.write: Callable[[RolloutResult, Slot], None] | None = None
         self._wake_up: WakeUp | None = None
         if config.in_threads:
             self._wake_up = WakeUp()
@@ -127,13 +129,13 @@ class Supervisor(Watcher):
         """The worker pool, whose workers are told their places."""
         groups = self.config.groups
         pool = WorkerPool(self.handles, infos, self, first_env=place.firsts[groups[0]])
-        self.accounts = pool.accounts
+        self.counters = pool.counters
         for number, begin in (place.episodes or {}).items():  # of a node that has come back
-            pool.accounts[number].clock = np.stack([begin, np.zeros_like(begin)])
+            pool.counters[number].clock = np.stack([begin, np.zeros_like(begin)])
         if self.server is not None:
             self.server.open(self.handles, dict(zip(groups, infos, strict=True)))
             pool.server, pool.hold = self.server, self.server.held
-        self._notes.open(self.config, pool.accounts)
+        self._notes.open(self.config, pool.counters)
         for handle in self.handles:
             generation = handle.config.generation
             self._notes.seeded(handle.groups, place.seed, static=place.static, generation=generation)
@@ -192,7 +194,7 @@ class Supervisor(Watcher):
         return self._listening[1:]
 
     def _take_note(self, handle: WorkerProxy) -> None:
-        """Of reports that have come."""
+        """Of results that have come."""
         error = self._take_note_of_reports(handle)
         if error is not None:
             self._lose(handle, error, "worker_died" if handle.unwritten is error else "env_error")
@@ -204,53 +206,53 @@ class Supervisor(Watcher):
             ending: the worker was ended, so that errors are to be dealt with as its end is.
 
         Returns:
-            the first error that the worker has to be ended for; the orders of such are under way again.
+            the first error that the worker has to be ended for; the requests of such are under way again.
         """
         first = None
         fresh, handle.under_way.fresh = handle.under_way.fresh, []
-        for report in fresh:
-            if report.clock is not None:
-                self.accounts[report.group].clock = report.clock
-            if report.error is None and not report.lost and not self._is_written(handle, report):
-                report.error = handle.unwritten
+        for result in fresh:
+            if result.clock is not None:
+                self.counters[result.group].clock = result.clock
+            if result.error is None and not result.lost and not self._is_written(handle, result):
+                result.error = handle.unwritten
                 first = first or handle.unwritten
-                self.accounts[report.group].add(report)
-                self.accounts[report.group].give_up("worker_died")
-                handle.under_way.take_back(report)
-            elif report.error is None and not report.lost:
+                self.counters[result.group].add(result)
+                self.counters[result.group].give_up("worker_died")
+                handle.under_way.take_back(result)
+            elif result.error is None and not result.lost:
                 if self.server is not None:
-                    self.server.complete(report)
+                    self.server.complete(result)
                 self._records[handle.index].fruitless = 0
-                self._notes.reported(report, handle.under_way.lane_of(report.number))
-            elif report.error is not None:
+                self._notes.reported(result, handle.under_way.lane_of(result.number))
+            elif result.error is not None:
                 if not ending:
-                    self._explain(handle, report)
-                raises = self.config.on_failure == "raise" or not isinstance(report.error, (EnvError, BadEnvOutput))
+                    self._explain(handle, result)
+                raises = self.config.on_failure == "raise" or not isinstance(result.error, (EnvError, BadEnvOutput))
                 if ending or not raises:
-                    first = first or report.error
+                    first = first or result.error
                     for earlier in handle.untaken:  # in this order, since only the last is of a partial lane
-                        self.accounts[earlier.group].add(earlier)
-                    handle.under_way.take_back(report)
+                        self.counters[earlier.group].add(earlier)
+                    handle.under_way.take_back(result)
         return first
 
-    def _is_written(self, handle: WorkerProxy, report: Report) -> bool:
+    def _is_written(self, handle: WorkerProxy, result: RolloutResult) -> bool:
         """A rollout is where it belongs. What follows on one that is not would have a hole before it."""
         if self.write is not None and handle.unwritten is None:
             try:
-                self.write(report, handle.under_way.slot_of(report.number))
+                self.write(result, handle.under_way.slot_of(result.number))
             except WorkerError as error:
                 where = {"worker": handle.index, "pid": handle.process.child.pid, "node": self.config.node}
                 handle.unwritten = failures.pack(error, phase="call", **where).error()
         return handle.unwritten is None
 
-    def _explain(self, handle: WorkerProxy, report: Report) -> None:
-        """Put the error itself into a report, with the file that replays it if there is one."""
-        failure: failures.Failure = report.error
+    def _explain(self, handle: WorkerProxy, result: RolloutResult) -> None:
+        """Put the error itself into a result, with the file that replays it if there is one."""
+        failure: failures.Failure = result.error
         failure = replace(failure, where=replace(failure.where, node=self.config.node))
-        lane, index = handle.under_way.lane_of(report.number), failure.where.env_index
-        report.error = failure.error(*self._notes.failed(report, lane, failure.error(), index))
+        lane, index = handle.under_way.lane_of(result.number), failure.where.env_index
+        result.error = failure.error(*self._notes.failed(result, lane, failure.error(), index))
         if self.server is not None:
-            self.server.complete(report)
+            self.server.complete(result)
 
     def _look_for_hangs(self) -> None:
         now = time.monotonic()
@@ -265,7 +267,7 @@ class Supervisor(Watcher):
             if handle.process.child.exit_code() is not None:  # without a sign, where something it has started lives on
                 self._has_ended(handle)
                 continue
-            signs = handle.under_way.signs(handle.process.ledger.cells)
+            signs = handle.under_way.signs(handle.process.status_page.cells)
             if signs != record.signs or handle.phase is Phase.WAIT:  # for another one, whose deadline runs
                 record.signs, record.since = signs, now
                 continue
@@ -297,7 +299,7 @@ class Supervisor(Watcher):
                 phase=phase,
                 exitcode=None if code is None or abs(code) > 255 else code,
                 oom_kills=failures.oom_kills() - self._oom_kills,
-                stack=process.ledger.stack(),
+                stack=process.status_page.stack(),
             )
             at_work = self._at_work(handle)
         self._lose(handle, error, "worker_died", at_work)
@@ -311,34 +313,34 @@ class Supervisor(Watcher):
         self._lose(handle, error, "worker_hung", at_work)
 
     def _at_work(self, handle: WorkerProxy) -> AtWork | None:
-        under_way, cells = handle.under_way, handle.process.ledger.cells
-        order = under_way.at_work(cells) if self.accounts else None
-        if order is None:
+        under_way, cells = handle.under_way, handle.process.status_page.cells
+        request = under_way.at_work(cells) if self.counters else None
+        if request is None:
             return None
-        lane = under_way.lane_of(order.number)
-        return order, lane, *under_way.row_at_work(cells, lane.B)
+        lane = under_way.lane_of(request.number)
+        return request, lane, *under_way.row_at_work(cells, lane.B)
 
     def _where(self, handle: WorkerProxy) -> failures.Where:
-        under_way, config, cells = handle.under_way, handle.config, handle.process.ledger.cells
-        order = under_way.at_work(cells) if self.accounts else None
+        under_way, config, cells = handle.under_way, handle.config, handle.process.status_page.cells
+        request = under_way.at_work(cells) if self.counters else None
         known: dict[str, Any] = {"worker": handle.index, "pid": handle.process.child.pid}
         known |= {"generation": config.generation, "node": self.config.node}
-        if order is None:
-            ids = [int(i) for group in handle.groups for i in self.accounts[group].env_ids] if self.accounts else []
+        if request is None:
+            ids = [int(i) for group in handle.groups for i in self.counters[group].env_ids] if self.counters else []
             return failures.Where(env_ids=tuple(ids), **known)
         assert config.place is not None
-        account, seed = self.accounts[order.group], config.place.seed
-        at, index = under_way.row_at_work(cells, len(account.env_ids))
+        counts, seed = self.counters[request.group], config.place.seed
+        at, index = under_way.row_at_work(cells, len(counts.env_ids))
         row = at if at >= 0 else None
-        if index is None or not account.info.replays_alone:
-            return failures.Where(env_ids=tuple(account.env_ids.tolist()), row=row, seed=seed, **known)
-        env_id = int(account.env_ids[index])
+        if index is None or not counts.info.replays_alone:
+            return failures.Where(env_ids=tuple(counts.env_ids.tolist()), row=row, seed=seed, **known)
+        env_id = int(counts.env_ids[index])
         seed = None if seed is None else seed + env_id * (not config.place.static)
         return failures.Where(env_ids=(env_id,), env_index=index, row=row, seed=seed, **known)
 
     def told(self, handle: WorkerProxy, request: Request) -> None:
         """A worker has done what was asked of it."""
-        if self.accounts:
+        if self.counters:
             request.noted(self._notes, handle.groups)
 
     def restarted(self, handle: WorkerProxy) -> None:
@@ -348,7 +350,7 @@ class Supervisor(Watcher):
         self._notes.restarted(handle.groups, place.seed, place.static, config.generation)
 
     def _lose(self, handle: WorkerProxy, error: Exception, reason: str, at_work: AtWork | None = None) -> None:
-        """End a worker, and do with its orders what is to be done.
+        """End a worker, and do with its requests what is to be done.
 
         Args:
             at_work: what it was at, if there is to be a file that replays the error.
@@ -359,9 +361,9 @@ class Supervisor(Watcher):
             _add_crash_report(error, crash_report)
         try:
             handle.end()
-        finally:  # also after Ctrl-C, or its orders were nobody's
-            for number in handle.groups if self.accounts else ():
-                self.accounts[number].give_up(reason)
+        finally:  # also after Ctrl-C, or its requests were nobody's
+            for number in handle.groups if self.counters else ():
+                self.counters[number].give_up(reason)
             self._pass_on(handle, error)
         if self.config.on_failure == "restart" and crash_report is not None:
             self._revive(handle)  # others wait for its successor, and nobody for the file
@@ -370,32 +372,32 @@ class Supervisor(Watcher):
     def ends(self, handle: WorkerProxy) -> None:
         """A worker is to do nothing more: halt it, and enter its steps: no more can be made."""
         _halt(handle)
-        if not self.accounts:
+        if not self.counters:
             return  # it was never part of the worker pool
         self._take_note_of_reports(handle, ending=True)
-        under_way, cells = handle.under_way, handle.process.ledger.cells
-        for report in [*under_way.reports, *under_way.unfinished]:  # in this order: only the last is of a partial lane
-            self.accounts[report.group].add(report)
+        under_way, cells = handle.under_way, handle.process.status_page.cells
+        for result in [*under_way.results, *under_way.unfinished]:  # in this order: only the last is of a partial lane
+            self.counters[result.group].add(result)
         under_way.unfinished.clear()
         at_work = under_way.at_work(cells)
         if at_work is not None and at_work.number not in under_way.entered:
-            self.accounts[at_work.group].cut_short(under_way.steps_seen(cells))
+            self.counters[at_work.group].cut_short(under_way.steps_seen(cells))
 
     def _pass_on(self, handle: WorkerProxy, error: Exception) -> None:
-        """Its orders, to a successor, to others or back."""
-        if self.accounts:
+        """Its requests, to a successor, to others or back."""
+        if self.counters:
             self._prepare_successor(handle)
         super()._pass_on(handle, error)
 
     def _prepare_successor(self, handle: WorkerProxy) -> None:
         """Its environments begin episodes of new numbers."""
-        episodes = {number: self.accounts[number].next_episodes() for number in handle.groups}
+        episodes = {number: self.counters[number].next_episodes() for number in handle.groups}
         if handle.config.place is not None:
             handle.config = replace(handle.config, place=replace(handle.config.place, episodes=episodes))
 
 
 def _halt(handle: WorkerProxy, *, deaf: bool = False) -> None:
-    """Let a worker do nothing more, and take in what it has said until then: what its ledger says is final.
+    """Let a worker do nothing more, and take in what it has said until then: what its status page says is final.
 
     Args:
         deaf: see ``WorkerProxy.kill``.

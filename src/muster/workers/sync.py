@@ -8,7 +8,7 @@ from typing import cast
 
 from muster.memory.slots import Layout, Slot, SlotState
 from muster.utils.interrupts import postponed
-from muster.workers.messages import Order, Report
+from muster.workers.messages import RolloutRequest, RolloutResult
 from muster.workers.pool import WorkerPool, give_warnings
 from muster.workers.requests import Reset
 from muster.workers.schedule import Bundle, CollectRequest, FilledSlot, Schedule
@@ -42,84 +42,84 @@ class Sync(Schedule):
         # Of every group: index of its bundle, lane in the bundle's slots, number.
         lanes = [(i, *place) for i, bundle in enumerate(bundles) for place in enumerate(bundle.groups)]
         self._places: list[tuple[int, int, int]] = lanes
-        self._complete: dict[int, Report] = {}  # by group
-        self._begun: dict[int, int] = {}  # numbers of the orders for these slots, by group
+        self._complete: dict[int, RolloutResult] = {}  # by group
+        self._begun: dict[int, int] = {}  # numbers of the requests for these slots, by group
 
-    def collect(self, request: CollectRequest, into: Slot | None = None) -> FilledSlot:
+    def collect(self, wanted: CollectRequest, into: Slot | None = None) -> FilledSlot:
         """T steps of every group; see ``Schedule``."""
         local = self.pool.local
         if local is None:
             self.pool.check_alive()
-        policy = request.policy(0)
-        if self._resize(request.rows):
+        policy = wanted.policy(0)
+        if self._resize(wanted.rows):
             self.abandon("resized")
-        self._prepare(policy, request.version)
+        self._prepare(policy, wanted.version)
         if not self._filling:
             again = into is not None and into.layout == self.bundles[0].ring.layout
             self._filling = [cast(Slot, into).begin()] if again else [b.ring.take() for b in self.bundles]
         if local is not None:
-            limit = self._limit(request.limit, self._batch_groups())
+            limit = self._limit(wanted.limit, self._batch_groups())
             for index, lane, group in self._places:
                 if group not in self._complete:
-                    order = self._order(group, lane, request, policy, limit)
-                    report = local.run(order, self._filling[index].lanes[lane])
-                    self.pool.enter(report)
-                    if report.error is not None:
-                        _raise_error_of(report)
-                    self._complete[group] = report
+                    request = self._request(group, lane, wanted, policy, limit)
+                    result = local.run(request, self._filling[index].lanes[lane])
+                    self.pool.enter(result)
+                    if result.error is not None:
+                        _raise_error_of(result)
+                    self._complete[group] = result
         else:
             before = None if self._streams is None else self._streams.before()
-            self._work(request, policy)
+            self._work(wanted, policy)
             if self._streams is not None and before is not None:
                 self._streams.check(before)
             self.pool.check_alive()
         give_warnings(self.pool)
         return self._filled()
 
-    def _order(self, group: int, lane: int, request: CollectRequest, policy: str, limit: int | None) -> Order:
+    def _request(self, group: int, lane: int, wanted: CollectRequest, policy: str, limit: int | None) -> RolloutRequest:
         """What a group has to do, or to go on with, for its lane."""
         if group not in self._begun:
             self._begun[group] = next(self.pool.numbers)
-        rule = None if request.rule is None else request.rule(group)
-        return Order(
+        rule = None if wanted.rule is None else wanted.rule(group)
+        return RolloutRequest(
             self._begun[group],
             group,
             lane,
             policy,
-            request.version,
-            request.closes,
+            wanted.version,
+            wanted.closes,
             limit,
-            spans=request.spans,
+            spans=wanted.spans,
             rule=rule,
-            bootstrap=request.bootstrap,
+            bootstrap=wanted.bootstrap,
         )
 
-    def _work(self, request: CollectRequest, policy: str) -> None:
+    def _work(self, wanted: CollectRequest, policy: str) -> None:
         """Let every group fill its lane, and wait for all of them; raises the first error."""
-        limit = self._limit(request.limit, self._batch_groups())
+        limit = self._limit(wanted.limit, self._batch_groups())
         with self.pool.hold():
             for index, lane, group in self._places:
                 if group in self._complete or self._is_under_way(group):
                     continue
-                order = self._order(group, lane, request, policy, limit)
-                if self.pool.accounts[group].dropped:
-                    self._complete[group] = Report(order.number, group, dropped=True)
+                request = self._request(group, lane, wanted, policy, limit)
+                if self.pool.counters[group].dropped:
+                    self._complete[group] = RolloutResult(request.number, group, dropped=True)
                 else:
-                    order.sharing = self._sharing(group)
-                    self.pool.handle(group).submit(order, self._filling[index])
+                    request.sharing = self._sharing(group)
+                    self.pool.handle(group).submit(request, self._filling[index])
         if self.ahead is not None:
             for bundle, slot in zip(self.bundles, self._filling, strict=True):
                 self.ahead.prepare(bundle.ring, slot)
-        failed: Report | None = None
+        failed: RolloutResult | None = None
         try:
             while self.pool.outstanding:
-                report = self.pool.next_report()
-                if report.error is None and not report.lost:
-                    self._complete[report.group] = report
+                result = self.pool.next_result()
+                if result.error is None and not result.lost:
+                    self._complete[result.group] = result
                     if len(self._complete) >= self._enough:
                         self.pool.stop()
-                elif report.error is not None and failed is None:
-                    failed = report
+                elif result.error is not None and failed is None:
+                    failed = result
         finally:
             if self.pool.server is not None:
                 self.pool.server.settle()
@@ -132,7 +132,7 @@ class Sync(Schedule):
         if not self._filling:
             return
         self._discard(reason)
-        self.pool.call(Reset({n: range(a.info.num_envs) for n, a in enumerate(self.pool.accounts)}))
+        self.pool.call(Reset({n: range(a.info.num_envs) for n, a in enumerate(self.pool.counters)}))
 
     def layout(self, policy: str, version: int | str | None = None) -> Layout:
         self._prepare(policy, version)
@@ -142,7 +142,7 @@ class Sync(Schedule):
         """Slots for what the policy and the environments write."""
         if (local := self.pool.local) is not None and local.prepared(policy) and self._is_laid_out():
             return
-        accounts = self.pool.accounts
+        counters = self.pool.counters
         living = [handle for handle in self.pool.handles if not self.pool.is_dropped(handle)]
         if self._is_laid_out() and all(handle.prepared(policy) for handle in living):
             return
@@ -152,8 +152,8 @@ class Sync(Schedule):
             layouts |= self._lay_out(handle, policy, version)
         self.pool.check_alive()
         like = next(iter(layouts.values()))
-        for number, account in enumerate(accounts):  # nobody can be asked about those that were dropped
-            info = account.info
+        for number, counts in enumerate(counters):  # nobody can be asked about those that were dropped
+            info = counts.info
             layouts.setdefault(number, replace(like, B=info.num_envs, batch_shape=info.batch_shape))
         for bundle in self.bundles:
             bundle.lay_out([layouts[number] for number in bundle.groups], self._names(bundle))
@@ -172,26 +172,26 @@ class Sync(Schedule):
         self._filling, self._complete, self._begun = [], {}, {}
 
     def _is_under_way(self, group: int) -> bool:
-        """Its order was not withdrawn when the last call was interrupted (Ctrl-C)."""
+        """Its request was not withdrawn when the last call was interrupted (Ctrl-C)."""
         return self._begun.get(group) in self.pool.handle(group).outstanding
 
     def _sharing(self, group: int) -> tuple[int, int] | None:
         """Where a group stands among those that are left; None: nobody was dropped."""
-        sizes = [0 if account.dropped else account.info.num_envs for account in self.pool.accounts]
+        sizes = [0 if counts.dropped else counts.info.num_envs for counts in self.pool.counters]
         return (sum(sizes[:group]), sum(sizes)) if 0 in sizes else None
 
     def _filled(self) -> FilledSlot:
-        reports = []
+        results = []
         for index, lane, group in self._places:
-            reports.append(self._complete[group])
-            self._finish(self._filling[index], lane, reports[-1])
+            results.append(self._complete[group])
+            self._finish(self._filling[index], lane, results[-1])
         slots = [(bundle.ring, slot) for bundle, slot in zip(self.bundles, self._filling, strict=True)]
         self._filling, self._complete, self._begun = [], {}, {}
-        return FilledSlot(slots, reports)
+        return FilledSlot(slots, results)
 
 
-def _raise_error_of(report: Report) -> None:
-    error, report.error = report.error, None
+def _raise_error_of(result: RolloutResult) -> None:
+    error, result.error = result.error, None
     try:
         raise error
     finally:

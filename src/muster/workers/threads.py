@@ -142,8 +142,8 @@ class ThreadEnd:
         self._parent.wake()
 
 
-class LocalLedger:
-    """What ``Ledger`` is for a process."""
+class LocalStatusPage:
+    """What ``StatusPage`` is for a process."""
 
     fd = -1
 
@@ -152,7 +152,7 @@ class LocalLedger:
         self.thread: ThreadChild | None = None
 
     def stop(self, number: int) -> None:
-        """See ``Ledger.stop``."""
+        """See ``StatusPage.stop``."""
         self.cells[STOP] = number
 
     def stack(self, within_s: float = 0.0) -> str:
@@ -167,11 +167,11 @@ class LocalLedger:
 class ThreadChild:
     """A thread in the place of a process. It cannot be killed: it is left alone, and what it writes goes nowhere."""
 
-    def __init__(self, name: str, end: ThreadEnd, ledger: LocalLedger) -> None:
-        self._end, self._ledger, self.pid = end, ledger, os.getpid()
+    def __init__(self, name: str, end: ThreadEnd, status_page: LocalStatusPage) -> None:
+        self._end, self._status_page, self.pid = end, status_page, os.getpid()
         self._main: Any = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        ledger.thread = self
+        status_page.thread = self
         self._thread.start()
 
     @property
@@ -189,11 +189,11 @@ class ThreadChild:
 
     def send_signal(self, number: int) -> None:
         """Of all signals a thread knows that it should stop."""
-        self._ledger.cells[STOP] = ALL_ORDERS
+        self._status_page.cells[STOP] = ALL_ORDERS
 
     def kill(self) -> None:
         """Let it write into memory of its own, if it is still at work, and give its turn with the policy to others."""
-        self._ledger.cells[STOP] = ALL_ORDERS
+        self._status_page.cells[STOP] = ALL_ORDERS
         if self._thread.is_alive() and (main := self._main) is not None:
             try:
                 main.arena.isolate()
@@ -216,7 +216,7 @@ class ThreadChild:
 
         try:
             config, (arena, *fds) = self._end.receive()
-            self._main = WorkerMain(self._end, config, Progress(self._ledger.cells), Arena.attach(arena), fds)
+            self._main = WorkerMain(self._end, config, Progress(self._status_page.cells), Arena.attach(arena), fds)
             self._main.serve()
             self._main.arena.close()
         except EOFError:  # nobody wants anything of it any more
@@ -228,9 +228,9 @@ class ThreadChild:
 def in_thread(wake_up: WakeUp) -> Callable[[str, bool], tuple[Child, Any, Any]]:
     """Launches workers as threads, who ring when they have something to say."""
 
-    def start(name: str, preload: bool) -> tuple[Child, LocalChannel, LocalLedger]:
-        channel, ledger = LocalChannel(wake_up), LocalLedger()
-        return ThreadChild(name, channel.other, ledger), channel, ledger
+    def start(name: str, preload: bool) -> tuple[Child, LocalChannel, LocalStatusPage]:
+        channel, status_page = LocalChannel(wake_up), LocalStatusPage()
+        return ThreadChild(name, channel.other, status_page), channel, status_page
 
     return start
 

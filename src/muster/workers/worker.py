@@ -28,7 +28,7 @@ from muster.workers import group_state
 from muster.workers.build import seeds_of
 from muster.workers.config import Columns
 from muster.workers.lines import ServedPolicy
-from muster.workers.messages import GroupInfo, Order, Report
+from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult
 
 if TYPE_CHECKING:
     import torch
@@ -49,9 +49,9 @@ class Worker:
         generation: how often it was started before.
 
     Attributes:
-        laid_out: the layouts of its groups, which orders are about; another dict when lanes have to be made anew.
+        laid_out: the layouts of its groups, which requests are about; another dict when lanes have to be made anew.
         acting: the policy that acted last, or has been called for its columns since.
-        newest: takes over the newest weights, and returns their version; None: they are always in place, and orders
+        newest: takes over the newest weights, and returns their version; None: they are always in place, and requests
             say which they are.
     """
 
@@ -157,57 +157,59 @@ class Worker:
                 self._known = policy, self.groups[0].probe(policy).objects
         random.learn(policy.columns(), self._known[1])
 
-    def run(self, order: Order, lane: Lane) -> Report:
-        """Follow an order; what it raises is in the report."""
-        group = self.groups[order.group - self.groups[0].number]
-        policy, cells = self.policies[order.policy], self.progress.cells
+    def run(self, request: RolloutRequest, lane: Lane) -> RolloutResult:
+        """Follow a request; what it raises is in the result."""
+        group = self.groups[request.group - self.groups[0].number]
+        policy, cells = self.policies[request.policy], self.progress.cells
         group.executed, group.timing = 0, Timing()
         group.discarded.clear()
-        group.closes_batch, group.frame_limit = order.closes, order.limit
-        if order.sharing is not None:
-            first, sharing = order.sharing
+        group.closes_batch, group.frame_limit = request.closes, request.limit
+        if request.sharing is not None:
+            first, sharing = request.sharing
             group.places = np.arange(first, first + group.B), sharing
-        group.spans = spans = _Spans() if order.spans else None
+        group.spans = spans = _Spans() if request.spans else None
         if lane.done_steps == 0:  # else it goes on with the one that it has
-            group.rule = order.rule
-        self.progress.take_up(order.number)
-        report = Report(order.number, group.number, timing=group.timing)
+            group.rule = request.rule
+        self.progress.take_up(request.number)
+        result = RolloutResult(request.number, group.number, timing=group.timing)
         try:
             if self.newest is not None:
                 self.progress.begin(Phase.WEIGHTS)
                 group.version = self.newest()
-            elif order.version is not None:
-                group.version = order.version
-            if order.bootstrap is None and not self._grad:
+            elif request.version is not None:
+                group.version = request.version
+            if request.bootstrap is None and not self._grad:
                 rollout(group, policy, lane)
             else:
-                self._run_specially(group, policy, lane, order, report)
+                self._run_specially(group, policy, lane, request, result)
         except BaseException as error:  # noqa: BLE001 (raised where the batch is waited for)
-            report.error, report.phase = error, phase_ended_by(error, self.progress)
+            result.error, result.phase = error, phase_ended_by(error, self.progress)
         else:
-            report.frames, report.rows, report.episodes = group.delivered, group.rows, group.episodes
+            result.frames, result.rows, result.episodes = group.delivered, group.rows, group.episodes
             if self._profiler is not None:
                 self._profiler.step()
         cells[PHASE] = Phase.IDLE
-        report.executed = group.executed
+        result.executed = group.executed
         if group.discarded:
-            report.discarded = +group.discarded
-        report.done_steps, report.version, report.finals = lane.done_steps, group.version, group.finals
-        report.path = policy.path
+            result.discarded = +group.discarded
+        result.done_steps, result.version, result.finals = lane.done_steps, group.version, group.finals
+        result.path = policy.path
         if group.env.casts is not None:
-            report.warnings = group.env.casts.take_warnings()
+            result.warnings = group.env.casts.take_warnings()
         if spans is not None:
-            report.spans = spans.kept
-        return report
+            result.spans = spans.kept
+        return result
 
-    def _run_specially(self, group: Group, policy: Policy, lane: Lane, order: Order, report: Report) -> None:
+    def _run_specially(
+        self, group: Group, policy: Policy, lane: Lane, request: RolloutRequest, result: RolloutResult
+    ) -> None:
         """A rollout with gradients, or after which values are asked for."""
         with self._gradients(policy):
-            if order.bootstrap is None:
+            if request.bootstrap is None:
                 rollout(group, policy, lane)
             else:
                 asked = None if isinstance(policy, ServedPolicy) else policy
-                report.values = rollout_and_values(group, policy, lane, order.bootstrap, asked)
+                result.values = rollout_and_values(group, policy, lane, request.bootstrap, asked)
 
     def group(self, number: int) -> Group:
         return self.groups[number - self.groups[0].number]

@@ -16,11 +16,11 @@ from muster.memory.shared import Arena
 from muster.rollout.progress import CELLS, STOP
 
 
-class Ledger:
+class StatusPage:
     """The counters and stacks of one worker.
 
     Attributes:
-        cells: 64 integers (int64), stored and loaded as a whole; they outlive the ledger.
+        cells: 64 integers (int64), stored and loaded as a whole; they outlive the status page.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -29,18 +29,18 @@ class Ledger:
         self.cells = memoryview(arena.view(0, CELLS * 8)).cast("q")  # type: ignore[arg-type]
 
     @classmethod
-    def create(cls) -> Ledger:
+    def create(cls) -> StatusPage:
         """The parent's side; costs one descriptor."""
         import fcntl
 
-        arena = Arena.create("muster-ledger")
+        arena = Arena.create("muster-status-page")
         arena.allocate(mmap.PAGESIZE)
         # Stacks follow the page, whoever writes.
         fcntl.fcntl(arena.fd, fcntl.F_SETFL, os.O_APPEND | fcntl.fcntl(arena.fd, fcntl.F_GETFL))
         return cls(arena)
 
     @classmethod
-    def attach(cls, fd: int) -> Ledger:
+    def attach(cls, fd: int) -> StatusPage:
         """The worker's side; ``fd`` came from the parent and is owned by this object."""
         return cls(Arena.attach(fd))
 
@@ -60,7 +60,7 @@ class Ledger:
         self._arena.isolate()
 
     def stop(self, number: int) -> None:
-        """In the parent: orders up to this number end after their current step."""
+        """In the parent: requests up to this number end after their current step."""
         self.cells[STOP] = number
 
     def stack(self, within_s: float = 0.0) -> str:
