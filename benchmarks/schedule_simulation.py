@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from benchmarks.nets import PlainPolicy
 from benchmarks.simulated_nodes import ONE_WAY_S, Pairs, Recording, RecordingLink, SocketLink, play
 from benchmarks.workers_family import family
 from benchmarks.workloads import WORKLOADS, Workload
+from muster.collectors.cluster_options import ClusterOptions
 from muster.collectors.clusters import ClusterCollector
 
 NODES = (8, 64, 128, 256)
@@ -69,15 +71,27 @@ def record(workload: Workload) -> Recording:
 def collector(workload: Workload, links: list[Any], *, sync: bool) -> Any:
     """A collector whose nodes are at the other ends of these links."""
     return ClusterCollector(
-        [workload.make] * len(links),
-        PlainPolicy(workload.make()).eval(),
-        lambda count, deadline_s: Pairs(links),
-        num_envs=workload.B,
-        frames_per_batch=workload.frames,
-        collector_class="single",
-        sync=sync,
-        seed=0,
+        PairsOptions(
+            [workload.make] * len(links),
+            PlainPolicy(workload.make()).eval(),
+            links=links,
+            num_envs=workload.B,
+            frames_per_batch=workload.frames,
+            collector_class="single",
+            sync=sync,
+            seed=0,
+        )
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairsOptions(ClusterOptions):
+    """With links that are there already."""
+
+    links: Any = None
+
+    def carrier(self, nodes: int, workers: int, deadline_s: float) -> Any:
+        return Pairs(self.links)
 
 
 # --- measuring -------------------------------------------------------------------------------------------

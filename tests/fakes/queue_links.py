@@ -6,6 +6,7 @@ import pickle
 import queue
 import threading
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from muster.cluster import node_main
 from muster.cluster.link import Block, LinkLost, Received
 from muster.cluster.messages import BEAT_S, Beat
 from muster.cluster.node_main import NodeMain
+from muster.collectors.cluster_options import ClusterOptions
 from muster.collectors.clusters import ClusterCollector
 from muster.collectors.replay_buffer import ReplaySink
 from muster.memory.specs import Array
@@ -128,13 +130,24 @@ def served(link: QueueLink, node: int, ended: list[Any]) -> threading.Thread:
     return thread
 
 
+@dataclass(frozen=True, kw_only=True)
+class QueueOptions(ClusterOptions):
+    """With a carrier that the test has made."""
+
+    sync: bool = True
+    made: Any = None
+
+    def carrier(self, nodes: int, workers: int, deadline_s: float) -> Any:
+        return self.made
+
+
 class QueueCollector(ClusterCollector):
     """With nodes in threads of this process."""
 
     writes = False
 
-    def __init__(self, create_env_fn: Any, policy: Any = None, *, carrier: QueueCarrier, **options: Any) -> None:
-        super().__init__(create_env_fn, policy, lambda count, deadline_s: carrier, **{"sync": True, **options})
+    def __init__(self, create_env_fn: Any, policy: Any = None, *, carrier: Any, **options: Any) -> None:
+        super().__init__(QueueOptions(create_env_fn, policy, made=carrier, **options))
 
     def _buffer_of_nodes(self) -> Any:
         return ReplaySink(self.options.replay_buffer) if self.writes else None

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Any, get_type_hints
+import re
+from typing import Any
 
 import pytest
 import torch
 
 import muster
-from muster import Collector, CollectorOptions
-from muster.collectors.options import CollectorKeywords
+from muster import (
+    AsyncCollector,
+    Collector,
+    CollectorOptions,
+    DistributedCollector,
+    Evaluator,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+    RayCollector,
+    RPCCollector,
+)
 from muster.errors import BadOption, UnknownOption
 from muster.testing import CountingEnv
 
 
 def options(**given: Any) -> CollectorOptions:
-    return CollectorOptions.parse({"frames_per_batch": 8, **given})
+    return CollectorOptions(None, **{"frames_per_batch": 8, **given})
 
 
 INTEGERS = {
-    "frames_per_batch": [0, -5, 1.5, "8", None, True],
+    "frames_per_batch": [0, -5, 1.5, "8", True],
     "total_frames": [0, -2, 8.0, "8", None, True],
     "num_envs": [0, -1, 2.0, "2", True],
     "num_threads": [0, -1, 1.0, "1", True],
@@ -118,19 +128,19 @@ def test_unknown_options_name_the_nearest(wrong, right):
 
 
 def test_an_option_like_no_other_gets_the_whole_list():
-    with pytest.raises(UnknownOption, match="known options are frames_per_batch, total_frames"):
-        options(zzz=1)
+    with pytest.raises(UnknownOption, match="known options are create_env_fn, policy, frames_per_batch"):
+        Collector(CountingEnv, zzz=1)
 
 
 def test_what_is_resolved_inside_is_no_option():
     with pytest.raises(UnknownOption, match="'devices'"):
-        options(devices={})
+        Collector(CountingEnv, devices={})
 
 
 def test_without_frames_per_batch_there_is_no_iterating():
     with Collector(lambda: CountingEnv(3)) as collector:
         for use in (lambda: iter(collector), collector.next, collector.rollout):
-            with pytest.raises(BadOption, match="nobody has said how much a batch is"):
+            with pytest.raises(BadOption, match="frames_per_batch is not set"):
                 use()
         assert collector.collect(n_step=2).n_collected_steps == 2
     with pytest.raises(BadOption, match="total_frames ends an iteration"):
@@ -139,18 +149,37 @@ def test_without_frames_per_batch_there_is_no_iterating():
         Collector(lambda: CountingEnv(3), frames_per_batch=0)
 
 
-def test_keywords_and_options_have_the_same_fields_and_types():
-    fields = [f.name for f in dataclasses.fields(CollectorOptions) if f.init]
-    assert list(CollectorKeywords.__annotations__) == fields
-    hints = get_type_hints(CollectorOptions)
-    assert {name: hints[name] for name in fields} == get_type_hints(CollectorKeywords)
+SIGNED = [
+    *(Collector, MultiSyncCollector, MultiAsyncCollector, AsyncCollector),
+    *(DistributedCollector, RPCCollector, RayCollector),
+]
 
 
-def test_every_option_is_documented():
-    documented = inspect.getdoc(CollectorOptions)
-    assert documented is not None
-    for name in CollectorKeywords.__annotations__:
-        assert f"{name}: " in documented or f"{name}, " in documented, name
+@pytest.mark.parametrize("cls", SIGNED)
+def test_the_signature_of_a_collector_shows_every_option_with_type_default_and_meaning(cls):
+    meanings = {
+        name for line in re.findall(r"^    (\w[\w, ]*):", cls.__init__.__doc__, re.M) for name in line.split(", ")
+    }
+    parameters = inspect.signature(cls).parameters
+    assert list(parameters)[:3] == ["create_env_fn", "policy", "frames_per_batch"]
+    assert {p.kind for p in list(parameters.values())[2:]} == {inspect.Parameter.KEYWORD_ONLY}
+    assert meanings == set(parameters)
+    assert all(p.annotation is not p.empty and not isinstance(p.annotation, str) for p in parameters.values())
+    assert [p.name for p in parameters.values() if p.default is p.empty] == ["create_env_fn"]
+    assert "timeouts" not in parameters or parameters["timeouts"].default == {}
+
+
+def test_a_constructor_says_what_is_missing():
+    with pytest.raises(TypeError, match="missing a required argument: 'create_env_fn'"):
+        Collector(frames_per_batch=3)
+
+
+def test_signatures_of_those_who_pass_options_on():
+    shown = inspect.signature(Evaluator).parameters
+    assert {"episodes", "max_frames_per_traj", "inference", "timeouts"} <= set(shown)
+    assert not {"replay_buffer", "total_frames", "options"} & set(shown)
+    with pytest.raises(UnknownOption, match="'replay_bufer'; did you mean 'replay_buffer'"):
+        muster.tune(CountingEnv, None, replay_bufer=[])
 
 
 def test_options_cannot_be_changed_afterwards():

@@ -814,7 +814,7 @@ def test_options_that_evaluations_have_no_use_for_are_refused() -> None:
     with pytest.raises(UnknownOption, match="did you mean 'max_frames_per_traj'"):
         Evaluator(counting(3), max_frames_per_trajectory=3)
     for name in ("frames_per_batch", "backend", "replay_buffer", "policy_factory"):
-        with pytest.raises(UnknownOption, match=f"no option '{name}'"):
+        with pytest.raises(UnknownOption, match=f"unknown option '{name}'"):
             Evaluator(counting(3), **{name: 8})
     with pytest.raises(BadOption, match="lives in this process"):
         Evaluator(CountingEnv(3), num_workers=1)

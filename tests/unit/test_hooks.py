@@ -615,7 +615,7 @@ def test_episodes_are_shown_without_the_columns_that_only_the_hook_needs():
     hook.show(hook.watch(batch, hidden=[DONE]))
     assert seen == [(2, False)]
     assert DONE in batch.keys(True)
-    assert Pipeline(CollectorOptions.parse({"on_episode_done": print}), 1).needs_flags
+    assert Pipeline(CollectorOptions(None, on_episode_done=print), 1).needs_flags
 
 
 def test_a_batch_that_was_shown_to_its_end_and_comes_again_is_shown_again():

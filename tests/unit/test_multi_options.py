@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from functools import partial
 from typing import Any
@@ -14,7 +13,6 @@ from torch import nn
 
 import muster
 from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiOptions, MultiSyncCollector
-from muster.collectors.multi_options import MultiKeywords
 from muster.collectors.workers import count_workers
 from muster.errors import BadOption, MusterError, UnknownOption
 from muster.testing import CountingEnv
@@ -24,14 +22,10 @@ BOTH = [MultiSyncCollector, MultiAsyncCollector]
 
 
 def options(**keywords: Any) -> MultiOptions:
-    return MultiOptions.parse({"frames_per_batch": 4, **keywords})
+    return MultiOptions(None, **{"frames_per_batch": 4, **keywords})
 
 
 # --- values ----------------------------------------------------------------------------------------
-
-
-def test_signatures_and_options_have_the_same_names():
-    assert {f.name for f in dataclasses.fields(MultiOptions) if f.init} == MultiKeywords.__optional_keys__
 
 
 def test_defaults_are_those_of_the_seed():

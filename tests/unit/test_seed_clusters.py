@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import socket
 import subprocess
@@ -18,8 +17,6 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from muster import Collector, DistributedCollector, MultiAsyncCollector, MultiSyncCollector, RayCollector, RPCCollector
-from muster.collectors.cluster_options import ClusterKeywords, ClusterOptions
-from muster.collectors.multi_options import MultiOptions
 from muster.errors import BadOption
 from muster.weights import DistributedWeightSyncScheme, RayWeightSyncScheme, RPCWeightSyncScheme
 from tests.fakes.ray_cluster import needs_ray, ray_cluster
@@ -98,9 +95,7 @@ PRINTED = {
 
 def defaults(cls: type) -> dict[str, Any]:
     """Of all its keywords."""
-    own = {name: p.default for name, p in inspect.signature(cls).parameters.items()}
-    every = {f.name: f.default for f in (*dataclasses.fields(MultiOptions), *dataclasses.fields(ClusterOptions))}
-    return {name: every[name] for name in ClusterKeywords.__annotations__} | own
+    return {name: p.default for name, p in inspect.signature(cls).parameters.items()}
 
 
 @pytest.mark.parametrize("cls", PRINTED)

@@ -90,7 +90,7 @@ def test_vector_environments_are_not_cut() -> None:
 
 
 def options(**keywords: Any) -> MultiOptions:
-    return MultiOptions.parse({"frames_per_batch": 2048, "num_workers": "auto", **keywords})
+    return MultiOptions(None, **{"frames_per_batch": 2048, "num_workers": "auto", **keywords})
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_other_words_than_auto_are_refused() -> None:
 
 def measured(factory: Any = "CartPole-v1", policy: Any = None, seconds: float = 0.1, **keywords: Any) -> Load:
     wanted = {"frames_per_batch": 64, "num_envs": 1, **keywords}
-    return measure(factory, policy, CollectorOptions.parse(wanted), seconds)
+    return measure(factory, policy, CollectorOptions(factory, **wanted), seconds)
 
 
 def test_waiting_is_told_from_computing() -> None:
@@ -257,9 +257,8 @@ def test_keywords_of_the_first_entry_are_used() -> None:
         lengths.append(length)
         return CountingEnv(length)
 
-    measure([make, make], None, CollectorOptions.parse(
-        {"frames_per_batch": 64, "num_envs": 1, "create_env_kwargs": [{"length": 3}, {"length": 4}]}
-    ), 0.05)  # fmt: skip
+    kwargs = [{"length": 3}, {"length": 4}]
+    measure([make, make], None, CollectorOptions(None, frames_per_batch=64, num_envs=1, create_env_kwargs=kwargs), 0.05)
     assert lengths == [3]
 
 

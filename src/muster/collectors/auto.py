@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from muster.collectors.multi_options import MultiOptions
+from muster.collectors.multi_options import PoolOptions
 from muster.collectors.options import CollectorOptions
 from muster.collectors.setup import factories_of, keywords_of, worker_options
 from muster.memory.slots import Layout, Slot
@@ -52,7 +52,7 @@ class Load:
         return self.cpu_share < WAITING
 
 
-def auto_workers(create_env_fn: Any, policy: Any, options: MultiOptions, *, alone: bool) -> int:
+def auto_workers(create_env_fn: Any, policy: Any, options: PoolOptions, *, alone: bool) -> int:
     """The number of workers that keeps the cores of this machine busy.
 
     Makes the environments of one group in this process (one environment where ``num_envs`` is given), runs rollouts for
@@ -69,7 +69,7 @@ def auto_workers(create_env_fn: Any, policy: Any, options: MultiOptions, *, alon
     return choose_workers(load, options, groups, usable_cores(), alone=alone)
 
 
-def choose_workers(load: Load, options: MultiOptions, groups: int | None, cores: float, *, alone: bool) -> int:
+def choose_workers(load: Load, options: PoolOptions, groups: int | None, cores: float, *, alone: bool) -> int:
     """The number of workers for a measured load.
 
     Args:
@@ -77,8 +77,8 @@ def choose_workers(load: Load, options: MultiOptions, groups: int | None, cores:
         cores: that this process may use.
     """
     B = load.env_batch if load.env_batch > 1 else options.num_envs or 1
-    most = groups or (MOST_WORKERS if alone else max(1, options.frames_per_batch // B))  # one step for each environment
-    return min(most, busy_workers(load, 1.0 if options.backend == "threads" else cores))
+    most = groups or (MOST_WORKERS if alone else max(1, options.frames // B))  # one step for each environment
+    return min(most, busy_workers(load, 1.0 if options.in_threads else cores))
 
 
 def busy_workers(load: Load, cores: float) -> int:

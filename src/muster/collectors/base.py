@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
     """What all collectors have in common; they differ in where environments run, and in what comes when.
 
-    Args:
-        create_env_fn, policy, options: see the collectors.
-
     Attributes:
         options: with all defaults filled in.
         policy: that acts in this process, or whose copies act elsewhere.
@@ -53,8 +50,8 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
     _weights: PolicyWeights
     _engine: Engine
 
-    def __init__(self, create_env_fn: Any, policy: Any, options: CollectorOptions) -> None:
-        if policy is not None and options.policy_factory is not None:
+    def __init__(self, options: CollectorOptions) -> None:
+        if options.policy is not None and options.policy_factory is not None:
             raise BadOption("policy_factory cannot be used with policy: give one of them")
         self.options = options
         self._closed = False
@@ -62,12 +59,12 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
         self._iterator: weakref.ref[Generator[Any, None, None]] | None = None
         self.profile_config: ProfileConfig | None = None
         with ExitStack() as made:  # closes what was made, if anything below fails
-            self._engine = self._connect(create_env_fn, policy, made)
+            self._engine = self._connect(made)
             self._set_up()
             self._made = made.pop_all()
 
     @abstractmethod
-    def _connect(self, create_env_fn: Any, policy: Any, made: ExitStack) -> Engine:
+    def _connect(self, made: ExitStack) -> Engine:
         """Make environments, ``policy`` and ``_weights``; ``made`` closes them if anything fails later."""
 
     # --- collecting -------------------------------------------------------------------------------
@@ -116,7 +113,7 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
         """
         if self.options.total_frames < 0:
             raise TypeError("an endless collector (total_frames=-1) has no length")
-        return math.ceil(self.options.total_frames / self.options.frames_per_batch)
+        return math.ceil(self.options.total_frames / self.options.frames)
 
     def reset(self, index: Sequence[int] | int | None = None, **kwargs: Any) -> None:
         """Begin new episodes with the next batch, in all environments or those of ``index`` (global numbers).
@@ -385,9 +382,7 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
 
     def _check_amount(self) -> None:
         if not self.options.frames_per_batch:
-            raise BadOption(
-                "nobody has said how much a batch is: make it with frames_per_batch=, or use collect(n_step=...)"
-            )
+            raise BadOption("frames_per_batch is not set: pass it to the constructor, or call collect(n_step=...)")
 
     def _is_forked(self) -> bool:
         """This is a fork of the process that has its workers, or its background thread."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
-from muster.collectors.multi_options import WorkersKeywords
+from muster.cluster.link import Carrier
+from muster.collectors.multi_options import PoolOptions
 from muster.collectors.setup import factories_of
+from muster.collectors.signatures import check_names
 from muster.errors import BadOption
 
 CLASSES = ("single", "sync", "async")
@@ -23,23 +27,13 @@ _OF_CLASS = {
 }
 
 
-class ClusterKeywords(WorkersKeywords, total=False):
-    """The keywords of ``ClusterOptions`` and ``MultiOptions``, for signatures."""
-
-    sync: bool
-    collector_class: Any
-    collector_kwargs: Any
-    num_workers_per_collector: Any
-    update_after_each_batch: bool
-    max_weight_update_interval: int
-    min_nodes: int | None
-
-
 @dataclass(frozen=True, kw_only=True)
-class ClusterOptions:
-    """How workers are spread over nodes, beside ``MultiOptions``.
+class ClusterOptions(PoolOptions, ABC):
+    """Checked options of collectors with nodes: how workers are spread over these.
 
     Attributes:
+        create_env_fn: one entry for each node.
+        frames_per_batch: see ``CollectorOptions``; counts per node.
         sync: every batch has the rollouts of all nodes, ``frames_per_batch`` times their number; else batches come
             from one node each, as they are ready.
         collector_class: "single", "sync" or "async", or the collector of that kind: whether a node has one worker,
@@ -63,6 +57,7 @@ class ClusterOptions:
     min_nodes: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         interval = self.max_weight_update_interval
         if isinstance(interval, bool) or not isinstance(interval, int) or interval < -1:
             raise BadOption(f"max_weight_update_interval={interval!r}: expected a number of batches, or -1 for never")
@@ -77,6 +72,15 @@ class ClusterOptions:
                 f"be there. Leave min_nodes out, or take sync=False."
             )
 
+    @property
+    def num_nodes(self) -> int | None:
+        """None: one for each entry of ``create_env_fn``."""
+        return None
+
+    @abstractmethod
+    def carrier(self, nodes: int, workers: int, deadline_s: float) -> Carrier:
+        """Connects so many nodes with at most so many workers each; links have this deadline (seconds)."""
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -88,14 +92,9 @@ class Cluster:
         workers: by node, their number.
     """
 
-    options: ClusterOptions
     factories: Sequence[Any]
     kinds: Sequence[str]
     workers: Sequence[int]
-
-    @property
-    def sync(self) -> bool:
-        return self.options.sync
 
     @cached_property
     def of_leaf(self) -> list[int]:
@@ -119,15 +118,13 @@ class Cluster:
         return found
 
 
-def cluster(create_env_fn: Any, num_nodes: int | None, keywords: dict[str, Any]) -> tuple[Cluster, dict[str, Any]]:
-    """The cluster that is asked for, and the keywords of its ``MultiOptions``.
+def over_nodes(options: ClusterOptions) -> tuple[Cluster, ClusterOptions]:
+    """The cluster that is asked for, and the options of all its workers together.
 
     Raises:
         BadOption: something is not as expected.
     """
-    names = {field.name for field in fields(ClusterOptions)}
-    options = ClusterOptions(**{name: keywords.pop(name) for name in names & keywords.keys()})
-    factories = _factories(create_env_fn, num_nodes)
+    factories = _factories(options.create_env_fn, options.num_nodes)
     kinds = [_kind(given) for given in spread("collector_class", options.collector_class, len(factories))]
     workers = spread("num_workers_per_collector", options.num_workers_per_collector, len(factories))
     for count, kind in zip(workers, kinds, strict=True):
@@ -140,16 +137,15 @@ def cluster(create_env_fn: Any, num_nodes: int | None, keywords: dict[str, Any])
             )
     if (options.min_nodes or 1) > len(factories):
         raise BadOption(f"min_nodes={options.min_nodes}, but there are {len(factories)} nodes: expected at most that")
-    keywords |= _node_keywords(options.collector_kwargs, len(factories))
-    if isinstance(given := keywords.get("create_env_kwargs"), (list, tuple)):
-        by_node = spread("create_env_kwargs", given, len(factories))
-        keywords["create_env_kwargs"] = [by_node[node] for node, count in enumerate(workers) for _ in range(count)]
-    for name in ("num_workers", "backend"):
-        if name in keywords:
-            raise BadOption(f"{name}: workers of this collector are on nodes; give num_workers_per_collector")
-    if options.sync and isinstance(frames := keywords.get("frames_per_batch"), int):
-        keywords["frames_per_batch"] = frames * len(factories)
-    return Cluster(options, factories, kinds, workers), keywords
+    made = Cluster(factories, kinds, workers)
+    options = replace(options, **_node_keywords(options.collector_kwargs, len(factories)))
+    kwargs, frames = options.create_env_kwargs, options.frames_per_batch
+    if isinstance(kwargs, (list, tuple)):
+        by_node = spread("create_env_kwargs", kwargs, len(factories))
+        kwargs = [by_node[node] for node in made.of_leaf]
+    if options.sync and frames is not None:
+        frames *= len(factories)
+    return made, replace(options, create_env_fn=made.create_env_fn, create_env_kwargs=kwargs, frames_per_batch=frames)
 
 
 def _factories(create_env_fn: Any, num_nodes: int | None) -> list[Any]:
@@ -171,6 +167,7 @@ def _node_keywords(collector_kwargs: Any, count: int) -> dict[str, Any]:
     """The options in ``collector_kwargs``: those of all workers, with ``create_env_kwargs`` as a list if it is one."""
     every = [dict(given or {}) for given in spread("collector_kwargs", collector_kwargs, count)]
     shared = dict(every[0])
+    check_names(signature(PoolOptions), shared)
     if isinstance(collector_kwargs, (list, tuple)) and any("create_env_kwargs" in given for given in every):
         shared["create_env_kwargs"] = [given.pop("create_env_kwargs", None) for given in every]
     for number, other in enumerate(every):

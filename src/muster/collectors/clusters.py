@@ -3,59 +3,57 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
-
-from typing_extensions import Unpack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from muster.cluster.link import Carrier
 from muster.cluster.nodes import Nodes
-from muster.collectors.cluster_options import ClusterKeywords, cluster
+from muster.collectors.base import BaseCollector
+from muster.collectors.cluster_options import ClusterOptions, over_nodes
 from muster.collectors.engine import Engine
 from muster.collectors.multi import MultiCollector
 from muster.collectors.replay_buffer import ReplaySink, WrittenElsewhere
+from muster.collectors.signatures import takes
 from muster.errors import BadOption
 from muster.utils.attributes import optional
 from muster.workers.config import timeout_of
+
+if TYPE_CHECKING:
+    from muster.cluster.launchers import Place
 
 
 class ClusterCollector(MultiCollector):
     """What collectors with nodes share: which worker is where, and when weights go to whom."""
 
-    def __init__(
-        self,
-        create_env_fn: Any,
-        policy: Any,
-        connect: Callable[[int, float], Carrier],
-        *,
-        num_nodes: int | None = None,
-        **options: Unpack[ClusterKeywords],
-    ) -> None:
-        """Args: ``connect`` makes the carrier for so many nodes, and links with such a deadline (seconds)."""
-        made, others = cluster(create_env_fn, num_nodes, dict(options))
-        self._cluster, self._carrier_for, self._alone = made, connect, not made.sync
-        self._since = [0] * len(made.factories)  # batches since its last weights, by node
-        self._longest = 0 if made.options.update_after_each_batch else made.options.max_weight_update_interval
-        super().__init__(made.create_env_fn, policy, **others)
+    options: ClusterOptions
+
+    def __init__(self, options: ClusterOptions) -> None:
+        self._cluster, options = over_nodes(options)
+        self._alone = not options.sync
+        self._since = [0] * len(self._cluster.factories)  # batches since its last weights, by node
+        self._longest = 0 if options.update_after_each_batch else options.max_weight_update_interval
+        BaseCollector.__init__(self, options)
 
     def _place(self, made: ExitStack) -> tuple[Nodes | None, Sequence[Sequence[int]] | None]:
         heartbeat, join_s = (timeout_of(self.options.timeouts, phase) for phase in ("heartbeat", "join"))
         if heartbeat is None:
             raise BadOption("timeouts['heartbeat'] is None: a node that is gone would be waited for for ever")
-        carrier = self._carrier_for(len(self._cluster.factories), heartbeat)
-        nodes = self._nodes = Nodes(carrier, self._cluster.of_leaf, join_s)
-        nodes.buffer, nodes.enough = self._buffer_of_nodes(), self._cluster.options.min_nodes
+        cluster = self._cluster
+        carrier = self.options.carrier(len(cluster.factories), max(cluster.workers), heartbeat)
+        nodes = self._nodes = Nodes(carrier, cluster.of_leaf, join_s)
+        nodes.buffer, nodes.enough = self._buffer_of_nodes(), self.options.min_nodes
         made.callback(nodes.close)
         weakref.finalize(self, nodes.close)
-        return nodes, self._cluster.bundles if self._alone else None
+        return nodes, cluster.bundles if self._alone else None
 
     def _buffer_of_nodes(self) -> ReplaySink | None:
         """Writes into the replay buffer, if nodes can reach it, and nothing here needs to see what goes into it."""
         return None
 
-    def _connect(self, create_env_fn: Any, policy: Any, made: ExitStack) -> Engine:
-        engine = super()._connect(create_env_fn, policy, made)
+    def _connect(self, made: ExitStack) -> Engine:
+        engine = super()._connect(made)
         if self._nodes.buffer is not None:
             engine.pipeline.sink = WrittenElsewhere()
         return engine
@@ -74,18 +72,11 @@ class ClusterCollector(MultiCollector):
             self.update_policy_weights_(worker_ids=due)
 
 
-class DistributedCollector(ClusterCollector):
-    """Workers on nodes, each with one TCP connection to this process, where TorchRL has groups of torch.distributed.
+@dataclass(frozen=True, kw_only=True)
+class DistributedOptions(ClusterOptions):
+    """Checked options of ``DistributedCollector``.
 
-    ::
-
-        with DistributedCollector(["CartPole-v1"] * 2, policy, num_envs=8, frames_per_batch=512, launcher="mp") as c:
-            for batch in c:  # of one node, whichever is ready
-                ...
-
-    Args:
-        create_env_fn: one entry for each node.
-        policy: see ``MultiSyncCollector``.
+    Attributes:
         backend: "gloo": data goes through the hosts' memory. Others of torch's ("nccl", "ucc", "mpi") are refused until
             they have run once.
         launcher: "mp": processes of this machine. "submitit": SLURM jobs. "submitit_delayed": jobs of
@@ -96,126 +87,129 @@ class DistributedCollector(ClusterCollector):
         bind: address at which this process listens; others than loopback need a token.
         token: the secret that nodes must know: bytes, or the path of a file with mode 0600. None: of the environment
             variables MUSTER_TOKEN_FILE or MUSTER_TOKEN, else a random one.
-        **options: see ``ClusterOptions`` and ``MultiOptions``; ``frames_per_batch`` counts per node.
+    """
+
+    backend: str = "gloo"
+    launcher: Any = "submitit"
+    slurm_kwargs: Mapping[str, Any] | None = None
+    tcp_port: int | None = None
+    bind: str = "127.0.0.1"
+    token: Any = None
+
+    def carrier(self, nodes: int, workers: int, deadline_s: float) -> Carrier:
+        from muster.cluster.torch_distributed import DistributedCarrier
+
+        return self._launched().carrier(nodes, workers, DistributedCarrier, deadline_s=deadline_s)
+
+    def _launched(self) -> Place:
+        from muster.cluster.launchers import Place, check_backend
+
+        check_backend(self.backend)
+        return Place(self.launcher, self.slurm_kwargs, self.bind, self.tcp_port, self.token)
+
+
+class DistributedCollector(ClusterCollector):
+    """Workers on nodes, each with one TCP connection to this process, where TorchRL has groups of torch.distributed.
+
+    ::
+
+        with DistributedCollector(["CartPole-v1"] * 2, policy, num_envs=8, frames_per_batch=512, launcher="mp") as c:
+            for batch in c:  # of one node, whichever is ready
+                ...
 
     Raises:
-        BadOption: see above.
+        BadOption: an option is wrong.
         WorkerDied: a node did not come, or was lost.
     """
 
-    def __init__(
-        self,
-        create_env_fn: Any,
-        policy: Any = None,
-        *,
-        backend: str = "gloo",
-        launcher: Any = "submitit",
-        slurm_kwargs: Mapping[str, Any] | None = None,
-        tcp_port: int | None = None,
-        bind: str = "127.0.0.1",
-        token: Any = None,
-        **options: Unpack[ClusterKeywords],
-    ) -> None:
-        def connect(count: int, deadline_s: float) -> Carrier:
-            from muster.cluster.launchers import Place, check_backend
-            from muster.cluster.torch_distributed import DistributedCarrier
+    @takes(DistributedOptions)
+    def __init__(self, options: DistributedOptions) -> None:
+        super().__init__(options)
 
-            check_backend(backend)
-            place = Place(launcher, slurm_kwargs, bind, tcp_port, token)
-            workers = max(self._cluster.workers)
-            return place.carrier(count, workers, DistributedCarrier, deadline_s=deadline_s)
 
-        super().__init__(create_env_fn, policy, connect, **options)
+@dataclass(frozen=True, kw_only=True)
+class RPCOptions(DistributedOptions):
+    """Checked options of ``RPCCollector``.
+
+    Attributes:
+        backend: see ``DistributedCollector``, though weights and data go through RPC.
+        visible_devices: for each node, the device through which data travels; None is the host.
+        tensorpipe_options: keywords of ``torch.distributed.rpc.TensorPipeRpcBackendOptions``.
+    """
+
+    visible_devices: Sequence[Any] | None = None
+    tensorpipe_options: Mapping[str, Any] | None = None
+
+    def carrier(self, nodes: int, workers: int, deadline_s: float) -> Carrier:
+        from muster.cluster.torch_rpc import RpcCarrier
+
+        return self._launched().carrier(
+            nodes,
+            workers,
+            RpcCarrier,
+            tensorpipe_options=None if self.tensorpipe_options is None else dict(self.tensorpipe_options),
+            visible_devices=None if self.visible_devices is None else list(self.visible_devices),
+            deadline_s=deadline_s,
+        )
 
 
 class RPCCollector(ClusterCollector):
     """Workers on nodes that torch RPC connects. Anybody who reaches its port can run code: for private networks only.
 
-    Args:
-        create_env_fn: one entry for each node.
-        policy: see ``MultiSyncCollector``.
-        launcher, slurm_kwargs, tcp_port, bind, token: see ``DistributedCollector``.
-        backend: as there, though weights and data go through RPC.
-        visible_devices: for each node, the device through which data travels; None is the host.
-        tensorpipe_options: keywords of ``torch.distributed.rpc.TensorPipeRpcBackendOptions``.
-        **options: see ``ClusterOptions`` and ``MultiOptions``; ``frames_per_batch`` counts per node.
-
     Raises:
-        BadOption: see above; or this PyTorch was built without RPC.
+        BadOption: an option is wrong; or this PyTorch was built without RPC.
         WorkerDied: a node did not come, or was lost.
     """
 
-    def __init__(
-        self,
-        create_env_fn: Any,
-        policy: Any = None,
-        *,
-        backend: str = "gloo",
-        launcher: Any = "submitit",
-        slurm_kwargs: Mapping[str, Any] | None = None,
-        tcp_port: int | None = None,
-        visible_devices: Sequence[Any] | None = None,
-        tensorpipe_options: Mapping[str, Any] | None = None,
-        bind: str = "127.0.0.1",
-        token: Any = None,
-        **options: Unpack[ClusterKeywords],
-    ) -> None:
-        def connect(count: int, deadline_s: float) -> Carrier:
-            from muster.cluster.launchers import Place, check_backend
-            from muster.cluster.torch_rpc import RpcCarrier
+    @takes(RPCOptions)
+    def __init__(self, options: RPCOptions) -> None:
+        super().__init__(options)
 
-            check_backend(backend)
-            place = Place(launcher, slurm_kwargs, bind, tcp_port, token)
-            return place.carrier(
-                count,
-                max(self._cluster.workers),
-                RpcCarrier,
-                tensorpipe_options=None if tensorpipe_options is None else dict(tensorpipe_options),
-                visible_devices=None if visible_devices is None else list(visible_devices),
-                deadline_s=deadline_s,
-            )
 
-        super().__init__(create_env_fn, policy, connect, **options)
+@dataclass(frozen=True, kw_only=True)
+class RayOptions(ClusterOptions):
+    """Checked options of ``RayCollector``.
+
+    Attributes:
+        create_env_fn: one entry for each actor; or one for all, with ``num_collectors``.
+        num_collectors: number of actors.
+        ray_init_config: keywords of ``ray.init``, unless it was called before; ``{"address": "auto"}`` joins a cluster.
+        remote_configs: what ``ray.remote`` is told of each actor: a dict, or a list of them. None: one CPU and 2 GiB,
+            and a fifth of a GPU where the cluster has any.
+        replay_buffer: see ``CollectorOptions``. Into a ``RayBuffer``, or TorchRL's ``RayReplayBuffer``, actors write
+            directly; unless a hook, ``postproc`` or whole episodes have to see batches first, which then go through
+            this process.
+    """
+
+    num_collectors: int | None = None
+    ray_init_config: Mapping[str, Any] | None = None
+    remote_configs: Any = None
+
+    @property
+    def num_nodes(self) -> int | None:
+        return self.num_collectors
+
+    def carrier(self, nodes: int, workers: int, deadline_s: float) -> Carrier:
+        with optional("RayCollector", "ray", "ray"):
+            from muster.cluster.ray_nodes import RayCarrier
+
+        config, remote = self.ray_init_config, self.remote_configs
+        return RayCarrier(nodes, ray_init_config=config, remote_configs=remote, deadline_s=deadline_s)
 
 
 class RayCollector(ClusterCollector):
     """Workers on nodes that are Ray actors.
 
-    Args:
-        create_env_fn: one entry for each actor; or one for all, with ``num_collectors``.
-        policy: see ``MultiSyncCollector``.
-        num_collectors: number of actors.
-        ray_init_config: keywords of ``ray.init``, unless it was called before; ``{"address": "auto"}`` joins a cluster.
-        remote_configs: what ``ray.remote`` is told of each actor: a dict, or a list of them. None: one CPU and 2 GiB,
-            and a fifth of a GPU where the cluster has any.
-        **options: see ``ClusterOptions`` and ``MultiOptions``; ``frames_per_batch`` counts per actor. Into a
-            ``replay_buffer`` that is a ``RayBuffer``, or TorchRL's ``RayReplayBuffer``, actors write directly; unless a
-            hook, ``postproc`` or whole episodes have to see batches first, which then go through this process.
-
     Raises:
-        BadOption: see above; or Ray is not installed.
+        BadOption: an option is wrong; or Ray is not installed.
         WorkerDied: an actor could not be placed, or was lost.
     """
 
-    def __init__(
-        self,
-        create_env_fn: Any,
-        policy: Any = None,
-        *,
-        num_collectors: int | None = None,
-        ray_init_config: Mapping[str, Any] | None = None,
-        remote_configs: Any = None,
-        **options: Unpack[ClusterKeywords],
-    ) -> None:
-        def connect(count: int, deadline_s: float) -> Carrier:
-            with optional("RayCollector", "ray", "ray"):
-                from muster.cluster.ray_nodes import RayCarrier
+    options: RayOptions
 
-            return RayCarrier(
-                count, ray_init_config=ray_init_config, remote_configs=remote_configs, deadline_s=deadline_s
-            )
-
-        super().__init__(create_env_fn, policy, connect, num_nodes=num_collectors, **options)
+    @takes(RayOptions)
+    def __init__(self, options: RayOptions) -> None:
+        super().__init__(options)
 
     def _buffer_of_nodes(self) -> ReplaySink | None:
         options = self.options

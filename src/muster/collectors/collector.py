@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack
-from typing import Any
 
 import torch
-from typing_extensions import Unpack
 
 from muster.collectors.base import BaseCollector
 from muster.collectors.engine import Engine
-from muster.collectors.options import CollectorKeywords, CollectorOptions
+from muster.collectors.options import CollectorOptions
 from muster.collectors.setup import in_this_thread, make_groups, worker_options
+from muster.collectors.signatures import takes
 from muster.policies.adapt import place
 from muster.weights.publish import PolicyWeights
 from muster.workers.build import build_policy
@@ -36,30 +35,24 @@ class Collector(BaseCollector):
 
     After an error in an environment or policy the next iteration goes on with the rows collected so far.
 
-    Args:
-        create_env_fn: an env id, a function that makes an environment, an environment (docs/environments.md lists
-            what is taken), or a list of these: one group each, with a policy call and random streams of its own.
-        policy: None for uniform random actions; a head such as ``muster.policies.categorical(net)``; a
-            TensorDict module; any module or function ``obs -> action`` or ``obs -> (action, extras)``.
-        **options: see ``CollectorOptions``; ``frames_per_batch`` is required.
-
     Raises:
         BadOption, UnknownOption: before any environment is made.
         UnsupportedEnv, UnsupportedSpace, EnvError: while making them; what was made is closed again.
     """
 
-    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Unpack[CollectorKeywords]) -> None:
-        super().__init__(create_env_fn, policy, CollectorOptions.parse(dict(options)))
+    @takes(CollectorOptions)
+    def __init__(self, options: CollectorOptions) -> None:
+        super().__init__(options)
 
-    def _connect(self, create_env_fn: Any, policy: Any, made: ExitStack) -> Engine:
+    def _connect(self, made: ExitStack) -> Engine:
         options = self.options
-        made_policy = policy if options.policy_factory is None else options.policy_factory()
+        made_policy = options.policy if options.policy_factory is None else options.policy_factory()
         self.policy, self._policy_device = place(made_policy, options.devices["policy_device"])
         original = made_policy if self.policy is not made_policy else None
         self._weights = PolicyWeights(self.policy, original, options.version_counter)
-        groups = make_groups(create_env_fn, options, self.policy, self._policy_device, made)
+        groups = make_groups(options.create_env_fn, options, self.policy, self._policy_device, made)
         source, worker = in_this_thread(options, groups, self.policy, self._policy_device)
-        stacked = isinstance(create_env_fn, (list, tuple))
+        stacked = isinstance(options.create_env_fn, (list, tuple))
         return Engine(options, source, self._weights, stacked=stacked, local=worker)
 
     def _go_into_background(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from muster.errors import BadOption
 
 if TYPE_CHECKING:
-    from muster.collectors.multi_options import MultiOptions
+    from muster.collectors.multi_options import PoolOptions
     from muster.collectors.options import CollectorOptions
     from muster.workers.messages import GroupInfo
 
@@ -29,7 +29,7 @@ def check_contradictions(o: CollectorOptions) -> None:
             raise BadOption(message)
 
 
-def check_multi(o: MultiOptions, *, alone: bool) -> None:
+def check_multi(o: PoolOptions, *, alone: bool) -> None:
     """The same for what only collectors with workers have.
 
     Args:
@@ -63,7 +63,7 @@ def check_multi(o: MultiOptions, *, alone: bool) -> None:
             "traj_rule='per_env' needs episodes of every environment, and on_failure='drop' can lose some: give one",
         ),
         (
-            o.backend == "threads" and o.start_method is not None,
+            o.in_threads and o.start_method is not None,
             "start_method is about processes, and backend='threads' has none: leave it out",
         ),
         *_of_inference(o),
@@ -78,7 +78,7 @@ def joins_time(o: CollectorOptions, cat_dim: int | None, batch_shape: Sequence[i
     return cat_dim is not None and cat_dim % ndim == (0 if o.layout == "time_major" else ndim - 1)
 
 
-def check_cat(o: MultiOptions, infos: Sequence[GroupInfo]) -> None:
+def check_cat(o: PoolOptions, infos: Sequence[GroupInfo]) -> None:
     """Raise ``BadOption`` if the rollouts of these groups cannot be concatenated as ``cat_results`` says."""
     if o.cat_dim is None:
         return
@@ -108,7 +108,7 @@ def check_cat(o: MultiOptions, infos: Sequence[GroupInfo]) -> None:
             raise BadOption(message)
 
 
-def _of_inference(o: MultiOptions) -> tuple[Check, ...]:
+def _of_inference(o: PoolOptions) -> tuple[Check, ...]:
     """Where the policy acts."""
     served = [name for name in ("alternating", "max_batch", "max_wait_s") if getattr(o, name) not in (None, False)]
     version = getattr(o.track_policy_version, "version", None)

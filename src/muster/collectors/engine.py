@@ -145,7 +145,7 @@ class Engine:
 
     def put_batch(self) -> None:
         """One batch through hooks into the pipeline."""
-        limit = self.options.frames_per_batch
+        limit = self.options.frames
         if self.options.total_frames > 0:
             limit = min(limit, self.options.total_frames - self.counted)
         if self.options.pre_collect_hook is not None:
@@ -170,7 +170,7 @@ class Engine:
 
     def rollout(self) -> TensorDict:
         """See ``Collector.rollout``."""
-        limit = self.options.frames_per_batch
+        limit = self.options.frames
         if not self.options.extend_buffer:
             before = self.frames
             try:
@@ -423,14 +423,14 @@ class Engine:
 
     def _who_acts(self, ahead: int) -> str:
         """The policy of the batch after so many others."""
-        random = self.frames + ahead * self.options.frames_per_batch < (self.options.init_random_frames or 0)
+        random = self.frames + ahead * self.options.frames < (self.options.init_random_frames or 0)
         self.acting = "random" if random else "policy"
         return self.acting
 
     def _batches_left(self) -> int | None:
         """How many may still be begun; one more is request, whatever was counted."""
         left = self.options.total_frames - self.counted
-        return None if self.options.total_frames < 0 else max(1, left // self.options.frames_per_batch)
+        return None if self.options.total_frames < 0 else max(1, left // self.options.frames)
 
     def _put_steps(self, limit: int) -> None:
         """``extend_buffer=False``: every time step is a rollout of its own, and in the buffer before the next one."""

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from typing_extensions import Unpack
 
 from muster.cluster.nodes import Nodes
 from muster.cluster.weights import nodes_transport
@@ -16,7 +15,8 @@ from muster.collectors.auto import auto_workers
 from muster.collectors.base import BaseCollector
 from muster.collectors.contradictions import check_cat, check_multi
 from muster.collectors.engine import Engine
-from muster.collectors.multi_options import MultiKeywords, MultiOptions
+from muster.collectors.multi_options import MultiOptions, PoolOptions
+from muster.collectors.signatures import takes
 from muster.collectors.workers import Workers, count_workers
 from muster.errors import BadOption
 from muster.utils.attributes import resolve
@@ -28,25 +28,21 @@ from muster.workers.requests import EnvAttribute, Execute, Request
 class MultiCollector(BaseCollector):
     """What ``MultiSyncCollector`` and ``MultiAsyncCollector`` share."""
 
-    options: MultiOptions
+    options: PoolOptions
     _alone: bool  # every group fills batches of its own
 
-    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Unpack[MultiKeywords]) -> None:
-        checked = MultiOptions.parse(dict(options))
-        check_multi(checked, alone=self._alone)
-        super().__init__(create_env_fn, policy, checked)
+    @takes(MultiOptions)
+    def __init__(self, options: MultiOptions) -> None:
+        super().__init__(options)
 
-    def _connect(self, create_env_fn: Any, policy: Any, made: ExitStack) -> Engine:
+    def _connect(self, made: ExitStack) -> Engine:
         options = self.options
-        wanted = None if options.num_workers == "auto" else options.num_workers
-        factories, count = count_workers(create_env_fn, wanted)
-        if options.policy_factory is not None:
-            policy = options.policy_factory()
-        self.policy = policy
-        if options.num_workers == "auto":
-            factories, count = count_workers(
-                create_env_fn, auto_workers(create_env_fn, policy, options, alone=self._alone)
-            )
+        check_multi(options, alone=self._alone)
+        envs, wanted = options.create_env_fn, options.num_workers
+        factories, count = count_workers(envs, None if wanted == "auto" else wanted)
+        policy = self.policy = options.policy if options.policy_factory is None else options.policy_factory()
+        if wanted == "auto":
+            factories, count = count_workers(envs, auto_workers(envs, policy, options, alone=self._alone))
         transport = one_transport(options.weight_sync_schemes)
         acting = 1 if options.inference == "server" and policy is not None else count
         nodes, bundles = self._place(made)
@@ -142,13 +138,6 @@ class MultiSyncCollector(MultiCollector):
     Workers act with copies of the policy: they see what the optimizer has changed after ``update_policy_weights_()``.
     They rest while you train. The data is that of ``Collector`` with the same ``create_env_fn``, options and seed.
 
-    Args:
-        create_env_fn: an id, a function that makes an environment, or a list of these: one group each. No environment
-            objects: those live in this process.
-        policy: see ``Collector``; it has to be picklable (lambdas and notebook classes are), or made by
-            ``policy_factory``.
-        **options: see ``CollectorOptions`` and ``MultiOptions``; ``frames_per_batch`` is required.
-
     Raises:
         BadOption, UnknownOption: before any worker is started.
         UnsupportedEnv, EnvError: what making an environment raised in a worker; all workers are ended.
@@ -171,8 +160,6 @@ class MultiAsyncCollector(MultiCollector):
     Every group is at most two rollouts ahead; then its worker sleeps. Weights are taken at the beginning of a rollout,
     so those in a batch can be some publishes old: ``stats().policy_lag`` shows it, ``max_policy_lag`` bounds it. What
     ``reset()`` and ``set_seed()`` change comes after the rollouts that have been begun.
-
-    Args: see ``MultiSyncCollector``.
     """
 
     _alone = True
@@ -182,14 +169,10 @@ class AsyncCollector(MultiAsyncCollector):
     """``MultiAsyncCollector`` with one worker: collects while you train.
 
     With ``replay_buffer=`` and ``start()`` it fills the buffer by itself, until ``pause()`` or ``async_shutdown()``.
-
-    Args:
-        create_env_fn: one id or function.
-        policy, **options: see ``MultiSyncCollector``.
     """
 
-    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Unpack[MultiKeywords]) -> None:
-        several = isinstance(create_env_fn, (list, tuple)) and len(create_env_fn) > 1
-        if several or (options.get("num_workers") or 1) not in (0, 1):
+    def _connect(self, made: ExitStack) -> Engine:
+        envs = self.options.create_env_fn
+        if (isinstance(envs, (list, tuple)) and len(envs) > 1) or self.options.num_workers not in (None, 1):
             raise BadOption("AsyncCollector has one worker: give it one id or function, or use MultiAsyncCollector")
-        super().__init__(create_env_fn, policy, **options)
+        return super()._connect(made)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from muster.collectors.options import CollectorKeywords, CollectorOptions, check_choice
+from muster.collectors.options import CollectorOptions, check_choice
 from muster.errors import BadOption
 from muster.workers.config import TIMEOUTS, OnFailure
 
@@ -16,43 +16,15 @@ Inference = Literal["worker", "server"]
 StartMethod = Literal["forkserver", "spawn"]
 
 
-class WorkersKeywords(CollectorKeywords, total=False):
-    """Those keywords of ``MultiOptions`` that also collectors with nodes have."""
-
-    cat_results: Literal["stack", "cat"] | int
-    update_at_each_batch: bool
-    preemptive_threshold: float | None
-    num_sub_threads: int | None
-    on_failure: OnFailure
-    timeouts: Mapping[str, float | None]
-    max_restarts: int | None
-    max_policy_lag: int | None
-    crash_dir: Any
-    start_method: StartMethod | None
-    inference: Inference
-    alternating: bool
-    max_batch: int | None
-    max_wait_s: float | None
-
-
-class MultiKeywords(WorkersKeywords, total=False):
-    """The keywords of ``MultiOptions``, for signatures."""
-
-    num_workers: int | Literal["auto"] | None
-    backend: Backend
-
-
 @dataclass(frozen=True, kw_only=True)
-class MultiOptions(CollectorOptions):
-    """Checked options of a collector with workers; ``CollectorOptions`` has the others.
+class PoolOptions(CollectorOptions):
+    """Checked options of collectors with a worker pool, here or on nodes; ``CollectorOptions`` has the others.
 
     Attributes:
-        num_workers: processes or threads for the groups of ``create_env_fn``, at most one for each. Of a
-            ``create_env_fn`` that is no list, so many groups are made. None: one for each entry. "auto": as many as
-            keep the cores busy, measured for a second on an environment made for that purpose (docs/tuning.md).
-        backend: "processes", or "threads" for environments that mostly wait (for a simulator or a network): hundreds of
-            them at once. In threads, environments that draw from the global generators of NumPy, ``random`` or torch
-            do not give the same data each time, and move your generators; ``MultiSyncCollector`` warns of that.
+        create_env_fn: an id, a function that makes an environment, or a list of these: one group each. No environment
+            objects: those live in this process.
+        policy: see ``Collector``; it has to be picklable (lambdas and notebook classes are), or made by
+            ``policy_factory``.
         cat_results: how the rollouts of a batch are joined: "stack" gives them a dimension of their own and copies
             nothing, "cat" or a dimension of the batch (-1 is time) concatenates, which copies.
         update_at_each_batch: publish the policy's weights before every batch.
@@ -79,8 +51,6 @@ class MultiOptions(CollectorOptions):
             ``MultiSyncCollector`` until all that are at work ask, else not at all.
     """
 
-    num_workers: int | Literal["auto"] | None = None
-    backend: Backend = "processes"
     cat_results: Literal["stack", "cat"] | int = "stack"
     update_at_each_batch: bool = False
     preemptive_threshold: float | None = 1.0
@@ -99,7 +69,6 @@ class MultiOptions(CollectorOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("backend", self.backend, ("processes", "threads"))
         check_choice("inference", self.inference, ("worker", "server"))
         for name, least in (("max_batch", 1), ("max_wait_s", 0)):
             value = getattr(self, name)
@@ -134,3 +103,38 @@ class MultiOptions(CollectorOptions):
         if isinstance(self.cat_results, int):
             return self.cat_results
         return 0 if self.cat_results == "cat" else None
+
+    @property
+    def in_threads(self) -> bool:
+        """Workers are threads of this process."""
+        return False
+
+    @property
+    def num_workers(self) -> int | Literal["auto"] | None:
+        """On this machine; None: as many as groups."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiOptions(PoolOptions):
+    """Checked options of a collector with workers on this machine; ``PoolOptions`` has the others.
+
+    Attributes:
+        num_workers: processes or threads for the groups of ``create_env_fn``, at most one for each. Of a
+            ``create_env_fn`` that is no list, so many groups are made. None: one for each entry. "auto": as many as
+            keep the cores busy, measured for a second on an environment made for that purpose (docs/tuning.md).
+        backend: "processes", or "threads" for environments that mostly wait (for a simulator or a network): hundreds of
+            them at once. In threads, environments that draw from the global generators of NumPy, ``random`` or torch
+            do not give the same data each time, and move your generators; ``MultiSyncCollector`` warns of that.
+    """
+
+    num_workers: int | Literal["auto"] | None = None
+    backend: Backend = "processes"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("backend", self.backend, ("processes", "threads"))
+
+    @property
+    def in_threads(self) -> bool:
+        return self.backend == "threads"

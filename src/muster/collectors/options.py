@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal
 
 import torch
-from typing_extensions import Self
 
 from muster.collectors.contradictions import check_contradictions
 from muster.episodes.rules import StreamRule, check_stream_rule
-from muster.errors import BadOption, UnknownOption
+from muster.errors import BadOption
 from muster.memory.views import Order
 from muster.observing.loggers import as_logger
 from muster.policies.adapt import STORED
@@ -27,76 +25,18 @@ TrajFormat = Literal["cat", "pad"]
 EXPLORATION = ("random", "mode", "mean", "median", "deterministic")
 
 
-class CollectorKeywords(TypedDict, total=False):
-    """The keywords of ``CollectorOptions``, for signatures."""
-
-    frames_per_batch: int
-    total_frames: int
-    num_envs: int | None
-    max_frames_per_traj: int | None
-    init_random_frames: int | None
-    reset_at_each_iter: bool
-    reset_when_done: bool
-    set_truncated: bool
-    interruptor: Any
-    create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
-    policy_factory: Callable[[], Any] | None
-    trust_policy: bool | None
-    compile_policy: bool | dict[str, Any] | None
-    cudagraph_policy: bool | dict[str, Any] | None
-    postproc: Callable[[Any], Any] | None
-    split_trajs: bool | None
-    trajs_per_batch: int | None
-    traj_format: TrajFormat | None
-    traj_rule: StreamRule | None
-    on_policy_only: bool
-    compact_obs: bool
-    obs_dtype: ObsDtype
-    use_buffers: bool | None
-    replay_buffer: Any
-    extend_buffer: bool
-    local_init_rb: bool | None
-    pre_collect_hook: Callable[[], Any] | None
-    post_collect_hook: Callable[[Any], Any] | None
-    on_step: Callable[[Any], Any] | None
-    on_episode_done: Callable[[Any], Any] | None
-    on_batch: Callable[[Any], Any] | None
-    track_policy_version: Any
-    weight_updater: Any
-    weight_sync_schemes: Any
-    weight_recv_schemes: Mapping[str, Any] | None
-    worker_idx: int | None
-    no_cuda_sync: bool
-    autosave: str | os.PathLike[str] | None
-    autosave_every: float
-    device: Device
-    storing_device: Device
-    policy_device: Device
-    env_device: Device
-    exploration_type: Any
-    return_same_td: bool
-    seed: int | None
-    layout: Order
-    validate: Validate
-    executor: bool
-    num_threads: int | None
-    inference_mode: bool
-    own_rng: bool
-    max_decorrelation_steps: int
-    traj_done_key: str | None
-    prev_action_reward: bool
-    logger: Any
-    slot_memory_limit: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CollectorOptions:
     """Checked options of a collector.
 
     Attributes:
+        create_env_fn: an env id, a function that makes an environment, an environment (docs/environments.md lists
+            what is taken), or a list of these: one group each, with a policy call and random streams of its own.
+        policy: None for uniform random actions; a head such as ``muster.policies.categorical(net)``; a
+            TensorDict module; any module or function ``obs -> action`` or ``obs -> (action, extras)``.
         frames_per_batch: environment steps in each batch, over all environments. Where their number does not divide
-            it, batches have more cells and ``collector/valid`` marks exactly so many. Left out, ``collect`` says how
-            much, and there is no iterating.
+            it, batches have more cells and ``collector/valid`` marks exactly so many. None: ``collect`` says how much,
+            and there is no iterating.
         total_frames: steps over the collector's life; a multiple of ``frames_per_batch``. -1: endless.
         num_envs: environments to make from an id or factory and to step together. None: one, and batches
             without a dimension for it.
@@ -187,7 +127,10 @@ class CollectorOptions:
         slot_memory_limit: bytes of batches that may be referenced at once. None: half the machine's memory.
     """
 
-    frames_per_batch: int = 0
+    create_env_fn: Any = field(repr=False)
+    policy: Any = field(default=None, repr=False)
+    _: KW_ONLY
+    frames_per_batch: int | None = None
     total_frames: int = -1
     num_envs: int | None = None
     max_frames_per_traj: int | None = None
@@ -246,31 +189,9 @@ class CollectorOptions:
     slot_memory_limit: int | None = None
     devices: dict[str, torch.device | None] = field(init=False, repr=False)
 
-    @classmethod
-    def parse(cls, keywords: dict[str, Any]) -> Self:
-        """Options from keywords.
-
-        Raises:
-            UnknownOption: a keyword that does not exist; the message names the nearest one.
-            BadOption: an impossible value.
-        """
-        known = [f.name for f in dataclasses.fields(cls) if f.init]
-        for name in keywords:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]!r}?" if near else f"known options are {', '.join(known)}."
-                raise UnknownOption(f"unknown option {name!r}; {hint}")
-        if keywords.get("frames_per_batch", 1) == 0:
-            raise BadOption(
-                "frames_per_batch=0: expected an integer of at least 1; leave it out to use collect() alone"
-            )
-        return cls(**keywords)
-
     def __post_init__(self) -> None:
-        for name, at_least in _INTEGERS.items():
-            if not hasattr(self, name):
-                continue
-            object.__setattr__(self, name, _integer(name, getattr(self, name), at_least))
+        for name in _INTEGERS.keys() & {f.name for f in dataclasses.fields(self)}:
+            object.__setattr__(self, name, _integer(name, getattr(self, name), _INTEGERS[name]))
         for name in ("max_frames_per_traj", "init_random_frames"):
             if (getattr(self, name) or 0) <= 0:
                 object.__setattr__(self, name, None)
@@ -278,9 +199,9 @@ class CollectorOptions:
             raise BadOption("total_frames=0: expected a positive number of steps, or -1 for an endless collector")
         if self.total_frames > 0 and not self.frames_per_batch:
             raise BadOption("total_frames ends an iteration, which needs frames_per_batch: give both or none")
-        if self.total_frames > 0 and self.total_frames % self.frames_per_batch:
-            low = self.total_frames // self.frames_per_batch * self.frames_per_batch
-            near = [n for n in (low, low + self.frames_per_batch) if n]
+        if self.total_frames > 0 and self.total_frames % self.frames:
+            low = self.total_frames // self.frames * self.frames
+            near = [n for n in (low, low + self.frames) if n]
             raise BadOption(
                 f"total_frames={self.total_frames} is not a multiple of frames_per_batch={self.frames_per_batch}; "
                 f"the nearest possible are {' and '.join(map(str, near))}"
@@ -320,9 +241,14 @@ class CollectorOptions:
         """The object that counts policy versions, if one was given."""
         return None if isinstance(self.track_policy_version, bool) else self.track_policy_version
 
+    @property
+    def frames(self) -> int:
+        """Of a batch; 0 if ``collect`` says how many."""
+        return self.frames_per_batch or 0
+
     def rows_per_batch(self, num_envs: int) -> int:
         """Time steps per batch for so many environments, rounded up."""
-        return max(1, -(-self.frames_per_batch // num_envs))
+        return max(1, -(-self.frames // num_envs))
 
     def _resolve_devices(self) -> dict[str, torch.device | None]:
         general = _device("device", self.device)
@@ -330,9 +256,9 @@ class CollectorOptions:
         return {name: _device(name, getattr(self, name)) or general for name in names}
 
 
-_REQUIRED = ("frames_per_batch", "total_frames", "max_decorrelation_steps")
+_REQUIRED = ("total_frames", "max_decorrelation_steps")
 _INTEGERS = {  # and the least value that makes sense
-    "frames_per_batch": 0,
+    "frames_per_batch": 1,
     "total_frames": -1,
     "num_envs": 1,
     "num_threads": 1,

@@ -86,7 +86,7 @@ def marks_valid(options: CollectorOptions, sharing: int) -> bool:
     Args:
         sharing: environments that share the frames of a batch.
     """
-    surplus = options.frames_per_batch % sharing
+    surplus = options.frames % sharing
     if surplus and options.trajs_per_batch:
         raise BadOption(
             f"frames_per_batch={options.frames_per_batch} cannot be shared equally by {sharing} environments, and the "

@@ -13,7 +13,7 @@ import numpy as np
 
 from muster.cluster.node_pool import NodePool
 from muster.cluster.nodes import Nodes
-from muster.collectors.multi_options import MultiOptions
+from muster.collectors.multi_options import PoolOptions
 from muster.collectors.setup import factories_of, keywords_of, marks_valid, worker_options
 from muster.envs.build import is_environment
 from muster.errors import BadOption
@@ -62,7 +62,7 @@ class Workers:
 
     def __init__(
         self,
-        options: MultiOptions,
+        options: PoolOptions,
         factories: list[Any],
         count: int,
         policy: Any,
@@ -76,7 +76,7 @@ class Workers:
         self._options, self._weights, self._alone = options, weights, alone
         self._factories, self._policy = factories, policy
         self._count, self._nodes, self._bundles = count, nodes, bundles
-        self._turns = Turns() if options.backend == "threads" and not alone else None
+        self._turns = Turns() if options.in_threads and not alone else None
         if weights.lazy:
             self._materialise()
         parts = [part.tolist() for part in np.array_split(np.arange(len(factories)), count)]
@@ -108,7 +108,7 @@ class Workers:
             weights, max_lag = self._weights, options.max_policy_lag
             return FirstReady(self.pool, bundles, T, max_lag=max_lag, publishes=lambda: weights.publishes)
         rows = options.rows_per_batch(self.pool.num_envs) if options.extend_buffer else 1
-        streams = GlobalStreams() if options.backend == "threads" else None
+        streams = GlobalStreams() if options.in_threads else None
         return Sync(self.pool, bundles, [rows] * len(infos), enough=options.enough(len(infos)), streams=streams)
 
     def _built(self, workers: Supervisor | NodePool) -> list[GroupInfo]:
@@ -150,7 +150,7 @@ class Workers:
 
     def _config(self, parts: Sequence[Sequence[int]]) -> PoolConfig:
         """Of a worker pool whose workers have these groups. What goes to processes is pickled, to threads as it is."""
-        options, threads = self._options, self._options.backend == "threads"
+        options, threads = self._options, self._options.in_threads
         served = options.inference == "server" and self._policy is not None  # else actions are drawn at random
         served &= not self._weights.lazy
         told = worker_options(options, self._policy, shared_frames=not self._alone)
@@ -215,7 +215,7 @@ class Workers:
             options.num_sub_threads,
             timeout_of(options.timeouts, "policy"),
             exclusive=away or not self._alone,
-            keeps_streams=options.backend == "processes",
+            keeps_streams=not options.in_threads,
         )
 
 

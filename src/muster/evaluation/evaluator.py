@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -13,7 +12,9 @@ from typing import Any, Literal
 import numpy as np
 from typing_extensions import Self
 
+from muster.collectors.multi_options import MultiOptions
 from muster.collectors.options import check_choice
+from muster.collectors.signatures import passes_on
 from muster.episodes.rules import RuleName
 from muster.errors import (
     BadOption,
@@ -22,7 +23,6 @@ from muster.errors import (
     CollectorClosed,
     CollectorTimeout,
     EnvError,
-    UnknownOption,
     WorkerDied,
     WorkerHung,
 )
@@ -133,6 +133,7 @@ class Evaluator:
         UnsupportedEnv, EnvError: while making environments.
     """
 
+    @passes_on(MultiOptions, PASSED_ON)
     def __init__(
         self,
         create_env_fn: Any,
@@ -159,7 +160,6 @@ class Evaluator:
         num_workers = integer("num_workers", num_workers, 0)
         seed = None if seed is None else integer("seed", seed, 0, or_else="None")
         num_envs = None if num_envs is None else integer("num_envs", num_envs, or_else="None")
-        _check_names(options)
         self.plan = Plan(episodes, max_frames, max_T, max_trajectories, rule)
         self.num_workers, self.on_failure, self.when_busy = num_workers, on_failure, when_busy
         self.seed, self.reseed = seed, reseed
@@ -352,11 +352,3 @@ class Evaluator:
         self._check_here()
         if self._closed:
             raise CollectorClosed("this evaluator was shut down; make a new one")
-
-
-def _check_names(options: dict[str, Any]) -> None:
-    for name in options:
-        if name not in PASSED_ON:
-            near = difflib.get_close_matches(name, PASSED_ON, n=1, cutoff=0.6)
-            hint = f"did you mean {near[0]!r}?" if near else f"of collectors' options it takes {', '.join(PASSED_ON)}"
-            raise UnknownOption(f"Evaluator has no option {name!r}; {hint}")

@@ -50,7 +50,7 @@ class Setup:
         return f"{self.backend}, {'alternating ' * self.alternating}{self.inference}"
 
     @property
-    def collector_class(self) -> type[BaseCollector]:
+    def collector_class(self) -> type[Collector | MultiSyncCollector]:
         """The class whose constructor takes ``options()``."""
         return MultiSyncCollector if self.workers else Collector
 

@@ -13,6 +13,7 @@ from muster.collectors.auto import measure, usable_cores
 from muster.collectors.base import BaseCollector
 from muster.collectors.options import CollectorOptions
 from muster.collectors.setup import factories_of
+from muster.collectors.signatures import passes_on
 from muster.envs.build import is_environment
 from muster.errors import BadOption, UnsupportedEnv
 from muster.restore.pickling import dumps, loads
@@ -78,6 +79,7 @@ class Tuning:
         return self.best.setup.make(create_env_fn, policy, **options)
 
 
+@passes_on(CollectorOptions)
 def tune(
     create_env_fn: Any,
     policy: Any = None,
@@ -120,7 +122,7 @@ def tune(
     _check_totals(num_envs, groups)
     if any(is_environment(factory) for factory in factories):
         raise BadOption("create_env_fn is an environment: give an id, or a function that makes one")
-    checked = CollectorOptions.parse({**options, "frames_per_batch": frames_per_batch, "num_envs": 1})
+    checked = CollectorOptions(create_env_fn, **{**options, "frames_per_batch": frames_per_batch, "num_envs": 1})
     if checked.policy_factory is not None:
         raise BadOption("policy_factory: give tune the policy that it makes")
     copied = loads(dumps(policy, "policy"), "policy")

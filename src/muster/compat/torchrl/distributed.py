@@ -14,6 +14,7 @@ from typing import Any
 import muster.collectors.clusters as clusters
 from muster.cluster.submitit import DEFAULT_SLURM_CONF
 from muster.cluster.submitit_delayed import submitit_delayed_launcher
+from muster.collectors.signatures import passes_on
 from muster.errors import BadOption
 from muster.utils.integers import integer
 
@@ -39,6 +40,7 @@ class DistributedCollector(clusters.DistributedCollector):
         BadOption: see there; or a list has something else for each node that all of them share here.
     """
 
+    @passes_on(clusters.DistributedOptions)
     def __init__(
         self,
         create_env_fn: Any,
@@ -55,6 +57,7 @@ class DistributedCollector(clusters.DistributedCollector):
 class DistributedSyncCollector(DistributedCollector):
     """TorchRL's older name for ``DistributedCollector(sync=True)``, which publishes weights after every batch."""
 
+    @passes_on(clusters.DistributedOptions)
     def __init__(self, create_env_fn: Any, policy: Any = None, *, update_interval: int = 1, **options: Any) -> None:
         if "sync" in options:
             raise TypeError("DistributedSyncCollector has no argument 'sync': use DistributedCollector")
@@ -69,6 +72,7 @@ class RPCCollector(clusters.RPCCollector):
     Args: see ``DistributedCollector`` and ``muster.RPCCollector``.
     """
 
+    @passes_on(clusters.RPCOptions)
     def __init__(self, create_env_fn: Any, policy: Any = None, *, frames_per_batch: int, **options: Any) -> None:
         if options.get("sync"):
             options.setdefault("cat_results", "cat")
@@ -84,6 +88,7 @@ class RayCollector(clusters.RayCollector):
             ``remote_configs`` is a list, there are as many actors.
     """
 
+    @passes_on(clusters.RayOptions)
     def __init__(
         self,
         create_env_fn: Any,

@@ -85,32 +85,31 @@ def options_of(
     """
     native = isinstance(env, EnvBase)
     named = isinstance(env, str)
-    return CollectorOptions.parse(
-        {
-            "frames_per_batch": -(-given.frames_per_batch // count_of(env)) * count_of(env),
-            "create_env_kwargs": given.create_env_kwargs if named else None,
-            "max_frames_per_traj": limit,
-            "interruptor": None if per_step else given.interruptor,
-            "trust_policy": True if native or given.trust_policy else None,
-            "compile_policy": given.compile_policy,
-            "cudagraph_policy": given.cudagraph_policy,
-            "compact_obs": given.compact_obs and not per_step,
-            "use_buffers": None if buffers else False,
-            "replay_buffer": given.replay_buffer if per_step else None,
-            "extend_buffer": not per_step,
-            "track_policy_version": given.track_policy_version,
-            "storing_device": given.storing_device,
-            "policy_device": given.policy_device,
-            "exploration_type": given.exploration_type,
-            "return_same_td": given.return_same_td,
-            # As in TorchRL: values are not looked at, and torch's generator is everybody's, as the program seeds it.
-            "validate": "off",
-            "obs_dtype": "env",  # a network of another dtype fails there, too
-            "own_rng": False,
-            "seed": None if native else int(torch.randint(1 << 31, ())),
-            "num_threads": None,
-            "inference_mode": False,  # environments and policies may keep what they make
-        }
+    return CollectorOptions(
+        env,
+        frames_per_batch=-(-given.frames_per_batch // count_of(env)) * count_of(env),
+        create_env_kwargs=given.create_env_kwargs if named else None,
+        max_frames_per_traj=limit,
+        interruptor=None if per_step else given.interruptor,
+        trust_policy=True if native or given.trust_policy else None,
+        compile_policy=given.compile_policy,
+        cudagraph_policy=given.cudagraph_policy,
+        compact_obs=given.compact_obs and not per_step,
+        use_buffers=None if buffers else False,
+        replay_buffer=given.replay_buffer if per_step else None,
+        extend_buffer=not per_step,
+        track_policy_version=given.track_policy_version,
+        storing_device=given.storing_device,
+        policy_device=given.policy_device,
+        exploration_type=given.exploration_type,
+        return_same_td=given.return_same_td,
+        # As in TorchRL: values are not looked at, and torch's generator is everybody's, as the program seeds it.
+        validate="off",
+        obs_dtype="env",  # a network of another dtype fails there, too
+        own_rng=False,
+        seed=None if native else int(torch.randint(1 << 31, ())),
+        num_threads=None,
+        inference_mode=False,  # environments and policies may keep what they make
     )
 
 

@@ -1,0 +1,94 @@
+"""Signatures that are made of a dataclass of options, so that every parameter is written once."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast, get_type_hints
+
+from muster.errors import UnknownOption
+
+P = ParamSpec("P")
+Options = TypeVar("Options")
+Function = TypeVar("Function", bound=Callable[..., Any])
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+_SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def takes(
+    options: Callable[P, Options],
+) -> Callable[[Callable[[Any, Options], None]], Callable[Concatenate[Any, P], None]]:
+    """Decorate an ``__init__`` that takes checked options: it takes the fields of the dataclass instead.
+
+    ``help()``, ``inspect.signature`` and type checkers then see these fields as its parameters.
+    """
+    shown = inspect.Signature([_SELF, *parameters(options)])
+
+    def decorate(init: Callable[[Any, Options], None]) -> Callable[Concatenate[Any, P], None]:
+        def made(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            check_names(shown, kwargs)
+            shown.bind(self, *args, **kwargs)  # whose error is not about the dataclass
+            init(self, options(*args, **kwargs))
+
+        functools.update_wrapper(made, init)
+        made.__signature__ = shown  # type: ignore[attr-defined]
+        made.__doc__ = "\n".join(["Args:", *documented(options).values()])
+        return made
+
+    return decorate
+
+
+def passes_on(options: Callable[..., Any], names: Sequence[str] | None = None) -> Callable[[Function], Function]:
+    """Decorate a function that passes its ``**options`` on: its signature shows these fields of the dataclass.
+
+    Args:
+        names: of the fields. None: all.
+    """
+    more = [p for p in parameters(options) if p.kind is _KEYWORD and (names is None or p.name in names)]
+
+    def decorate(function: Function) -> Function:
+        own = inspect.signature(function)
+        before = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        shown = own.replace(parameters=[*before, *(p for p in more if p.name not in own.parameters)])
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            check_names(shown, kwargs)
+            return function(*args, **kwargs)
+
+        functools.update_wrapper(checked, function)
+        checked.__signature__ = shown  # type: ignore[attr-defined]
+        return cast(Function, checked)
+
+    return decorate
+
+
+def parameters(options: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Those of the dataclass, with types that are resolved, and defaults that are made."""
+    hints = get_type_hints(options)
+    found = [p.replace(annotation=hints[p.name]) for p in inspect.signature(options).parameters.values()]
+    made = {f.name: f.default_factory for f in dataclasses.fields(cast(Any, options)) if callable(f.default_factory)}
+    return [p.replace(default=made[p.name]()) if p.name in made else p for p in found]
+
+
+def check_names(signature: inspect.Signature, given: Iterable[str]) -> None:
+    """Raise ``UnknownOption`` for a keyword that does not exist; the message names the nearest one."""
+    known = [p.name for p in signature.parameters.values() if p.name != "self"]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known options are {', '.join(known)}."
+            raise UnknownOption(f"unknown option {name!r}; {hint}")
+
+
+def documented(options: Any) -> dict[str, str]:
+    """The entries of ``Attributes:`` of a dataclass and its bases, by name (or names)."""
+    found: dict[str, str] = {}
+    for cls in reversed([cls for cls in options.__mro__ if dataclasses.is_dataclass(cls)]):
+        text = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
+        for entry in re.findall(r"^    \w.*(?:\n     .*)*", text, re.MULTILINE):
+            found[entry.partition(":")[0].strip()] = entry
+    return found
