@@ -1,4 +1,4 @@
-"""``python -m benchmarks.inference``: where the policy runs, who waits for whom, and when environments begin anew.
+"""``python -m benchmarks.inference``: where the policy runs, who waits for whom, and when environments are reset.
 
 All systems of a case are built once and take turns of a fraction of a second; every ratio is formed within a round.
 The parts of a limit (bare loops in as many processes, the policy alone) are systems among the others.

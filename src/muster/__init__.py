@@ -117,7 +117,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is asked for: `import muster` alone loads neither torch nor gymnasium (PEP 562)."""
+    """Import a public name on first use: `import muster` alone loads neither torch nor gymnasium (PEP 562)."""
     if home := _HOMES.get(name):
         module, _, own_name = home.partition(":")
         return getattr(importlib.import_module(module), own_name or name)

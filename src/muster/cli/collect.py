@@ -64,7 +64,7 @@ class Collect:
     """With --backend: seconds for nodes to come, and to come back."""
 
     asynchronous: Annotated[bool, arg(name="async")] = False
-    """With workers: batches from one each, as they are ready; nobody waits for the slowest."""
+    """With workers: batches of one worker each, as they are ready, without waiting for the slowest."""
 
     threads: bool = False
     """With --workers: threads instead of processes, for environments that mostly wait."""

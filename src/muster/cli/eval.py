@@ -33,8 +33,8 @@ class Eval:
 
     rule: RuleName = "per_env"
     """Which episodes count where environments are quicker than others. per_env: numbers fixed in advance, so that short
-    episodes have no advantage; fair: as many from each, the rest from whoever is first; last_even: the first to begin;
-    first_done: the first to end."""
+    episodes have no advantage; fair: as many from each, the rest from the first that end one more; last_even: the
+    first to begin; first_done: the first to end."""
 
     num_envs: Annotated[int, arg(metavar="B")] = 8
     """Environments stepped together; with --workers, so many in each."""

@@ -11,7 +11,7 @@ from muster.errors import CollectorTimeout, described
 from muster.rollout.group import Group
 from muster.utils.forks import Owner
 
-PATIENCE = 600.0  # seconds for one batch, before whoever waits for its end is told
+PATIENCE = 600.0  # seconds for one batch, before the caller that waits for its end gets an error
 
 
 class Background:

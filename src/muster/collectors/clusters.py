@@ -154,7 +154,9 @@ class RPCOptions(DistributedOptions):
 
 
 class RPCCollector(ClusterCollector):
-    """Workers on nodes that torch RPC connects. Anybody who reaches its port can run code: for private networks only.
+    """Workers on nodes that torch RPC connects. Every process that reaches its port can run code.
+
+    Use it in private networks only.
 
     Raises:
         BadOption: an option is wrong; or this PyTorch was built without RPC.

@@ -56,7 +56,7 @@ class Collector(BaseCollector):
         return Engine(options, source, self._weights, stacked=stacked, local=worker)
 
     def _go_into_background(self) -> None:
-        """Give the background thread weights that nobody trains."""
+        """Give the background thread weights of its own, which training does not change."""
         if isinstance(self.policy, torch.nn.Module) and self._weights.original is None:
             own = copy.deepcopy(self.policy)
             self._weights.original, self._weights.policy, self.policy = self.policy, own, own

@@ -40,7 +40,7 @@ def check_multi(o: PoolOptions, *, alone: bool) -> None:
         (alone and cat, "cat_results joins the rollouts of a batch, and here every batch is one rollout: leave it out"),
         (
             alone and threshold is not None and threshold < 1,
-            "preemptive_threshold stops those who are late, and here nobody waits for them: leave it out",
+            "preemptive_threshold stops workers that are late, and this collector does not wait for them: leave it out",
         ),
         (
             not alone and o.max_policy_lag is not None,

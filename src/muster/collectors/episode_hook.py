@@ -78,7 +78,7 @@ class EpisodeHook:
         """Show episodes whose rows go to the user as they come, and take them out.
 
         Raises:
-            HookError: the function raised, or returned columns, which nobody would see.
+            HookError: the function raised, or returned columns, which no batch would have.
         """
         while episodes:
             returned = self._call(episodes[0])

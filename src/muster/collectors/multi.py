@@ -55,7 +55,7 @@ class MultiCollector(BaseCollector):
         workers = Workers(
             options, factories, count, policy, self._weights, made, alone=self._alone, nodes=nodes, bundles=bundles
         )
-        weakref.finalize(self, workers.end)  # also if nobody shuts it down
+        weakref.finalize(self, workers.end)  # also without shutdown()
         check_cat(options, [counts.info for counts in workers.pool.counters])
         if options.num_threads is not None:
             made.callback(torch.set_num_threads, torch.get_num_threads())
@@ -71,7 +71,7 @@ class MultiCollector(BaseCollector):
 
     @property
     def env(self) -> Any:
-        """Not to be had: the environments are in workers.
+        """Not available: the environments live in the workers.
 
         Raises:
             BadOption: always.

@@ -117,8 +117,8 @@ class CollectorOptions:
             not all at the beginning of an episode. They are no frames, but ``stats().discarded["decorrelation"]``; the
             episode that goes on has them in its return and length. Not on devices.
         traj_done_key: of infos: "traj_done" where a lost life ends an agent's episode. Where the entry is False,
-            ``done`` does not reset the environment: recurrent states begin anew; trajectory, ``step_count`` and episode
-            record go on. True without an end truncates. Adds ``("next", "traj_done")``. For single Gymnasium
+            ``done`` does not reset the environment: recurrent states start again; trajectory, ``step_count`` and
+            episode record go on. True without an end truncates. Adds ``("next", "traj_done")``. For single Gymnasium
             environments.
         prev_action_reward: add the observations ``prev_action`` and ``prev_reward``, zero where an agent's episode
             begins. Modules and heads get a dict of all observations then.

@@ -112,7 +112,7 @@ def load(collector: BaseCollector, state: Any, *, trust: bool) -> ResumeReport:
 
 
 def _load_groups(engine: Engine, state: dict[str, Any], trust: bool) -> dict[int, str]:
-    """The environments that begin anew, by global number, and why."""
+    """The environments that begin new episodes, by global number, and why."""
     pool = engine.source.pool
     groups = {
         number: {"group": group, "envs": envs}

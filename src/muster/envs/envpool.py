@@ -142,7 +142,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
         warnings.warn(
             f"EnvPool cannot be seeded after it was made: this one was made with the seeds {self._seeds[:3]}..., "
             f"and goes on with them although {seeds[:3]}... were asked for. Pass the seed to envpool.make_gymnasium "
-            f"too, and make a new pool to begin anew.",
+            f"too, and make a new pool to restart.",
             stacklevel=2,
         )
 

@@ -253,7 +253,7 @@ def _space_of(obs: Any) -> spaces.Space[Any]:
 
 
 def _to_torch(tree: Any) -> Any:
-    """Tensors over JAX's memory, which nobody may change."""
+    """Tensors over JAX's memory, which must not be changed."""
     if isinstance(tree, Mapping):
         return {key: _to_torch(part) for key, part in tree.items()}
     return from_dlpack(tree)

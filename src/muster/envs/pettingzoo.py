@@ -315,7 +315,7 @@ class ParallelEnvs(EnvBatch):
 
 
 def _action_mask(team: Team, seen: Any, info: Any) -> Any:
-    """What an agent may do, ``[n]``; None if nobody says it."""
+    """What an agent may do, ``[n]``; None if the environment does not say it."""
     source = seen if team.mask_in_obs else (info or {})
     mask = source.get("action_mask")
     if mask is not None and np.shape(mask) != (team.choices,):

@@ -281,7 +281,7 @@ def _counting_lives(step: Callable[[Any], Any], who: str, key: str, i: int, lost
     def counting(action: Any) -> Any:
         got = step(action)
         if not isinstance(got, tuple) or len(got) != 5:
-            return got  # whoever takes it will say what is wrong
+            return got  # the caller says what is wrong
         obs, reward, terminated, truncated, info = got
         if not isinstance(info, dict):
             problem = f"{who}.step returned an info that is {type(info).__name__}, expected a dict. {FIX}"

@@ -116,7 +116,7 @@ class OneEnv:
         with self._explained("reset"):
             if seeds is not None:
                 _seed(self.env, list(seeds), whole=len(rows) == self.count)
-            td = self._reset(rows, options or {}, anew=seeds is not None)
+            td = self._reset(rows, options or {}, reseeded=seeds is not None)
         self._current, self._stepped = td, None
         for key, spec in self.specs.observations.items():
             target = arrays[key][row][self.columns]
@@ -262,15 +262,15 @@ class OneEnv:
 
     # --- a reset ----------------------------------------------------------------------------------
 
-    def _reset(self, rows: Any, options: dict[str, Any], *, anew: bool) -> Any:
+    def _reset(self, rows: Any, options: dict[str, Any], *, reseeded: bool) -> Any:
         env, whole = self.env, len(rows) == self.count
         td = self.now()
         stepped, self._stepped = self._stepped is not None, None
         fresh, self._fresh = self._fresh, []
         rows = np.setdiff1d(rows, np.asarray(fresh, int) - self.columns.start)
-        if stepped and not anew and not len(rows):
+        if stepped and not reseeded and not len(rows):
             return td
-        if td is None or (whole and (anew or not stepped)):
+        if td is None or (whole and (reseeded or not stepped)):
             return env.reset(**options)
         ended = self._any(td, self.specs.ends)
         wanted = np.zeros(self.count, bool)

@@ -59,8 +59,8 @@ class VectorEnvBatch(EnvBatch):
         targets = [arrays[key][row] for key in self.observation_specs]
         fresh, first = self._fresh
         self._fresh = [], []
-        anew = seeds is not None or self.reset_options
-        waiting = [] if anew else sorted(set(which).intersection(fresh))
+        now = seeds is not None or self.reset_options
+        waiting = [] if now else sorted(set(which).intersection(fresh))
         if waiting:
             for target, leaf in zip(targets, first, strict=True):
                 target[waiting] = leaf[waiting]

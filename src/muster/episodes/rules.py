@@ -16,7 +16,7 @@ from muster.errors import BadOption
 
 RuleName = Literal["fair", "last_even", "per_env", "first_done"]
 StreamRule = Literal["first_begun", "per_env", "first_done"]
-ENDLESS = 100_000  # steps of one episode that somebody waits for after which a missing limit is an error
+ENDLESS = 100_000  # steps of one awaited episode after which a missing limit is an error
 
 
 class Rule(Protocol):
@@ -173,7 +173,7 @@ def check_rule(name: str) -> None:
     """Raise ``BadOption`` unless there is such a rule."""
     if name not in get_args(RuleName):
         raise BadOption(
-            f"rule={name!r}: expected 'fair' (as many from each environment, the rest from whoever is first), "
+            f"rule={name!r}: expected 'fair' (as many from each environment, the rest from the first to end one), "
             f"'last_even' (the first to begin), 'per_env' (numbers fixed in advance) or 'first_done' (the first to "
             f"end, which favours short episodes)"
         )

@@ -54,7 +54,7 @@ class EvaluatorStats:
         episodes: counted in them.
         frames: environment steps executed, whatever became of them.
         seconds: spent evaluating.
-        restarts: evaluations begun anew after a failure.
+        restarts: evaluations that were repeated after a failure.
         skipped: triggers that came while busy, with ``when_busy="skip"``.
         waiting: triggers whose evaluation is not done.
         version: of the last evaluation's weights; None before.
@@ -319,7 +319,7 @@ class Evaluator:
             except BaseException as error:
                 executed = self._stage.executed - before
                 lost += executed
-                self._stage.close(objects=False)  # what a rollout has left half done belongs to nobody
+                self._stage.close(objects=False)  # a rollout that was left half done is of no use
                 again = isinstance(error, (WorkerDied, WorkerHung, EnvError)) and self.on_failure == "restart"
                 again = again and attempt < ATTEMPTS and not self._closed
                 self._count(frames=executed, restarts=int(again))

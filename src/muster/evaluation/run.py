@@ -21,7 +21,7 @@ Progress = Callable[[int, int], object]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked for; see ``Evaluator``."""
+    """The bounds of an evaluation; see ``Evaluator``."""
 
     episodes: int | None = 10
     max_frames: int | None = None

@@ -43,7 +43,7 @@ class MetricsTracker:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, with all counts at 0."""
+        """Set all counts to 0."""
         self.collected_steps = 0
         self.cumulative_reward = 0.0
         self.episode_count = 0

@@ -22,7 +22,7 @@ class Timeline:
     ::
 
         timeline.start()
-        ...  # whoever measures: if timeline.running: timeline.add("env", begin_ns, time.perf_counter_ns())
+        ...  # to measure: if timeline.running: timeline.add("env", begin_ns, time.perf_counter_ns())
         timeline.save("collect.json")  # open it in ui.perfetto.dev
 
     May be used from several threads. Times are ``time.perf_counter_ns()``, which all processes of a machine share on

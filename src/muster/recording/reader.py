@@ -132,7 +132,7 @@ class Recording:
         chunk, place = self._locate(i)
         last, columns, given = self._mapped
         mine = object()
-        # A batch that was given once may have been changed: the next one is mapped anew. Also for threads.
+        # A batch that was given once may have been changed: the next one is mapped again. Also for threads.
         if last is not chunk or given.setdefault(place, mine) is not mine:
             columns = self._columns(chunk, chunk.leaves)
             self._mapped = chunk, columns, {place: mine}

@@ -123,7 +123,7 @@ class Anchors:
         self._calls = 0
 
     def lose(self, which: Sequence[int]) -> None:
-        """These were moved by what nobody will know of: they cannot be replayed until they are reset again."""
+        """These were moved by actions that are not in the log: they cannot be replayed until they are reset again."""
         self.forget()
         self._resets = [(0, 0, i) for i in which]
 
@@ -192,7 +192,7 @@ class ActionLog:
         seeds: Sequence[int] | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
-        """Environments (default all) were told from outside to begin anew with the next rollout."""
+        """Environments (default all) were told from outside to reset with the next rollout."""
         chosen = range(len(self.env_ids)) if which is None else sorted(set(which))
         for n, i in enumerate(chosen):
             due = self._due.get(i, Special(None, None, None))

@@ -146,7 +146,7 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
         if cls.__module__.startswith("mujoco.") and cls.__name__ in ("MjData", "MjModel"):
             return self._mujoco_data if cls.__name__ == "MjData" else self._mujoco_model
         if (cls.__module__, cls.__name__) == RENDERER:
-            return lambda obj: _by_dict(obj, {**vars(obj), "_viewers": {}, "viewer": None})  # made anew when needed
+            return lambda obj: _by_dict(obj, {**vars(obj), "_viewers": {}, "viewer": None})  # made again when needed
         if any(base.__module__.split(".")[0] in REFUSED for base in cls.__mro__):
             return _refuse("it belongs to this process")
         if is_env(cls):

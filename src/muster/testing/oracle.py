@@ -1,4 +1,4 @@
-"""An environment whose data and counters tell what became of every one of its steps, whoever is killed."""
+"""An environment whose data and counters tell what became of every one of its steps, also after kills."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class postponed(ContextDecorator):  # noqa: N801 (used as a function)
         if depth < 0:
             return
         try:
-            if self._outermost and _signal.getsignal(SIGINT) is state.handler:  # else somebody has set another one
+            if self._outermost and _signal.getsignal(SIGINT) is state.handler:  # else another one was set meanwhile
                 _signal.signal(SIGINT, state.usual)
         finally:  # which a signal may leave at any line
             del state.contexts[depth:]

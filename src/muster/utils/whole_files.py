@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and never reached through a link; and JSON that nobody vouches for."""
+"""Files that are whole or absent, and never reached through a link; and JSON from untrusted sources."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write_whole(path: Path, parts: Iterable[Any], *, mode: int = 0o666) -> None:
                 file.write(part)
             file.flush()
             os.fsync(fd)
-            if sys.platform != "win32":  # while the file is held: nobody takes it for a leftover
+            if sys.platform != "win32":  # while the file is locked: it is not taken for a leftover
                 os.replace(temporary, path)
         if sys.platform == "win32":  # where no open file can be renamed
             os.replace(temporary, path)
@@ -93,7 +93,7 @@ def _create(path: Path, mode: int) -> tuple[Path, int]:
     while True:
         temporary = path.with_name(f"{path.name}.{secrets.token_hex(6)}{TEMPORARY}")
         fd, held = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS, mode), True
-        with suppress(OSError):  # without locks there are no leftovers to anybody
+        with suppress(OSError):  # without locks no file is taken for a leftover
             held = try_lock(fd)
         if held and is_at(temporary, fd):
             break
@@ -108,8 +108,8 @@ def _create(path: Path, mode: int) -> tuple[Path, int]:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Temporary files for ``path`` of processes that were killed: nobody holds them any more."""
-    if sys.platform == "win32":  # where it cannot be told whether somebody holds one
+    """Temporary files for ``path`` of processes that were killed: they are not locked any more."""
+    if sys.platform == "win32":  # where it cannot be told whether one is locked
         return
     like = re.compile(re.escape(path.name) + r"\.[0-9a-f]{12}" + re.escape(TEMPORARY))
     with suppress(OSError):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is asked for: a worker without weights loads no torch."""
+    """Import a public name on first use: a worker without weights loads no torch."""
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'muster.weights' has no attribute {name!r}")

@@ -38,8 +38,8 @@ class Pipe:
     """The scheme that needs no shared memory.
 
     Args:
-        deadline_s: how long ``publish`` waits while nobody reads, because workers are stopped or hold the GIL. It waits
-            once: until such a worker reads again, later publishes only look whether it does.
+        deadline_s: how long ``publish`` waits while no worker reads, because workers are stopped or hold the GIL. It
+            waits once: until such a worker reads again, later publishes only look whether it does.
     """
 
     deadline_s: float = 1.0
@@ -84,7 +84,7 @@ class PipePublisher:
         here, there = socket.socketpair()
         here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
         line.connect(here)
-        arena = Arena.create("muster-weights")  # the first weights need not wait for anybody's reading
+        arena = Arena.create("muster-weights")  # the first weights need not wait for a reader
         offset = arena.allocate(self._manifest.nbytes)
         arena.view(offset, self._manifest.nbytes)[:] = line.newest.memory
         fds = [there.detach(), os.dup(arena.fd)]
@@ -117,7 +117,7 @@ class _WorkerSocket:
         self._socket: socket.socket | None = None
 
     def connect(self, to: socket.socket) -> None:
-        """Begin anew with a worker that has ``newest``."""
+        """Connect to a worker that has ``newest``."""
         self.close()
         to.setblocking(False)
         self._socket, self.reads = to, False
@@ -127,7 +127,7 @@ class _WorkerSocket:
         return -1 if self._socket is None else self._socket.fileno()
 
     def send(self) -> bool:
-        """Send what fits without waiting. True: there is nothing left to be sent, or nobody to send it to."""
+        """Send what fits without waiting. True: there is nothing left to be sent, or no worker to send it to."""
         was_full = bool(self._rest)
         try:
             while self._socket is not None:
@@ -172,7 +172,7 @@ class PipeSubscriber:
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._read_on, name="muster-weights", daemon=True)
         self._thread.start()
-        with contextlib.suppress(OSError):  # whoever wants to greet a publisher that is gone keeps its first weights
+        with contextlib.suppress(OSError):  # if the publisher is gone, this worker keeps its first weights
             self._socket.send(b"\0")
 
     def take(self, into: Weights) -> int | str | None:

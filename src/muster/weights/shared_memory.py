@@ -1,15 +1,13 @@
 """Weights through memory that processes share: one copy in, one out, no message.
 
 The block of a publisher holds several buffers and two cells per worker: the offset of its newest weights, and of the
-buffer that it is reading. A publish writes a buffer that no cell names, then sets the first cells; so whoever dies in
-the middle has changed nothing that is read. A worker marks the buffer of its first cell as the one that it reads, and
-looks whether the cell still names it. If so, the publisher writes elsewhere until the mark is gone, and the worker
-copies the weights right to where they act; else it begins anew, and has changed nothing. A worker that dies while it
-reads keeps one buffer from being used, until its successor reads.
-
-This relies on stores of one processor being seen in order by the others, and loads being done in order, as x86 does
-(what libc and torch copy past the caches they fence themselves). A store and a load after it need a fence there, too.
-See ``default_transport`` for other processors.
+buffer that it is reading. A publish writes a buffer that no cell names, then sets the first cells; so a publisher that
+dies in the middle has changed nothing that is read. A worker marks the buffer of its first cell as the one that it
+reads, and looks whether the cell still names it. If so, the publisher writes elsewhere until the mark is gone, and the
+worker copies the weights right to where they act; else it starts again, and has changed nothing. A worker that dies
+while it reads keeps one buffer from being used, until its successor reads. This relies on stores of one processor being
+seen in order by the others, and loads being done in order, as x86 does (what libc and torch copy past the caches they
+fence themselves). A store and a load after it need a fence there, too. See ``default_transport`` for other processors.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from muster.weights.transport import Ticket, chosen
 if TYPE_CHECKING:
     from muster.weights.transport import Weights
 
-BUFFERS = 3  # with two, a worker has to begin anew whenever a publish follows on a publish
+BUFFERS = 3  # with two, a worker has to start again whenever a publish follows on a publish
 _NOTHING = 0  # is the offset of the cells
 
 
@@ -43,7 +41,7 @@ class SharedMemory:
 
     Args:
         deadline_s: how long ``take`` tries to find weights that are not replaced while it begins to copy them; only a
-            publisher that does nothing else makes it begin anew at all.
+            publisher that does nothing else makes it start again at all.
     """
 
     deadline_s: float = 10.0
@@ -72,7 +70,7 @@ class SharedMemoryPublisher:
         self._show(offset, receiving)
 
     def lend(self) -> Array:
-        """Memory for the next weights, as a ``Buffer`` has them, for somebody who writes or receives them there.
+        """Memory for the next weights, as a ``Buffer`` has them, for a caller that writes or receives them there.
         The same until ``publish_lent``. The sequence number in them has to be negative.
         """
         if self._lent is None:
@@ -81,7 +79,7 @@ class SharedMemoryPublisher:
         return self._buffers[self._lent].memory
 
     def publish_lent(self) -> None:
-        """Let all workers have the weights that are in the memory that was lent; nobody writes there any more."""
+        """Let all workers have the weights that are in the memory that was lent; it is not written any more."""
         assert self._lent is not None, "nothing was lent"
         offset, self._lent = self._lent, None
         self._buffers[offset].sequence = self._published + 1
@@ -93,7 +91,7 @@ class SharedMemoryPublisher:
             self._cells[worker] = offset
 
     def catch_up(self) -> None:
-        """Nobody can miss anything."""
+        """Workers cannot miss anything."""
 
     def ticket(self, worker: int) -> Ticket:
         chosen([worker], self._workers)
@@ -105,7 +103,7 @@ class SharedMemoryPublisher:
         self._arena.close()
 
     def _spare(self) -> int:
-        """The buffer that was written longest ago, of those that are nobody's newest and that nobody reads."""
+        """The buffer that was written longest ago, of those that are no worker's newest and that no worker reads."""
         newest = self._cells.tolist()
         _fence()  # a reader has seen these cells, or its mark is seen now
         taken = {*newest, *self._reading.tolist(), self._lent}
@@ -154,7 +152,7 @@ class SharedMemorySubscriber:
             if self._cells[self._worker] != offset or shared.sequence != sequence:
                 return False
             self.version = shared.read(into)
-            return shared.sequence == sequence  # always, unless this worker's number is somebody else's too
+            return shared.sequence == sequence  # always, unless another worker has the same number
         finally:
             self._reading[self._worker] = _NOTHING
 

@@ -33,13 +33,13 @@ class Collector:
         experience["state"]  # (T, N, ...)
 
     An environment whose episode is over is reset, and the collection goes on. Do not collect trajectories where
-    episodes never end. Tensors are the caller's own. After an error all environments begin anew.
+    episodes never end. Tensors are the caller's own. After an error all environments are reset.
 
     Args:
         env: with prt_rl's interface (``get_num_envs``, ``get_parameters``, ``reset``, ``reset_index``, ``step``), or a
             Gymnasium environment or vector environment, which stays yours.
         logger: prt_rl's (``should_log``, ``log_scalar``) or what else ``muster.observing.loggers.as_logger`` takes;
-            hears of every episode that ends. None: nobody does.
+            gets every episode that ends. None: no logging.
         flatten: ``collect_experience`` returns ``(T * N, ...)``, time step by time step; else ``(T, N, ...)``.
 
     Raises:
@@ -109,7 +109,7 @@ class Collector:
             num_trajectories = integer("num_trajectories", 1 if num_trajectories is None else num_trajectories)
         else:
             min_num_steps = integer("min_num_steps", min_num_steps)
-        self._begin_anew()
+        self._begin_episodes()
         chosen = Selection(self._side.env.num_envs, num_trajectories, min_num_steps or 0)
         parts = []
         while not chosen.complete:
@@ -130,7 +130,7 @@ class Collector:
         try:
             actor, lane = self._fill(self._actor, T, chosen)
         except BaseException:
-            self._begin_anew()
+            self._begin_episodes()
             raise
         return actor, self._experience(actor, lane)
 
@@ -162,11 +162,11 @@ class Collector:
             self._runner = GroupRunner(env, borrowed(), rng=GroupRng(torch.initial_seed()))  # for Muster's heads
         return self._runner
 
-    def _begin_anew(self) -> None:
+    def _begin_episodes(self) -> None:
         if self._runner is not None:
             self._runner.group.reset()
         if isinstance(self._side.env, PrtEnvs):
-            self._side.env.anew = True
+            self._side.env.resets_all = True
         self.metric.abandon()
 
     def _experience(self, actor: PrtRlActor | HeadActor, lane: Lane) -> Tensors:

@@ -54,14 +54,14 @@ def side_of(env: Any) -> Side:
 class PrtEnvs(EnvBatch):
     """N environments behind one object with prt_rl's interface; implements ``EnvBatch``. Rows lie on the host.
 
-    ``anew`` says that the next reset of all is one call of ``reset``, not one ``reset_index`` for each.
+    ``resets_all`` says that the next reset of all is one call of ``reset``, not one ``reset_index`` for each.
     """
 
     bypasses = True
 
     def __init__(self, env: Any) -> None:
         self.env, self.name, self.num_envs = env, type(env).__name__, int(env.get_num_envs())
-        self.anew, self.state_device, self.action_device = True, torch.device("cpu"), torch.device("cpu")
+        self.resets_all, self.state_device, self.action_device = True, torch.device("cpu"), torch.device("cpu")
         self.observation_specs, self.action_specs = {}, {}  # the first reset and the first action say
         self._first: torch.Tensor | None = None
         self._reward_kind: tuple[tuple[int, ...], torch.dtype] | None = None
@@ -78,18 +78,18 @@ class PrtEnvs(EnvBatch):
         self.state_device = state.device
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
-        raise NotImplementedError(f"{self.name}: a policy acts, and nobody acts at random")
+        raise NotImplementedError(f"{self.name}: actions are the policy's, and random ones are not supported")
 
     def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         rows: Array = arrays[OBSERVATION][row]
         one_by_one = hasattr(self.env, "reset_index")
-        if len(which) == self.num_envs and (self.anew or not one_by_one):
-            state, self._first, self.anew = self._first, None, False
+        if len(which) == self.num_envs and (self.resets_all or not one_by_one):
+            state, self._first, self.resets_all = self._first, None, False
             rows[...] = (self._reset_all() if state is None else state).cpu().numpy()
             return
         if not one_by_one:
             raise UnsupportedEnv(
-                f"{self.name} has no reset_index(index), by which one of {self.num_envs} environments begins anew "
+                f"{self.name} has no reset_index(index), by which one of {self.num_envs} environments is reset "
                 f"where its episode is over"
             )
         for i in which:
@@ -133,7 +133,7 @@ class PrtEnvs(EnvBatch):
         return step
 
     def bypass(self, which: Collection[int]) -> None:
-        """Only the last step of a rollout lets environments go here, and nobody is stepped after it."""
+        """Only the last step of a rollout lets environments go here, and none is stepped after it."""
 
     def objects(self) -> Sequence[object]:
         return [self.env]

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class BaseEvalCollector(ABC):
-    """Evaluates the agent in environments of its own, which begin anew every time.
+    """Evaluates the agent in environments of its own, which are reset every time.
 
     Args:
         rank: of the worker.

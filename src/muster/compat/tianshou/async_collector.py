@@ -1,4 +1,4 @@
-"""Tianshou's AsyncCollector: whoever is ready goes on, nobody waits for the slowest environment."""
+"""Tianshou's AsyncCollector: environments that are ready go on without waiting for the slowest."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class AsyncCollector(Collector):
             )
 
     def reset_env(self, gym_reset_kwargs: dict[str, Any] | None = None) -> tuple[Any, Any]:
-        """Let all environments begin anew once those on their way have arrived; see ``Collector``."""
+        """Reset all environments once those on their way have arrived; see ``Collector``."""
         drain(self.env)
         return super().reset_env(gym_reset_kwargs)
 

@@ -65,7 +65,7 @@ class AsyncVectorEnvs(VectorEnvs):
         return step
 
     def bypass(self, which: Collection[int]) -> None:
-        """Nobody is left out but those on their way."""
+        """Only environments on their way are left out."""
 
     def _keep(self, actions: Actions) -> None:
         sent = Batch(act=actions.act, policy=actions.policy)

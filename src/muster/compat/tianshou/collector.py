@@ -26,7 +26,7 @@ from muster.episodes.rules import LastEven
 from muster.errors import BadOption
 
 BUFFER_SIZE = 10_000  # of each environment, where no buffer is given
-ROWS_FOR_EPISODES = 64  # at a time: nobody knows how many it takes
+ROWS_FOR_EPISODES = 64  # at a time: how many it takes is not known before
 
 
 class Collector:
@@ -126,7 +126,7 @@ class Collector:
     def reset(
         self, reset_buffer: bool = True, reset_stats: bool = True, gym_reset_kwargs: dict[str, Any] | None = None
     ) -> tuple[Any, Any]:
-        """Let all environments begin anew; returns their first observations and infos.
+        """Reset all environments; returns their first observations and infos.
 
         Args:
             reset_buffer: also empty the buffer.
@@ -142,7 +142,7 @@ class Collector:
         return first
 
     def reset_env(self, gym_reset_kwargs: dict[str, Any] | None = None) -> tuple[Any, Any]:
-        """Let all environments begin anew, and the policy with them; returns first observations and infos."""
+        """Reset all environments, and the policy with them; returns first observations and infos."""
         obs, infos = self.env.reset(**(gym_reset_kwargs or {}))
         infos = np.array(listed(infos))
         sampling = self._sampling

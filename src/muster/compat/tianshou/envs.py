@@ -59,7 +59,7 @@ class VectorEnvs(EnvBatch):
     Attributes:
         ready: environments that are acted on next, ascending.
         infos: the last one of each environment.
-        anew, rows: environments that began an episode, and steps, since the list was last emptied.
+        begun, rows: environments that began an episode, and steps, since the list was last emptied.
         after_step: called after a step, before any reset.
     """
 
@@ -73,7 +73,7 @@ class VectorEnvs(EnvBatch):
         self.reward_dtype = np.dtype(np.float64)
         self.actions: Actions
         self.infos: list[dict[str, Any]] = [{}] * self.num_envs
-        self.anew: list[int] = []
+        self.begun: list[int] = []
         self.rows: list[Row] = []
         self.reset_kwargs: dict[str, Any] = {}
         self.after_step: Callable[[], object] | None = None
@@ -91,7 +91,7 @@ class VectorEnvs(EnvBatch):
 
     def begin(self, obs: Array, infos: Sequence[dict[str, Any]]) -> None:
         """All environments have been reset, with these results, and go on from there at the next ``reset``."""
-        self.anew, self.infos = list(range(self.num_envs)), list(infos)
+        self.begun, self.infos = list(range(self.num_envs)), list(infos)
         self._obs_ahead = dict(enumerate(_one_by_one(obs)))
 
     def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
@@ -197,7 +197,7 @@ class VectorEnvs(EnvBatch):
             raise self._failure("reset", error) from error
         self._take(which, infos)
         self._obs_ahead.update(zip(which, _one_by_one(obs), strict=True))
-        self.anew += which
+        self.begun += which
 
     def _take(self, which: Sequence[int] | Array, infos: Any) -> None:
         for i, info in zip(which, listed(infos), strict=True):

@@ -47,9 +47,9 @@ class TianshouActor:
 
         def act(t: int) -> None:
             ids = envs.ready
-            if envs.anew:
-                self._begin_anew(envs.anew)
-                envs.anew = []
+            if envs.begun:
+                self._begin_episodes(envs.begun)
+                envs.begun = []
             if self.random:
                 envs.actions = self._draw(ids)
                 return
@@ -98,7 +98,7 @@ class TianshouActor:
             self.state = copied(self.state)
         self.state[ids] = state
 
-    def _begin_anew(self, which: list[int]) -> None:
+    def _begin_episodes(self, which: list[int]) -> None:
         if self.state is None:
             return
         state = self.state = copied(self.state)  # the policy may look at its own

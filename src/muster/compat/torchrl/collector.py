@@ -36,7 +36,7 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
 
     ``torchrl.collectors.Collector`` documents them; docs/torchrl.md lists what differs. Besides TorchRL's
     environments and policies it takes those of ``muster.Collector``. Batches are the user's own: views on memory that
-    nobody writes to as long as they are held.
+    is not written to as long as they are held.
 
     Raises:
         TypeError: an unknown argument, or a policy that cannot be wrapped.
@@ -107,7 +107,7 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
             self.pre_collect_hook()
         with _original_errors():
             if self.reset_at_each_iter:
-                self._begin_anew(None, {})
+                self._begin_episodes(None, {})
             return self._add_steps() if self._per_step else batches.mark_end(self._collect(), self._truncated)
 
     def fake_tensordict(self) -> Any:
@@ -133,7 +133,7 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
             mask[index] = True
             chosen = mask.reshape(-1).nonzero().squeeze(-1).tolist()
         with _original_errors():
-            replaced = self._begin_anew(chosen, kwargs)
+            replaced = self._begin_episodes(chosen, kwargs)
         if index is not None:
             self._drop_partial_trajectories(replaced)
 
@@ -141,7 +141,7 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
         """Seed the environment; nothing is reset, and torch is not seeded.
 
         Returns:
-            what the environment returns: TorchRL's next seed. Environments of another kind begin anew, as in
+            what the environment returns: TorchRL's next seed. Environments of another kind are reset, as in
             ``muster.Collector``.
         """
         if isinstance(self.env, EnvBase):
@@ -252,7 +252,7 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
             self._classes = setup.classes_of(self._engine.groups[0].env)
             self._numbering = Numbering(self.n_env, getattr(self.env, "done_keys", ["done"]), self._traj_pool)
 
-    def _begin_anew(self, chosen: list[int] | None, options: dict[str, Any]) -> list[int]:
+    def _begin_episodes(self, chosen: list[int] | None, options: dict[str, Any]) -> list[int]:
         """Reset now, under new ids; returns the old ones."""
         self._engine.reset(chosen, options)
         for group in self._engine.groups:

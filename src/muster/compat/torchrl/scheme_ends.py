@@ -179,7 +179,7 @@ class ReceivingEnd:
             ) from error
         except (OSError, EOFError) as error:
             self._socket.close()
-            raise CollectorClosed(f"nobody sends weights to worker {worker} any more ({path})") from error
+            raise CollectorClosed(f"no process sends weights to worker {worker} any more ({path})") from error
         try:
             if isinstance(ticket, str):
                 self._socket.close()

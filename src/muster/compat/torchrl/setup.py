@@ -222,7 +222,7 @@ def classes_of(env: EnvBatch) -> dict[Key, Any]:
 
 
 def _check_backend(given: SimpleNamespace) -> None:
-    """Only collecting in this process is to be had here."""
+    """Only collecting in this process is available here."""
     backend, count = given.backend, given.num_collectors
     if backend not in (None, "direct") or count not in (None, 1) or (backend is None and count):
         raise BadOption(

@@ -370,7 +370,7 @@ class _OfNodes(WeightSyncScheme):
     Args:
         strategy: see ``WeightSyncScheme``.
         backend: TorchRL's, for the weights; here they go the way of the collector's data, see its own ``backend``.
-        sync: TorchRL's; here nobody waits. What was published is what a worker's next rollout begins with.
+        sync: TorchRL's; here ``publish`` never waits. What was published is what a worker's next rollout begins with.
     """
 
     collector: ClassVar[str] = ""
