@@ -28,7 +28,6 @@ __version__ = "0.1.0"
 _HOMES = {
     "AsyncCollector": "muster.collectors",
     "CollectStats": "muster.episodes.summary",
-    "CollectStatsBase": "muster.episodes.summary",
     "Collected": "muster.collectors.asked",
     "Collector": "muster.collectors",
     "CollectorOptions": "muster.collectors",
@@ -41,7 +40,6 @@ _HOMES = {
     "Evaluator": "muster.evaluation",
     "EvaluatorStats": "muster.evaluation",
     "JsonlLogger": "muster.observing.loggers",
-    "MetricsTracker": "muster.observing.metrics",
     "MultiAsyncCollector": "muster.collectors",
     "MultiOptions": "muster.collectors",
     "MultiSyncCollector": "muster.collectors",
@@ -52,13 +50,10 @@ _HOMES = {
     "Recorder": "muster.recording",
     "Recording": "muster.recording",
     "ResumeReport": "muster.collectors.resume",
-    "SequenceSummaryStats": "muster.episodes.summary",
     "TensorBoardLogger": "muster.observing.loggers",
     "Timeline": "muster.observing.timeline",
     "Tuning": "muster.tuning",
     "UnfinishedEpisode": "muster.evaluation",
-    "VanillaWeightUpdater": "muster.compat.torchrl.updaters",
-    "WeightUpdaterBase": "muster.compat.torchrl.updaters",
     "WorkerStats": "muster.observing.stats",
     "load": "muster.recording",
     "load_state": "muster.restore.checkpoint:load",
@@ -88,13 +83,9 @@ if TYPE_CHECKING:
     from muster.collectors.clusters import RayCollector as RayCollector
     from muster.collectors.clusters import RPCCollector as RPCCollector
     from muster.collectors.resume import ResumeReport as ResumeReport
-    from muster.compat.torchrl.updaters import VanillaWeightUpdater as VanillaWeightUpdater
-    from muster.compat.torchrl.updaters import WeightUpdaterBase as WeightUpdaterBase
     from muster.episodes.record import EpisodeRecord as EpisodeRecord
     from muster.episodes.segment import split_trajectories as split_trajectories
     from muster.episodes.summary import CollectStats as CollectStats
-    from muster.episodes.summary import CollectStatsBase as CollectStatsBase
-    from muster.episodes.summary import SequenceSummaryStats as SequenceSummaryStats
     from muster.evaluation import EvaluatedEpisode as EvaluatedEpisode
     from muster.evaluation import Evaluation as Evaluation
     from muster.evaluation import Evaluator as Evaluator
@@ -102,7 +93,6 @@ if TYPE_CHECKING:
     from muster.evaluation import UnfinishedEpisode as UnfinishedEpisode
     from muster.observing.loggers import JsonlLogger as JsonlLogger
     from muster.observing.loggers import TensorBoardLogger as TensorBoardLogger
-    from muster.observing.metrics import MetricsTracker as MetricsTracker
     from muster.observing.profiling import ProfileConfig as ProfileConfig
     from muster.observing.stats import CollectorStats as CollectorStats
     from muster.observing.stats import WorkerStats as WorkerStats

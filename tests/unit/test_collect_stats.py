@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster import CollectStats, CollectStatsBase, SequenceSummaryStats
 from muster.episodes.record import Episodes
+from muster.episodes.summary import CollectStats, CollectStatsBase, SequenceSummaryStats
 from muster.errors import BadOption
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=50)

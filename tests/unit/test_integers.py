@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from muster import Collector, Evaluator, MetricsTracker
+from muster import Collector, Evaluator
+from muster.compat.prt_rl import MetricsTracker
 from muster.errors import BadOption
 from muster.testing import CountingEnv
 from muster.utils.integers import integer

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster import MetricsTracker, load_state, save_state
+from muster import load_state, save_state
 from muster.errors import BadCheckpoint, BadOption, HookError
+from muster.observing.metrics import MetricsTracker
 
 
 def tracked(num_envs: int, steps: list[tuple[Any, Any]]) -> tuple[MetricsTracker, list[tuple[int, dict[str, float]]]]:

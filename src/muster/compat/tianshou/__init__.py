@@ -13,5 +13,13 @@ from __future__ import annotations
 from muster.compat.tianshou.async_collector import AsyncCollector
 from muster.compat.tianshou.collector import Collector
 from muster.compat.tianshou.steps import EpisodeRolloutHookMerged
+from muster.episodes.summary import CollectStats, CollectStatsBase, SequenceSummaryStats
 
-__all__ = ["Collector", "AsyncCollector", "EpisodeRolloutHookMerged"]
+__all__ = [
+    "Collector",
+    "AsyncCollector",
+    "EpisodeRolloutHookMerged",
+    "CollectStats",
+    "CollectStatsBase",
+    "SequenceSummaryStats",
+]

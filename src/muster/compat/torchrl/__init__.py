@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from muster.compat.torchrl.updaters import VanillaWeightUpdater, WeightUpdaterBase
 from muster.utils.private_names import require
 
-__all__ = ["Collector"]
+__all__ = ["Collector", "VanillaWeightUpdater", "WeightUpdaterBase"]
 
 if TYPE_CHECKING:
     from muster.compat.torchrl.collector import Collector as Collector
