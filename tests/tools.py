@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,6 +18,17 @@ from muster.testing import ChainEnv, CountingEnv
 def stable(value: Any) -> str:
     """What a parameter is called in every process: without the address of an object."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
+@contextmanager
+def files_limited_to(size: int) -> Iterator[None]:
+    """No file may grow beyond ``size``: the kernel's own way to run out of space."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
 
 
 def counting(length: int = 3, **options: Any) -> Callable[[], CountingEnv]:

@@ -10,7 +10,6 @@ import itertools
 import os
 import pty
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from muster.errors import BadOption
 from muster.observing.stats import CollectorStats, WorkerStats
 from muster.recording import Recorder, load
 from tests.command_line import refused, run
+from tests.tools import files_limited_to
 
 # ------------------------------------------------------------------------------------------ collecting
 
@@ -60,32 +60,11 @@ def test_collect_records_exactly_what_was_asked_for(tmp_path: Path, capsys: pyte
 
 
 def test_a_full_disk_ends_the_recording_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
-    try:
+    with files_limited_to(5000):
         said = refused(capsys, "collect", "CartPole-v1", "--frames", "8000", "--quiet", "--out", tmp_path / "a")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert f"Could not record into {tmp_path / 'a'}: File too large" in said
     assert "another --out" in said
     assert load(tmp_path / "a").lost is not None
-
-
-def test_same_seed_same_data_other_seed_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        argv = ["collect", "CartPole-v1", "--frames", "800", "--policy", "mlp", "--quiet"]
-        assert run(capsys, *argv, "--seed", seed, "--out", tmp_path / name) == (0, "", "")
-    a, b, c = (load(tmp_path / name).batch(0) for name in "abc")
-    assert (a == b).all()
-    assert not (a["observation"] == c["observation"]).all()
-
-
-def test_the_users_random_state_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    run(capsys, "collect", "CartPole-v1", "--frames", "160", "--policy", "mlp", "--quiet")
-    assert torch.equal(torch.rand(3), expected)
 
 
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1", "MountainCarContinuous-v0"])
@@ -131,18 +110,6 @@ def test_mlp_takes_boxes_of_any_shape(shape: tuple[int, ...], dtype: str) -> Non
     logits = head.net(torch.as_tensor(np.stack([space.sample() for _ in range(5)])))
     assert logits.shape == (5, 5)
     assert said == f"fresh MLP {int(np.prod(shape))}-64-64-5 tanh, seed 0"
-
-
-def test_mlp_says_which_spaces_it_cannot_do(capsys: pytest.CaptureFixture[str]) -> None:
-    err = refused(capsys, "collect", "FrozenLake-v1", "--frames", "80", "--policy", "mlp")
-    assert "Box observations" in err
-    assert "--policy random" in err
-
-
-def test_existing_recordings_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["collect", "CartPole-v1", "--frames", "80", "--out", tmp_path / "a", "--quiet"]
-    assert run(capsys, *argv)[0] == 0
-    assert "already holds a recording" in refused(capsys, *argv)
 
 
 # ------------------------------------------------------------------------------------------ workers
@@ -201,25 +168,6 @@ def test_a_server_acts_for_workers(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not torch.equal(recordings["workers"], recordings["server"])  # one stream of random numbers for both
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--async"], "--async is about workers: add --workers N"),
-        (["--threads"], "--threads is about workers"),
-        (["--on-failure", "drop"], "--on-failure is about workers"),
-        (["--inference", "server"], "--inference is about workers: add --workers N"),
-        (["--alternating"], "--alternating is about workers"),
-        (["--workers", "2", "--alternating"], "--alternating is about --inference server: add that"),
-        (["--workers", "0"], "--workers 0: expected at least 1"),
-        (["--workers", "3"], "--workers 3 x --envs 8; the nearest are 792 or 816"),
-        (["--workers", "3", "--frames-per-batch", "80"], "--workers 3 x --envs 8; the nearest are 72 or 96"),
-        (["--workers", "3", "--async", "--frames-per-batch", "81"], "multiple of --envs 8; the nearest are 80 or 88"),
-    ],
-)
-def test_options_of_workers_have_to_fit(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said in refused(capsys, "collect", "CartPole-v1", "--frames", "800", *argv)
-
-
 FAILING = """
 import os, gymnasium
 class Failing(gymnasium.Env):
@@ -266,14 +214,6 @@ def test_an_error_in_a_worker_is_one_short_message(failing: list[Any], capsys: p
     assert "simulator gone" in err
 
 
-def test_failures_that_are_dealt_with_are_in_the_summary(
-    failing: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = run(capsys, *failing, "--on-failure", "restart")
-    assert (code, err) == (0, "")
-    assert re.search(r"^workers   2  restarts 1 \(worker [01]: 1\)$", out, re.MULTILINE), out
-
-
 @pytest.mark.filterwarnings("default")
 def test_a_dropped_worker_is_told_at_once(failing: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, *failing, "--on-failure", "drop")
@@ -282,19 +222,6 @@ def test_a_dropped_worker_is_told_at_once(failing: list[Any], capsys: pytest.Cap
     assert err.startswith("muster: a worker is dropped, and the others go on without it: ")
     assert "simulator gone" in err
     assert "Traceback" not in err
-
-
-@pytest.mark.parametrize(("env", "trust"), [("CartPole-v1", ""), ("mine:Maze-v0", " --trust")])
-def test_a_crash_crash_report_is_pointed_to(env: str, trust: str) -> None:
-    from muster.cli.request import in_short
-    from muster.errors import WorkerDied
-
-    error = WorkerDied("Worker 1 was killed by SIGKILL.\n\nStack of the worker: ...")
-    error.worker, error.crash_report = 1, Path("/tmp/x.crash")
-    with pytest.raises(WorkerDied) as raised, in_short(env, allow_import=False):
-        raise error
-    hint = f"See it happen again with: muster replay /tmp/x.crash{trust}"
-    assert str(raised.value) == f"Worker 1 was killed by SIGKILL.\n{hint}"
 
 
 # ------------------------------------------------------------------------------------------ numbers
@@ -326,12 +253,6 @@ def test_batches_come_out_even(frames: int, envs: int) -> None:
     assert size <= 65_536
 
 
-def test_batches_are_near_the_target() -> None:
-    assert frames_per_batch(51_200, 8, None) == 2048
-    assert frames_per_batch(100_000, 8, None) == 2000
-    assert frames_per_batch(8 * 10_007, 8, None) == 8  # a prime number of steps: 80,056 frames at once is too much
-
-
 @pytest.mark.parametrize(
     ("args", "near"),
     [((1001, 8, None), "1,000 or 1,008"), ((1000, 8, 100), "96 or 104"), ((1000, 8, 96), "960 or 1,056")],
@@ -339,14 +260,6 @@ def test_batches_are_near_the_target() -> None:
 def test_uneven_numbers_name_the_nearest(args: tuple[int, int, int | None], near: str) -> None:
     with pytest.raises(BadOption, match=near):
         frames_per_batch(*args)
-
-
-def test_uneven_numbers_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "nearest are 1,000 or 1,008" in refused(capsys, "collect", "CartPole-v1", "--frames", "1001")
-    assert "--envs 0: expected at least 1" in refused(capsys, "collect", "CartPole-v1", "--frames", "8", "--envs", "0")
-    assert "--seed -1: expected at least 0" in refused(
-        capsys, "collect", "CartPole-v1", "--frames", "8", "--seed", "-1"
-    )
 
 
 # ------------------------------------------------------------------------------------------ refused imports
@@ -415,22 +328,41 @@ def test_an_error_in_allowed_code_shows_where(evil: Path, capsys: pytest.Capture
     assert "no_such_thing" in err
 
 
-# ------------------------------------------------------------------------------------------ unknown things
+# ------------------------------------------------------------------------------------------ refused requests
 
 
 @pytest.mark.parametrize(
-    ("env", "hint"),
+    ("argv", "said"),
     [
-        ("CartPol-v1", "Similar: CartPole-v1"),
-        ("CartPole-v7", "Similar: CartPole-v"),
-        ("CartPole", "Similar: CartPole-v"),
-        ("Nowhere/Pong-v5", "PACKAGE:Nowhere/Pong-v5 --allow-import"),
-        ("../../etc/passwd", "no environment"),
-        ("", "no environment"),
+        (["CartPole-v1", "--async"], "--async is about workers: add --workers N"),
+        (["CartPole-v1", "--threads"], "--threads is about workers"),
+        (["CartPole-v1", "--on-failure", "drop"], "--on-failure is about workers"),
+        (["CartPole-v1", "--inference", "server"], "--inference is about workers: add --workers N"),
+        (["CartPole-v1", "--alternating"], "--alternating is about workers"),
+        (["CartPole-v1", "--workers", "2", "--alternating"], "--alternating is about --inference server: add that"),
+        (["CartPole-v1", "--workers", "0"], "--workers 0: expected at least 1"),
+        (["CartPole-v1", "--workers", "3"], "--workers 3 x --envs 8; the nearest are 792 or 816"),
+        (["CartPole-v1", "--workers", "3", "--frames-per-batch", "80"], "3 x --envs 8; the nearest are 72 or 96"),
+        (
+            ["CartPole-v1", "--workers", "3", "--async", "--frames-per-batch", "81"],
+            "multiple of --envs 8; the nearest are 80 or 88",
+        ),
+        (["CartPole-v1", "--frames", "1001"], "nearest are 1,000 or 1,008"),
+        (["CartPole-v1", "--envs", "0"], "--envs 0: expected at least 1"),
+        (["CartPole-v1", "--seed", "-1"], "--seed -1: expected at least 0"),
+        (["FrozenLake-v1", "--policy", "mlp"], "Box observations"),
+        (["FrozenLake-v1", "--policy", "mlp"], "--policy random"),
+        (["CartPol-v1"], "Similar: CartPole-v1"),
+        (["CartPole-v7"], "Similar: CartPole-v"),
+        (["CartPole"], "Similar: CartPole-v"),
+        (["Nowhere/Pong-v5"], "PACKAGE:Nowhere/Pong-v5 --allow-import"),
+        (["../../etc/passwd"], "no environment"),
+        ([""], "no environment"),
     ],
+    ids=str,
 )
-def test_unknown_environments(env: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert hint in refused(capsys, "collect", env, "--frames", "80")
+def test_requests_that_make_no_sense(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in refused(capsys, "collect", "--frames", "800", *argv)
 
 
 def test_environments_that_cannot_be_made(capsys: pytest.CaptureFixture[str]) -> None:
@@ -480,19 +412,6 @@ def test_weights_from_a_file_act(tmp_path: Path, capsys: pytest.CaptureFixture[s
         recording = load(tmp_path / name)
         assert (recording.batch(0)["action"] == 1).all()
         assert "MLP 4-32-16-8-2 tanh" in recording.meta["policy"]
-
-
-def test_the_spread_of_a_gaussian_head_comes_from_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from muster import policies
-
-    head = policies.gaussian(net(3, 16, 1), log_std=-9.0)
-    with torch.no_grad():
-        for parameter in head.net.parameters():
-            parameter.zero_()
-    save_file(head.state_dict(), tmp_path / "head.safetensors")
-    argv = ["--policy", tmp_path / "head.safetensors", "--out", tmp_path / "r", "--quiet"]
-    assert run(capsys, "collect", "Pendulum-v1", "--frames", "80", *argv) == (0, "", "")
-    assert load(tmp_path / "r").batch(0)["action"].abs().max() < 0.01
 
 
 @pytest.mark.parametrize(
@@ -581,13 +500,11 @@ def test_stopping_keeps_what_was_collected(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [[], ["--workers", "2"]])
-def test_a_real_ctrl_c_on_a_real_terminal(tmp_path: Path, workers: list[str]) -> None:
+def test_a_real_ctrl_c_on_a_real_terminal(tmp_path: Path) -> None:
     """The whole command under a pty: a bar appears, and the byte that Ctrl-C sends stops it."""
     argv = [
         *("-m", "muster.cli.main", "collect", "CartPole-v1", "--frames", "1B"),
-        *("--out", tmp_path / "r"),
-        *workers,
+        *("--out", tmp_path / "r", "--workers", "2"),
     ]
     pid, fd = pty.fork()
     if pid == 0:
@@ -616,11 +533,11 @@ def test_a_real_ctrl_c_on_a_real_terminal(tmp_path: Path, workers: list[str]) ->
     assert os.waitstatus_to_exitcode(status) == 130, text
     shown_text = r"collect .*━.* 0% [\d.]+[kM]?/1B frames  [\d.]+k? frames/s  episodes [\d,]+  return [\d.]+ eta"
     assert re.search(shown_text, text), text
-    for number in range(2 if workers else 0):
+    for number in range(2):
         assert re.search(
             rf"^  worker {number} +(idle|step|policy) +[\d.]+k? frames/s +\d+% of frames", text, re.MULTILINE
         )
-    assert len(processes) == (6 if workers else 1)  # with the fork server, and a keeper beside each worker
+    assert len(processes) == 6  # with the fork server, and a keeper beside each worker
     assert not [process for process in processes if Path(f"/proc/{process}").exists()]
     assert "stopping after this batch" in text
     assert "stopped after" in text
@@ -798,11 +715,6 @@ def test_the_bar_looks_for_itself_while_no_batch_comes() -> None:
     assert "worker 0   policy" in shown()
     now, changes = stats(), True
     assert "worker 0   policy" in shown()
-
-
-def test_lines_tell_of_restarts() -> None:
-    said = in_one_line(stats(workers=(worker(0), worker(1, restarts=2)), restarts=2), 1000)
-    assert said.endswith("episodes 0  restarts 2 (worker 1: 2)")
 
 
 def test_numbers_are_short() -> None:

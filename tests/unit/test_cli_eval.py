@@ -101,13 +101,6 @@ def test_the_table_and_the_json_are_what_the_evaluator_finds(
     assert [record["seed"] for record in found["records"]] == [record.seed for record in expected.records]
 
 
-def test_mujoco_is_evaluated_with_a_float32_network(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["HalfCheetah-v5", "--policy", "mlp", "--episodes", 2, "--num-envs", 2, "--max-episode-steps", 5, "--json"]
-    found = [json.loads(run(capsys, *argv, *more)[1]) for more in ((), ("--obs-dtype", "float64"))]
-    for evaluation in found:
-        assert [record["length"] for record in evaluation["records"]] == [5, 5]
-
-
 def test_workers_and_numbers_of_environments_give_the_same(
     weights: tuple[Path, nn.Module], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,12 +110,6 @@ def test_workers_and_numbers_of_environments_give_the_same(
     ]
     returns = [sorted((r["seed"], r["episode_return"]) for r in each["records"]) for each in found]
     assert returns[0] == returns[1] == returns[2]
-
-
-def test_sampled_actions_are_other_actions(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["CartPole-v1", "--policy", "mlp", "--episodes", 5, "--json"]
-    modes, sampled = (json.loads(run(capsys, *argv, *more)[1]) for more in ((), ("--sampled",)))
-    assert modes["mean"] != sampled["mean"]
 
 
 def test_a_rule_that_favours_short_episodes_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,11 +173,3 @@ def test_wrong_requests_are_refused_in_one_line(capsys: pytest.CaptureFixture[st
     assert "'longest' is none of best, worst, median" in refused(capsys, "CartPole-v1", "--video", "best,longest")
     assert "'20' is none of" in refused(capsys, "CartPole-v1", "--video", "20")
     assert "less than one step of 8 environments" in refused(capsys, "CartPole-v1", "--max-frames", "7")
-
-
-def test_no_random_state_of_this_process_is_touched(capsys: pytest.CaptureFixture[str]) -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    run(capsys, "CartPole-v1", "--policy", "mlp", "--sampled", "--episodes", 3)
-    assert torch.equal(torch.rand(3), expected)

@@ -11,7 +11,7 @@ import shutil
 import signal
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from muster.errors import BadOption, BadRecording, UnsupportedSpace
 from muster.recording import Recorder, load
 from muster.recording.chunks import chunk_name
 from muster.utils.tensor_files import seal
+from tests.tools import files_limited_to
 from tests.waits import open_files
 
 INTS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -229,14 +230,6 @@ def test_the_batch_may_be_changed_after_write(tmp_path: Path, batches: list[Tens
     assert same(load(tmp_path / "r").batch(0), batches[0])
 
 
-def test_batches_read_share_no_memory(small: tuple[Path, list[TensorDict]]) -> None:
-    recording = load(small[0])
-    first = recording.batch(1)
-    first.get("observation").fill_(77)
-    assert same(recording.batch(1), small[1][1])
-    assert same(load(small[0]).batch(1), small[1][1])
-
-
 def test_reading_holds_no_descriptors(small: tuple[Path, list[TensorDict]]) -> None:
     recording = load(small[0])
     before = open_files()
@@ -352,15 +345,6 @@ def test_interleaved_workers_keep_their_episodes_apart(tmp_path: Path) -> None:
         assert episode.complete == ("ended" in truth[episode.traj_id])
 
 
-def test_an_episode_cut_by_a_reset_is_incomplete(tmp_path: Path) -> None:
-    envs = CountingEnvs(1, [9])
-    first = envs.batch(4)
-    envs.t, envs.ids, envs.nth = [0], [7], [0]
-    envs.truth[7] = {"env": 0, "length": 0, "obs": []}
-    recording = load(record(tmp_path / "r", [first, envs.batch(9)]))
-    assert [(e.traj_id, e.length, e.complete) for e in recording.episodes] == [(0, 4, False), (7, 9, True)]
-
-
 def test_is_init_tells_beginnings_where_the_recording_cannot(tmp_path: Path) -> None:
     envs = CountingEnvs(1, [3])
     batch = envs.batch(6)
@@ -455,7 +439,7 @@ def test_a_cut_at_any_byte_of_the_last_chunk_loses_only_that(tmp_path: Path) -> 
     assert same(recording.batch(0), parts[0])
 
 
-@settings(max_examples=150, deadline=None, database=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_cut_anywhere_is_noticed(
     small: tuple[Path, list[TensorDict]], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -466,7 +450,7 @@ def test_a_cut_anywhere_is_noticed(
     assert file.name in check_nothing_is_wrong(path, small[1])
 
 
-@settings(max_examples=400, deadline=None, database=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_a_flipped_bit_anywhere_is_noticed(
     small: tuple[Path, list[TensorDict]], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -561,31 +545,41 @@ def test_another_version_is_refused_with_the_way_out(small: tuple[Path, list[Ten
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("part", "lie"),
     [
-        ("batches", 2),
-        ("batches", 10**15),
-        ("batches", -1),
-        ("batches", True),
-        ("batch_size", [4, 2]),
-        ("batch_size", [10**12, 4]),
-        ("batch_size", []),
-        ("batch_size", [0, 5]),
-        ("batches", 0),
-        ("order", [0, 0]),
-        ("names", ["time"]),
-        ("names", [{}, "time"]),
-        ("names", ["time", "time"]),
-        ("objects", ["observation"]),
-        ("manifest", {}),
-        ("first_batch", 7),
+        ("about", {"batches": 2}),
+        ("about", {"batches": 10**15}),
+        ("about", {"batches": -1}),
+        ("about", {"batches": True}),
+        ("about", {"batches": 0}),
+        ("about", {"batch_size": [4, 2]}),
+        ("about", {"batch_size": [10**12, 4]}),
+        ("about", {"batch_size": []}),
+        ("about", {"batch_size": [0, 5]}),
+        ("about", {"order": [0, 0]}),
+        ("about", {"names": ["time"]}),
+        ("about", {"names": [{}, "time"]}),
+        ("about", {"names": ["time", "time"]}),
+        ("about", {"objects": ["observation"]}),
+        ("about", {"manifest": {}}),
+        ("about", {"first_batch": 7}),
+        ("leaf", {"dtype": "F32", "shape": [1, 4, 2, 10**15], "data_offsets": [64, 128]}),
+        ("leaf", {"dtype": "F32", "shape": [1, 4, 2, 2], "data_offsets": [-64, 0]}),
+        ("leaf", {"dtype": "F32", "shape": [1, 4, 2, 2], "data_offsets": [0, 64]}),
+        ("leaf", {"dtype": "F32", "shape": [1, 4, 2, 2], "data_offsets": [10**18, 10**18 + 64]}),
+        ("leaf", {"dtype": "O", "shape": [1, 4, 2, 2], "data_offsets": [64, 128]}),
+        ("leaf", {"shape": [1, 4, 2, 2]}),
     ],
+    ids=str,
 )
 def test_headers_that_lie_are_refused(
-    small: tuple[Path, list[TensorDict]], tmp_path: Path, field: str, value: Any
+    small: tuple[Path, list[TensorDict]], tmp_path: Path, part: str, lie: dict[str, Any]
 ) -> None:
+    def change(header: dict[str, Any], about: dict[str, Any], crcs: dict[str, str]) -> None:
+        about.update(lie) if part == "about" else header.update({"observation": lie})
+
     path = copied(small, tmp_path / "r")
-    rewrite(path / chunk_name(1), lambda header, about, crcs: about.update({field: value}))
+    rewrite(path / chunk_name(1), change)
     with pytest.raises(BadRecording, match="chunk-000001"):
         load(path)
 
@@ -659,26 +653,6 @@ def test_a_table_of_episodes_needs_numbers(small: tuple[Path, Any], tmp_path: Pa
         other = record(tmp_path / f"o{number}", [change(batch) for batch in load(path)])
         with pytest.raises(BadRecording, match=f"no table of episodes.*{first[1]}"):
             _ = load(other).episodes
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {"dtype": "F32", "shape": [1, 4, 2, 10**15], "data_offsets": [64, 128]},
-        {"dtype": "F32", "shape": [1, 4, 2, 2], "data_offsets": [-64, 0]},
-        {"dtype": "F32", "shape": [1, 4, 2, 2], "data_offsets": [0, 64]},
-        {"dtype": "F32", "shape": [1, 4, 2, 2], "data_offsets": [10**18, 10**18 + 64]},
-        {"dtype": "O", "shape": [1, 4, 2, 2], "data_offsets": [64, 128]},
-        {"shape": [1, 4, 2, 2]},
-    ],
-)
-def test_leaves_that_lie_outside_the_file_are_refused(
-    small: tuple[Path, list[TensorDict]], tmp_path: Path, entry: dict[str, Any]
-) -> None:
-    path = copied(small, tmp_path / "r")
-    rewrite(path / chunk_name(1), lambda header, about, crcs: header.update({"observation": entry}))
-    with pytest.raises(BadRecording, match="chunk-000001"):
-        load(path)
 
 
 def test_more_frames_than_bytes_are_refused(tmp_path: Path) -> None:
@@ -784,35 +758,6 @@ def test_two_recorders_in_one_directory(tmp_path: Path, batches: list[TensorDict
 # ------------------------------------------------------------------------------------------ full disk, kill -9
 
 
-@contextmanager
-def files_limited_to(size: int) -> Iterator[None]:
-    """No file may grow beyond ``size``: the kernel's own way to run out of space."""
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-
-
-def test_a_full_disk_keeps_what_was_written_and_can_be_made_good(tmp_path: Path, batches: list[TensorDict]) -> None:
-    recorder = Recorder(tmp_path / "r", meta={}, chunk_bytes=1)
-    recorder.write(batches[0])
-    with files_limited_to(1000):
-        for _ in range(2):
-            with pytest.raises(BadRecording, match=r"15 frames in 1 chunks are on disk.*was not recorded") as e:
-                recorder.write(batches[1])
-            assert isinstance(e.value.__cause__, OSError)
-            assert e.value.__cause__.errno == errno.EFBIG
-            assert recorder.pending_frames == 0
-        assert load(tmp_path / "r").batches == 1
-        assert not list((tmp_path / "r").glob("chunk*.tmp"))
-    recorder.write(batches[1])
-    recorder.write(batches[2])
-    recorder.close()
-    assert [same(a, b) for a, b in zip(load(tmp_path / "r"), batches[:3], strict=True)] == [True] * 3
-
-
 def numbered(i: int, objects: bool) -> TensorDict:
     """400 bytes that say which batch it is."""
     batch = TensorDict({"i": torch.full((50,), i)}, [50])
@@ -837,14 +782,17 @@ def test_a_write_that_raises_has_not_taken_its_batch_and_may_be_repeated(
 ) -> None:
     recorder = Recorder(tmp_path / "r", meta={}, chunk_bytes=400 * per_chunk)
     expected: list[int] = []
+    causes: list[int | None] = []
     for i in range(12):
         full = i in (2, 3, 4, 8)
         before = recorder.frames + recorder.pending_frames
         with files_limited_to(10 if full else resource.RLIM_INFINITY):
             try:
                 recorder.write(numbered(i, objects))
-            except BadRecording:
+            except BadRecording as error:
                 assert full
+                causes.append(getattr(error.__cause__, "errno", None))
+                assert not list((tmp_path / "r").glob("chunk*.tmp"))
                 assert recorder.frames + recorder.pending_frames == before
                 raised = True
             else:
@@ -858,6 +806,7 @@ def test_a_write_that_raises_has_not_taken_its_batch_and_may_be_repeated(
     assert numbers(tmp_path / "r") == expected
     assert load(tmp_path / "r").lost is None
     assert not again or expected == list(range(12))
+    assert set(causes) == {errno.EFBIG}
 
 
 def test_after_a_first_batch_that_cannot_be_written_another_one_may_come(tmp_path: Path) -> None:
@@ -922,20 +871,6 @@ def test_a_disk_that_is_full_at_the_end_is_told_by_close(tmp_path: Path, batches
     recorder.close()
     assert same(load(tmp_path / "r").batch(0), batches[0])
     assert load(tmp_path / "r").lost is None
-
-
-def test_a_disk_that_is_full_at_the_end_of_with_loses_nothing(tmp_path: Path, batches: list[TensorDict]) -> None:
-    recorder = Recorder(tmp_path / "r", meta={})
-
-    def fill_up() -> None:
-        with ExitStack() as limit, recorder:
-            recorder.write(batches[0])
-            limit.enter_context(files_limited_to(1000))
-
-    with pytest.raises(BadRecording, match="0 frames in 0 chunks"):
-        fill_up()
-    recorder.close()
-    assert same(load(tmp_path / "r").batch(0), batches[0])
 
 
 def test_a_manifest_that_does_not_fit_at_the_end_is_written_by_the_next_close(tmp_path: Path) -> None:
@@ -1003,18 +938,6 @@ def test_nothing_written_yet(tmp_path: Path) -> None:
     assert (len(recording), recording.batches, list(recording), recording.episodes) == (0, 0, [], ())
     assert recording.lost is None
     assert recording.meta == {"a": 1}
-
-
-def test_an_error_in_the_loop_keeps_what_was_collected(tmp_path: Path, batches: list[TensorDict]) -> None:
-    def fail() -> None:
-        with Recorder(tmp_path / "r", meta={}) as recorder:
-            recorder.write(batches[0])
-            raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        fail()
-    assert load(tmp_path / "r").lost is None
-    assert same(load(tmp_path / "r").batch(0), batches[0])
 
 
 def test_slow_environments_do_not_keep_frames_in_memory(tmp_path: Path, batches: list[TensorDict]) -> None:
