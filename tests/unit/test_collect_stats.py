@@ -44,10 +44,6 @@ def test_the_summary_of_nothing_is_none():
     assert SequenceSummaryStats.from_sequence(np.empty((0, 3))) is None
 
 
-def test_a_summary_is_over_all_entries_of_several_dimensions():
-    assert SequenceSummaryStats.from_sequence(np.array([[1.0, 2.0], [3.0, 6.0]])).mean == 3.0
-
-
 def test_a_million_large_equal_numbers_do_not_lose_their_mean():
     found = SequenceSummaryStats.from_sequence(np.full(10**6, 0.1, np.float32))
     assert found.mean == pytest.approx(float(np.float32(0.1)), rel=1e-13)
@@ -131,10 +127,6 @@ def test_statistics_of_episodes_have_counts_speed_and_what_is_native():
     assert stats.returns_stat.mean == 3.0
     with pytest.raises(TypeError, match="no_such_field"):
         CollectStats.of(episodes([], []), 0, 1.0, no_such_field=1)
-
-
-def test_the_speed_is_zero_where_the_clock_has_not_moved():
-    assert CollectStats.of(episodes([], []), 8, 0.0).collect_speed == 0.0
 
 
 def test_statistics_own_their_arrays():

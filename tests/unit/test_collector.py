@@ -24,31 +24,6 @@ def collector(total_frames: int = -1, policy: Any = None, env: Any = CountingEnv
 # --- iterating -------------------------------------------------------------------------------------
 
 
-def test_iteration_is_exact():
-    with collector(12) as c:
-        batches = list(c)
-        assert [column(b, "next", "reward") for b in batches] == [[1, 2, 3, 1], [2, 3, 1, 2], [3, 1, 2, 3]]
-        assert len(c) == 3
-        assert list(c) == []
-        assert c.stats().frames == 12
-        assert c.stats().batches == 3
-
-
-def test_an_exhausted_iterator_is_not_in_the_way():
-    with collector(4) as c:
-        first = iter(c)
-        assert len(list(first)) == 1
-        assert list(iter(c)) == []
-
-
-def test_rollout_does_not_count_towards_total_frames():
-    with collector(8) as c:
-        c.rollout()
-        assert len(list(c)) == 2
-        c.rollout()
-        assert c.stats().frames == 16
-
-
 def test_rollout_in_the_middle_of_a_loop():
     with collector(8) as c:
         rewards = []
@@ -153,12 +128,6 @@ def test_set_seed_seeds_every_environment_and_returns_the_last(static, seeds, la
     assert [[s for s in env.seeds if s is not None] for env in made] == [[s] for s in seeds]
 
 
-@pytest.mark.parametrize("seed", [-1, 1.5, "1", None, True])
-def test_bad_seeds(seed):
-    with collector() as c, pytest.raises(BadOption, match="set_seed"):
-        c.set_seed(seed)
-
-
 # --- weights ---------------------------------------------------------------------------------------
 
 
@@ -177,39 +146,6 @@ def positive() -> Threshold:
     net = Threshold()
     net.weight.data.fill_(1.0)
     return net
-
-
-def test_published_weights_are_copies():
-    source = positive()
-    with collector(policy=Threshold()) as c:
-        c.update_policy_weights_(source)
-        source.weight.data.fill_(-5.0)
-        assert column(c.rollout(), "action") == [1] * 4
-
-
-def test_weights_changed_in_place_only_count():
-    policy = Threshold()
-    with collector(policy=policy) as c:
-        c.rollout()
-        policy.weight.data.fill_(1.0)
-        c.update_policy_weights_()
-        c.update_policy_weights_(policy)
-        assert column(c.rollout(), "action") == [1] * 4
-        assert c.policy_version == 2
-
-
-@pytest.mark.parametrize("part", ["network", "copy", "state_dict"])
-def test_the_network_inside_a_head_is_enough(part):
-    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2))
-    for layer in (net[0], net[2]):
-        nn.init.zeros_(layer.weight)
-    net[2].bias.data = torch.tensor([50.0, -50.0])
-    with collector(policy=muster.policies.categorical(net)) as c:
-        assert column(c.rollout(), "action") == [0] * 4
-        changed = net if part == "network" else copy.deepcopy(net)
-        changed[2].bias.data = torch.tensor([-50.0, 50.0])
-        c.update_policy_weights_(changed.state_dict() if part == "state_dict" else changed)
-        assert column(c.rollout(), "action") == [1] * 4
 
 
 BAD = {
@@ -289,14 +225,6 @@ def test_a_function_has_no_weights_to_publish():
 # --- devices ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("option", ["storing_device", "device"])
-def test_the_storing_device_is_stated(option):
-    with collector(**{option: "cpu"}) as c:
-        batch = c.rollout()
-    assert batch.device == torch.device("cpu")
-    assert column(batch, "next", "reward") == [1, 2, 3, 1]
-
-
 def test_another_storing_device_gets_every_column():
     with (
         collector(storing_device="meta", num_envs=2, max_frames_per_traj=2) as moved,
@@ -309,13 +237,6 @@ def test_another_storing_device_gets_every_column():
         assert batch[key].device.type == "meta"
         assert batch[key].shape == expected[key].shape
         assert batch[key].dtype == expected[key].dtype
-
-
-def test_a_policy_that_is_there_already_is_not_copied():
-    policy = Threshold()
-    with collector(policy=policy, policy_device="cpu") as c:
-        policy.weight.data.fill_(1.0)
-        assert column(c.rollout(), "action") == [1] * 4
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")

@@ -15,7 +15,7 @@ from torch import nn
 
 import muster
 from muster import Collector
-from muster.errors import BadOption, CollectorBusy, EnvError
+from muster.errors import BadOption, EnvError
 from muster.testing import CountingEnv, SpaceEnv
 from tests.tools import assert_same, column, counting, recorded
 
@@ -80,12 +80,6 @@ def test_several_environments_are_a_list_in_their_order():
     with Collector([factory, factory], None, num_envs=2, frames_per_batch=4) as c:
         assert c.env == made
         assert c.getattr_env("length") == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(("given", "expected"), [(0, 0), (3, 3)])
-def test_worker_idx(given, expected):
-    with collector(worker_idx=given) as c:
-        assert c.worker_idx == expected
 
 
 # --- cascade_execute -------------------------------------------------------------------------------
@@ -219,32 +213,11 @@ def test_a_fake_batch_is_not_counted_and_changes_no_data():
         assert c.stats().frames == 16
 
 
-def test_a_fake_batch_is_the_users_own():
-    with collector() as c:
-        fake = c.fake_tensordict()
-        fake["observation"].fill_(7)
-        assert c.rollout()["observation"][0].tolist() == [3, 0]
-        assert not c.fake_tensordict()["observation"].any()
-
-
-def test_next_while_a_loop_goes_on_is_refused():
-    with collector() as c:
-        batches = iter(c)
-        next(batches)
-        with pytest.raises(CollectorBusy):
-            c.next()
-
-
 # --- making the parts ------------------------------------------------------------------------------
 
 
 def test_keywords_for_the_function_that_makes_environments():
     with Collector(CountingEnv, None, frames_per_batch=4, create_env_kwargs={"length": 2, "truncate": True}) as c:
-        assert column(c.rollout(), "next", "truncated") == [False, True, False, True]
-
-
-def test_keywords_for_an_env_id():
-    with Collector("Pendulum-v1", None, frames_per_batch=4, create_env_kwargs={"max_episode_steps": 2}) as c:
         assert column(c.rollout(), "next", "truncated") == [False, True, False, True]
 
 
@@ -306,15 +279,6 @@ def fill(data: Any) -> Any:
 def test_a_trusted_policy_takes_a_tensordict():
     with collector(fill, num_envs=2, trust_policy=True) as c:
         assert column(c.rollout(), "action") == [[1, 1]] * 2
-
-
-def test_a_policy_that_is_not_trusted_takes_observations():
-    def policy(td: Any) -> torch.Tensor:
-        assert torch.is_tensor(td)
-        return torch.ones(td.shape[:-1], dtype=torch.int64)
-
-    with collector(policy, trust_policy=False) as c:
-        assert column(c.rollout(), "action") == [1] * 4
 
 
 def test_a_policy_is_known_by_its_signature():
@@ -395,14 +359,6 @@ def test_device_fills_in_and_the_policy_is_copied_only_where_it_must_be():
     with collector(policy, policy_device="meta") as c:
         assert c.policy is not policy
         assert next(policy.parameters()).device.type == "cpu"
-
-
-def test_a_batch_that_was_moved_keeps_names_and_the_slot_is_free():
-    with collector(num_envs=2, storing_device="meta", layout="time_major") as c:
-        batch = c.rollout()
-        assert batch.names == ["time", None]
-        assert batch.shape == (2, 2)
-        assert c.stats().slots["lent"] == 0
 
 
 # --- profiling and the timeline --------------------------------------------------------------------

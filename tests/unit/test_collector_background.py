@@ -165,14 +165,6 @@ def test_async_shutdown_ends_it_after_the_batch_and_closes_the_environments():
         assert_accounted(c)
 
 
-def test_environments_may_be_left_open():
-    env = CountingEnv()
-    c = Collector(env, None, frames_per_batch=2, total_frames=4, replay_buffer=Buffer())
-    c.start()
-    c.async_shutdown(close_env=False)
-    assert env.closed == 0
-
-
 def test_start_again_changes_nothing_and_iterating_meanwhile_is_refused():
     gate = Gate()
     with running(gate, GatedEnv(gate)) as (c, _):
@@ -259,35 +251,6 @@ def test_a_pause_may_hold_calls_that_pause_and_another_pause():
             assert column(batch, "next", "reward") == [1, 2, 3, 1]
             c.load_state_dict(state)
         assert c.is_running()
-
-
-def test_a_pause_may_end_in_a_shutdown():
-    with Collector(counting(3), None, frames_per_batch=4, replay_buffer=Buffer()) as c:
-        c.start()
-        with c.pause():
-            c.async_shutdown(PATIENCE)
-        assert not c.is_running()
-
-
-def test_without_a_thread_pause_is_nothing():
-    with Collector(counting(3), None, frames_per_batch=4) as c, c.pause():
-        assert column(c.rollout(), "next", "reward") == [1, 2, 3, 1]
-
-
-def test_reset_and_set_seed_wait_for_the_end_of_a_batch():
-    gate = Gate()
-    env = GatedEnv(gate)
-    with running(gate, env) as (c, buffer):
-        gate.until_blocked()
-        called = threading.Thread(target=lambda: c.set_seed(11))
-        called.start()
-        gate.allow(4)
-        called.join(PATIENCE)
-        buffer.until(2)
-        assert env.seeds[-1] == 11
-        seeded = next(i for i, b in enumerate(buffer.batches) if b["collector", "traj_ids"][0] == 1)
-        assert all(column(b, "next", "reward")[1] == column(b, "next", "reward")[0] + 1 for b in buffer.batches)
-        assert column(buffer.batches[seeded], "next", "reward") == [1, 2]
 
 
 # --- errors ----------------------------------------------------------------------------------------
@@ -424,18 +387,6 @@ def test_leaving_the_context_tells_of_the_error_unless_there_is_another():
     c.shutdown(raise_on_error=False)
 
 
-def test_an_error_of_the_buffer_reaches_the_user():
-    class Full(Buffer):
-        def extend(self, batch: Any) -> None:
-            raise MemoryError("full")
-
-    c = Collector(counting(3), None, frames_per_batch=2, replay_buffer=Full())
-    c.start()
-    ended(c)
-    with pytest.raises(MemoryError, match="full"):
-        c.async_shutdown()
-
-
 # --- weights ---------------------------------------------------------------------------------------
 
 
@@ -459,40 +410,6 @@ def test_weights_published_in_the_middle_of_a_batch_act_from_the_next_one():
         assert column(second, "collector", "policy_version") == [1] * 4
 
 
-def test_training_does_not_change_weights_until_they_are_published():
-    gate = Gate()
-    policy = Threshold()
-    with running(gate, GatedEnv(gate), policy) as (c, buffer):
-        gate.until_blocked()
-        with torch.no_grad():
-            policy.first.fill_(5.0)
-        gate.allow(4)
-        buffer.until(2)
-        assert buffer.batches[-1]["action"].tolist() == [0, 0]
-        gate.until_blocked()
-        c.update_policy_weights_(policy)
-        gate.allow(4)
-        buffer.until(4)
-        assert buffer.batches[-1]["action"].tolist() == [1, 1]
-
-
-def test_the_latest_of_several_publishes_in_a_batch_wins():
-    gate = Gate()
-    options = {"frames_per_batch": 2, "track_policy_version": True}
-    with running(gate, GatedEnv(gate), Threshold(), **options) as (c, buffer):
-        gate.allow(1)
-        gate.until_blocked()
-        for value in (1.0, 2.0, -3.0):
-            source = Threshold(value)
-            c.update_policy_weights_(source)
-            with torch.no_grad():
-                source.first.fill_(9.0)  # what was published is a copy
-        gate.allow(3)
-        buffer.until(2)
-        assert buffer.batches[1]["first"].tolist() == buffer.batches[1]["second"].tolist() == [-3.0, -3.0]
-        assert column(buffer.batches[1], "collector", "policy_version") == [3, 3]
-
-
 def test_weights_are_never_torn_and_versions_are_those_that_acted():
     buffer = Buffer()
     options = {"frames_per_batch": 8, "track_policy_version": True, "executor": False}
@@ -506,30 +423,6 @@ def test_weights_are_never_torn_and_versions_are_those_that_acted():
         assert torch.equal(batch["first"], batch["second"])
         assert torch.equal(batch["first"].long(), batch["collector", "policy_version"])
         assert len(batch["first"].unique()) == 1, "one version per batch"
-
-
-def test_a_part_of_the_policy_is_published_into_what_acts():
-    class Two(nn.Module):
-        def __init__(self, value: float = -1.0) -> None:
-            super().__init__()
-            self.actor, self.critic = Threshold(value), Threshold(value)
-
-        def forward(self, obs: torch.Tensor) -> Any:
-            return self.actor(obs)[0]
-
-    gate, policy = Gate(), Two()
-    with running(gate, GatedEnv(gate), policy) as (c, buffer):
-        gate.until_blocked()
-        c.update_policy_weights_(Threshold(1.0), model_id="actor")
-        assert policy.actor.first == -1, "the user's own module is the user's"
-        gate.allow(4)
-        buffer.until(2)
-        assert [b["action"].tolist() for b in buffer.batches[:2]] == [[0, 0], [1, 1]]
-        gate.until_blocked()
-        c.update_policy_weights_(weights_dict={"actor": Threshold(-2.0), "critic": Threshold(3.0)})
-        gate.allow(4)
-        buffer.until(4)
-        assert buffer.batches[3]["action"].tolist() == [0, 0]
 
 
 # --- the user's own thread -------------------------------------------------------------------------
@@ -552,30 +445,3 @@ def test_the_users_gradients_and_threads_are_left_alone():
         gate.allow(1)
         buffer.until(2)
     assert not any(grad for grad, _ in seen)
-
-
-def test_rollouts_in_the_users_own_thread_leave_the_users_generators_alone():
-    def policy(obs: torch.Tensor) -> torch.Tensor:
-        return torch.randint(2, obs.shape[:-1])
-
-    with Collector(counting(3), policy, frames_per_batch=4, replay_buffer=Buffer()) as c:
-        c.start()
-        with c.pause():
-            state = torch.get_rng_state()
-            c.rollout()
-            assert torch.equal(torch.get_rng_state(), state)
-    with Collector(counting(3), policy, frames_per_batch=4, total_frames=4, replay_buffer=Buffer()) as c:
-        c.start()
-        ended(c)
-        state = torch.get_rng_state()
-        c.rollout()
-        assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_after_the_thread_has_ended_the_collector_still_collects_here():
-    buffer = Buffer()
-    with Collector(counting(3), None, frames_per_batch=4, total_frames=8, replay_buffer=buffer) as c:
-        c.start()
-        ended(c)
-        assert column(c.rollout(), "next", "reward") == [3, 1, 2, 3]
-        assert list(c) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
@@ -12,7 +11,7 @@ from gymnasium import spaces
 import muster
 from muster import Collector
 from muster.errors import BadOption
-from muster.testing import ChainEnv, CountingEnv, FaultyEnv
+from muster.testing import CountingEnv, FaultyEnv
 from tests.tools import assert_accounted, assert_same, column, counting, recorded
 
 
@@ -55,15 +54,6 @@ def test_without_reset_when_done_a_recurrent_state_begins_anew_with_the_next_bat
 
 
 # --- interruptor -----------------------------------------------------------------------------------
-
-
-def test_with_an_interruptor_total_frames_stays_exact():
-    with Collector(counting(9), None, frames_per_batch=4, total_frames=8, interruptor=CountDown(1)) as c:
-        batches = list(c)
-        assert [int(b["collector", "valid"].sum()) for b in batches] == [1, 4, 3]
-        assert c.stats().frames == 8
-        assert c.stats().discarded == {"surplus": 1}
-        assert_accounted(c)
 
 
 def test_an_interruptor_stops_every_group_of_the_batch():
@@ -121,14 +111,6 @@ def test_reset_of_what_is_no_environment_is_refused(index):
 # --- surplus ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:frames_per_batch")
-def test_surplus_cells_are_in_no_split_trajectory():
-    with Collector(counting(9), None, num_envs=2, frames_per_batch=3, split_trajs=True) as c:
-        batch = next(iter(c))
-        assert column(batch, "collector", "mask") == [[True, True], [True, False]]
-        assert ids(batch) == [[0, 0], [1, -1]]
-
-
 def test_whole_episodes_may_not_have_holes():
     with pytest.raises(BadOption, match="holes.*multiple of 2"):
         Collector(counting(9), None, num_envs=2, frames_per_batch=3, trajs_per_batch=2)
@@ -164,17 +146,6 @@ def test_split_trajs_sees_the_ends_that_set_truncated_made_and_postproc_sees_it_
 # --- trajs_per_batch -------------------------------------------------------------------------------
 
 
-def test_several_groups_of_episodes_from_one_batch_survive_a_break():
-    with Collector(counting(2), None, frames_per_batch=8, total_frames=8, trajs_per_batch=1) as c:
-        seen = []
-        for _ in range(4):
-            for batch in c:
-                seen.append(ids(batch))
-                break
-        assert seen == [[0, 0], [1, 1], [2, 2], [3, 3]]
-        assert list(c) == []
-
-
 def test_reset_drops_the_episodes_it_cuts_and_counts_them():
     with Collector(counting(4), None, num_envs=2, frames_per_batch=12, trajs_per_batch=2) as c:
         batches = iter(c)
@@ -185,17 +156,6 @@ def test_reset_drops_the_episodes_it_cuts_and_counts_them():
         assert column(rows, "next", "reward") == [1, 2, 3, 4] * 2
         assert ids(rows) == [3] * 4 + [4] * 4
         assert c.stats().discarded == {"cut": 2}
-        assert_accounted(c)
-
-
-def test_a_rollout_in_between_leaves_no_hole_in_an_episode():
-    with Collector(counting(5), None, frames_per_batch=3, trajs_per_batch=1) as c:
-        first = next(iter(c))
-        assert column(first, "next", "reward") == [1, 2, 3, 4, 5]
-        assert column(c.rollout(), "next", "reward") == [2, 3, 4]  # of the second episode
-        second = next(iter(c))
-        assert column(second, "next", "reward") == [1, 2, 3, 4, 5]
-        assert ids(second) == [2] * 5
         assert_accounted(c)
 
 
@@ -260,34 +220,9 @@ def test_compact_batches_and_their_final_observations_have_it_all(options):
             assert all(where[e, r] for e, r in shown), "none of what is blank"
 
 
-def test_final_observations_have_global_numbers():
-    with Collector([lengths(2), lengths(3)], None, frames_per_batch=6, compact_obs=True) as c:
-        c.rollout()
-        finals = c.final_observations()
-        assert finals["env"].tolist() == [0, 0, 1]
-        assert finals["row"].tolist() == [1, 2, 2]
-        assert finals["observation"].tolist() == [[2, 2], [2, 1], [3, 3]]
-
-
 # --- use_buffers -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("use_buffers", [None, True, False])
-def test_use_buffers_does_not_change_complete_batches(use_buffers):
-    with (
-        Collector(ChainEnv, None, num_envs=2, frames_per_batch=8, use_buffers=use_buffers, seed=1) as c,
-        Collector(ChainEnv, None, num_envs=2, frames_per_batch=8, seed=1) as usual,
-    ):
-        assert_same(c.rollout(), usual.rollout())
 
 
 def test_the_same_td_cannot_be_short_sometimes():
     with pytest.raises(BadOption, match="use_buffers=False"):
         Collector(counting(3), None, frames_per_batch=4, return_same_td=True, use_buffers=False)
-
-
-def test_numbers_of_environments_and_ids_do_not_depend_on_numpy_types():
-    with Collector(counting(9), None, num_envs=2, frames_per_batch=4) as c:
-        c.rollout()
-        c.reset(np.int64(1))
-        assert column(c.rollout(), "next", "reward") == [[3, 4], [1, 2]]

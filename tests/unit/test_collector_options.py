@@ -67,12 +67,6 @@ def test_defaults():
     assert set(chosen.devices.values()) == {None}
 
 
-@pytest.mark.parametrize("name", ["max_frames_per_traj", "init_random_frames"])
-@pytest.mark.parametrize("value", [None, 0, -1])
-def test_no_limit_and_no_warm_up_have_one_spelling_inside(name, value):
-    assert getattr(options(**{name: value}), name) is None
-
-
 def test_device_fills_in_for_the_three():
     chosen = options(device="cpu", policy_device="meta").devices
     assert {name: device.type for name, device in chosen.items()} == {
@@ -92,14 +86,6 @@ def test_exploration_types_by_name_and_as_torchrls_enum(value):
 
 
 # --- exact numbers ---------------------------------------------------------------------------------
-
-
-def test_frames_per_batch_counts_the_environments_of_all_groups():
-    with pytest.warns(UserWarning, match="by 6 environments"):
-        collector = Collector([CountingEnv] * 3, None, frames_per_batch=8, num_envs=2)
-    with collector:
-        valid = collector.rollout()["collector", "valid"]
-        assert valid.tolist() == [[[True, True]] * 2] + [[[True, False]] * 2] * 2
 
 
 @pytest.mark.parametrize(("total", "near"), [(20, "16 and 24"), (7, "8")])
@@ -125,16 +111,6 @@ def test_unknown_options_name_the_nearest(wrong, right):
     with pytest.raises(UnknownOption, match=f"'{wrong}'; did you mean '{right}'") as caught:
         Collector(CountingEnv, None, frames_per_batch=8, **{wrong: 1})
     assert isinstance(caught.value, TypeError)
-
-
-def test_an_option_like_no_other_gets_the_whole_list():
-    with pytest.raises(UnknownOption, match="known options are create_env_fn, policy, frames_per_batch"):
-        Collector(CountingEnv, zzz=1)
-
-
-def test_what_is_resolved_inside_is_no_option():
-    with pytest.raises(UnknownOption, match="'devices'"):
-        Collector(CountingEnv, devices={})
 
 
 def test_without_frames_per_batch_there_is_no_iterating():

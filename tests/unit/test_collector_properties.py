@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from muster import Collector
 from muster.errors import MusterError
-from muster.testing import ChainEnv, CountingEnv
-from tests.tools import assert_accounted, assert_chain, assert_same, column, recorded
+from muster.testing import CountingEnv
+from tests.tools import assert_accounted, column, recorded
 
 FLAGS = ("done", "terminated", "truncated")
 
@@ -219,97 +219,6 @@ def test_batches_are_those_of_the_reference(
         assert stats.executed == sum(reference.executed for reference in references)
         assert stats.discarded == dict(sum((reference.discarded for reference in references), Counter()))
         assert_accounted(c)
-
-
-@pytest.mark.slow
-@settings(max_examples=25)
-@given(
-    B=st.sampled_from([None, 1, 3]),
-    T=st.sampled_from([1, 2, 3, 5, 12]),
-    ends=st.integers(1, 6),
-    limit=st.sampled_from([None, 1, 4]),
-    per_step=st.booleans(),
-    compact=st.booleans(),
-)
-def test_the_same_data_however_they_are_cut(B, T, ends, limit, per_step, compact):
-    def of(T: int) -> Any:
-        rows: list[Any] = []
-        options: dict[str, Any] = {
-            "num_envs": B,
-            "frames_per_batch": T * (B or 1),
-            "seed": 3,
-            "max_frames_per_traj": limit,
-        }
-        if per_step:
-            rows_of = type("Rows", (), {"add": lambda self, row: rows.append(row)})()
-            options |= {"replay_buffer": rows_of, "extend_buffer": False}
-        else:
-            options["compact_obs"] = compact
-        with Collector(lambda: ChainEnv(ends), None, **options) as c:
-            batches = iter(c)
-            total = 0
-            parts = []
-            while total < 84:
-                parts.append(next(batches))
-                total += T
-            assert_accounted(c)
-        if per_step:
-            return torch.stack(rows[:84], -1)
-        return torch.cat([p.clone() for p in parts], -1)[..., :84]
-
-    whole, parts = of(84), of(T)
-    assert_same(whole, parts)
-    if not compact:
-        assert_chain(whole, ends)
-
-
-@pytest.mark.slow
-@settings(max_examples=30)
-@given(
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
-    T=st.integers(1, 9),
-    n=st.integers(1, 5),
-    rule=st.sampled_from(["first_begun", "per_env", "first_done"]),
-    layout=st.sampled_from(["cat", "pad"]),
-    resets=st.sets(st.integers(1, 12), max_size=2),
-)
-def test_whole_episodes_are_the_rows_of_the_batches_in_another_order(lengths, T, n, rule, layout, resets):
-    B = len(lengths)
-    n = n * B if rule == "per_env" else n
-    factory, _ = recorded(lambda i: CountingEnv(lengths[i]))
-    seen: list[Any] = []
-    options: dict[str, Any] = {"num_envs": B, "frames_per_batch": T * B, "total_frames": 12 * T * B}
-    options |= {"trajs_per_batch": n, "traj_rule": rule, "traj_format": layout}
-    with Collector(factory, None, post_collect_hook=lambda b: seen.append(b.clone()), **options) as c:
-        groups = []
-        for number, group in enumerate(c, 1):
-            groups.append(group)
-            if number in resets:
-                c.reset(0)
-        assert_accounted(c)
-        delivered = c.stats().frames
-
-    def by_trajectory(parts: list[Any]) -> dict[int, list[Any]]:
-        rows: dict[int, list[Any]] = {}
-        for part in parts:
-            ids = column(part, "collector", "traj_ids")
-            for name, *row in zip(ids, column(part, "next", "reward"), column(part, "next", "done"), strict=True):
-                rows.setdefault(name, []).append(row)
-        return rows
-
-    of_rows = by_trajectory([batch.reshape(-1) for batch in seen])
-    flat = [group[group["collector", "mask"]] if layout == "pad" else group for group in groups]
-    assert all(len(by_trajectory([group])) == n for group in flat)
-    got = by_trajectory(flat)
-    assert delivered == sum(map(len, got.values()))
-    for name, rows in got.items():
-        assert rows == of_rows[name], "all of its rows, in order, once"
-        assert [done for _, done in rows] == [False] * (len(rows) - 1) + [True]
-    whole = {name for name, rows in of_rows.items() if rows[-1][1]}
-    assert set(got) <= whole
-    assert len(groups) <= len(whole) // n
-    if rule == "first_done":
-        assert len(groups) == len(whole) // n
 
 
 def test_the_reference_itself_on_one_example():

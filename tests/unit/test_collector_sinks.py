@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from muster import Collector
 from muster.errors import BadOption, EnvError
-from muster.testing import CountingEnv, FaultyEnv
+from muster.testing import FaultyEnv
 from tests.tools import assert_accounted, column, counting, stable
 
 
@@ -65,35 +65,7 @@ def test_torchrls_multistep_is_a_postproc():
     assert batch["next", "observation"][0, :, 1].tolist() == [2, 3, 4, 4]
 
 
-def test_torchrls_transforms_are_postprocs():
-    transforms = pytest.importorskip("torchrl.envs.transforms")
-    scale = transforms.RewardScaling(loc=1.0, scale=10.0, in_keys=[("next", "reward")])
-    with Collector(counting(3), None, frames_per_batch=4, postproc=scale) as c:
-        batch = next(iter(c))
-    assert column(batch, "next", "reward") == [11, 21, 31, 11]
-
-
 # --- hooks -----------------------------------------------------------------------------------------
-
-
-def test_the_post_hook_sees_the_batch_before_postproc_and_buffer():
-    buffer, seen = Extends(), []
-    options: Any = {
-        "postproc": lambda b: b[:1],
-        "post_collect_hook": lambda b: seen.append((len(b), len(buffer.batches))),
-    }
-    with Collector(counting(3), None, frames_per_batch=4, total_frames=8, replay_buffer=buffer, **options) as c:
-        assert list(c) == [None, None]
-    assert seen == [(4, 0), (4, 1)]
-    assert [len(b) for b in buffer.batches] == [1, 1]
-
-
-def test_hooks_with_whole_episodes_see_the_batches():
-    seen = []
-    options = {"trajs_per_batch": 1, "post_collect_hook": lambda b: seen.append(b.shape)}
-    with Collector(counting(5), None, frames_per_batch=2, total_frames=12, **options) as c:
-        assert [len(b) for b in c] == [5, 5]
-    assert seen == [(2,)] * 6
 
 
 # --- extend_buffer=False ---------------------------------------------------------------------------
@@ -143,15 +115,6 @@ def test_single_steps_are_in_the_buffer_as_soon_as_they_are_made(num_envs):
     assert ids == [0, 0, 0, 1, 1, 1, 2, 2]
 
 
-@pytest.mark.parametrize("layout", ["batch_major", "time_major"])
-def test_single_steps_have_no_time_dimension_in_either_layout(layout):
-    buffer = Adds()
-    options = {"num_envs": 3, "frames_per_batch": 6, "total_frames": 6, "extend_buffer": False, "layout": layout}
-    with Collector([counting(3)] * 2, None, replay_buffer=buffer, **options) as c:
-        list(c)
-    assert [row.shape for row in buffer.rows] == [(2, 3)]
-
-
 def test_single_steps_with_a_limit_and_random_frames_count_whole_batches():
     buffer = Adds()
     calls = []
@@ -166,14 +129,6 @@ def test_single_steps_with_a_limit_and_random_frames_count_whole_batches():
     assert calls == [0, 8, 9, 10, 11], "the first one shows what the policy returns"
     assert [row["step_count"].item() for row in buffer.rows] == [0, 1, 2] * 4
     assert [row["next", "truncated"].item() for row in buffer.rows] == [False, False, True] * 4
-
-
-def test_single_steps_with_reset_at_each_iter_begin_anew_with_every_batch():
-    buffer = Adds()
-    options = {"frames_per_batch": 4, "total_frames": 8, "extend_buffer": False, "reset_at_each_iter": True}
-    with Collector(counting(9), None, replay_buffer=buffer, **options) as c:
-        list(c)
-    assert [row["next", "reward"].item() for row in buffer.rows] == [1, 2, 3, 4] * 2
 
 
 def test_after_an_error_between_single_steps_the_frames_stay_exact():
@@ -252,15 +207,6 @@ def torchrl_buffer(storage: str = "LazyTensorStorage", **options: Any) -> Any:
     return data.ReplayBuffer(storage=getattr(data, storage)(100, **options), batch_size=4)
 
 
-def test_torchrls_buffer_has_every_transition():
-    buffer = torchrl_buffer(ndim=2)
-    with Collector(counting(3), None, num_envs=2, frames_per_batch=8, total_frames=16, replay_buffer=buffer) as c:
-        assert list(c) == [None, None]
-    assert len(buffer) == 16
-    assert sorted(buffer[:]["next", "reward"].flatten().tolist()) == sorted([1, 2, 3, 1, 2, 3, 1, 2] * 2)
-    assert buffer.sample().shape == (4,)
-
-
 @pytest.mark.parametrize("layout", ["batch_major", "time_major"])
 def test_torchrls_one_dimensional_buffer_has_one_item_per_frame(layout):
     buffer = torchrl_buffer()
@@ -280,28 +226,6 @@ def test_cells_that_are_no_transitions_are_no_items():
         list(c)
         assert c.stats().frames == buffer.write_count == 10
     assert column(buffer[:], "next", "reward") == [1, 2, 3, 1, 2, 1, 2, 3, 1, 2]
-
-
-@pytest.mark.parametrize("options", [{"split_trajs": True}, {"trajs_per_batch": 2, "traj_format": "pad"}], ids=str)
-def test_padded_trajectories_are_one_item_each(options):
-    buffer = torchrl_buffer()
-    with Collector(counting(3), None, num_envs=2, frames_per_batch=6, replay_buffer=buffer, **options) as c:
-        c.next()
-    assert buffer[:].shape == (2, 3)
-
-
-def test_whole_episodes_one_after_another_are_items_of_one_frame():
-    buffer = torchrl_buffer()
-    with Collector(counting(3), None, num_envs=2, frames_per_batch=6, trajs_per_batch=2, replay_buffer=buffer) as c:
-        c.next()
-    assert column(buffer[:], "next", "reward") == [1, 2, 3, 1, 2, 3]
-
-
-def test_what_postproc_has_made_of_a_batch_goes_into_the_buffer_as_it_is():
-    buffer, options = torchrl_buffer(), {"postproc": lambda batch: batch.reshape(4, 2)}
-    with Collector(counting(3), None, num_envs=2, frames_per_batch=8, replay_buffer=buffer, **options) as c:
-        c.next()
-    assert buffer[:].shape == (4, 2)
 
 
 @pytest.mark.parametrize("storage", ["LazyTensorStorage", "ListStorage"])
@@ -324,15 +248,6 @@ def test_lazily_made_buffers_are_initialised_by_the_first_batch():
             next(iter(c))
         assert len(buffer) == 4
         assert isinstance(buffer.sample(), TensorDict)
-
-
-def test_a_buffers_own_transform_is_applied():
-    data, transforms = pytest.importorskip("torchrl.data"), pytest.importorskip("torchrl.envs.transforms")
-    buffer = data.ReplayBuffer(storage=data.LazyTensorStorage(100), batch_size=4)
-    buffer.append_transform(transforms.RenameTransform(["observation"], ["state"]))
-    with Collector(CountingEnv, None, frames_per_batch=4, replay_buffer=buffer) as c:
-        next(iter(c))
-    assert "state" in buffer.sample()
 
 
 # --- objects, and time first -------------------------------------------------------------------------
@@ -423,30 +338,6 @@ def test_objects_of_several_groups_are_the_same_in_either_layout():
                         row, as_row = batch[env][t], time_first[env][t]
                         for key in ("word", ("next", "word"), "t"):
                             assert row[key] == as_row[key], (env, t, key)
-
-
-def test_collect_gives_the_same_objects_in_either_layout():
-    with (
-        Collector(partial(Words, 5), None, num_envs=2, seed=0) as c,
-        Collector(partial(Words, 5), None, num_envs=2, seed=0, layout="time_major") as other,
-    ):
-        for amount in ({"n_episode": 3}, {"n_step": 14}, {"n_episode": 2, "rule": "fair"}):
-            rows = in_order(other.collect_batch(**amount)[0])
-            assert rows == in_order(c.collect_batch(**amount)[0])
-            assert {row[:4] for row in rows} <= {*WORDS}
-
-
-@pytest.mark.parametrize("how", ["transitions", "lines"])
-def test_buffers_get_the_same_objects_in_either_layout(how):
-    got = []
-    for layout in ("batch_major", "time_major"):
-        buffer: Any = Adds() if how == "transitions" else Extends()
-        options = {"num_envs": 2, "frames_per_batch": 16, "total_frames": 32, "layout": layout, "seed": 0}
-        with Collector(partial(Words, 5), None, replay_buffer=buffer, split_trajs=how == "lines", **options) as c:
-            list(c)
-        items = buffer.rows if how == "transitions" else buffer.batches
-        got.append(in_order(items) if how == "transitions" else [in_order(item) for item in items])
-    assert got[0] == got[1]
 
 
 def test_an_episode_hook_sees_the_same_objects_in_either_layout():

@@ -8,10 +8,8 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,10 +17,9 @@ from hypothesis import strategies as st
 from muster import Collector, MultiAsyncCollector, MultiSyncCollector
 from muster.errors import BadOption, EnvError, WorkerDied
 from muster.policies import categorical
-from muster.restore.crash_report import CrashReport
-from muster.testing import ChainEnv, CountingEnv, Fault, FaultyEnv, OracleEnv, SpaceEnv, TorchCartPole
+from muster.testing import ChainEnv, CountingEnv, Fault, FaultyEnv, OracleEnv, TorchCartPole
 from tests.fakes import faults
-from tests.tools import assert_accounted, assert_chain, assert_same, column, counting, recorded
+from tests.tools import assert_accounted, assert_chain, assert_same, counting, recorded
 
 
 def times(batch: Any) -> Any:
@@ -63,24 +60,6 @@ def test_what_ends_is_dropped_and_what_goes_on_keeps_its_steps_and_rewards():
         assert_accounted(c)
 
 
-def test_random_steps_count_for_the_limit():
-    options = {"num_envs": 8, "frames_per_batch": 40, "max_frames_per_traj": 5, "max_decorrelation_steps": 12}
-    with Collector(counting(100), None, seed=1, **options) as c:
-        batch = c.rollout()
-        assert column(batch, "step_count") == batch["observation"][..., 1].int().tolist()
-        assert batch["step_count"].max() == 4
-        assert {e.length for e in c.episodes} == {5}
-
-
-def test_who_has_not_begun_yet_does_not_reach_a_limit():
-    make, made = recorded(lambda: CountingEnv(100))
-    options = {"num_envs": 6, "frames_per_batch": 6, "max_frames_per_traj": 1, "max_decorrelation_steps": 5}
-    with Collector(make, None, seed=0, **options) as c:
-        c.rollout()
-    assert len({env.executed for env in made}) > 1
-    assert [len(env.seeds) for env in made] == [env.executed + 1 for env in made]
-
-
 def test_the_policy_is_not_called_and_draws_what_it_would_draw():
     def drawn(**options: Any) -> Any:
         torch.manual_seed(0)
@@ -94,17 +73,6 @@ def test_the_policy_is_not_called_and_draws_what_it_would_draw():
         with pytest.raises(Exception, match="the policy was called"):
             c.rollout()
         assert c.env.executed > 0
-
-
-def test_recurrent_states_begin_with_the_first_batch():
-    def policy(obs: torch.Tensor, state: Any) -> Any:
-        state = torch.zeros(3, 1) if state is None else state
-        return torch.zeros(3, dtype=torch.int64), state + 1
-
-    with Collector(counting(100), policy, num_envs=3, frames_per_batch=9, max_decorrelation_steps=7) as c:
-        batch = c.rollout()
-        assert batch["recurrent_state"].squeeze(-1).tolist() == [[0, 1, 2]] * 3
-        assert min(times(batch)) > 0
 
 
 @pytest.mark.parametrize("wait", [{}, {"reset_when_done": False}, {"compact_obs": True}, {"set_truncated": True}])
@@ -124,35 +92,6 @@ def test_it_is_the_same_with_every_option_and_kind_of_batch(kind, wait):
         assert c.stats().discarded["decorrelation"] > 4
         c.rollout()
         assert_accounted(c)
-
-
-class Rounds:
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def collection_stopped(self) -> bool:
-        self.calls += 1
-        return False
-
-
-def test_an_interruptor_is_asked_about_frames_only():
-    interruptor = Rounds()
-    with Collector(counting(9), None, frames_per_batch=4, max_decorrelation_steps=20, interruptor=interruptor) as c:
-        c.rollout()
-        assert interruptor.calls == 4
-
-
-def test_every_space_can_be_drawn_from():
-    actions = spaces.Dict({"a": spaces.Box(-1, 1, (2,)), "b": spaces.Tuple((spaces.Discrete(3), spaces.Text(4)))})
-    observations = spaces.Dict({"x": spaces.Box(0, 1, (2, 3)), "y": spaces.Text(4)})
-    make, made = recorded(lambda: SpaceEnv(observations, actions, 50))
-    with Collector(make, None, num_envs=2, frames_per_batch=2, max_decorrelation_steps=6, seed=5) as c:
-        batch = c.rollout()
-    for i, env in enumerate(made):
-        assert all(actions.contains(action) for action in env.actions)
-        assert np.array_equal(batch["x"][i, 0].numpy(), env.observations[-2]["x"])
-        assert batch["y"][i][0] == env.observations[-2]["y"]
-    assert len(made[0].actions) != len(made[1].actions)
 
 
 # --- seeds, states, workers -------------------------------------------------------------------------
@@ -199,44 +138,6 @@ def test_a_seed_before_the_first_batch_begins_it_anew_and_later_ones_do_not():
         assert [row[1] for row in began] != [0] * 5
 
 
-def test_random_steps_that_a_seed_undoes_are_in_no_count_of_their_own():
-    options = {"num_envs": 4, "frames_per_batch": 8, "max_decorrelation_steps": 6, "seed": 1}
-    with Collector(counting(99), lambda obs: obs[..., 0].long() * 0, **options) as c:
-        c.rollout()
-        made = c.stats().discarded
-    with Collector(counting(99), lambda obs: obs[..., 0].long() * 0, **options) as c:
-        c.reset()
-        c.set_seed(1)
-        batch = c.rollout()
-        assert c.stats().discarded == made == {"decorrelation": sum(times(batch))}
-        assert_accounted(c)
-
-
-def test_a_loaded_state_goes_on_without_more_steps():
-    options = {"num_envs": 3, "frames_per_batch": 9, "max_decorrelation_steps": 9, "seed": 3}
-    with Collector(partial(ChainEnv, 5), None, **options) as c:
-        c.rollout()
-        state = c.state_dict()
-        expected = c.rollout().clone()
-        steps = c.stats().discarded["decorrelation"]
-    with Collector(partial(ChainEnv, 5), None, **options) as c:
-        c.load_state_dict(state)
-        assert_same(c.rollout(), expected)
-        assert c.stats().discarded == {"decorrelation": steps}
-        assert_accounted(c)
-
-
-def test_a_state_of_before_the_first_batch_is_one_of_before_its_steps():
-    options = {"num_envs": 3, "frames_per_batch": 9, "max_decorrelation_steps": 9, "seed": 3}
-    with Collector(partial(ChainEnv, 5), None, **options) as c:
-        state = c.state_dict()
-        expected = c.rollout().clone()
-    with Collector(partial(ChainEnv, 5), None, **options) as c:
-        c.load_state_dict(state)
-        assert_same(c.rollout(), expected)
-        assert_accounted(c)
-
-
 def test_a_worker_that_begins_again_makes_random_steps_again():
     env = partial(FaultyEnv, 30, error=RuntimeError, length=100)
     options = {"frames_per_batch": 10, "max_decorrelation_steps": 9, "seed": 0, "on_failure": "restart"}
@@ -273,21 +174,6 @@ def test_devices_and_resets_before_every_batch_are_refused():
     for wrong in (-1, 2.5, None, True):
         with pytest.raises(BadOption, match="max_decorrelation_steps"):
             Collector(counting(), None, frames_per_batch=8, max_decorrelation_steps=wrong)
-
-
-@pytest.mark.parametrize("at", [20, 33])
-def test_a_failure_is_replayed_from_the_next_reset_on(tmp_path, at):
-    env = partial(FaultyEnv, at, error=partial(ValueError, "as asked"), length=30)
-    options = {"frames_per_batch": 15, "max_decorrelation_steps": 9, "seed": 0, "crash_dir": tmp_path}
-    with (
-        MultiSyncCollector([env], None, backend="threads", **options) as c,
-        pytest.raises(EnvError, match="as asked") as caught,
-    ):
-        for _ in range(3):
-            c.next()
-    crash_report = CrashReport.load(caught.value.crash_report, trust=True)
-    assert ("neither a seed nor a random state" in crash_report.missing) == (at == 20)
-    assert len(crash_report.actions.get(("action",), ())) == max(0, at - 29)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="kills processes")

@@ -15,8 +15,6 @@ from tensordict import TensorDict
 
 from muster import Collector, MultiAsyncCollector, MultiSyncCollector
 from muster.collectors.episode_hook import EpisodeHook
-from muster.collectors.options import CollectorOptions
-from muster.collectors.pipeline import Pipeline
 from muster.collectors.replay_buffer import ReplaySink
 from muster.envs.torch_batch import TorchEnvs
 from muster.errors import BadOption, HookError
@@ -203,27 +201,6 @@ def test_what_on_step_writes_is_in_the_batch_and_in_the_returns_of_episodes():
         assert [e.episode_return for e in c.episodes] == [60, 60]
 
 
-def test_on_step_sees_extras_recurrent_states_and_unbatched_environments():
-    def policy(obs: torch.Tensor, state: Any) -> Any:
-        state = torch.zeros(1) if state is None else state
-        return torch.tensor(1), state + 1
-
-    seen = []
-    with Collector(
-        counting(3), policy, frames_per_batch=4, on_step=lambda s: seen.append(s["recurrent_state"].copy())
-    ) as c:
-        c.rollout()
-    assert [state.tolist() for state in seen] == [[[0]], [[1]], [[2]], [[0]]]
-
-
-def test_on_step_knows_who_was_cut_by_a_limit():
-    seen = []
-    options: Any = {"max_frames_per_traj": 2, "frames_per_batch": 8, "num_envs": 2}
-    with Collector(lengths(1, 9), None, on_step=lambda s: seen.append(s.finished.tolist()), **options) as c:
-        c.rollout()
-    assert seen == [[0], [0, 1], [0], [0, 1]]
-
-
 @pytest.mark.parametrize("together", [False, True], ids=["bypassed", "stepped on"])
 def test_on_step_knows_who_waits_and_cannot_fill_their_cells(together):
     seen = []
@@ -283,27 +260,6 @@ def test_after_an_error_of_on_step_the_next_call_goes_on_after_its_row(row):
         assert rows == [t for t in range(6) if t != row] + list(range(6)), "no row is shown twice"
         assert_accounted(c)
         assert c.stats().executed == 24
-
-
-def test_after_an_error_of_on_step_where_all_have_ended_the_rest_of_the_batch_stays_blank():
-    options: Any = {"reset_when_done": False, "frames_per_batch": 4, "on_step": FailsAt(1)}
-    with Collector(counting(2), None, **options) as c:
-        with pytest.raises(HookError):
-            c.rollout()
-        assert column(c.rollout(), *REWARD) == [1, 2, 0, 0]
-        assert column(c.rollout(), *REWARD) == [1, 2, 0, 0]
-        assert_accounted(c)
-
-
-def test_without_on_step_nobody_watches_and_measuring_calls_no_hook():
-    with Collector(counting(3), None, frames_per_batch=2) as c:
-        assert c._engine.groups[0].watch is None
-
-    def fail(step: Any) -> None:
-        raise AssertionError("called")
-
-    with MultiSyncCollector(counting(3), None, num_workers="auto", frames_per_batch=64, on_step=fail):
-        pass
 
 
 def test_on_step_gets_tensors_where_environments_step_on_a_device():
@@ -431,61 +387,6 @@ def test_after_an_error_the_batch_comes_and_every_episode_is_shown_until_it_was_
     assert [traj_id for traj_id, _ in seen] == [0, 1, 2, 4, 3, 6]
 
 
-def test_a_batch_that_waits_is_shown_as_what_it_is_whatever_was_collected_meanwhile():
-    seen = []
-    options: Any = {
-        "frames_per_batch": 2,
-        "on_batch": FailsAt(1),
-        "on_episode_done": lambda e: seen.append(shown(e)[1]),
-    }
-    with Collector(counting(7), None, **options) as c:
-        c.next()
-        with pytest.raises(HookError):
-            c.next()
-        c.rollout()
-        for _ in range(6):
-            c.next()
-    assert seen == [[1, 2, 3, 4, 5, 6, 7]], "the second one; two rows of the first are elsewhere"
-
-
-def test_what_was_not_seen_from_its_beginning_or_has_no_end_is_not_shown():
-    seen = []
-    options: Any = {"num_envs": 2, "frames_per_batch": 8, "on_episode_done": lambda e: seen.append(shown(e)[0])}
-    with Collector(lengths(3, 5), None, **options) as c:
-        c.next()
-        assert seen == [0]
-        c.rollout()  # goes elsewhere
-        c.next()
-        assert seen == [0, 6], "4 was partly elsewhere, 3 began there"
-        c.reset([1])
-        c.next()
-        c.next()
-        assert seen == [0, 6, 8, 7, 10], "5 was cut"
-
-
-@pytest.mark.filterwarnings("ignore:frames_per_batch")
-def test_an_episode_that_began_beyond_the_frames_of_a_skipped_batch_is_not_whole():
-    seen = []
-    options: Any = {"num_envs": 2, "frames_per_batch": 7, "on_episode_done": lambda e: seen.append(shown(e))}
-    with Collector(lengths(3, 3), None, **options) as c:
-        assert c.rollout()["collector", "valid"][1].tolist() == [True, True, True, False]
-        c.next()
-    assert seen == [], "those of the second batch began with the last row of the first"
-
-
-def test_lost_lives_end_no_episode():
-    class Lives(CountingEnv):
-        def step(self, action: int) -> Any:
-            obs, reward, terminated, truncated, _ = super().step(action)
-            return obs, reward, terminated or self.t % 2 == 0, truncated, {"traj_done": terminated}
-
-    seen = []
-    options: Any = {"frames_per_batch": 5, "total_frames": 10, "traj_done_key": "traj_done"}
-    with Collector(partial(Lives, 4), None, on_episode_done=lambda e: seen.append(shown(e)[1]), **options) as c:
-        list(c)
-    assert seen == [[1, 2, 3, 4]] * 2
-
-
 @pytest.mark.parametrize("layout", ["batch_major", "time_major"])
 def test_a_collector_that_was_loaded_shows_the_next_whole_episodes(layout):
     def make(seen: list[Any]) -> Collector:
@@ -526,18 +427,6 @@ def test_columns_arrive_in_batches_of_whole_episodes_and_in_the_buffer(buffered)
     assert batches[0]["next", "left"].tolist() == [[1], [0], [2], [1], [0]]
     assert batches[0]["return"].dtype == torch.float32
     assert batches[0].names == ["time"]
-
-
-def test_postproc_and_on_batch_see_the_columns():
-    seen = []
-    options: Any = {"frames_per_batch": 4, "total_frames": 4, "trajs_per_batch": 2}
-    options |= {
-        "postproc": lambda b: seen.append(b["return"][1]),
-        "on_batch": lambda b: seen.append(b["return"][0]),
-    }
-    with Collector(counting(2), None, on_episode_done=returns_to_go, **options) as c:
-        next(iter(c))
-    assert seen == [2, 3]
 
 
 @pytest.mark.parametrize("layout", ["cat", "pad"])
@@ -585,15 +474,6 @@ def test_columns_that_do_not_fit_are_refused_and_the_group_comes_when_they_do(co
         assert next(iter(c))["a"].tolist() == [1, 1, 0, 0]
 
 
-def test_what_a_hook_writes_into_a_whole_episode_is_in_the_batch():
-    def double(episode: Any) -> None:
-        episode["next", "reward"] *= 2
-
-    options: Any = {"frames_per_batch": 4, "total_frames": 4, "trajs_per_batch": 2}
-    with Collector(counting(2), None, on_episode_done=double, **options) as c:
-        assert column(next(iter(c)), *REWARD) == [2, 4, 2, 4]
-
-
 def test_groups_that_were_saved_get_their_columns_after_a_load():
     def make() -> Collector:
         options: Any = {"frames_per_batch": 4, "trajs_per_batch": 1, "seed": 0}
@@ -608,33 +488,12 @@ def test_groups_that_were_saved_get_their_columns_after_a_load():
         assert c.stats().frames == 4
 
 
-def test_episodes_are_shown_without_the_columns_that_only_the_hook_needs():
-    seen = []
-    hook = EpisodeHook(lambda episode: seen.append((len(episode), DONE in episode.keys(True))), 1)
-    batch = TensorDict({DONE: torch.tensor([[False], [True], [False]]), IDS: torch.tensor([0, 0, 1])}, [3])
-    hook.show(hook.watch(batch, hidden=[DONE]))
-    assert seen == [(2, False)]
-    assert DONE in batch.keys(True)
-    assert Pipeline(CollectorOptions(None, on_episode_done=print), 1).needs_flags
-
-
 def test_a_batch_that_was_shown_to_its_end_and_comes_again_is_shown_again():
     seen = []
     hook = EpisodeHook(lambda episode: seen.append(len(episode)), 1)
     batch = TensorDict({DONE: torch.tensor([[False], [True], [True]]), IDS: torch.tensor([0, 0, 1])}, [3])
     assert hook.whole(hook.whole(batch)) is batch
     assert seen == [2, 1, 2, 1]
-
-
-def test_without_an_episode_there_is_nothing_to_show_and_an_empty_row_breaks_nothing():
-    hook = EpisodeHook(FailsAt(0), 1)
-    batch = TensorDict(
-        {"next": {"done": torch.zeros(2, 1, dtype=torch.bool)}, "collector": {"traj_ids": torch.zeros(2)}}, [2]
-    )
-    assert not hook.watch(batch)
-    hook.begin_anew()
-    assert not hook.watch(batch[:1])
-    assert not hook.watch(batch)
 
 
 # --- when asked ------------------------------------------------------------------------------------
@@ -663,78 +522,7 @@ def test_episodes_that_were_asked_for_get_columns_and_steps_that_were_asked_for_
         assert_accounted(c)
 
 
-def test_what_goes_on_after_episodes_were_asked_for_is_not_whole():
-    seen: list[Any] = []
-    with Collector(lengths(2, 9), None, num_envs=2, on_episode_done=lambda e: seen.append(shown(e)[1])) as c:
-        c.collect(n_episode=1, rule="first_done")
-        c.collect(n_step=16)
-        assert c.buffer["observation"][1, :, 1].tolist() == [2, 3, 4, 5, 6, 7, 8, 0]
-    assert seen == [[1, 2]] * 5
-
-
-def test_whoever_is_ready_is_asked_and_every_episode_is_whole():
-    seen = []
-
-    def look(episode: Any) -> Any:
-        seen.append(shown(episode)[1])
-        return {"number": np.full(len(episode), len(seen))} if asked == "episodes" else None
-
-    options: Any = {"num_envs": 2, "backend": "threads", "on_episode_done": look}
-    with MultiAsyncCollector([counting(2), counting(3)], zeros, **options) as c:
-        for asked in ("steps", "episodes", "steps"):
-            seen.clear()
-            if asked == "steps":
-                for _ in range(3):
-                    c.collect(n_step=12)
-            else:
-                c.collect(n_episode=5)
-                assert len(seen) == 5
-                assert sorted(set(c.buffer["number"].tolist())) == [1, 2, 3, 4, 5]
-            assert seen
-            assert all(rewards in ([1, 2], [1, 2, 3]) for rewards in seen)
-        assert_accounted(c)
-
-
-def test_what_an_error_keeps_is_delivered_by_the_next_call_and_shown_once():
-    seen = []
-    hook, postproc = FailsAt(1, then=lambda e: seen.append(shown(e)[1])), FailsAt(0)
-    with Collector(counting(2), None, on_episode_done=hook, postproc=postproc) as c:
-        for error in (HookError, ZeroDivisionError):
-            with pytest.raises(error):
-                c.collect(n_step=6)
-        assert c.collect(n_step=6).n_collected_steps == 6
-        assert c.stats().executed == 6
-        assert c.collect(n_episode=1).n_collected_episodes == 1
-        assert c.stats().executed == 8
-        assert_accounted(c)
-    assert seen == [[1, 2]] * 4
-
-
-def test_a_batch_that_was_asked_for_gives_its_memory_back():
-    with Collector(counting(2), None, on_episode_done=lambda e: None) as c:
-        c.collect(n_step=6)
-        assert c.buffer is not None
-        c._on_demand.batch = None
-        assert c.stats().slots["lent"] == 0
-
-
 # --- on_batch, and what else can fail on the way out -----------------------------------------------
-
-
-def test_on_batch_sees_what_is_yielded_after_postproc_and_before_it_is_written():
-    events: list[Any] = []
-    buffer = Extends()
-    options: Any = {"frames_per_batch": 4, "total_frames": 8, "postproc": lambda b: b[:3], "replay_buffer": buffer}
-
-    def look(batch: Any) -> int:
-        events.append((len(batch), len(buffer.batches)))
-        return 7
-
-    with Collector(counting(3), None, on_batch=look, **options) as c:
-        assert list(c) == [None, None]
-        c.rollout()
-    assert events == [(3, 0), (3, 1)]
-    assert [len(batch) for batch in buffer.batches] == [3, 3]
 
 
 def test_no_function_that_succeeded_is_called_again_for_a_batch_that_another_kept():

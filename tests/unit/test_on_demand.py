@@ -6,11 +6,9 @@ import random
 from functools import partial
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,12 +16,11 @@ from torch import nn
 
 from muster import Collector, MultiSyncCollector
 from muster.errors import BadOption, HookError, PolicyError
-from muster.testing import ChainEnv, CountingEnv, SpaceEnv, TorchCartPole
+from muster.testing import ChainEnv, CountingEnv, TorchCartPole
 from tests.fakes.patterned import PatternEnv, contest, wholes
-from tests.tools import assert_accounted, assert_chain, assert_same, collect, column, recorded
+from tests.tools import assert_accounted, assert_same, collect, recorded
 
 LENGTHS = [[3], [1, 4], [2, 6]]
-VALID = ("collector", "valid")
 
 
 def make(policy: Any = None, lengths: Any = LENGTHS, **options: Any) -> Collector:
@@ -72,26 +69,6 @@ def test_a_recurrent_policy_values_the_last_observation_with_its_state_and_goes_
     assert cut_in_the_end
 
 
-def test_every_way_to_cut_an_episode_is_a_truncation():
-    with make(Guess(), [[100]] * 2, max_frames_per_traj=3) as c:
-        batch = c.collect_batch(n_step=16, bootstrap="truncations").batch
-    values = batch["next", "state_value"].squeeze(-1)
-    assert (values > 0).tolist() == [[False, False, True] * 2 + [False, True]] * 2
-    assert torch.equal(values[:, 2], (batch["next", "observation"] * torch.tensor([100, 10, 1, 0])).sum(-1)[:, 2] + 1)
-
-
-def test_neither_the_user_s_random_numbers_nor_the_collector_s_are_touched_by_a_bootstrap():
-    torch.manual_seed(3)
-    expected = torch.rand(3)
-    torch.manual_seed(3)
-    with make(Guess()) as c, make(Guess()) as other:
-        batches = [c.collect_batch(n_step=30, bootstrap=True).batch for _ in range(3)]
-        assert torch.equal(torch.rand(3), expected)
-        for batch in batches:
-            plain = other.collect_batch(n_step=30).batch
-            assert torch.equal(batch["action"], plain["action"])
-
-
 def test_the_user_s_random_numbers_are_those_without_a_collector_for_random_actions_too():
     torch.manual_seed(3)
     np.random.seed(3)
@@ -118,14 +95,6 @@ def test_a_single_environment_has_a_bootstrap_of_its_own():
 # --- surplus ---------------------------------------------------------------------------------------
 
 
-def test_what_is_kept_after_something_was_discarded_wastes_nothing():
-    with make(lengths=[[9], [2], [5]]) as c:
-        assert c.collect(n_episode=3, rule="first_done").n_discarded_steps > 0
-        batch, stats = c.collect_batch(n_episode=4, rule="first_done", surplus="keep")
-        assert (stats.n_discarded_steps, stats.n_kept_steps) == (0, c.stats().in_flight)
-        assert [whole.length for whole in wholes(batch, [[9], [2], [5]])] == [2, 2, 5, 2]
-
-
 # --- with other options ----------------------------------------------------------------------------
 
 
@@ -149,26 +118,6 @@ def test_time_may_come_first():
         assert_same(c.collect_batch(n_episode=7).batch, other.collect_batch(n_episode=7).batch)
 
 
-def test_postproc_sees_what_is_collected():
-    def marked(batch: Any) -> Any:
-        batch["twice"] = 2 * batch["next", "reward"]
-        return batch
-
-    with make(postproc=marked) as c:
-        for amount in ("n_step", "n_episode"):
-            batch = c.collect_batch(**{amount: 9}).batch
-            assert torch.equal(batch["twice"], 2 * batch["next", "reward"])
-
-
-def test_cut_episodes_are_episodes():
-    with make(lengths=[[100], [5]], max_frames_per_traj=7) as c:
-        batch, stats = c.collect_batch(n_episode=4)
-        assert stats.lens.tolist() == [5, 7, 5, 7]
-        assert column(batch, "next", "truncated").count(True) == 3, "one by itself"
-        assert column(batch, "step_count") == [*range(5), *range(7), *range(5), *range(7)]
-        assert_accounted(c)
-
-
 def test_a_mark_at_the_end_of_a_batch_ends_no_episode():
     with make(set_truncated=True) as c:
         assert c.collect(n_step=9).n_collected_steps == 9
@@ -178,14 +127,6 @@ def test_a_mark_at_the_end_of_a_batch_ends_no_episode():
         assert np.diff([-1, *ends]).tolist() == stats.lens.tolist()
         assert batch["observation"][:, 2].tolist() == [t for n in stats.lens for t in range(n)]
         assert_accounted(c)
-
-
-def test_steps_of_environments_that_wait_for_the_next_batch_are_marked():
-    with make(reset_when_done=False) as c:
-        for _ in range(3):
-            batch, stats = c.collect_batch(n_step=12)
-            assert stats.n_collected_steps == int(batch[VALID].sum()) < 12
-            assert_accounted(c)
 
 
 @pytest.mark.parametrize(
@@ -207,28 +148,6 @@ def test_options_that_contradict_what_is_asked_for(options, asked):
         other = {"n_episode": 2} if "trajs_per_batch" in options else {"n_step": 6}
         assert c.collect(**other).n_collected_steps
         assert_accounted(c)
-
-
-def test_numbers_of_numpy_are_numbers():
-    with make() as c:
-        assert c.collect(n_step=np.int64(7)).n_collected_steps == 7
-        assert c.collect(n_episode=np.int32(2)).n_collected_episodes == 2
-
-
-def test_actions_may_have_any_shape():
-    space = spaces.Dict({"arm": spaces.Box(-1, 1, (2, 3)), "grip": spaces.MultiDiscrete([2, 3])})
-    with Collector(lambda: SpaceEnv(spaces.Box(0, 1, (2,)), space), None, num_envs=2, seed=0) as c:
-        for options in ({"n_step": 5}, {"n_episode": 3}):
-            batch, stats = c.collect_batch(**options, random=True)
-            assert stats.n_collected_steps >= 5
-            assert batch["action", "arm"].shape == (*batch.shape, 2, 3)
-            assert_accounted(c)
-
-
-def test_a_list_of_steps_is_one_stream_of_transitions():
-    with Collector(ChainEnv, None, num_envs=3, seed=0) as c:
-        parts = [c.collect_batch(n_step=3 * n).batch for n in (1, 4, 2, 9)]
-    assert_chain(torch.cat(parts, -1))
 
 
 # --- environments ----------------------------------------------------------------------------------
@@ -293,16 +212,6 @@ def test_an_environment_is_reset_no_more_often_than_it_must():
         assert [len(env.resets) for env in envs[-3:]] == [3, 2, 2]
 
 
-def test_reset_keywords_are_for_the_resets_before_and_no_others():
-    factory, envs = recorded(Noting)
-    with Collector(factory, None, num_envs=3, seed=0) as c:
-        c.collect(n_step=30)
-        for env in envs[-3:]:
-            env.resets.clear()
-        c.collect(n_step=30, reset_before_collect=True, reset_kwargs={"options": {"mark": 1}})
-        assert [(env.resets[0], set(map(str, env.resets[1:]))) for env in envs[-3:]] == [({"mark": 1}, {"None"})] * 3
-
-
 @pytest.mark.parametrize("amount", ["n_step", "n_episode"])
 def test_rendering_shows_every_step_of_every_environment(amount):
     factory, envs = recorded(lambda: PatternEnv([[3], [3]]))
@@ -315,14 +224,6 @@ def test_rendering_shows_every_step_of_every_environment(amount):
         assert [env.rendered for env in envs[-2:]] == made
         c.collect(**{amount: 6})
         assert [env.rendered for env in envs[-2:]] == made
-
-
-def test_gymnasium_s_own_environments():
-    with Collector(lambda: gymnasium.make("CartPole-v1"), None, num_envs=3, seed=0) as c:
-        batch, stats = c.collect_batch(n_episode=7)
-        assert len(batch) == stats.lens.sum() == stats.returns.sum()
-        assert stats.collect_time > 0
-        assert stats.collect_speed == pytest.approx(len(batch) / stats.collect_time)
 
 
 # --- interruptions ---------------------------------------------------------------------------------
@@ -417,11 +318,6 @@ def test_rows_of_collect_and_of_iteration_are_the_same_rows():
         batches = iter(c)
         parts = [next(batches), c.collect_batch(n_step=22).batch, next(batches)]
         assert_same(torch.cat(parts, -1), rows)
-
-
-def test_without_frames_per_batch_there_is_nothing_to_iterate():
-    with make() as c, pytest.raises(BadOption, match="frames_per_batch"):
-        iter(c)
 
 
 # --- who is left out -------------------------------------------------------------------------------

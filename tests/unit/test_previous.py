@@ -12,12 +12,11 @@ from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
 from muster import Collector, MultiSyncCollector
-from muster.errors import BadOption, EnvError, HookError
-from muster.policies import categorical
+from muster.errors import BadOption, EnvError
 from muster.restore.crash_report import CrashReport
 from muster.restore.player import Player
 from muster.testing import ChainEnv, CountingEnv, FaultyEnv, SpaceEnv, TorchCartPole
-from tests.tools import assert_accounted, assert_same, column, counting, recorded
+from tests.tools import assert_accounted, assert_same, counting, recorded
 
 PREV = {"prev_action_reward": True}
 
@@ -42,13 +41,6 @@ def test_policies_see_what_they_did_and_got_and_nothing_at_a_beginning():
     assert first["observation"].shape == (2, 6, 2)
 
 
-def test_one_environment_has_no_dimension_for_it():
-    with Collector(counting(3), None, frames_per_batch=4, **PREV) as c:
-        batch = c.rollout()
-        assert batch["prev_reward"].tolist() == [0, 1, 2, 0]
-        assert batch["prev_action"].tolist() == [0, *batch["action"][:2].tolist(), 0]
-
-
 def test_parts_of_actions_have_their_own_names_and_zero_may_be_no_action():
     space = spaces.Dict({"move": spaces.Box(1, 2, (2,), np.float32), "kind": spaces.Discrete(3, start=5)})
     make = partial(SpaceEnv, spaces.Box(0, 1, (3,)), space, 3)
@@ -60,73 +52,6 @@ def test_parts_of_actions_have_their_own_names_and_zero_may_be_no_action():
         assert not prev[:, [0, 3]].any()
         for t in (1, 2, 4):
             assert torch.equal(prev[:, t], action[:, t - 1])
-
-
-def test_a_head_gets_a_dict_of_all_observations():
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = torch.nn.Linear(4, 2)
-
-        def forward(self, obs: dict[str, torch.Tensor]) -> torch.Tensor:
-            prev = torch.stack([obs["prev_action"].float(), obs["prev_reward"]], -1)
-            return self.linear(torch.cat([obs["observation"], prev], -1))
-
-    with Collector(counting(3), categorical(Net()), num_envs=2, frames_per_batch=10, **PREV) as c:
-        batch = c.rollout()
-        assert c.rollout()["action_log_prob"].isfinite().all()
-        assert column(batch, "prev_reward") == [[0, 1, 2, 0, 1]] * 2
-
-
-def test_a_vector_environment_shows_them_too():
-    with Collector(lambda: SyncVectorEnv([counting(2), counting(3)]), counted, frames_per_batch=8, **PREV) as c:
-        batch = c.rollout()
-        assert batch["prev_reward"].tolist() == [[0, 1, 0, 1], [0, 1, 2, 0]]
-        assert batch["prev_action"].tolist() == [[0, 1, 0, 1], [0, 1, 0, 0]]
-
-
-def test_whoever_waits_has_done_nothing():
-    seen: list[Any] = []
-
-    def policy(obs: dict[str, torch.Tensor]) -> torch.Tensor:
-        seen.append({key: value.clone() for key, value in obs.items()})
-        return torch.ones(2, dtype=torch.int64)
-
-    make, _ = recorded(lambda i: CountingEnv((2, 5)[i]))
-    with Collector(make, policy, num_envs=2, frames_per_batch=8, reset_when_done=False, **PREV) as c:
-        first, second = c.rollout(), c.rollout()
-        assert first["prev_reward"].tolist() == [[0, 1, 0, 0], [0, 1, 2, 3]]
-        assert second["prev_reward"].tolist() == [[0, 1, 0, 0], [4, 0, 0, 0]]
-        assert second["prev_action"].tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
-        assert_accounted(c)
-    assert [obs["prev_action"].tolist() for obs in seen[:4]] == [[0, 0], [1, 1], [0, 1], [0, 1]]
-    assert [obs["prev_reward"].tolist() for obs in seen[:4]] == [[0, 0], [1, 1], [0, 2], [0, 3]]
-
-
-@pytest.mark.parametrize("wait", [False, True])
-def test_a_lost_life_is_a_beginning(wait):
-    from tests.unit.test_lives import KEY, LivesEnv
-
-    options = {"num_envs": 2, "frames_per_batch": 12, "reset_when_done": not wait, **KEY, **PREV}
-    with Collector(partial(LivesEnv, 4, 2), counted, **options) as c:
-        first, second = c.rollout(), c.rollout()
-        if wait:
-            assert first["prev_reward"][0].tolist() == [0, 1, 0, 0, 0, 0]
-            assert second["prev_reward"][0].tolist() == [0, 3, 0, 0, 0, 0]
-            assert second["prev_action"][0].tolist() == [0, 1, 0, 0, 0, 0]
-        else:
-            assert first["prev_reward"][0].tolist() == [0, 1, 0, 3, 0, 1]
-            assert second["prev_reward"][0].tolist() == [0, 3, 0, 1, 0, 3]
-            assert second["prev_action"][0].tolist() == [0, 1, 0, 1, 0, 1]
-
-
-def test_random_steps_before_the_first_batch_are_what_came_before():
-    make, _ = recorded(lambda: CountingEnv(50))
-    with Collector(make, counted, num_envs=6, frames_per_batch=12, max_decorrelation_steps=6, seed=1, **PREV) as c:
-        batch = c.rollout()
-        assert batch["prev_reward"].equal(batch["observation"][..., 1])
-        assert len(set(batch["prev_reward"][:, 0].tolist())) > 1
-        assert set(batch["prev_action"][:, 0].tolist()) == {0, 1}
 
 
 class Hundredfold:
@@ -228,20 +153,6 @@ def test_policies_see_nothing_of_what_on_step_has_written_for_whoever_waits():
     with Collector(make, policy, on_step=write, **options) as c:
         c.rollout()
     assert seen[:4] == [[[0, 0], [0, 0]], [[101, 101], [1, 1]], [[0, 102], [0, 1]], [[0, 103], [0, 1]]]
-
-
-def test_a_hook_that_fails_after_it_has_written():
-    options = {"num_envs": 2, "frames_per_batch": 10, **PREV}
-    with Collector(counting(4), counted, on_step=Hundredfold(2, 3, 9), **options) as c:
-        batches, errors = [], 0
-        while len(batches) < 4:
-            try:
-                batches.append(c.rollout().clone())
-            except HookError:
-                errors += 1
-        assert errors == 3
-        assert_accounted(c)
-    assert_repeated(torch.cat(batches, -1))
 
 
 def test_what_came_before_can_only_be_read():

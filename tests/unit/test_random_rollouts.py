@@ -156,14 +156,6 @@ def test_the_call_that_shows_the_columns_moves_no_random_stream():
         assert policy.calls == 1 + T
 
 
-def test_a_policy_that_acted_is_not_called_for_random_steps():
-    policy = _Counts()
-    with make(policy, init_random_frames=None) as c:
-        c.next()
-        c.collect(n_step=B * T, random=True)
-        assert policy.calls == T
-
-
 def test_an_error_of_that_call_is_the_policy_s_and_loses_nothing():
     broken = [True]
 
@@ -193,14 +185,6 @@ def test_workers_give_the_same_random_rows(where):
             assert len(batch) == 4 * LENGTH
             assert_same(batch, other.next())
             assert_accounted(other)
-
-
-def test_restored_collectors_go_on_with_random_rows():
-    with make(remembers, init_random_frames=2 * B * T) as c, make(remembers, init_random_frames=2 * B * T) as other:
-        c.next()
-        other.load_state_dict(c.state_dict())
-        for _ in range(3):
-            assert_same(c.next(), other.next())
 
 
 CALLS: dict[str, Any] = {

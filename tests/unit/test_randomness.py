@@ -136,30 +136,6 @@ def test_the_users_generators_are_untouched(use, already):
     assert drawn[0] == drawn[1]
 
 
-def test_the_users_seed_does_not_matter():
-    batches = []
-    for user_seed in (1, 2):
-        torch.manual_seed(user_seed)
-        np.random.seed(user_seed)
-        random.seed(user_seed)
-        batches.append(collect(lambda: GlobalEnv(np.random.random), sampled, frames_per_batch=20, seed=0))
-    assert_same(*batches)
-
-
-def test_using_generators_between_batches_does_not_matter():
-    batches = []
-    for interfere in (False, True):
-        with Collector(lambda: GlobalEnv(random.random), sampled, frames_per_batch=10, seed=0) as collector:
-            parts = []
-            for _ in range(3):
-                parts.append(collector.rollout().clone())
-                if interfere:
-                    user_seeds()
-                    user_draws()
-            batches.append(torch.cat(parts))
-    assert_same(*batches)
-
-
 # --- seeds -----------------------------------------------------------------------------------------
 
 
@@ -197,21 +173,6 @@ def test_global_draws_do_not_depend_on_where_batches_begin(source):
     assert_same(data(42), data(1))
 
 
-def test_groups_draw_from_streams_of_their_own():
-    batch = collect([lambda: GlobalEnv(np.random.random)] * 3, sampled, frames_per_batch=60, seed=0)
-    for column in (batch["action"], batch["observation"][..., 2], batch["noise"]):
-        rows = [tuple(row.tolist()) for row in column]
-        assert len(set(rows)) == 3
-
-
-def test_environments_of_one_group_differ_by_their_seeds():
-    batch = collect(counting(noise=True), num_envs=3, frames_per_batch=30, seed=0)
-    again = collect(counting(noise=True), num_envs=2, frames_per_batch=20, seed=1)
-    noise = batch["observation"][..., 2]
-    assert len({tuple(row.tolist()) for row in noise}) == 3
-    assert torch.equal(noise[1:], again["observation"][..., 2]), "env i is seeded with seed + i"
-
-
 # --- GroupRng --------------------------------------------------------------------------------------
 
 
@@ -222,17 +183,6 @@ def test_streams_are_independent_of_each_other_and_of_their_order():
     assert a == b
     assert len(set(a)) == 4
     assert forward.stream(0).random() == backward.stream(0).random()
-
-
-def test_groups_and_seeds_give_different_generators():
-    draws = {
-        (seed, group): (rng.numpy.random(), rng.stream(0).random())
-        for seed in (0, 1)
-        for group in (0, 1)
-        for rng in [GroupRng(seed, group)]
-    }
-    flat = [value for values in draws.values() for value in values]
-    assert len(set(flat)) == len(flat)
 
 
 def test_the_groups_generators_are_the_global_ones_only_inside():
@@ -299,16 +249,6 @@ def test_a_saved_group_goes_on_with_the_very_same_numbers(draws, device, tmp_pat
             drawn = torch.rand(3, device=device)
         with rng.as_global():
             assert torch.equal(drawn, torch.rand(3, device=device))
-
-
-def test_a_groups_state_is_a_copy():
-    rng = GroupRng(0)
-    state = rng.state_dict()
-    first = all_draws(rng)
-    rng.load_state_dict(state)
-    assert all_draws(rng) == first
-    rng.load_state_dict(state)
-    assert all_draws(rng) == first
 
 
 def test_without_streams_of_its_own_a_collector_draws_from_the_users():

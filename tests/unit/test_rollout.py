@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 import muster
 from muster import Collector
-from muster.errors import BadOption
 from muster.testing import ChainEnv, CountingEnv
-from tests.tools import assert_accounted, assert_chain, assert_same, collect, column, counting, joined, recorded
+from tests.tools import assert_accounted, assert_chain, assert_same, collect, column, counting, recorded
 
 
 def choose(obs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -107,89 +106,10 @@ def test_terminated_and_truncated_are_not_mixed_up(truncate):
     assert column(batch, "terminated") == column(batch, "truncated") == column(batch, "done") == [False] * 4
 
 
-def test_max_frames_per_traj_truncates_resets_and_counts():
-    batch = collect(counting(10), frames_per_batch=4, batches=2, max_frames_per_traj=3)
-    assert column(batch, "step_count") == [0, 1, 2, 0, 1, 2, 0, 1]
-    assert column(batch, "next", "step_count") == [1, 2, 3, 1, 2, 3, 1, 2]
-    assert column(batch, "next", "truncated") == [False, False, True] * 2 + [False] * 2
-    assert not batch["next", "terminated"].any()
-    assert column(batch, "next", "observation")[2] == [10, 3]
-    assert column(batch, "observation")[3] == [10, 0]
-    assert column(batch, "collector", "traj_ids") == [0, 0, 0, 1, 1, 1, 2, 2]
-
-
-def test_an_episode_that_ends_at_the_limit_by_itself_keeps_its_own_flag():
-    batch = collect(counting(3), frames_per_batch=6, max_frames_per_traj=3)
-    assert column(batch, "next", "terminated") == [False, False, True] * 2
-    assert not batch["next", "truncated"].any()
-
-
-def test_limits_hold_for_each_environment_by_itself():
-    lengths = iter([2, 9, 3])
-    batch = collect(lambda: CountingEnv(next(lengths)), num_envs=3, frames_per_batch=21, max_frames_per_traj=4)
-    assert column(batch, "next", "step_count") == [[1, 2, 1, 2, 1, 2, 1], [1, 2, 3, 4, 1, 2, 3], [1, 2, 3, 1, 2, 3, 1]]
-    assert batch["next", "truncated"][1, :, 0].nonzero().flatten().tolist() == [3]
-
-
-@pytest.mark.parametrize("limit", [None, 0, -1])
-def test_no_limit_adds_no_step_count(limit):
-    keys = set(collect(counting(), frames_per_batch=4, max_frames_per_traj=limit).keys(True))
-    assert not {"step_count", ("next", "step_count")} & keys
-
-
-def test_set_truncated_marks_the_batch_and_lets_the_episode_go_on():
-    with Collector(counting(3), None, frames_per_batch=2, set_truncated=True) as collector:
-        batches = [collector.rollout() for _ in range(3)]
-        episodes = collector.stats().episodes
-    assert [column(b, "next", "truncated") for b in batches] == [[False, True], [False, True], [False, False]]
-    assert [column(b, "next", "terminated") for b in batches] == [[False, False], [True, False], [False, True]]
-    assert [column(b, "next", "done") for b in batches] == [[False, True], [True, True], [False, True]]
-    assert [column(b, "collector", "traj_ids") for b in batches] == [[0, 0], [0, 1], [1, 1]]
-    assert [column(b, "next", "reward") for b in batches] == [[1, 2], [3, 1], [2, 3]]
-    assert episodes == 2
-
-
-def test_reset_at_each_iter_begins_every_batch_anew():
-    with Collector(counting(4), None, frames_per_batch=3, reset_at_each_iter=True) as collector:
-        batches = [collector.rollout() for _ in range(3)]
-        assert collector.stats().episodes == 0
-    assert [column(b, "next", "reward") for b in batches] == [[1, 2, 3]] * 3
-    assert [column(b, "collector", "traj_ids") for b in batches] == [[0] * 3, [1] * 3, [2] * 3]
-    assert not any(b["next", "done"].any() for b in batches)
-
-
 def test_reset_at_each_iter_does_not_reset_twice_what_just_ended():
     factory, made = recorded(counting(3))
     collect(factory, frames_per_batch=3, batches=2, reset_at_each_iter=True)
     assert len(made[0].seeds) <= 4
-
-
-def test_reset_of_some_environments():
-    with Collector(counting(9), None, num_envs=3, frames_per_batch=6) as collector:
-        collector.rollout()
-        collector.reset([0, 2])
-        batch = collector.rollout()
-        assert column(batch, "next", "reward") == [[1, 2], [3, 4], [1, 2]]
-        assert column(batch, "collector", "traj_ids") == [[3, 3], [1, 1], [5, 5]]
-        collector.reset()
-        assert column(collector.rollout(), "next", "reward") == [[1, 2]] * 3
-        collector.reset(1)
-        assert column(collector.rollout(), "next", "reward") == [[3, 4], [1, 2], [3, 4]]
-
-
-def test_reset_finds_environments_in_their_groups():
-    with Collector([counting(9)] * 2, None, num_envs=2, frames_per_batch=4) as collector:
-        collector.rollout()
-        collector.reset([1, 2])
-        assert column(collector.rollout(), "next", "reward") == [[[2], [1]], [[1], [2]]]
-
-
-@pytest.mark.parametrize("index", [3, -1, [0, 7]])
-def test_reset_of_environments_that_do_not_exist(index):
-    with Collector(counting(9), None, num_envs=3, frames_per_batch=6) as collector:
-        with pytest.raises(BadOption, match="numbered 0 to 2"):
-            collector.reset(index)
-        assert column(collector.rollout(), "next", "reward") == [[1, 2]] * 3
 
 
 # --- episodes --------------------------------------------------------------------------------------
@@ -216,51 +136,7 @@ def test_episode_records_are_the_environments_own():
     assert stats.executed == sum(env.executed for env in made) == 120
 
 
-def test_means_are_over_the_last_hundred_episodes():
-    lengths = [1] * 50 + [2] * 100
-
-    class Changing(CountingEnv):
-        def reset(self, **options: Any) -> Any:
-            self.length = lengths.pop(0) if lengths else 2
-            return super().reset(**options)
-
-    with Collector(Changing, None, frames_per_batch=250) as collector:
-        assert collector.stats().return_mean is None
-        assert collector.stats().length_mean is None
-        collector.rollout()
-        assert collector.stats().episodes == 150
-        assert collector.stats().length_mean == 2
-        assert collector.stats().return_mean == 3
-
-
-def test_episodes_of_groups_come_group_by_group():
-    with Collector([counting(2), counting(1)], None, frames_per_batch=8) as collector:
-        collector.rollout()
-        assert [record.traj_id for record in collector.episodes] == [0, 2, 1, 3, 5, 7]
-
-
 # --- groups and warm-up ----------------------------------------------------------------------------
-
-
-def test_groups_are_collectors_of_their_own_where_the_environments_decide():
-    """Same environments with the same seeds: the same data, however they are grouped."""
-
-    def policy(obs: torch.Tensor) -> torch.Tensor:
-        return (obs[..., 2] // 7) % 5
-
-    together = collect([ChainEnv] * 3, policy, num_envs=2, frames_per_batch=120, seed=5)
-    stacked = collect(ChainEnv, policy, num_envs=6, frames_per_batch=120, seed=5)
-    assert_same(together.reshape(6, 20), stacked)
-    for group in range(3):
-        alone = collect(ChainEnv, policy, num_envs=2, frames_per_batch=40, seed=5 + 2 * group)
-        assert_same(together[group], alone, ignore=[("collector", "traj_ids")])
-
-
-def test_the_first_group_draws_as_if_it_were_alone():
-    together = collect([ChainEnv] * 2, choose, num_envs=2, frames_per_batch=80, seed=5)
-    alone = collect(ChainEnv, choose, num_envs=2, frames_per_batch=40, seed=5)
-    assert_same(together[0], alone, ignore=[("collector", "traj_ids")])
-    assert not torch.equal(together[0]["action"], together[1]["action"])
 
 
 @pytest.mark.parametrize(("wanted", "random_batches"), [(None, 0), (-1, 0), (0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
@@ -281,44 +157,6 @@ def test_init_random_frames_are_rounded_up_to_whole_batches(wanted, random_batch
     acted = torch.cat([batch["action"] for batch in batches[:random_batches] or batches])
     assert bool(acted.any()) == bool(random_batches)
     assert [r for b in batches for r in column(b, "next", "reward")] == [1, 2, 3] * 5 + [1]
-
-
-def test_the_policy_takes_over_in_the_middle_of_an_episode():
-    with Collector(ChainEnv, choose, num_envs=2, frames_per_batch=14, init_random_frames=14, seed=0) as collector:
-        first, second = collector.rollout(), collector.rollout()
-        assert first["action_log_prob"].isnan().all()
-        assert not second["action_log_prob"].isnan().any()
-        going_on = ~first["next", "done"][:, -1, 0]
-        assert torch.equal(first["next", "observation"][:, -1][going_on], second["observation"][:, 0][going_on])
-        ids = [batch["collector", "traj_ids"] for batch in (first, second)]
-        assert torch.equal(ids[0][:, -1] == ids[1][:, 0], going_on)
-        assert_chain(second)
-
-
-def test_the_policy_is_called_once_per_step_and_never_just_to_look():
-    seen = []
-
-    def policy(obs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        seen.append(obs[..., 1].tolist())
-        return torch.zeros(2, dtype=torch.int64), {"value": torch.ones(2)}
-
-    with Collector(counting(3), policy, num_envs=2, frames_per_batch=8) as collector:
-        assert seen == []
-        batch = joined(collector, 2)
-    assert seen == [[t % 3] * 2 for t in range(8)]
-    assert batch["value"].tolist() == [[1.0] * 8] * 2
-
-
-def test_no_gradients_are_recorded():
-    parameter = torch.nn.Parameter(torch.ones(()))
-
-    def policy(obs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        assert not torch.is_grad_enabled()
-        return torch.tensor(0), {"value": parameter * 2}
-
-    batch = collect(counting(), policy, frames_per_batch=4)
-    assert not batch["value"].requires_grad
-    assert torch.is_grad_enabled()
 
 
 @pytest.mark.parametrize("width", [1, 40_000])

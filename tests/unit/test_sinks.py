@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict
 
 from muster import Collector
 from muster.collectors.replay_buffer import ReplaySink
 from muster.errors import BadOption
-from tests.tools import assert_same, column, counting
+from tests.tools import assert_same, counting
 
 
 class Adds:
@@ -47,13 +46,6 @@ def data() -> Any:
 # --- plain objects ---------------------------------------------------------------------------------
 
 
-def test_extend_gets_the_batch_itself(batch):
-    buffer = AddsAndExtends()
-    ReplaySink(buffer).write(batch)
-    assert buffer.items == [("extend", batch)]
-    assert buffer.items[0][1] is batch
-
-
 @pytest.mark.parametrize("layout", ["batch_major", "time_major"])
 @pytest.mark.parametrize(("buffer", "options"), [(Adds, {}), (AddsAndExtends, {"extend": False})])
 def test_add_gets_transitions_by_environment_and_time(buffer, options, layout):
@@ -65,39 +57,6 @@ def test_add_gets_transitions_by_environment_and_time(buffer, options, layout):
     observations = [[2, 0], [2, 1], [2, 0], [2, 1], [2, 0], [3, 0], [3, 1], [3, 2], [3, 0], [3, 1]]
     assert [item["observation"].tolist() for item in buffer.items] == observations
     assert [item["next", "reward"].item() for item in buffer.items] == [1, 2, 1, 2, 1, 1, 2, 3, 1, 2]
-
-
-def test_rows_that_were_not_written_are_not_added():
-    batch = TensorDict(
-        {
-            "row": torch.arange(6).reshape(2, 3),
-            "text": NonTensorStack.from_list([["a", "b", "c"], ["d", "e", "f"]]),
-            "collector": {
-                "traj_ids": torch.tensor([[0, 0, -1], [1, 1, 1]]),
-                "valid": torch.tensor([[1, 1, 1], [1, 0, 1]]).bool(),
-            },
-        },
-        [2, 3],
-    )
-    buffer = Adds()
-    ReplaySink(buffer).write(batch)
-    assert [(int(item["row"]), item["text"]) for item in buffer.items] == [(0, "a"), (1, "b"), (3, "d"), (5, "f")]
-    batch["collector", "traj_ids"].fill_(-1)
-    ReplaySink(buffer).write(batch)
-    assert len(buffer.items) == 4
-
-
-def test_batches_without_trajectory_ids_are_added(batch):
-    buffer = Adds()
-    ReplaySink(buffer).write(batch.exclude("collector"))
-    assert len(buffer.items) == 10
-
-
-def test_single_frames_are_added_as_they_are(batch):
-    buffer = AddsAndExtends()
-    sink, frame = ReplaySink(buffer, extend=False), batch[:, 0]
-    sink.write_frame(frame)
-    assert buffer.items[0] is frame
 
 
 def test_a_list_is_a_buffer(batch):
@@ -155,15 +114,6 @@ def test_torchrls_storages(data, tmp_path, make, storage, options):
         assert follows.all()
 
 
-def test_torchrls_shared_buffer(data, tmp_path):
-    buffer = data.ReplayBuffer(
-        storage=data.LazyMemmapStorage(100, scratch_dir=str(tmp_path)), batch_size=4, shared=True
-    )
-    with Collector(counting(3), None, frames_per_batch=6) as c:
-        ReplaySink(buffer).write(c.rollout())
-    assert column(buffer[:], "next", "reward") == [1, 2, 3, 1, 2, 3]
-
-
 def test_torchrls_prioritized_buffer(data):
     try:
         buffer = data.TensorDictPrioritizedReplayBuffer(
@@ -175,13 +125,3 @@ def test_torchrls_prioritized_buffer(data):
         ReplaySink(buffer).write(c.rollout())
     assert len(buffer) == 6
     assert "index" in buffer.sample().keys()  # noqa: SIM118
-
-
-def test_torchrls_buffer_takes_single_frames(data):
-    buffer = data.ReplayBuffer(storage=data.LazyTensorStorage(100), batch_size=4)
-    with collector() as c:
-        sink, batch = ReplaySink(buffer, extend=False), c.rollout()
-        for frame in batch.unbind(-1):
-            sink.write_frame(frame)
-    assert len(buffer) == 5
-    assert_same(buffer[:].transpose(0, 1), batch)

@@ -83,34 +83,6 @@ def test_a_repeated_id_gives_two_lines():
     assert got["row"].tolist() == [[1, 2], [3, 0], [4, 5], [6, 0]]
 
 
-def test_lines_are_by_environment_then_time():
-    got = collect([counting(2), counting(3)], None, frames_per_batch=10)
-    split = split_trajectories(got)
-    assert split["observation"][..., 0].tolist() == [[2, 2, 0], [2, 2, 0], [2, 0, 0], [3, 3, 3], [3, 3, 0]]
-    assert split["observation"][..., 1].tolist() == [[0, 1, 0], [0, 1, 0], [0, 0, 0], [0, 1, 2], [0, 1, 0]]
-    assert split["collector", "traj_ids"].tolist() == [[0, 0, -1], [2, 2, -1], [4, -1, -1], [1, 1, 1], [3, 3, -1]]
-    assert split["next", "done"].dtype == torch.bool
-    assert split["next", "reward"].dtype == torch.float32
-    assert split["next", "reward"].shape == (5, 3, 1)
-
-
-@pytest.mark.parametrize("options", [{}, {"num_envs": 2}])
-def test_time_major_batches_split_to_the_same(options):
-    frames = 7 * options.get("num_envs", 1)
-    expected, got = (
-        split_trajectories(collect(counting(3), None, frames_per_batch=frames, seed=0, layout=layout, **options))
-        for layout in ("batch_major", "time_major")
-    )
-    assert_same(expected, got)
-
-
-def test_without_padding_lines_are_the_environments():
-    batch = batch_of(torch.arange(4).reshape(2, 2, 1).expand(2, 2, 3))
-    got = split_trajectories(batch)
-    assert got["row"].tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
-    assert got["collector", "mask"].all()
-
-
 def test_the_result_is_a_copy_and_the_batch_is_not_changed():
     with Collector(counting(3), None, num_envs=2, frames_per_batch=8, seed=0) as collector:
         batch = collector.rollout()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from muster.episodes.clock import TrajectoryClock
 from muster.episodes.record import EpisodeRecord, Episodes, join_episodes
+from muster.errors import BadCheckpoint
 
 
 class ByHand:
@@ -127,14 +128,6 @@ def test_episodes_are_a_sequence_of_records():
         episodes[3]
 
 
-def test_episodes_are_equal_by_their_records():
-    assert records(1, 2) == records(1, 2)
-    assert records(1, 2) != records(1, 3)
-    assert records() == ()
-    assert records(1) == [EpisodeRecord(1, 1, 0.5, 3, True, False)]
-    assert records(1) != 1
-
-
 def test_joined_episodes_come_group_by_group():
     assert [e.traj_id for e in join_episodes([records(3, 1), records(), records(2)])] == [3, 1, 2]
 
@@ -146,3 +139,10 @@ def test_a_return_that_is_not_finite_is_that_of_its_own_episode_only():
     for _ in range(2):  # nor do they change what comes after these rows
         found = [(e.env_id, e.episode_return, e.length) for e in clock.advance(reward, done, ~done, done)]
         np.testing.assert_equal(found, [(0, np.inf, 1), (0, 5.0, 2), (1, np.nan, 3), (0, np.inf, 1), (1, 5.0, 1)])
+
+
+def test_a_state_of_other_environments_is_refused():
+    state = TrajectoryClock(np.arange(4, 7), 9).state_dict()
+    for stranger in (TrajectoryClock(np.arange(3), 9), TrajectoryClock(np.arange(4, 7), 8)):
+        with pytest.raises(BadCheckpoint, match=r"those of environments \[4, 5, 6\] of 9"):
+            stranger.load_state_dict(state)

@@ -20,11 +20,9 @@ from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict
 
 from muster import Collector
-from muster.episodes.segment import split_trajectories
 from muster.episodes.whole import WholeEpisodes
 from muster.errors import BadOption
-from muster.testing import ChainEnv
-from tests.tools import assert_chain, assert_same, counting
+from tests.tools import counting
 
 INVALID = -1
 
@@ -410,27 +408,6 @@ def test_the_first_to_end_are_short_and_the_first_to_begin_are_not():
 # --- with a collector ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"num_envs": 3}, {"num_envs": 3, "layout": "time_major"}])
-@pytest.mark.parametrize("layout", ["cat", "pad"])
-def test_episodes_of_a_collector_are_whole(options, layout):
-    num_envs, count = options.get("num_envs", 1), 0
-    episodes = WholeEpisodes(5, num_envs=num_envs, layout=layout)
-    frames = 7 * num_envs
-    with Collector(ChainEnv, None, frames_per_batch=frames, total_frames=40 * frames, seed=0, **options) as c:
-        for batch in c:
-            for group, in_group in episodes.push(batch):
-                count += in_group
-                lines = split_trajectories(group) if layout == "cat" else group
-                lines = [line[line["collector", "mask"]] for line in lines]
-                assert len(lines) == 5
-                for line in lines:
-                    assert_chain(line)
-                    assert line["observation"][:, 1].tolist() == list(range(len(line)))
-                    assert line["next", "done"].sum() == 1
-        assert count + episodes.frames_held == c.stats().frames
-        assert not episodes.dropped
-
-
 def test_groups_do_not_keep_batches_alive():
     episodes, groups = WholeEpisodes(2, num_envs=2), []
     with Collector(counting(5), None, num_envs=2, frames_per_batch=8) as collector:
@@ -439,20 +416,6 @@ def test_groups_do_not_keep_batches_alive():
         assert collector.stats().slots["lent"] == 0
         assert len(groups) == 16
         assert episodes.frames_held == 0
-
-
-def test_what_was_cut_by_reset_is_dropped_and_counted():
-    episodes = WholeEpisodes(1, num_envs=2)
-    with Collector(counting(5), None, num_envs=2, frames_per_batch=6) as collector:
-        assert not episodes.push(collector.rollout())
-        collector.reset(1)
-        assert episodes.flush([1]) == 3
-        (group,) = episodes.push(collector.rollout())
-        assert group.batch["collector", "traj_ids"].tolist() == [0] * 5
-        collector.reset()  # without flush, the change of ids says it
-        assert [g.batch["collector", "traj_ids"].tolist() for g in episodes.push(collector.rollout())] == []
-    assert episodes.dropped == {"cut": 3 + 1 + 3}
-    assert episodes.frames_held == 6
 
 
 # --- what waits costs nothing ------------------------------------------------------------------------
@@ -488,14 +451,14 @@ def counted() -> Iterator[Counter[str]]:
 def test_a_batch_costs_the_same_however_many_episodes_and_batches_wait(rule, n, groups):
     stream, episodes = Stream([[10**6], *[[2]] * 9], (10,)), WholeEpisodes(n, num_envs=10, rule=rule)
     costs = []
-    for batch in (stream.batch(20) for _ in range(60)):
+    for batch in (stream.batch(20) for _ in range(30)):
         with counted() as counts:
             made = episodes.push(batch)
             episodes.new_ends() if rule is None else None
             assert episodes.frames_held
         assert len(made) == groups
         costs.append(counts)
-    assert episodes.frames_held == 60 * 20 * (1 if groups else 10)
+    assert episodes.frames_held == 30 * 20 * (1 if groups else 10)
     assert costs[-1] == costs[10]
 
 
@@ -540,26 +503,6 @@ def test_objects_and_nested_entries_survive_joining_and_saving():
     assert group.batch["row"].tolist() == [0, 1, 2, 3, 4, 5]
     assert group.batch["words"] == [[str(i)] * 2 for i in range(6)]
     assert group.batch["agents"].batch_size == (6, 2)
-
-
-def test_saving_and_loading_gives_plain_data_and_equal_groups():
-    stream = Stream([[3], [5]], (2,))
-    episodes, again = (WholeEpisodes(2, num_envs=2) for _ in range(2))
-    episodes.push(stream.batch(4))
-    again.load_state_dict(episodes.state_dict())
-
-    def leaves(value: Any) -> list[Any]:
-        return [leaf for v in value.values() for leaf in leaves(v)] if isinstance(value, dict) else [value]
-
-    assert {type(leaf) for leaf in leaves(again.state_dict())} == {int, torch.Tensor, list}
-    state, batch = episodes.state_dict(), stream.batch(6)
-    expected = episodes.push(batch)
-    for _ in range(2):  # the state is not used up
-        again.load_state_dict(state)
-        for mine, theirs in zip(again.push(batch), expected, strict=True):
-            assert_same(mine.batch, theirs.batch)
-            assert mine.frames == theirs.frames
-        assert again.frames_held == episodes.frames_held
 
 
 # --- refused ---------------------------------------------------------------------------------------
