@@ -157,12 +157,6 @@ def test_discount_zero_at_the_last_step_terminates_and_any_other_truncates():
         assert info["discount"] == discount
 
 
-def test_a_discount_of_zero_inside_an_episode_ends_nothing():
-    env = DmEnv(Scripted(dm_env.restart(np.zeros(2)), dm_env.transition(1.0, np.zeros(2), discount=0.0)))
-    env.reset()
-    assert env.step(0)[2:] == (False, False, {"discount": 0.0})
-
-
 @given(
     st.sampled_from([np.float64, np.float32, np.int64, np.int8, np.uint8, np.uint64]),
     st.lists(st.integers(1, 3), max_size=2),
@@ -179,12 +173,6 @@ def test_array_specs_become_boxes_of_their_own_dtype_shape_and_bounds(dtype, sha
         low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
     assert (space.low == (1 if bounded else low)).all()
     assert (space.high == (5 if bounded else high)).all()
-
-
-def test_bounds_may_differ_by_element_or_be_one_for_all():
-    space = DmEnv(Scripted(observation=specs.BoundedArray((2, 2), np.float32, [-1, -2], 3))).observation_space
-    assert space.low.tolist() == [[-1, -2], [-1, -2]]
-    assert space.high.tolist() == [[3, 3], [3, 3]]
 
 
 def test_nested_specs_become_dicts_and_tuples():
@@ -249,13 +237,6 @@ def test_observations_that_do_not_fit_their_spec_are_named(observation, message)
         collect(make, frames_per_batch=2)
 
 
-def test_float64_where_the_spec_says_float32_is_cast_with_one_warning():
-    with pytest.warns(UserWarning, match="DmEnv: observation has dtype float64, but its space says float32") as caught:
-        batch = collect(lambda: _only(np.array([0.1, 2]), specs.Array((2,), np.float32)), frames_per_batch=2)
-    assert len(caught) == 1
-    assert batch["observation"].numpy().tolist() == [[np.float32(0.1), 2]] * 2
-
-
 @pytest.mark.parametrize(
     "keep",
     [
@@ -288,13 +269,6 @@ def test_seeds_that_reach_nothing_are_reported_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         env.reset(seed=2)
-
-
-def test_without_a_seed_nothing_is_reseeded_or_reported():
-    env = Seeded(lambda env, rng: setattr(env, "_rng", rng))
-    DmEnv(env).reset()
-    assert env.rng.random_sample() == np.random.RandomState(7).random_sample(2)[1]
-    DmEnv(Scripted()).reset()
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
 
-from muster import Collector
 from muster.envs.envpool import EnvPoolVectorEnv, adapt, takes
 from muster.errors import BadOption, MusterError, UnsupportedEnv
 from muster.testing import CountingEnv, EnvContract
 from tests.fakes.chains import OneWayChain
 from tests.fakes.envpool import DMEnvPool, GymnasiumEnvPool
-from tests.tools import assert_accounted, assert_same, collect, column, counting
+from tests.tools import assert_same, collect, column, counting
 
 Chain = partial(OneWayChain, "truncated")
 UNSEEDED = pytest.mark.filterwarnings("ignore:EnvPool cannot be seeded")
@@ -130,15 +128,6 @@ def test_only_finished_environments_are_reset_and_none_is_stepped_for_it():
     assert env.pool.resets == [[0, 1, 2], [0], [1], [0]]
 
 
-def test_resetting_some_resets_only_those():
-    with Collector(pool(counting(9)), None, frames_per_batch=12) as collector:
-        collector.rollout()
-        collector.reset(1)
-        batch = collector.rollout()
-        assert_accounted(collector)
-    assert column(batch, "next", "reward") == [[5, 6, 7, 8], [1, 2, 3, 4], [5, 6, 7, 8]]
-
-
 def test_a_masked_reset_returns_all_rows_and_changes_none_that_were_returned():
     env = pool(counting(9))()
     env.reset()
@@ -147,12 +136,6 @@ def test_a_masked_reset_returns_all_rows_and_changes_none_that_were_returned():
     assert obs[:, 1].tolist() == [0, 1, 0]
     assert info["env_id"].tolist() == [0, 2]
     assert stepped[:, 1].tolist() == [1, 1, 1]
-
-
-def test_the_first_reset_is_of_all_whatever_the_mask():
-    env = pool(counting(9))()
-    obs, _ = env.reset(options={"reset_mask": np.array([True, False, False])})
-    assert obs.tolist() == [[9, 0]] * 3
 
 
 def test_rows_of_other_environments_are_refused():
@@ -273,10 +256,6 @@ def test_only_one_makes_a_batch():
     assert adapt(pools[:1], None).num_envs == 3
     with pytest.raises(BadOption, match="num_envs=2 was given, but GymnasiumEnvPool is a batch"):
         adapt(pools, None)
-
-
-def test_no_reset_is_pending_behind_the_adapter():
-    assert pool()().metadata["autoreset_mode"] is AutoresetMode.DISABLED
 
 
 def test_closing_closes_the_pool_once():

@@ -12,7 +12,7 @@ from muster import Collector
 from muster.envs.build import build_env
 from muster.errors import BadOption, UnsupportedEnv, UnsupportedSpace
 from muster.testing import EnvContract
-from tests.tools import assert_same, collect, column, joined
+from tests.tools import assert_same, collect
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -142,19 +142,6 @@ def test_an_environment_s_data_do_not_depend_on_how_many_there_are():
     assert torch.equal(other["observation"][0], few["observation"][1])
 
 
-def test_groups_of_observations_of_any_dtype_are_stored():
-    batch = collect(JaxEnvs(Walk(grouped=True), 3), None, frames_per_batch=30, validate="full")
-    assert (batch["even"].dtype, batch["t"].dtype) == (torch.bool, torch.int32)
-    assert torch.equal(batch["even"], batch["t"] % 2 == 0)
-    assert torch.equal(batch["next", "all"][..., 1].int(), batch["next", "t"])
-
-
-def test_parameters_can_be_given():
-    batch = collect(JaxEnvs(Walk(), 4, params=Params(9, 2)), zeros, frames_per_batch=80)
-    assert set(batch["observation"][..., 0].unique().tolist()) == {1, 2}
-    assert not batch["next", "truncated"].any()
-
-
 def test_some_environments_can_begin_anew_and_the_others_go_on_as_if_nothing_was():
     endless = Params(10**6, 10**6)
 
@@ -170,12 +157,6 @@ def test_some_environments_can_begin_anew_and_the_others_go_on_as_if_nothing_was
     assert torch.equal(alone["observation"][[0, 2]], cut["observation"][[0, 2]])
 
 
-def test_a_limit_from_outside_truncates():
-    batch = collect(JaxEnvs(Walk(), 3, Params(10**6, 10**6)), zeros, frames_per_batch=27, max_frames_per_traj=3)
-    assert column(batch, "observation")[0][3][1] == 0
-    assert batch["next", "truncated"][0, :, 0].tolist() == [False, False, True] * 3
-
-
 def test_a_factory_and_one_environment_work_like_other_environments():
     built = build_env(Walk, 4)
     assert (built.batch_shape, built.env.num_envs) == ((4,), 4)
@@ -184,17 +165,6 @@ def test_a_factory_and_one_environment_work_like_other_environments():
     assert_same(alone[None], collect(Walk, zeros, frames_per_batch=12, num_envs=1, seed=3))
     with pytest.raises(BadOption, match="JaxEnvs is a batch of environments already"):
         build_env(lambda: JaxEnvs(Walk(), 2), 2)
-
-
-def test_a_saved_collector_goes_on_in_the_middle_of_an_episode():
-    options: Any = {"frames_per_batch": 6, "max_frames_per_traj": 3}
-    with Collector(JaxEnvs(Walk(grouped=True), 2), None, **options, seed=0) as collector:
-        collector.rollout()
-        saved = collector.state_dict()
-        expected = joined(collector, 3)
-    with Collector(JaxEnvs(Walk(grouped=True), 2), None, **options, seed=1) as other:
-        other.load_state_dict(saved)
-        assert_same(expected, joined(other, 3), ignore=(("collector", "resumed"),))
 
 
 def test_actions_of_a_box_reach_the_environment():
@@ -228,12 +198,6 @@ def test_brax_tells_truncations_apart():
     assert (late & ~out).any()
     assert torch.equal(batch["next", "reward"], action)
     assert (action.abs() <= 1).all()
-
-
-def test_brax_without_a_limit_only_terminates():
-    batch = collect(JaxEnvs(Slide(limit=False), 4), None, frames_per_batch=80, seed=0)
-    assert batch["next", "terminated"].any()
-    assert not batch["next", "truncated"].any()
 
 
 def test_environments_that_reset_themselves_are_refused():

@@ -15,7 +15,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 import muster
-from muster import Collector, Evaluator, MultiAsyncCollector, MultiSyncCollector
+from muster import Collector, Evaluator, MultiSyncCollector
 from muster.errors import BadCheckpoint, BadEnvOutput, BadOption, PolicyError
 from muster.policies import categorical, tanh_gaussian
 from muster.testing import SpaceEnv
@@ -115,15 +115,6 @@ def test_mujoco_in_processes(options):
         assert_as_stepped(joined(collector, 2))
 
 
-def test_mujoco_asynchronously():
-    with MultiAsyncCollector(
-        [CHEETAH] * 2, cheetah_policy("module"), backend="threads", frames_per_batch=FRAMES // 2, seed=SEED
-    ) as collector:
-        batch = collector.rollout()
-        group = int(batch["collector", "traj_ids"][0]) % 2
-        assert_as_stepped(batch[None], seed=SEED + group)
-
-
 def test_mujoco_is_evaluated():
     options = {"episodes": 2, "num_envs": 2, "max_frames_per_traj": 10, "seed": SEED}
     with Evaluator(CHEETAH, cheetah_policy("head"), **options) as evaluator:
@@ -210,13 +201,6 @@ def test_what_decides(name, num_envs):
     assert batch["observation"].dtype == batch["next", "observation"].dtype == dtype
 
 
-@pytest.mark.parametrize("dtype", [F32, F64, torch.float16])
-def test_float32_environments_for_other_networks(dtype):
-    batch = collect(partial(Wide, dtype=np.float32), categorical(net(dtype)), num_envs=2, frames_per_batch=12)
-    assert torch.equal(batch["observation"][0], rows(0).to(dtype))
-    assert batch["action_log_prob"].dtype == F32
-
-
 def test_a_dtype_that_does_not_fit_names_the_option():
     for policy, options in ((categorical(net()), {"obs_dtype": "env"}), (categorical(net(torch.bfloat16)), {})):
         with (
@@ -257,53 +241,16 @@ def test_only_floating_leaves_are_cast():
 # --- everywhere that observations are --------------------------------------------------------------
 
 
-def test_final_observations_of_compact_batches():
-    with Collector(Wide, categorical(net()), num_envs=2, frames_per_batch=8, compact_obs=True) as collector:
-        batch = collector.rollout()
-        finals = collector.final_observations()["observation"]
-    assert ("next", "observation") not in batch.keys(True)
-    assert (batch["observation"].dtype, finals.dtype) == (F32, F32)
-    assert (finals[:, 1] == torch.tensor(3 + 1 / 3, dtype=F64).float()).sum() == 2
-
-
-def test_environments_that_wait_for_the_next_batch_have_blank_rows_of_it():
-    lengths = iter([2, 3])
-    batch = collect(
-        lambda: Wide(next(lengths)), categorical(net()), num_envs=2, frames_per_batch=6, reset_when_done=False
-    )
-    assert torch.equal(batch["next", "observation"][1], rows(1, 3))
-    assert batch["next", "observation"][0, 2].tolist() == [0, 0]
-    assert batch["collector", "valid"].tolist() == [[True, True, False], [True] * 3]
-
-
-def test_random_batches_and_single_steps_have_it_too():
-    with Collector(Wide, categorical(net()), frames_per_batch=6, init_random_frames=6) as collector:
-        assert torch.equal(collector.rollout()["observation"], rows(0))
-        assert collector.rollout()["observation"].dtype == F32
-        assert collector.collect_batch(n_step=3)[0]["observation"].dtype == F32
-
-
 def test_previous_actions_and_rewards_are_observations():
     space = spaces.Box(-1, 1, (3,), np.float32), spaces.Box(-1, 1, (1,), np.float32)
-    batch = collect(lambda: SpaceEnv(*space), Narrow(), num_envs=2, frames_per_batch=12, prev_action_reward=True)
+    options = {"num_envs": 2, "frames_per_batch": 12, "prev_action_reward": True, "obs_dtype": F64}
+    batch = collect(lambda: SpaceEnv(*space), None, **options)
     assert batch["action"].dtype == F32
+    going = ~batch["next", "done"][:, :-1, 0]
     for key, source in (("prev_action", "action"), ("prev_reward", ("next", "reward"))):
         assert batch[key].dtype == F64
-        going = ~batch["next", "done"][:, :-1, 0]
         before = batch[source][:, :-1].double()
         assert torch.equal(batch[key][:, 1:][going].reshape(-1), before[going].reshape(-1))
-
-
-class Narrow(nn.Module):
-    """Takes a dict of observations, all in float64."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 1).double()
-
-    def forward(self, obs: Any) -> torch.Tensor:
-        assert {value.dtype for value in obs.values()} == {F64}
-        return torch.tanh(self.inner(torch.cat([obs["observation"], obs["prev_action"]], -1)))
 
 
 def test_a_resumed_collection_goes_on_in_the_same_dtype(tmp_path):
@@ -319,25 +266,6 @@ def test_a_resumed_collection_goes_on_in_the_same_dtype(tmp_path):
         assert_same(batch, expected, ignore=(("collector", "resumed"),))
     with make(obs_dtype=F64) as collector, pytest.raises(BadCheckpoint, match="dtype float32.*dtype float64"):
         collector.load_state_dict(tmp_path / "state", trust=True)
-
-
-def test_vector_environments_and_their_masks():
-    """Muster has not seen the class: it compares rows that it stored with what a masked reset returns."""
-    from tests.unit.test_vector_envs import ThirdParty
-
-    class Thirds(ThirdParty):
-        def __init__(self, mode: Any) -> None:
-            super().__init__(mode)
-            self.single_observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
-
-        def _observe(self) -> Any:
-            return super()._observe().astype(np.float64) + 1 / 3
-
-    for mode in gymnasium.vector.AutoresetMode:
-        batch = collect(lambda mode=mode: Thirds(mode), categorical(net()), frames_per_batch=12)
-        t = torch.tensor([[0, 1, 0, 1, 0, 1], [0, 1, 2, 0, 1, 2]], dtype=F64)
-        assert torch.equal(batch["observation"][..., 1], (t + 1 / 3).float())
-        assert torch.equal(batch["next", "observation"][..., 1], (t + 1 + 1 / 3).float())
 
 
 # --- values beyond the range -----------------------------------------------------------------------

@@ -9,9 +9,8 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from muster import Collector, policies
-from muster.envs.build import build_env
-from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv, UnsupportedSpace
+from muster import Collector
+from muster.errors import BadEnvOutput, UnsupportedEnv, UnsupportedSpace
 from muster.testing import EnvContract
 from tests.tools import assert_accounted, assert_same, collect, column, joined
 
@@ -102,62 +101,28 @@ def shifts(**options: Any) -> Any:
 
 
 def test_agents_come_and_go_with_zeros_and_a_mask():
+    """All follows from the timetable: cook 1 comes at step 1 and is cut at step 2, two others are terminated later."""
     env = Shifts()
     batch = collect(env, None, frames_per_batch=8, validate="full")
-    assert batch.shape == (8,)
-    # Cook 1 comes after step 1 and is truncated at step 2; cook 0 is terminated at step 3, the waiter at step 4.
-    assert (
-        column(batch, "cook", "observation")
-        == [
-            [[0, 0], [0, 0]],
-            [[0, 1], [1, 1]],
-            [[0, 2], [1, 2]],  # the last one of cook 1
-            [[0, 3], [0, 0]],  # the last one of cook 0
-        ]
-        * 2
-    )
-    assert batch["cook", "mask"].tolist() == [[True, False], [True, True], [True, False], [False, False]] * 2
-    assert batch["waiter", "mask"].tolist() == [[True]] * 8
-    assert batch["waiter", "observation"].tolist() == [[[2, t]] for t in range(4)] * 2
     after = batch["next"]
-    assert (
-        after["cook", "observation"].tolist()
-        == [
-            [[0, 1], [1, 1]],
-            [[0, 2], [1, 2]],
-            [[0, 3], [0, 0]],
-            [[0, 0], [0, 0]],
-        ]
-        * 2
-    )
-    assert after["cook", "mask"].tolist() == [[True, True], [True, False], [False, False], [False, False]] * 2
-    assert after["cook", "reward"].tolist() == [[[1], [0]], [[2], [12]], [[3], [0]], [[0], [0]]] * 2
-    assert after["waiter", "reward"].tolist() == [[[20 + t]] for t in range(1, 5)] * 2
-    assert (
-        after["cook", "terminated"].tolist()
-        == [
-            [[False], [False]],
-            [[False], [False]],
-            [[True], [False]],
-            [[True], [False]],
-        ]
-        * 2
-    )
-    assert (
-        after["cook", "truncated"].tolist()
-        == [
-            [[False], [False]],
-            [[False], [True]],
-            [[False], [True]],
-            [[False], [True]],
-        ]
-        * 2
-    )
-    assert torch.equal(after["cook", "done"], after["cook", "terminated"] | after["cook", "truncated"])
-    assert after["waiter", "done"].tolist() == [[[t == 3]] for t in range(4)] * 2
-    # Before it comes, an agent is done as well.
-    first, second = batch["cook", "done"][..., 0].unbind(1)
-    assert (first.tolist(), second.tolist()) == ([False, False, False, True] * 2, [True, False, True, True] * 2)
+    assert batch.shape == (8,)
+    for group, place, agent in (("cook", 0, "cook_0"), ("cook", 1, "cook_1"), ("waiter", 0, "waiter")):
+        number, (comes, goes, cut) = env.possible_agents.index(agent), env.times[agent]
+
+        def seen(t: int, number: int = number, comes: int = comes, goes: int = goes) -> list[int]:
+            return [number, t] if comes <= t <= goes else [0, 0]  # the last one is seen, too
+
+        steps = [*range(4)] * 2
+        of_agent, of_next = batch[group][:, place], after[group][:, place]
+        assert of_agent["observation"].tolist() == [seen(t) for t in steps]
+        assert of_next["observation"].tolist() == [seen(t + 1) for t in steps]
+        assert of_agent["mask"].tolist() == [comes <= t < goes for t in steps]
+        assert of_next["mask"].tolist() == [comes <= t + 1 < goes for t in steps]
+        assert column(of_next, "reward") == [10 * number + t + 1 if comes <= t < goes else 0 for t in steps]
+        assert column(of_next, "terminated") == [t + 1 >= goes and not cut for t in steps]
+        assert column(of_next, "truncated") == [t + 1 >= goes and cut for t in steps]
+        assert torch.equal(of_next["done"], of_next["terminated"] | of_next["truncated"])
+        assert column(of_agent, "done") == [not comes <= t < goes for t in steps], "also before it comes"
     assert after["done"].tolist() == [[False], [False], [False], [True]] * 2
     # One of the agents was truncated: so was the episode.
     assert torch.equal(after["truncated"], after["done"])
@@ -174,34 +139,6 @@ def test_each_agent_gets_its_own_action_while_it_is_there():
         there = [(group, i, agent) for group, i, agent in there if batch[group, "mask"][t, i]]
         expected.append({agent: batch[group, "action"][t, i] for group, i, agent in there})
     assert env.got == expected
-
-
-def test_an_episode_in_which_all_are_terminated_is_terminated():
-    times = {"a": (0, 2, False), "b": (1, 3, False), "late": (9, 12, True)}
-    with Collector(Shifts(times), None, frames_per_batch=6) as collector:
-        batch = collector.rollout()
-        after = batch["next"]
-        assert after["terminated"].tolist() == [[False], [False], [True]] * 2
-        assert not after["truncated"].any()
-        # Nobody ever sees the late one.
-        for part in (batch, after):
-            assert part["late", "terminated"].all()
-            assert part["late", "done"].all()
-            assert not part["late", "truncated"].any()
-        # 1 + 2 of a, 12 + 13 of b
-        assert [record.episode_return for record in collector.episodes] == [28, 28]
-        assert_accounted(collector)
-
-
-def test_an_episode_ends_with_its_last_agent_even_if_the_environment_keeps_the_names():
-    class Keeping(Shifts):
-        def step(self, actions: Any) -> Any:
-            out = super().step(actions)
-            self.kept = self.agents = self.agents or list(actions)
-            return out
-
-    after = collect(Keeping({"a": (0, 2, False)}), None, frames_per_batch=4)["next"]
-    assert after["done"].tolist() == [[False], [True]] * 2
 
 
 def test_several_environments_are_a_batch_of_their_own_episodes():
@@ -237,46 +174,6 @@ def test_action_masks_say_what_is_legal_and_random_actions_obey(masks):
         assert batch["cook", "observation", "observation"].shape == (2, 200, 2, 2)
 
 
-def test_where_nothing_is_legal_random_actions_are_any():
-    class Stuck(Shifts):
-        def legal(self, agent: str) -> Any:
-            return np.zeros(3, np.int8)
-
-    batch = collect(lambda: Stuck(masks="info"), None, num_envs=2, frames_per_batch=200, seed=0)
-    assert not batch["waiter", "action_mask"].any()
-    assert batch["waiter", "action"].unique().tolist() == [0, 1, 2]
-
-
-def test_rewards_of_agents_that_are_gone_count():
-    class Late(Shifts):
-        def step(self, actions: Any) -> Any:
-            obs, reward, *rest = super().step(actions)
-            return obs, {**reward, **({"cook_1": 100.0} if self.t == 4 else {})}, *rest
-
-    with Collector(Late(), None, frames_per_batch=4) as collector:
-        batch = collector.rollout()
-        assert batch["next", "cook", "reward"][:, 1, 0].tolist() == [0, 12, 0, 100]
-        # 1 + 2 + 3 of cook 0, 12 + 100 of cook 1, 21 + 22 + 23 + 24 of the waiter
-        assert [record.episode_return for record in collector.episodes] == [208]
-
-
-def test_a_policy_after_random_frames_chooses_by_itself():
-    with Collector(Shifts(masks="obs"), Ones(), frames_per_batch=8, init_random_frames=8, seed=0) as collector:
-        assert not (collector.rollout()["cook", "action"] == 1).all()
-        assert (collector.rollout()["cook", "action"] == 1).all()
-
-
-class Ones:
-    """A TensorDict policy: every agent does 1."""
-
-    in_keys, out_keys = [("cook", "mask"), ("waiter", "mask")], [("cook", "action"), ("waiter", "action")]
-
-    def __call__(self, tensordict: Any) -> Any:
-        for group in ("cook", "waiter"):
-            tensordict[group, "action"] = torch.ones_like(tensordict[group, "mask"], dtype=torch.long)
-        return tensordict
-
-
 def test_the_global_state_is_stored_where_there_is_one():
     batch = collect(Shifts(state=True), None, frames_per_batch=8, validate="full")
     assert batch["state"].tolist() == [[0], [1], [2], [3]] * 2
@@ -284,11 +181,7 @@ def test_the_global_state_is_stored_where_there_is_one():
     assert "state" not in collect(Shifts(), None, frames_per_batch=8)
 
 
-def test_a_limit_cuts_the_episode_of_all_agents():
-    batch = collect(Shifts(), None, frames_per_batch=6, max_frames_per_traj=2)
-    assert batch["next", "truncated"].tolist() == [[False], [True]] * 3
-    assert not batch["next", "waiter", "done"].any()
-    assert batch["waiter", "observation"][:, 0, 1].tolist() == [0, 1] * 3
+# --- groups ----------------------------------------------------------------------------------------
 
 
 def test_a_saved_collector_goes_on_in_the_middle_of_an_episode():
@@ -300,9 +193,6 @@ def test_a_saved_collector_goes_on_in_the_middle_of_an_episode():
     with Collector(make, None, num_envs=2, frames_per_batch=6, seed=1) as other:
         other.load_state_dict(saved, trust=True)
         assert_same(expected, joined(other, 4), ignore=(("collector", "resumed"),))
-
-
-# --- groups ----------------------------------------------------------------------------------------
 
 
 class Zoo(Shifts):
@@ -332,21 +222,6 @@ def test_agents_of_one_name_and_equal_spaces_are_a_group(names, wide, groups):
     assert found == groups
     for name in wide:
         assert batch[name, "action"].shape == (6, 1, 2)
-
-
-def test_a_head_chooses_for_a_whole_group():
-    class Flat(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(2, 3)
-
-        def forward(self, obs: Any) -> torch.Tensor:
-            return self.layer(obs["agent"]["observation"]).flatten(-2)
-
-    env = Zoo(("agent_0", "agent_1"))
-    batch = collect(env, policies.categorical(Flat()), frames_per_batch=6)
-    assert batch["agent", "action"].shape == (6, 2)
-    assert batch["action_log_prob"].shape == (6,)
 
 
 def test_names_that_a_batch_needs_are_refused():
@@ -431,15 +306,6 @@ def test_what_keeps_its_values_is_cast_with_one_warning_for_each_cause():
     assert_same(batch, collect(Shifts(), None, frames_per_batch=8), ignore=(("cook", "action"), ("waiter", "action")))
 
 
-def test_observations_of_agents_are_stored_in_the_dtype_that_is_wanted():
-    wide = collect(Shifts(), None, frames_per_batch=8, obs_dtype=torch.float64)
-    batch = collect(Shifts(), None, frames_per_batch=8)
-    for key in ("cook", "observation"), ("next", "waiter", "observation"):
-        assert wide[key].dtype == torch.float64
-        assert torch.equal(wide[key].float(), batch[key])
-    assert wide["next", "cook", "reward"].dtype == torch.float32
-
-
 @pytest.mark.parametrize("case", SPOILT)
 def test_a_bad_output_is_refused_and_the_rows_before_it_are_kept(case):
     spoil, message = SPOILT[case]
@@ -468,17 +334,6 @@ def test_an_agent_that_vanishes_is_an_error():
     collector = Collector(Vanishing(), None, frames_per_batch=4)
     with pytest.raises(BadEnvOutput, match="waiter is gone"):
         collector.rollout()
-
-
-def test_what_the_environment_raises_is_the_cause():
-    class Broken(Shifts):
-        def step(self, actions: Any) -> Any:
-            raise OSError("no kitchen")
-
-    collector = Collector(Broken(), None, frames_per_batch=4)
-    with pytest.raises(EnvError, match=r"shifts_v0\[0\].step") as info:
-        collector.rollout()
-    assert isinstance(info.value.__cause__, OSError)
 
 
 # --- the real thing --------------------------------------------------------------------------------
@@ -537,11 +392,6 @@ def test_an_aec_environment_of_turns_is_refused():
 
     with pytest.raises(UnsupportedEnv, match="take turns.*is_parallelizable"):
         Collector(tictactoe_v3.env(), None, frames_per_batch=4)
-
-
-def test_one_environment_has_no_batch_dimension():
-    assert build_env(Shifts(), None).batch_shape == ()
-    assert build_env(Shifts, 1).batch_shape == (1,)
 
 
 class TestShifts(EnvContract):

@@ -12,13 +12,12 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from muster import Collector
 from muster.envs.sb3 import Sb3VectorEnv, adapt, takes
 from muster.errors import BadOption, MusterError, UnsupportedEnv
 from muster.testing import CountingEnv, EnvContract, SpaceEnv
 from tests.fakes import sb3 as fake
 from tests.fakes.chains import DictChain, OneWayChain, StackedChain, TupleChain
-from tests.tools import assert_accounted, assert_same, collect, column, counting, recorded
+from tests.tools import assert_same, collect, column, counting, recorded
 
 VALID = (("collector", "next_obs_valid"),)
 CUT = {"max_frames_per_traj": 3}
@@ -161,25 +160,6 @@ def test_composite_actions_reach_the_environments(sb3):
 # --- resets of some --------------------------------------------------------------------------------
 
 
-def test_resetting_some_seeds_and_resets_only_those(sb3):
-    make = counting(9, noise=True)
-    options = {"frames_per_batch": 8, "seed": 0}
-    with Collector(vector(sb3, make, 2), None, **options) as one, Collector(make, None, num_envs=2, **options) as other:
-        for collector in (one, other):
-            collector.rollout()
-            collector.reset(1)
-        got, expected = one.rollout(), other.rollout()
-        assert_accounted(one)
-    assert_same(got, expected)
-    assert column(got, "next", "reward") == [[5, 6, 7, 8], [1, 2, 3, 4]]
-
-
-def test_environments_are_seeded_by_number_once(sb3):
-    factory, made = recorded(counting())
-    collect(vector(sb3, factory), frames_per_batch=18, seed=10)
-    assert [env.seeds for env in made] == [[10, None, None], [11, None, None], [12, None, None]]
-
-
 def test_seeds_in_a_list_and_with_a_mask(sb3):
     factory, made = recorded(counting())
     env = vector(sb3, factory)()
@@ -190,31 +170,6 @@ def test_seeds_in_a_list_and_with_a_mask(sb3):
     assert [e.seeds for e in made] == [[5, 20, None], [5, 7, None], [None, 22, None]]
     with pytest.raises(BadOption, match=r"got 2 seeds for 3 environments"):
         env.reset(seed=[1, 2])
-
-
-def test_options_reach_the_environments_once(sb3):
-    class Told(CountingEnv):
-        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-            self.told = [*getattr(self, "told", []), options]
-            return super().reset(seed=seed)
-
-    factory, made = recorded(Told)
-    env = vector(sb3, factory, 2)()
-    env.reset(options={"x": 1})
-    env.reset()
-    env.reset(options={"x": 2, "reset_mask": np.array([False, True])})
-    assert [env.told for env in made] == [[{"x": 1}, None], [{"x": 1}, None, {"x": 2}]]
-
-
-def test_a_masked_reset_fills_the_rows_of_the_mask(sb3):
-    env = vector(sb3, counting(9))()
-    env.reset()
-    stepped = env.step(np.zeros(3, np.int64))[0]
-    assert stepped[:, 1].tolist() == [1, 1, 1]
-    obs, _ = env.reset(options={"reset_mask": np.array([True, False, True])})
-    assert obs[[0, 2]].tolist() == [[9, 0], [9, 0]]
-    assert stepped[:, 1].tolist() == [1, 1, 1], "what was returned before stays as it was"
-    assert env.step(np.zeros(3, np.int64))[0][:, 1].tolist() == [1, 2, 1]
 
 
 def test_a_masked_reset_leaves_stacks_that_were_returned_alone(sb3):
@@ -322,19 +277,6 @@ def test_vector_environments_of_others_may_not_tell_the_last_observation(sb3):
     assert column(batch, "next", "terminated") == [[False, True, False, True]] * 2
 
 
-def test_truncation_is_only_told_where_an_episode_ends():
-    class Marked(fake.DummyVecEnv):
-        def step_wait(self) -> Any:
-            *values, infos = super().step_wait()
-            for info in infos:
-                info["TimeLimit.truncated"] = True
-            return *values, infos
-
-    batch = collect(lambda: Sb3VectorEnv(Marked([counting(2)] * 2)), frames_per_batch=8)
-    assert column(batch, "next", "truncated") == [[False, True, False, True]] * 2
-    assert not batch["next", "terminated"].any()
-
-
 # --- the rest --------------------------------------------------------------------------------------
 
 
@@ -352,11 +294,3 @@ def test_only_one_makes_a_batch(sb3):
     assert (batch.num_envs, batch.final_obs_certain) == (3, True)
     with pytest.raises(BadOption, match="num_envs=2 was given, but DummyVecEnv is a batch"):
         adapt(envs, None)
-
-
-def test_closing_closes_the_environments(sb3):
-    factory, made = recorded(counting())
-    env = vector(sb3, factory)()
-    env.close()
-    env.close()
-    assert [e.closed for e in made] == [1, 1, 1]

@@ -213,12 +213,6 @@ def test_unbounded_boxes_are_normal_and_one_sided_ones_exponential():
         assert abs(np.mean(shifted > 1) - np.exp(-1)) < 0.015
 
 
-def test_parts_have_streams_of_their_own():
-    space = spaces.Tuple((spaces.Discrete(1000), spaces.Discrete(1000)))
-    drawn = action_codec(space).sample(GroupRng(0), (50,))
-    assert (drawn["action", "0"] != drawn["action", "1"]).sum() > 40
-
-
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(0, len(EVERY) - 1))
 def test_draws_do_not_depend_on_how_they_are_cut(cuts, which):
     codec = action_codec(EVERY[which])
@@ -240,26 +234,11 @@ def test_flatten_and_build_are_inverse(space):
     assert equal(codec.build(leaves), value)
 
 
-def test_keys_follow_the_space():
-    space = spaces.Dict(
-        {"a": spaces.Discrete(2), "b": spaces.Tuple((spaces.Discrete(2), spaces.Dict({"c": spaces.Text(2)})))}
-    )
-    assert list(observation_codec(space).specs) == [("a",), ("b", "0"), ("b", "1", "c")]
-    assert list(action_codec(space).specs) == [("action", "a"), ("action", "b", "0"), ("action", "b", "1", "c")]
-    assert list(observation_codec(space["b"]).specs) == [("observation", "0"), ("observation", "1", "c")]
-
-
 @pytest.mark.parametrize("key", ["action", "next", "collector", "done", "terminated", "truncated", "step_count"])
 def test_keys_that_a_batch_needs_are_refused_before_a_step(key):
     space = spaces.Dict({key: spaces.Discrete(2), "other": spaces.Discrete(2)})
     with pytest.raises(UnsupportedSpace, match=rf"\['{key}'\].*Rename"):
         Collector(lambda: SpaceEnv(space, spaces.Discrete(2)), None, frames_per_batch=1)
-
-
-def test_reserved_words_deeper_down_are_fine():
-    space = spaces.Dict({"mine": spaces.Dict({"next": spaces.Discrete(2), "done": spaces.Discrete(2)})})
-    with Collector(lambda: SpaceEnv(space, spaces.Discrete(2)), None, frames_per_batch=1) as collector:
-        assert ("next", "mine", "done") in collector.rollout().keys(True)
 
 
 class TwoNames(spaces.Dict):

@@ -12,10 +12,10 @@ import torch
 from gymnasium import spaces
 
 from muster import Collector
-from muster.errors import BadOption, EnvError, UnsupportedEnv, UnsupportedSpace
+from muster.errors import BadOption, EnvError, UnsupportedEnv
 from muster.policies import tanh_gaussian
-from muster.testing import ChainEnv, CountingEnv, SpaceEnv
-from tests.tools import assert_chain, assert_same, collect, column, counting, recorded, stable
+from muster.testing import CountingEnv
+from tests.tools import assert_same, collect, column, counting, recorded, stable
 
 # --- what can be given -----------------------------------------------------------------------------
 
@@ -51,22 +51,6 @@ def test_groups_have_a_leading_dimension_and_global_env_ids():
     assert batch["collector", "traj_ids"][..., 0].tolist() == [[0, 1], [2, 3]]
 
 
-def test_groups_of_single_environments_and_of_objects():
-    assert collect([counting(), CountingEnv()], frames_per_batch=8).batch_size == (2, 4)
-    assert collect((CountingEnv(),), frames_per_batch=4).batch_size == (1, 4)
-
-
-def test_each_group_has_a_policy_call_of_its_own():
-    calls = []
-
-    def policy(obs: torch.Tensor) -> torch.Tensor:
-        calls.append(tuple(obs.shape))
-        return torch.zeros(obs.shape[0], dtype=torch.int64)
-
-    collect([counting(), counting()], policy, frames_per_batch=18, num_envs=3)
-    assert calls == [(3, 2)] * 6
-
-
 @pytest.mark.parametrize(
     ("source", "options", "error", "message"),
     [
@@ -92,12 +76,6 @@ def test_one_object_for_several_places_is_refused():
         Collector(lambda: env, None, frames_per_batch=4, num_envs=2)
     with pytest.raises(BadOption, match="same environment object twice"):
         Collector([env, env], None, frames_per_batch=4)
-
-
-def test_one_object_from_two_factories_is_refused():
-    env = CountingEnv()
-    with pytest.raises((BadOption, UnsupportedEnv), match="same environment object twice"):
-        Collector([lambda: env, lambda: env], None, frames_per_batch=4)
 
 
 def test_unequal_spaces_are_refused_by_name():
@@ -126,13 +104,6 @@ def test_a_failing_factory_closes_what_was_made():
     assert [env.closed for env in made] == [1, 1]
 
 
-def test_a_failing_group_closes_the_groups_before_it():
-    factory, made = recorded(counting())
-    with pytest.raises(EnvError):
-        Collector([factory, factory, lambda: 1 / 0], None, frames_per_batch=6, num_envs=2)
-    assert [env.closed for env in made] == [1] * 4
-
-
 @pytest.mark.parametrize(
     ("options", "error"),
     [
@@ -148,19 +119,6 @@ def test_a_refused_collector_closes_its_environments(options, error):
     assert [env.closed for env in made] == [1, 1]
 
 
-def test_an_unsupported_space_closes_the_environments():
-    bad = spaces.Dict({"next": spaces.Discrete(2)})
-    closed = []
-
-    class Closing(SpaceEnv):
-        def close(self) -> None:
-            closed.append(self)
-
-    with pytest.raises(UnsupportedSpace):
-        Collector(lambda: Closing(bad, spaces.Discrete(2)), None, frames_per_batch=4, num_envs=2)
-    assert len(closed) == 2
-
-
 # --- what reaches which row ------------------------------------------------------------------------
 
 
@@ -170,18 +128,6 @@ def test_environments_that_reuse_their_observation_array(num_envs):
     fresh = collect(counting(4), frames_per_batch=frames, num_envs=num_envs, seed=0)
     reused = collect(counting(4, reuse=True), frames_per_batch=frames, num_envs=num_envs, seed=0)
     assert_same(fresh, reused)
-
-
-def test_rows_actions_and_environments_are_paired_by_chains():
-    assert_chain(collect(ChainEnv, frames_per_batch=4 * 50, num_envs=4, batches=3, seed=0))
-
-
-def test_a_step_that_returns_a_list_of_five_is_taken_as_it_unpacks():
-    class Lists(CountingEnv):
-        def step(self, action: int) -> Any:
-            return list(super().step(action))
-
-    assert column(collect(Lists, frames_per_batch=3), "next", "reward") == [1, 2, 3]
 
 
 @pytest.mark.parametrize("number", [int, float, bool, np.float64, np.float32, np.int8, np.asarray], ids=stable)
@@ -236,16 +182,3 @@ def test_environments_may_change_the_action_they_get():
     for num_envs in (None, 2):
         batch = collect(Clipping, frames_per_batch=4, num_envs=num_envs, validate="full")
         assert batch["action"].abs().max() <= 1
-
-
-def test_discrete_actions_are_plain_ints():
-    types = set()
-
-    class Typed(CountingEnv):
-        def step(self, action: int) -> Any:
-            types.add(type(action))
-            return super().step(action)
-
-    collect(Typed, frames_per_batch=3)
-    collect(Typed, lambda obs: torch.zeros(2, dtype=torch.int64), frames_per_batch=6, num_envs=2)
-    assert types == {int}

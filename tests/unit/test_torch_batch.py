@@ -20,7 +20,7 @@ from gymnasium.wrappers import OrderEnforcing
 from muster import Collector
 from muster.envs.build import build_env
 from muster.envs.torch_batch import TorchEnvs, adapt, takes
-from muster.errors import BadEnvOutput, BadOption, EnvError, UnsupportedEnv, UnsupportedSpace
+from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv, UnsupportedSpace
 from muster.rng import GroupRng
 from muster.rollout.columns import RolloutOptions
 from muster.testing import EnvContract, TorchCartPole
@@ -169,13 +169,6 @@ def test_a_limit_from_outside_truncates_where_nothing_ends_by_itself(make):
     assert (batch["step_count"][..., 0].numpy() == want["before"][..., 1]).all()
 
 
-def test_a_limit_at_the_end_of_an_episode_leaves_that_end_alone():
-    batch = collect(Counting(), tilt, frames_per_batch=36, max_frames_per_traj=2)
-    done = batch["next", "done"][0]
-    assert torch.equal(batch["next", "terminated"][0], done)
-    assert not batch["next", "truncated"][0].any()
-
-
 def test_unknown_last_observations_are_marked_and_hold_nothing():
     batch = collect(Counting(final=None), tilt, frames_per_batch=36, validate="full")
     want = expected(12)
@@ -187,36 +180,12 @@ def test_unknown_last_observations_are_marked_and_hold_nothing():
     assert (batch["observation"].numpy() == want["before"]).all()
 
 
-def test_unknown_integers_are_zero():
-    batch = collect(Counting(final=None, dtype=np.int16), tilt, frames_per_batch=36, validate="full")
-    assert batch["next", "observation"].dtype == torch.int16
-    assert (batch["next", "observation"][~batch["collector", "next_obs_valid"]] == 0).all()
-
-
 def test_a_mask_says_which_last_observations_are_known():
     batch = collect(Counting(masked=(1,)), tilt, frames_per_batch=36)
     unknown = torch.as_tensor(expected(12)["done"])
     unknown[[0, 2]] = False
     assert torch.equal(~batch["collector", "next_obs_valid"], unknown)
     assert torch.equal(batch["next", "observation"].isnan().all(-1), unknown)
-
-
-@pytest.mark.parametrize("dtype", [np.float64, np.float16, np.float32, np.uint8, np.int64])
-def test_observations_keep_their_dtype(dtype):
-    batch = collect(Counting(dtype=dtype), tilt, frames_per_batch=36, validate="full")
-    assert batch["observation"].numpy().dtype == batch["next", "observation"].numpy().dtype == dtype
-    check(batch)
-
-
-def test_an_episode_goes_on_in_the_next_batch_and_in_its_records():
-    with Collector(Counting(), tilt, frames_per_batch=9) as collector:
-        parts = [collector.rollout().clone() for _ in range(4)]
-        check(torch.cat(parts, 1))
-        # The last batch has rows 9 to 11: environment 0 ends at 9 and 11, 1 at 11, 2 at 9.
-        assert [record[1:4] for record in collector.episodes] == [(0, 3, 2), (2, 15, 5), (0, 3, 2), (1, 6, 3)]
-        assert_accounted(collector)
-    ids = torch.cat(parts, 1)["collector", "traj_ids"]
-    assert len(ids.unique()) == sum(-(-12 // n) for n in LENGTHS)
 
 
 # --- resets from outside ---------------------------------------------------------------------------
@@ -243,14 +212,6 @@ def test_only_rows_where_the_mask_is_count():
         collector.rollout()
         collector.reset([1])
         assert column(collector.rollout(), "observation") == [[[0, 1]], [[1, 0]], [[2, 1]]]
-
-
-def test_a_limit_counts_anew_after_a_reset_from_outside():
-    with Collector(Counting(), tilt, frames_per_batch=6, max_frames_per_traj=4) as collector:
-        collector.rollout()
-        collector.reset([2])
-        rows = joined(collector, 3)
-    assert column(rows, "observation")[2] == [[2, t] for t in (0, 1, 2, 3, 0, 1)]
 
 
 def test_an_environment_that_resets_all_at_once_says_what_to_do():
@@ -282,33 +243,7 @@ def test_an_environment_that_ignores_the_mask_is_found_out(options):
         collector.rollout()
 
 
-def test_seeds_are_given_as_gymnasium_does():
-    env = Counting()
-    with Collector(env, tilt, frames_per_batch=3, seed=7) as collector:
-        collector.rollout()
-        collector.set_seed(11, static_seed=True)
-        collector.rollout()
-        collector.reset()
-        collector.rollout()
-    assert [seed for seed, _ in env.resets] == [7, [11, 11, 11], None]
-    assert env.closed == 1
-
-
-def test_options_of_a_reset_reach_the_environment_once():
-    env = Counting()
-    batch = TorchEnvs(env)
-    arrays = {("observation",): np.zeros((1, 3, 2), np.float32)}
-    batch.reset_options = {"options": {"level": 2}}
-    batch.reset(arrays, 0, [0, 1, 2], None)
-    batch.reset_options = {"options": {"level": 3}}
-    env.t[:] = 1
-    arrays[("observation",)][0] = env.observe()
-    batch.reset(arrays, 0, [1], None)
-    batch.reset(arrays, 0, [0, 1, 2], None)
-    assert env.resets[0] == (None, {"level": 2})
-    assert env.resets[1][1]["level"] == 3
-    assert env.resets[1][1]["reset_mask"].tolist() == [False, True, False]
-    assert env.resets[2] == (None, None)
+# --- what an environment gets and keeps ------------------------------------------------------------
 
 
 def test_a_saved_collector_goes_on_in_the_middle_of_an_episode():
@@ -320,9 +255,6 @@ def test_a_saved_collector_goes_on_in_the_middle_of_an_episode():
     with Collector(TorchCartPole(3), None, **options, seed=1) as other:
         other.load_state_dict(saved, trust=True)
         assert_same(expected, joined(other, 4), ignore=(("collector", "resumed"),))
-
-
-# --- what an environment gets and keeps ------------------------------------------------------------
 
 
 def test_the_environment_may_keep_and_change_its_actions():
@@ -338,21 +270,6 @@ def test_the_environment_may_keep_and_change_its_actions():
     assert env.actions[0].dtype == torch.int64
 
 
-def test_the_environment_may_change_its_tensors_between_rollouts():
-    class Keeping(Counting):
-        """Makes its state anew in every step, and changes it in place in a reset."""
-
-        def step(self, action: Any) -> Any:
-            self.t = self.t.clone()
-            return super().step(action)
-
-    # The second policy's first call is made outside of a rollout, after a reset.
-    with Collector(Keeping(), tilt, frames_per_batch=6, init_random_frames=6) as collector:
-        collector.rollout()
-        collector.reset()
-        check(collector.rollout())
-
-
 def test_the_environment_may_reuse_its_tensors():
     class Reusing(Counting):
         buffer = torch.zeros(3, 2)
@@ -362,15 +279,6 @@ def test_the_environment_may_reuse_its_tensors():
 
     check(collect(Reusing(Mode.DISABLED), tilt, frames_per_batch=36))
     check(collect(Reusing(Mode.DISABLED), tilt, frames_per_batch=36, max_frames_per_traj=3), (2, 3, 3))
-
-
-def test_columns_may_have_a_trailing_dimension():
-    class Wide(Counting):
-        def step(self, action: Any) -> Any:
-            obs, reward, terminated, truncated, info = super().step(action)
-            return obs, reward[:, None].double(), terminated[:, None].int(), truncated[:, None], info
-
-    check(collect(Wide(), tilt, frames_per_batch=36))
 
 
 # --- what an environment must not do ---------------------------------------------------------------
@@ -419,19 +327,6 @@ def test_another_floating_dtype_is_cast_with_one_warning():
         pytest.raises(BadEnvOutput, match="torch.float64, expected"),
     ):
         collector.rollout()
-
-
-def test_what_the_environment_raises_is_the_cause():
-    class Broken(Counting):
-        def step(self, action: Any) -> Any:
-            raise ValueError("no contact")
-
-    with (
-        Collector(Broken(), tilt, frames_per_batch=3) as collector,
-        pytest.raises(EnvError, match="no contact") as info,
-    ):
-        collector.rollout()
-    assert isinstance(info.value.__cause__, ValueError)
 
 
 def test_a_step_without_five_values_is_refused():
@@ -537,10 +432,10 @@ def sampled(rows: int, cuts: int = 1, seed: int = 0) -> Any:
 
 @pytest.mark.slow
 def test_random_actions_have_the_space_s_distribution():
-    drawn = sampled(4000)
+    drawn = sampled(1500)
     assert [drawn[k].dtype for k in ("die", "box", "open", "byte")] == [np.int64, np.float64, np.float16, np.uint8]
-    assert drawn["die"].shape == (4000, 3)
-    assert np.allclose(np.bincount(drawn["die"].ravel(), minlength=7)[1:] / 12000, 1 / 6, atol=0.02)
+    assert drawn["die"].shape == (1500, 3)
+    assert np.allclose(np.bincount(drawn["die"].ravel(), minlength=7)[1:] / 4500, 1 / 6, atol=0.02)
     assert np.allclose(drawn["many"].reshape(-1, 2).mean(0), [0.5, 2], atol=0.06)
     assert drawn["many"].reshape(-1, 2).max(0).tolist() == [1, 4]
     assert np.allclose(drawn["bits"].mean(), 0.5, atol=0.02)
@@ -601,22 +496,6 @@ def test_the_torch_cart_pole_moves_as_gymnasium_s():
             assert [reward[i].item(), terminated[i].item(), truncated[i].item()] == [expected_reward, *expected_flags]
         ended |= terminated.numpy()
     assert ended.all()
-
-
-def test_the_torch_cart_pole_is_truncated_at_its_limit():
-    batch = collect(TorchCartPole(2, max_steps=4), None, frames_per_batch=24)
-    assert column(batch, "next", "truncated") == [[False, False, False, True] * 3] * 2
-    assert not batch["next", "terminated"].any()
-
-
-def test_both_modes_go_the_same_way_until_an_episode_ends():
-    ways = [
-        collect(TorchCartPole(4, autoreset=mode), None, frames_per_batch=160, seed=3)
-        for mode in (Mode.SAME_STEP, Mode.DISABLED)
-    ]
-    ends = [int(way["next", "done"].any(0).long().argmax()) for way in ways]
-    assert ends[0] == ends[1] > 3
-    assert_same(*(way[:, : ends[0] + 1] for way in ways))
 
 
 # --- simulators ------------------------------------------------------------------------------------
@@ -681,11 +560,6 @@ def test_an_isaac_lab_without_last_observations_is_marked(declares):
     unknown = ~batch["collector", "next_obs_valid"]
     assert torch.equal(unknown, batch["next", "done"][..., 0])
     assert batch["next", "policy"][unknown].isnan().all()
-
-
-def test_isaac_lab_has_no_resets_from_outside():
-    with pytest.raises(BadOption, match="max_frames_per_traj"):
-        Collector(OrderEnforcing(FakeIsaac()), None, frames_per_batch=3, max_frames_per_traj=4)
 
 
 @named("mani_skill.vector.wrappers.gymnasium")

@@ -11,11 +11,10 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
-from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
 from muster import Collector
 from muster.errors import BadEnvOutput, BadOption, EnvError, UnsupportedEnv
-from muster.testing import ChainEnv, CountingEnv, FaultyEnv, SpaceEnv
+from muster.testing import ChainEnv, FaultyEnv, SpaceEnv
 from tests.tools import assert_accounted, assert_chain, assert_same, collect, column, counting, recorded
 
 MODES = list(AutoresetMode)
@@ -79,25 +78,6 @@ def test_cut_episodes_are_reset_in_every_mode(mode):
     assert_same(collect(lambda: SyncVectorEnv([ChainEnv] * 3, autoreset_mode=mode), **options), alone)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_wrappers_around_vector_environments(mode):
-    options = {"frames_per_batch": 60, "seed": 0}
-
-    def make() -> Any:
-        return RecordEpisodeStatistics(SyncVectorEnv([ChainEnv] * 3, autoreset_mode=mode))
-
-    assert_same(collect(make, **options), collect(ChainEnv, num_envs=3, **options))
-
-
-def test_a_vector_environment_object_and_groups_of_them():
-    env = SyncVectorEnv([counting()] * 2)
-    assert collect(env, frames_per_batch=4).batch_size == (2, 2)
-    groups = [lambda: SyncVectorEnv([counting()] * 2)] * 3
-    batch = collect(groups, frames_per_batch=12)
-    assert batch.batch_size == (3, 2, 2)
-    assert batch["collector", "traj_ids"][..., 0].tolist() == [[0, 1], [2, 3], [4, 5]]
-
-
 def test_num_envs_cannot_multiply_a_vector_environment():
     def make() -> Any:
         return SyncVectorEnv([counting()] * 2)
@@ -105,13 +85,6 @@ def test_num_envs_cannot_multiply_a_vector_environment():
     with pytest.raises(BadOption, match="SyncVectorEnv is a batch of environments already"):
         Collector(make, None, num_envs=2, frames_per_batch=4)
     assert collect(make(), num_envs=2, frames_per_batch=4).batch_size == (2, 2)
-
-
-def test_environments_are_seeded_by_number():
-    factory, made = recorded(counting())
-    collect(lambda: SyncVectorEnv([factory] * 3), frames_per_batch=6, seed=10)
-    seeds = [[seed for seed in env.seeds if seed is not None] for env in made if env.seeds]
-    assert seeds == [[10], [11], [12]]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
@@ -154,16 +127,6 @@ def test_forgetful_async_environments_are_refused():
         Collector(make, None, frames_per_batch=4)
 
 
-def test_disabled_mode_without_shared_memory():
-    def make() -> Any:
-        return AsyncVectorEnv(
-            [ChainEnv] * 2, shared_memory=False, context="fork", autoreset_mode=AutoresetMode.DISABLED
-        )
-
-    options = {"frames_per_batch": 40, "seed": 0}
-    assert_same(collect(make, **options), collect(ChainEnv, num_envs=2, **options))
-
-
 # --- ALE -------------------------------------------------------------------------------------------
 
 
@@ -199,14 +162,6 @@ def test_both_modes_of_atari_give_the_same_transitions(pong):
     assert torch.equal(first["next", "observation"][:, :-1][going_on], first["observation"][:, 1:][going_on])
     last = first["next", "observation"][:, :-1][done[:, :-1]]
     assert not torch.equal(last, first["observation"][:, 1:][done[:, :-1]]), "the last observation, not the reset one"
-
-
-def test_atari_environments_are_those_of_their_seeds(pong):
-    options = {"seed": 3, "frames_per_batch": 60}
-    two = collect(pong, lambda obs: torch.arange(30).fmod(6)[: obs.shape[0]] * 0 + 2, **options)
-    one = collect(partial(pong, 1), lambda obs: torch.full((1,), 2), seed=4, frames_per_batch=30)
-    done = int(one["next", "done"][0, :, 0].nonzero()[0])  # later episodes go on from generators of ALE's own
-    assert torch.equal(two["observation"][1, : done + 1], one["observation"][0, : done + 1])
 
 
 # --- third parties ---------------------------------------------------------------------------------
@@ -323,18 +278,6 @@ def test_unknown_last_observations_are_flagged_and_not_guessed():
     assert batch["observation"][..., 1].tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 0, 1, 2]]
 
 
-def test_final_observations_that_are_told_are_flagged_valid():
-    batch = collect(lambda: ThirdParty(AutoresetMode.SAME_STEP), frames_per_batch=12)
-    assert batch["collector", "next_obs_valid"].all()
-    assert batch["next", "observation"][0, 1].tolist() == [2, 2]
-
-
-def test_certain_environments_have_no_flag():
-    assert ("collector", "next_obs_valid") not in collect(
-        lambda: ThirdParty(AutoresetMode.DISABLED), frames_per_batch=4
-    ).keys(True)
-
-
 # --- bad output ------------------------------------------------------------------------------------
 
 ROWS = np.zeros((2, 2), np.float32)
@@ -436,15 +379,3 @@ def test_final_observations_of_the_wrong_shape():
         with pytest.raises(BadEnvOutput, match=r"ThirdParty|Wrong.*final_obs observation is an array of shape \(5,\)"):
             collector.rollout()
         assert_accounted(collector)
-
-
-def test_spec_ids_name_the_environment():
-    with Collector(gymnasium.make_vec("CartPole-v1", 2), None, frames_per_batch=4) as collector:
-        assert repr(collector) == "Collector(CartPole-v1 x 2, frames_per_batch=4, 0 frames)"
-
-
-def test_closing_closes_the_vector_environment():
-    factory, made = recorded(counting())
-    collect(lambda: SyncVectorEnv([factory] * 2), frames_per_batch=4)
-    assert [env.closed for env in made][-2:] == [1, 1]
-    assert isinstance(made[0], CountingEnv)

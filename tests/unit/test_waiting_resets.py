@@ -9,27 +9,20 @@ import threading
 from functools import partial
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import SyncVectorEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster import Collector, MultiSyncCollector
 from muster.errors import BadEnvOutput, EnvError, PolicyError, WorkerDied
-from muster.keys import REWARD, TERMINATED, next_of
-from muster.memory.slots import Layout, Slot
-from muster.memory.specs import Column
-from muster.rollout.progress import ACTING, CELLS, Progress, stepped_in_row, steps_made
 from muster.testing import ChainEnv, CountingEnv, Fault, FaultyEnv, OracleEnv, SpaceEnv, check_stream
 from tests.fakes import faults
 from tests.tools import assert_accounted, assert_same, column, counting, recorded
 
 WAIT = {"reset_when_done": False}
-LENGTHS = [counting(n) for n in (2, 4)]
 
 
 def lengths(*numbers: int) -> tuple[Any, list[Any]]:
@@ -92,24 +85,6 @@ def test_every_kind_of_observation_can_wait(space):
         assert seen[-1][0] == last
 
 
-def test_a_vector_environment_is_stepped_on_for_nothing():
-    make = lambda: SyncVectorEnv([*LENGTHS])  # noqa: E731
-    with Collector(make, None, frames_per_batch=10, **WAIT) as c:
-        batch = c.rollout()
-        assert column(batch, "next", "reward") == [[1, 2, 0, 0, 0], [1, 2, 3, 4, 0]]
-        assert (c.stats().executed, c.stats().frames, c.stats().discarded) == (8, 6, {"after_done": 2})
-
-
-def test_whole_episodes_and_lines_are_made_of_what_was_stepped():
-    options = {"num_envs": 2, "frames_per_batch": 10, **WAIT}
-    with Collector(lengths(2, 7)[0], None, trajs_per_batch=3, **options) as c:
-        batch = c.next()
-        assert column(batch, "next", "reward") == [1, 2, 1, 2, 3, 4, 5, 6, 7, 1, 2]
-        assert_accounted(c)
-    with Collector(lengths(2, 7)[0], None, split_trajs=True, **options) as c:
-        assert column(c.next(), "next", "reward") == [[1, 2, 0, 0, 0], [1, 2, 3, 4, 5]]
-
-
 # --- errors -----------------------------------------------------------------------------------------
 
 
@@ -169,29 +144,6 @@ def test_an_error_of_the_policy_leaves_those_alone_who_wait():
         assert c.stats().executed == c.stats().frames == sum(env.executed for env in made) == 9
 
 
-def test_an_error_in_the_middle_of_a_row_counts_those_that_were_stepped():
-    make, _ = recorded(lambda i: FaultyEnv(3, error=RuntimeError, length=7) if i == 1 else CountingEnv((2, 9, 5)[i]))
-    with Collector(make, None, num_envs=3, frames_per_batch=18, **WAIT) as c:
-        with pytest.raises(EnvError):
-            c.rollout()
-        assert c.stats().discarded == {}  # the one before it waits, and the one after it has not been reached
-        assert c.stats().executed == 2 + 3 + 3
-        c.rollout()
-        assert_accounted(c)
-
-
-def test_what_a_policy_makes_of_those_who_wait_is_not_looked_at():
-    def policy(obs: torch.Tensor) -> torch.Tensor:
-        return obs / obs.abs().sum(-1, keepdim=True)  # NaN for zeros
-
-    box = spaces.Box(1, 5, (2,), np.float32)
-    make, _ = recorded(lambda i: SpaceEnv(box, spaces.Box(-9, 9, (2,), np.float32), (1, 3)[i]))
-    with Collector(make, policy, num_envs=2, frames_per_batch=8, **WAIT) as c:
-        batch = c.rollout()
-        assert not batch["action"].isnan().any()
-        assert batch["action"][0].any(-1).tolist() == [True, False, False, False]
-
-
 # --- workers ----------------------------------------------------------------------------------------
 
 
@@ -228,16 +180,6 @@ def test_workers_give_the_same_data_whenever_they_reset(ends, rows, backend, lim
             assert_accounted(c)
     for a, b in zip(*runs, strict=True):
         assert_same(a, b)
-
-
-def test_a_seed_after_an_early_reset_gives_the_seeded_episodes():
-    def rewards(cls: Any, **more: Any) -> list[Any]:
-        with cls([partial(gymnasium.make, "CartPole-v1")] * 2, None, frames_per_batch=60, seed=3, **WAIT, **more) as c:
-            c.next()
-            c.set_seed(9)
-            return [c.next()["observation"].tolist(), c.next()["observation"].tolist()]
-
-    assert rewards(Collector) == rewards(MultiSyncCollector, backend="threads")
 
 
 class Signals(CountingEnv):
@@ -305,21 +247,3 @@ def test_a_worker_that_is_killed_has_made_no_steps_with_those_who_waited(tmp_pat
         stats, counts = c.stats(), OracleEnv.read(path)
         assert stats.executed == counts[:, 2].sum()
         assert sum(check_stream(batches).values()) == stats.frames
-
-
-def test_steps_of_a_dead_worker_are_read_from_what_it_left():
-    flags = [Column(next_of(flag), (), np.dtype(bool), host=True) for flag in (TERMINATED, ("truncated",))]
-    lane = Slot(Layout(5, 3, (Column(REWARD, (), np.dtype(np.float32), host=True), *flags))).lanes[0]
-    progress = Progress(np.zeros(CELLS, np.int64))
-    progress.take_up(1)
-    assert steps_made(progress.cells, lane, REWARD) == 0
-    progress.mark_unwritten(lane, REWARD, 0)
-    progress.count(waits=True)
-    lane.arrays[REWARD][:3] = 0
-    lane.arrays[REWARD][3, :2] = 0
-    progress.cells[ACTING] = 3
-    lane.arrays[next_of(TERMINATED)][1, 0] = True
-    assert steps_made(progress.cells, lane, REWARD) == 2 + 4 + 3
-    assert stepped_in_row(progress.cells, lane, REWARD) == 2
-    progress.count()
-    assert steps_made(progress.cells, lane, REWARD) == 11
