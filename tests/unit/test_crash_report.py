@@ -359,16 +359,6 @@ def test_a_vector_environment_is_replayed_as_a_whole_from_its_seeds(
     assert_exact(crash_report, rig, slice(None))
 
 
-def test_a_seed_for_some_of_a_vector_environment_is_no_beginning() -> None:
-    make = partial(SyncVectorEnv, [partial(gymnasium.make, "CartPole-v1")] * 3, autoreset_mode=AutoresetMode.DISABLED)
-    rig = Rig(make(), make, num_envs=None, T=7)
-    rig.rollout()
-    rig.reset([0, 2], [40, 41])
-    crash_report = rig.run(1)
-    assert len(crash_report.actions[ACTION]) == 21
-    assert_exact(crash_report, rig, slice(None))
-
-
 def test_what_resets_itself_is_truncated_again_where_it_was() -> None:
     rig = Rig(TorchCartPole(3), partial(TorchCartPole, 3), num_envs=None, T=7, max_frames_per_traj=5)
     crash_report = rig.run(2)
@@ -437,21 +427,6 @@ def test_notes_say_seed_episode_and_step_of_a_row() -> None:
     assert rig.anchors.where(1, 1, clock)["step"] == 4
     rig.anchors.forget()
     assert len(rig.anchors.take().resets) == 0
-
-
-def test_notes_are_small_and_travel() -> None:
-    rig = Rig([CountingEnv(3), CountingEnv(4)], CountingEnv, num_envs=2, T=6)
-    rig.lane.done_steps = 0
-    rollout(rig.group, rig.policy, rig.lane)
-    log: ResetLog = pickle.loads(pickle.dumps(rig.anchors.take()))
-    assert log.resets.tolist() == [[0, 0, 0], [0, 0, 1], [1, 3, 0], [2, 4, 1], [3, 6, 0]]
-    assert [log.special[n].seed for n in sorted(log.special)] == [3, 4]
-    rollout_begun_at_2 = Anchors(rig.env)
-    rollout_begun_at_2.before_reset(2, [1], None)
-    rollout_begun_at_2.before_reset(4, [0, 1], None)
-    log = rollout_begun_at_2.take(begin=2)
-    assert log.resets.tolist() == [[0, 0, 1], [1, 2, 0], [1, 2, 1]]
-    assert sorted(log.special) == [0, 1]  # each environment's first
 
 
 @pytest.mark.parametrize("name", ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"])
@@ -619,13 +594,6 @@ def test_a_crash_report_that_does_not_fit_its_environment_is_refused(tmp_path: P
     crash_report = CrashReport("x", EnvFactory("CartPole-v1"), [0], True, "step", "EnvError", "", **{field: array})
     with pytest.raises(BadCrashReport, match="x takes actions" if field == "actions" else "beyond the 1"):
         Player(saved(crash_report, tmp_path / "c"))
-
-
-def test_two_crash_directories_at_one_place_keep_all_their_files(tmp_path: Path) -> None:
-    crash_report = CrashReport("x", EnvFactory("CartPole-v1"), [7], True, "step", "EnvError", "")
-    paths = {CrashDirectory(tmp_path / "d").save(crash_report) for _ in range(8)}
-    assert {path.name for path in paths if path is not None} == {*os.listdir(tmp_path / "d")}
-    assert len(paths) == 8
 
 
 def test_a_crash_directory_is_made_when_needed_and_never_fills_the_disk(tmp_path: Path) -> None:
@@ -823,44 +791,3 @@ def test_replay_on_a_terminal_stops_before_what_hung(tmp_path: Path) -> None:
     assert "('at', 'hang')" in terminal.until("(Pdb) ")
     terminal.type("q\n")
     assert terminal.end() == 1
-
-
-@pytest.mark.slow
-def test_leaving_the_debugger_before_the_step_runs_nothing(tmp_path: Path) -> None:
-    terminal = Terminal(command(tilted("kill", tmp_path / "c", error=WorkerDied), "--trust"))
-    terminal.until("(Pdb) ")
-    terminal.type("q\n")
-    assert terminal.end() == 1
-
-
-@pytest.mark.slow
-def test_leaving_the_debugger_within_the_step_ends_it(tmp_path: Path) -> None:
-    terminal = Terminal(command(tilted("kill", tmp_path / "c", error=WorkerDied), "--trust"))
-    terminal.until("(Pdb) ")
-    terminal.type("b env.unwrapped.step\n")
-    terminal.until("(Pdb) ")
-    terminal.type("c\n")
-    assert "test_crash_report.py" in terminal.until("(Pdb) ")
-    terminal.type("q\n")
-    assert terminal.end() == 1
-
-
-def test_flags_are_clear_before_every_step() -> None:
-    player = Player(Rig([CountingEnv(2)], partial(CountingEnv, 2), num_envs=1, T=5).run(0))
-    start = player.batch.start
-
-    def checked(lane: Lane) -> Any:
-        assert not lane.arrays[next_of(("terminated",))].any()
-        return start(lane)
-
-    player.batch.start = checked  # type: ignore[method-assign]
-    for move in player.moves():
-        player.make(move)
-
-
-def test_moves_are_in_order() -> None:
-    rig = Rig([CountingEnv(2), CountingEnv(3)], partial(CountingEnv, 2), num_envs=2, T=5)
-    player = Player(rig.run(0, index=0))
-    kinds = [move[0] for move in player.moves()]
-    assert kinds == ["reset", "step", "step", "reset", "step", "step", "reset", "step"]
-    assert [n for kind, n in player.moves() if kind == "step"] == list(range(5))

@@ -39,13 +39,12 @@ from muster.errors import (
     UnsupportedEnv,
     WorkerDied,
 )
-from muster.evaluation import evaluator as evaluator_module
 from muster.evaluation import run as run_module
 from muster.evaluation.result import student_quantile
 from muster.evaluation.run import Plan, Run
 from muster.policies import categorical
 from muster.testing import CountingEnv, FaultyEnv
-from tests.tools import counting, recorded
+from tests.tools import counting
 
 PATIENCE = 60.0  # seconds after which a test gives up
 
@@ -70,22 +69,6 @@ class Dice(gymnasium.Env[Any, Any]):
         return np.array([self.length, self.t], np.float32), reward, self.t >= self.length, False, {}
 
 
-class Lengths(CountingEnv):
-    """Episodes of the given lengths, in turn; the return of an episode is its length."""
-
-    def __init__(self, lengths: tuple[int, ...]) -> None:
-        super().__init__()
-        self.lengths = itertools.cycle(lengths)
-
-    def reset(self, **options: Any) -> Any:
-        self.length = next(self.lengths)
-        return super().reset(**options)
-
-    def step(self, action: Any) -> Any:
-        obs, _, *rest = super().step(action)
-        return obs, 1.0, *rest
-
-
 class Matching(CountingEnv):
     """One for an action that is the parity of the time step."""
 
@@ -97,14 +80,6 @@ class Matching(CountingEnv):
         right = int(action) == self.t % 2
         obs, _, *rest = super().step(action)
         return obs, float(right), *rest
-
-
-class Lives(CountingEnv):
-    """Loses a life every two steps; the episode goes on."""
-
-    def step(self, action: Any) -> Any:
-        obs, reward, terminated, truncated, _ = super().step(action)
-        return obs, reward, terminated or self.t % 2 == 0, truncated, {"traj_done": terminated}
 
 
 class Gated(Matching):
@@ -159,14 +134,6 @@ class GlobalDraws(nn.Module):
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
         draw = random.random() + np.random.rand() + float(torch.rand(()))
         return (self.drop(self.net(obs)).argmax(-1) + int(draw * 100)) % 2
-
-
-class Alternates(nn.Module):
-    """A recurrent state that counts steps; the action is its parity."""
-
-    def forward(self, obs: torch.Tensor, state: torch.Tensor | None) -> Any:
-        state = torch.zeros(*obs.shape[:-1], 1) if state is None else state
-        return (state[..., 0] % 2).long(), state + 1
 
 
 class Constant(nn.Module):
@@ -227,46 +194,6 @@ def test_every_environment_contributes_a_share_that_is_fixed_in_advance() -> Non
     assert_accounted(done)
 
 
-def test_first_done_takes_whatever_ends_first_and_says_what_was_going_on() -> None:
-    done = evaluated(lengths(2, 5, 3), episodes=7, rule="first_done")
-    assert [r.env_id for r in done.records] == [0, 2, 0, 1, 0, 2, 0]
-    assert (done.complete, done.biased, done.rule) == (True, True, "first_done")
-    assert [(u.env_id, u.episode, u.steps, u.return_so_far) for u in done.unfinished] == [(1, 1, 3, 6), (2, 2, 2, 3)]
-    assert done.frames == 24
-    assert_accounted(done)
-
-
-def test_fair_shares_out_the_episodes_and_takes_the_first_of_the_rest() -> None:
-    done = evaluated(lengths(1, 2, 3), episodes=7, rule="fair")
-    ends = [(r.begin + r.length, r.env_id) for r in done.records]
-    assert ends == [(1, 0), (2, 0), (2, 1), (3, 0), (3, 2), (4, 1), (6, 2)]  # two of each, and the third of 0
-    assert (done.complete, done.biased, done.unfinished) == (True, True, ())
-    assert_accounted(done)
-    assert not evaluated(lengths(1, 2, 3), episodes=6, rule="fair").biased
-    done = evaluated(lengths(5, 2), episodes=1, rule="fair")  # a race, and what has lost it is told
-    assert [(r.env_id, r.length) for r in done.records] == [(1, 2)]
-    assert [(u.env_id, u.steps) for u in done.unfinished] == [(0, 2)]
-    assert_accounted(done)
-
-
-def test_an_episode_that_cannot_count_any_more_may_be_endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "ENDLESS", 60)
-    envs = [functools.partial(Lengths, of_one) for of_one in ((1,), (1, 1, 10**9), (40,))]
-    done = evaluated(envs, episodes=7, rule="fair", exploration_type="random")
-    assert done.lengths.tolist() == [1, 1, 1, 1, 1, 40, 40]
-    assert [(u.env_id, u.steps) for u in done.unfinished] == [(1, 78)]
-
-
-def test_a_policy_with_long_and_short_episodes_is_judged_fairly_by_per_env_only() -> None:
-    envs = [functools.partial(Lengths, (1, 100)), functools.partial(Lengths, (100, 1))]
-    options: dict[str, Any] = {"episodes": 4, "exploration_type": "random"}
-    assert evaluated(envs, **options).mean == 50.5
-    assert evaluated(envs, rule="first_done", **options).mean == (1 + 100 + 100 + 1) / 4
-    envs = [functools.partial(Lengths, (1,)), functools.partial(Lengths, (100,))]
-    assert evaluated(envs, **options).mean == 50.5
-    assert evaluated(envs, rule="first_done", **options).mean == 1
-
-
 def test_max_t_stops_every_environment_and_reports_what_is_unfinished() -> None:
     done = evaluated(lengths(2, 5, 3), episodes=7, max_T=5)
     assert [(r.env_id, r.begin) for r in done.records] == [(0, 0), (2, 0), (0, 2), (1, 0)]
@@ -284,19 +211,6 @@ def test_max_frames_is_never_passed() -> None:
     done = evaluated(lengths(40, 45), episodes=2, max_frames=100)  # in the second rollout
     assert (done.frames, done.stopped_by, done.complete) == (90, "episodes", True)
     assert done.discarded == {"uncounted": 5, "overrun": 2 * (64 - 45)}
-
-
-def test_max_trajectories_counts_exactly_and_shows_those_that_ended_at_the_same_time() -> None:
-    done = evaluated(counting(3), num_envs=4, episodes=None, max_trajectories=6)
-    assert [(r.env_id, r.episode) for r in done.records] == [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (1, 1)]
-    assert [(r.env_id, r.episode) for r in done.uncounted] == [(2, 1), (3, 1)]
-    assert (done.frames, done.stopped_by, done.complete, done.rule) == (24, "max_trajectories", True, "first_done")
-    done = evaluated(lengths(2, 5, 3), episodes=7, max_trajectories=3)
-    assert [(r.env_id, r.begin) for r in done.records] == [(0, 0), (2, 0), (0, 2)]
-    assert (done.complete, done.stopped_by) == (False, "max_trajectories")
-    assert [(u.env_id, u.steps) for u in done.unfinished] == [(1, 4), (2, 1)]
-    done = evaluated(counting(3), num_envs=4, episodes=4, max_trajectories=3)  # the fourth ends with them
-    assert (len(done.records), len(done.uncounted), done.stopped_by, done.complete) == (3, 1, "max_trajectories", False)
 
 
 @given(
@@ -426,23 +340,6 @@ def test_workers_give_what_this_process_gives() -> None:
         assert evaluated(factories, head(), num_workers=1, **options) == here
 
 
-def test_recurrent_policies_begin_every_episode_with_an_empty_state() -> None:
-    done = evaluated(functools.partial(Matching, 3), Alternates(), num_envs=2, episodes=7)
-    assert [r.episode_return for r in done.records] == [3.0] * 7
-
-
-def test_a_server_that_acts_for_all_workers_finds_the_same() -> None:
-    options: dict[str, Any] = {"num_workers": 2, "num_envs": 2, "episodes": 9}
-    served = evaluated(Dice, head(), inference="server", alternating=True, **options)
-    assert by_seed(served) == by_seed(evaluated(Dice, head(), **options))
-
-
-def test_an_episode_goes_on_where_the_agent_only_loses_a_life() -> None:
-    done = evaluated(functools.partial(Lives, 5), num_envs=2, episodes=3, traj_done_key="traj_done", max_T=7)
-    assert [(r.env_id, r.length, r.episode_return) for r in done.records] == [(0, 5, 15), (1, 5, 15)]
-    assert [(u.env_id, u.episode, u.steps, u.return_so_far) for u in done.unfinished] == [(0, 1, 2, 3)]
-
-
 def test_batches_of_environments_are_seeded_once() -> None:
     def batch() -> SyncVectorEnv:
         return SyncVectorEnv([counting(2), counting(3), counting(4)])
@@ -459,30 +356,6 @@ def test_batches_of_environments_are_seeded_once() -> None:
         ]
         with pytest.raises(UnsupportedEnv, match="had no seed of its own"):
             done.video(2)
-
-
-def test_whatever_was_made_is_closed_also_where_batches_are_larger_than_expected() -> None:
-    make, made = recorded(lambda: SyncVectorEnv([counting(2), counting(3)]))
-    assert evaluated(make, episodes=6).complete
-    assert len(made) > 1
-    assert all(batch.closed for batch in made)
-
-
-def test_actions_are_kept_and_not_the_batches_that_they_were_in() -> None:
-    with Evaluator(counting(50), num_envs=2, episodes=40) as evaluator:
-        done = evaluator.evaluate()
-        assert done.tape is not None
-        assert len(done.tape.rollouts) == math.ceil(20 * 50 / 32)
-        assert sum(evaluator._stage.open().stats().slots.values()) <= 2
-
-
-def test_environment_objects_are_used_and_closed() -> None:
-    env = CountingEnv(3)
-    with Evaluator(env, episodes=2, seed=5) as evaluator:
-        evaluator.evaluate()
-        evaluator.evaluate()
-    assert env.seeds == [*range(5, 16)] * 2  # a rollout has 32 steps
-    assert env.closed == 1
 
 
 # --- nobody is disturbed ---------------------------------------------------------------------------
@@ -516,16 +389,6 @@ def test_random_streams_threads_grad_mode_and_the_policy_are_as_before(workers: 
     assert state_of_the_process() == before
     assert all(module.training for module in policy.modules())
     assert all(parameter.requires_grad for parameter in policy.parameters())
-
-
-def test_environments_that_draw_while_they_are_made_do_not_disturb_either() -> None:
-    def make() -> Dice:
-        return Dice(int(torch.randint(1, 9, ())) + random.randrange(3) + np.random.randint(3))
-
-    before = state_of_the_process()
-    first, second = evaluated(make, num_envs=3, episodes=6), evaluated(make, num_envs=3, episodes=6)
-    assert state_of_the_process() == before
-    assert first == second
 
 
 def test_the_copy_that_acts_is_in_evaluation_mode() -> None:
@@ -590,17 +453,6 @@ def test_weights_are_those_of_the_moment_of_the_call(workers: int) -> None:
     assert policy.action.item() == 1
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_functions_that_reach_modules_are_copied_with_them(workers: int) -> None:
-    net = Constant(1)
-    with Evaluator(functools.partial(Matching, 4), lambda obs: net(obs), num_workers=workers, episodes=1) as evaluator:
-        assert evaluator.evaluate().mean == 2
-        set_action(net, 5)
-        assert evaluator.evaluate().mean == 0
-        assert evaluator.evaluate({"0.action": torch.tensor(1.0)}).mean == 2
-    assert net.action.item() == 5
-
-
 LIVE = Constant(1)
 
 
@@ -616,13 +468,6 @@ def test_modules_of_an_importable_function_are_the_users_and_are_not_written_to(
             evaluator.evaluate(Constant(5))
     assert (LIVE.action.item(), LIVE.mode.training) == (1, True)
     loss.backward()
-
-
-def test_a_lazy_layer_without_weights_is_named() -> None:
-    with pytest.raises(BadWeights, match="weight net.weight is of a lazy layer"):
-        Evaluator("CartPole-v1", categorical(nn.LazyLinear(2)))
-    with Evaluator("CartPole-v1", head(4, 2)) as evaluator, pytest.raises(BadWeights, match="is of a lazy layer"):
-        evaluator.evaluate(categorical(nn.LazyLinear(2)))
 
 
 # --- in the background -----------------------------------------------------------------------------
@@ -663,17 +508,6 @@ def test_triggers_queue_up_and_each_has_the_weights_of_its_moment(pipe: str) -> 
         assert stats.frames == 4 * 32
 
 
-def test_the_snapshot_is_taken_when_it_is_triggered(pipe: str) -> None:
-    policy = Constant(1)
-    with Evaluator(functools.partial(Gated, pipe), policy, num_workers=1, episodes=1) as evaluator:
-        evaluator.trigger()
-        evaluator.trigger()
-        set_action(policy, 5)
-        evaluator.trigger()
-        let_go(pipe)
-        assert [evaluator.wait(PATIENCE).mean for _ in range(3)] == [2, 2, 0]
-
-
 def test_who_is_busy_can_also_skip_or_refuse(pipe: str) -> None:
     for when_busy in ("skip", "raise"):
         with Evaluator(functools.partial(Gated, pipe), num_workers=1, when_busy=when_busy) as evaluator:  # type: ignore[arg-type]
@@ -687,15 +521,6 @@ def test_who_is_busy_can_also_skip_or_refuse(pipe: str) -> None:
             assert evaluator.wait(PATIENCE).version == 1
             assert evaluator.trigger() == 2
             assert evaluator.wait(PATIENCE).version == 2
-
-
-def test_errors_arrive_where_results_are_fetched_and_the_next_evaluation_works() -> None:
-    with Evaluator(counting(3), Constant(0), num_workers=1, episodes=2) as evaluator:
-        evaluator.trigger({"action": torch.tensor(math.nan)})
-        evaluator.trigger()
-        with pytest.raises(BadWeights, match="not finite"):
-            evaluator.wait(PATIENCE)
-        assert evaluator.wait(PATIENCE).complete
 
 
 def test_the_background_takes_workers() -> None:
@@ -764,14 +589,6 @@ def test_an_environment_that_raises_in_this_process_can_be_begun_anew_too() -> N
         assert by_seed(done) == by_seed(evaluated(Dice, head(), num_envs=2))
         assert done.discarded["restarted"] == 8
         assert evaluator.stats().restarts == 1
-
-
-def test_who_fails_every_time_is_given_up() -> None:
-    make = functools.partial(FaultyEnv, 4, error=functools.partial(ValueError, "always"))
-    with Evaluator(make, on_failure="restart") as evaluator:
-        with pytest.raises(EnvError, match="always"):
-            evaluator.evaluate()
-        assert evaluator.stats().restarts == evaluator_module.ATTEMPTS - 1
 
 
 def test_an_object_goes_on_after_an_error_and_policies_are_not_tried_again() -> None:

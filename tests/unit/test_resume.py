@@ -123,13 +123,6 @@ def test_every_arrangement_goes_on_bit_by_bit(shape, policy, tmp_path):
     goes_on(lambda: make(env, POLICIES[policy](4), **options), 2, path=tmp_path / FILE, trust=shape == "vector")
 
 
-@pytest.mark.parametrize("policy", ["head", "recurrent"])
-@pytest.mark.parametrize("before", [0, 1, 3])
-@pytest.mark.parametrize("used", [0, 2])
-def test_from_the_beginning_and_into_a_used_collector(policy, before, used):
-    goes_on(lambda: make(counting(5, noise=True), POLICIES[policy](3), num_envs=2), before, used=used)
-
-
 @settings(max_examples=25)
 @given(
     env=st.sampled_from(sorted(ENVS)),
@@ -165,25 +158,6 @@ def test_random_frames_that_are_not_over_go_on(policy, frames, used):
     goes_on(of, 2, used=used)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("used", [0, 1])
-def test_a_first_call_that_has_been_made_is_not_made_again(policy, used):
-    def of() -> Collector:
-        return make(counting(5, noise=True), POLICIES[policy](3), num_envs=2, track_policy_version=True)
-
-    with of() as first, of() as second, of() as plain:
-        first.fake_tensordict()
-        for _ in range(used):
-            second.rollout()
-        assert second.load_state_dict(first.state_dict()).exact
-        first.increment_version()
-        second.increment_version()
-        for _ in range(3):
-            batch = first.rollout()
-            assert_same(batch, second.rollout())
-            assert_same(batch, plain.rollout(), ignore=(("collector", "policy_version"),))
-
-
 def test_pending_resets_and_seeds_are_kept():
     def of() -> Collector:
         return make(counting(9, noise=True), None, num_envs=3)
@@ -199,24 +173,6 @@ def test_pending_resets_and_seeds_are_kept():
         batch = second.rollout()
         assert_same(first.rollout(), batch)
         assert column(batch, "observation")[1][0][1] == 2
-
-
-def test_iteration_goes_on_to_the_same_end():
-    def of() -> Collector:
-        return make(counting(5, noise=True), None, total_frames=30)
-
-    with of() as first, of() as second:
-        parts = iter(first)
-        next(parts), next(parts)
-        state = first.state_dict()
-        expected = [batch.clone() for batch in parts]
-        second.load_state_dict(state)
-        got = [batch.clone() for batch in second]
-        assert len(got) == len(expected) == 3
-        for a, b in zip(expected, got, strict=True):
-            assert_same(a, b)
-        second.load_state_dict(state)  # and again
-        assert len(list(second)) == 3
 
 
 def test_torchrls_version_counter_is_restored():
@@ -365,34 +321,6 @@ def test_environments_that_cannot_be_saved_begin_anew_and_are_marked():
         assert_accounted(second)
 
 
-def test_groups_of_which_one_is_restored_still_share_a_batch():
-    with make([counting(5), Unpicklable], None) as first, make([counting(5), Unpicklable], None) as second:
-        first.rollout()
-        report = second.load_state_dict(first.state_dict())
-        assert report.restored == (0,)
-        assert set(report.not_restored) == {1}
-        batch = second.rollout()
-        assert column(batch, "next", "reward") == [[4, 5, 1], [1, 2, 3]]
-        assert batch[MARK].tolist() == [[False] * 3, [True, False, False]]
-
-
-def test_a_part_of_a_stacked_group_is_restored():
-    made = []
-
-    def factory() -> CountingEnv:
-        made.append(None)
-        return Unpicklable(9) if len(made) % 2 == 0 else CountingEnv(9)
-
-    with make(factory, None, num_envs=2) as first, make(factory, None, num_envs=2) as second:
-        first.rollout()
-        report = second.load_state_dict(first.state_dict())
-        assert (report.restored, set(report.not_restored)) == ((0,), {1})
-        batch = second.rollout()
-        assert column(batch, "next", "reward") == [[4, 5, 6], [1, 2, 3]]
-        assert column(batch, "collector", "traj_ids") == [[0] * 3, [3] * 3]
-        assert batch[MARK].tolist() == [[False] * 3, [True, False, False]]
-
-
 def test_a_pickle_needs_trust(tmp_path):
     with make(Pickled, None) as first:
         first.rollout()
@@ -408,6 +336,9 @@ def test_a_pickle_needs_trust(tmp_path):
             assert_same(expected, batch, ignore=(MARK,))
 
 
+# --- wrong, damaged --------------------------------------------------------------------------------
+
+
 def test_a_function_is_noted():
     def policy(obs: torch.Tensor) -> int:
         return 0
@@ -416,9 +347,6 @@ def test_a_function_is_noted():
         report = second.load_state_dict(first.state_dict())
         assert (report.exact, report.not_restored) == (False, {})
         assert "no module" in str(report)
-
-
-# --- wrong, damaged --------------------------------------------------------------------------------
 
 
 class TwoActions(CountingEnv):
@@ -556,20 +484,6 @@ def test_a_state_in_the_middle_leaves_total_frames_exact(tmp_path):
             assert_accounted(c)
 
 
-def test_of_several_workers_every_one_s_rollouts_stay_in_order():
-    with in_threads(MultiAsyncCollector) as c:
-        seen: dict[int, list[int]] = {0: [], 1: []}
-        frames = 0
-        for number in range(12):
-            batch = (CALLS["next"], CALLS["rollout"])[number % 2](c)
-            frames = took(c, batch, frames)
-            seen[int(batch["collector", "traj_ids"][0]) % 2] += steps(batch)
-            if number % 3:
-                c.state_dict()
-        for times in seen.values():
-            assert times == list(range(len(times)))
-
-
 @pytest.mark.parametrize("amount", ["trajs_per_batch", "n_episode"])
 def test_a_state_changes_no_episodes(amount):
     """Groups of episodes are those that there would be; only what was given is delivered."""
@@ -589,31 +503,6 @@ def test_a_state_changes_no_episodes(amount):
             runs.append(groups)
     for a, b in zip(*runs, strict=True):
         assert_same(a, b)
-
-
-@pytest.mark.parametrize("calls", ORDERS, ids=" ".join)
-@pytest.mark.parametrize("used", [0, 2])
-def test_rollouts_that_wait_are_in_the_state_once(calls, used, tmp_path):
-    with in_threads(AsyncCollector) as c:
-        c.next()
-        muster.save_state(tmp_path / FILE, c.state_dict())
-        expected = c.stats()
-    with in_threads(AsyncCollector) as c:
-        for _ in range(used):
-            c.next()
-        assert c.load_state_dict(tmp_path / FILE).exact
-        state = c.state_dict()
-        stats = c.stats()
-        for name in COUNTS:
-            assert getattr(stats, name) == getattr(expected, name), name
-        frames, seen = 4, [0, 1, 2, 3]
-        for call in calls:
-            batch = CALLS[call](c)
-            frames, seen = took(c, batch, frames), seen + steps(batch)
-        assert seen == list(range(4 * len(calls) + 4))
-        assert c.load_state_dict(state).exact  # a state of what was loaded is the same state
-        assert steps(c.rollout()) == [4, 5, 6, 7]
-        assert_accounted(c)
 
 
 class Words(CountingEnv):
@@ -674,23 +563,6 @@ def test_a_collector_whose_workers_wait_for_each_other_refuses_rollouts_that_wai
         assert steps(c.rollout()) == [t + 4 for t in before]
 
 
-def test_groups_of_episodes_that_are_ready_are_not_delivered_yet(tmp_path):
-    options = {"trajs_per_batch": 1, "frames_per_batch": 12, "num_envs": 2}
-    with make(counting(3), None, **options) as c:
-        for _ in range(2):
-            c.next()
-        assert (c.stats().frames, c.stats().in_flight) == (6, 6)
-        muster.save_state(tmp_path / FILE, c.state_dict())
-        assert (c.stats().frames, c.stats().in_flight) == (6, 6)
-    with make(counting(3), None, **options) as c:
-        c.load_state_dict(tmp_path / FILE)
-        assert (c.stats().frames, c.stats().in_flight) == (6, 6)
-        for frames in (9, 12, 15):
-            assert column(c.next(), "next", "reward") == [1, 2, 3]
-            assert c.stats().frames == frames
-            assert_accounted(c)
-
-
 def test_a_batch_that_a_postproc_has_refused_is_not_delivered_yet():
     fails = [True]
 
@@ -742,14 +614,6 @@ def test_a_step_that_a_buffer_has_refused_is_not_delivered_yet():
 
 
 # --- files -----------------------------------------------------------------------------------------
-
-
-def test_saving_changes_nothing(tmp_path):
-    with make(ENVS["CartPole"], Recurrent(4)) as c, make(ENVS["CartPole"], Recurrent(4)) as untouched:
-        for _ in range(3):
-            c.state_dict()
-            muster.save_state(tmp_path / FILE, c.state_dict())
-            assert_same(c.rollout(), untouched.rollout())
 
 
 def test_autosave_writes_a_state_from_which_it_goes_on(tmp_path):

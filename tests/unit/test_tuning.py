@@ -62,10 +62,6 @@ def test_central_inference_is_tried_where_there_is_a_policy() -> None:
     assert {s.inference for s in setups_of()} == {"worker"}
 
 
-def test_one_core_still_tries_two_workers() -> None:
-    assert {s.workers for s in setups_of(cores=0.5)} == {0, 2}
-
-
 def test_setups_have_the_requested_environments() -> None:
     for setup in setups_of(SLEEPING, totals=(12, 16)):
         assert setup.groups * setup.num_envs in (12, 16)
