@@ -102,21 +102,6 @@ def test_keys_shapes_and_dtypes_with_and_without_a_time_dimension() -> None:
     assert [rows[k].dtype for k in ("action", "reward", "done")] == [torch.int64, torch.float32, torch.bool]
 
 
-def test_where_an_episode_ends_the_next_state_is_its_last_and_the_state_after_that_of_the_reset() -> None:
-    found = Collector(Counting([2]), flatten=True).collect_experience(Policy(), 4)
-    assert lists(found, "state", "next_state", "done") == [
-        [[2, 1, 0], [2, 1, 1], [2, 2, 0], [2, 2, 1]],
-        [[2, 1, 1], [2, 1, 2], [2, 2, 1], [2, 2, 2]],
-        [[False], [True], [False], [True]],
-    ]
-
-
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_fewer_trajectories_than_environments_come_from_the_first_ones(n: int) -> None:
-    found = Collector(Counting([9, 1, 4, 2])).collect_trajectory(Policy(), n)
-    assert sorted(found["state"][found["done"][:, 0], 0].tolist()) == sorted([9, 1, 4][:n])
-
-
 def test_the_last_value_is_zero_where_the_last_step_ended_an_episode() -> None:
     collector, policy = Collector(Counting([2, 4])), Policy()
     assert collector.collect_experience(policy, 4)["last_value_est"].tolist() == [[0.0], [142.0]]
@@ -256,20 +241,6 @@ def test_whole_trajectories_in_the_order_of_their_ends(
     assert found["state"].tolist() == expected
 
 
-def test_steps_and_episodes_that_are_not_returned_count_as_collected() -> None:
-    collector = Collector(Counting([1, 4]))
-    found = collector.collect_trajectory(Policy(), 2)
-    tracker = collector.get_metric_tracker()
-    assert (len(found["state"]), tracker.collected_steps, tracker.episode_count) == (5, 8, 5)
-
-
-def test_what_was_left_of_an_episode_is_collected_next() -> None:
-    collector = Collector(Counting([2, 5]))
-    collector.collect_trajectory(Policy(), min_num_steps=2)
-    found = collector.collect_experience(Policy(), 2)
-    assert found["state"].tolist() == [[2, 2, 0], [5, 1, 2]]
-
-
 # --- environments -----------------------------------------------------------------------------------
 
 
@@ -280,15 +251,6 @@ def test_no_step_is_lost_to_a_second_reset_by_the_vector_environment_inside() ->
     assert found["reward"][:, :, 0].tolist() == [[1, 1], [2, 2], [1, 3], [2, 1], [1, 2]]
     assert [inner.resets for inner in env.env.envs] == [1 + 1 + 1, 1 + 1]
     assert env.steps == 5
-
-
-def test_a_vector_environment_is_found_below_other_wrappers() -> None:
-    inside = Wrapped([2, 3])
-    outside = SimpleNamespace(env=inside)
-    for name in ("get_num_envs", "get_parameters", "reset", "reset_index", "step"):
-        setattr(outside, name, getattr(inside, name))
-    found = Collector(outside, flatten=False).collect_experience(Policy(), 10)
-    assert lists(found, "state", "next_state") == [GYM_STATES, GYM_NEXT]
 
 
 def test_prt_rls_own_wrapper_is_looked_through() -> None:
@@ -455,18 +417,6 @@ def test_what_a_policy_returns_may_not_change_within_a_trajectory() -> None:
     assert len(collector.collect_trajectory(SimpleNamespace(act=act))["value"]) == 200
 
 
-def test_a_bad_answer_is_not_remembered() -> None:
-    answers = iter([None])
-
-    def act(obs: torch.Tensor, deterministic: bool = False) -> Any:
-        return next(answers, (torch.zeros(1, 1), {}))
-
-    policy, collector = SimpleNamespace(act=act), Collector(Counting([2]))
-    with pytest.raises(BadPolicyOutput):
-        collector.collect_experience(policy, 3)
-    assert len(collector.collect_experience(policy, 3)["state"]) == 3
-
-
 def test_an_error_of_the_policy_when_it_is_asked_for_the_last_value() -> None:
     def act(obs: torch.Tensor, deterministic: bool | None = None) -> Any:
         if deterministic is None:
@@ -493,21 +443,6 @@ def test_tensors_are_the_callers_own_and_so_are_those_of_the_policy() -> None:
     for tensor in second.values():
         tensor.zero_()
     assert collector.collect_experience(policy, 2)["state"].tolist() == [[5, 2, 3], [5, 2, 4]]
-
-
-def test_tensors_from_gymnasium_environments_are_the_callers_own_too() -> None:
-    seen: list[Any] = []
-
-    def act(obs: torch.Tensor, deterministic: bool = False) -> Any:
-        seen.append((obs, obs.tolist()))
-        return torch.zeros(1, 1, dtype=torch.int64), {}
-
-    policy, collector = SimpleNamespace(act=act), Collector(gymnasium.make("CartPole-v1"))
-    first = collector.collect_experience(policy, 4)
-    before = {name: tensor.tolist() for name, tensor in first.items()}
-    collector.collect_experience(policy, 4)
-    assert {name: tensor.tolist() for name, tensor in first.items()} == before
-    assert all(obs.tolist() == values for obs, values in seen)
 
 
 def test_a_policy_that_changes_its_input_does_not_change_what_is_recorded() -> None:
@@ -552,14 +487,6 @@ def test_the_logger_hears_of_every_episode_with_the_steps_collected_until_then()
     Collector(Counting([2, 4]), logger).collect_experience(Policy(), 9)
     assert [(value, at) for name, value, at in logger.lines if name == "episode_length"] == [(2, 4), (2, 8), (4, 8)]
     assert [value for name, value, _ in logger.lines if name == "episode_number"] == [1, 2, 3]
-
-
-def test_the_tracker_forgets_episodes_that_were_cut() -> None:
-    collector = Collector(Counting([4]))
-    collector.collect_experience(Policy(), 3)
-    collector.collect_trajectory(Policy(), 1)
-    tracker = collector.get_metric_tracker()
-    assert (tracker.last_episode_length, tracker.last_episode_reward, tracker.collected_steps) == (4, 10, 7)
 
 
 def test_an_error_of_the_logger_loses_nothing() -> None:

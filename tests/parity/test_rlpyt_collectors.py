@@ -102,40 +102,6 @@ def test_every_cell_is_what_one_environment_alone_would_give(
         assert sorted(info.Length for info in infos) == sorted(n for _, ended in references for n in ended[itr])
 
 
-def test_a_lost_life_resets_the_agent_and_not_the_environment() -> None:
-    env, agent = Counting(4, life=2), Agent(1)
-    samples, infos = sampler(CpuResetCollector, [env], 6, agent).obtain_samples(0)
-    assert times(samples) == [[0, 1, 2, 3, 0, 1]]
-    assert done(samples) == [[0, 1, 0, 1, 0, 1]]
-    assert samples.env.env_info.traj_done[:, 0].astype(int).tolist() == [0, 0, 0, 1, 0, 0]
-    assert (agent.resets, env.resets) == ([0, 0, 0], 2)
-    assert [info.Length for info in infos] == [4]
-
-
-def test_a_done_environment_waits_in_zeros_and_the_next_batch_begins_with_its_reset() -> None:
-    env, agent = Counting(2), Agent(1)
-    run = sampler(CpuWaitResetCollector, [env], 6, agent)
-    for itr in range(2):
-        samples, infos = run.obtain_samples(itr)
-        assert times(samples) == [[0, 1, 0, 0, 0, 0]]
-        assert done(samples) == [[0, 1, 1, 1, 1, 1]]
-        assert samples.env.reward[:, 0].tolist() == [1, 2, 0, 0, 0, 0]
-        assert samples.agent.agent_info.memory.calls[:, 0].tolist() == [1, 2, 0, 0, 0, 0]
-        assert [info.Length for info in infos] == [2]
-    assert (len(env.actions), len(agent.inputs), agent.resets) == (4, 12, [0, 0])
-
-
-def test_after_a_lost_life_that_waited_the_environment_goes_on_and_the_agent_begins_anew() -> None:
-    env, agent = Counting(4, life=2), Agent(1)
-    run = sampler(CpuWaitResetCollector, [env], 5, agent)
-    first, infos = run.obtain_samples(0)
-    assert (times(first), infos, agent.resets) == ([[0, 1, 0, 0, 0]], [], [0])
-    second, infos = run.obtain_samples(1)
-    assert times(second) == [[2, 3, 0, 0, 0]]
-    assert second.agent.agent_info.memory.calls[:, 0].tolist() == [1, 2, 0, 0, 0]
-    assert ([info.Length for info in infos], env.resets) == ([4], 2)
-
-
 def test_waiting_resets_happen_in_reset_if_needed() -> None:
     env = Counting(2)
     run = sampler(CpuWaitResetCollector, [env], 3)
@@ -146,13 +112,6 @@ def test_waiting_resets_happen_in_reset_if_needed() -> None:
     run.collector.reset_if_needed(inputs)
     run.collector.collect_batch(inputs, infos, 1)
     assert env.resets == 2
-
-
-def test_what_was_recorded_a_batch_ago_is_nowhere_left() -> None:
-    run = sampler(CpuWaitResetCollector, [Counting(7), Counting(3)], 5)
-    run.obtain_samples(0)
-    samples, _ = run.obtain_samples(1)
-    assert samples.env.env_info.t.T.tolist() == [[6, 7, 0, 0, 0], [1, 2, 3, 0, 0]]
 
 
 def test_all_batches_are_written_to_the_same_memory() -> None:
@@ -255,14 +214,6 @@ def test_episodes_that_end_in_random_steps_have_no_record() -> None:
     assert [env.resets for env in envs] == [1 + n // 2 for n in made]
     _, infos = run.obtain_samples(0)
     assert [info.Length for info in infos] == [2] * sum(n % 2 for n in made)
-
-
-def test_without_random_steps_every_environment_is_just_reset() -> None:
-    env = Counting(3)
-    run = sampler(CpuResetCollector, [env], 1)
-    assert (env.resets, env.actions, env.action_space.sampled) == (1, [], 0)
-    assert [x.tolist() for x in run.agent_inputs] == [[[3, 0]], [0], [0]]
-    assert run.traj_infos == [TrajInfo()]
 
 
 def test_random_steps_depend_on_the_seed_of_the_process_only() -> None:

@@ -171,13 +171,7 @@ def test_rows_on_a_device_follow_from_each_other(mode, limit):
         )
 
 
-def test_a_recurrent_state_begins_anew_with_every_episode():
-    batch = run("recurrent", "cpu").batches(2)
-    begins = torch.ones(B, 80, dtype=torch.bool)
-    begins[:, 1:] = batch["next", "done"][:, :-1, 0]
-    state = batch["recurrent_state"][..., 0]
-    assert torch.equal(state == 0, begins)
-    assert torch.equal(state[:, 1:][~begins[:, 1:]], state[:, :-1][~begins[:, 1:]] + 1)
+# --- heads -----------------------------------------------------------------------------------------
 
 
 def test_modules_hear_where_an_episode_begins():
@@ -187,9 +181,6 @@ def test_modules_hear_where_an_episode_begins():
     begins = torch.ones(B, 80, 1, dtype=torch.bool)
     begins[:, 1:] = batch["next", "done"][:, :-1]
     assert torch.equal(batch["is_init"], begins)
-
-
-# --- heads -----------------------------------------------------------------------------------------
 
 
 class Points:
@@ -265,9 +256,7 @@ def test_a_network_without_a_head_runs_on_a_device():
     assert (on_host.policy.path, on_device.policy.path) == ("numpy executor", "torch executor")
 
 
-def test_samples_do_not_depend_on_how_steps_are_cut_into_batches():
-    make, space = HEADS["squashed"]
-    assert_same(Run(Points(space), make(), 20, "cpu").batches(1), Run(Points(space), make(), 5, "cpu").batches(4))
+# --- nothing waits ---------------------------------------------------------------------------------
 
 
 def test_a_head_follows_a_change_of_its_network():
@@ -280,8 +269,6 @@ def test_a_head_follows_a_change_of_its_network():
         head.net[2].bias.copy_(torch.tensor([0.0, 0.0, 9.0]))
     assert (following.batch()["action"] == 2).all()
 
-
-# --- nothing waits ---------------------------------------------------------------------------------
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "unique2", "multinomial", "is_nonzero", "equal"}
 

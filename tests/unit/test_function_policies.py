@@ -75,6 +75,7 @@ def test_modules_and_methods_and_objects_are_functions():
 
 # --- what it may return ----------------------------------------------------------------------------
 
+
 ONE = {
     "int": 1,
     "numpy_int": np.int64(1),
@@ -84,6 +85,8 @@ ONE = {
     "bool": torch.tensor(True),
     "requires_grad": torch.tensor(1),
 }
+
+
 MANY = {
     "list": [1, 0, 1],
     "tuple_in_a_tuple": ((1, 0, 1), {}),
@@ -106,12 +109,6 @@ def test_actions_of_several_environments(name):
     batch = collect(counting(), lambda obs: MANY[name], num_envs=3, frames_per_batch=9)
     assert column(batch, "action") == [[1, 1, 1], [0, 0, 0], [1, 1, 1]]
     assert batch["action"].dtype == torch.int64
-
-
-def test_numpy_that_cannot_be_written_to():
-    action = np.zeros(3, np.int64)
-    action.flags.writeable = False
-    assert not collect(counting(), lambda obs: action, num_envs=3, frames_per_batch=9)["action"].any()
 
 
 def test_float64_actions_are_stored_as_the_space_says():
@@ -154,12 +151,6 @@ def test_extras_cannot_take_the_names_of_the_batch(name):
         collect(CountingEnv, lambda obs: (0, {name: torch.tensor(1.0)}), frames_per_batch=3)
 
 
-def test_extras_cannot_take_the_name_of_a_nested_observation():
-    env = SpaceEnv(spaces.Tuple((spaces.Discrete(2), spaces.Discrete(2))), spaces.Discrete(2))
-    with pytest.raises(BadPolicyOutput, match="'observation', which the batch uses"):
-        collect(env, lambda obs: (0, {"observation": torch.tensor(1.0)}), frames_per_batch=3)
-
-
 # --- recurrent state -------------------------------------------------------------------------------
 
 STATES = {
@@ -193,33 +184,12 @@ def test_state_is_carried_and_zeroed_where_an_episode_ended(form, T):
     assert batch[("recurrent_state", *part)][..., 0].tolist() == expected
 
 
-def test_every_part_of_a_state_is_a_column():
-    batch = collect(counting(2), counting_state("dict"), frames_per_batch=4)
-    assert batch["recurrent_state", "deep", "0"].flatten().tolist() == [0, 2, 0, 2]
-    batch = collect(counting(2), counting_state("tuple"), frames_per_batch=4)
-    assert batch["recurrent_state", "1"].flatten().tolist() == [0, -1, 0, -1]
-
-
 @pytest.mark.parametrize("name", ["state", "hidden", "carry"])
 def test_the_second_parameter_makes_a_policy_recurrent_by_its_name(name):
     space: dict[str, Any] = {"torch": torch}
     exec(f"def policy(obs, {name}): return 0, torch.ones(1) + (0 if {name} is None else {name})", space)
     batch = collect(counting(3), space["policy"], frames_per_batch=5)
     assert batch["recurrent_state"].flatten().tolist() == [0, 1, 2, 0, 1]
-
-
-def test_state_is_zeroed_by_limits_and_resets_too():
-    policy = counting_state("tensor")
-    batch = collect(counting(9), policy, frames_per_batch=5, max_frames_per_traj=2)
-    assert column(batch, "given") == [0, 1, 0, 1, 0]
-    with Collector(counting(9), policy, num_envs=2, frames_per_batch=4) as collector:
-        collector.rollout()
-        collector.reset(1)
-        assert column(collector.rollout(), "given") == [[2, 3], [0, 1]]
-    assert column(collect(counting(9), policy, frames_per_batch=3, batches=2, reset_at_each_iter=True), "given") == [
-        *[0, 1, 2],
-        *[0, 1, 2],
-    ]
 
 
 def test_a_state_changed_in_place_is_still_stored_as_each_step_began():
@@ -236,28 +206,6 @@ def test_an_observation_that_has_the_states_name_is_refused():
     space = spaces.Dict({"recurrent_state": spaces.Box(0, 1, (1,))})
     with pytest.raises(BadOption, match="'recurrent_state'"):
         collect(lambda: SpaceEnv(space, spaces.Discrete(2)), counting_state("tensor"), frames_per_batch=3)
-
-
-def test_a_real_recurrent_network():
-    torch.manual_seed(0)
-    cell = nn.GRUCell(2, 4)
-
-    class Policy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell = cell
-
-        def forward(self, obs: torch.Tensor, state: torch.Tensor | None) -> Any:
-            state = self.cell(obs, state)
-            return (state[:, 0] > 0).long(), state
-
-    batch = collect(counting(3), Policy(), num_envs=2, frames_per_batch=10, batches=2)
-    state = torch.zeros(2, 4)
-    with torch.no_grad():
-        for t in range(10):
-            assert torch.equal(batch["recurrent_state"][:, t], state)
-            state = cell(batch["observation"][:, t], state)
-            state[batch["next", "done"][:, t, 0]] = 0
 
 
 def test_a_recurrent_policy_must_return_its_state():

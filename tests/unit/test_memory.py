@@ -44,15 +44,6 @@ def counts(slots: SlotRing) -> tuple[int, int, int]:
 # --- layouts and lanes -----------------------------------------------------------------------------
 
 
-def test_a_carried_column_has_one_row_more():
-    lane = Slot(layout()).lanes[0]
-    assert {key: array.shape for key, array in lane.arrays.items()} == {
-        ("observation",): (5, 2, 3),
-        ("next", "done"): (4, 2),
-        ("pixels",): (4, 2, 5, 7),
-    }
-
-
 @given(
     st.lists(
         st.tuples(st.sampled_from("?bBhHiIlLefd"), st.lists(st.integers(0, 3), max_size=3), st.booleans()), max_size=5
@@ -124,25 +115,6 @@ def test_a_slot_given_back_unlent_is_free_again_and_begins_at_row_zero():
     assert slots.take().lanes[0].done_steps == 0
 
 
-def test_any_view_of_lent_memory_keeps_its_slot():
-    slots = ring()
-    memory = slots.lend(slots.take())
-    view = memory[10:20].view(torch.int8)
-    array = view.numpy()[::2]
-    del memory, view
-    assert counts(slots) == (0, 0, 1)
-    del array
-    assert counts(slots) == (1, 0, 0)
-
-
-def test_the_ring_keeps_only_a_few_free_slots():
-    slots = ring()
-    lent = [slots.lend(slots.take()) for _ in range(KEPT_FREE + 3)]
-    assert counts(slots) == (0, 0, KEPT_FREE + 3)
-    del lent
-    assert counts(slots) == (KEPT_FREE, 0, 0)
-
-
 def test_a_full_ring_says_how_to_go_on_and_goes_on():
     size = layout().nbytes
     slots = ring(2 * size)
@@ -165,13 +137,6 @@ def test_a_batch_in_a_reference_cycle_does_not_exhaust_the_ring():
         assert slots.take().state is SlotState.FILLING
     finally:
         gc.enable()
-
-
-def test_dropped_slots_do_not_leak():
-    slots = ring()
-    watch = [weakref.ref(slot) for slot in [slots.take() for _ in range(5)]]
-    gc.collect()
-    assert [ref() for ref in watch] == [None] * 5
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
@@ -225,39 +190,13 @@ def test_a_batch_is_a_view_in_every_arrangement(lanes, B, batched, stacked, orde
     assert all((lane.arrays["pixels",] == 9).all() for lane in slot.lanes)
 
 
-def test_the_views_device_is_the_batchs_device():
-    slots = ring()
-    slot = slots.take()
-    view = BatchView(layout(), stacked=False, device=torch.device("cpu"))
-    assert view.tensordict(slots.lend(slot), slot).device == torch.device("cpu")
-
-
 # --- batches of a collector ------------------------------------------------------------------------
-
-
-def test_batches_share_no_memory_with_each_other():
-    with Collector(CountingEnv, None, num_envs=2, frames_per_batch=8) as collector:
-        first, second = collector.rollout(), collector.rollout()
-        observation = first["observation"]
-        assert observation.stride() == (2, 4, 1)  # [B, T] over [T, B]
-        storages = [{b[k].untyped_storage().data_ptr() for k in b.keys(True, True)} for b in (first, second)]
-        assert storages[0].isdisjoint(storages[1])
-        assert collector.stats().slots == {"free": 0, "filling": 0, "full": 0, "lent": 2}
 
 
 def test_a_column_is_pickled_without_the_others():
     with Collector(CountingEnv, None, num_envs=2, frames_per_batch=2000) as collector:
         batch = collector.rollout()
         assert batch["next", "done"].untyped_storage().nbytes() == batch["next", "done"].numel() == 2000
-
-
-def test_time_major_has_contiguous_rows():
-    with Collector(CountingEnv, None, num_envs=2, frames_per_batch=8, layout="time_major") as collector:
-        batch = collector.rollout()
-        assert batch.batch_size == (4, 2)
-        assert batch.names == ["time", None]
-        assert batch["observation"].is_contiguous()
-        assert column(batch, "next", "reward") == [[1, 1], [2, 2], [3, 3], [1, 1]]
 
 
 HOLDS = {
@@ -304,27 +243,6 @@ def test_what_is_kept_stays_as_it_was_and_what_is_dropped_is_used_again(plan):
             assert slots["lent"] == len(held)
             assert slots["filling"] == 0
             assert slots["free"] <= KEPT_FREE
-
-
-def test_writing_to_a_batch_changes_nothing_else():
-    make = counting(4, noise=True)
-    options = {"num_envs": 2, "frames_per_batch": 6, "seed": 0}
-    with Collector(make, None, **options) as scribbled, Collector(make, None, **options) as untouched:
-        kept = []
-        for _ in range(4):
-            batch, expected = scribbled.rollout(), untouched.rollout()
-            assert all(same(batch[key], expected[key]) for key in expected.keys(True, True))
-            kept.append(expected)
-            for key in batch.keys(True, True):
-                batch[key].fill_(1)
-        assert scribbled.episodes == untouched.episodes
-
-
-def test_a_loop_that_keeps_nothing_needs_two_slots():
-    with Collector(CountingEnv, None, frames_per_batch=4, total_frames=40) as collector:
-        pointers = {batch["observation"].data_ptr() for batch in collector}
-        assert len(pointers) <= 2
-        assert sum(collector.stats().slots.values()) <= 2
 
 
 def test_return_same_td_gives_one_object_with_new_values():

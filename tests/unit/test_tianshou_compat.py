@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("tianshou")
 from tianshou import data
@@ -15,7 +14,6 @@ from tianshou.data import Batch, CachedReplayBuffer, CollectStats, ReplayBuffer,
 from tianshou.data.collector import BaseCollector, EpisodeRolloutHookMCReturn
 from tianshou.env import DummyVectorEnv
 from tianshou.utils.net.common import Net
-from torch import nn
 
 from muster.compat import tianshou as compat
 from muster.compat.tianshou import Collector, EpisodeRolloutHookMerged, sampling
@@ -28,16 +26,6 @@ def made(lengths: Any = (3, 5), policy: str = "values", **kwargs: Any) -> Collec
     envs = [Counting(n) for n in lengths]
     kwargs.setdefault("buffer", VectorReplayBuffer(40 * len(envs), len(envs)))
     return Collector(POLICIES[policy](envs[0].action_space), DummyVectorEnv([lambda e=e: e for e in envs]), **kwargs)
-
-
-@pytest.mark.parametrize(
-    "numbers", [{}, {"n_step": 4, "n_episode": 2}, {"n_step": 0}, {"n_step": -2}, {"n_episode": -1}]
-)
-def test_one_number_is_asked_for(numbers: dict[str, int]) -> None:
-    collector = made()
-    collector.reset()
-    with pytest.raises(BadOption, match="give one of them"):
-        collector.collect(**numbers)
 
 
 def test_environments_must_have_been_reset() -> None:
@@ -81,12 +69,6 @@ def test_a_buffer_needs_room_for_every_environment(buffer: Any, message: str) ->
         made(buffer=buffer)
 
 
-def test_asynchronous_environments_have_a_collector_of_their_own() -> None:
-    venv = DummyVectorEnv([lambda: Counting(3)] * 2, wait_num=1)
-    with pytest.raises(BadOption, match="AsyncCollector"):
-        Collector(POLICIES["values"](Counting(3).action_space), venv).reset()
-
-
 def test_it_is_closed_once_and_by_with() -> None:
     with made() as collector:
         assert not collector.is_closed
@@ -103,36 +85,6 @@ def test_it_passes_for_tianshous() -> None:
     assert isinstance(collector, BaseCollector)
     assert not isinstance(collector, data.AsyncCollector)
     assert isinstance(Collector[CollectStats](collector.policy, collector.env), Collector)
-
-
-@pytest.mark.parametrize("no_grad", [True, False])
-def test_a_policy_acts_without_gradients_unless_they_are_asked_for(no_grad: bool) -> None:
-    seen = []
-
-    class Policy(type(POLICIES["array"](Counting(3).action_space))):  # type: ignore[misc]
-        def forward(self, batch: Any, state: Any = None, **kwargs: Any) -> Any:
-            seen.append((torch.is_grad_enabled(), self.training))
-            weight = nn.Parameter(torch.ones(len(batch.obs)))
-            return Batch(act=np.zeros(len(batch.obs), int), state=weight * 2)
-
-    collector = made()
-    collector.policy = Policy(Counting(3).action_space, "array")
-    collector.reset()
-    collector.collect(n_step=20, no_grad=no_grad)
-    assert set(seen) == {(not no_grad, False)}
-    assert collector.policy.training
-    assert torch.is_grad_enabled()
-    assert not collector.buffer.policy.hidden_state.requires_grad
-
-
-def test_time_is_counted_over_calls() -> None:
-    collector = made()
-    collector.reset()
-    times = [collector.collect(n_step=4).collect_time for _ in range(3)]
-    assert collector.collect_time == pytest.approx(sum(times))
-    assert (collector.collect_step, collector.collect_episode) == (12, 3)
-    collector.reset_stat()
-    assert (collector.collect_step, collector.collect_episode, collector.collect_time) == (0, 0, 0.0)
 
 
 def test_policy_noise_and_buffer_can_be_exchanged() -> None:
@@ -185,21 +137,6 @@ def test_of_an_episode_longer_than_its_ring_a_hook_gets_the_last_steps_and_its_l
     stats = collector.collect(n_episode=4)
     assert stats.lens.tolist() == [3, 5, 3, 5]
     assert seen == [[0, 1, 2], [2, 3, 4], [0, 1, 2], [2, 3, 4]]
-
-
-def test_what_a_step_hook_adds_is_stored_for_every_environment() -> None:
-    def add(action: Any, step: Any) -> None:
-        step.number, step.dist_of = step.obs[:, 1] * 10, action.dist
-
-    collector = made(policy="actor", on_step_hook=add)
-    collector.reset()
-    collector.collect(n_episode=2)
-    assert collector.buffer.number[[0, 1, 2, 40, 44]].tolist() == [0, 10, 20, 0, 40]
-    assert [collector.buffer.dist_of[i].batch_shape for i in (0, 44)] == [(1,), (1,)]
-    assert collector.buffer[np.array([1, 41])].number.tolist() == [10, 10]
-    collector.buffer = CachedReplayBuffer(ReplayBuffer(20), 2, 9)
-    with pytest.raises(BadOption, match="CachedReplayBuffer does not move"):
-        collector.collect(n_step=2)
 
 
 def test_statistics_of_ones_own_see_what_a_hook_has_added() -> None:

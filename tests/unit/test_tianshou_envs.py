@@ -11,18 +11,16 @@ import torch
 from gymnasium import spaces
 
 pytest.importorskip("tianshou")
-from tianshou import data
 from tianshou.algorithm.algorithm_base import Policy
 from tianshou.data import Batch, VectorReplayBuffer
 from tianshou.data.collector import _HACKY_create_info_batch
-from tianshou.env import DummyVectorEnv, SubprocVectorEnv, VectorEnvNormObs
+from tianshou.env import DummyVectorEnv
 from tianshou.env.venv_wrappers import VectorEnvWrapper
 
 from muster.compat.tianshou import Collector
 from muster.compat.tianshou.policies import info_batch
 from muster.errors import BadEnvOutput, BadPolicyOutput, EnvError, PolicyError
 from tests.parity.tianshou_envs import Counting
-from tests.parity.tianshou_tools import assert_same, contents
 
 
 class Env(Counting):
@@ -205,32 +203,6 @@ def test_a_policy_sees_the_infos_that_tianshou_shows_it(infos: list[dict[str, An
     }
 
 
-@pytest.mark.parametrize("module", [data, None], ids=["tianshou", "muster"])
-def test_observations_are_normalized_by_what_tianshou_has_seen(module: Any) -> None:
-    venv = VectorEnvNormObs(DummyVectorEnv([lambda n=n: Counting(n) for n in (2, 3, 5)]))
-    kind = Collector if module is None else module.Collector
-    made = kind(Counter(), venv, VectorReplayBuffer(90, 3))
-    made.reset()
-    made.collect(n_step=21)
-    made.collect(n_episode=4)
-    rms = venv.get_obs_rms()
-    seen = contents(made.buffer)["memory"], np.copy(rms.mean), np.copy(rms.var), rms.count
-    expected = test_observations_are_normalized_by_what_tianshou_has_seen.__dict__.setdefault("seen", seen)
-    assert_same(seen[0], expected[0])
-    for ours, theirs in zip(seen[1:], expected[1:], strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-
-
-def test_environments_in_processes_give_the_same() -> None:
-    seen = []
-    for kind in (DummyVectorEnv, SubprocVectorEnv):
-        with collector(kind([lambda n=n: Counting(n, infos="some", obs="dict") for n in (2, 3)])) as made:
-            made.collect(n_step=8)
-            made.collect(n_episode=3)
-            seen.append(contents(made.buffer))
-    assert_same(*seen)
-
-
 def test_a_policy_may_reuse_its_memory() -> None:
     class Reusing(Counter):
         def forward(self, batch: Any, state: Any = None, **kwargs: Any) -> Any:
@@ -246,24 +218,3 @@ def test_a_policy_may_reuse_its_memory() -> None:
     made.collect(n_step=6)
     for stored in (made.buffer.act, made.buffer.policy.hidden_state, made.buffer.policy.value):
         assert stored[:3].tolist() == stored[40:43].tolist() == [1, 2, 3]
-
-
-def test_a_state_begins_anew_with_its_episode_only() -> None:
-    class Remembering(Counter):
-        def forward(self, batch: Any, state: Any = None, **kwargs: Any) -> Any:
-            after = 1 if state is None else state + 1
-            self.seen.append(torch.zeros(len(batch.obs)) + after)
-            return Batch(act=np.zeros(len(batch.obs), int), state=self.seen[-1])
-
-    policy = Remembering()
-    made = collector([Env(2), Env(3)], policy)
-    made.collect(n_step=8)
-    assert [state.tolist() for state in policy.seen] == [[1, 1], [2, 2], [1, 3], [2, 1]]
-    assert made.buffer.policy.hidden_state[:4].tolist() == [1, 2, 1, 2]
-    assert made.buffer.policy.hidden_state[40:44].tolist() == [1, 2, 3, 1]
-    made.collect(n_step=2)
-    assert made.buffer.policy.hidden_state[[4, 44]].tolist() == [1, 2]
-    made.reset()
-    with pytest.warns(UserWarning, match="take no part"):
-        made.collect(n_episode=1)
-    assert made.buffer.policy.hidden_state[:2].tolist() == [1, 2]

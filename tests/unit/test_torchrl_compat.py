@@ -24,13 +24,13 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torchrl.collectors import BaseCollector, WeightUpdaterBase
 from torchrl.collectors.utils import _TrajectoryPool
 from torchrl.data import LazyTensorStorage, ReplayBuffer
-from torchrl.envs import GymEnv, InitTracker, SerialEnv, TransformedEnv
+from torchrl.envs import GymEnv, TransformedEnv
 from torchrl.modules import LSTMModule
 
 from muster import policies
 from muster.compat.torchrl import Collector
 from muster.compat.torchrl.numbering import Numbering, TrajectoryPool
-from muster.errors import BadOption, BadWeights, CollectorClosed
+from muster.errors import BadOption, CollectorClosed
 from muster.testing import CountingEnv
 from tests.tools import assert_same, column, counting
 
@@ -56,11 +56,6 @@ def collect(n: int = 1, **options: Any) -> list[Any]:
 
 
 # --- environments and policies of Muster's ----------------------------------------------------------
-
-
-def test_an_environment_by_its_id():
-    collector = Collector("CartPole-v1", None, frames_per_batch=20, total_frames=40)
-    assert [batch.shape for batch in collector] == [(20,), (20,)]
 
 
 @pytest.mark.parametrize("source", [counting(3), CountingEnv(3)], ids=["factory", "object"])
@@ -150,12 +145,6 @@ def test_what_is_not_in_this_process_is_refused(options):
         collect(**options)
 
 
-def test_a_list_of_one_environment_is_that_environment():
-    assert Collector([pendulum], linear(), frames_per_batch=5, backend="direct").next().shape == (5,)
-    with pytest.raises(ValueError, match="exactly one"):
-        Collector([pendulum, pendulum], linear(), frames_per_batch=5)
-
-
 @pytest.mark.parametrize(
     "options", [{"frames_per_batch": 0}, {"frames_per_batch": 2.5}, {"total_frames": True}], ids=str
 )
@@ -187,22 +176,6 @@ def test_a_collector_that_nobody_refers_to_ends_at_once():
         assert ended() is None
     finally:
         gc.enable()
-
-
-def test_an_environment_may_stay_open():
-    collector = Collector(env := pendulum(), linear(), frames_per_batch=5)
-    collector.shutdown(close_env=False)
-    assert not env.is_closed
-
-
-def test_an_endless_collector_has_no_length():
-    with pytest.raises(TypeError, match="endless"):
-        len(Collector(pendulum(), linear(), frames_per_batch=5))
-
-
-def test_set_truncated_needs_a_flag():
-    env = SerialEnv(2, lambda: GymEnv("CartPole-v1"))
-    assert Collector(env, None, frames_per_batch=4, set_truncated=True).next()["next", "truncated"][:, -1].all()
 
 
 @pytest.mark.slow
@@ -243,13 +216,6 @@ def test_weights_come_in_any_form(form):
     assert collector.policy_version == 1
 
 
-def test_weights_that_are_not_finite_are_refused():
-    collector = Collector(pendulum(), linear(1.0), frames_per_batch=5)
-    with pytest.raises(BadWeights, match="finite"):
-        collector.update_policy_weights_(linear(float("nan")))
-    assert collector.policy.module.bias.item() == 1.0
-
-
 def test_a_weight_updater_updates():
     class Updater(WeightUpdaterBase):
         pushed = 0
@@ -269,14 +235,6 @@ def test_a_weight_updater_updates():
     )
     collector.update_policy_weights_(linear())
     assert (updater.pushed, updater.collector, collector.policy_version) == (1, collector, 1)
-
-
-def test_received_weights_act_in_the_next_batch():
-    collector = Collector(pendulum(), linear(1.0), frames_per_batch=5)
-    collector.receive_weights(new := linear(2.0))
-    assert collector.policy.module.bias.item() == 2.0
-    with pytest.raises(ValueError, match="more than once"):
-        collector.receive_weights(new, policy=new)
 
 
 # --- in the background ------------------------------------------------------------------------------
@@ -335,14 +293,6 @@ def test_musters_state_goes_on_exactly(options):
     assert len(got) == 4
     for mine, theirs in zip(got, expected, strict=True):
         assert_same(mine, theirs)
-
-
-def test_the_state_dict_says_how_it_is_built():
-    collector = Collector(TransformedEnv(pendulum(), InitTracker()), linear(), frames_per_batch=5)
-    collector.next()
-    state = collector.state_dict()
-    assert list(state) == ["policy_state_dict", "env_state_dict", "frames", "iter", "traj_pool"]
-    assert (state["frames"], state["iter"], int(state["traj_pool"]["traj_id"])) == (5, 0, 1)
 
 
 # --- trajectory ids ---------------------------------------------------------------------------------

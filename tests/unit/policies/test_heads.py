@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 
 import numpy as np
 import pytest
@@ -145,13 +143,6 @@ def test_actions_lie_in_the_space(case):
         assert (action <= spec.high).all()
 
 
-def test_the_seed_decides(case):
-    head, spec = case
-    runs = [collect(make(head, spec), spec, observations(), seed=seed)[0] for seed in (0, 0, 1)]
-    assert (runs[0] == runs[1]).all()
-    assert head.name == "deterministic" or (runs[0] != runs[2]).any()
-
-
 def test_deterministic_takes_the_mode(case):
     head, spec = case
     obs = observations()
@@ -161,32 +152,6 @@ def test_deterministic_takes_the_mode(case):
     if log_prob is not None:
         expected = head.distribution(torch.as_tensor(obs[:-1])).log_prob(mode)
         np.testing.assert_allclose(log_prob, expected.detach(), rtol=1e-3, atol=1e-3)
-
-
-def test_the_first_call_has_the_shape_of_rows(case):
-    head, spec = case
-    for batched in (True, False):
-        lead = (5,) if batched else ()
-        policy = make(head, spec, batched=batched)
-        outputs = policy.first({OBS: torch.randn(*lead, 4)}, GroupRng(0))
-        assert outputs.action[ACTION].shape == (*lead, *spec.shape)
-        assert [column.key for column in policy.columns()] == list(outputs.extras)
-        assert all(value.shape == lead for value in outputs.extras.values())
-
-
-def test_a_rollout_goes_on_without_touching_finished_rows(case):
-    head, spec = case
-    policy = make(head, spec)
-    lane = lane_for(policy, spec, observations())
-    policy.first({OBS: lane.rows(OBS)[0]}, GroupRng(0))
-    rows = [lane.arrays[key] for key in (ACTION, LOG_PROB) if key in lane.arrays]
-    for array in rows:
-        array[...] = 1
-    lane.done_steps = 5
-    act = policy.start(lane, GroupRng(0))
-    assert all((array == 1).all() for array in rows), "start writes nothing"
-    act(5)
-    assert all((array[:5] == 1).all() and (array[6:] == 1).all() for array in rows)
 
 
 @pytest.mark.parametrize(("n", "B"), [(3, 1), (3, 8), (20, 1)])
@@ -326,21 +291,6 @@ def test_forward_and_entropy(case):
         assert extras["action_log_prob"].shape == (2, 5)
         if head.name != "tanh_gaussian":
             assert head.distribution(torch.randn(2, 5, 4)).entropy().shape == (2, 5)
-
-
-def test_heads_are_ordinary_modules(case):
-    head, spec = case
-    names = set(head.state_dict())
-    head.bind(spec)
-    assert set(head.state_dict()) == names, "binding adds no state"
-    for twin in (copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
-        assert (twin.mode(torch.ones(4)) == head.mode(torch.ones(4))).all()
-    assert any(name.startswith("net.") for name in names)
-
-
-def test_a_number_for_log_std_is_learned():
-    head = gaussian(net(2), log_std=-1.0)
-    assert dict(head.named_parameters())["log_std"].tolist() == [-1.0, -1.0]
 
 
 @pytest.mark.parametrize(

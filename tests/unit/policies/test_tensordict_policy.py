@@ -156,13 +156,6 @@ def test_rows_are_what_the_module_returns(case):
                 assert np.array_equal(array[t], out[key].numpy()), key
 
 
-@pytest.mark.parametrize("executor", [True, False])
-def test_unbatched(case, executor):
-    module, spec = case
-    got = collect(make(module, spec, batched=False, num_envs=1, executor=executor), spec, batched=False)
-    assert got[ACTION].shape == (T, 1, *spec.shape)
-
-
 def test_extras_become_columns():
     module, spec = actor_critic()
     policy = make(module, spec)
@@ -182,11 +175,6 @@ def test_private_keys_and_inputs_are_not_stored():
     got = collect(adapter, BOX)
     assert list(got) == [ACTION]
     np.testing.assert_allclose(got[ACTION], observations()[:-1, :, :2] * 2, rtol=1e-6)
-
-
-def test_a_new_tensordict_may_be_returned():
-    got = collect(make(lambda td: TensorDict({"action": td["observation"][..., 2:]}, td.batch_size)), BOX)
-    assert (got[ACTION] == observations()[:-1, :, 2:]).all()
 
 
 class Counter(nn.Module):
@@ -325,14 +313,6 @@ def test_outputs_that_change_are_refused(change):
     act(0)
     with pytest.raises(BadPolicyOutput, match="policy policy returned value with shape .*same keys"):
         act(1)
-
-
-def test_errors_of_the_module_propagate():
-    def policy(td):
-        raise ZeroDivisionError("mine")
-
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        make(policy).first({OBS: torch.randn(B, 4)}, GroupRng(0))
 
 
 def test_unknown_exploration_types_are_refused():
