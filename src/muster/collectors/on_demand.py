@@ -28,7 +28,8 @@ from muster.keys import TERMINATED, TRAJ_DONE, TRUNCATED, VALID, next_of
 from muster.memory.specs import Array
 from muster.rollout.bootstrap import check_bootstrap
 from muster.utils.interrupts import postponed
-from muster.workers.requests import EnableGrad, Render, Running
+from muster.workers.requests import Call, EnableGrad
+from muster.workers.worker import Worker
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -260,7 +261,7 @@ class OnDemand:
     def _reset_running(self) -> None:
         """Environments in the middle of an episode begin anew."""
         pool = self._engine.source.pool
-        parts = [part for part in pool.call(Running()) if part]
+        parts = [part for part in pool.call(Call(Worker.running)) if part]
         running = [int(pool.counters[n].env_ids[i]) for part in parts for n, which in part.items() for i in which]
         try:
             self._engine.reset(running, {})
@@ -355,12 +356,12 @@ class OnDemand:
         if not asked.no_grad:
             self._enable_grad(True)
         if asked.render is not None:
-            pool.call(Render(asked.render))
+            pool.call(Call(Worker.render, (asked.render,)))
         try:
             yield
         finally:
             if asked.render is not None:
-                pool.call(Render(None))
+                pool.call(Call(Worker.render, (None,)))
             if not asked.no_grad:
                 self._enable_grad(False)
 

@@ -26,7 +26,8 @@ from muster.restore.pickling import dumps, loads
 from muster.rng import GroupRng
 from muster.weights.names import Weights, modules_of, named_tensors, named_weights, weight_bearer
 from muster.workers.messages import GroupInfo
-from muster.workers.requests import EnvAttribute
+from muster.workers.requests import Call
+from muster.workers.worker import Worker
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -168,7 +169,9 @@ def _rewards(batch: TensorDict, key: Key, num_envs: int) -> Array:
 
 def _has_seeds(collector: BaseCollector) -> bool:
     try:
-        return all(itertools.chain(*collector._engine.source.pool.call(EnvAttribute("seeds_episodes"))))
+        return all(
+            itertools.chain(*collector._engine.source.pool.call(Call(Worker.env_attributes, ("seeds_episodes",))))
+        )
     except (AttributeError, MusterError):  # as environments of other kinds say
         return False
 

@@ -93,7 +93,7 @@ class RolloutResult:
         clock: the group's episode numbers and steps since their beginnings, ``[2, B]``.
         objects: columns of Python objects, from another process.
         values: of next observations, if they were asked for.
-        error: why it is not complete; the same request continues it. An exception, or on its way a ``Failure``.
+        error: why it is not complete; the same request continues it. An exception, or on its way a ``SentError``.
         phase: what the error interrupted.
         lost: it is to be requested again, since its worker is gone.
         dropped: its group is gone for good.

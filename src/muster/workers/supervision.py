@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
@@ -94,7 +95,7 @@ class Supervisor(Watcher):
         if config.in_threads:
             self._wake_up = WakeUp()
             made.callback(self._wake_up.close)
-            self.launch = in_thread(self._wake_up)
+            self.launch: Callable[[str, bool], tuple[Any, ...]] = in_thread(self._wake_up)
         else:
             self.launch = in_process(config.start_method, light=light and config.server is not None)
         self.server: InferenceServer | None = None
@@ -107,7 +108,9 @@ class Supervisor(Watcher):
         self._oom_kills = failures.oom_kills()
         self._look_at = 0.0
         self._listening: tuple[list[int], select.poll, dict[int, list[WorkerProxy]]] | None = None
-        self.handles = [WorkerProxy(replace(worker, policy=config.policy), self) for worker in config.workers]
+        self.handles = [
+            WorkerProxy(replace(worker, policy=config.policy, node=config.node), self) for worker in config.workers
+        ]
         made.callback(self.end)
 
     def start(self) -> None:
@@ -247,10 +250,9 @@ class Supervisor(Watcher):
 
     def _explain(self, handle: WorkerProxy, result: RolloutResult) -> None:
         """Put the error itself into a result, with the file that replays it if there is one."""
-        failure: failures.Failure = result.error
-        failure = replace(failure, where=replace(failure.where, node=self.config.node))
-        lane, index = handle.under_way.lane_of(result.number), failure.where.env_index
-        result.error = failure.error(*self._notes.failed(result, lane, failure.error(), index))
+        result.error = error = result.error.error()
+        lane = handle.under_way.lane_of(result.number)
+        _add_crash_report(error, partial(self._notes.failed, result, lane, error, error.env_index))
         if self.server is not None:
             self.server.complete(result)
 

@@ -27,7 +27,7 @@ from muster.rollout.progress import PHASE, Phase, Progress, Timing
 from muster.workers import group_state
 from muster.workers.build import seeds_of
 from muster.workers.config import Columns
-from muster.workers.lines import ServedPolicy
+from muster.workers.mailbox import ServedPolicy
 from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult
 
 if TYPE_CHECKING:
@@ -293,6 +293,17 @@ class Worker:
         """The environment object, or the list of them."""
         objects = [env for group in self.groups for env in group.env.objects()]
         return objects[0] if len(objects) == 1 else objects
+
+    def env_attributes(self, name: str) -> list[Any]:
+        """Of every environment object."""
+        return [getattr(env, name) for group in self.groups for env in group.env.objects()]
+
+    def running(self) -> dict[int, list[int]]:
+        """Environments in the middle of an episode, by group."""
+        return {
+            group.number: [i for i in range(group.B) if group.clock.steps[i] and i not in group.pending]
+            for group in self.groups
+        }
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Of the policy, as it is."""
