@@ -142,7 +142,7 @@ class NodeProxy(Proxy):
         self.state = WorkerState.DEAD if self._state is not WorkerState.CLOSING else WorkerState.CLOSED
         requested = dict.fromkeys(self.groups, 0)
         for request in self.under_way.requests() if self._is_there else ():
-            lane = self.under_way.lane_of(request.number)
+            lane = self.under_way.outstanding[request.number].lane
             requested[request.group] += lane.T * lane.B
         for number, steps in requested.items() if self._pool.counters else ():
             counts = self._pool.counters[number]
@@ -303,7 +303,7 @@ class NodeProxy(Proxy):
         of_slot: defaultdict[int, list[RolloutRequest]] = defaultdict(list)
         slots: dict[int, Slot] = {}
         for request in requests:
-            slot = self.under_way.slot_of(request.number)
+            slot = self.under_way.outstanding[request.number].slot
             slots[id(slot)] = slot
             of_slot[id(slot)].append(request)
         runs: list[tuple[Slot, list[RolloutRequest]]] = []

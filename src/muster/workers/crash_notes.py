@@ -17,11 +17,12 @@ from muster.restore.action_log import LIMIT_BYTES, ActionLog
 from muster.restore.crash_report import CrashDirectory, CrashReport
 from muster.restore.pickling import unpickled
 from muster.workers.build import seeds_of
-from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult
+from muster.workers.messages import GroupInfo, RolloutResult
 
 if TYPE_CHECKING:
     from muster.workers.config import PoolConfig
     from muster.workers.counters import FrameCounters
+    from muster.workers.under_way import AtWork
 
 Replay = tuple[Path | None, str]  # a file, and the command that replays it
 
@@ -94,20 +95,15 @@ class CrashNotes:
         known = {"error": error, "phase": result.phase, "index": index, "log": result.anchors}
         return self._save(self._crash_report(result.group, lane, begin, end, **known))
 
-    def died(
-        self, request: RolloutRequest, lane: Lane, row: int, index: int | None, error: MusterError
-    ) -> Callable[[], Replay]:
+    def died(self, at_work: AtWork, error: MusterError) -> Callable[[], Replay]:
         """The same of a worker that is dead or hangs, from what it has left in the lane of a request.
-
-        Args:
-            row: that the policy was last asked for; -1: none.
-            index: of the environment that was being stepped.
 
         Returns:
             what writes the crash report, which can take long on a busy disk. Nobody has to wait for it with the lane.
         """
+        request, lane, index = at_work.request, at_work.lane, at_work.index
         begin, phase = self._begun.pop(request.number, 0), error.phase or "step"
-        done = max(begin, row + (phase == "reset"))
+        done = max(begin, at_work.row + (phase == "reset"))
         flags = (TRAJ_DONE,) if TRAJ_DONE in lane.arrays else (next_of(TERMINATED), next_of(TRUNCATED))
         ended = np.logical_or.reduce([lane.arrays[flag][begin:done] for flag in flags]).astype(bool)
         if phase == "reset" and len(ended) and ended[-1].sum() == 1:

@@ -312,9 +312,8 @@ class InferenceServer:
     def _rollout(self, client: _Client) -> ServedRollout:
         number = self.mailbox.request(client.worker)
         if number not in self._rollouts:
-            requests = client.handle.under_way
-            group, lane = requests.outstanding[number].group, requests.lane_of(number)
-            self._rollouts[number] = self.actor.begin(number, group, lane)
+            requested = client.handle.under_way.outstanding[number]
+            self._rollouts[number] = self.actor.begin(number, requested.request.group, requested.lane)
         return self._rollouts[number]
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import enum
 import time
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from muster.errors import EnvError, WorkerHung
 from muster.utils.forks import Owner
-from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult
+from muster.workers.messages import GroupInfo, RolloutResult
 from muster.workers.under_way import UnderWay
 
 if TYPE_CHECKING:
@@ -55,6 +55,37 @@ class Restarted(Exception):
     """The worker that was asked has a successor, who has to be asked again."""
 
 
+@dataclass
+class Record:
+    """What is remembered of one worker or node.
+
+    Attributes:
+        signs, since: of life, and since when (``time.monotonic``) they are these.
+        restarts: times within the last minute.
+        fruitless: restarts since its last batch.
+        revive_at: when it will be started again; None: nobody has to.
+    """
+
+    signs: tuple[Any, ...] = ()
+    since: float = 0.0
+    restarts: deque[float] = field(default_factory=deque)
+    fruitless: int = 0
+    revive_at: float | None = None
+
+    def may_restart(self, most: int | None) -> bool:
+        """Within the budget, ``most`` per minute; one more is counted."""
+        now = time.monotonic()
+        while self.restarts and self.restarts[0] < now - 60:
+            self.restarts.popleft()
+        self.restarts.append(now)
+        self.fruitless += 1
+        return most is None or (len(self.restarts) <= most and self.fruitless <= FRUITLESS)
+
+    def plan(self) -> None:
+        """A restart; later, if others have not helped."""
+        self.revive_at = time.monotonic() + BACK_OFF[min(self.fruitless, len(BACK_OFF)) - 1]
+
+
 class Proxy(ABC):
     """The state of a worker or node, what it was asked for, and its answers. Implements a part of ``Handle``.
 
@@ -63,6 +94,7 @@ class Proxy(ABC):
         infos: of the groups that it has made; None: it has made none yet.
         cause: why it is not there.
         starts: how often it was started.
+        record: of its losses.
         late: it was called and has not come in time.
     """
 
@@ -73,7 +105,7 @@ class Proxy(ABC):
         self.under_way = UnderWay()
         self.infos: list[GroupInfo] | None = None
         self.cause: Exception | None = None
-        self.starts = 0
+        self.starts, self.record = 0, Record()
         self._state = WorkerState.NEW
         self._owner = Owner("collector", "workers")
         self._asked = 0  # number of the newest request
@@ -103,7 +135,7 @@ class Proxy(ABC):
         return self._state is WorkerState.RESTARTING
 
     @property
-    def outstanding(self) -> dict[int, RolloutRequest]:
+    def outstanding(self) -> Collection[int]:
         return self.under_way.outstanding
 
     @property
@@ -147,37 +179,6 @@ class Proxy(ABC):
             return answer.value
 
 
-@dataclass
-class Record:
-    """What is remembered of one worker or node.
-
-    Attributes:
-        signs, since: of life, and since when (``time.monotonic``) they are these.
-        restarts: times within the last minute.
-        fruitless: restarts since its last batch.
-        revive_at: when it will be started again; None: nobody has to.
-    """
-
-    signs: tuple[Any, ...] = ()
-    since: float = 0.0
-    restarts: deque[float] = field(default_factory=deque)
-    fruitless: int = 0
-    revive_at: float | None = None
-
-    def may_restart(self, most: int | None) -> bool:
-        """Within the budget, ``most`` per minute; one more is counted."""
-        now = time.monotonic()
-        while self.restarts and self.restarts[0] < now - 60:
-            self.restarts.popleft()
-        self.restarts.append(now)
-        self.fruitless += 1
-        return most is None or (len(self.restarts) <= most and self.fruitless <= FRUITLESS)
-
-    def plan(self) -> None:
-        """A restart; later, if others have not helped."""
-        self.revive_at = time.monotonic() + BACK_OFF[min(self.fruitless, len(BACK_OFF)) - 1]
-
-
 class Watcher(ABC):
     """Watches over the workers or nodes of a worker pool. Implements ``Watch``.
 
@@ -195,7 +196,6 @@ class Watcher(ABC):
         self.handles: Sequence[Any] = ()
         self.counters: Sequence[FrameCounters] = ()
         self.elastic, self.config = elastic, config
-        self._records: defaultdict[int, Record] = defaultdict(Record)
         self._lost: list[RolloutResult] = []
 
     @abstractmethod
@@ -226,7 +226,7 @@ class Watcher(ABC):
             if handle.starts != asked:
                 raise Restarted
             if not handle.alive and not ready():
-                if self._records[handle.index].revive_at is None or (was_alive and handle.late):
+                if handle.record.revive_at is None or (was_alive and handle.late):
                     self._raise_once(handle)
                 while not handle.alive:
                     self.wait(None, revives=False)  # of others, until this one is due
@@ -236,14 +236,16 @@ class Watcher(ABC):
     def _until_due(self, *seconds: float | None) -> float:
         """The least of these, and of the time until a worker is to be started again."""
         now = time.monotonic()
-        due = [record.revive_at - now for record in self._records.values() if record.revive_at is not None]
+        due: list[float] = [
+            handle.record.revive_at - now for handle in self.handles if handle.record.revive_at is not None
+        ]
         return max(0.0, min([*due, *(s for s in seconds if s is not None)]))
 
     def _pass_on(self, handle: Any, error: Exception) -> None:
         """The requests of one that is lost, to a successor, to others or back."""
         if not self.counters:
             return  # it was never part of the worker pool
-        record, lost = self._records[handle.index], self._lost
+        record, lost = handle.record, self._lost
         for number in handle.groups if self.elastic else ():
             self.counters[number].late = True
         if self.config.on_failure == "restart" and (handle.late or record.may_restart(self.config.max_restarts)):
@@ -274,7 +276,7 @@ class Watcher(ABC):
 
     def _revive(self, handle: Any) -> None:
         """Start it again, if it is due."""
-        record = self._records[handle.index]
+        record = handle.record
         if record.revive_at is not None and record.revive_at <= time.monotonic():
             record.revive_at = None
             record.signs = ()

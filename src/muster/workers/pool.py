@@ -6,7 +6,7 @@ import itertools
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ class Handle(Protocol):
     Attributes:
         index: number of the worker.
         groups: numbers of its groups.
-        outstanding: requests that nobody has taken the result of, by number, oldest first.
+        outstanding: numbers of requests that nobody has taken the result of, oldest first.
         untaken: results that have come and nobody has taken.
         alive: it has a process or thread, or its node is there or called.
         reviving: it has none, and will be started again by whoever watches over it.
@@ -41,7 +41,7 @@ class Handle(Protocol):
     @property
     def groups(self) -> Sequence[int]: ...
     @property
-    def outstanding(self) -> dict[int, RolloutRequest]: ...
+    def outstanding(self) -> Collection[int]: ...
     @property
     def untaken(self) -> Sequence[RolloutResult]: ...
     @property
@@ -93,12 +93,12 @@ class LocalWorker:
     """A worker in the caller's own thread: what is requested is done at once."""
 
     alive, reviving, absent = True, False, False
+    outstanding: Collection[int] = ()
     untaken: Sequence[RolloutResult] = ()
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.index = worker, worker.index
         self.groups = [group.number for group in worker.groups]
-        self.outstanding: dict[int, RolloutRequest] = {}
         self._results: deque[RolloutResult] = deque()
 
     def prepared(self, policy: str) -> bool:

@@ -113,7 +113,8 @@ class WorkerProxy(Proxy):
         if is_successor:
             self.config = replace(self.config, generation=self.config.generation + 1)
         self.infos = self.failure = self.unwritten = self._answer = self._awaited = None
-        self.under_way.entered.clear()
+        for requested in self.under_way.outstanding.values():
+            requested.entered = False
         self.starts += 1
         name = f"muster-worker-{self.index}"
         self.process = WorkerProcess(*self._supervisor.launch(name, not self.config.generation))
@@ -262,7 +263,7 @@ class WorkerProxy(Proxy):
         return self._ask(lambda number: self._send(Ask(number, request)))
 
     def _request(self, request: RolloutRequest) -> FillLane:
-        slot = self.under_way.slot_of(request.number)
+        slot = self.under_way.outstanding[request.number].slot
         return FillLane(request, slot.offset, slot.layout.nbytes)
 
     def _send(self, message: WorkerConfig | Message, fds: Sequence[int] = (), timeout: float | None = SEND_S) -> None:
