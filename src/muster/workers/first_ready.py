@@ -225,7 +225,7 @@ class FirstReady(Schedule):
         bounds = [n for n in (batches, lag) if n is not None]
         left = min(bounds, default=self._lead * len(self.bundles)) - self._count
         for level in range(self._lead):
-            lacking = [bundle for bundle in self.bundles if len(self._waiting(bundle)) <= level]
+            lacking = [bundle for bundle in self.bundles if len(self._requested[bundle.groups[0]]) <= level]
             for bundle in sorted(lacking, key=lambda bundle: self._begun[bundle.groups[0]]):
                 if left <= 0:
                     return
@@ -296,14 +296,17 @@ class FirstReady(Schedule):
 
     def _deliverable(self) -> _Requested | None:
         """A complete rollout, the oldest one first, that may overtake what is older and not complete."""
-        now = self._publishes()
-        older: list[_Requested] = []
-        for requested in self._by_place():
-            lags = [now + 1 - o.born + ahead for ahead, o in enumerate(older)] if requested.complete else []
-            if requested.complete and (self._max_lag is None or max(lags, default=0) <= self._max_lag):
+        oldest = [waiting[0] for waiting in self._requested.values() if waiting]  # the others are complete after it
+        complete = [requested for requested in oldest if len(requested.results) == len(requested.requests)]
+        for requested in sorted(complete, key=lambda requested: requested.place):
+            if self._max_lag is None or self._lag(requested) <= self._max_lag:
                 return requested
-            older.append(requested)
         return None
+
+    def _lag(self, requested: _Requested) -> int:
+        """The largest of what is older, if this is delivered before."""
+        older = itertools.takewhile(lambda other: other is not requested, self._by_place())
+        return max((self._publishes() + 1 - other.born + ahead for ahead, other in enumerate(older)), default=0)
 
     def _take_note(self, result: RolloutResult) -> None:
         waiting = self._waiting(self._bundles[result.group])
