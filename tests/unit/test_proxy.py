@@ -16,9 +16,9 @@ from muster.workers.config import Columns, WorkerConfig, WorkerPlace
 from muster.workers.failures import pack
 from muster.workers.messages import RolloutRequest
 from muster.workers.proxy import WorkerProxy, WorkerState
-from muster.workers.requests import BIRTH, Answer, Ask, Call, EnableGrad, FillLane, LayOut, Request, Seed
+from muster.workers.requests import BIRTH, Answer, Ask, Call, Configure, EnableGrad, FillLane, LayOut, Request, Seed
 from muster.workers.status_page import StatusPage
-from muster.workers.worker import Worker
+from muster.workers.worker import running
 
 
 class Wire:
@@ -123,17 +123,17 @@ def test_an_answer_that_nobody_waits_for_any_more_is_not_taken_for_another(proxy
     late = Answer(2, failure=pack(ValueError("late"), phase="call"))
     patience.answers += [KeyboardInterrupt(), lambda number: [late, Answer(number, "of this one")]]
     with pytest.raises(KeyboardInterrupt):
-        proxy.call(Call(Worker.running))
-    assert [m.number for m in proxy.process.channel.sent if isinstance(m, Ask)] == [1, 2]
-    assert proxy.call(Call(Worker.running)) == ["of this one"]
+        proxy.call(Call(running))
+    assert [m.number for m in proxy.process.channel.sent if isinstance(m, (Ask, Configure))] == [1, 2]
+    assert proxy.call(Call(running)) == ["of this one"]
 
 
 def test_a_failure_is_raised_where_it_was_asked_for(proxy):
     failure = pack(ValueError("no"), phase="call")
     proxy._supervisor.answers.append(lambda number: [Answer(number, failure=failure)])
     with pytest.raises(WorkerError, match="no"):
-        proxy.call(Call(Worker.running))
-    assert proxy.call(Call(Worker.running)) == [None]
+        proxy.call(Call(running))
+    assert proxy.call(Call(running)) == [None]
 
 
 def test_a_state_follows_only_on_those_that_it_can_follow_on(proxy):

@@ -32,7 +32,7 @@ CLOSE_S = 5.0  # more than its workers have for it
 
 
 class NodeProxy(Proxy):
-    """Implements ``Handle`` for all workers of a node, which has a worker pool of its own.
+    """Implements ``Proxy`` for all workers of a node, which has a worker pool of its own.
 
     Args:
         setup: what the node is told first, in every session.
@@ -185,7 +185,7 @@ class NodeProxy(Proxy):
             episodes = {number: counters[number].next_episodes() for number in self.groups}
             self.place = replace(self.place, episodes=episodes)
 
-    # --- Handle -----------------------------------------------------------------------------------
+    # --- Proxy -----------------------------------------------------------------------------------
 
     def prepared(self, policy: str) -> bool:
         return self.place is not None and self.place.prepared(policy)
@@ -261,7 +261,7 @@ class NodeProxy(Proxy):
             self.lose("the collector was shut down")
 
     def close(self, *, wait: bool = True) -> None:
-        """See ``Handle``; the node itself is told goodbye by ``Nodes``."""
+        """See ``Proxy``; the node itself is told goodbye by ``Nodes``."""
         if not self.alive:
             return
         if self._state is WorkerState.RUNNING:

@@ -115,7 +115,7 @@ class CrashNotes:
         history = self._histories[group]
         observed: Mapping[Key, Array] = {}
         if end > begin:
-            keys = [key for key in self._infos[group].observation_keys if key in lane.arrays]
+            keys = [key for key in self._infos[group].observation_specs if key in lane.arrays]
             observed = {key: np.array(lane.arrays[key][end - (known["phase"] == "step")]) for key in keys}
         history.factory = unpickled(history.factory, "create_env_fn")
         crash_report = history.crash_report(
@@ -129,4 +129,4 @@ class CrashNotes:
         return path, "" if path is None else crash_report.command(path)
 
     def _actions(self, group: int, lane: Lane, begin: int, end: int) -> dict[Key, Array]:
-        return {key: lane.arrays[key][begin:end] for key in self._infos[group].action_keys if key in lane.arrays}
+        return {key: lane.arrays[key][begin:end] for key in self._infos[group].action_specs if key in lane.arrays}

@@ -239,10 +239,9 @@ def died(
     elif exitcode is not None:
         how = f"ended with exit code {exitcode}"
     message = f"{_capital(where)} {how} during {phase}. {_why_it_died(name, exitcode, oom_kills)}"
-    if stack and (frame := innermost_user_frame(stack)):
+    if frame := innermost_user_frame(stack):
         message += f" It was at {frame}."
-    stack = f"Stack of the worker (most recent call first):\n{stack.strip()}" if stack else ""
-    error = _at(WorkerDied(_sections(message, stack)), where, phase)
+    error = _at(WorkerDied(_sections(message, _stack_of("worker", stack))), where, phase)
     error.exitcode = exitcode
     return error
 
@@ -274,7 +273,7 @@ def hung(
         stack: what ``faulthandler`` has written; empty if it could not.
         stopped: the process is stopped (SIGSTOP, a debugger).
     """
-    frame = innermost_user_frame(stack) if stack else None
+    frame = innermost_user_frame(stack)
     at = f" at {frame}" if frame else ""
     message = f"{_capital(where)} has been in {phase} for {seconds:.1f} s{at}; its deadline is {deadline:g} s."
     if stopped:
@@ -282,8 +281,7 @@ def hung(
     elif not stack:
         message += " Its stack could not be taken: it does not answer signals, or has not got far enough to."
     message += " If it may take that long, give this phase a longer deadline (None: no deadline)."
-    stack = f"Stack of the worker (most recent call first):\n{stack.strip()}" if stack else ""
-    return _at(WorkerHung(_sections(message, stack)), where, phase)
+    return _at(WorkerHung(_sections(message, _stack_of("worker", stack))), where, phase)
 
 
 def on_server(error: Exception, seen: MusterError) -> MusterError:
@@ -305,14 +303,14 @@ def server_hung(ident: int | None, *, seconds: float, deadline: float) -> Worker
     Args:
         ident: of its thread.
     """
-    stack = thread_stack(ident) if ident is not None else ""
-    frame = innermost_user_frame(stack) if stack else None
+    stack = "" if ident is None else thread_stack(ident)
+    frame = innermost_user_frame(stack)
     message = (
         f"The policy on the inference server has not returned for {seconds:.1f} s{f' at {frame}' if frame else ''}; "
         f"its deadline is {deadline:g} s. If it may take that long, give timeouts={{'policy': ...}} more (None: no "
         f"deadline). A thread cannot be ended: shut this collector down."
     )
-    return WorkerHung(_sections(message, f"Stack of the server (most recent call first):\n{stack}" if stack else ""))
+    return WorkerHung(_sections(message, _stack_of("server", stack)))
 
 
 def innermost_user_frame(stack: str) -> str | None:
@@ -370,6 +368,11 @@ def _why_it_died(name: str, exitcode: int | None, oom_kills: int) -> str:
     if exitcode is None:
         return "Something else has waited for the process and taken its exit code."
     return "Workers end only when asked: something has called os._exit, or ended the process from native code."
+
+
+def _stack_of(who: str, stack: str) -> str:
+    text = stack.strip("\n")
+    return f"Stack of the {who} (most recent call first):\n{text}" if text else ""
 
 
 def _at(error: Kind, where: Where, phase: str) -> Kind:

@@ -110,8 +110,6 @@ class Child:
         pid: of the process.
     """
 
-    all: ClassVar[weakref.WeakSet[Child]] = weakref.WeakSet()
-
     def __init__(self, order: ForkRequest, channel_end: Channel, *, alone: bool, light: bool) -> None:
         self._owner = os.getpid()
         self._code: int | None = None
@@ -120,7 +118,6 @@ class Child:
         os.set_blocking(self._fd, False)
         self._close = weakref.finalize(self, os.close, self._fd)
         self._close.atexit = False  # whoever ends workers then still looks at it
-        self.all.add(self)
         try:
             with _StandardStreams() as streams:
                 fds = [channel_end.fileno(), writer, *streams.fds]

@@ -16,9 +16,13 @@ from muster.workers.messages import GroupInfo, RolloutResult
 from muster.workers.under_way import UnderWay
 
 if TYPE_CHECKING:
+    from muster.memory.slots import Slot
+    from muster.observing.stats import WorkerStats
     from muster.workers.config import PoolConfig
     from muster.workers.counters import FrameCounters
     from muster.workers.failures import Where
+    from muster.workers.messages import RolloutRequest
+    from muster.workers.requests import Request
 
 BACK_OFF = (0.0, 0.1, 0.5, 2.0)  # seconds before a restart, by restarts without a batch
 FRUITLESS = 3  # restarts without a batch are enough
@@ -87,9 +91,13 @@ class Record:
 
 
 class Proxy(ABC):
-    """The state of a worker or node, what it was asked for, and its answers. Implements a part of ``Handle``.
+    """A worker or node as its worker pool sees it: its state, what it was asked for, and its answers.
+
+    Requests and calls are followed one after another, as they came.
 
     Attributes:
+        index: number of the worker.
+        groups: numbers of its groups.
         under_way: what was requested from it.
         infos: of the groups that it has made; None: it has made none yet.
         cause: why it is not there.
@@ -136,22 +144,65 @@ class Proxy(ABC):
 
     @property
     def outstanding(self) -> Collection[int]:
+        """Numbers of requests that nobody has taken the result of, oldest first."""
         return self.under_way.outstanding
 
     @property
     def untaken(self) -> Sequence[RolloutResult]:
+        """Results that have come and nobody has taken."""
         return self.under_way.results
 
     def take(self) -> RolloutResult | None:
+        """The next result that is there."""
         return self.under_way.take() if self.under_way.results else None
 
     @property
     @abstractmethod
-    def absent(self) -> bool: ...
+    def absent(self) -> bool:
+        """Its node is not there, and may never come, so that nothing is requested from it."""
 
     @abstractmethod
     def start(self) -> None:
-        """Start it, or call it."""
+        """Start it, or call it; also again."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End it by force. May be called again."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Let its process end; from another thread."""
+
+    @abstractmethod
+    def prepared(self, policy: str) -> bool:
+        """``layouts`` would say the same as before."""
+
+    @abstractmethod
+    def stats(self, counters: Sequence[FrameCounters]) -> list[WorkerStats]:
+        """Of its workers."""
+
+    @abstractmethod
+    def submit(self, request: RolloutRequest, slot: Slot) -> None:
+        """Let it follow a request. Does not wait."""
+
+    @abstractmethod
+    def stop(self, number: int) -> None:
+        """Let requests up to this number end after their current step."""
+
+    @abstractmethod
+    def call(self, request: Request) -> list[Any]:
+        """Wait for what its workers answer, each of them, or raise."""
+
+    @abstractmethod
+    def close(self, *, wait: bool = True) -> None:
+        """End it, with its environments, by force if need be. Nothing can be asked of it any more. May be called again.
+
+        Args:
+            wait: False lets it begin to.
+
+        Raises:
+            Exception: what closing an environment raised; it is closed all the same.
+        """
 
     def _wait_until_there(self) -> None:
         if not self.alive and not self.reviving:
@@ -180,7 +231,7 @@ class Proxy(ABC):
 
 
 class Watcher(ABC):
-    """Watches over the workers or nodes of a worker pool. Implements ``Watch``.
+    """Watches over the workers or nodes of a worker pool.
 
     Args:
         config: ``on_failure``: "raise": the error reaches the user, and the worker is started again by the next batch.
@@ -200,8 +251,7 @@ class Watcher(ABC):
 
     @abstractmethod
     def wait(self, timeout: float | None, *, revives: bool = True) -> None:
-        """Until some worker has reported, or is lost. Takes in what has come, and finds out who is lost. May return
-        early.
+        """Until some worker has reported, or is lost; takes in what has come. May return early.
 
         Args:
             revives: start again those whose time for it has come; returns at once if one is lost already.

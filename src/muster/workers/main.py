@@ -32,7 +32,7 @@ from muster.workers.config import WorkerConfig, WorkerPlace, made_policy
 from muster.workers.failures import SentError, env_index_of, pack
 from muster.workers.mailbox import MailboxClient, ServedPolicy
 from muster.workers.messages import GroupInfo, RolloutResult
-from muster.workers.requests import BIRTH, Answer, Closed, FillLane, Finished, Request
+from muster.workers.requests import BIRTH, Answer, Closed, FillLane, Finished
 from muster.workers.status_page import StatusPage
 from muster.workers.worker import Worker, describe, objects_of
 
@@ -124,10 +124,10 @@ class WorkerMain:
             self._close_ticket()
         self._close()
 
-    def answer(self, number: int, request: Request) -> None:
-        """Say what a request returns or raises."""
+    def answer(self, number: int, function: Callable[[], Any]) -> None:
+        """Say what a function returns or raises."""
         self.progress.begin(Phase.CALL)
-        self._answer(number, partial(request.run_in, self))
+        self._answer(number, function)
 
     def terminate(self, *_: object) -> None:
         """Stop whatever is going on, and end; environments are closed."""

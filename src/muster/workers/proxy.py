@@ -74,7 +74,7 @@ class WorkerProcess:
 
 
 class WorkerProxy(Proxy):
-    """Implements ``Handle``.
+    """Implements ``Proxy`` for a process or thread.
 
     Attributes:
         config: that a successor will get, but for its ``generation``.
@@ -130,7 +130,7 @@ class WorkerProxy(Proxy):
     def assign(self, place: WorkerPlace) -> None:
         """Tell it its place among all workers."""
         self.config = replace(self.config, place=place)
-        self._answer_to(Configure(place))
+        self._ask(lambda number: self._send(Configure(number, place)))
 
     def pump(self) -> bool:
         """Take in what has come; False if nothing more can come."""
@@ -163,7 +163,7 @@ class WorkerProxy(Proxy):
             if self._supervisor.server is not None:
                 self._supervisor.server.lost(self.index, self.groups)
 
-    # --- Handle -----------------------------------------------------------------------------------
+    # --- Proxy -----------------------------------------------------------------------------------
 
     def prepared(self, policy: str) -> bool:
         return self.config.place is not None and self.config.place.prepared(policy)

@@ -72,7 +72,22 @@ class Ask:
     request: Request
 
     def reach(self, main: WorkerMain) -> None:
-        main.answer(self.number, self.request)
+        main.answer(self.number, lambda: self.request.run(main.worker))
+
+
+@dataclass(frozen=True)
+class Configure:
+    """Take a place among all workers.
+
+    Attributes:
+        number: of the answer.
+    """
+
+    number: int
+    place: WorkerPlace
+
+    def reach(self, main: WorkerMain) -> None:
+        main.answer(self.number, lambda: main.configure(self.place))
 
 
 @dataclass(frozen=True)
@@ -99,10 +114,6 @@ class Request(ABC):
     def run(self, worker: Worker) -> Any:
         """In the worker: the answer."""
 
-    def run_in(self, main: WorkerMain) -> Any:
-        """The same, where the worker is a process or thread of its own."""
-        return self.run(main.worker)
-
     def part(self, groups: Sequence[int]) -> Request | None:
         """What there is to do for a worker with these groups; None: nothing."""
         return self
@@ -124,26 +135,13 @@ class Request(ABC):
 
 @dataclass(frozen=True)
 class Call(Request):
-    """What a method of ``Worker`` returns."""
+    """What a method of ``Worker``, or a function of one, returns."""
 
     method: Callable[..., Any]
     args: Sequence[Any] = ()
 
     def run(self, worker: Worker) -> Any:
         return self.method(worker, *self.args)
-
-
-@dataclass(frozen=True)
-class Configure(Request):
-    """Take a place among all workers."""
-
-    place: WorkerPlace
-
-    def run(self, worker: Worker) -> Any:
-        """That of this thread has its place."""
-
-    def run_in(self, main: WorkerMain) -> Any:
-        main.configure(self.place)
 
 
 @dataclass(frozen=True)

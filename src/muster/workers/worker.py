@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from muster.errors import MusterError
-from muster.keys import Key, dotted
+from muster.keys import Key
 from muster.memory.slots import Lane, Layout
 from muster.memory.specs import Array
 from muster.observing.profiling import ProfileConfig, RolloutProfiler
@@ -294,17 +294,6 @@ class Worker:
         objects = [env for group in self.groups for env in group.env.objects()]
         return objects[0] if len(objects) == 1 else objects
 
-    def env_attributes(self, name: str) -> list[Any]:
-        """Of every environment object."""
-        return [getattr(env, name) for group in self.groups for env in group.env.objects()]
-
-    def running(self) -> dict[int, list[int]]:
-        """Environments in the middle of an episode, by group."""
-        return {
-            group.number: [i for i in range(group.B) if group.clock.steps[i] and i not in group.pending]
-            for group in self.groups
-        }
-
     def weights(self) -> dict[str, torch.Tensor]:
         """Of the policy, as it is."""
         from muster.weights.names import named_tensors
@@ -336,25 +325,31 @@ def phase_ended_by(error: BaseException, progress: Progress) -> str:
     return phase.name.lower()
 
 
+def env_attributes(worker: Worker, name: str) -> list[Any]:
+    """Of every environment object."""
+    return [getattr(env, name) for group in worker.groups for env in group.env.objects()]
+
+
+def running(worker: Worker) -> dict[int, list[int]]:
+    """Environments in the middle of an episode, by group."""
+    return {
+        group.number: [i for i in range(group.B) if group.clock.steps[i] and i not in group.pending]
+        for group in worker.groups
+    }
+
+
 def describe(env: EnvBatch, batch_shape: tuple[int, ...]) -> GroupInfo:
     """What everybody may know about a group of these environments."""
-    observations, actions = (
-        {dotted(key): str(spec) for key, spec in specs.items()} for specs in (env.observation_specs, env.action_specs)
-    )
     return GroupInfo(
         env.name,
         env.num_envs,
         batch_shape,
         env.device,
-        observations,
-        actions,
-        tuple(env.observation_specs),
-        tuple(env.action_specs),
-        (env.reward_key, env.reward_dtype),
-        replays_alone(env),
         dict(env.observation_specs),
         dict(env.action_specs),
         env.bookkeeping,
+        env.reward_key,
+        replays_alone(env),
     )
 
 
