@@ -127,54 +127,54 @@ class Calls:
 
 
 class Pairs:
-    """Lines alone: a process per worker asks, and all are answered as soon as all have asked."""
+    """The mailbox alone: a process per worker asks, and all are answered as soon as all have asked."""
 
     def __init__(self, case: Case) -> None:
-        from muster.workers.lines import Lines
+        from muster.workers.mailbox import Mailbox
 
         self._workers, self._T, self.frames = range(case.workers), case.T, case.frames
-        self._lines = Lines(case.workers, [self._workers])
+        self._mailbox = Mailbox(case.workers, [self._workers])
         context = multiprocessing.get_context("fork")
         self._pipes, self._processes = [], []
         for number in self._workers:
             here, there = context.Pipe()
-            fds = self._lines.fds_for(number)
-            self._lines.expect(number, 1)  # it is at work for ever
+            fds = self._mailbox.fds_for(number)
+            self._mailbox.expect(number, 1)  # it is at work for ever
             process = context.Process(target=_ask, args=(number, case.workers, fds, there, case.T), daemon=True)
             process.start()
             self._pipes.append(here)
             self._processes.append(process)
 
     def rollout(self) -> int:
-        lines = self._lines
+        mailbox = self._mailbox
         for pipe in self._pipes:
             pipe.send_bytes(b"go")
         for _ in range(self._T):
             while not self._all_ask():
-                lines.sleep(self._all_ask, LOOK_S)
-            for worker, question in lines.look(self._workers)[0]:
-                lines.answer(worker, question)
+                mailbox.sleep(self._all_ask, LOOK_S)
+            for worker, question in mailbox.look(self._workers)[0]:
+                mailbox.answer(worker, question)
         for pipe in self._pipes:
             pipe.recv_bytes()
         return self.frames
 
     def _all_ask(self) -> bool:
-        return len(self._lines.look(self._workers)[0]) == len(self._workers)
+        return len(self._mailbox.look(self._workers)[0]) == len(self._workers)
 
     def close(self) -> None:
         for process in self._processes:
             process.terminate()
             process.join()
-        self._lines.close()
+        self._mailbox.close()
 
 
 def _ask(number: int, workers: int, fds: list[int], pipe: Any, times: int) -> None:
-    from muster.workers.lines import Line
+    from muster.workers.mailbox import MailboxClient
 
-    line = Line(number, workers, fds, lambda: False)
+    client = MailboxClient(number, workers, fds, lambda: False)
     while pipe.recv_bytes():
         for t in range(times):
-            line.ask(0, t)
+            client.ask(0, t)
         pipe.send_bytes(b"done")
 
 

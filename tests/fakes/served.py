@@ -8,7 +8,7 @@ from pathlib import Path
 
 from muster.errors import PolicyError
 from muster.testing import OracleEnv
-from muster.workers.lines import Line
+from muster.workers.mailbox import MailboxClient
 
 
 class Known(OracleEnv):
@@ -26,15 +26,15 @@ def pid_of(path, number):
 def asks(channel):
     """Ask ``count`` questions, after ``late_s`` each; say at the end which were refused."""
     (number, workers, count, late_s), fds = channel.receive()
-    line = Line(number, workers, fds, lambda: False)
+    client = MailboxClient(number, workers, fds, lambda: False)
     late, refused = threading.Event(), []
     for row in range(count):
         if late_s:
             late.wait(late_s)
         try:
-            line.ask(number + 1, row)
+            client.ask(number + 1, row)
         except PolicyError:
             refused.append(row)
-    line.finished(number + 1)
+    client.finished(number + 1)
     channel.send(refused)
-    line.close()
+    client.close()

@@ -17,10 +17,11 @@ from muster.workers import main as worker_main
 from muster.workers.channel import Channel
 from muster.workers.config import WorkerConfig
 from muster.workers.messages import RolloutRequest, RolloutResult
-from muster.workers.requests import Ask, Close, Closed, FillLane, Observe
+from muster.workers.requests import Ask, Call, Close, Closed, FillLane
+from muster.workers.worker import Worker
 
 TRACED = ("serve", "answer", "follow", "_answer", "_send", "_close")
-MESSAGES = [Ask(1, Observe()), FillLane(RolloutRequest(1, 0, 0, "policy"), 2, 3), Close()]
+MESSAGES = [Ask(1, Call(Worker.observe)), FillLane(RolloutRequest(1, 0, 0, "policy"), 2, 3), Close()]
 LIMIT = 2000  # instructions; there are some hundred
 
 

@@ -88,7 +88,7 @@ def test_nothing_outlives_a_killed_program(start, place):
 WHILE_MADE = [
     "launch.py:_python:return:1",  # the fork server is an interpreter that begins
     "channel.py:send:return:1",  # it is asked for a worker, and imports torch
-    "launch.py:request:return:1",  # there is a worker, which was told nothing
+    "launch.py:fork_shared:return:1",  # there is a worker, which was told nothing
     "proxy.py:start:return:1",
     "supervision.py:built:call:1",  # all make their environments
     "supervision.py:built:return:1",

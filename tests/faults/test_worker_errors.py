@@ -282,3 +282,4 @@ def assert_names(error, text, phase, row=None):
     assert (error.worker, error.env_id, error.seed, error.phase) == (0, 0, 1, phase)
     assert error.crash_report is not None
     assert error.crash_report.exists()
+    assert f"To see it happen again under a debugger: muster replay {error.crash_report}" in str(error), str(error)

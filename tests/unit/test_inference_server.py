@@ -23,7 +23,7 @@ from muster import MultiAsyncCollector, MultiSyncCollector
 from muster.errors import BadOption, BadPolicyOutput, BadWeights, PolicyError, UnsupportedEnv
 from muster.policies import categorical
 from muster.testing import CountingEnv, OracleEnv, SpaceEnv, TorchCartPole
-from muster.workers.inference import _oldest, _Seat
+from muster.workers.inference import _Client, _oldest
 from muster.workers.proxy import WorkerProxy
 from tests.tools import assert_accounted, assert_same, counting
 from tests.waits import wait_until
@@ -162,8 +162,8 @@ def test_a_group_that_is_more_than_that_is_acted_for_alone():
 def test_those_who_have_waited_longest_come_first_in_the_order_of_workers(most, chosen):
     handle: Any = None
     envs, since = (1, 2, 2, 1), (2.0, 9.0, 1.0, 3.0)
-    seats = [_Seat(n, handle, envs[n], since=since[n]) for n in range(4)]
-    assert [seat.worker for seat in _oldest(seats, most)] == chosen
+    clients = [_Client(n, handle, envs[n], since=since[n]) for n in range(4)]
+    assert [client.worker for client in _oldest(clients, most)] == chosen
 
 
 class Opens(Logged):

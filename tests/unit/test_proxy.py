@@ -14,11 +14,11 @@ from muster.memory.shared import Arena
 from muster.memory.slots import Layout, Slot
 from muster.workers.config import Columns, WorkerConfig, WorkerPlace
 from muster.workers.failures import pack
-from muster.workers.launch import Child
 from muster.workers.messages import RolloutRequest
 from muster.workers.proxy import WorkerProxy, WorkerState
-from muster.workers.requests import BIRTH, Answer, Ask, EnableGrad, FillLane, LayOut, Request, Running, Seed
-from muster.workers.threads import LocalStatusPage
+from muster.workers.requests import BIRTH, Answer, Ask, Call, Configure, EnableGrad, FillLane, LayOut, Request, Seed
+from muster.workers.status_page import StatusPage
+from muster.workers.worker import running
 
 
 class Wire:
@@ -44,7 +44,7 @@ class Wire:
         """There is nothing to release."""
 
 
-class Gone(Child):
+class Gone:
     """A process that ends when it is killed."""
 
     pid, late, lost = 1, False, ""
@@ -66,7 +66,7 @@ class Answering:
         self.answers: deque[Callable[[int], Sequence[Answer]] | BaseException] = deque()
 
     def launch(self, name: str, preload: bool) -> Any:
-        return Gone(), Wire(), LocalStatusPage()
+        return Gone(), Wire(), StatusPage.create()
 
     def wait_for(self, handle: WorkerProxy, ready: Callable[[], bool]) -> None:
         answer = self.answers.popleft() if self.answers else lambda number: [Answer(number)]
@@ -123,17 +123,17 @@ def test_an_answer_that_nobody_waits_for_any_more_is_not_taken_for_another(proxy
     late = Answer(2, failure=pack(ValueError("late"), phase="call"))
     patience.answers += [KeyboardInterrupt(), lambda number: [late, Answer(number, "of this one")]]
     with pytest.raises(KeyboardInterrupt):
-        proxy.call(Running())
-    assert [m.number for m in proxy.process.channel.sent if isinstance(m, Ask)] == [1, 2]
-    assert proxy.call(Running()) == ["of this one"]
+        proxy.call(Call(running))
+    assert [m.number for m in proxy.process.channel.sent if isinstance(m, (Ask, Configure))] == [1, 2]
+    assert proxy.call(Call(running)) == ["of this one"]
 
 
 def test_a_failure_is_raised_where_it_was_asked_for(proxy):
     failure = pack(ValueError("no"), phase="call")
     proxy._supervisor.answers.append(lambda number: [Answer(number, failure=failure)])
     with pytest.raises(WorkerError, match="no"):
-        proxy.call(Running())
-    assert proxy.call(Running()) == [None]
+        proxy.call(Call(running))
+    assert proxy.call(Call(running)) == [None]
 
 
 def test_a_state_follows_only_on_those_that_it_can_follow_on(proxy):

@@ -190,7 +190,7 @@ class NodeMain:
         raise _Over
 
     def stop(self, number: int) -> None:
-        """See ``Handle.stop``."""
+        """See ``Proxy.stop``."""
         for handle in [] if self._pool is None else self._pool.handles:
             handle.stop(number)
 

@@ -145,7 +145,7 @@ class NodePool(Watcher):
             elif not proxy.session.inbox:
                 self._lose(proxy)
             if any(result.error is None and not result.lost for result in proxy.untaken):
-                self._records[proxy.index].fruitless = 0
+                proxy.record.fruitless = 0
 
     def _welcome(self, proxy: NodeProxy) -> None:
         """A node that was absent has made its environments, which have to be as many as was taken for granted."""

@@ -32,7 +32,7 @@ CLOSE_S = 5.0  # more than its workers have for it
 
 
 class NodeProxy(Proxy):
-    """Implements ``Handle`` for all workers of a node, which has a worker pool of its own.
+    """Implements ``Proxy`` for all workers of a node, which has a worker pool of its own.
 
     Args:
         setup: what the node is told first, in every session.
@@ -142,7 +142,7 @@ class NodeProxy(Proxy):
         self.state = WorkerState.DEAD if self._state is not WorkerState.CLOSING else WorkerState.CLOSED
         requested = dict.fromkeys(self.groups, 0)
         for request in self.under_way.requests() if self._is_there else ():
-            lane = self.under_way.lane_of(request.number)
+            lane = self.under_way.outstanding[request.number].lane
             requested[request.group] += lane.T * lane.B
         for number, steps in requested.items() if self._pool.counters else ():
             counts = self._pool.counters[number]
@@ -185,7 +185,7 @@ class NodeProxy(Proxy):
             episodes = {number: counters[number].next_episodes() for number in self.groups}
             self.place = replace(self.place, episodes=episodes)
 
-    # --- Handle -----------------------------------------------------------------------------------
+    # --- Proxy -----------------------------------------------------------------------------------
 
     def prepared(self, policy: str) -> bool:
         return self.place is not None and self.place.prepared(policy)
@@ -261,7 +261,7 @@ class NodeProxy(Proxy):
             self.lose("the collector was shut down")
 
     def close(self, *, wait: bool = True) -> None:
-        """See ``Handle``; the node itself is told goodbye by ``Nodes``."""
+        """See ``Proxy``; the node itself is told goodbye by ``Nodes``."""
         if not self.alive:
             return
         if self._state is WorkerState.RUNNING:
@@ -303,7 +303,7 @@ class NodeProxy(Proxy):
         of_slot: defaultdict[int, list[RolloutRequest]] = defaultdict(list)
         slots: dict[int, Slot] = {}
         for request in requests:
-            slot = self.under_way.slot_of(request.number)
+            slot = self.under_way.outstanding[request.number].slot
             slots[id(slot)] = slot
             of_slot[id(slot)].append(request)
         runs: list[tuple[Slot, list[RolloutRequest]]] = []

@@ -30,7 +30,7 @@ from muster.rollout.marks import Final
 from muster.utils.interrupts import allowed, postponed
 from muster.weights.publish import PolicyWeights
 from muster.workers.messages import RolloutResult
-from muster.workers.requests import CheckReset, Reset, Seed
+from muster.workers.requests import Reset, Seed
 from muster.workers.schedule import CollectRequest, FilledSlot, Schedule
 from muster.workers.worker import Worker
 
@@ -282,7 +282,7 @@ class Engine:
             first = int(counts.env_ids[0])
             if inside := [i - first for i in chosen if first <= i < first + len(counts.env_ids)]:
                 which[number] = inside
-        self.source.pool.call(CheckReset(which))
+        self.source.pool.call(Reset(which, check=True))
         self.source.pool.call(Reset(which, kwargs or None))
         if self.pipeline.episodes is not None:
             self.pipeline.episodes.flush(chosen)

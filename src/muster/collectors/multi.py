@@ -22,7 +22,8 @@ from muster.errors import BadOption
 from muster.utils.attributes import resolve
 from muster.weights.choice import one_transport
 from muster.weights.publish import PolicyWeights
-from muster.workers.requests import EnvAttribute, Execute, Request
+from muster.workers.requests import Call, Execute, Request
+from muster.workers.worker import env_attributes
 
 
 class MultiCollector(BaseCollector):
@@ -83,7 +84,7 @@ class MultiCollector(BaseCollector):
 
     def getattr_env(self, attr: str) -> Any:
         """An attribute of every environment, in the order of ``create_env_fn``; it has to be picklable."""
-        found = self._ask(EnvAttribute(attr))
+        found = self._ask(Call(env_attributes, (attr,)))
         return [value for of_worker in found for value in of_worker]
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:

@@ -28,7 +28,8 @@ from muster.keys import TERMINATED, TRAJ_DONE, TRUNCATED, VALID, next_of
 from muster.memory.specs import Array
 from muster.rollout.bootstrap import check_bootstrap
 from muster.utils.interrupts import postponed
-from muster.workers.requests import EnableGrad, Render, Running
+from muster.workers.requests import Call, EnableGrad
+from muster.workers.worker import Worker, running
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -260,10 +261,10 @@ class OnDemand:
     def _reset_running(self) -> None:
         """Environments in the middle of an episode begin anew."""
         pool = self._engine.source.pool
-        parts = [part for part in pool.call(Running()) if part]
-        running = [int(pool.counters[n].env_ids[i]) for part in parts for n, which in part.items() for i in which]
+        parts = [part for part in pool.call(Call(running)) if part]
+        ids = [int(pool.counters[n].env_ids[i]) for part in parts for n, which in part.items() for i in which]
         try:
-            self._engine.reset(running, {})
+            self._engine.reset(ids, {})
         except UnsupportedEnv:  # some cannot be reset alone
             self._engine.reset(None, {})
 
@@ -314,7 +315,7 @@ class OnDemand:
             array: Array = batch.get(key).detach().cpu().numpy()
             return array.reshape(batch.numel(), -1)
 
-        reward_key = self._engine.source.pool.counters[0].info.reward[0]
+        reward_key = self._engine.source.pool.counters[0].info.reward_key
         rewards = column(reward_key)[pieces.rows, 0].astype(np.float64)
         flags = [column(next_of(flag))[rows, 0] for flag in (TERMINATED, TRUNCATED)]
         returns = np.add.reduceat(rewards, pieces.first)
@@ -331,7 +332,7 @@ class OnDemand:
         options, info = self._options, self._engine.source.pool.counters[0].info
         if asked.bootstrap:
             columns = self._engine.layout().columns
-            check_bootstrap(columns, info.observation_keys, reset_when_done=options.reset_when_done)
+            check_bootstrap(columns, tuple(info.observation_specs), reset_when_done=options.reset_when_done)
         if options.trajs_per_batch and asked.n_step:
             raise BadOption(
                 "trajs_per_batch makes batches of episodes, and n_step of steps: use collect(n_episode=...)"
@@ -355,12 +356,12 @@ class OnDemand:
         if not asked.no_grad:
             self._enable_grad(True)
         if asked.render is not None:
-            pool.call(Render(asked.render))
+            pool.call(Call(Worker.render, (asked.render,)))
         try:
             yield
         finally:
             if asked.render is not None:
-                pool.call(Render(None))
+                pool.call(Call(Worker.render, (None,)))
             if not asked.no_grad:
                 self._enable_grad(False)
 

@@ -26,11 +26,12 @@ from muster.workers.config import Columns, PoolConfig, WorkerConfig, WorkerPlace
 from muster.workers.first_ready import FirstReady
 from muster.workers.inference import ServerConfig
 from muster.workers.messages import GroupInfo
-from muster.workers.requests import LayOut, Weights
+from muster.workers.requests import Call, LayOut
 from muster.workers.schedule import Bundle
 from muster.workers.supervision import Supervisor
 from muster.workers.sync import Sync
 from muster.workers.threads import GlobalStreams, Turns
+from muster.workers.worker import Worker
 
 
 def count_workers(create_env_fn: Any, num_workers: int | None) -> tuple[list[Any], int]:
@@ -129,7 +130,7 @@ class Workers:
             (info,) = self._built(probe)
             pool = probe.pool([info], WorkerPlace({0: 0}, info.num_envs, False, None))
             pool.call(LayOut(Columns("policy", {0: 1})))
-            (weights,) = pool.call(Weights())
+            (weights,) = pool.call(Call(Worker.weights))
             pool.close()
         self._weights.materialise(weights)
 

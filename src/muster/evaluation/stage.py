@@ -26,7 +26,8 @@ from muster.restore.pickling import dumps, loads
 from muster.rng import GroupRng
 from muster.weights.names import Weights, modules_of, named_tensors, named_weights, weight_bearer
 from muster.workers.messages import GroupInfo
-from muster.workers.requests import EnvAttribute
+from muster.workers.requests import Call
+from muster.workers.worker import env_attributes
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -92,9 +93,9 @@ class Stage:
         tape = self._tape(info) if self._record else None
         while not run.stopped_by:
             batch = collector.rollout()
-            run.add(collector.episodes, _rewards(batch, info.reward[0], self._num_envs), len(batch))
+            run.add(collector.episodes, _rewards(batch, info.reward_key, self._num_envs), len(batch))
             if tape is not None:
-                tape.rollouts.append({key: _rows(batch, key, self._num_envs).copy() for key in info.action_keys})
+                tape.rollouts.append({key: _rows(batch, key, self._num_envs).copy() for key in info.action_specs})
             if progress is not None and progress(len(run.records), run.t * self._num_envs) is False:
                 run.stopped_by = run.stopped_by or "progress"
         return run.result(info.name, time.perf_counter() - began, tape)
@@ -168,7 +169,7 @@ def _rewards(batch: TensorDict, key: Key, num_envs: int) -> Array:
 
 def _has_seeds(collector: BaseCollector) -> bool:
     try:
-        return all(itertools.chain(*collector._engine.source.pool.call(EnvAttribute("seeds_episodes"))))
+        return all(itertools.chain(*collector._engine.source.pool.call(Call(env_attributes, ("seeds_episodes",)))))
     except (AttributeError, MusterError):  # as environments of other kinds say
         return False
 

@@ -1,7 +1,8 @@
 """Acting on rows of several groups in one call of the policy.
 
-A group alone is acted on where its rows lie. Rows of several are gathered on a *stage*, a lane of some steps for all of
-them together, and what the policy writes there goes back to the lanes: one copy of each row, whatever its size.
+A group alone is acted on where its rows lie. Rows of several are gathered in a *gather buffer*, a lane of some steps
+for all of them together, and what the policy writes there goes back to the lanes: one copy of each row, whatever its
+size.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from muster.workers.messages import GroupInfo
 if TYPE_CHECKING:
     from muster.protocols import EnvBatch
 
-STAGE_BYTES = 1 << 20  # of a stage with several steps; policies prepare for so many at once
+GATHER_BYTES = 1 << 20  # of a buffer with several steps; policies prepare for so many at once
 
-_Pairs = list[tuple[Array, Array]]  # of a stage and of lanes: with the row as first dimension, and equal others
+_Pairs = list[tuple[Array, Array]]  # of a buffer and of lanes: with the row as first dimension, and equal others
 _Pairs3 = tuple[_Pairs, _Pairs, _Pairs]
 
 
@@ -58,13 +59,13 @@ class ServedRollout:
     error: Exception | None = None
     act: Act | None = None  # for this lane alone, as long as nothing changes
     epoch: int = -1  # of ``act``
-    prepared: dict[tuple[int, int], _Prepared] = field(default_factory=dict)  # of stages where it is the first
+    prepared: dict[tuple[int, int], _Prepared] = field(default_factory=dict)  # of buffers where it is the first
     pairs: dict[Any, _Pairs3 | None] = field(default_factory=dict)  # see ``Actor``
 
 
 @dataclass
 class _Prepared:
-    """What a policy has prepared for steps of a stage: from ``row`` on nobody has used it."""
+    """What a policy has prepared for steps of a buffer: from ``row`` on nobody has used it."""
 
     act: Act
     row: int
@@ -94,7 +95,7 @@ class Actor:
         self._infos: Mapping[int, GroupInfo] = {}
         self._rngs: dict[int, GroupRng] = {}  # by group
         self._policies: dict[tuple[int, ...], Policy] = {}  # by shape of the batch
-        self._stages: dict[tuple[int, int], Lane] = {}  # by number of environments and of steps
+        self._buffers: dict[tuple[int, int], Lane] = {}  # by number of environments and of steps
         self._prepared: dict[tuple[int, int], _Prepared] = {}  # of those, if it need not be the same in every run
         self._columns: list[Column] = []
         self._acted: set[int] = set()  # groups
@@ -234,28 +235,28 @@ class Actor:
         """Gather rows, act on all of them at once, and give every lane its part."""
         (leader, row), B = asked[0], sum(rollout.lane.B for rollout, _ in asked)
         rng, size = self._rngs[leader.group], (B, leader.lane.T)
-        stage = self._stage(*size, leader.lane.layout)
+        buffer = self._buffer(*size, leader.lane.layout)
         # Noise for many steps is drawn at once. It must not depend on who else was quick: of its own for every leader.
         prepared = leader.prepared if self._exclusive else self._prepared
         ready = prepared.get(size)
-        if ready is not None and (ready.epoch != self._epoch or ready.row == stage.T):
+        if ready is not None and (ready.epoch != self._epoch or ready.row == buffer.T):
             ready = None
         left = leader.lane.T - row  # no noise is drawn that nobody uses
-        here = 0 if first else max(0, stage.T - left) if ready is None else ready.row
-        parts = self._parts(asked, stage)
+        here = 0 if first else max(0, buffer.T - left) if ready is None else ready.row
+        parts = self._parts(asked, buffer)
         for (into, _, _), row in parts:
             for there, lane in into:
                 there[here] = lane[row]
         for rollout, _ in asked:
             rollout.act = None  # what was prepared for acting alone is out of step
-        policy = self._policy_for((B,), lambda: self._seen(stage, here), rng)
+        policy = self._policy_for((B,), lambda: self._seen(buffer, here), rng)
         if first:
-            self._act_first(policy, stage, here, rng)
+            self._act_first(policy, buffer, here, rng)
         else:
             with self._context(policy, rng):
                 if ready is None:
-                    stage.acts_from = stage.done_steps = here
-                    act = call_policy(policy, lambda: policy.start(stage, rng))
+                    buffer.acts_from = buffer.done_steps = here
+                    act = call_policy(policy, lambda: policy.start(buffer, rng))
                     ready = prepared[size] = _Prepared(act, here, self._epoch)
                 ready.act(here)
             ready.row += 1
@@ -270,33 +271,33 @@ class Actor:
             outputs = call_policy(policy, lambda: policy.first(self._seen(lane, row), rng))
         store_outputs(keep(outputs), lane, row)
 
-    def _parts(self, asked: Sequence[tuple[ServedRollout, int]], stage: Lane) -> list[tuple[_Pairs3, int]]:
+    def _parts(self, asked: Sequence[tuple[ServedRollout, int]], buffer: Lane) -> list[tuple[_Pairs3, int]]:
         """Where rows go from and to: for all at once, where their lanes lie evenly in one slot, else for each."""
         lanes = [rollout.lane for rollout, _ in asked]
         leader, row = asked[0]
         if all(other == row for _, other in asked):
-            together = (stage.B, stage.T, *(rollout.number for rollout, _ in asked))
+            together = (buffer.B, buffer.T, *(rollout.number for rollout, _ in asked))
             if together not in leader.pairs:
-                leader.pairs[together] = self._pairs(stage, 0, lanes) if _lie_evenly(lanes) else None
+                leader.pairs[together] = self._pairs(buffer, 0, lanes) if _lie_evenly(lanes) else None
             if (pairs := leader.pairs[together]) is not None:
                 return [(pairs, row)]
         parts: list[tuple[_Pairs3, int]] = []
         begin = 0
         for rollout, row in asked:
-            alone = stage.B, stage.T, begin
+            alone = buffer.B, buffer.T, begin
             if alone not in rollout.pairs:
-                rollout.pairs[alone] = self._pairs(stage, begin, [rollout.lane])
+                rollout.pairs[alone] = self._pairs(buffer, begin, [rollout.lane])
             parts.append((cast("_Pairs3", rollout.pairs[alone]), row))
             begin += rollout.lane.B
         return parts
 
-    def _pairs(self, stage: Lane, begin: int, lanes: Sequence[Lane]) -> _Pairs3:
-        """What goes onto a stage from environment ``begin`` on, what comes back into the row, and into the next."""
+    def _pairs(self, buffer: Lane, begin: int, lanes: Sequence[Lane]) -> _Pairs3:
+        """What goes into a buffer from environment ``begin`` on, what comes back into the row, and into the next."""
         n, B, written = len(lanes), lanes[0].B, self._written()
         parts: _Pairs3 = ([], [], [])
         into, out, later = parts
-        for column in stage.layout.columns:
-            here, there = lanes[0].arrays[column.key], stage.arrays[column.key][:, begin : begin + n * B]
+        for column in buffer.layout.columns:
+            here, there = lanes[0].arrays[column.key], buffer.arrays[column.key][:, begin : begin + n * B]
             if n > 1:
                 step = _address(lanes[1].arrays[column.key]) - _address(here)
                 shape, strides = (len(here), n, *here.shape[1:]), (here.strides[0], step, *here.strides[1:])
@@ -308,17 +309,17 @@ class Actor:
                 (later if column.carry else out).append((there, here))
         return parts
 
-    def _stage(self, B: int, T: int, like: Layout) -> Lane:
+    def _buffer(self, B: int, T: int, like: Layout) -> Lane:
         """Memory for some steps of so many environments; where transfers to a GPU are quick, if there is one."""
-        if (B, T) not in self._stages:
+        if (B, T) not in self._buffers:
             written = self._written()
             columns = tuple(c for c in like.columns if c.carry or c.key in written)
             row_bytes = B * sum(math.prod(c.shape) * c.dtype.itemsize for c in columns)
-            steps = min(T, max(1, STAGE_BYTES // row_bytes))
+            steps = min(T, max(1, GATHER_BYTES // row_bytes))
             pinned = self._device is not None and self._device.type == "cuda"
             slot = Slot(Layout(steps, B, columns, batch_shape=(B,)), "pinned" if pinned else "heap")
-            self._stages[B, T] = slot.lanes[0]
-        return self._stages[B, T]
+            self._buffers[B, T] = slot.lanes[0]
+        return self._buffers[B, T]
 
     def _written(self) -> set[Key]:
         """What the policy writes; where episodes begin only resets do."""
@@ -332,7 +333,7 @@ class Actor:
     def _policy_for(self, shape: tuple[int, ...], obs: Callable[[], dict[Key, Any]], rng: GroupRng) -> Policy:
         """The policy for a shape of batches. Before the first one it is called once, to see what it returns."""
         if shape not in self._policies:
-            built = BuiltEnv(cast("EnvBatch", Described(next(iter(self._infos.values())))), shape)
+            built = BuiltEnv(cast("EnvBatch", next(iter(self._infos.values()))), shape)
             policy = build_policy(self._policy, self._options, built, self._device)
             probe = self._restored(0, rng.state_dict())  # the group's own draws nothing for it
             try:
@@ -384,17 +385,6 @@ def _lie_evenly(lanes: Sequence[Lane]) -> bool:
 
 def _address(array: Array) -> int:
     return int(array.ctypes.data)
-
-
-class Described:
-    """What a policy has to know about environments that are elsewhere; as of ``EnvBatch``."""
-
-    device = sample = None
-
-    def __init__(self, info: GroupInfo) -> None:
-        self.name, self.num_envs = info.name, info.num_envs
-        self.observation_specs, self.action_specs = info.observation_specs, info.action_specs
-        self.bookkeeping = info.bookkeeping
 
 
 def check_alike(info: GroupInfo, first: GroupInfo) -> None:

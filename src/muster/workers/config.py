@@ -103,12 +103,13 @@ class WorkerConfig:
         options: ``WorkerOptions``; pickled likewise.
         policy_turns: ``Turns`` of threads with the policy, whose group's random streams are the global ones meanwhile;
             None: there are none, because these are processes, or because the user's thread does not wait for them.
-        served_by: a server acts, with lines to so many workers; None: this worker does.
+        served_by: a server acts, whose mailbox is for so many workers; None: this worker does.
         threads: of torch; None leaves them as they are.
         stoppable: the cell ``STOP`` is to be looked at after every step.
         in_thread: of the parent's process.
         generation: how often the worker was started before.
         place: None until the groups of all workers are known.
+        node: number and host of its node, for people; empty on this machine.
         ticket: to the weights, whose descriptors go along; None: the worker takes none.
     """
 
@@ -126,6 +127,7 @@ class WorkerConfig:
     in_thread: bool = False
     generation: int = 0
     place: WorkerPlace | None = None
+    node: str = ""
     ticket: Ticket | None = None
 
 

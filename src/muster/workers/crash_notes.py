@@ -17,11 +17,12 @@ from muster.restore.action_log import LIMIT_BYTES, ActionLog
 from muster.restore.crash_report import CrashDirectory, CrashReport
 from muster.restore.pickling import unpickled
 from muster.workers.build import seeds_of
-from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult
+from muster.workers.messages import GroupInfo, RolloutResult
 
 if TYPE_CHECKING:
     from muster.workers.config import PoolConfig
     from muster.workers.counters import FrameCounters
+    from muster.workers.under_way import AtWork
 
 Replay = tuple[Path | None, str]  # a file, and the command that replays it
 
@@ -94,20 +95,15 @@ class CrashNotes:
         known = {"error": error, "phase": result.phase, "index": index, "log": result.anchors}
         return self._save(self._crash_report(result.group, lane, begin, end, **known))
 
-    def died(
-        self, request: RolloutRequest, lane: Lane, row: int, index: int | None, error: MusterError
-    ) -> Callable[[], Replay]:
+    def died(self, at_work: AtWork, error: MusterError) -> Callable[[], Replay]:
         """The same of a worker that is dead or hangs, from what it has left in the lane of a request.
-
-        Args:
-            row: that the policy was last asked for; -1: none.
-            index: of the environment that was being stepped.
 
         Returns:
             what writes the crash report, which can take long on a busy disk. Nobody has to wait for it with the lane.
         """
+        request, lane, index = at_work.request, at_work.lane, at_work.index
         begin, phase = self._begun.pop(request.number, 0), error.phase or "step"
-        done = max(begin, row + (phase == "reset"))
+        done = max(begin, at_work.row + (phase == "reset"))
         flags = (TRAJ_DONE,) if TRAJ_DONE in lane.arrays else (next_of(TERMINATED), next_of(TRUNCATED))
         ended = np.logical_or.reduce([lane.arrays[flag][begin:done] for flag in flags]).astype(bool)
         if phase == "reset" and len(ended) and ended[-1].sum() == 1:
@@ -119,7 +115,7 @@ class CrashNotes:
         history = self._histories[group]
         observed: Mapping[Key, Array] = {}
         if end > begin:
-            keys = [key for key in self._infos[group].observation_keys if key in lane.arrays]
+            keys = [key for key in self._infos[group].observation_specs if key in lane.arrays]
             observed = {key: np.array(lane.arrays[key][end - (known["phase"] == "step")]) for key in keys}
         history.factory = unpickled(history.factory, "create_env_fn")
         crash_report = history.crash_report(
@@ -133,4 +129,4 @@ class CrashNotes:
         return path, "" if path is None else crash_report.command(path)
 
     def _actions(self, group: int, lane: Lane, begin: int, end: int) -> dict[Key, Array]:
-        return {key: lane.arrays[key][begin:end] for key in self._infos[group].action_keys if key in lane.arrays}
+        return {key: lane.arrays[key][begin:end] for key in self._infos[group].action_specs if key in lane.arrays}

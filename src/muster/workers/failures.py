@@ -94,47 +94,38 @@ class Where:
         parts += [f"{name} {value}" for name in ("row", "seed") if (value := getattr(self, name)) is not None]
         return ", ".join(parts) or "a worker"
 
+    def known(self, phase: str) -> dict[str, Any]:
+        """The attributes of an error from there."""
+        return {
+            "worker": self.worker,
+            "env_id": self.env_ids[0] if len(self.env_ids) == 1 else None,
+            "env_index": self.env_index,
+            "seed": self.seed,
+            "phase": phase,
+        }
+
 
 @dataclass(frozen=True)
-class Failure:
-    """An exception of a worker as plain data, which any process can receive.
+class SentCause:
+    """The cause of an error as plain data.
 
     Attributes:
-        kind: the class in ``muster.errors``; None for all others.
-        message: of the exception that was packed.
-        type_name, text, traceback: of the original, which is its cause, or itself where it is not Muster's. Empty
-            where there is none.
-        pickled: the original; None if it does not survive that.
+        pickled: the exception; None if it does not survive that.
     """
 
-    kind: str | None
-    message: str
-    phase: str
-    where: Where
-    type_name: str = ""
-    text: str = ""
-    traceback: str = ""
+    type_name: str
+    text: str
+    traceback: str
     pickled: bytes | None = field(default=None, repr=False)
 
-    def error(self, crash_report: Path | None = None, replay: str = "") -> MusterError:
-        """The exception to raise in the parent; its ``__cause__`` is the original, or a ``RemoteError``.
+    @classmethod
+    def of(cls, cause: BaseException) -> SentCause:
+        if isinstance(cause, RemoteError):
+            return cls(cause.type_name, str(cause).partition(": ")[2], cause.traceback)
+        return cls(_type_name(cause), _text(cause), _traceback(cause), _pickled(cause))
 
-        Args:
-            crash_report: file with which the failure can be replayed.
-            replay: the command for that.
-        """
-        cls: type[MusterError] = getattr(errors, self.kind) if self.kind else CLASSES.get(self.phase, WorkerError)
-        stack = f"Traceback in the worker:\n{self.traceback}" if self.traceback else ""
-        hint = f"To see it happen again under a debugger: {replay}" if replay else ""
-        message = _sections(f"{_sentence(self.message)} In {self.where}, phase {self.phase}.", hint, stack)
-        error = _dressed(_made(cls, message), self.where, self.phase, crash_report)
-        error.__cause__ = self.original()
-        return error
-
-    def original(self) -> BaseException | None:
-        """The exception itself if it has survived, else a ``RemoteError``; None: there was none."""
-        if not self.type_name:
-            return None
+    def error(self) -> BaseException:
+        """The exception itself if it has survived, else a ``RemoteError``."""
         if self.pickled is not None:
             try:
                 original: BaseException = cloudpickle.loads(self.pickled)
@@ -148,19 +139,18 @@ class Failure:
 
 @dataclass(frozen=True)
 class SentError:
-    """An error that the worker pool of a node has raised, as plain data: what users see of it is complete.
+    """An error as plain data, which any process can receive. What users see of it is complete.
 
     Attributes:
         kind: the class in ``muster.errors``.
         known: attributes.
-        cause: as of ``Failure``; None: there is none.
-        crash_report: name and content of the file with which it can be replayed.
+        crash_report: name and content of the file with which it can be replayed, from another machine.
     """
 
     kind: str
     message: str
     known: Mapping[str, Any]
-    cause: Failure | None
+    cause: SentCause | None
     crash_report: tuple[str, bytes] | None = None
 
     def here(self, directory: CrashDirectory) -> SentError:
@@ -172,10 +162,10 @@ class SentError:
         return replace(self, message=self.message.replace(str(there), str(path)), known=known, crash_report=None)
 
     def error(self) -> MusterError:
-        """The exception."""
+        """The exception; its ``__cause__`` is the original, or a ``RemoteError``."""
         error = _made(getattr(errors, self.kind), self.message)
         vars(error).update(self.known)
-        error.__cause__ = None if self.cause is None else self.cause.original()
+        error.__cause__ = None if self.cause is None else self.cause.error()
         return error
 
 
@@ -183,22 +173,17 @@ def send_error(error: BaseException) -> SentError:
     """Turn an exception of a worker pool into plain data, with its crash report, which is removed here."""
     nearest, cause = _nearest(error), _CAUSE(error)
     if nearest is None:
-        return send_error(pack(error, phase="call").error())
+        return pack(error, phase="call")
     known = {name: value for name, value in vars(error).items() if not name.startswith("_")}
-    packed: Failure | None = None
-    if cause is not None:
-        said = (_type_name(cause), _text(cause), _traceback(cause))
-        if isinstance(cause, RemoteError):
-            said = (cause.type_name, str(cause).partition(": ")[2], cause.traceback)
-        packed = Failure(None, "", "call", Where(), *said, None if isinstance(cause, RemoteError) else _pickled(cause))
     path, content = known.get("crash_report"), None
     if path is not None:
         content = path.name, path.read_bytes()
         path.unlink()
-    return SentError(nearest.__name__, text_of(error), known, packed, content)
+    sent_cause = None if cause is None else SentCause.of(cause)
+    return SentError(nearest.__name__, text_of(error), known, sent_cause, content)
 
 
-def pack(error: BaseException, *, phase: str, **where: Any) -> Failure:
+def pack(error: BaseException, *, phase: str, **where: Any) -> SentError:
     """Turn an exception into plain data, in the worker and the process that it was raised in.
 
     Args:
@@ -207,19 +192,17 @@ def pack(error: BaseException, *, phase: str, **where: Any) -> Failure:
 
     Never raises, whatever the exception does when it is looked at.
     """
-    place = Where(**where)
-    nearest = _nearest(error)
-    kind = None if nearest is None else nearest.__name__
+    place, nearest, text = Where(**where), _nearest(error), _text(error)
     if (index := env_index_of(error, phase)) is not None:
         place = replace(place, env_index=index, env_ids=place.env_ids[index : index + 1] or place.env_ids)
-    original = error if kind is None else _CAUSE(error)
-    said = _text(error)
-    text = said if kind else f"{_type_name(error)} was raised" + (f": {said}" if said else "")
-    if original is None:
-        return Failure(kind, text, phase, place)
-    return Failure(
-        kind, text, phase, place, _type_name(original), _text(original), _traceback(original), _pickled(original)
-    )
+    original = error if nearest is None else _CAUSE(error)
+    if nearest is None:
+        nearest = CLASSES.get(phase, WorkerError)
+        text = f"{_type_name(error)} was raised" + (f": {text}" if text else "")
+    cause = None if original is None else SentCause.of(original)
+    stack = f"Traceback in the worker:\n{cause.traceback}" if cause is not None and cause.traceback else ""
+    message = _sections(f"{_sentence(text)} In {place}, phase {phase}.", stack)
+    return SentError(nearest.__name__, message, place.known(phase), cause)
 
 
 def env_index_of(error: BaseException, phase: str) -> int | None:
@@ -256,10 +239,9 @@ def died(
     elif exitcode is not None:
         how = f"ended with exit code {exitcode}"
     message = f"{_capital(where)} {how} during {phase}. {_why_it_died(name, exitcode, oom_kills)}"
-    if stack and (frame := innermost_user_frame(stack)):
+    if frame := innermost_user_frame(stack):
         message += f" It was at {frame}."
-    stack = f"Stack of the worker (most recent call first):\n{stack.strip()}" if stack else ""
-    error = _dressed(WorkerDied(_sections(message, stack)), where, phase)
+    error = _at(WorkerDied(_sections(message, _stack_of("worker", stack))), where, phase)
     error.exitcode = exitcode
     return error
 
@@ -271,7 +253,7 @@ def node_lost(where: Where, *, phase: str, why: str) -> WorkerDied:
         why: as the node's link says it.
     """
     message = f"{_capital(where)} is lost with its node, during {phase}: {why}"
-    return _dressed(WorkerDied(message), where, phase)
+    return _at(WorkerDied(message), where, phase)
 
 
 def hung(
@@ -291,7 +273,7 @@ def hung(
         stack: what ``faulthandler`` has written; empty if it could not.
         stopped: the process is stopped (SIGSTOP, a debugger).
     """
-    frame = innermost_user_frame(stack) if stack else None
+    frame = innermost_user_frame(stack)
     at = f" at {frame}" if frame else ""
     message = f"{_capital(where)} has been in {phase} for {seconds:.1f} s{at}; its deadline is {deadline:g} s."
     if stopped:
@@ -299,8 +281,7 @@ def hung(
     elif not stack:
         message += " Its stack could not be taken: it does not answer signals, or has not got far enough to."
     message += " If it may take that long, give this phase a longer deadline (None: no deadline)."
-    stack = f"Stack of the worker (most recent call first):\n{stack.strip()}" if stack else ""
-    return _dressed(WorkerHung(_sections(message, stack)), where, phase)
+    return _at(WorkerHung(_sections(message, _stack_of("worker", stack))), where, phase)
 
 
 def on_server(error: Exception, seen: MusterError) -> MusterError:
@@ -322,14 +303,14 @@ def server_hung(ident: int | None, *, seconds: float, deadline: float) -> Worker
     Args:
         ident: of its thread.
     """
-    stack = thread_stack(ident) if ident is not None else ""
-    frame = innermost_user_frame(stack) if stack else None
+    stack = "" if ident is None else thread_stack(ident)
+    frame = innermost_user_frame(stack)
     message = (
         f"The policy on the inference server has not returned for {seconds:.1f} s{f' at {frame}' if frame else ''}; "
         f"its deadline is {deadline:g} s. If it may take that long, give timeouts={{'policy': ...}} more (None: no "
         f"deadline). A thread cannot be ended: shut this collector down."
     )
-    return WorkerHung(_sections(message, f"Stack of the server (most recent call first):\n{stack}" if stack else ""))
+    return WorkerHung(_sections(message, _stack_of("server", stack)))
 
 
 def innermost_user_frame(stack: str) -> str | None:
@@ -389,10 +370,13 @@ def _why_it_died(name: str, exitcode: int | None, oom_kills: int) -> str:
     return "Workers end only when asked: something has called os._exit, or ended the process from native code."
 
 
-def _dressed(error: Kind, where: Where, phase: str, crash_report: Path | None = None) -> Kind:
-    error.worker, error.seed, error.phase, error.crash_report = where.worker, where.seed, phase, crash_report
-    error.env_id = where.env_ids[0] if len(where.env_ids) == 1 else None
-    error.env_index = where.env_index
+def _stack_of(who: str, stack: str) -> str:
+    text = stack.strip("\n")
+    return f"Stack of the {who} (most recent call first):\n{text}" if text else ""
+
+
+def _at(error: Kind, where: Where, phase: str) -> Kind:
+    vars(error).update(where.known(phase))
     return error
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,67 +40,6 @@ class _Requested:
         return len(self.results) == len(self.requests)
 
 
-class _Pool:
-    """What has been requested and not delivered, oldest first. Nothing here takes longer with more workers."""
-
-    def __init__(self) -> None:
-        self._items: dict[int, _Requested] = {}  # by place
-        self._of: dict[int, _Requested] = {}  # by number of the request
-        self._waiting: defaultdict[int, list[_Requested]] = defaultdict(list)  # by first group of the bundle
-        self._complete: list[int] = []  # places, sorted
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __iter__(self) -> Iterator[_Requested]:
-        return iter(list(self._items.values()))
-
-    def add(self, requested: _Requested) -> None:
-        """The newest, or one that was removed."""
-        is_newest = not self._items or requested.place > next(reversed(self._items))
-        self._items[requested.place] = requested
-        self._of |= {request.number: requested for request in requested.requests}
-        waiting = self._waiting[requested.bundle.groups[0]]
-        waiting.append(requested)
-        if not is_newest:
-            self._items = dict(sorted(self._items.items()))
-            waiting.sort(key=lambda other: other.place)
-        self.note(requested)
-
-    def remove(self, requested: _Requested) -> None:
-        del self._items[requested.place]
-        for request in requested.requests:
-            del self._of[request.number]
-        self._waiting[requested.bundle.groups[0]].remove(requested)
-        if requested.place in self._complete:
-            self._complete.remove(requested.place)
-
-    def mend(self) -> None:
-        """After an interruption (Ctrl-C in the middle of a change): all the rest follows from the items."""
-        items = list(self._items.values())
-        self._of = {request.number: requested for requested in items for request in requested.requests}
-        self._waiting.clear()
-        for requested in items:
-            self._waiting[requested.bundle.groups[0]].append(requested)
-        self._complete = [requested.place for requested in items if requested.complete]
-
-    def find(self, number: int) -> _Requested | None:
-        """That with an order of this number."""
-        return self._of.get(number)
-
-    def waiting(self, bundle: Bundle) -> list[_Requested]:
-        """Those of a bundle, oldest first."""
-        return self._waiting[bundle.groups[0]]
-
-    def note(self, requested: _Requested) -> None:
-        """It may be complete now."""
-        if requested.complete:
-            bisect.insort(self._complete, requested.place)
-
-    def complete(self) -> list[_Requested]:
-        return [self._items[place] for place in self._complete]
-
-
 class FirstReady(Schedule):
     """Every batch has the rollouts of one bundle, whichever is complete first. Workers go on while the user trains.
 
@@ -126,9 +65,9 @@ class FirstReady(Schedule):
     ) -> None:
         super().__init__(pool, bundles, T)
         self._lead, self._max_lag, self._publishes = lead, max_lag, publishes
-        self._requested = _Pool()
+        self._bundles = {group: bundle for bundle in self.bundles for group in bundle.groups}
+        self._requested: dict[int, list[_Requested]] = {bundle.groups[0]: [] for bundle in self.bundles}
         self._places = itertools.count()
-        self._lacking = {bundle.groups[0]: bundle for bundle in self.bundles}  # those with fewer rollouts than ``lead``
         self._unsure = False  # something was interrupted, and may have to be requested again
         self._delivered = 0
         self._begun: Counter[int] = Counter()  # rollouts that were requested, by group
@@ -139,10 +78,9 @@ class FirstReady(Schedule):
         self._compare_shares()  # first, since a warning may be an error
         if self.pool.elastic:
             self.pool.welcome()
-        if not len(self._requested):  # else what is under way is finished first
+        if not self.ahead_of_user:  # else what is under way is finished first
             self._resize(wanted.rows)
         if self._unsure:
-            self._mend()
             self._resubmit()
         self._unsure, postponed = True, False
         self._request_rollouts(wanted, wanted.batches)
@@ -162,7 +100,7 @@ class FirstReady(Schedule):
         except SlotsExhausted:
             pass  # which is for the next call to raise; this one has a batch
         except BaseException:
-            self._requested.add(found)
+            self._add(found)
             raise
         for lane, result in enumerate(results):
             self._finish(found.slot, lane, result)
@@ -172,10 +110,10 @@ class FirstReady(Schedule):
 
     @property
     def ahead_of_user(self) -> bool:
-        return len(self._requested) > 0
+        return self._count > 0
 
     def rollouts_for(self, frames: int, rows: int | None) -> int:
-        if not len(self._requested):
+        if not self.ahead_of_user:
             self._resize(rows)
         counters = self.pool.counters
         sizes = [sum(self.T[n] * counters[n].info.num_envs for n in bundle.groups) for bundle in self.bundles]
@@ -191,7 +129,9 @@ class FirstReady(Schedule):
         while self.pool.outstanding:
             self._take_note(self.pool.next_result())
         made = []
-        for requested in self._requested.complete():
+        for requested in self._by_place():
+            if not requested.complete:
+                continue
             results = [requested.results[request.number] for request in requested.requests]
             age = self._publishes() - requested.born
             made.append({"groups": requested.bundle.groups, "age": age, **to_plain(requested.slot, results)})
@@ -214,8 +154,7 @@ class FirstReady(Schedule):
                 requested.results[request.number] = result_of(part, request.number)
                 self.pool.counters[request.group].in_flight += part["frames"]
             slot.state = SlotState.FULL
-            self._requested.add(requested)
-        self._mend()
+            self._add(requested)
 
     @postponed()
     def abandon(self, reason: str) -> None:
@@ -233,19 +172,33 @@ class FirstReady(Schedule):
 
     def _discard(self, reason: str) -> None:
         super()._discard(reason)
-        self._mend()
-        for requested in self._requested:
-            self._remove(requested)
-            self._give_back(requested.ring, requested.slot)
+        for requested in self._by_place():
+            self._drop(requested)
 
-    def _mend(self) -> None:
-        self._requested.mend()
-        lacking = [bundle for bundle in self.bundles if len(self._requested.waiting(bundle)) < self._lead]
-        self._lacking = {bundle.groups[0]: bundle for bundle in lacking}
+    @property
+    def _count(self) -> int:
+        """How many rollouts of bundles were requested and not delivered."""
+        return sum(map(len, self._requested.values()))
+
+    def _waiting(self, bundle: Bundle) -> list[_Requested]:
+        """What was requested from a bundle and not delivered, oldest first."""
+        return self._requested[bundle.groups[0]]
+
+    def _by_place(self) -> list[_Requested]:
+        """All that was requested and not delivered, oldest first."""
+        every = (requested for bundle in self.bundles for requested in self._waiting(bundle))
+        return sorted(every, key=lambda requested: requested.place)
+
+    def _add(self, requested: _Requested) -> None:
+        bisect.insort(self._waiting(requested.bundle), requested, key=lambda other: other.place)
 
     def _remove(self, requested: _Requested) -> None:
-        self._requested.remove(requested)
-        self._lacking[requested.bundle.groups[0]] = requested.bundle
+        self._waiting(requested.bundle).remove(requested)
+
+    def _drop(self, requested: _Requested) -> None:
+        """It will never be delivered."""
+        self._remove(requested)
+        self._give_back(requested.ring, requested.slot)
 
     def _compare_shares(self) -> None:
         """Warn, once, of each group that is left behind."""
@@ -270,16 +223,20 @@ class FirstReady(Schedule):
         # What is delivered now is followed by a publish.
         lag = None if self._max_lag is None else self._max_lag + 1 - delivered
         bounds = [n for n in (batches, lag) if n is not None]
-        most = min(bounds, default=self._lead * len(self.bundles))
-        for level in range(self._lead if len(self._requested) < most else 0):
-            for bundle in sorted(self._lacking.values(), key=lambda bundle: self._begun[bundle.groups[0]]):
-                if len(self._requested) >= most:
+        left = min(bounds, default=self._lead * len(self.bundles)) - self._count
+        for level in range(self._lead):
+            lacking = [bundle for bundle in self.bundles if len(self._requested[bundle.groups[0]]) <= level]
+            for bundle in sorted(lacking, key=lambda bundle: self._begun[bundle.groups[0]]):
+                if left <= 0:
                     return
-                if len(self._requested.waiting(bundle)) <= level and self._can_work(bundle):
-                    requested = self._requested_from(bundle, wanted, delivered)
-                    if requested is not None:
-                        self._send(requested, requested.requests)
-                        self._add(requested)
+                requested = self._requested_from(bundle, wanted, delivered) if self._can_work(bundle) else None
+                if requested is not None:
+                    self._send(requested, requested.requests)
+                    self._begun[bundle.groups[0]] += 1
+                    self._add(requested)
+                    left -= 1
+                    if self.ahead is not None:
+                        self.ahead.prepare(requested.ring, requested.slot)
 
     def _is_dropped(self, bundle: Bundle) -> bool:
         return all(self.pool.counters[group].dropped for group in bundle.groups)
@@ -292,13 +249,13 @@ class FirstReady(Schedule):
 
     def _requested_from(self, bundle: Bundle, wanted: CollectRequest, delivered: int) -> _Requested | None:
         """Rollouts to be requested from the groups of a bundle; None if it is dropped."""
-        policy = wanted.policy(len(self._requested) + delivered)
+        policy = wanted.policy(self._count + delivered)
         self._prepare(bundle, policy)
         if self._is_dropped(bundle):  # just now
             return None
         slot = bundle.ring.take()
         limit = self._limit(wanted.limit, bundle.groups)
-        waiting = self._requested.waiting(bundle)
+        waiting = self._waiting(bundle)
         before = waiting[-1].requests if waiting else None
         requests = [
             RolloutRequest(
@@ -315,16 +272,6 @@ class FirstReady(Schedule):
             for lane, group in enumerate(bundle.groups)
         ]
         return _Requested(requests, bundle, bundle.ring, slot, self._publishes(), next(self._places))
-
-    def _add(self, requested: _Requested) -> None:
-        """Rollouts that workers have been told of."""
-        bundle = requested.bundle
-        self._begun[bundle.groups[0]] += 1
-        self._requested.add(requested)
-        if len(self._requested.waiting(bundle)) >= self._lead:
-            self._lacking.pop(bundle.groups[0], None)
-        if self.ahead is not None:
-            self.ahead.prepare(requested.ring, requested.slot)
 
     def _prepare(self, bundle: Bundle, policy: str) -> None:
         living = [group for group in bundle.groups if not self.pool.counters[group].dropped]
@@ -349,55 +296,46 @@ class FirstReady(Schedule):
 
     def _deliverable(self) -> _Requested | None:
         """A complete rollout, the oldest one first, that may overtake what is older and not complete."""
-        now = self._publishes()
-        for requested in self._requested.complete():
-            if self._max_lag is None:
-                return requested
-            older = enumerate(o for o in self._requested if o.place < requested.place)
-            if all(now + 1 - o.born + ahead <= self._max_lag for ahead, o in older):
+        oldest = [waiting[0] for waiting in self._requested.values() if waiting]  # the others are complete after it
+        complete = [requested for requested in oldest if len(requested.results) == len(requested.requests)]
+        for requested in sorted(complete, key=lambda requested: requested.place):
+            if self._max_lag is None or self._lag(requested) <= self._max_lag:
                 return requested
         return None
 
+    def _lag(self, requested: _Requested) -> int:
+        """The largest of what is older, if this is delivered before."""
+        older = itertools.takewhile(lambda other: other is not requested, self._by_place())
+        return max((self._publishes() + 1 - other.born + ahead for ahead, other in enumerate(older)), default=0)
+
     def _take_note(self, result: RolloutResult) -> None:
-        requested = self._requested.find(result.number)
+        waiting = self._waiting(self._bundles[result.group])
+        requested = next((r for r in waiting if result.number in (o.number for o in r.requests)), None)
         if requested is None:  # its bundle was dropped, or it is about no request
             pass
         elif result.dropped and self._is_dropped(requested.bundle):
-            self._remove(requested)
-            self._give_back(requested.ring, requested.slot)
+            self._drop(requested)
         elif result.error is None and not result.lost:
             requested.results[result.number] = result
-            self._requested.note(requested)
             if requested.complete:
                 requested.slot.state = SlotState.FULL
         if result.error is not None:
             raise result.error
 
-    def _withdraw(self, requested: _Requested) -> None:
-        """A node that is gone cannot follow these requests, and others shall do the work."""
-        for result in requested.results.values():
-            self.pool.counters[result.group].discard("worker_died", result.frames)
-        self._remove(requested)
-        self._give_back(requested.ring, requested.slot)
-
     def _resubmit(self) -> None:
         """Go on with what an error interrupted."""
         under_way = {number for handle in self.pool.handles for number in handle.outstanding}
-        for requested in list(self._requested):
-            missing = [o for o in requested.requests if o.number not in requested.results and o.number not in under_way]
+        for requested in self._by_place():
+            without = [o for o in requested.requests if o.number not in requested.results]
+            missing = [o for o in without if o.number not in under_way]
             if missing and self._is_dropped(requested.bundle):
-                self._remove(requested)
-                self._give_back(requested.ring, requested.slot)
-                continue
-            if missing and not self._can_work(requested.bundle):
-                if len(missing) + len(requested.results) == len(
-                    requested.requests
-                ):  # else somebody writes into the slot
-                    self._withdraw(requested)
-                continue
-            if missing:
+                self._drop(requested)
+            elif missing and self._can_work(requested.bundle):
                 self._send(requested, missing)
-                self._requested.note(requested)
+            elif missing and missing == without:  # a node is gone, and nobody writes into the slot: it is for others
+                for result in requested.results.values():
+                    self.pool.counters[result.group].discard("worker_died", result.frames)
+                self._drop(requested)
 
     def _send(self, requested: _Requested, requests: Sequence[RolloutRequest]) -> None:
         """Give requests to workers; those that were dropped have nothing to do."""

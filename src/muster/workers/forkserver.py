@@ -25,11 +25,10 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import process
-from pathlib import Path
 from typing import Any, NoReturn
 
 from muster.workers.channel import Channel
-from muster.workers.keeper import become_subreaper, children, keep, kill_group, tie_life, untie_life
+from muster.workers.keeper import become_subreaper, children, keep, kill_group, tie_life
 
 STATUS_BYTES = 8  # of an exit code in the pipe that tells the parent of a worker's end
 END_S = 1.5  # for the end of all workers, when the parent has ended
@@ -74,6 +73,11 @@ class _Server:
 
     def serve(self) -> None:
         """Until the parent ends."""
+        if sys.platform != "linux":  # without keepers, a worker is an interpreter of its own: this one
+            order, (channel, _, *streams) = self.orders.receive()
+            self.orders.send((order.number, os.getpid()))
+            self.sock.close()
+            _in_worker(order, channel, streams, self.lifeline)
         signal.signal(signal.SIGCHLD, lambda *_: self.reap())
         become_subreaper()  # for what keepers leave that were killed
         with contextlib.suppress(EOFError):
@@ -175,43 +179,6 @@ def serve(fd: int, lifeline_fd: int) -> None:
     _Server(socket.socket(fileno=fd), socket.socket(fileno=lifeline_fd)).serve()
 
 
-def spawned(lifeline_fd: int, channel_fd: int, hello_fd: int, target: str, name: str) -> NoReturn:
-    """Be a worker in an interpreter of its own, or on Linux its keeper; the life of this process is tied already."""
-    _own_signals()
-    for fd in (lifeline_fd, channel_fd, hello_fd):
-        os.set_inheritable(fd, False)
-    lifeline, hello = socket.socket(fileno=lifeline_fd), socket.socket(fileno=hello_fd)
-    authkey = hello.recv(1 << 16)[1:]
-
-    def begin(life: socket.socket) -> NoReturn:
-        tie_life(life)
-        hello.close()
-        _show(name)
-        process.current_process().authkey = authkey
-        run(target, Channel.adopt(channel_fd))
-
-    def started(pid: int) -> None:
-        hello.sendall(str(pid).encode())
-        hello.close()
-        os.close(channel_fd)
-        _show(KEEPER)
-
-    if sys.platform != "linux":
-        begin(lifeline)
-    codes: list[int] = []
-    untie_life(lifeline)
-    keep(lifeline, begin, started, codes.append)
-    _exit_like(codes[0] if codes else 1)
-
-
-def is_stopped(pid: int) -> bool:
-    """By SIGSTOP or a debugger, as far as one can see."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
-    except OSError:
-        return False
-
-
 def run(target: str, channel: Channel) -> NoReturn:
     """Call ``"module:function"`` with the channel, and end the process as Python would."""
     code = 1
@@ -297,18 +264,6 @@ def _in_worker(order: ForkRequest, channel: int, streams: Sequence[int], lifelin
         traceback.print_exc()
         os._exit(1)
     run(order.target, Channel.adopt(channel))
-
-
-def _exit_like(code: int) -> NoReturn:
-    """End as another process has ended, but for its core."""
-    if code < 0:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if -code != signal.SIGKILL:
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code & 0xFF)
 
 
 def _own_signals() -> None:

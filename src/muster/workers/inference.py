@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from muster.weights.transport import Ticket
 from muster.workers.actor import Actor, ServedRollout
 from muster.workers.config import made_policy
 from muster.workers.failures import on_server, server_hung
-from muster.workers.lines import LOOK_S, Lines
+from muster.workers.mailbox import LOOK_S, Mailbox
 from muster.workers.messages import GroupInfo, RolloutResult
 
 if TYPE_CHECKING:
@@ -61,20 +62,19 @@ class ServerConfig:
     keeps_streams: bool = True
 
     @property
-    def teams(self) -> list[Sequence[int]]:
+    def client_groups(self) -> list[Sequence[int]]:
         """All workers together, or half of them stepping while the other half is acted for."""
         half = -(-len(self.workers) // 2) if self.alternating else len(self.workers)
         return [part for part in (self.workers[:half], self.workers[half:]) if part]
 
 
 @dataclass
-class _Seat:
+class _Client:
     """A worker as the server sees it."""
 
     worker: int
     handle: WorkerProxy
     envs: int  # of a group
-    rollout: ServedRollout | None = None
     since: float = 0.0  # when its question was first seen
     seen: int = 0  # the number of that question
 
@@ -89,13 +89,13 @@ class InferenceServer:
 
     Attributes:
         actor: the policy; the thread's while workers are at work.
-        lines: to the workers.
+        mailbox: of the workers.
     """
 
     def __init__(self, config: ServerConfig, policy: bytes, ticket: Ticket, workers: int) -> None:
-        self._config, self._teams = config, config.teams
+        self._config, self._client_groups = config, config.client_groups
         lockstep = config.max_wait_s is None and config.max_batch is None
-        self.lines = Lines(workers, self._teams if lockstep else ())
+        self.mailbox = Mailbox(workers, self._client_groups if lockstep else ())
         own = made_policy(policy, is_factory=config.is_factory)
         self._weights = ticket.open(ticket.fds)
         ticket.close()
@@ -106,15 +106,15 @@ class InferenceServer:
             exclusive=config.exclusive,
             keeps_streams=config.keeps_streams,
         )
-        self._seats: dict[int, _Seat] = {}  # by worker
+        self._clients: dict[int, _Client] = {}  # by worker
         self._rollouts: dict[int, ServedRollout] = {}  # by request, until they are complete
-        self._turn = 0  # of the teams
-        self._chosen: list[_Seat] = []
+        self._turn = 0  # of the client groups
+        self._chosen: list[_Client] = []
         self._held = threading.Event()
         self._acting = threading.Lock()
         self._acting_since: float | None = None
         self._told: Exception | None = None  # the last error in a result
-        self._jobs: list[_ThreadCall] = []
+        self._calls: list[tuple[Future[Any], Callable[[], Any]]] = []  # for the thread to make
         self._stats = InferenceStats()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="muster-inference", daemon=True)
@@ -128,7 +128,7 @@ class InferenceServer:
             BadOption: it cannot, for their environments.
         """
         self.actor.open(infos)
-        self._seats = {h.index: _Seat(h.index, h, infos[h.groups[0]].num_envs) for h in handles}
+        self._clients = {h.index: _Client(h.index, h, infos[h.groups[0]].num_envs) for h in handles}
         self._thread.start()
         if (threads := self._config.threads) is not None:
             users = torch.get_num_threads()
@@ -143,7 +143,7 @@ class InferenceServer:
             yield
         finally:
             self._held.clear()
-            self.lines.wake_up.ring()
+            self.mailbox.wake_up.ring()
 
     def settle(self) -> None:
         """A batch is complete, or will not be now: the user's random streams are the global ones again."""
@@ -156,12 +156,9 @@ class InferenceServer:
 
     def complete(self, result: RolloutResult) -> None:
         """Add what a worker does not know of its request: version, path, and why the policy failed."""
-        rollout = self._rollouts.pop(result.number, None)
+        rollout = self._rollouts.pop(result.number, None)  # it goes on after an error with the newest weights
         if rollout is None:  # nothing was asked
             return
-        for seat in self._seats.values():
-            if seat.rollout is rollout:
-                seat.rollout = None  # if it goes on after an error, it does so with the newest weights
         result.version, result.path = rollout.version, self.actor.path(rollout)
         if result.error is not None and rollout.error is not None:
             again = rollout.error is self._told  # the same call, which failed for several workers
@@ -171,7 +168,7 @@ class InferenceServer:
 
     def waits(self, worker: int) -> bool:
         """A worker waits for the server."""
-        return bool(self.lines.question(worker))
+        return bool(self.mailbox.question(worker))
 
     @contextmanager
     def _between_calls(self) -> Iterator[None]:
@@ -200,101 +197,105 @@ class InferenceServer:
     def stats(self) -> InferenceStats:
         return self._stats
 
-    def lost(self, worker: int) -> None:
-        """A worker is gone: nobody waits for it."""
+    def lost(self, worker: int, groups: Sequence[int]) -> None:
+        """A worker with these groups is gone: nobody waits for it."""
         with self._between_calls():  # its lane may be used again from here on
-            self.lines.reset(worker)
-        seat = self._seats.get(worker)
-        if seat is not None and seat.rollout is not None:
-            self._rollouts.pop(seat.rollout.number, None)
-            seat.rollout = None
-        self.lines.wake_up.ring()
+            self.mailbox.reset(worker)
+        for number, rollout in list(self._rollouts.items()):
+            if rollout.group in groups:
+                self._rollouts.pop(number, None)
+        self.mailbox.wake_up.ring()
 
     def close(self) -> None:
         """End the thread; may be called again."""
         self._closing = True
         if self._thread.is_alive():
-            self.lines.wake_up.ring()
+            self.mailbox.wake_up.ring()
             self._thread.join(1.0)
         if not self._thread.is_alive():  # else it is in a policy that does not return
             self._weights.close()
-            self.lines.close()
+            self.mailbox.close()
 
     # --- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._closing:
-            while self._jobs:
+            while self._calls:
+                future, function = self._calls.pop(0)
                 self._acting_since = time.monotonic()
-                self._jobs.pop(0).run()
+                try:
+                    future.set_result(function())
+                except BaseException as error:  # noqa: BLE001 (raised where it is waited for)
+                    future.set_exception(error)
                 self._acting_since = None
             if self._wanted():
                 chosen, self._chosen = self._chosen, []
                 if chosen:
                     self._serve(chosen)
             else:
-                self.lines.sleep(self._wanted, self._patience())
+                self.mailbox.sleep(self._wanted, self._patience())
 
     def _in_thread(self, function: Callable[[], Any]) -> Any:
         """What a function returns or raises in the thread."""
-        job = _ThreadCall(function)
-        self._jobs.append(job)
-        self.lines.wake_up.ring()
-        return job.result(self.check)
+        future: Future[Any] = Future()
+        self._calls.append((future, function))
+        self.mailbox.wake_up.ring()
+        with allowed():
+            while not wait([future], LOOK_S).done:
+                self.check()
+        return future.result()
 
     def _wanted(self) -> bool:
         """There is something to do; whom to act for is kept."""
         self._chosen = self._chosen or self._choose()
-        return bool(self._closing or self._jobs or self._chosen)
+        return bool(self._closing or self._calls or self._chosen)
 
     def _patience(self) -> float:
         """Seconds until somebody has waited long enough."""
-        wait = self._config.max_wait_s
-        if wait is None or self._held.is_set():
+        longest = self._config.max_wait_s
+        if longest is None or self._held.is_set():
             return LOOK_S
-        since = [seat.since for seat in self._seats.values() if self.lines.question(seat.worker)]
+        since = [client.since for client in self._clients.values() if self.mailbox.question(client.worker)]
         if not since:
             return LOOK_S
-        return min(LOOK_S, max(0.0, min(since) + wait - time.monotonic()))
+        return min(LOOK_S, max(0.0, min(since) + longest - time.monotonic()))
 
-    def _choose(self) -> list[_Seat]:
-        """Whom to act for now, in the order of the workers; teams take turns."""
+    def _choose(self) -> list[_Client]:
+        """Whom to act for now, in the order of the workers; client groups take turns."""
         if self._held.is_set():
             return []
-        teams = self._teams
-        for step in range(len(teams)):
-            turn = (self._turn + step) % len(teams)
-            if chosen := self._of_team(teams[turn]):
+        groups = self._client_groups
+        for step in range(len(groups)):
+            turn = (self._turn + step) % len(groups)
+            if chosen := self._of_group(groups[turn]):
                 self._turn = turn + 1
                 return chosen
         return []
 
-    def _of_team(self, team: Sequence[int]) -> list[_Seat]:
-        questions, at_work = self.lines.look(team)
-        most, wait = self._config.max_batch, self._config.max_wait_s
-        if not questions or (most is None and wait is None and len(questions) < at_work):
+    def _of_group(self, group: Sequence[int]) -> list[_Client]:
+        questions, at_work = self.mailbox.look(group)
+        most, longest = self._config.max_batch, self._config.max_wait_s
+        if not questions or (most is None and longest is None and len(questions) < at_work):
             return []
-        asking = [self._seats[worker] for worker, _ in questions]
-        for seat, (_, number) in zip(asking, questions, strict=True):
-            if number != seat.seen:
-                seat.seen, seat.since = number, time.monotonic()
-        if most is not None and sum(seat.envs for seat in asking) >= most:
+        asking = [self._clients[worker] for worker, _ in questions]
+        for client, (_, number) in zip(asking, questions, strict=True):
+            if number != client.seen:
+                client.seen, client.since = number, time.monotonic()
+        if most is not None and sum(client.envs for client in asking) >= most:
             return _oldest(asking, most)
-        late = wait is not None and time.monotonic() - min(seat.since for seat in asking) >= wait
+        late = longest is not None and time.monotonic() - min(client.since for client in asking) >= longest
         return asking if late or len(asking) == at_work else []
 
-    def _serve(self, seats: list[_Seat]) -> None:
+    def _serve(self, clients: list[_Client]) -> None:
         with self._acting:
-            questions = [(seat, self.lines.question(seat.worker)) for seat in seats]
-            seats = [seat for seat, number in questions if number]  # as opposed to ``lost``
-            numbers = [number for _, number in questions if number]
-            if not seats:
+            questions = [(client, number) for client in clients if (number := self.mailbox.question(client.worker))]
+            if not questions:  # they are lost
                 return
             began = self._acting_since = time.monotonic()
             error: Exception | None = None
             asked: list[tuple[ServedRollout, int]] = []
             try:
-                asked += [(self._rollout(seat), self.lines.row(seat.worker)) for seat in seats]
+                asked += [(self._rollout(client), self.mailbox.row(client.worker)) for client, _ in questions]
                 self.actor.act(asked)
             except OWN as known:
                 error = known
@@ -304,17 +305,16 @@ class InferenceServer:
             for rollout, _ in asked:
                 rollout.error = error
             self._acting_since = None
-            self._stats = self._stats.plus(sum(seat.envs for seat in seats), time.monotonic() - began)
-            for seat, number in zip(seats, numbers, strict=True):
-                self.lines.answer(seat.worker, number, failed=error is not None)
+            self._stats = self._stats.plus(sum(client.envs for client, _ in questions), time.monotonic() - began)
+            for client, number in questions:
+                self.mailbox.answer(client.worker, number, failed=error is not None)
 
-    def _rollout(self, seat: _Seat) -> ServedRollout:
-        number = self.lines.request(seat.worker)
-        if seat.rollout is None or seat.rollout.number != number:
-            requests = seat.handle.under_way
-            group, lane = requests.outstanding[number].group, requests.lane_of(number)
-            seat.rollout = self._rollouts[number] = self.actor.begin(number, group, lane)
-        return seat.rollout
+    def _rollout(self, client: _Client) -> ServedRollout:
+        number = self.mailbox.request(client.worker)
+        if number not in self._rollouts:
+            requested = client.handle.under_way.outstanding[number]
+            self._rollouts[number] = self.actor.begin(number, requested.request.group, requested.lane)
+        return self._rollouts[number]
 
 
 def _limit_threads(number: int) -> None:
@@ -323,39 +323,13 @@ def _limit_threads(number: int) -> None:
     torch.get_num_threads()  # else its first computation takes over the number that was last set anywhere
 
 
-def _oldest(seats: Sequence[_Seat], most: int) -> list[_Seat]:
+def _oldest(clients: Sequence[_Client], most: int) -> list[_Client]:
     """Those that have waited longest, as many as fit, but one at least."""
-    chosen: list[_Seat] = []
+    chosen: list[_Client] = []
     envs = 0
-    for seat in sorted(seats, key=lambda seat: seat.since):
-        if chosen and envs + seat.envs > most:
+    for client in sorted(clients, key=lambda client: client.since):
+        if chosen and envs + client.envs > most:
             break
-        chosen.append(seat)
-        envs += seat.envs
-    return sorted(chosen, key=lambda seat: seat.worker)
-
-
-class _ThreadCall:
-    """Something else that the thread is to do."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
-        self._done = threading.Event()
-        self._value: Any = None
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._value = self._function()
-        except BaseException as error:  # noqa: BLE001 (raised where it is waited for)
-            self._error = error
-        self._done.set()
-
-    def result(self, check: Callable[[], None]) -> Any:
-        """What it returns or raises; ``check`` raises if that will never be."""
-        with allowed():
-            while not self._done.wait(LOOK_S):
-                check()
-        if self._error is not None:
-            raise self._error
-        return self._value
+        chosen.append(client)
+        envs += client.envs
+    return sorted(chosen, key=lambda client: client.worker)

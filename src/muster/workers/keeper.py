@@ -161,13 +161,6 @@ def tie_life(lifeline: socket.socket | int) -> None:
         os._exit(1)
 
 
-def untie_life(lifeline: socket.socket | int) -> None:
-    """Take ``tie_life`` back."""
-    import fcntl
-
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) & ~os.O_ASYNC)
-
-
 def hung_up(sock: socket.socket | int) -> bool:
     """Whether the other end is closed."""
     poller = select.poll()

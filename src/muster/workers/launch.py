@@ -12,50 +12,24 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing import process
-from typing import Any, ClassVar, Protocol
+from pathlib import Path
+from typing import Any, ClassVar
 
 from muster.errors import BadOption, CollectorTimeout, MusterError
 from muster.workers.channel import Channel
-from muster.workers.forkserver import LIGHT, PRELOADED, STATUS_BYTES, ForkedServer, ForkRequest, is_stopped
+from muster.workers.forkserver import LIGHT, PRELOADED, STATUS_BYTES, ForkedServer, ForkRequest
 from muster.workers.keeper import kill_group
 from muster.workers.status_page import StatusPage
 
 UNKNOWN = 1 << 16  # the exit code of a worker whose end nobody has seen: the fork server was killed
 SPARE_DESCRIPTORS = 10  # what one more worker must find free
+METHODS = ("forkserver", "spawn")
 START_S = 300.0  # for the fork server's answer; it may have to import torch on a busy machine
 END_S = 2.0
 
 _OWN = ("envs", "memory", "policies", "restore", "rollout", "testing", "utils", "weights", "workers")  # of muster
-
-
-class Child(Protocol):
-    """A worker process."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def fileno(self) -> int:
-        """A descriptor that is readable as soon as the process has ended."""
-
-    def exit_code(self) -> int | None:
-        """As of ``subprocess``: negative is a signal; None while it runs; ``UNKNOWN`` if it ended unseen."""
-
-    def is_stopped(self) -> bool:
-        """By SIGSTOP or a debugger, as far as one can see."""
-
-    def send_signal(self, number: int) -> None:
-        """To the process alone; nothing if it has ended."""
-
-    def kill(self) -> None:
-        """SIGKILL for it and all that it has started; does not wait."""
-
-    def join(self, timeout: float) -> bool:
-        """Whether it has ended, after waiting for that for so many seconds."""
-
-    def close(self) -> None:
-        """Close the descriptor; idempotent. For a process that has ended: a spawned one ends with it."""
 
 
 def launch(
@@ -87,12 +61,24 @@ def launch(
     if sys.platform == "win32":
         raise BadOption("worker processes need Linux or macOS; backend='threads' works everywhere.")
     method = method or ("spawn" if sys.platform == "darwin" else "forkserver")
-    starts: dict[str, Callable[[str, Channel, str, bool, bool], Child]] = {"forkserver": _Forked, "spawn": _Spawned}
-    if method not in starts:
-        raise BadOption(f"start method {method!r} is unknown; there are {sorted(starts)}.")
+    if method not in METHODS:
+        raise BadOption(f"start method {method!r} is unknown; there are {sorted(METHODS)}.")
     _check_descriptors(name)
+    alone = method == "spawn" or sys.platform != "linux"
+    here = [*sys.modules] if not alone and (preload or light not in _ForkServer.shared) else []
+    suits = LIGHT.__contains__ if light else _preloadable
+    modules = [module for module in [*here, target.partition(":")[0]] if suits(module) and not alone]
+    surroundings = (sys.path[:], sys.argv[:], dict(os.environ), _cwd(), _umask(), _authkey())
+    order = ForkRequest(next(_numbers), target, name, modules, *surroundings)
     with contextlib.closing(channel_end):
-        return starts[method](target, channel_end, name, preload, light)
+        try:
+            return Child(order, channel_end, alone=alone, light=light)
+        except EOFError:
+            raise MusterError(
+                f"The fork server ended before it had started {name}. Standard error may say why."
+            ) from None
+        except TimeoutError:
+            raise CollectorTimeout(f"The fork server has not started {name} in {START_S:g} s.") from None
 
 
 def in_process(method: str | None, *, light: bool = False) -> Callable[[str, bool], tuple[Child, Any, Any]]:
@@ -113,11 +99,170 @@ def in_process(method: str | None, *, light: bool = False) -> Callable[[str, boo
     return start
 
 
+class Child:
+    """A worker process. It is kept by a child of a fork server, which writes its exit code into a pipe.
+
+    Args:
+        alone: the fork server starts nothing else.
+        light: see ``launch``.
+
+    Attributes:
+        pid: of the process.
+    """
+
+    def __init__(self, order: ForkRequest, channel_end: Channel, *, alone: bool, light: bool) -> None:
+        self._owner = os.getpid()
+        self._code: int | None = None
+        self._server: _ForkServer | None = None  # of its own
+        self._fd, writer = os.pipe()
+        os.set_blocking(self._fd, False)
+        self._close = weakref.finalize(self, os.close, self._fd)
+        self._close.atexit = False  # whoever ends workers then still looks at it
+        try:
+            with _StandardStreams() as streams:
+                fds = [channel_end.fileno(), writer, *streams.fds]
+                if alone:
+                    self._server = _ForkServer.start()
+                    self.pid = self._server.fork(order, fds)
+                else:
+                    self.pid = _ForkServer.fork_shared(order, fds, light)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(writer)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable as soon as the process has ended."""
+        return self._fd
+
+    def exit_code(self) -> int | None:
+        """As of ``subprocess``: negative is a signal; None while it runs; ``UNKNOWN`` if it ended unseen."""
+        if self._owner != os.getpid():  # in a fork of this process, whose worker it is not
+            return UNKNOWN
+        if self._code is None and self._fd >= 0:
+            with contextlib.suppress(BlockingIOError):
+                status = os.read(self._fd, STATUS_BYTES)
+                self._code = int.from_bytes(status, "little", signed=True) if status else self._ended_unseen()
+        return self._code
+
+    def _ended_unseen(self) -> int:
+        """What would have written its exit code was killed, or there is nothing that would."""
+        if self._server is not None and sys.platform != "linux":
+            return int(self._server.process.wait(END_S))
+        kill_group(self.pid, reaped=True)
+        return UNKNOWN
+
+    def is_stopped(self) -> bool:
+        """By SIGSTOP or a debugger, as far as one can see."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
+        except OSError:
+            return False
+
+    def send_signal(self, number: int) -> None:
+        """To the process alone; nothing if it has ended."""
+        if self.exit_code() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL for it and all that it has started; does not wait."""
+        if self.exit_code() is None:
+            kill_group(self.pid)
+
+    def join(self, timeout: float) -> bool:
+        """Whether it has ended, after waiting for that for so many seconds."""
+        if self._code is not None:
+            return True
+        poller = select.poll()
+        if self._fd >= 0:
+            poller.register(self._fd, select.POLLIN)
+        return bool(poller.poll(max(0.0, timeout) * 1000))
+
+    def close(self) -> None:
+        """Close descriptors; idempotent. For a process that has ended: a spawned one ends with it."""
+        self.exit_code()
+        self._close()
+        self._fd = -1
+        if self._server is not None and self._owner == os.getpid():
+            self._server.end()
+
+
+class _ForkServer:
+    """The parent's side of a fork server.
+
+    Attributes:
+        shared: by whether it is for light workers; a spawned worker has one of its own.
+    """
+
+    lock = threading.Lock()
+    shared: ClassVar[dict[bool, _ForkServer]] = {}
+    all: ClassVar[weakref.WeakSet[_ForkServer]] = weakref.WeakSet()
+
+    def __init__(self, channel: Channel, life: socket.socket, process: subprocess.Popen[bytes] | ForkedServer) -> None:
+        self._channel, self._life, self.process = channel, life, process
+        self.all.add(self)
+
+    @classmethod
+    def start(cls) -> _ForkServer:
+        (channel, theirs), (life, lifeline) = Channel.pair(), socket.socketpair()
+        with contextlib.closing(theirs), lifeline, _StandardStreams() as streams:
+            return cls(channel, life, _python(lifeline, theirs, streams))
+
+    @classmethod
+    def fork_shared(cls, order: ForkRequest, fds: list[int], light: bool) -> int:
+        """The pid of a worker of the server for such; starts one if there is none, or a dead one."""
+        with cls.lock:
+            try:
+                return cls._running(light).fork(order, fds)
+            except EOFError:  # it was killed since the last time
+                return cls._running(light).fork(order, fds)
+
+    @classmethod
+    def _running(cls, light: bool) -> _ForkServer:
+        if light not in cls.shared:
+            cls.shared[light] = cls.start()
+        return cls.shared[light]
+
+    def fork(self, order: ForkRequest, fds: list[int]) -> int:
+        """The pid of a worker. Raises EOFError or TimeoutError where the server cannot say it, and ends it."""
+        try:
+            self._channel.send(order, fds, timeout=START_S)
+            (number, answer), _ = self._channel.receive(timeout=START_S)
+            while number != order.number:  # an answer to a launch that was interrupted while it waited
+                (number, answer), _ = self._channel.receive(timeout=START_S)
+        except (EOFError, TimeoutError):
+            self.end()
+            raise
+        if not isinstance(answer, int):
+            raise MusterError(f"{order.name} could not be started: {answer}.")
+        return answer
+
+    def forget(self) -> None:
+        """In the child of a fork of this process: the server is the parent's."""
+        self._channel.close()
+        self._life.close()  # or the server would not notice the parent's end
+        self.process.returncode = 0  # nothing to wait for
+
+    def end(self) -> None:
+        for light in [light for light, server in self.shared.items() if server is self]:
+            del self.shared[light]
+        self._channel.close()
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(END_S)
+        finally:
+            self._life.close()
+
+
 def shutdown_forkserver() -> None:
     """End the fork servers, and all workers they have started; the next ``launch`` starts another. Idempotent."""
     if _ForkServer.lock.acquire(timeout=END_S):  # else a thread is launching, and the servers end with this process
         try:
-            for server in list(_ForkServer.current.values()):
+            for server in list(_ForkServer.shared.values()):
                 server.end()
         finally:
             _ForkServer.lock.release()
@@ -126,218 +271,19 @@ def shutdown_forkserver() -> None:
 def fork_server_here() -> None:
     """Let this process' fork server be a fork of it, with all that it has imported: for processes with one thread."""
     (channel, theirs), (life, lifeline) = Channel.pair(), socket.socketpair()
-    _ForkServer(False, channel, life, ForkedServer(channel, theirs, life, lifeline))
+    _ForkServer.shared[False] = _ForkServer(channel, life, ForkedServer(channel, theirs, life, lifeline))
 
 
 def has_fork_server() -> bool:
     """There is one that has imported torch."""
-    return False in _ForkServer.current
+    return False in _ForkServer.shared
 
 
-class _ForkServer:
-    """The parent's side of a fork server: one for light workers, one for the others."""
-
-    lock = threading.Lock()
-    current: ClassVar[dict[bool, _ForkServer]] = {}  # by whether it is for light ones
-
-    def __init__(
-        self, light: bool, channel: Channel, life: socket.socket, process: subprocess.Popen[bytes] | ForkedServer
-    ) -> None:
-        self._light, self.channel, self.life, self.process = light, channel, life, process
-        self.current[light] = self
-
-    @classmethod
-    def start(cls, light: bool) -> None:
-        (channel, theirs), (life, lifeline) = Channel.pair(), socket.socketpair()
-        with contextlib.closing(theirs), lifeline, _StandardStreams() as streams:
-            ends = (theirs.fileno(), lifeline.fileno())
-            cls(light, channel, life, _python(lifeline, f"serve{ends}", ends, streams))
-
-    @classmethod
-    def request(cls, order: ForkRequest, fds: list[int], light: bool) -> int:
-        """The pid of the worker; starts a server if there is none, or a dead one."""
-        with cls.lock:
-            try:
-                try:
-                    answer = cls._running(light)._ask(order, fds)
-                except EOFError:  # it was killed since the last time
-                    answer = cls._running(light)._ask(order, fds)
-            except EOFError:
-                raise MusterError(
-                    f"The fork server ended twice before it had started {order.name}. Standard error may say why."
-                ) from None
-            except TimeoutError:
-                raise CollectorTimeout(f"The fork server has not started {order.name} in {START_S:g} s.") from None
-        if not isinstance(answer, int):
-            raise MusterError(f"{order.name} could not be started: {answer}.")
-        return answer
-
-    @classmethod
-    def _running(cls, light: bool) -> _ForkServer:
-        if light not in cls.current:
-            cls.start(light)
-        return cls.current[light]
-
-    def _ask(self, order: ForkRequest, fds: list[int]) -> int | str:
-        try:
-            self.channel.send(order, fds, timeout=START_S)
-            while True:
-                (number, answer), _ = self.channel.receive(timeout=START_S)
-                if number == order.number:  # else of a launch that was interrupted while it waited
-                    return answer  # type: ignore[no-any-return]
-        except (EOFError, TimeoutError):
-            self.end()
-            raise
-
-    @classmethod
-    def forget(cls) -> None:
-        """In the child of a fork of this process: the server is the parent's."""
-        cls.lock = threading.Lock()
-        while cls.current:
-            _, server = cls.current.popitem()
-            server.channel.close()
-            server.life.close()  # or the server would not notice the parent's end
-            server.process.returncode = 0  # nothing to wait for
-        for child in _Spawned.all:
-            child._life.close()
-
-    def end(self) -> None:
-        _ForkServer.current.pop(self._light, None)
-        self.channel.close()
-        try:
-            self.process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(END_S)
-        finally:
-            self.life.close()
-
-
-class _Forked:
-    """A child of the fork server, which reaps it and writes its exit code into a pipe."""
-
-    def __init__(self, target: str, channel_end: Channel, name: str, preload: bool, light: bool) -> None:
-        self._owner = os.getpid()
-        self._code: int | None = None
-        self._fd, writer = os.pipe()
-        os.set_blocking(self._fd, False)
-        self._close = weakref.finalize(self, os.close, self._fd)
-        self._close.atexit = False  # whoever ends workers then still looks at it
-        here = [*sys.modules] if preload or light not in _ForkServer.current else []
-        suits = LIGHT.__contains__ if light else _preloadable
-        modules = [module for module in [*here, target.partition(":")[0]] if suits(module)]
-        surroundings = (sys.path[:], sys.argv[:], dict(os.environ), _cwd(), _umask(), _authkey())
-        order = ForkRequest(next(_numbers), target, name, modules, *surroundings)
-        try:
-            with _StandardStreams() as streams:
-                self.pid = _ForkServer.request(order, [channel_end.fileno(), writer, *streams.fds], light)
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            os.close(writer)
-
-    def is_stopped(self) -> bool:
-        return is_stopped(self.pid)
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def exit_code(self) -> int | None:
-        if self._owner != os.getpid():  # in a fork of this process, whose worker it is not
-            return UNKNOWN
-        if self._code is None and self._fd >= 0:
-            with contextlib.suppress(BlockingIOError):
-                status = os.read(self._fd, STATUS_BYTES)
-                self._code = int.from_bytes(status, "little", signed=True) if status else UNKNOWN
-                if not status:  # the fork server, which would have done so, was killed
-                    kill_group(self.pid, reaped=True)
-        return self._code
-
-    def send_signal(self, number: int) -> None:
-        if self.exit_code() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        if self.exit_code() is None:
-            kill_group(self.pid)
-
-    def join(self, timeout: float) -> bool:
-        return self._code is not None or _readable(self._fd, timeout)
-
-    def close(self) -> None:
-        self.exit_code()
-        self._close()
-        self._fd = -1
-
-
-class _Spawned:
-    """A new interpreter. Its lifeline is a socket whose other end it holds until it ends.
-
-    Where a process that it has forked outlives it, the descriptor becomes readable late; ``exit_code`` is not late.
-    """
-
-    all: ClassVar[weakref.WeakSet[_Spawned]] = weakref.WeakSet()
-
-    def __init__(self, target: str, channel_end: Channel, name: str, preload: bool, light: bool) -> None:
-        self._owner = os.getpid()
-        self._swept = False  # what it had started is killed
-        (self._life, lifeline), (self._hello, hello) = socket.socketpair(), socket.socketpair()
-        self._worker: int | None = None
-        with lifeline, hello, _StandardStreams() as streams:
-            self._hello.sendall(b"\0" + _authkey())
-            ends = (lifeline.fileno(), channel_end.fileno(), hello.fileno())
-            self._process = _python(lifeline, f"spawned(*{ends}, {target!r}, {name!r})", ends, streams)
-        self.all.add(self)
-
-    @property
-    def pid(self) -> int:
-        """Of the worker, whose interpreter may have to start first; of that, if it ends before, or has no keeper."""
-        return self._told(START_S)
-
-    def _told(self, timeout: float) -> int:
-        open_fd = self._hello.fileno()
-        if self._worker is None and open_fd >= 0 and _readable(open_fd, timeout):
-            told = b""
-            with contextlib.suppress(ConnectionResetError):  # it ended before it had read what it was sent
-                told = self._hello.recv(32)
-            self._worker = int(told) if told else self._process.pid
-            self._hello.close()
-        return self._process.pid if self._worker is None else self._worker
-
-    def is_stopped(self) -> bool:
-        return is_stopped(self._told(0.0))
-
-    def fileno(self) -> int:
-        return self._life.fileno()
-
-    def exit_code(self) -> int | None:
-        if self._owner != os.getpid():
-            return UNKNOWN
-        code = self._process.poll()
-        if code is not None and not self._swept:
-            kill_group(self._process.pid, reaped=True)
-            self._swept = True
-        return code
-
-    def send_signal(self, number: int) -> None:
-        if self.exit_code() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._told(0.0), number)
-
-    def kill(self) -> None:
-        if self.exit_code() is None:
-            kill_group(self._told(0.0))
-
-    def join(self, timeout: float) -> bool:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout)
-        return self.exit_code() is not None
-
-    def close(self) -> None:
-        self._life.close()
-        self._hello.close()
+def _forget_servers() -> None:
+    _ForkServer.lock = threading.Lock()
+    _ForkServer.shared.clear()
+    for server in list(_ForkServer.all):
+        server.forget()
 
 
 class _StandardStreams:
@@ -362,22 +308,21 @@ def _interpreter_flags() -> list[str]:
     return ["-" + "O" * sys.flags.optimize] * bool(sys.flags.optimize) + [f"-W{each}" for each in sys.warnoptions]
 
 
-def _python(
-    lifeline: socket.socket, call: str, fds: Sequence[int], streams: _StandardStreams
-) -> subprocess.Popen[bytes]:
-    """A fresh interpreter that ties its life before all else, and calls a function of the fork server's module."""
+def _python(lifeline: socket.socket, channel: Channel, streams: _StandardStreams) -> subprocess.Popen[bytes]:
+    """A fresh interpreter that ties its life before all else, and becomes a fork server."""
+    ends = (channel.fileno(), lifeline.fileno())
     surroundings = f"import sys; sys.path[:] = {sys.path!r}; sys.argv[:] = {sys.argv!r}"
     tied = f"from muster.workers.keeper import tie_life; tie_life({lifeline.fileno()})"
     return subprocess.Popen(
         [
             *(sys.executable, *_interpreter_flags()),
-            *("-c", f"{surroundings}; {tied}; from muster.workers.forkserver import *; {call}"),
+            *("-c", f"{surroundings}; {tied}; from muster.workers.forkserver import serve; serve{ends}"),
         ],
         stdin=subprocess.DEVNULL,
         stdout=streams.fds[0],
         stderr=streams.fds[1],
         cwd=None if _cwd() else "/",  # MKL does not load in a directory that was deleted
-        pass_fds=fds,
+        pass_fds=ends,
         start_new_session=True,  # Ctrl-C, Ctrl-Z and a closed terminal are the parent's affair
     )
 
@@ -415,13 +360,6 @@ def _is_open(fd: int) -> bool:
     return True
 
 
-def _readable(fd: int, timeout: float) -> bool:
-    poller = select.poll()
-    if fd >= 0:
-        poller.register(fd, select.POLLIN)
-    return bool(poller.poll(max(0.0, timeout) * 1000))
-
-
 def _cwd() -> str | None:
     try:
         return os.getcwd()
@@ -447,4 +385,4 @@ _numbers = itertools.count()  # of orders
 
 atexit.register(shutdown_forkserver)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_ForkServer.forget)
+    os.register_at_fork(after_in_child=_forget_servers)

@@ -5,20 +5,24 @@ from __future__ import annotations
 import enum
 import time
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from muster.errors import EnvError, WorkerHung
 from muster.utils.forks import Owner
-from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult
+from muster.workers.messages import GroupInfo, RolloutResult
 from muster.workers.under_way import UnderWay
 
 if TYPE_CHECKING:
+    from muster.memory.slots import Slot
+    from muster.observing.stats import WorkerStats
     from muster.workers.config import PoolConfig
     from muster.workers.counters import FrameCounters
     from muster.workers.failures import Where
+    from muster.workers.messages import RolloutRequest
+    from muster.workers.requests import Request
 
 BACK_OFF = (0.0, 0.1, 0.5, 2.0)  # seconds before a restart, by restarts without a batch
 FRUITLESS = 3  # restarts without a batch are enough
@@ -55,98 +59,6 @@ class Restarted(Exception):
     """The worker that was asked has a successor, who has to be asked again."""
 
 
-class Proxy(ABC):
-    """The state of a worker or node, what it was asked for, and its answers. Implements a part of ``Handle``.
-
-    Attributes:
-        under_way: what was requested from it.
-        infos: of the groups that it has made; None: it has made none yet.
-        cause: why it is not there.
-        starts: how often it was started.
-        late: it was called and has not come in time.
-    """
-
-    late = False
-
-    def __init__(self, index: int, groups: Sequence[int], watcher: Watcher) -> None:
-        self.index, self.groups, self._watcher = index, list(groups), watcher
-        self.under_way = UnderWay()
-        self.infos: list[GroupInfo] | None = None
-        self.cause: Exception | None = None
-        self.starts = 0
-        self._state = WorkerState.NEW
-        self._owner = Owner("collector", "workers")
-        self._asked = 0  # number of the newest request
-        self._awaited: int | None = None  # number of the answer that somebody waits for
-        self._answer: Any = None  # that one
-
-    @property
-    def state(self) -> WorkerState:
-        return self._state
-
-    @state.setter
-    def state(self, state: WorkerState) -> None:
-        self._check_next(state)
-        self._state = state
-
-    def _check_next(self, state: WorkerState) -> None:
-        assert state in _NEXT[self._state], f"{type(self).__name__} {self.index}: {self._state.name} -> {state.name}"
-
-    @property
-    def alive(self) -> bool:
-        """It has a process or thread, or its node is called, as far as is known; in a fork of this process none has."""
-        return self._state in _ALIVE and self._owner.is_here()
-
-    @property
-    def reviving(self) -> bool:
-        """It will be started again by whoever watches over it."""
-        return self._state is WorkerState.RESTARTING
-
-    @property
-    def outstanding(self) -> dict[int, RolloutRequest]:
-        return self.under_way.outstanding
-
-    @property
-    def untaken(self) -> Sequence[RolloutResult]:
-        return self.under_way.results
-
-    def take(self) -> RolloutResult | None:
-        return self.under_way.take() if self.under_way.results else None
-
-    @property
-    @abstractmethod
-    def absent(self) -> bool: ...
-
-    @abstractmethod
-    def start(self) -> None:
-        """Start it, or call it."""
-
-    def _wait_until_there(self) -> None:
-        if not self.alive and not self.reviving:
-            self.start()
-        while self.reviving or self.absent:
-            try:
-                self._watcher.wait_for(self, lambda: self.alive and not self.absent)
-            except Restarted:
-                continue
-
-    def _ask(self, send: Callable[[int], None]) -> Any:
-        """The answer to what is sent under a number, of it or a successor."""
-        while True:
-            self._asked += 1
-            self._awaited, self._answer = self._asked, None
-            try:
-                send(self._asked)
-                self._watcher.wait_for(self, lambda: self._answer is not None)
-            except Restarted:
-                continue
-            finally:
-                answer, self._answer, self._awaited = self._answer, None, None
-            if answer.failure is not None:
-                raise answer.failure.error()
-            return answer.value
-
-
 @dataclass
 class Record:
     """What is remembered of one worker or node.
@@ -178,8 +90,148 @@ class Record:
         self.revive_at = time.monotonic() + BACK_OFF[min(self.fruitless, len(BACK_OFF)) - 1]
 
 
+class Proxy(ABC):
+    """A worker or node as its worker pool sees it: its state, what it was asked for, and its answers.
+
+    Requests and calls are followed one after another, as they came.
+
+    Attributes:
+        index: number of the worker.
+        groups: numbers of its groups.
+        under_way: what was requested from it.
+        infos: of the groups that it has made; None: it has made none yet.
+        cause: why it is not there.
+        starts: how often it was started.
+        record: of its losses.
+        late: it was called and has not come in time.
+    """
+
+    late = False
+
+    def __init__(self, index: int, groups: Sequence[int], watcher: Watcher) -> None:
+        self.index, self.groups, self._watcher = index, list(groups), watcher
+        self.under_way = UnderWay()
+        self.infos: list[GroupInfo] | None = None
+        self.cause: Exception | None = None
+        self.starts, self.record = 0, Record()
+        self._state = WorkerState.NEW
+        self._owner = Owner("collector", "workers")
+        self._asked = 0  # number of the newest request
+        self._awaited: int | None = None  # number of the answer that somebody waits for
+        self._answer: Any = None  # that one
+
+    @property
+    def state(self) -> WorkerState:
+        return self._state
+
+    @state.setter
+    def state(self, state: WorkerState) -> None:
+        self._check_next(state)
+        self._state = state
+
+    def _check_next(self, state: WorkerState) -> None:
+        assert state in _NEXT[self._state], f"{type(self).__name__} {self.index}: {self._state.name} -> {state.name}"
+
+    @property
+    def alive(self) -> bool:
+        """It has a process or thread, or its node is called, as far as is known; in a fork of this process none has."""
+        return self._state in _ALIVE and self._owner.is_here()
+
+    @property
+    def reviving(self) -> bool:
+        """It will be started again by whoever watches over it."""
+        return self._state is WorkerState.RESTARTING
+
+    @property
+    def outstanding(self) -> Collection[int]:
+        """Numbers of requests that nobody has taken the result of, oldest first."""
+        return self.under_way.outstanding
+
+    @property
+    def untaken(self) -> Sequence[RolloutResult]:
+        """Results that have come and nobody has taken."""
+        return self.under_way.results
+
+    def take(self) -> RolloutResult | None:
+        """The next result that is there."""
+        return self.under_way.take() if self.under_way.results else None
+
+    @property
+    @abstractmethod
+    def absent(self) -> bool:
+        """Its node is not there, and may never come, so that nothing is requested from it."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start it, or call it; also again."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End it by force. May be called again."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Let its process end; from another thread."""
+
+    @abstractmethod
+    def prepared(self, policy: str) -> bool:
+        """``layouts`` would say the same as before."""
+
+    @abstractmethod
+    def stats(self, counters: Sequence[FrameCounters]) -> list[WorkerStats]:
+        """Of its workers."""
+
+    @abstractmethod
+    def submit(self, request: RolloutRequest, slot: Slot) -> None:
+        """Let it follow a request. Does not wait."""
+
+    @abstractmethod
+    def stop(self, number: int) -> None:
+        """Let requests up to this number end after their current step."""
+
+    @abstractmethod
+    def call(self, request: Request) -> list[Any]:
+        """Wait for what its workers answer, each of them, or raise."""
+
+    @abstractmethod
+    def close(self, *, wait: bool = True) -> None:
+        """End it, with its environments, by force if need be. Nothing can be asked of it any more. May be called again.
+
+        Args:
+            wait: False lets it begin to.
+
+        Raises:
+            Exception: what closing an environment raised; it is closed all the same.
+        """
+
+    def _wait_until_there(self) -> None:
+        if not self.alive and not self.reviving:
+            self.start()
+        while self.reviving or self.absent:
+            try:
+                self._watcher.wait_for(self, lambda: self.alive and not self.absent)
+            except Restarted:
+                continue
+
+    def _ask(self, send: Callable[[int], None]) -> Any:
+        """The answer to what is sent under a number, of it or a successor."""
+        while True:
+            self._asked += 1
+            self._awaited, self._answer = self._asked, None
+            try:
+                send(self._asked)
+                self._watcher.wait_for(self, lambda: self._answer is not None)
+            except Restarted:
+                continue
+            finally:
+                answer, self._answer, self._awaited = self._answer, None, None
+            if answer.failure is not None:
+                raise answer.failure.error()
+            return answer.value
+
+
 class Watcher(ABC):
-    """Watches over the workers or nodes of a worker pool. Implements ``Watch``.
+    """Watches over the workers or nodes of a worker pool.
 
     Args:
         config: ``on_failure``: "raise": the error reaches the user, and the worker is started again by the next batch.
@@ -195,13 +247,11 @@ class Watcher(ABC):
         self.handles: Sequence[Any] = ()
         self.counters: Sequence[FrameCounters] = ()
         self.elastic, self.config = elastic, config
-        self._records: defaultdict[int, Record] = defaultdict(Record)
         self._lost: list[RolloutResult] = []
 
     @abstractmethod
     def wait(self, timeout: float | None, *, revives: bool = True) -> None:
-        """Until some worker has reported, or is lost. Takes in what has come, and finds out who is lost. May return
-        early.
+        """Until some worker has reported, or is lost; takes in what has come. May return early.
 
         Args:
             revives: start again those whose time for it has come; returns at once if one is lost already.
@@ -226,7 +276,7 @@ class Watcher(ABC):
             if handle.starts != asked:
                 raise Restarted
             if not handle.alive and not ready():
-                if self._records[handle.index].revive_at is None or (was_alive and handle.late):
+                if handle.record.revive_at is None or (was_alive and handle.late):
                     self._raise_once(handle)
                 while not handle.alive:
                     self.wait(None, revives=False)  # of others, until this one is due
@@ -236,14 +286,16 @@ class Watcher(ABC):
     def _until_due(self, *seconds: float | None) -> float:
         """The least of these, and of the time until a worker is to be started again."""
         now = time.monotonic()
-        due = [record.revive_at - now for record in self._records.values() if record.revive_at is not None]
+        due: list[float] = [
+            handle.record.revive_at - now for handle in self.handles if handle.record.revive_at is not None
+        ]
         return max(0.0, min([*due, *(s for s in seconds if s is not None)]))
 
     def _pass_on(self, handle: Any, error: Exception) -> None:
         """The requests of one that is lost, to a successor, to others or back."""
         if not self.counters:
             return  # it was never part of the worker pool
-        record, lost = self._records[handle.index], self._lost
+        record, lost = handle.record, self._lost
         for number in handle.groups if self.elastic else ():
             self.counters[number].late = True
         if self.config.on_failure == "restart" and (handle.late or record.may_restart(self.config.max_restarts)):
@@ -274,7 +326,7 @@ class Watcher(ABC):
 
     def _revive(self, handle: Any) -> None:
         """Start it again, if it is due."""
-        record = self._records[handle.index]
+        record = handle.record
         if record.revive_at is not None and record.revive_at <= time.monotonic():
             record.revive_at = None
             record.signs = ()

@@ -29,10 +29,10 @@ from muster.weights.transport import Subscriber, Ticket
 from muster.workers.build import WorkerOptions, build_envs, build_policy, make_group
 from muster.workers.channel import Channel
 from muster.workers.config import WorkerConfig, WorkerPlace, made_policy
-from muster.workers.failures import Failure, env_index_of, pack
-from muster.workers.lines import Line, ServedPolicy
+from muster.workers.failures import SentError, env_index_of, pack
+from muster.workers.mailbox import MailboxClient, ServedPolicy
 from muster.workers.messages import GroupInfo, RolloutResult
-from muster.workers.requests import BIRTH, Answer, Closed, FillLane, Finished, Request
+from muster.workers.requests import BIRTH, Answer, Closed, FillLane, Finished
 from muster.workers.status_page import StatusPage
 from muster.workers.worker import Worker, describe, objects_of
 
@@ -52,7 +52,7 @@ def main(channel: Channel) -> None:
     status_page = StatusPage.attach(fd)
     status_page.arm()
     worker = WorkerMain(channel, config, Progress(status_page.cells), Arena.attach(arena), fds)
-    if worker.line is not None and hasattr(os, "SCHED_BATCH"):
+    if worker.mailbox is not None and hasattr(os, "SCHED_BATCH"):
         with suppress(OSError):  # whom the inference server wakes up does not push it aside while it answers the others
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     signal.signal(signal.SIGTERM, worker.terminate)
@@ -84,17 +84,17 @@ class WorkerMain:
     """Does what the parent says, in a process or thread of its own.
 
     Args:
-        fds: of the line to an inference server, or of the ticket to the weights.
+        fds: of the mailbox of an inference server, or of the ticket to the weights.
     """
 
     def __init__(self, channel: Any, config: WorkerConfig, progress: Progress, arena: Arena, fds: list[int]) -> None:
         self.channel, self.config, self.arena, self.progress = channel, config, arena, progress
         self.made = ExitStack()
-        self.line: Line | None = None
+        self.mailbox: MailboxClient | None = None
         self._ticket_fds: list[int] = []
         if (workers := config.served_by) is not None:
-            self.line = Line(config.index, workers, fds, lambda: progress.cells[STOP] >= ALL_ORDERS)
-            self.made.callback(self.line.close)
+            self.mailbox = MailboxClient(config.index, workers, fds, lambda: progress.cells[STOP] >= ALL_ORDERS)
+            self.made.callback(self.mailbox.close)
         else:
             self._ticket_fds = fds
         self.built: list[BuiltEnv] = []
@@ -124,10 +124,10 @@ class WorkerMain:
             self._close_ticket()
         self._close()
 
-    def answer(self, number: int, request: Request) -> None:
-        """Say what a request returns or raises."""
+    def answer(self, number: int, function: Callable[[], Any]) -> None:
+        """Say what a function returns or raises."""
         self.progress.begin(Phase.CALL)
-        self._answer(number, partial(request.run_in, self))
+        self._answer(number, function)
 
     def terminate(self, *_: object) -> None:
         """Stop whatever is going on, and end; environments are closed."""
@@ -155,9 +155,9 @@ class WorkerMain:
         self._send(Answer(number, result))
         return True
 
-    def _pack(self, error: BaseException, phase: str, **where: Any) -> Failure:
+    def _pack(self, error: BaseException, phase: str, **where: Any) -> SentError:
         config = self.config
-        known = {"worker": config.index, "pid": os.getpid(), "generation": config.generation}
+        known = {"worker": config.index, "pid": os.getpid(), "generation": config.generation, "node": config.node}
         return pack(error, phase=phase, **known, **where)
 
     def _construct(self) -> list[GroupInfo]:
@@ -240,7 +240,7 @@ class WorkerMain:
 
     def _place_policy(self) -> tuple[Any, torch.device | None]:
         """The policy and where it computes."""
-        if self.line is not None:
+        if self.mailbox is not None:
             return None, None
         from muster.policies.adapt import place
 
@@ -248,8 +248,8 @@ class WorkerMain:
 
     def _acting(self, group: Group, device: torch.device | None) -> Policy:
         """The policy as the loop calls it."""
-        if self.line is not None:
-            return ServedPolicy(self.line, self.progress)
+        if self.mailbox is not None:
+            return ServedPolicy(self.mailbox, self.progress)
         policy = build_policy(self._policy, self.options, group, device)
         if (turns := self.config.policy_turns) is None:
             return policy
@@ -277,8 +277,8 @@ class WorkerMain:
             if lane is not shared and result.error is None:
                 for key, tensor in lane.tensors.items():
                     shared.tensors[key].copy_(tensor)
-        if self.line is not None:
-            self.line.finished(result.number)
+        if self.mailbox is not None:
+            self.mailbox.finished(result.number)
         result.lost |= self.terminated
         if self.terminated and result.phase:  # it is seen to have ended there
             self.progress.begin(Phase[result.phase.upper()])

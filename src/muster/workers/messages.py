@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from muster.episodes.record import Episodes
 from muster.episodes.rules import Rule
-from muster.keys import Key
+from muster.keys import Key, dotted
 from muster.memory.specs import Array, Specs
 from muster.rollout.bootstrap import Bootstrap
 from muster.rollout.marks import Final
@@ -26,10 +24,7 @@ class GroupInfo:
         num_envs: B.
         batch_shape: B as policy and user see it.
         device: of its rows; None is the host.
-        observations, actions: specs by key, as text.
-        observation_specs, action_specs, bookkeeping: see ``EnvBatch``; empty where nobody needs them.
-        observation_keys, action_keys: where they are in a lane.
-        reward: key and dtype of the column that ``step`` writes.
+        observation_specs, action_specs, bookkeeping, reward_key: see ``EnvBatch``.
         replays_alone: each environment can be replayed without the others.
     """
 
@@ -37,15 +32,21 @@ class GroupInfo:
     num_envs: int
     batch_shape: tuple[int, ...]
     device: Any
-    observations: dict[str, str]
-    actions: dict[str, str]
-    observation_keys: tuple[Key, ...]
-    action_keys: tuple[Key, ...]
-    reward: tuple[Key, np.dtype[Any]]
+    observation_specs: Specs
+    action_specs: Specs
+    bookkeeping: frozenset[Key]
+    reward_key: Key
     replays_alone: bool
-    observation_specs: Specs = field(default_factory=dict)
-    action_specs: Specs = field(default_factory=dict)
-    bookkeeping: frozenset[Key] = frozenset()
+
+    @property
+    def observations(self) -> dict[str, str]:
+        """Specs by key, as text."""
+        return {dotted(key): str(spec) for key, spec in self.observation_specs.items()}
+
+    @property
+    def actions(self) -> dict[str, str]:
+        """Likewise."""
+        return {dotted(key): str(spec) for key, spec in self.action_specs.items()}
 
 
 @dataclass  # not frozen, which would make each one ten times as expensive
@@ -93,7 +94,7 @@ class RolloutResult:
         clock: the group's episode numbers and steps since their beginnings, ``[2, B]``.
         objects: columns of Python objects, from another process.
         values: of next observations, if they were asked for.
-        error: why it is not complete; the same request continues it. An exception, or on its way a ``Failure``.
+        error: why it is not complete; the same request continues it. An exception, or on its way a ``SentError``.
         phase: what the error interrupted.
         lost: it is to be requested again, since its worker is gone.
         dropped: its group is gone for good.

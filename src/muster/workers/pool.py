@@ -6,9 +6,9 @@ import itertools
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -18,87 +18,22 @@ from muster.observing.stats import InferenceStats, WorkerStats
 from muster.utils.forks import Owner
 from muster.utils.interrupts import allowed
 from muster.workers.counters import FrameCounters
+from muster.workers.lives import Proxy, Watcher
 from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult
 from muster.workers.requests import Request
 from muster.workers.worker import Worker, phase_ended_by
 
 
-class Handle(Protocol):
-    """A worker as its worker pool sees it. Requests and calls are followed one after another, as they came.
-
-    Attributes:
-        index: number of the worker.
-        groups: numbers of its groups.
-        outstanding: requests that nobody has taken the result of, by number, oldest first.
-        untaken: results that have come and nobody has taken.
-        alive: it has a process or thread, or its node is there or called.
-        reviving: it has none, and will be started again by whoever watches over it.
-        absent: its node is not there, and may never come, so that nothing is requested from it.
-    """
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def groups(self) -> Sequence[int]: ...
-    @property
-    def outstanding(self) -> dict[int, RolloutRequest]: ...
-    @property
-    def untaken(self) -> Sequence[RolloutResult]: ...
-    @property
-    def alive(self) -> bool: ...
-    @property
-    def reviving(self) -> bool: ...
-    @property
-    def absent(self) -> bool: ...
-
-    def start(self) -> None:
-        """Start it again."""
-
-    def end(self) -> None:
-        """End it by force; not its environments in this thread. May be called again."""
-
-    def kill(self) -> None:
-        """Let its process end; from another thread."""
-
-    def prepared(self, policy: str) -> bool:
-        """``layouts`` would say the same as before."""
-
-    def stats(self, counters: Sequence[FrameCounters]) -> list[WorkerStats]:
-        """Of its workers, if they are not in this thread."""
-
-    def submit(self, request: RolloutRequest, slot: Slot) -> None:
-        """Let it follow a request. Does not wait."""
-
-    def take(self) -> RolloutResult | None:
-        """The next result that is there."""
-
-    def stop(self, number: int) -> None:
-        """Let requests up to this number end after their current step."""
-
-    def call(self, request: Request) -> list[Any]:
-        """Wait for what its workers answer, each of them, or raise."""
-
-    def close(self, *, wait: bool = True) -> None:
-        """End it, with its environments, by force if need be. Nothing can be asked of it any more. May be called again.
-
-        Args:
-            wait: False lets it begin to.
-
-        Raises:
-            Exception: what closing an environment raised; it is closed all the same.
-        """
-
-
 class LocalWorker:
-    """A worker in the caller's own thread: what is requested is done at once."""
+    """A worker in the caller's own thread, with the methods of ``Proxy``: what is requested is done at once."""
 
     alive, reviving, absent = True, False, False
+    outstanding: Collection[int] = ()
     untaken: Sequence[RolloutResult] = ()
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.index = worker, worker.index
         self.groups = [group.number for group in worker.groups]
-        self.outstanding: dict[int, RolloutRequest] = {}
         self._results: deque[RolloutResult] = deque()
 
     def prepared(self, policy: str) -> bool:
@@ -140,14 +75,7 @@ class LocalWorker:
             self.worker.profile(None)
 
 
-class Watch(Protocol):
-    """Waits for workers elsewhere, and deals with those that fail."""
-
-    def wait(self, timeout: float | None) -> None:
-        """Until some worker has something to say, or is lost."""
-
-    def take_lost(self) -> list[RolloutResult]:
-        """Results in the place of workers that were lost since the last call."""
+Handle: TypeAlias = LocalWorker | Proxy
 
 
 class Servers(Protocol):
@@ -189,7 +117,7 @@ class WorkerPool:
         server: acts for the workers; None: they do.
         hold: makes a context; workers that are given work in it begin at the same time, as a server sees it.
         numbers: of requests.
-        elastic: workers may be absent (see ``Handle``) from the beginning, and again later.
+        elastic: workers may be absent (see ``Proxy``) from the beginning, and again later.
         waited: nanoseconds, for results.
     """
 
@@ -197,7 +125,7 @@ class WorkerPool:
         self,
         handles: Sequence[Handle],
         infos: Sequence[GroupInfo],
-        watch: Watch | None = None,
+        watch: Watcher | None = None,
         *,
         first_env: int = 0,
         local: Worker | None = None,

@@ -13,7 +13,6 @@ from muster.memory.slots import Slot
 from muster.rollout.progress import Phase
 from muster.utils.interrupts import postponed
 from muster.workers.config import WorkerConfig, WorkerPlace
-from muster.workers.launch import Child
 from muster.workers.lives import Proxy, WorkerState
 from muster.workers.messages import RolloutRequest
 from muster.workers.pool import stats_of
@@ -21,6 +20,7 @@ from muster.workers.requests import (
     BIRTH,
     Answer,
     Ask,
+    Call,
     Close,
     Closed,
     Configure,
@@ -28,17 +28,19 @@ from muster.workers.requests import (
     Finished,
     LayOut,
     Message,
-    Observe,
     Request,
 )
 from muster.workers.under_way import phase_of
+from muster.workers.worker import Worker
 
 if TYPE_CHECKING:
     from muster.observing.stats import WorkerStats
     from muster.workers.counters import FrameCounters
-    from muster.workers.failures import Failure
+    from muster.workers.failures import SentError
     from muster.workers.inference import InferenceServer
+    from muster.workers.launch import Child
     from muster.workers.supervision import Supervisor
+    from muster.workers.threads import WorkerThread
 
 SEND_S = 60.0  # for a message to a worker that does not read
 STACK_S = 0.5  # for the stack of one that hangs
@@ -49,7 +51,7 @@ _DEAF = -1  # instead of the number of an answer: none counts any more
 class WorkerProcess:
     """A process or thread of a worker, with the channel to it and what it shows of itself."""
 
-    child: Child
+    child: Child | WorkerThread
     channel: Any
     status_page: Any
 
@@ -72,7 +74,7 @@ class WorkerProcess:
 
 
 class WorkerProxy(Proxy):
-    """Implements ``Handle``.
+    """Implements ``Proxy`` for a process or thread.
 
     Attributes:
         config: that a successor will get, but for its ``generation``.
@@ -87,7 +89,7 @@ class WorkerProxy(Proxy):
         super().__init__(config.index, config.groups, supervisor)
         self.config, self._supervisor = config, supervisor
         self.process: WorkerProcess
-        self.failure: Failure | None = None
+        self.failure: SentError | None = None
         self.unwritten: Exception | None = None
 
     @property
@@ -111,7 +113,8 @@ class WorkerProxy(Proxy):
         if is_successor:
             self.config = replace(self.config, generation=self.config.generation + 1)
         self.infos = self.failure = self.unwritten = self._answer = self._awaited = None
-        self.under_way.entered.clear()
+        for requested in self.under_way.outstanding.values():
+            requested.entered = False
         self.starts += 1
         name = f"muster-worker-{self.index}"
         self.process = WorkerProcess(*self._supervisor.launch(name, not self.config.generation))
@@ -127,7 +130,7 @@ class WorkerProxy(Proxy):
     def assign(self, place: WorkerPlace) -> None:
         """Tell it its place among all workers."""
         self.config = replace(self.config, place=place)
-        self._answer_to(Configure(place))
+        self._ask(lambda number: self._send(Configure(number, place)))
 
     def pump(self) -> bool:
         """Take in what has come; False if nothing more can come."""
@@ -158,9 +161,9 @@ class WorkerProxy(Proxy):
             self.state = WorkerState.DEAD if self._state is WorkerState.RUNNING else WorkerState.CLOSED
             self.process.close()
             if self._supervisor.server is not None:
-                self._supervisor.server.lost(self.index)
+                self._supervisor.server.lost(self.index, self.groups)
 
-    # --- Handle -----------------------------------------------------------------------------------
+    # --- Proxy -----------------------------------------------------------------------------------
 
     def prepared(self, policy: str) -> bool:
         return self.config.place is not None and self.config.place.prepared(policy)
@@ -186,7 +189,7 @@ class WorkerProxy(Proxy):
         self.under_way.add(request, slot)
         if self.alive:
             if self._supervisor.server is not None:
-                self._supervisor.server.lines.expect(self.index, request.number)
+                self._supervisor.server.mailbox.expect(self.index, request.number)
             self._send(self._request(request))
         elif not self.reviving:
             self.start()
@@ -226,7 +229,7 @@ class WorkerProxy(Proxy):
         server, subscribe = self._supervisor.server, self._supervisor.subscribe
         ticket = None if subscribe is None or config.served_by is not None else subscribe(self.index)
         fds = [*([] if config.in_thread else [self.process.status_page.fd]), self._supervisor.arena.fd]
-        fds += server.lines.fds_for(self.index) if server is not None else [] if ticket is None else ticket.fds
+        fds += server.mailbox.fds_for(self.index) if server is not None else [] if ticket is None else ticket.fds
         try:
             self._send(replace(config, ticket=ticket), fds)
         finally:
@@ -253,14 +256,14 @@ class WorkerProxy(Proxy):
         if not isinstance(request, LayOut):
             return request
         columns = request.columns
-        served = server.ask("adopt", self._answer_to(Observe()), columns.policy == "policy")
+        served = server.ask("adopt", self._answer_to(Call(Worker.observe)), columns.policy == "policy")
         return LayOut(replace(columns, served=served))
 
     def _answer_to(self, request: Request) -> Any:
         return self._ask(lambda number: self._send(Ask(number, request)))
 
     def _request(self, request: RolloutRequest) -> FillLane:
-        slot = self.under_way.slot_of(request.number)
+        slot = self.under_way.outstanding[request.number].slot
         return FillLane(request, slot.offset, slot.layout.nbytes)
 
     def _send(self, message: WorkerConfig | Message, fds: Sequence[int] = (), timeout: float | None = SEND_S) -> None:
@@ -273,7 +276,7 @@ class WorkerProxy(Proxy):
         closing = self._state is WorkerState.CLOSING  # else nobody may ever answer
         close_s = self._supervisor.config.timeout("close") if closing else 0.0
         deadline = None if close_s is None else time.monotonic() + close_s
-        failure: Failure | None = None
+        failure: SentError | None = None
         try:
             while self.alive:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())

@@ -7,9 +7,9 @@ successors (``placed``), for crash reports (``noted``) and for the inference ser
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from muster.errors import BadOption
 from muster.restore.pickling import dumps, loads
@@ -21,11 +21,9 @@ if TYPE_CHECKING:
     from muster.memory.slots import Layout
     from muster.workers.actor import Actor
     from muster.workers.crash_notes import CrashNotes
-    from muster.workers.failures import Failure
+    from muster.workers.failures import SentError
     from muster.workers.main import WorkerMain
     from muster.workers.worker import Worker
-
-Value = TypeVar("Value")
 
 
 # --- to a worker -----------------------------------------------------------------------------------
@@ -74,7 +72,22 @@ class Ask:
     request: Request
 
     def reach(self, main: WorkerMain) -> None:
-        main.answer(self.number, self.request)
+        main.answer(self.number, lambda: self.request.run(main.worker))
+
+
+@dataclass(frozen=True)
+class Configure:
+    """Take a place among all workers.
+
+    Attributes:
+        number: of the answer.
+    """
+
+    number: int
+    place: WorkerPlace
+
+    def reach(self, main: WorkerMain) -> None:
+        main.answer(self.number, lambda: main.configure(self.place))
 
 
 @dataclass(frozen=True)
@@ -101,10 +114,6 @@ class Request(ABC):
     def run(self, worker: Worker) -> Any:
         """In the worker: the answer."""
 
-    def run_in(self, main: WorkerMain) -> Any:
-        """The same, where the worker is a process or thread of its own."""
-        return self.run(main.worker)
-
     def part(self, groups: Sequence[int]) -> Request | None:
         """What there is to do for a worker with these groups; None: nothing."""
         return self
@@ -125,32 +134,14 @@ class Request(ABC):
 
 
 @dataclass(frozen=True)
-class Configure(Request):
-    """Take a place among all workers."""
+class Call(Request):
+    """What a method of ``Worker``, or a function of one, returns."""
 
-    place: WorkerPlace
-
-    def run(self, worker: Worker) -> Any:
-        """That of this thread has its place."""
-
-    def run_in(self, main: WorkerMain) -> Any:
-        main.configure(self.place)
-
-
-@dataclass(frozen=True)
-class Observe(Request):
-    """What a server needs to act for the first time: by group, observations and the state of random streams."""
+    method: Callable[..., Any]
+    args: Sequence[Any] = ()
 
     def run(self, worker: Worker) -> Any:
-        return worker.observe()
-
-
-@dataclass(frozen=True)
-class Weights(Request):
-    """Of the policy, as it is."""
-
-    def run(self, worker: Worker) -> Any:
-        return worker.weights()
+        return self.method(worker, *self.args)
 
 
 @dataclass(frozen=True)
@@ -189,48 +180,35 @@ class Seed(Request):
         notes.seeded(groups, self.seed, static=self.static)
 
 
-def _of(groups: Sequence[int], values: Mapping[int, Value]) -> dict[int, Value]:
-    """The entries of these groups."""
-    return {number: values[number] for number in groups if number in values}
-
-
 @dataclass(frozen=True)
-class CheckReset(Request):
-    """Raise ``UnsupportedEnv`` where some of a group's environments cannot be reset without the others."""
+class Reset(Request):
+    """Let environments, by group, begin anew before the next step.
+
+    Attributes:
+        check: only raise ``UnsupportedEnv`` where some of a group's environments cannot be reset without the others.
+    """
 
     waits = True
     which: Mapping[int, Sequence[int]]
+    options: dict[str, Any] | None = None
+    check: bool = False
 
-    def part(self, groups: Sequence[int]) -> CheckReset | None:
-        which = _of(groups, self.which)
+    def part(self, groups: Sequence[int]) -> Reset | None:
+        which = {number: self.which[number] for number in groups if number in self.which}
         return replace(self, which=which) if which else None
 
     def run(self, worker: Worker) -> Any:
         for number, chosen in self.which.items():
             group = worker.group(number)
-            if 0 < len(set(chosen)) < group.B:
+            if not self.check:
+                group.reset(chosen)
+                group.env.reset_options = self.options
+            elif 0 < len(set(chosen)) < group.B:
                 group.env.check_partial_reset()
 
-
-@dataclass(frozen=True)
-class Reset(Request):
-    """Let environments, by group, begin anew before the next step."""
-
-    waits = True
-    which: Mapping[int, Sequence[int]]
-    options: dict[str, Any] | None = None
-
-    def part(self, groups: Sequence[int]) -> Reset | None:
-        which = _of(groups, self.which)
-        return replace(self, which=which) if which else None
-
-    def run(self, worker: Worker) -> Any:
-        for number, chosen in self.which.items():
-            worker.group(number).reset(chosen)
-            worker.group(number).env.reset_options = self.options
-
     def noted(self, notes: CrashNotes, groups: Sequence[int]) -> None:
-        notes.reset(self.which, self.options)
+        if not self.check:
+            notes.reset(self.which, self.options)
 
 
 @dataclass(frozen=True)
@@ -284,7 +262,7 @@ class LoadState(Request):
     trust: bool
 
     def part(self, groups: Sequence[int]) -> LoadState:
-        return replace(self, states=_of(groups, self.states))
+        return replace(self, states={number: self.states[number] for number in groups if number in self.states})
 
     def run(self, worker: Worker) -> Any:
         return worker.load(self.states, self.cut, self.trust)
@@ -309,37 +287,6 @@ class MarkResumed(Request):
 
     def placed(self, place: WorkerPlace) -> WorkerPlace:
         return replace(place, columns=None)
-
-
-@dataclass(frozen=True)
-class Running(Request):
-    """Environments in the middle of an episode, by group."""
-
-    def run(self, worker: Worker) -> dict[int, list[int]]:
-        return {
-            group.number: [i for i in range(group.B) if group.clock.steps[i] and i not in group.pending]
-            for group in worker.groups
-        }
-
-
-@dataclass(frozen=True)
-class Render(Request):
-    """See ``Worker.render``."""
-
-    seconds: float | None
-
-    def run(self, worker: Worker) -> Any:
-        worker.render(self.seconds)
-
-
-@dataclass(frozen=True)
-class EnvAttribute(Request):
-    """Of every environment object."""
-
-    name: str
-
-    def run(self, worker: Worker) -> list[Any]:
-        return [getattr(env, self.name) for group in worker.groups for env in group.env.objects()]
 
 
 @dataclass(frozen=True)
@@ -368,7 +315,7 @@ class Answer:
 
     number: int
     value: Any = None
-    failure: Failure | None = None
+    failure: SentError | None = None
 
 
 @dataclass(frozen=True)
@@ -395,4 +342,4 @@ def _finished(unfinished: bool, *result: Any) -> Finished:
 class Closed:
     """The environments are closed, and the worker ends."""
 
-    failure: Failure | None
+    failure: SentError | None

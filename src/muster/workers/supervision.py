@@ -8,7 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
@@ -25,18 +26,15 @@ from muster.workers.crash_notes import CrashNotes, Replay
 from muster.workers.inference import InferenceServer
 from muster.workers.launch import in_process
 from muster.workers.lives import Watcher
-from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult
+from muster.workers.messages import GroupInfo, RolloutResult
 from muster.workers.pool import WorkerPool
 from muster.workers.proxy import WorkerProxy
 from muster.workers.requests import Request
 from muster.workers.threads import in_thread
+from muster.workers.under_way import AtWork
 
 if TYPE_CHECKING:
-    from muster.memory.slots import Lane, Slot
-
-AtWork: TypeAlias = (
-    "tuple[RolloutRequest, Lane, int, int | None]"  # a request, its lane, and the row and environment got to
-)
+    from muster.memory.slots import Slot
 
 SAMPLED_EVERY = 0.2  # seconds
 END_S = 5.0  # for a process to end that was killed
@@ -94,7 +92,7 @@ class Supervisor(Watcher):
         if config.in_threads:
             self._wake_up = WakeUp()
             made.callback(self._wake_up.close)
-            self.launch = in_thread(self._wake_up)
+            self.launch: Callable[[str, bool], tuple[Any, ...]] = in_thread(self._wake_up)
         else:
             self.launch = in_process(config.start_method, light=light and config.server is not None)
         self.server: InferenceServer | None = None
@@ -107,7 +105,9 @@ class Supervisor(Watcher):
         self._oom_kills = failures.oom_kills()
         self._look_at = 0.0
         self._listening: tuple[list[int], select.poll, dict[int, list[WorkerProxy]]] | None = None
-        self.handles = [WorkerProxy(replace(worker, policy=config.policy), self) for worker in config.workers]
+        self.handles = [
+            WorkerProxy(replace(worker, policy=config.policy, node=config.node), self) for worker in config.workers
+        ]
         made.callback(self.end)
 
     def start(self) -> None:
@@ -222,8 +222,8 @@ class Supervisor(Watcher):
             elif result.error is None and not result.lost:
                 if self.server is not None:
                     self.server.complete(result)
-                self._records[handle.index].fruitless = 0
-                self._notes.reported(result, handle.under_way.lane_of(result.number))
+                handle.record.fruitless = 0
+                self._notes.reported(result, handle.under_way.outstanding[result.number].lane)
             elif result.error is not None:
                 if not ending:
                     self._explain(handle, result)
@@ -239,7 +239,7 @@ class Supervisor(Watcher):
         """A rollout is where it belongs. What follows on one that is not would have a hole before it."""
         if self.write is not None and handle.unwritten is None:
             try:
-                self.write(result, handle.under_way.slot_of(result.number))
+                self.write(result, handle.under_way.outstanding[result.number].slot)
             except WorkerError as error:
                 where = {"worker": handle.index, "pid": handle.process.child.pid, "node": self.config.node}
                 handle.unwritten = failures.pack(error, phase="call", **where).error()
@@ -247,10 +247,9 @@ class Supervisor(Watcher):
 
     def _explain(self, handle: WorkerProxy, result: RolloutResult) -> None:
         """Put the error itself into a result, with the file that replays it if there is one."""
-        failure: failures.Failure = result.error
-        failure = replace(failure, where=replace(failure.where, node=self.config.node))
-        lane, index = handle.under_way.lane_of(result.number), failure.where.env_index
-        result.error = failure.error(*self._notes.failed(result, lane, failure.error(), index))
+        result.error = error = result.error.error()
+        lane = handle.under_way.outstanding[result.number].lane
+        _add_crash_report(error, partial(self._notes.failed, result, lane, error, error.env_index))
         if self.server is not None:
             self.server.complete(result)
 
@@ -260,7 +259,7 @@ class Supervisor(Watcher):
             return
         self._look_at = now + SAMPLED_EVERY / 2
         for handle in self.handles:
-            record = self._records[handle.index]
+            record = handle.record
             if not handle.awaited or self._is_served(handle):
                 record.signs = ()
                 continue
@@ -313,30 +312,23 @@ class Supervisor(Watcher):
         self._lose(handle, error, "worker_hung", at_work)
 
     def _at_work(self, handle: WorkerProxy) -> AtWork | None:
-        under_way, cells = handle.under_way, handle.process.status_page.cells
-        request = under_way.at_work(cells) if self.counters else None
-        if request is None:
-            return None
-        lane = under_way.lane_of(request.number)
-        return request, lane, *under_way.row_at_work(cells, lane.B)
+        return handle.under_way.at_work(handle.process.status_page.cells) if self.counters else None
 
     def _where(self, handle: WorkerProxy) -> failures.Where:
-        under_way, config, cells = handle.under_way, handle.config, handle.process.status_page.cells
-        request = under_way.at_work(cells) if self.counters else None
+        config, at_work = handle.config, self._at_work(handle)
         known: dict[str, Any] = {"worker": handle.index, "pid": handle.process.child.pid}
         known |= {"generation": config.generation, "node": self.config.node}
-        if request is None:
+        if at_work is None:
             ids = [int(i) for group in handle.groups for i in self.counters[group].env_ids] if self.counters else []
             return failures.Where(env_ids=tuple(ids), **known)
         assert config.place is not None
-        counts, seed = self.counters[request.group], config.place.seed
-        at, index = under_way.row_at_work(cells, len(counts.env_ids))
-        row = at if at >= 0 else None
-        if index is None or not counts.info.replays_alone:
+        counts, seed = self.counters[at_work.request.group], config.place.seed
+        row = at_work.row if at_work.row >= 0 else None
+        if at_work.index is None or not counts.info.replays_alone:
             return failures.Where(env_ids=tuple(counts.env_ids.tolist()), row=row, seed=seed, **known)
-        env_id = int(counts.env_ids[index])
+        env_id = int(counts.env_ids[at_work.index])
         seed = None if seed is None else seed + env_id * (not config.place.static)
-        return failures.Where(env_ids=(env_id,), env_index=index, row=row, seed=seed, **known)
+        return failures.Where(env_ids=(env_id,), env_index=at_work.index, row=row, seed=seed, **known)
 
     def told(self, handle: WorkerProxy, request: Request) -> None:
         """A worker has done what was asked of it."""
@@ -356,7 +348,7 @@ class Supervisor(Watcher):
             at_work: what it was at, if there is to be a file that replays the error.
         """
         handle.cause = error
-        crash_report = None if at_work is None else self._notes.died(*at_work, cast(MusterError, error))
+        crash_report = None if at_work is None else self._notes.died(at_work, cast(MusterError, error))
         if self.config.on_failure != "restart":
             _add_crash_report(error, crash_report)
         try:
@@ -380,8 +372,8 @@ class Supervisor(Watcher):
             self.counters[result.group].add(result)
         under_way.unfinished.clear()
         at_work = under_way.at_work(cells)
-        if at_work is not None and at_work.number not in under_way.entered:
-            self.counters[at_work.group].cut_short(under_way.steps_seen(cells))
+        if at_work is not None and not under_way.outstanding[at_work.request.number].entered:
+            self.counters[at_work.request.group].cut_short(under_way.steps_seen(cells))
 
     def _pass_on(self, handle: WorkerProxy, error: Exception) -> None:
         """Its requests, to a successor, to others or back."""

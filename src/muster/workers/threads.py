@@ -22,7 +22,6 @@ from muster.rng import GroupRng, global_streams
 from muster.rollout.progress import ALL_ORDERS, CELLS, STOP, Phase, Progress
 from muster.workers.channel import WakeUp
 from muster.workers.failures import thread_stack
-from muster.workers.launch import Child
 
 if TYPE_CHECKING:
     import torch
@@ -63,123 +62,61 @@ class GlobalStreams:
             )
 
 
-class LocalChannel:
-    """The parent's end of what ``Channel`` is between processes; nothing is pickled.
+class WorkerThread:
+    """A thread in the place of a worker process, of the channel to it and of its status page. Nothing is pickled.
+
+    It cannot be killed: it is left alone, and what it writes goes nowhere. Methods are those of ``Child``, ``Channel``
+    and ``StatusPage``.
 
     Args:
-        wake_up: rung with every message for this end.
+        wake_up: rung with every message of the thread, and at its end.
     """
 
-    def __init__(self, wake_up: WakeUp) -> None:
-        self._wake_up = wake_up
-        self._arrived: deque[Any] = deque()
-        self.other = ThreadEnd(self)
-        self.closed = False
+    fd = -1
+
+    def __init__(self, name: str, wake_up: WakeUp) -> None:
+        self.pid, self._wake_up = os.getpid(), wake_up
+        self.cells: Any = [0] * CELLS
+        self.arrived: deque[Any] = deque()
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.closed = self._ended = False
+        self._main: Any = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def fileno(self) -> int:
         return self._wake_up.fileno()
 
     def send(self, message: Any, fds: Sequence[int] = (), timeout: float | None = None) -> None:
-        """Give a message, and duplicates of descriptors, to the thread."""
-        if self.closed or self.other.closed:
+        if self.closed or self._ended:
             raise EOFError("The thread has ended.")
-        self.other.arrived.put((message, [os.dup(fd) for fd in fds]))
+        self._requests.put((message, [os.dup(fd) for fd in fds]))
 
     def receive(self, timeout: float | None = None) -> tuple[Any, list[int]]:
-        """The next message. Raises TimeoutError, or EOFError at the end of the thread."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._arrived:
-            if self.other.closed:
+        while not self.arrived:
+            if self._ended:
                 raise EOFError("The thread has ended.")
             left = None if deadline is None else deadline - time.monotonic()
             if not self._wake_up.wait(left):
                 raise TimeoutError("The thread has not answered in time.")
-        return self._arrived.popleft(), []
+        return self.arrived.popleft(), []
 
     def poll(self) -> bool:
-        """Whether ``receive`` has an answer at once."""
-        return bool(self._arrived) or self.other.closed
-
-    def put(self, message: Any) -> None:
-        """From the thread."""
-        self._arrived.append(message)
-        self._wake_up.ring()
-
-    def wake(self) -> None:
-        """From the thread: it has ended."""
-        self._wake_up.ring()
+        return bool(self.arrived) or self._ended
 
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self.other.arrived.put(None)
-
-
-class ThreadEnd:
-    """The thread's end of a ``LocalChannel``."""
-
-    def __init__(self, parent: LocalChannel) -> None:
-        self._parent = parent
-        self.arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.closed = False
-
-    def send(self, message: Any) -> None:
-        """Raises EOFError if nobody is there any more."""
-        if self._parent.closed:
-            raise EOFError("Nobody listens to this thread any more.")
-        self._parent.put(message)
-
-    def receive(self) -> tuple[Any, list[int]]:
-        """The next message; EOFError when there will be none."""
-        message = self.arrived.get()
-        if message is None:
-            raise EOFError("Nobody talks to this thread any more.")
-        content: tuple[Any, list[int]] = message
-        return content
-
-    def close(self) -> None:
-        self.closed = True
-        self._parent.wake()
-
-
-class LocalStatusPage:
-    """What ``StatusPage`` is for a process."""
-
-    fd = -1
-
-    def __init__(self) -> None:
-        self.cells: Any = [0] * CELLS
-        self.thread: ThreadChild | None = None
+            self._requests.put(None)
 
     def stop(self, number: int) -> None:
-        """See ``StatusPage.stop``."""
         self.cells[STOP] = number
 
     def stack(self, within_s: float = 0.0) -> str:
         """Where the thread is now."""
-        ident = self.thread.ident if self.thread is not None and within_s else None
+        ident = self._thread.ident if within_s else None
         return "" if ident is None else thread_stack(ident)
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-
-class ThreadChild:
-    """A thread in the place of a process. It cannot be killed: it is left alone, and what it writes goes nowhere."""
-
-    def __init__(self, name: str, end: ThreadEnd, status_page: LocalStatusPage) -> None:
-        self._end, self._status_page, self.pid = end, status_page, os.getpid()
-        self._main: Any = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        status_page.thread = self
-        self._thread.start()
-
-    @property
-    def ident(self) -> int | None:
-        return self._thread.ident
-
-    def fileno(self) -> int:
-        return -1
 
     def exit_code(self) -> int | None:
         return None if self._thread.is_alive() else 0
@@ -189,11 +126,11 @@ class ThreadChild:
 
     def send_signal(self, number: int) -> None:
         """Of all signals a thread knows that it should stop."""
-        self._status_page.cells[STOP] = ALL_ORDERS
+        self.stop(ALL_ORDERS)
 
     def kill(self) -> None:
         """Let it write into memory of its own, if it is still at work, and give its turn with the policy to others."""
-        self._status_page.cells[STOP] = ALL_ORDERS
+        self.stop(ALL_ORDERS)
         if self._thread.is_alive() and (main := self._main) is not None:
             try:
                 main.arena.isolate()
@@ -201,38 +138,51 @@ class ThreadChild:
                 if main.arena.is_open:
                     raise  # else it has just ended by itself, or the whole program does
             if (turns := main.config.policy_turns) is not None:
-                turns.revoke(self.ident)
+                turns.revoke(self._thread.ident)
 
     def join(self, timeout: float) -> bool:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def close(self) -> None:
-        """Nothing to release."""
-
     def _run(self) -> None:
         from muster.memory.shared import Arena
         from muster.workers.main import WorkerMain
 
+        end = _ThreadEnd(self, self._requests)
         try:
-            config, (arena, *fds) = self._end.receive()
-            self._main = WorkerMain(self._end, config, Progress(self._status_page.cells), Arena.attach(arena), fds)
+            config, (arena, *fds) = end.receive()
+            self._main = WorkerMain(end, config, Progress(self.cells), Arena.attach(arena), fds)
             self._main.serve()
             self._main.arena.close()
         except EOFError:  # nobody wants anything of it any more
             pass
         finally:
-            self._end.close()
+            self._ended = True
+            self._wake_up.ring()
 
 
-def in_thread(wake_up: WakeUp) -> Callable[[str, bool], tuple[Child, Any, Any]]:
+class _ThreadEnd:
+    """The thread's end of the channel."""
+
+    def __init__(self, thread: WorkerThread, requests: queue.SimpleQueue[Any]) -> None:
+        self._thread, self._requests = thread, requests
+
+    def send(self, message: Any) -> None:
+        if self._thread.closed:
+            raise EOFError("Nobody listens to this thread any more.")
+        self._thread.arrived.append(message)
+        self._thread._wake_up.ring()
+
+    def receive(self) -> tuple[Any, list[int]]:
+        content: tuple[Any, list[int]] | None = self._requests.get()
+        if content is None:
+            raise EOFError("Nobody talks to this thread any more.")
+        return content
+
+
+def in_thread(wake_up: WakeUp) -> Callable[[str, bool], tuple[WorkerThread, ...]]:
     """Launches workers as threads, who ring when they have something to say."""
-
-    def start(name: str, preload: bool) -> tuple[Child, LocalChannel, LocalStatusPage]:
-        channel, status_page = LocalChannel(wake_up), LocalStatusPage()
-        return ThreadChild(name, channel.other, status_page), channel, status_page
-
-    return start
+    return lambda name, preload: (WorkerThread(name, wake_up),) * 3
 
 
 # --- policies that draw from the process's generators ------------------------------------------------

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from muster.errors import MusterError
-from muster.keys import Key, dotted
+from muster.keys import Key
 from muster.memory.slots import Lane, Layout
 from muster.memory.specs import Array
 from muster.observing.profiling import ProfileConfig, RolloutProfiler
@@ -27,7 +27,7 @@ from muster.rollout.progress import PHASE, Phase, Progress, Timing
 from muster.workers import group_state
 from muster.workers.build import seeds_of
 from muster.workers.config import Columns
-from muster.workers.lines import ServedPolicy
+from muster.workers.mailbox import ServedPolicy
 from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult
 
 if TYPE_CHECKING:
@@ -325,25 +325,31 @@ def phase_ended_by(error: BaseException, progress: Progress) -> str:
     return phase.name.lower()
 
 
+def env_attributes(worker: Worker, name: str) -> list[Any]:
+    """Of every environment object."""
+    return [getattr(env, name) for group in worker.groups for env in group.env.objects()]
+
+
+def running(worker: Worker) -> dict[int, list[int]]:
+    """Environments in the middle of an episode, by group."""
+    return {
+        group.number: [i for i in range(group.B) if group.clock.steps[i] and i not in group.pending]
+        for group in worker.groups
+    }
+
+
 def describe(env: EnvBatch, batch_shape: tuple[int, ...]) -> GroupInfo:
     """What everybody may know about a group of these environments."""
-    observations, actions = (
-        {dotted(key): str(spec) for key, spec in specs.items()} for specs in (env.observation_specs, env.action_specs)
-    )
     return GroupInfo(
         env.name,
         env.num_envs,
         batch_shape,
         env.device,
-        observations,
-        actions,
-        tuple(env.observation_specs),
-        tuple(env.action_specs),
-        (env.reward_key, env.reward_dtype),
-        replays_alone(env),
         dict(env.observation_specs),
         dict(env.action_specs),
         env.bookkeeping,
+        env.reward_key,
+        replays_alone(env),
     )
 
 

@@ -1,4 +1,4 @@
-"""Lines between workers and the server that acts for them: integers in shared memory, and wake-ups for who is asleep.
+"""The mailbox of an inference server: integers in shared memory, and wake-ups for workers that are asleep.
 
 A question is two numbers, the request at work and the row to act on; the observations lie in that row. Whoever waits
 looks at the cells for some microseconds, then sleeps, and waking it costs the other side a system call. Nothing is
@@ -23,38 +23,38 @@ from muster.rollout.progress import ORDER as AT_WORK
 from muster.rollout.progress import Progress
 from muster.workers.channel import WakeUp
 
-ASKED, ANSWERED, ASLEEP, ORDER, ROW, FINISHED, NEWEST, TEAM = range(8)  # of a line
-CELLS = 8  # per line: one cache line of the processor, so that no two workers write into the same one
+ASKED, ANSWERED, ASLEEP, ORDER, ROW, FINISHED, NEWEST, GROUP = range(8)  # of a client
+CELLS = 8  # per client: one cache line of the processor, so that no two workers write into the same one
 SERVER_SPIN_S = 50e-6  # the next question often comes sooner than a sleeper wakes up
 WORKER_SPIN_S = 100e-6  # if there is a processor for everybody; else who spins keeps others from what it waits for
 LOOK_S = 0.1  # between two looks at what nobody announces
 
 
-class Lines:
-    """The server's end of the lines of all workers.
+class Mailbox:
+    """The server's end, for all workers: its clients.
 
     Args:
         workers: their number.
-        teams: workers who are answered together, when all of them that are at work have asked; they ring only then.
+        groups: workers who are answered together, when all of them that are at work have asked; they ring only then.
 
     Attributes:
-        cells: of all lines, ``CELLS`` each; the last line is the server's own.
+        cells: ``CELLS`` of each client; the last ones are the server's own.
         wake_up: the server's.
     """
 
-    def __init__(self, workers: int, teams: Sequence[Sequence[int]] = ()) -> None:
-        self._arena = Arena.create("muster-lines")
+    def __init__(self, workers: int, groups: Sequence[Sequence[int]] = ()) -> None:
+        self._arena = Arena.create("muster-mailbox")
         self._arena.allocate((workers + 1) * CELLS * 8)
         self.cells = _cells(self._arena, workers + 1)
         self.wake_up = WakeUp()
         self._wake_ups = [WakeUp() for _ in range(workers)]
         self._own = workers * CELLS + ASLEEP
-        for number, team in enumerate(teams):
-            for worker in team:
-                self.cells[worker * CELLS + TEAM] = number + 1
+        for number, group in enumerate(groups):
+            for worker in group:
+                self.cells[worker * CELLS + GROUP] = number + 1
 
     def fds_for(self, worker: int) -> list[int]:
-        """What a worker needs for ``Line``; they stay this object's."""
+        """What a worker needs for ``MailboxClient``; they stay this object's."""
         return [self._arena.fd, *self.wake_up.fds, *self._wake_ups[worker].fds]
 
     def question(self, worker: int) -> int:
@@ -71,10 +71,10 @@ class Lines:
         """That it wants acted on."""
         return int(self.cells[worker * CELLS + ROW])
 
-    def look(self, team: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
-        """Who of a team asks, with the number of the question; and how many are at work, those included."""
+    def look(self, group: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
+        """Who of a group asks, with the number of the question; and how many are at work, those included."""
         cells, asking, at_work = self.cells, [], 0
-        for worker in team:
+        for worker in group:
             at = worker * CELLS
             number, answered = cells[at + ASKED], cells[at + ANSWERED]
             if number != answered and number != -answered:
@@ -118,13 +118,13 @@ class Lines:
             wake_up.close()
 
 
-class Line:
+class MailboxClient:
     """A worker's end.
 
     Args:
         number: of the worker.
         workers: their number.
-        fds: see ``Lines.fds_for``; owned by this object from now on.
+        fds: see ``Mailbox.fds_for``; owned by this object from now on.
         given_up: says whether nobody waits for this worker any more.
     """
 
@@ -136,8 +136,8 @@ class Line:
         self._cells: Any = self._all[number * CELLS : (number + 1) * CELLS]
         self._servers: Any = self._all[workers * CELLS :]
         others = [n * CELLS for n in range(workers) if n != number]
-        mine = self._cells[TEAM]
-        self._team = [at for at in others if mine and self._all[at + TEAM] == mine]
+        mine = self._cells[GROUP]
+        self._group = [at for at in others if mine and self._all[at + GROUP] == mine]
         self._spin_s = spin_s(workers)
         self._given_up = given_up
         self._cells[ASLEEP] = 0
@@ -169,11 +169,11 @@ class Line:
             raise PolicyError("the policy on the inference server raised an error")
 
     def _is_last(self) -> bool:
-        """All others of the team that are at work have asked, too: nobody else will ring."""
+        """All others of the group that are at work have asked, too: nobody else will ring."""
         cells = self._all
         return all(
             cells[at + NEWEST] <= cells[at + FINISHED] or abs(cells[at + ANSWERED]) != cells[at + ASKED]
-            for at in self._team
+            for at in self._group
         )
 
     def finished(self, request: int) -> None:
@@ -193,15 +193,15 @@ class ServedPolicy:
     """Implements ``Policy``: somebody else acts, in the very rows of the lanes. Every row is a question to the server.
 
     Args:
-        line: to the server.
+        mailbox: of the server.
         progress: says which request is at work.
     """
 
     name, path, draws_globally = "policy", "server", False
     raises = (MusterError,)  # the user's policy is elsewhere
 
-    def __init__(self, line: Line, progress: Progress) -> None:
-        self.line = line
+    def __init__(self, mailbox: MailboxClient, progress: Progress) -> None:
+        self.mailbox = mailbox
         self._progress = progress
         self._columns: Sequence[Column] = ()
 
@@ -217,12 +217,12 @@ class ServedPolicy:
         return self._columns
 
     def start(self, lane: Lane, rng: GroupRng) -> Act:
-        ask, request = self.line.ask, int(self._progress.cells[AT_WORK])
+        ask, request = self.mailbox.ask, int(self._progress.cells[AT_WORK])
         return lambda t: ask(request, t)
 
 
-def _cells(arena: Arena, lines: int) -> Any:
-    return memoryview(arena.view(0, lines * CELLS * 8)).cast("q")  # type: ignore[arg-type]
+def _cells(arena: Arena, clients: int) -> Any:
+    return memoryview(arena.view(0, clients * CELLS * 8)).cast("q")  # type: ignore[arg-type]
 
 
 def spin_s(workers: int) -> float:
