@@ -170,7 +170,8 @@ class Worker:
         group.spans = spans = _Spans() if request.spans else None
         if lane.done_steps == 0:  # else it goes on with the one that it has
             group.rule = request.rule
-        self.progress.take_up(request.number)
+        if self.progress.watched:
+            self.progress.take_up(request.number)
         result = RolloutResult(request.number, group.number, timing=group.timing)
         try:
             if self.newest is not None:
