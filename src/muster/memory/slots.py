@@ -17,7 +17,7 @@ import itertools
 import math
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -122,7 +122,7 @@ class Lane:
 
     def __init__(self, layout: Layout, block: Array | torch.Tensor) -> None:
         self.layout = layout
-        self.T, self.B, self._block = layout.T, layout.B, block
+        self.T, self.B = layout.T, layout.B
         self.arrays: dict[Key, Array] = {}
         tensors: dict[Key, torch.Tensor] = {}
         self.cache: dict[Any, Any] = {}
@@ -167,15 +167,6 @@ class Lane:
         if len(self.layout.lead) != 1 and (self.layout.lead or array.ndim > 2):
             array = array.reshape(len(array), *self.layout.lead, *array.shape[2:])
         return list(array) if len(array) <= MAX_ROW_VIEWS else array
-
-    def together(self, keys: Collection[Key]) -> Array | torch.Tensor | None:
-        """The bytes of these columns and of no others; None: they do not lie side by side."""
-        columns = [column.key for column in self.layout.tensor_columns]
-        places = sorted(columns.index(key) for key in keys)
-        if not places or places[-1] - places[0] >= len(places):
-            return None
-        ends = [*self.layout.offsets.values(), self.layout.lane_bytes]
-        return self._block[ends[places[0]] : ends[places[-1] + 1]]
 
     def pull(self, keys: Iterable[Key]) -> None:
         """Copy columns from the device to their arrays; waits for the device."""

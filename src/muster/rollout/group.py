@@ -22,16 +22,7 @@ from muster.rollout.acting import call_policy, env_error, keep, store_outputs
 from muster.rollout.carry import Carry
 from muster.rollout.columns import RolloutOptions
 from muster.rollout.context import RolloutContext
-from muster.rollout.marks import (
-    NEVER,
-    Final,
-    NextObservations,
-    cut_after_end,
-    fills_of,
-    mark_end,
-    mark_valid,
-    marks_of,
-)
+from muster.rollout.marks import NEVER, Final, NextObservations, cut_after_end, mark_end, mark_valid, marks_of
 from muster.rollout.progress import BEFORE, KNOWN, Phase, Progress, Timing
 from muster.rollout.resets import Due, Waiting, check_resets, decorrelate
 from muster.rollout.values import first_bad_value, quick_check
@@ -67,7 +58,7 @@ class LaneViews:
         self.states = [(rows, key == IS_INIT) for key, rows in own]
         self.is_fine = quick_check(lane, group.env, group.options.validate)
         self.marks = marks_of(lane)
-        self.fills = fills_of(lane, self.marks)
+        self.fills = [(marks.fill if hasattr(marks, "fill") else marks.fill_, value) for marks, value in self.marks]
         self.mirrored = [column.key for column in lane.layout.tensor_columns if column.host and lane.mirrored]
         keys = group.env.reward_key, DONE, TERMINATED, TRUNCATED, TRAJ_IDS
         self.flags = [arrays[key] for key in keys]
@@ -285,12 +276,14 @@ class Group:
         if not waiting.idle and (going_on := waiting.resume(self.carry)):
             self.env.restart_agent(self.carry, 0, going_on)
             self.carry.begin_anew(going_on)
-        if late is None and n == lane.T and self.frame_limit is None:
-            self.rows, self.delivered = n, n * self.B
-            if views.valid is not None:
-                views.valid[...] = True
-        else:
-            self._count_valid(lane, late)
+        self.rows, self.delivered = n, n * self.B
+        if late is not None or n < lane.T or self.frame_limit is not None:
+            shared = None if self.frame_limit is None else (*self.places, self.frame_limit)
+            marked = mark_valid(lane, n, late, repeat_flags=not options.reset_when_done, shared=shared)
+            self.delivered, surplus = marked
+            self.discarded["surplus"] += surplus
+        elif views.valid is not None:
+            views.valid[...] = True
         if lane.mirrored:  # the reward came from there
             lane.push(key for key in views.mirrored if late is not None or key != self.env.reward_key)
         if options.reset_at_each_iter and self.closes_batch:
@@ -364,14 +357,6 @@ class Group:
         self.due.add(ended)
         if not self.env.bypasses:
             self.discarded["after_done"] += int(late.sum())
-
-    def _count_valid(self, lane: Lane, late: Array | None) -> None:
-        """Say which cells are transitions of this batch, and count them."""
-        n = self.rows = lane.done_steps
-        shared = None if self.frame_limit is None else (*self.places, self.frame_limit)
-        marked = mark_valid(lane, n, late, repeat_flags=not self.options.reset_when_done, shared=shared)
-        self.delivered, surplus = marked
-        self.discarded["surplus"] += surplus
 
     def _end(self, lane: Lane, t: int, finished: Sequence[int], late: Sequence[int]) -> bool:
         """Agents' episodes ended at row ``t``, those of ``late`` by the limit: reset, go on, or let wait.

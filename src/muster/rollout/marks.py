@@ -90,13 +90,6 @@ def marks_of(lane: Lane) -> list[tuple[Any, bool]]:
     return marks + [(lane.data[key], True) for key in (NEXT_OBS_VALID, VALID) if key in lane.data]
 
 
-def fills_of(lane: Lane, marks: Sequence[tuple[Any, bool]]) -> list[tuple[Any, bool]]:
-    """What writes all of them; flags that lie side by side are written at once."""
-    flags = lane.together([key for key in (*FLAGS, *map(next_of, FLAGS), TRAJ_DONE) if key in lane.data])
-    parts = marks if flags is None or lane.mirrored else [(flags, False), *(mark for mark in marks if mark[1])]
-    return [(rows.fill if hasattr(rows, "fill") else rows.fill_, value) for rows, value in parts]
-
-
 def nested_truncations(specs: Specs) -> list[Key]:
     """The flags ``truncated`` below the root among observations; each has a ``done`` beside it."""
     return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -17,33 +18,22 @@ from muster.rollout.columns import Validate
 
 def quick_check(lane: Lane, env: EnvBatch, mode: Validate) -> Callable[[], bool] | None:
     """A function that says, of all rows, whether ``first_bad_value`` would find nothing; None: ask that one."""
-    actions = [(lane.data[key], spec) for key, spec in env.action_specs.items() if spec.is_tensor]
-    if mode == "full" or lane.mirrored:
+    if mode != "fast" or lane.mirrored:
         return None
-    if mode == "off":
-        return lambda: True
-    isfinite, reward = np.isfinite, lane.arrays[env.reward_key]
-    floats, below, above = [reward], [], []
-    for rows, spec in actions:
-        if rows.dtype.kind == "f":
-            floats.append(rows)
-        elif rows.dtype.kind in "iu":
-            if spec.low is not None and spec.high is not None and not spec.low.any():
-                rows = rows.view(f"u{rows.itemsize}")  # what is below 0 is above anything else
-            elif spec.low is not None:
-                below.append((rows, spec.low))
-            if spec.high is not None:
-                above.append((rows, spec.high.astype(rows.dtype)))
+    isfinite, floats, bounds = np.isfinite, [lane.arrays[env.reward_key]], list[tuple[Any, Array, Array]]()
+    for key, spec in env.action_specs.items():
+        if spec.dtype.kind == "f":
+            floats.append(lane.arrays[key])
+        elif spec.dtype.kind in "iu":
+            both = (np.less, spec.low), (np.greater, spec.high)
+            bounds += [(leaves, lane.arrays[key], bound) for leaves, bound in both if bound is not None]
 
     def is_fine() -> bool:
         for rows in floats:
             if 0 in isfinite(rows).tobytes():  # ``all``, in a sixth of the time where small
                 return False
-        for rows, low in below:
-            if 1 in (rows < low).tobytes():
-                return False
-        for rows, high in above:  # noqa: SIM110 (asked after every rollout)
-            if 1 in (rows > high).tobytes():
+        for leaves, rows, bound in bounds:  # noqa: SIM110 (asked after every rollout)
+            if 1 in leaves(rows, bound).tobytes():
                 return False
         return True
 

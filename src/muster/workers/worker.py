@@ -83,12 +83,7 @@ class Worker:
 
     def prepared(self, name: str) -> bool:
         """``layouts(name)`` would say the same as before."""
-        if self.policies[name] is not self.acting:
-            return False
-        for group in self.groups:  # noqa: SIM110 (asked before every batch)
-            if group.resumed:
-                return False
-        return True
+        return self.policies[name] is self.acting and not any(group.resumed for group in self.groups)
 
     def layouts(self, columns: Columns) -> list[Layout]:
         """Where a policy and the groups write, in rollouts to come; by group.
