@@ -29,6 +29,7 @@ else:
 
 _RESTARTS = 1 << 31  # a spawn key that no stream has
 MT_BYTES = 625 * 4  # of a Mersenne Twister: 624 words and a position
+MT_TAIL = 9 * 4  # the last 8 words and the position: any draw changes the position, and 624 draws the words
 
 
 class UserStreams(NamedTuple):
@@ -36,10 +37,12 @@ class UserStreams(NamedTuple):
 
     Attributes:
         numpy: the bit generator.
+        python: see ``_PythonStream.state``.
         torch, cuda: states; None where torch is not loaded, or nothing is on a GPU.
     """
 
     numpy: _NumpyStream
+    python: Any
     torch: Any
     cuda: Any
 
@@ -60,7 +63,7 @@ class GroupRng:
         own, legacy, torch_global, python = root.spawn(4)
         self.numpy = np.random.Generator(np.random.SFC64(own))
         self._legacy = _NumpyStream(np.random.MT19937(legacy))
-        self._python = _PythonStream(random.Random(_word(python)))
+        self._python = _PythonStream(random.Random(_word(python))).state()
         self._torch_seed = _word(torch_global)
         self._torch: torch.Tensor | None = None  # at its beginning
         self.device = device
@@ -85,7 +88,9 @@ class GroupRng:
 
     def state_dict(self) -> dict[str, Any]:
         """All streams as plain data, those that ``stream`` will make later included. Not within ``as_global``."""
-        version, words, gauss = self._python.generator.getstate()
+        python = random.Random(0)
+        _PythonStream(python).restore(self._python)
+        version, words, gauss = python.getstate()
         return {
             "entropy": self._root.entropy,
             "spawn_key": list(self._root.spawn_key),
@@ -112,7 +117,9 @@ class GroupRng:
         self._legacy.bit_generator.state = state["legacy"]
         self._legacy.in_hand = dict(state["legacy_in_hand"])
         version, words, gauss = state["python"]
-        self._python.generator.setstate((version, tuple(words), gauss))
+        python = random.Random(0)
+        python.setstate((version, tuple(words), gauss))
+        self._python = _PythonStream(python).state()
         self._torch, self._torch_seed = state["torch"], _word(self._child(2))
         if self._cuda is not None and state["cuda"] is not None:
             self._cuda_state = state["cuda"]
@@ -123,14 +130,12 @@ class GroupRng:
         known = dict(self._streams)
         generators = [self.numpy.bit_generator, self._legacy.bit_generator, *(s.bit_generator for s in known.values())]
         states = [generator.state for generator in generators]
-        python = self._python.state()
-        others = self._torch, self._cuda_state, dict(self._legacy.in_hand)
+        others = self._python, self._torch, self._cuda_state, dict(self._legacy.in_hand)
         try:
             yield
         finally:
             self._streams = known
-            self._python.restore(python)
-            self._torch, self._cuda_state, self._legacy.in_hand = others
+            self._python, self._torch, self._cuda_state, self._legacy.in_hand = others
             for generator, state in zip(generators, states, strict=True):
                 generator.state = state
 
@@ -147,28 +152,30 @@ class GroupRng:
         """Put the group's streams in the place of the global ones, until ``remove`` gets what is returned."""
         numpy_user = _user_stream()
         numpy_user.remember()
-        has_torch = "torch" in sys.modules
-        torch_user = torch.default_generator.get_state() if has_torch else None
-        cuda_user = torch.cuda.get_rng_state(self._cuda) if self._cuda else None
-        user = UserStreams(numpy_user, torch_user, cuda_user)
-        _user_python.exchange(self._python)
+        python_user, torch_user, cuda_user = _user_python.state(), None, None
+        if "torch" in sys.modules:
+            generator = torch.default_generator
+            torch_user = generator.get_state()
+            generator.set_state(self._torch_state() if self._torch is None else self._torch)
+        _user_python.restore(self._python)
         self._legacy.install()
-        if has_torch:
-            torch.default_generator.set_state(self._torch_state())
         if self._cuda is not None and self._cuda_state is not None:
+            cuda_user = torch.cuda.get_rng_state(self._cuda)
             torch.cuda.set_rng_state(self._cuda_state, self._cuda)
-        return user
+        return UserStreams(numpy_user, python_user, torch_user, cuda_user)
 
     def remove(self, user: UserStreams) -> None:
         """Put the user's streams back."""
         if sys.is_finalizing():  # a thread was acting when the program ended, and nobody draws any more
             return
-        _user_python.exchange(self._python)
+        self._python = _user_python.state()
+        _user_python.restore(user.python)
         self._legacy.remember()
         user.numpy.install()
         if user.torch is not None:
-            self._torch = torch.default_generator.get_state()
-            torch.default_generator.set_state(user.torch)
+            generator = torch.default_generator
+            self._torch = generator.get_state()
+            generator.set_state(user.torch)
         if self._cuda is not None and user.cuda is not None:
             self._cuda_state = torch.cuda.get_rng_state(self._cuda)
             torch.cuda.set_rng_state(user.cuda, self._cuda)
@@ -191,7 +198,8 @@ class _NumpyStream:
         self._seen = b""
         self._memory: Any = None
         if type(bit_generator) is np.random.MT19937:
-            self._memory = (ctypes.c_char * MT_BYTES).from_address(bit_generator.ctypes.state_address)
+            end = bit_generator.ctypes.state_address + MT_BYTES
+            self._memory = (ctypes.c_char * MT_TAIL).from_address(end - MT_TAIL)
 
     def install(self) -> None:
         np.random.mtrand.set_bit_generator(self.bit_generator)
@@ -237,17 +245,6 @@ class _PythonStream:
             self.generator.setstate(state)
         else:
             self._memory.raw, self.generator.gauss_next = state
-
-    def exchange(self, other: _PythonStream) -> None:
-        """Each goes on where the other one is."""
-        mine, theirs = self.generator, other.generator
-        if self._memory is None or other._memory is None:
-            here = mine.getstate()
-            mine.setstate(theirs.getstate())
-            theirs.setstate(here)
-            return
-        self._memory.raw, other._memory.raw = other._memory.raw, self._memory.raw
-        mine.gauss_next, theirs.gauss_next = theirs.gauss_next, mine.gauss_next
 
 
 @cache

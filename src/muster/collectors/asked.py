@@ -33,9 +33,9 @@ class Collected(NamedTuple):
     stats: CollectStats
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen, which would make each one ten times as expensive
 class Asked:
-    """The arguments of ``BaseCollector.collect``, where they are explained.
+    """The arguments of ``BaseCollector.collect``, where they are explained. It is not changed.
 
     Raises:
         BadOption: not exactly one amount, or an impossible value.
@@ -53,9 +53,10 @@ class Asked:
     bootstrap: bool | Literal["truncations"] = False
 
     def __post_init__(self) -> None:
-        for name in ("n_step", "n_episode"):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, integer(name, value, of="collect"))
+        if self.n_step is not None:
+            self.n_step = integer("n_step", self.n_step, of="collect")
+        if self.n_episode is not None:
+            self.n_episode = integer("n_episode", self.n_episode, of="collect")
         if (self.n_step is None) == (self.n_episode is None):
             given = "both" if self.n_step is not None else "neither"
             raise BadOption(f"collect takes n_step= or n_episode=, exactly one of them; {given} came")

@@ -7,7 +7,7 @@ import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -344,12 +344,12 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
     def _go_into_background(self) -> None:
         """Before a thread begins to collect."""
 
+    def _exclusively(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._background is None else self._while_paused(self._background)
+
     @contextmanager
-    def _exclusively(self) -> Iterator[None]:
-        if self._background is None:
-            yield
-            return
-        with self._background.paused():
+    def _while_paused(self, background: Background) -> Iterator[None]:
+        with background.paused():
             self._raise_from_background()  # the batch that was waited for may have failed
             yield
 

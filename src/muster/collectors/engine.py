@@ -236,24 +236,25 @@ class Engine:
     def _note(self, results: list[RolloutResult]) -> None:
         """Count the rollouts of a batch, and the episodes that ended in them."""
         counters, most, episodes = self.source.pool.counters, 0, []
-        groups = []
+        groups = [result.group for result in results]
         for result in results:
-            groups.append(result.group)
             self.frames += result.frames
             if result.episodes is not None:  # else its group was dropped
-                episodes.append(result.episodes)
+                if result.episodes is not NO_EPISODES:
+                    episodes.append(result.episodes)
                 counters[result.group].lag = lag = self.weights.lag(result.version)
                 most = max(most, lag)
         if groups != self.contributors:
             self.contributors = groups
             self.env_ids = np.concatenate([counters[number].env_ids for number in groups])
-        self.results, self.episodes = results, join_episodes(episodes)
-        if self.episodes is not NO_EPISODES:
+        self.results, self.episodes = results, NO_EPISODES
+        if episodes:
+            self.episodes = join_episodes(episodes)
             self.window.add(self.episodes)
-        self.lag[most] = self.lag.get(most, 0) + 1
+        self.lag[most] += 1
 
     @property
-    def finals(self) -> list[tuple[Array, list[Final]]]:
+    def finals(self) -> list[tuple[Array, Sequence[Final]]]:
         """Of the last batch, see ``Group.finals``; with the global numbers of the environments."""
         counters = self.source.pool.counters
         return [(counters[result.group].env_ids, result.finals) for result in self.results]

@@ -87,7 +87,7 @@ class TrajectoryClock:
         T, B = reward.shape
         if 1 not in done.tobytes():
             self._since += T
-            self.returns += reward[0] if T == 1 else np.add.reduce(reward, axis=0, dtype=np.float64)
+            self.returns += reward[0] if T == 1 else np.add.reduce(reward, 0, np.float64)
             return NO_EPISODES
         if T == 1:
             return self._advance_one(reward[0], terminated[0], truncated[0], done[0])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -89,8 +89,7 @@ class After:
             group, cache = self._group, self._lane.cache
             if SPARE not in cache:
                 cache[SPARE] = spare_lane(made.columns, group.B, group.batch_shape, group.env.device)
-            options = group.options if policy.draws_globally else replace(group.options, own_rng=False)
-            around = RolloutContext(group.rng, options, background=group.in_background(), first=False)
+            around = group.context() if policy.draws_globally else RolloutContext(group, own_rng=False)
             fill_values(made, policy, group.rng, cache[SPARE], around)
         elif policy is not None:
             made.values = np.empty(0, np.float32)

@@ -37,9 +37,9 @@ class Carry(dict[Key, Any]):
             self[column.key][...] = column.key == IS_INIT
         return self[column.key]
 
-    def take(self, column: Column, row: Any, but: Collection[int]) -> None:
+    def take(self, key: Key, row: Any, but: Collection[int]) -> None:
         """The next row of a carried column, ``[B, *shape]``; environments ``but`` stay where they are."""
-        here = self.of(column)[0]
+        here = self[key][0]
         if but:
             which = [i for i in range(len(here)) if i not in but]
             here[which] = row[which]

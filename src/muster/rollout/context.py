@@ -5,46 +5,45 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from muster.rng import GroupRng
-from muster.rollout.columns import RolloutOptions
-
 if TYPE_CHECKING:
     import torch
+
+    from muster.rollout.group import Group
 else:
     from muster.utils import lazy_torch as torch
 
 
-_IDLE: dict[bool, list[Any]] = {True: [], False: []}  # ``inference_mode`` and ``no_grad``, which take 5 us to make
-
-
 class RolloutContext:
-    """The group's generators as global ones, torch's threads, no gradients; to be entered once.
+    """The group's generators as global ones, torch's threads, no gradients; may be entered again when it was left.
+
+    In a thread beside the user's, generators and threads of the process are left alone.
 
     Args:
-        background: this thread runs beside the user's, and leaves generators and threads of the process alone.
+        own_rng: False leaves generators alone, too.
         first: not in inference mode: a module may make things in its first call that it keeps, such as lazy
             parameters, and what is made in inference mode cannot be trained.
     """
 
-    def __init__(self, rng: GroupRng, options: RolloutOptions, *, background: bool, first: bool) -> None:
-        self._rng = rng if options.own_rng and not background else None
-        self._threads = None if background else options.num_threads
-        self._inference = options.inference_mode and not first
+    def __init__(self, group: Group, *, own_rng: bool = True, first: bool = False) -> None:
+        self._group, self._own_rng, self._first = group, own_rng, first
+        self._modes: dict[bool, Any] = {}  # ``inference_mode`` and ``no_grad``, which take 5 us to make
         self._user: Any = None
         self._grad: Any = None
         self._threads_before: int | None = None
 
     def __enter__(self) -> None:
+        options, background = self._group.options, self._group.in_background()
         try:
-            if self._rng is not None:
-                self._user = self._rng.install()
+            if self._own_rng and options.own_rng and not background:
+                self._user = self._group.rng.install()
             if "torch" in sys.modules:  # else environments do without, and the policy acts elsewhere
-                threads = torch.get_num_threads()
-                if self._threads is not None and self._threads != threads:
+                if not background and options.num_threads not in (None, threads := torch.get_num_threads()):
                     self._threads_before = threads
-                    torch.set_num_threads(self._threads)
-                idle = _IDLE[self._inference]
-                grad: Any = idle.pop() if idle else torch.inference_mode() if self._inference else torch.no_grad()
+                    torch.set_num_threads(options.num_threads)
+                inference = options.inference_mode and not self._first
+                grad = self._modes.get(inference)
+                if grad is None:
+                    grad = self._modes[inference] = torch.inference_mode() if inference else torch.no_grad()
                 grad.__enter__()
                 self._grad = grad
         except BaseException:
@@ -54,8 +53,10 @@ class RolloutContext:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if self._grad is not None:
             self._grad.__exit__(kind, error, trace)
-            _IDLE[self._inference].append(self._grad)
+            self._grad = None
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
-        if self._rng is not None and self._user is not None:
-            self._rng.remove(self._user)
+            self._threads_before = None
+        if self._user is not None:
+            self._group.rng.remove(self._user)
+            self._user = None

@@ -25,7 +25,7 @@ from muster.rollout.context import RolloutContext
 from muster.rollout.marks import NEVER, Final, NextObservations, cut_after_end, mark_end, mark_valid, marks_of
 from muster.rollout.progress import BEFORE, KNOWN, Phase, Progress, Timing
 from muster.rollout.resets import Due, Waiting, check_resets, decorrelate
-from muster.rollout.values import first_bad_value
+from muster.rollout.values import first_bad_value, quick_check
 
 if TYPE_CHECKING:
     import torch
@@ -39,24 +39,29 @@ class LaneViews:
 
     Attributes:
         next_rows: see ``NextObservations.columns_of``.
-        carried: columns with what comes after the last row, and their rows.
+        carried: keys of columns with what comes after the last row, and their rows.
         states: rows of those that the environments do not write, and their value at a reset.
         marks: see ``marks_of``.
         fills: what writes all of each, and that value.
+        is_fine: see ``quick_check``; None: values have to be looked at one by one.
         mirrored: columns to be copied to the device, after a rollout.
     """
 
     def __init__(self, group: Group, lane: Lane) -> None:
         data, arrays, columns = lane.data, lane.arrays, lane.layout.columns
         self.next_rows = group._next.columns_of(lane)
-        self.carried = [(column, data[column.key]) for column in columns if column.carry]
-        own = [(column.key, rows) for column, rows in self.carried if column.key not in group.env.observation_specs]
+        for column in columns:
+            if column.carry:
+                group.carry.of(column)
+        self.carried = [(column.key, data[column.key]) for column in columns if column.carry]
+        own = [(key, rows) for key, rows in self.carried if key not in group.env.observation_specs]
         self.states = [(rows, key == IS_INIT) for key, rows in own]
+        self.is_fine = quick_check(lane, group.env, group.options.validate)
         self.marks = marks_of(lane)
         self.fills = [(marks.fill if hasattr(marks, "fill") else marks.fill_, value) for marks, value in self.marks]
         self.mirrored = [column.key for column in lane.layout.tensor_columns if column.host and lane.mirrored]
-        self.reward, self.ids = arrays[group.env.reward_key], arrays[TRAJ_IDS]
-        self.terminated, self.truncated, self.done = arrays[TERMINATED], arrays[TRUNCATED], arrays[DONE]
+        keys = group.env.reward_key, DONE, TERMINATED, TRUNCATED, TRAJ_IDS
+        self.flags = [arrays[key] for key in keys]
         self.version, self.valid, self.resumed = arrays.get(POLICY_VERSION), arrays.get(VALID), arrays.get(RESUMED)
 
 
@@ -129,6 +134,7 @@ class Group:
         self.started, self.delivered, self.rows, self.unreported = False, 0, 0, 0
         self._traj_done = () if options.traj_done_key is None else (TRAJ_DONE,)
         self._states: list[tuple[Any, bool]] = []  # see ``LaneViews``, of the lane
+        self._contexts = RolloutContext(self), RolloutContext(self, first=True)
 
     @property
     def pending(self) -> list[int]:
@@ -178,7 +184,7 @@ class Group:
 
     def context(self, *, first: bool = False) -> RolloutContext:
         """What environments and policies run in; not in inference mode for the ``first`` call."""
-        return RolloutContext(self.rng, self.options, background=self.in_background(), first=first)
+        return self._contexts[first]
 
     # --- the beginning and the end of a rollout ---------------------------------------------------
 
@@ -189,7 +195,8 @@ class Group:
             self._enter_first(lane, views)
         elif self.pending:
             self._cut(lane, begin - 1)
-        self.progress.count(waits=self.env.bypasses and not self.options.reset_when_done)
+        if self.progress.watched:
+            self.progress.count(waits=self.env.bypasses and not self.options.reset_when_done)
         if views.version is not None:
             views.version[begin:] = self.version
 
@@ -228,27 +235,29 @@ class Group:
         """The next row, from ``t`` on, after which ``after_step`` is due even if no episode ends."""
         if self.options.interruptor is not None or self.watch is not None:
             return t
-        return min(self._next.due, int(self._deadline.min())) if self._limit else self._next.due
+        due = self._next.due
+        return min(due, int(self._deadline.min())) if self._limit else due
 
     def leave(self, lane: Lane) -> None:
         """Complete all columns of a lane whose rows have been stepped."""
-        n, options, waiting, views = lane.done_steps, self.options, self.waiting, self._views_of(lane)
-        cells, reward_key = self.progress.cells, self.env.reward_key
-        cells[KNOWN] = waiting.made(0, n) + cells[BEFORE]
+        n, options, waiting, views = lane.done_steps, self.options, self.waiting, lane.cache[self]
+        if self.progress.watched:
+            cells = self.progress.cells
+            cells[KNOWN] = waiting.made(0, n) + cells[BEFORE]
         self._next.copy(n)
         if lane.mirrored:
-            lane.pull((reward_key, TERMINATED, TRUNCATED))
-        reward, done = views.reward[:n], views.done[:n]
-        terminated, truncated = views.terminated[:n], views.truncated[:n]
+            lane.pull((self.env.reward_key, TERMINATED, TRUNCATED))
+        reward, done, terminated, truncated, ids = views.flags if n == lane.T else [rows[:n] for rows in views.flags]
         np.logical_or(terminated, truncated, out=done)
         late = None
         if not options.reset_when_done:
-            late = cut_after_end(lane, done, reward_key)
+            late = cut_after_end(lane, done, self.env.reward_key)
         elif not waiting.idle:
             late = waiting.late(n)
-        self._check_values(lane, late)
+        if late is not None or n < lane.T or views.is_fine is None or not views.is_fine():
+            self._check_values(lane, late)
         over = done if options.traj_done_key is None else lane.arrays[TRAJ_DONE][:n]
-        self.clock.fill_ids(views.ids[:n], over)
+        self.clock.fill_ids(ids, over)
         if options.max_frames_per_traj:
             counts = lane.arrays[STEP_COUNT]
             self.clock.fill_step_counts(counts[:n], over)
@@ -260,16 +269,23 @@ class Group:
             self._next.keep(lane, n - 1, np.flatnonzero(~done[-1]).tolist(), waiting.bypassed)
         if options.set_truncated and self.closes_batch and n:  # a mark for the learner; the episode goes on
             mark_end(lane, n - 1, self.env, limited=bool(options.max_frames_per_traj))
-        for column, rows in views.carried:
-            self.carry.take(column, rows[n], waiting.absent)
+        for key, rows in views.carried:
+            self.carry.take(key, rows[n], waiting.absent)
         if self.rule is not None:
             self.rule, waiting.absent = None, ()
         if not waiting.idle and (going_on := waiting.resume(self.carry)):
             self.env.restart_agent(self.carry, 0, going_on)
             self.carry.begin_anew(going_on)
-        self._count_valid(lane, late, views)
-        if lane.mirrored:
-            lane.push(key for key in views.mirrored if late is not None or key != reward_key)  # else it came from there
+        self.rows, self.delivered = n, n * self.B
+        if late is not None or n < lane.T or self.frame_limit is not None:
+            shared = None if self.frame_limit is None else (*self.places, self.frame_limit)
+            marked = mark_valid(lane, n, late, repeat_flags=not options.reset_when_done, shared=shared)
+            self.delivered, surplus = marked
+            self.discarded["surplus"] += surplus
+        elif views.valid is not None:
+            views.valid[...] = True
+        if lane.mirrored:  # the reward came from there
+            lane.push(key for key in views.mirrored if late is not None or key != self.env.reward_key)
         if options.reset_at_each_iter and self.closes_batch:
             self.reset()
 
@@ -323,8 +339,8 @@ class Group:
             views.resumed[...] = False
             views.resumed[0, self.resumed or []] = True
             self.resumed = []
-        for column, rows in views.carried:
-            rows[:1] = self.carry.of(column)
+        for key, rows in views.carried:
+            rows[:1] = self.carry[key]
         self._states = views.states
         for array, is_init in self._states:
             if is_init:
@@ -341,19 +357,6 @@ class Group:
         self.due.add(ended)
         if not self.env.bypasses:
             self.discarded["after_done"] += int(late.sum())
-
-    def _count_valid(self, lane: Lane, late: Array | None, views: LaneViews) -> None:
-        """Say which cells are transitions of this batch, and count them."""
-        n = self.rows = lane.done_steps
-        if late is None and n == lane.T and self.frame_limit is None:
-            self.delivered = n * self.B
-            if views.valid is not None:
-                views.valid[...] = True
-            return
-        shared = None if self.frame_limit is None else (*self.places, self.frame_limit)
-        marked = mark_valid(lane, n, late, repeat_flags=not self.options.reset_when_done, shared=shared)
-        self.delivered, surplus = marked
-        self.discarded["surplus"] += surplus
 
     def _end(self, lane: Lane, t: int, finished: Sequence[int], late: Sequence[int]) -> bool:
         """Agents' episodes ended at row ``t``, those of ``late`` by the limit: reset, go on, or let wait.

@@ -123,7 +123,7 @@ def _run(group: Group, policy: Policy, act: Act, step: Step, lane: Lane, begin: 
             del raised  # it refers to this frame, which refers to the lane: the slot would wait for the cycle collector
     finally:
         steps = lane.done_steps - begin
-        group.executed += group.waiting.made(begin, lane.done_steps)
+        group.executed += steps * group.B if group.waiting.idle else group.waiting.made(begin, lane.done_steps)
         if timed:
             group.timing.env += in_env / timed * steps
             group.timing.policy += in_policy / timed * steps

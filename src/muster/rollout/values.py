@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +14,30 @@ from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec
 from muster.protocols import EnvBatch
 from muster.rollout.columns import Validate
+
+
+def quick_check(lane: Lane, env: EnvBatch, mode: Validate) -> Callable[[], bool] | None:
+    """A function that says, of all rows, whether ``first_bad_value`` would find nothing; None: ask that one."""
+    if mode != "fast" or lane.mirrored:
+        return None
+    isfinite, floats, bounds = np.isfinite, [lane.arrays[env.reward_key]], list[tuple[Any, Array, Array]]()
+    for key, spec in env.action_specs.items():
+        if spec.dtype.kind == "f":
+            floats.append(lane.arrays[key])
+        elif spec.dtype.kind in "iu":
+            both = (np.less, spec.low), (np.greater, spec.high)
+            bounds += [(leaves, lane.arrays[key], bound) for leaves, bound in both if bound is not None]
+
+    def is_fine() -> bool:
+        for rows in floats:
+            if 0 in isfinite(rows).tobytes():  # ``all``, in a sixth of the time where small
+                return False
+        for leaves, rows, bound in bounds:  # noqa: SIM110 (asked after every rollout)
+            if 1 in leaves(rows, bound).tobytes():
+                return False
+        return True
+
+    return is_fine
 
 
 def first_bad_value(

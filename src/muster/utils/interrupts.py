@@ -29,11 +29,7 @@ class _Interrupts:
         self.noted = False
         self.handler = self._handle
 
-    def here(self) -> bool:
-        return bool(self.contexts) and get_ident() == _main_thread and _signal.getsignal(SIGINT) is self.handler
-
-    def begin(self) -> None:
-        before = _signal.getsignal(SIGINT)
+    def begin(self, before: Any) -> None:
         self.usual = self.usual if before is self.handler else before  # else an interruption has left it there
         self.contexts, self.noted = [], False
         _signal.signal(SIGINT, self.handler)
@@ -65,13 +61,16 @@ class postponed(ContextDecorator):  # noqa: N801 (used as a function)
 
     def __enter__(self) -> None:
         state = _interrupts
-        self._outermost = not state.here()
-        if self._outermost and not (get_ident() == _main_thread and callable(_signal.getsignal(SIGINT))):
+        if get_ident() != _main_thread:
+            return
+        before = _signal.getsignal(SIGINT)
+        self._outermost = before is not state.handler or not state.contexts
+        if self._outermost and not callable(before):
             return
         try:
             self._depth = 0 if self._outermost else len(state.contexts)
             if self._outermost:
-                state.begin()
+                state.begin(before)
             state.contexts.append(False)
         except BaseException:  # of a signal that came in between
             self.__exit__()

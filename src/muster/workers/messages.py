@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,11 +112,11 @@ class RolloutResult:
     version: int | str = 0
     timing: Timing = field(default_factory=Timing)
     episodes: Episodes | None = None
-    finals: list[Final] = field(default_factory=list)
+    finals: Sequence[Final] = ()
     clock: Array | None = None
     objects: dict[Key, Array] = field(default_factory=dict)
     values: Any = None
-    spans: list[Any] = field(default_factory=list)
+    spans: Sequence[Any] = ()
     anchors: Any = None
     path: str = ""
     error: Any = None
@@ -124,4 +124,4 @@ class RolloutResult:
     lost: bool = False
     dropped: bool = False
     entered: bool = False
-    warnings: list[str] = field(default_factory=list)
+    warnings: Sequence[str] = ()

@@ -140,11 +140,12 @@ class Sync(Schedule):
 
     def _prepare(self, policy: str, version: int | str | None) -> None:
         """Slots for what the policy and the environments write."""
-        if (local := self.pool.local) is not None and local.prepared(policy) and self._is_laid_out():
+        laid_out = all(bundle.laid_out for bundle in self.bundles)
+        if laid_out and (local := self.pool.local) is not None and local.prepared(policy):
             return
         counters = self.pool.counters
         living = [handle for handle in self.pool.handles if not self.pool.is_dropped(handle)]
-        if self._is_laid_out() and all(handle.prepared(policy) for handle in living):
+        if laid_out and all(handle.prepared(policy) for handle in living):
             return
         self.abandon("policy_changed")
         layouts: dict[int, Layout] = {}
@@ -157,12 +158,6 @@ class Sync(Schedule):
             layouts.setdefault(number, replace(like, B=info.num_envs, batch_shape=info.batch_shape))
         for bundle in self.bundles:
             bundle.lay_out([layouts[number] for number in bundle.groups], self._names(bundle))
-
-    def _is_laid_out(self) -> bool:
-        for bundle in self.bundles:  # noqa: SIM110 (asked before every batch)
-            if not bundle.laid_out:
-                return False
-        return True
 
     def _discard(self, reason: str) -> None:
         super()._discard(reason)

@@ -83,12 +83,7 @@ class Worker:
 
     def prepared(self, name: str) -> bool:
         """``layouts(name)`` would say the same as before."""
-        if self.policies[name] is not self.acting:
-            return False
-        for group in self.groups:  # noqa: SIM110 (asked before every batch)
-            if group.resumed:
-                return False
-        return True
+        return self.policies[name] is self.acting and not any(group.resumed for group in self.groups)
 
     def layouts(self, columns: Columns) -> list[Layout]:
         """Where a policy and the groups write, in rollouts to come; by group.
@@ -170,7 +165,8 @@ class Worker:
         group.spans = spans = _Spans() if request.spans else None
         if lane.done_steps == 0:  # else it goes on with the one that it has
             group.rule = request.rule
-        self.progress.take_up(request.number)
+        if self.progress.watched:
+            self.progress.take_up(request.number)
         result = RolloutResult(request.number, group.number, timing=group.timing)
         try:
             if self.newest is not None:
