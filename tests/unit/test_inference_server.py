@@ -124,6 +124,43 @@ def test_nobody_is_acted_for_before_all_have_their_orders(monkeypatch):
     assert calls() == [[0, 1]] * len(calls())
 
 
+def test_what_the_server_saw_while_workers_were_given_work_does_not_count(monkeypatch):
+    """It begins to look before any has work, and sees that one of two has asked and the other is not at work yet."""
+    looking, asked, looked = threading.Event(), threading.Event(), threading.Event()
+    submit = WorkerProxy.submit
+
+    def between(handle: WorkerProxy, request: Any, slot: Any) -> None:
+        if handle.index and looking.is_set():
+            server = handle._supervisor.server
+            assert server is not None
+            wait_until(lambda: server.waits(0))
+            asked.set()
+            assert looked.wait(30)
+        submit(handle, request, slot)
+
+    with MultiSyncCollector(numbered(2), Logged(), frames_per_batch=8, **THREADS) as collector:
+        collector.next()
+        server = collector._engine.source.pool.server
+        look = server.mailbox.look
+
+        def late(group: Any) -> Any:
+            if looking.is_set():
+                return look(group)
+            looking.set()
+            assert asked.wait(30)
+            try:
+                return look(group)
+            finally:
+                looked.set()
+
+        monkeypatch.setattr(server.mailbox, "look", late)
+        monkeypatch.setattr(WorkerProxy, "submit", between)
+        server.mailbox.wake_up.ring()
+        assert looking.wait(30)
+        collector.next()
+    assert calls() == [[0, 1]] * len(calls())
+
+
 def test_several_environments_and_several_groups_in_a_worker_count_as_many():
     options: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 8 * 5, "num_workers": 2, **THREADS}
     with MultiSyncCollector([partial(Numbered, n) for n in range(4)], Logged(), **options) as collector:

@@ -110,7 +110,7 @@ class InferenceServer:
         self._rollouts: dict[int, ServedRollout] = {}  # by request, until they are complete
         self._turn = 0  # of the client groups
         self._chosen: list[_Client] = []
-        self._held = threading.Event()
+        self._holds = 0  # begun and ended ones; odd: workers are being given work
         self._acting = threading.Lock()
         self._acting_since: float | None = None
         self._told: Exception | None = None  # the last error in a result
@@ -137,12 +137,12 @@ class InferenceServer:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Meanwhile nobody is acted for: those who are given work here count as at work together."""
-        self._held.set()
+        """Meanwhile the server does not act: workers that are given work here count as at work together."""
+        self._holds += 1
         try:
             yield
         finally:
-            self._held.clear()
+            self._holds += 1
             self.mailbox.wake_up.ring()
 
     def settle(self) -> None:
@@ -253,7 +253,7 @@ class InferenceServer:
     def _patience(self) -> float:
         """Seconds until somebody has waited long enough."""
         longest = self._config.max_wait_s
-        if longest is None or self._held.is_set():
+        if longest is None or self._holds % 2:
             return LOOK_S
         since = [client.since for client in self._clients.values() if self.mailbox.question(client.worker)]
         if not since:
@@ -262,12 +262,11 @@ class InferenceServer:
 
     def _choose(self) -> list[_Client]:
         """Whom to act for now, in the order of the workers; client groups take turns."""
-        if self._held.is_set():
-            return []
-        groups = self._client_groups
-        for step in range(len(groups)):
+        holds, groups = self._holds, self._client_groups
+        for step in range(len(groups) if holds % 2 == 0 else 0):
             turn = (self._turn + step) % len(groups)
-            if chosen := self._of_group(groups[turn]):
+            chosen = self._of_group(groups[turn])
+            if chosen and self._holds == holds:  # else some of them may not have been at work yet when it looked
                 self._turn = turn + 1
                 return chosen
         return []
