@@ -31,16 +31,21 @@ class Started(Protocol):
         """End it, by force if need be, and whatever it has started. May be called again."""
 
 
-class Launcher(Protocol):
+class Launcher:
     """Brings nodes to life. The threads of several nodes call it at once.
+
+    This one starts nothing: ``run_node`` is called elsewhere, where the nodes shall be.
 
     Attributes:
         name: the value of the option ``launcher=``.
         advice: what to do when a node does not come; a sentence.
     """
 
-    name: str
-    advice: str
+    name = "manual"
+    advice = (
+        "Nodes are not started by this launcher: call muster.cluster.torch_distributed.run_node(address) on their "
+        "machines, with the same token."
+    )
 
     def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> Started | None:
         """Start the process of a node; it then has to call ``run_node`` (or ``join``). What was started for its
@@ -56,12 +61,13 @@ class Launcher(Protocol):
         Returns:
             None: nothing was started, the node comes by itself.
         """
+        return None
 
     def close(self) -> None:
         """Free what the launcher holds; all that it has started has been ended. May be called again."""
 
 
-class MpLauncher:
+class MpLauncher(Launcher):
     """Nodes as processes of this machine, which do not outlive this one.
 
     Args:
@@ -85,9 +91,6 @@ class MpLauncher:
             raise
         return _Process(child, ours)
 
-    def close(self) -> None:
-        pass
-
 
 @dataclass
 class _Process:
@@ -103,9 +106,7 @@ class _Process:
 
     def ended(self) -> str | None:
         code = self.child.exit_code()
-        if code is None:
-            return None
-        return f"its {self} ended with exit code {code}"
+        return None if code is None else f"its {self} ended with exit code {code}"
 
     def end(self) -> None:
         self.child.kill()
@@ -113,28 +114,6 @@ class _Process:
         self.child.close()
         with contextlib.suppress(OSError):
             self.channel.close()
-
-
-class WaitingLauncher:
-    """Starts nothing: somebody else runs ``muster.cluster.torch_distributed.run_node`` where the nodes shall be.
-
-    Args:
-        name: "manual", "torchrun" or "submitit_delayed".
-        advice: see ``Launcher``.
-    """
-
-    def __init__(self, name: str = "manual", advice: str = "") -> None:
-        self.name = name
-        self.advice = advice or (
-            "Nodes are not started by this launcher: call muster.cluster.torch_distributed.run_node(address) on their "
-            "machines, with the same token."
-        )
-
-    def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> None:
-        return None
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass(frozen=True)
@@ -192,7 +171,7 @@ def _launcher(given: Any, slurm_kwargs: Mapping[str, Any] | None, bind: str, wor
 
         return TorchrunLauncher()
     if given == "manual":
-        return WaitingLauncher()
+        return Launcher()
     if given in ("submitit", "submitit_delayed"):
         from muster.cluster.submitit import SubmititLauncher
         from muster.cluster.submitit_delayed import DelayedLauncher

@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import pickle
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -159,9 +160,7 @@ class BufferActor:
     """What runs in the actor."""
 
     def __init__(self, made: bytes) -> None:
-        from muster.cluster.ray_runtime import views_are_fine
-
-        views_are_fine()
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # views of Ray's store
         buffer = loads(made, "buffer")
         self._buffer = buffer if _is_buffer(buffer) else buffer()
         if not _is_buffer(self._buffer):

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+from muster.cluster.launchers import Launcher
 from muster.cluster.link import AGENT, LinkLost
 from muster.cluster.rendezvous import Rendezvous, is_loopback, write_token
 from muster.errors import BadOption
@@ -48,7 +49,7 @@ END_S = 5.0
 TAIL_BYTES, TAIL_LINES = 4096, 15
 
 
-class SubmititLauncher:
+class SubmititLauncher(Launcher):
     """One job per node and epoch, with one task.
 
     Args:
@@ -111,9 +112,6 @@ class SubmititLauncher:
         except BaseException:
             token.unlink(missing_ok=True)
             raise
-
-    def close(self) -> None:
-        """Nothing is left to free: logs stay, and every job that was ended took its token file along."""
 
 
 class Jobs:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from muster.cluster.launchers import Launcher
 from muster.cluster.link import AGENT, LinkLost
 from muster.cluster.rendezvous import TOKEN_BYTES, TOKEN_FILE, Rendezvous, write_token
 from muster.cluster.submitit import Job, Jobs, check_host, die_when_told, node_job, private_folder
@@ -35,7 +36,7 @@ ADDRESS, HOSTS = "address", "hosts"  # files in the folder
 _R = TypeVar("_R")
 
 
-class DelayedLauncher:
+class DelayedLauncher(Launcher):
     """Starts nothing, since the nodes' jobs have been submitted before; tells them the address.
 
     Args:

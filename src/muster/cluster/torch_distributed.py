@@ -30,10 +30,6 @@ class DistributedCarrier:
         launcher: how nodes come to life.
         rendezvous: where they find this process; closed by ``close``.
         deadline_s: seconds without anything after which a link is lost.
-
-    Attributes:
-        rendezvous: as above.
-        deadline_s: as above.
     """
 
     name = "torch.distributed"
@@ -47,7 +43,7 @@ class DistributedCarrier:
         self._lock = threading.Lock()
         self._closed = False
         rendezvous.engine = self.engine
-        rendezvous.tell(deadline_s=deadline_s)
+        rendezvous.deadline_s = deadline_s
 
     def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> Link:
         """As in ``Carrier``."""
@@ -109,7 +105,7 @@ class DistributedCarrier:
             if given_up.is_set():
                 raise LinkLost(f"Node {node} was given up before it had joined.")
             if started is not None and (reason := started.ended()):
-                raise LinkLost(f"Node {node} has not joined: {reason}. {self._launcher.advice}")
+                raise LinkLost(f"Node {node} has not joined: {reason}. {self._launcher.advice}".rstrip())
             if time.monotonic() > deadline:
                 state = "" if started is None else f" Its {started} is {started.state}."
                 raise LinkLost(
