@@ -11,7 +11,7 @@ from muster.cluster.link import AGENT, Carrier
 from muster.cluster.rendezvous import Rendezvous, read_token
 from muster.errors import BadOption
 from muster.workers.channel import Channel
-from muster.workers.launch import Child, launch
+from muster.workers.launch import launch
 
 NAMES = ("mp", "submitit", "submitit_delayed", "torchrun", "manual")
 END_S = 5.0
@@ -82,38 +82,45 @@ class MpLauncher(Launcher):
         self._target, self._entry = target, entry
 
     def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> Started:
-        ours, theirs = Channel.pair()
+        told = (rendezvous.address, node, rendezvous.token, self._target, rendezvous.engine)
+        return Process(self._entry, f"muster-node-{node}", told)
+
+
+class Process:
+    """A process of this machine, which does not outlive this one (``Started``).
+
+    Args:
+        entry: its function of a channel, ``"module:function"``.
+        name: for people, in ``ps``.
+        told: what it receives first.
+    """
+
+    def __init__(self, entry: str, name: str, told: Any) -> None:
+        self._channel, theirs = Channel.pair()
         try:
-            child = launch(self._entry, theirs, name=f"muster-node-{node}")
-            ours.send((rendezvous.address, node, rendezvous.token, self._target, rendezvous.engine))
+            self._child = launch(entry, theirs, name=name)
+            self._channel.send(told)
         except BaseException:
-            ours.close()
+            self._channel.close()
             raise
-        return _Process(child, ours)
-
-
-@dataclass
-class _Process:
-    child: Child
-    channel: Channel
 
     def __str__(self) -> str:
-        return f"process {self.child.pid}"
+        return f"process {self._child.pid}"
 
     @property
     def state(self) -> str:
         return self.ended() or "running"
 
     def ended(self) -> str | None:
-        code = self.child.exit_code()
+        code = self._child.exit_code()
         return None if code is None else f"its {self} ended with exit code {code}"
 
     def end(self) -> None:
-        self.child.kill()
-        self.child.join(END_S)
-        self.child.close()
+        self._child.kill()
+        self._child.join(END_S)
+        self._child.close()
         with contextlib.suppress(OSError):
-            self.channel.close()
+            self._channel.close()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from muster.cluster.link import Block, Carrier
@@ -93,20 +94,21 @@ class Nodes:
         self.wake_up.close()
 
 
+@dataclass(frozen=True)
 class NodesTransport:
     """The transport that a collector with nodes uses; its "workers" are the nodes.
 
-    Args:
+    Attributes:
         once: nodes keep the weights that they begin with.
     """
 
-    def __init__(self, nodes: Nodes, *, once: bool = False) -> None:
-        self._nodes, self._once = nodes, once
+    nodes: Nodes
+    once: bool = False
 
     def publisher(self, weights: Weights, workers: int, version: int | str = 0) -> Publisher:
-        publisher = NodesPublisher(self._nodes, weights)
+        publisher = NodesPublisher(self.nodes, weights)
         publisher.publish(weights, version)
-        return NoPublisher(workers) if self._once else publisher
+        return NoPublisher(workers) if self.once else publisher
 
 
 class NodesPublisher:

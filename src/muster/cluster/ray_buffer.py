@@ -85,14 +85,8 @@ class RayBuffer:
             self._lease.close()
             raise
 
-    @classmethod
-    def _attached(cls, actor: Any, timeout_s: float) -> RayBuffer:
-        handle = cls.__new__(cls)
-        handle._actor, handle._timeout_s, handle._lease, handle._closed = actor, timeout_s, None, False
-        return handle
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RayBuffer._attached, (self._actor, self._timeout_s)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_lease": None}
 
     def extend(self, data: Any) -> Any:
         """Write a batch; gives what the buffer's ``extend`` does."""

@@ -246,15 +246,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Membership:
-    """What a node needs for one session.
-
-    Attributes:
-        node: its number.
-        epoch: of the session.
-        host: of the main process.
-        deadline_s: of the link.
-        channel: to the main process, for this session alone; to be closed by the caller.
-    """
+    """What a node needs for one session: among others the channel to the main process, which the caller closes."""
 
     node: int
     epoch: int
@@ -267,8 +259,7 @@ class Member:
     """A node's end.
 
     Args:
-        address: "host:port".
-        token: the secret, as the main process has it.
+        address, token: as the main process has them.
         node: its number; None: any that nobody has.
         engine: "distributed" or "rpc". The main process cannot choose another one.
         within_s: seconds until the main process must listen there.

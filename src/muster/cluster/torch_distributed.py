@@ -26,7 +26,6 @@ class DistributedCarrier:
     """Nodes in the place of TorchRL's over torch.distributed.
 
     Args:
-        count: of nodes.
         launcher: how nodes come to life.
         rendezvous: where they find this process; closed by ``close``.
         deadline_s: seconds without anything after which a link is lost.
@@ -69,15 +68,8 @@ class DistributedCarrier:
         self.rendezvous.close()
 
     def meet(self, channel: Link, node: int, epoch: int) -> Link:
-        """The link to a node that does the same at its end. Other engines override it.
-
-        Args:
-            channel: to that node, of this session alone; closed by this, or with the link.
-            node: its number.
-            epoch: of the session.
-
-        Raises:
-            LinkLost: the node does not come within the deadline.
+        """The link to a node that does the same at its end, through a channel of this session alone, which is closed by
+        this or with the link. Other engines override it. Raises LinkLost.
         """
         return channel
 
@@ -110,7 +102,7 @@ class DistributedCarrier:
                 state = "" if started is None else f" Its {started} is {started.state}."
                 raise LinkLost(
                     f"Node {node} has not joined at {self.rendezvous.address} within {within_s:g} s.{state} "
-                    f"{self._launcher.advice}{self.rendezvous.refused()}"
+                    f"{self._launcher.advice}{self.rendezvous.refused()}".rstrip()
                 )
         return channel
 
