@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from muster.cluster.link import Block, Link, LinkLost, Received
-from muster.cluster.messages import BEAT_S, Answered, Beat, Built, Bye, Joined, Result, Tell, Told
+from muster.cluster.messages import Answered, Beat, Built, Joined, Result, Tell, Told
 from muster.cluster.node_main import NodeMain
+from muster.cluster.session_end import BEAT_S
 from muster.memory.specs import Array
 from muster.workers.counters import NodeCounts
 from muster.workers.messages import RolloutResult
@@ -237,7 +238,7 @@ class Player:
             for run in message.args[0]:
                 self._roll(run.tag, run.requests[0])
         elif message.method is NodeMain.bye:
-            self._say(0.0, Bye())
+            self.sock.shutdown(socket.SHUT_RDWR)
         elif message.number:
             self._say(0.0, Answered(message.number, self._own(answers.get(_name(message)))))
 
@@ -252,7 +253,7 @@ class Player:
         begin = max(time.monotonic() + ONE_WAY_S, self._busy_until)
         self._busy_until = begin + self.farm.rollout_s()
         result: RolloutResult = replace(self.farm.recording.result, number=request.number, group=self._group)
-        self.farm.at(self._busy_until + ONE_WAY_S, self, Result([result], tag), tag)
+        self.farm.at(self._busy_until + ONE_WAY_S, self, Result([result]), tag)
 
     def _beat(self) -> None:
         self._say(BEAT_S, Beat())

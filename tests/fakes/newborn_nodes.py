@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import warnings
 from functools import partial
 from pathlib import Path
@@ -35,12 +34,6 @@ def main(launcher: str, folder: Path) -> None:
         import dm_env  # noqa: F401  (is preloaded)
 
         launcher = "mp"
-    if launcher == "submitting":
-        from submitit.core.utils import JobPaths
-
-        # A job's process is started before the file that it waits for is there.
-        JobPaths.move_temporary_file = lambda *_: threading.Event().wait()
-        launcher = "submitit"
     os.chdir(folder)  # for the files of jobs
     warnings.filterwarnings("ignore", "There is no SLURM here")
     kind = RPCCollector if launcher == "rpc" else DistributedCollector

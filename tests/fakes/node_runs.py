@@ -129,7 +129,7 @@ def serve_until(kind: Any, at: int, link: Link, node: int) -> bool:
 dies_of_setup = partial(serve_until, NodeMain.set_up, 0)
 dies_of_weights = partial(serve_until, NodeMain.take_weights, 0)
 dies_of_start = partial(serve_until, NodeMain.start, 0)
-dies_of_orders = partial(serve_until, NodeMain.follow, 2)
+dies_of_requests = partial(serve_until, NodeMain.follow, 2)
 
 
 def short_of_memory(link: Link, node: int) -> bool:

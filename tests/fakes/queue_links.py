@@ -13,8 +13,9 @@ import numpy as np
 
 from muster.cluster import node_main
 from muster.cluster.link import Block, LinkLost, Received
-from muster.cluster.messages import BEAT_S, Beat
+from muster.cluster.messages import Beat
 from muster.cluster.node_main import NodeMain
+from muster.cluster.session_end import BEAT_S
 from muster.collectors.cluster_options import ClusterOptions
 from muster.collectors.clusters import ClusterCollector
 from muster.collectors.replay_buffer import ReplaySink

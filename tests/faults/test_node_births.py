@@ -107,18 +107,9 @@ needs_submitit = pytest.mark.skipif(importlib.util.find_spec("submitit") is None
 
 @pytest.mark.slow
 @needs_submitit
-def test_while_a_local_job_is_submitted(newborn):
-    """Its process is there, and waits up to a minute for the file that says what it is to do."""
-    program = newborn("submitting")
-    program.until(lambda: len(program.family()) >= 2)
-    program.killed()
-
-
-@pytest.mark.slow
-@needs_submitit
 @pytest.mark.parametrize("count", [1, 2, 4, None])
 def test_of_local_jobs(newborn, count):
-    """Two processes of submitit's for each, of which the second becomes the node; then what it starts."""
+    """A fork server, two nodes, and what they start."""
     program = newborn("submitit")
     program.until(lambda: program.made.is_set() if count is None else len(program.family()) >= count)
     program.killed()

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from muster.cluster.launchers import WaitingLauncher
+from muster.cluster.launchers import Launcher
 from muster.cluster.link import Block, Link, LinkLost
 from muster.cluster.rendezvous import Rendezvous, write_token
 from muster.cluster.torch_distributed import DistributedCarrier
@@ -59,7 +59,7 @@ def serving(request, hosts, token):
                 rendezvous = Rendezvous(1, bind=hosts[0].address, token=token)
                 stack.callback(rendezvous.close)
                 make = CARRIERS[request.param]
-                carrier = make(1, launcher=WaitingLauncher(), rendezvous=rendezvous, deadline_s=deadline_s)
+                carrier = make(1, launcher=Launcher(), rendezvous=rendezvous, deadline_s=deadline_s)
             stack.callback(carrier.close)
             return carrier
 
@@ -303,7 +303,7 @@ def test_nothing_is_unpickled_that_comes_from_strangers(hosts, token, tmp_path):
     main, machine, stranger = hosts
     with main.entered():
         rendezvous = Rendezvous(1, bind=main.address, token=token)
-        carrier = DistributedCarrier(1, launcher=WaitingLauncher(), rendezvous=rendezvous, deadline_s=5.0)
+        carrier = DistributedCarrier(1, launcher=Launcher(), rendezvous=rendezvous, deadline_s=5.0)
     try:
         marker = tmp_path / "marker"
         coming = Connecting(main, carrier, 0)
@@ -324,7 +324,7 @@ class TestListening:
         main, _, stranger = hosts
         before = everywhere(main)
         with main.entered():
-            carrier = CARRIERS[kind](1, launcher=WaitingLauncher(), rendezvous=Rendezvous(1))
+            carrier = CARRIERS[kind](1, launcher=Launcher(), rendezvous=Rendezvous(1))
         try:
             ports = [port for _, port in everywhere(main) - before]
             assert ports

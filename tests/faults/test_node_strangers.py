@@ -22,9 +22,9 @@ import torch.distributed as dist
 from muster.cluster import rendezvous as rendezvous_module
 from muster.cluster import torchrun
 from muster.cluster.authenticated_link import HANDSHAKE, MAC_BYTES, MAGIC, NONCE_BYTES, WrongToken
-from muster.cluster.launchers import WaitingLauncher
+from muster.cluster.launchers import Launcher
 from muster.cluster.link import Block, LinkLost
-from muster.cluster.rendezvous import Member, Rendezvous
+from muster.cluster.rendezvous import ANSWER_S, Member, Rendezvous
 from muster.cluster.socket_link import LONGEST, SocketLink
 from muster.cluster.torch_distributed import DistributedCarrier, run_node
 from muster.errors import BadOption
@@ -248,7 +248,7 @@ class TestBetween:
         except WrongToken:
             found = member.join()
         assert changed.wait(DEADLINE_S)
-        assert (found.node, found.epoch, found.settings) == (0, 0, {})
+        assert (found.node, found.epoch, found.deadline_s) == (0, 0, ANSWER_S)
         if (channel := rendezvous.joined(0, 0, 2.0)) is None:  # what it has said last was refused
             found.channel.close()
             found = member.join()
@@ -482,7 +482,7 @@ class TestTorchrunStore:
 class TestCarriers:
     def test_node_of_another_engine_says_so(self):
         rendezvous = Rendezvous(1, token=TOKEN)
-        carrier = DistributedCarrier(1, launcher=WaitingLauncher(), rendezvous=rendezvous)
+        carrier = DistributedCarrier(1, launcher=Launcher(), rendezvous=rendezvous)
         try:
             with pytest.raises(BadOption, match="by torch.distributed, but this node was started for torch RPC"):
                 run_node(rendezvous.address, 0, TOKEN, engine="rpc", target=TARGET)

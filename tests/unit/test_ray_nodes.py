@@ -2,130 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import time
-
 import numpy as np
 import pytest
 import torch
 from tensordict import NonTensorData, TensorDict
 
-from muster.cluster.link import LinkLost
 from muster.errors import BadOption
 from tests.fakes.ray_cluster import needs_ray
 
 pytestmark = needs_ray
-
-
-@pytest.fixture
-def end_of():
-    """An end of a link, by its deadline; closed in the end."""
-    from muster.cluster.ray_actor import NodeEnd
-
-    with contextlib.ExitStack() as stack:
-
-        def make(deadline_s):
-            made = NodeEnd(deadline_s)
-            stack.callback(made.close)
-            return made
-
-        yield make
-
-
-@pytest.fixture
-def end(end_of):
-    return end_of(100.0)
-
-
-class TestNodeEnd:
-    def test_restores_the_order(self, end):
-        for number in (1, 2, 0):
-            end.arrive(number, b"%d" % number, 0, None)
-        assert [end.receive().message for _ in range(3)] == [b"0", b"1", b"2"]
-
-    def test_what_was_sent_before_the_end_is_received_first(self, end):
-        end.end(2)
-        end.arrive(0, b"first", 0, None)
-        assert end.receive().message == b"first"
-        threading.Timer(0.1, end.arrive, (1, b"goodbye", 0, None)).start()
-        assert end.receive().message == b"goodbye"
-        with pytest.raises(LinkLost, match="main process closed"):
-            end.receive()
-
-    def test_silence_of_the_main_process_is_noticed(self, end_of):
-        end = end_of(0.5)
-        begin = time.monotonic()
-        with pytest.raises(LinkLost, match=r"said nothing for 0.5 s"):
-            end.receive()
-        assert time.monotonic() - begin > 0.4
-
-    def test_process_that_was_stopped_cannot_send_any_more(self, end_of):
-        end = end_of(0.5)
-        threading.Event().wait(0.6)  # as after SIGSTOP and SIGCONT
-        with pytest.raises(LinkLost, match=r"said nothing for 0.5 s"):
-            end.send(b"late")
-
-    def test_a_sender_waits_for_the_main_process_to_take_messages(self, end):
-        from muster.cluster.ray_actor import WAITING
-
-        for _ in range(WAITING):
-            end.send(b"x")
-        threading.Timer(0.1, end.depart).start()
-        end.send(b"y")
-        assert end.depart() == ([(b"y", 0, None, 0)], "")
-
-    def test_nobody_takes_messages(self, end_of):
-        from muster.cluster.ray_actor import WAITING
-
-        end = end_of(2.0)
-        for number in range(WAITING):
-            end.send(b"x")
-            if number % 100 == 0:
-                end.arrive(number // 100, b"beat", 0, None)  # it is there, on a busy machine, too
-        with pytest.raises(LinkLost, match=r"not taken anything for 2 s"):
-            end.send(b"y")
-
-    def test_main_process_waits_while_nobody_reads(self, end):
-        from muster.cluster.ray_actor import WAITING
-
-        returned = threading.Event()
-
-        def arrive():
-            for number in range(WAITING + 1):
-                end.arrive(number, b"", 1, np.zeros(1, np.uint8))
-            returned.set()
-
-        thread = threading.Thread(target=arrive, daemon=True)
-        thread.start()
-        assert not returned.wait(0.2)
-        end.receive()
-        assert not returned.wait(0.2)  # the next one is waiting now
-        end.receive()
-        assert returned.wait(60)
-        thread.join()
-
-    def test_says_why_it_was_closed_after_the_last_message(self, end):
-        end.send(b"last")
-        end.close("its agent has ended")
-        assert end.depart() == ([(b"last", 0, None, 0)], "its agent has ended")
-        assert end.arrive(0, b"too late", 0, None) == "its agent has ended"
-
-    def test_expected_takes_exactly_what_is_expected(self):
-        from muster.cluster.ray_actor import ExpectedBlocks
-
-        expected, memory = ExpectedBlocks(), np.zeros(3, np.uint8)
-        expected.expect(2, memory)
-        assert expected.put(1, np.ones(3, np.uint8)) is None
-        assert expected.put(2, np.ones(3, np.uint8)) is memory
-        assert memory.tolist() == [1, 1, 1]
-        assert expected.put(2, np.full(3, 2, np.uint8)) is None  # once
-        expected.expect(3, memory)
-        expected.close()
-        assert expected.put(3, np.full(3, 2, np.uint8)) is None
-        expected.expect(4, memory)
-        assert expected.put(4, np.full(3, 2, np.uint8)) is None
-        assert memory.tolist() == [1, 1, 1]
 
 
 class TestRayRuntime:

@@ -16,7 +16,7 @@ import pytest
 
 from muster import DistributedCollector, RPCCollector
 from muster.cluster.authenticated_link import WrongToken, authenticate
-from muster.cluster.launchers import MpLauncher, WaitingLauncher, check_backend
+from muster.cluster.launchers import Launcher, MpLauncher, check_backend
 from muster.cluster.link import LinkLost
 from muster.cluster.rendezvous import Member, Rendezvous, hear, is_loopback, local_address, read_token, say, write_token
 from muster.cluster.socket_link import SocketLink
@@ -171,7 +171,7 @@ class TestTokens:
 
     def test_node_with_another_one_is_told_so_and_so_is_the_main_process(self):
         rendezvous = Rendezvous(1)
-        carrier = DistributedCarrier(1, launcher=WaitingLauncher(), rendezvous=rendezvous)
+        carrier = DistributedCarrier(1, launcher=Launcher(), rendezvous=rendezvous)
         try:
             with pytest.raises(WrongToken, match="another token than this node"):
                 run_node(rendezvous.address, 0, TOKEN, target=INTRODUCED)
@@ -244,10 +244,10 @@ class TestAdmission:
         membership = members[0].join()
         assert (membership.node, membership.epoch) == (1, 1)
 
-    def test_tell_settings(self, rendezvous):
-        rendezvous.tell(deadline_s=3.5)
+    def test_tell_the_deadline(self, rendezvous):
+        rendezvous.deadline_s = 3.5
         rendezvous.admit(0, 0)
-        assert Member(rendezvous.address, rendezvous.token, 0).join().settings == {"deadline_s": 3.5}
+        assert Member(rendezvous.address, rendezvous.token, 0).join().deadline_s == 3.5
 
     def test_that_are_withdrawn(self, rendezvous):
         rendezvous.admit(0, 0)
@@ -296,13 +296,13 @@ class TestAdmission:
 
     def test_carrier_of_another_number_of_nodes(self, rendezvous):
         with pytest.raises(BadOption, match="2 nodes, but the rendezvous is for 3"):
-            DistributedCarrier(2, launcher=WaitingLauncher(), rendezvous=rendezvous)
+            DistributedCarrier(2, launcher=Launcher(), rendezvous=rendezvous)
 
 
 class TestWaitingNodes:
     def test_serve_session_after_session_until_goodbye(self):
         rendezvous = Rendezvous(1)
-        carrier = DistributedCarrier(1, launcher=WaitingLauncher(), rendezvous=rendezvous)
+        carrier = DistributedCarrier(1, launcher=Launcher(), rendezvous=rendezvous)
         ends = []
         arguments = (rendezvous.address, None, rendezvous.token_file())
         thread = threading.Thread(target=lambda: ends.append(run_node(*arguments, target=INTRODUCED)))
@@ -321,7 +321,7 @@ class TestWaitingNodes:
 
     def test_end_with_a_main_process_that_says_nothing(self):
         rendezvous = Rendezvous(1)
-        carrier = DistributedCarrier(1, launcher=WaitingLauncher(), rendezvous=rendezvous)
+        carrier = DistributedCarrier(1, launcher=Launcher(), rendezvous=rendezvous)
         ends = []
         arguments = (rendezvous.address, 0, rendezvous.token)
         thread = threading.Thread(target=lambda: ends.append(run_node(*arguments, target=INTRODUCED)))
@@ -332,7 +332,7 @@ class TestWaitingNodes:
         assert ends == [False]
 
     def test_that_do_not_come_are_asked_for(self, rendezvous):
-        carrier = DistributedCarrier(3, launcher=WaitingLauncher("manual"), rendezvous=rendezvous)
+        carrier = DistributedCarrier(3, launcher=Launcher(), rendezvous=rendezvous)
         begin = time.monotonic()
         with pytest.raises(LinkLost, match=rf"Node 2 .*{rendezvous.address} within 0.2 s.*run_node\(address\)"):
             carrier.connect(2, 0, 0.2, threading.Event())
@@ -340,7 +340,7 @@ class TestWaitingNodes:
 
     def test_that_say_nothing_once_they_have_joined(self):
         rendezvous = Rendezvous(1)
-        carrier = DistributedCarrier(1, launcher=WaitingLauncher(), rendezvous=rendezvous, deadline_s=1.0)
+        carrier = DistributedCarrier(1, launcher=Launcher(), rendezvous=rendezvous, deadline_s=1.0)
         try:
             accepted = []
             thread = threading.Thread(

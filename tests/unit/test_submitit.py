@@ -91,7 +91,7 @@ class TestLocalJobs:
             job.end()
             job.end()
         assert time.monotonic() - begin < 4
-        assert f"its process {job.job_id} has ended: " in job.ended()
+        assert f"its process {job.job_id} ended with exit code -9; " in job.ended()
         with pytest.raises(ProcessLookupError):
             os.kill(int(job.job_id), 0)
 
@@ -115,7 +115,7 @@ class TestLocalJobs:
         with pytest.raises(LinkLost) as caught:
             connect(carrier)
         text = str(caught.value)
-        assert "has ended: FINISHED" in text
+        assert "ended with exit code 1; " in text
         assert "  | ModuleNotFoundError: No module named 'no_such_module_of_a_node'" in text
         assert f"({launcher.folder}/" in text
         assert "_log.err)" in text

@@ -11,7 +11,7 @@ from muster.cluster.link import AGENT, Carrier
 from muster.cluster.rendezvous import Rendezvous, read_token
 from muster.errors import BadOption
 from muster.workers.channel import Channel
-from muster.workers.launch import Child, launch
+from muster.workers.launch import launch
 
 NAMES = ("mp", "submitit", "submitit_delayed", "torchrun", "manual")
 END_S = 5.0
@@ -31,16 +31,21 @@ class Started(Protocol):
         """End it, by force if need be, and whatever it has started. May be called again."""
 
 
-class Launcher(Protocol):
+class Launcher:
     """Brings nodes to life. The threads of several nodes call it at once.
+
+    This one starts nothing: ``run_node`` is called elsewhere, where the nodes shall be.
 
     Attributes:
         name: the value of the option ``launcher=``.
         advice: what to do when a node does not come; a sentence.
     """
 
-    name: str
-    advice: str
+    name = "manual"
+    advice = (
+        "Nodes are not started by this launcher: call muster.cluster.torch_distributed.run_node(address) on their "
+        "machines, with the same token."
+    )
 
     def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> Started | None:
         """Start the process of a node; it then has to call ``run_node`` (or ``join``). What was started for its
@@ -56,12 +61,13 @@ class Launcher(Protocol):
         Returns:
             None: nothing was started, the node comes by itself.
         """
+        return None
 
     def close(self) -> None:
         """Free what the launcher holds; all that it has started has been ended. May be called again."""
 
 
-class MpLauncher:
+class MpLauncher(Launcher):
     """Nodes as processes of this machine, which do not outlive this one.
 
     Args:
@@ -76,65 +82,45 @@ class MpLauncher:
         self._target, self._entry = target, entry
 
     def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> Started:
-        ours, theirs = Channel.pair()
+        told = (rendezvous.address, node, rendezvous.token, self._target, rendezvous.engine)
+        return Process(self._entry, f"muster-node-{node}", told)
+
+
+class Process:
+    """A process of this machine, which does not outlive this one (``Started``).
+
+    Args:
+        entry: its function of a channel, ``"module:function"``.
+        name: for people, in ``ps``.
+        told: what it receives first.
+    """
+
+    def __init__(self, entry: str, name: str, told: Any) -> None:
+        self._channel, theirs = Channel.pair()
         try:
-            child = launch(self._entry, theirs, name=f"muster-node-{node}")
-            ours.send((rendezvous.address, node, rendezvous.token, self._target, rendezvous.engine))
+            self._child = launch(entry, theirs, name=name)
+            self._channel.send(told)
         except BaseException:
-            ours.close()
+            self._channel.close()
             raise
-        return _Process(child, ours)
-
-    def close(self) -> None:
-        pass
-
-
-@dataclass
-class _Process:
-    child: Child
-    channel: Channel
 
     def __str__(self) -> str:
-        return f"process {self.child.pid}"
+        return f"process {self._child.pid}"
 
     @property
     def state(self) -> str:
         return self.ended() or "running"
 
     def ended(self) -> str | None:
-        code = self.child.exit_code()
-        if code is None:
-            return None
-        return f"its {self} ended with exit code {code}"
+        code = self._child.exit_code()
+        return None if code is None else f"its {self} ended with exit code {code}"
 
     def end(self) -> None:
-        self.child.kill()
-        self.child.join(END_S)
-        self.child.close()
+        self._child.kill()
+        self._child.join(END_S)
+        self._child.close()
         with contextlib.suppress(OSError):
-            self.channel.close()
-
-
-class WaitingLauncher:
-    """Starts nothing: somebody else runs ``muster.cluster.torch_distributed.run_node`` where the nodes shall be.
-
-    Args:
-        name: "manual", "torchrun" or "submitit_delayed".
-        advice: see ``Launcher``.
-    """
-
-    def __init__(self, name: str = "manual", advice: str = "") -> None:
-        self.name = name
-        self.advice = advice or (
-            "Nodes are not started by this launcher: call muster.cluster.torch_distributed.run_node(address) on their "
-            "machines, with the same token."
-        )
-
-    def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> None:
-        return None
-
-    def close(self) -> None:
-        pass
+            self._channel.close()
 
 
 @dataclass(frozen=True)
@@ -192,7 +178,7 @@ def _launcher(given: Any, slurm_kwargs: Mapping[str, Any] | None, bind: str, wor
 
         return TorchrunLauncher()
     if given == "manual":
-        return WaitingLauncher()
+        return Launcher()
     if given in ("submitit", "submitit_delayed"):
         from muster.cluster.submitit import SubmititLauncher
         from muster.cluster.submitit_delayed import DelayedLauncher

@@ -16,7 +16,6 @@ that was sent in an earlier session is ever received in a later one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,25 +34,17 @@ class LinkLost(EOFError):
     """Nothing more can be sent or received in this session; the text says why, for people."""
 
 
+@dataclass(frozen=True, eq=False)
 class Block:
     """Bytes for one node or for many; not changed as long as anybody has this object.
 
-    Args:
+    Attributes:
         array: ``uint8 [n]``.
         owner: what keeps the memory from being used for something else, if anything has to.
     """
 
-    def __init__(self, array: Array, owner: Any = None) -> None:
-        self.array, self.owner = array, owner
-        self._lock = threading.Lock()
-        self._forms: dict[str, Any] = {}
-
-    def form(self, engine: str, make: Callable[[Array], Any]) -> Any:
-        """What an engine sends in the place of the bytes (a reference into its store), made once for all nodes."""
-        with self._lock:
-            if engine not in self._forms:
-                self._forms[engine] = make(self.array)
-            return self._forms[engine]
+    array: Array
+    owner: Any = None
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from muster.cluster.node_proxy import NodeProxy
 
 WEIGHTS = 1 << 62  # tag of the first weights of a session; the next ones have the next, so that nodes can expect them
-BEAT_S = 1.0  # seconds after which each end says something, if only that it is there
 
 
 # --- to a node -------------------------------------------------------------------------------------
@@ -119,7 +118,7 @@ class Told:
 class FromNode(Protocol):
     """Anything that a node sends."""
 
-    def reach(self, proxy: NodeProxy, block: Any) -> None:
+    def reach(self, proxy: NodeProxy) -> None:
         """In the main process: take note of it."""
 
 
@@ -127,15 +126,7 @@ class FromNode(Protocol):
 class Beat:
     """The node is there."""
 
-    def reach(self, proxy: NodeProxy, block: Any) -> None:
-        """That is all."""
-
-
-@dataclass(frozen=True)
-class Bye:
-    """The node has heard that the session is over."""
-
-    def reach(self, proxy: NodeProxy, block: Any) -> None:
+    def reach(self, proxy: NodeProxy) -> None:
         """That is all."""
 
 
@@ -146,7 +137,7 @@ class Joined:
     host: str
     pid: int
 
-    def reach(self, proxy: NodeProxy, block: Any) -> None:
+    def reach(self, proxy: NodeProxy) -> None:
         proxy.joined(self)
 
 
@@ -156,19 +147,18 @@ class Built:
 
     infos: Sequence[GroupInfo]
 
-    def reach(self, proxy: NodeProxy, block: Any) -> None:
+    def reach(self, proxy: NodeProxy) -> None:
         proxy.built(list(self.infos))
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a ``LaneRun``; its lanes come as a block. Or results that are about no request."""
+    """What came of a ``LaneRun``; its lanes come as a block, where that is expected. Or about no request."""
 
     results: Sequence[RolloutResult]
-    tag: int = 0
 
-    def reach(self, proxy: NodeProxy, block: Any) -> None:
-        proxy.finished(self.results, self.tag, block)
+    def reach(self, proxy: NodeProxy) -> None:
+        proxy.finished(self.results)
 
 
 @dataclass(frozen=True)
@@ -179,7 +169,7 @@ class Answered:
     value: Any = None
     failure: SentError | None = None
 
-    def reach(self, proxy: NodeProxy, block: Any) -> None:
+    def reach(self, proxy: NodeProxy) -> None:
         proxy.answered(self)
 
 
@@ -189,5 +179,5 @@ class Failed:
 
     error: SentError
 
-    def reach(self, proxy: NodeProxy, block: Any) -> None:
+    def reach(self, proxy: NodeProxy) -> None:
         proxy.failed(self.error)

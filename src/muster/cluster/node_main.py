@@ -6,11 +6,8 @@ import hashlib
 import hmac
 import os
 import pickle
-import queue
 import socket
 import sys
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -20,11 +17,9 @@ import torch
 
 from muster.cluster.link import Block, Link, LinkLost
 from muster.cluster.messages import (
-    BEAT_S,
     Answered,
     Beat,
     Built,
-    Bye,
     Failed,
     FromNode,
     Joined,
@@ -34,6 +29,7 @@ from muster.cluster.messages import (
     Told,
     WorkerTold,
 )
+from muster.cluster.session_end import BEAT_S, Outgoing, SessionEnd
 from muster.errors import MusterError, WorkerError, described
 from muster.memory.slots import Layout, Slot
 from muster.memory.views import BatchView
@@ -53,8 +49,6 @@ from muster.workers.proxy import WorkerProxy
 from muster.workers.requests import LayOut, Request
 from muster.workers.supervision import Supervisor
 
-END_S = 5.0  # for a thread whose link is closed
-
 
 def serve(link: Link, node: int) -> bool:
     """Do what the main process says, until it says goodbye. Called in the node by the engine, in any thread.
@@ -70,7 +64,11 @@ def serve(link: Link, node: int) -> bool:
 
 
 class _Over(BaseException):
-    """The session is over; nothing is waited for any more."""
+    """The session is over, after a goodbye or without one; nothing is waited for any more."""
+
+    def __init__(self, *, was_said: bool) -> None:
+        super().__init__()
+        self.was_said = was_said
 
 
 @dataclass
@@ -89,9 +87,6 @@ class NodeMain:
         self._link, self._node = link, f"{node} ({socket.gethostname()})"
         self._made = ExitStack()
         self._wake_up = WakeUp()
-        self._inbox: deque[tuple[Any, Any, int] | Exception] = deque()
-        self._outbox: queue.SimpleQueue[tuple[FromNode, Block | None, int, Told] | None] = queue.SimpleQueue()
-        self._saying = threading.Lock()
         self._weights = NodeWeights(link, self._made)
         self._setup: NodeSetup
         self._supervisor: Supervisor | None = None
@@ -100,38 +95,27 @@ class NodeMain:
         self._layouts: dict[int, Layout] = {}  # by group
         self._slots: dict[tuple[int, int], Slot] = {}  # by offset in the main process, and first lane there
         self._jobs: dict[int, _RunAtWork] = {}  # by request
-        self._over: bool | None = None  # the main process has said goodbye; False: it is lost
+        self._end = SessionEnd("muster-node-main", lambda: link, lambda: self._said(Beat()), self._wake_up)
 
     def run(self) -> bool:
         """Until the end of the session."""
-        threads = [
-            threading.Thread(target=target, name=f"muster-node-main-{name}", daemon=True)
-            for target, name in ((self._receive, "receives"), (self._send, "sends"))
-        ]
-        for thread in threads:
-            thread.start()
         try:
             self.say(Joined(socket.gethostname(), os.getpid()))
             while True:
                 self._attend()
-        except _Over:
-            self._made.close()
-            if self._over:
-                self.say(Bye())
-            return bool(self._over)
+        except _Over as over:
+            return over.was_said
         finally:
             self._made.close()
-            self._outbox.put(None)
-            threads[1].join(END_S)
-            self._link.close()
-            for thread in threads:  # one that is in C++ when the interpreter ends aborts the process
-                thread.join(END_S)
+            self._end.finish("the node has ended the session")
             self._wake_up.close()
 
     def say(self, message: FromNode, block: Block | None = None, tag: int = 0) -> None:
         """Have something sent to the main process, with how the node is now: what is sent later never says less."""
-        with self._saying:
-            self._outbox.put((message, block, tag, self._told()))
+        self._end.put(lambda: self._said(message, block, tag))
+
+    def _said(self, message: FromNode, block: Block | None = None, tag: int = 0) -> Outgoing:
+        return Outgoing(pickle.dumps((message, self._told()), pickle.HIGHEST_PROTOCOL), block, tag)
 
     def answer(self, number: int, function: Callable[[], Any]) -> None:
         """Say what a function returns or raises."""
@@ -152,23 +136,22 @@ class NodeMain:
     def hear(self) -> None:
         """What cannot wait."""
         self._wake_up.clear()
-        for item in list(self._inbox):
-            if isinstance(item, LinkLost):
-                self._over = False
-                raise _Over
-            if isinstance(item, tuple) and item[0].urgent:
-                self._inbox.remove(item)
+        is_lost = bool(self._end.lost)  # after what had come before
+        for item in list(self._end.inbox):
+            if getattr(item[0], "urgent", False):
+                self._end.inbox.remove(item)
                 item[0].reach(self, None, 0)
+        if is_lost:
+            raise _Over(was_said=False)
 
     def _attend(self) -> None:
         """To what has come, after waiting for some of it."""
         self.hear()
         try:
-            while self._inbox:
-                item = self._inbox.popleft()
-                if isinstance(item, Exception):
-                    raise item
-                message, block, tag = item
+            while self._end.inbox:
+                message, block, tag = self._end.inbox.popleft()
+                if isinstance(message, Exception):
+                    raise message
                 message.reach(self, block, tag)
             if self._pool is None or self._supervisor is None:
                 self._wake_up.wait(BEAT_S)
@@ -176,8 +159,7 @@ class NodeMain:
                 self._supervisor.wait(BEAT_S)
                 self._tell_results()
         except LinkLost:
-            self._over = False
-            raise _Over from None
+            raise _Over(was_said=False) from None
         except Exception as error:  # noqa: BLE001 (the main process's to raise, which loses this node)
             self.say(Failed(send_error(error)))
             self._wake_up.wait(BEAT_S)
@@ -186,8 +168,7 @@ class NodeMain:
 
     def bye(self) -> None:
         """The session is over."""
-        self._over = True
-        raise _Over
+        raise _Over(was_said=True)
 
     def stop(self, number: int) -> None:
         """See ``Proxy.stop``."""
@@ -285,51 +266,13 @@ class NodeMain:
                 continue
             job.results.append(result)
             if len(job.results) == len(job.part.requests):
-                self.say(Result(job.results, job.part.tag), self._lanes(job), job.part.tag)
+                self.say(Result(job.results), self._lanes(job), job.part.tag)
 
     def _lanes(self, job: _RunAtWork) -> Block | None:
         if self._sink is not None:
             return None
         lanes, size = [request.lane - job.part.first for request in job.part.requests], job.slot.layout.lane_bytes
         return Block(job.slot.block[min(lanes) * size : (max(lanes) + 1) * size], job.slot)
-
-    # --- threads ----------------------------------------------------------------------------------
-
-    def _receive(self) -> None:
-        try:
-            while True:
-                received = self._link.receive()
-                try:
-                    item: Any = (pickle.loads(received.message), received.block, received.tag)
-                except Exception as error:  # noqa: BLE001 (the main process's to raise)
-                    item = error
-                self._inbox.append(item)
-                self._wake_up.ring()
-        except BaseException as error:
-            self._inbox.append(LinkLost(f"this node cannot receive: {error!r}"))
-            self._wake_up.ring()
-            if not isinstance(error, LinkLost):
-                raise
-
-    def _send(self) -> None:
-        try:
-            while True:
-                try:
-                    item = self._outbox.get(timeout=BEAT_S)
-                except queue.Empty:
-                    with self._saying:
-                        if not self._outbox.empty():
-                            continue
-                        item = Beat(), None, 0, self._told()
-                if item is None:
-                    return
-                message, block, tag, told = item
-                self._link.send(pickle.dumps((message, told), pickle.HIGHEST_PROTOCOL), block, tag if block else 0)
-        except LinkLost:
-            pass  # this is received as well, after what had come before: perhaps a goodbye
-        except BaseException:
-            self._link.close()
-            raise
 
     def _told(self) -> Told:
         supervisor = self._supervisor

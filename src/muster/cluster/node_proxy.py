@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from muster.cluster.link import Block
-from muster.cluster.messages import BEAT_S, Answered, Joined, LaneRun, NodeSetup, Tell, Told, WorkerTold
+from muster.cluster.messages import Answered, Joined, LaneRun, NodeSetup, Tell, Told, WorkerTold
 from muster.cluster.node_main import NodeMain
 from muster.cluster.session import Session
+from muster.cluster.session_end import BEAT_S
 from muster.memory.slots import Slot
 from muster.memory.specs import Array
 from muster.observing.stats import InferenceStats, WorkerStats
@@ -55,7 +56,6 @@ class NodeProxy(Proxy):
         self.node: Joined | None = None
         self.session: Session
         self._is_there = False  # it has joined, in this session
-        self._memory: dict[int, Array] = {}  # of parts that have not come back, by tag
         self._held: list[RolloutRequest] | None = None  # to be sent together
         self._server_knows: dict[str, Sequence[Any]] = {}  # by method; servers of later sessions are told again
 
@@ -97,7 +97,6 @@ class NodeProxy(Proxy):
         self.starts += 1
         self.infos = self.error = self._held = self._answer = None
         self.told = Told()
-        self._memory.clear()
         self.session = self._pool.session(self.index)
         self.session.post(Tell(NodeMain.set_up, (self.setup,)), self._policy, self.session.next_tag())
         self.session.post_weights()
@@ -129,9 +128,13 @@ class NodeProxy(Proxy):
     def pump(self) -> None:
         """Take note of what has come."""
         while self.alive and self.session.inbox:
-            message, told, block = self.session.inbox.popleft()
+            said, _, _ = self.session.inbox.popleft()
+            if isinstance(said, Exception):
+                self.session.lose(f"it said something that cannot be understood ({type(said).__name__}: {said})")
+                return
+            message, told = said
             self._take_note(told)
-            message.reach(self, block)
+            message.reach(self)
 
     def lose(self, why: str) -> Exception:
         """Nothing comes from it any more; the steps that it had are entered. Returns the error."""
@@ -217,11 +220,9 @@ class NodeProxy(Proxy):
             if self._apart or slot.layout.lanes < lanes:
                 lanes, first = 1, run[0].lane
             part = LaneRun(run, slot.offset, first, lanes, self.session.next_tag())
-            begin, end = (n * slot.layout.lane_bytes for n in (run[0].lane, run[-1].lane + 1))
-            memory = slot.block[begin:end]
-            self._memory[part.tag] = memory
             if self.setup.buffer is None:
-                expects[part.tag] = memory
+                begin, end = (n * slot.layout.lane_bytes for n in (run[0].lane, run[-1].lane + 1))
+                expects[part.tag] = slot.block[begin:end]
             parts.append(part)
         self.session.post(Tell(NodeMain.follow, (parts,)), expects=expects)
 
@@ -342,11 +343,8 @@ class NodeProxy(Proxy):
         if self.place is not None and not self._pool.elastic:
             self.state = WorkerState.RUNNING
 
-    def finished(self, results: Sequence[RolloutResult], tag: int, block: Any) -> None:
-        """Rollouts are complete, or have failed."""
-        memory = self._memory.pop(tag, None)
-        if memory is not None and block is not None and block is not memory:
-            memory[:] = block
+    def finished(self, results: Sequence[RolloutResult]) -> None:
+        """Rollouts are complete, with their lanes where they were expected; or they have failed."""
         for result in results:
             result.entered = True
             if result.error is not None:

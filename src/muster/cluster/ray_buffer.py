@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import pickle
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -84,14 +85,8 @@ class RayBuffer:
             self._lease.close()
             raise
 
-    @classmethod
-    def _attached(cls, actor: Any, timeout_s: float) -> RayBuffer:
-        handle = cls.__new__(cls)
-        handle._actor, handle._timeout_s, handle._lease, handle._closed = actor, timeout_s, None, False
-        return handle
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RayBuffer._attached, (self._actor, self._timeout_s)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_lease": None}
 
     def extend(self, data: Any) -> Any:
         """Write a batch; gives what the buffer's ``extend`` does."""
@@ -159,9 +154,7 @@ class BufferActor:
     """What runs in the actor."""
 
     def __init__(self, made: bytes) -> None:
-        from muster.cluster.ray_runtime import views_are_fine
-
-        views_are_fine()
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # views of Ray's store
         buffer = loads(made, "buffer")
         self._buffer = buffer if _is_buffer(buffer) else buffer()
         if not _is_buffer(self._buffer):

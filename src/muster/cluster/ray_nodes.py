@@ -1,27 +1,29 @@
-"""Nodes as Ray actors: the carrier, and the main process' end of their links.
+"""Nodes as Ray actors: Ray finds a machine for each, and starts it there.
 
-Messages go to a node as calls of its actor, and come from it as answers to one call that is always waiting there.
-Blocks go through Ray's object store: what the main process sends is put there once for all nodes.
+The actor then joins as any other node does, and its link is its connection to this process. It gets the token as an
+argument, by Ray: who can read that, can run code in the cluster anyway.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray import exceptions
 
-from muster.cluster.link import AGENT, Block, LinkLost, Received, allowed_s
-from muster.cluster.ray_actor import WAITING, WAITS, Departed, ExpectedBlocks
+from muster.cluster.launchers import Launcher
+from muster.cluster.link import AGENT, Block, Link, LinkLost, Received
 from muster.cluster.ray_runtime import Lease, actor_class, arrived, call, first_line, listens, search_path
+from muster.cluster.rendezvous import TOKEN_BYTES, Rendezvous
+from muster.cluster.torch_distributed import DistributedCarrier, run_node
 from muster.errors import BadOption
 from muster.memory.specs import Array
+from muster.utils.attributes import named
 
 DEFAULT_CONFIG = {"num_cpus": 1, "memory": 2 * 1024**3}
 DEFAULT_GPUS = 0.2
@@ -29,41 +31,18 @@ OURS = {  # options of an actor that are no user's business
     "concurrency_groups", "get_if_exists", "lifetime", "max_concurrency", "max_pending_calls", "max_restarts",
     "max_task_retries", "name", "num_returns",
 }  # fmt: skip
-STEP_S = 0.2  # between looks at whether somebody has given up
 NODE_LABEL = "ray.io/node-id"  # that Ray gives to its nodes
 NODE_DIED = "its node has died"  # says Ray
-GRACE_S = 5.0  # for nodes that have been told to end
+WHY_S = 1.0  # for Ray to say what has become of an actor whose connection has ended
 LOST = (exceptions.RayError, ValueError, RuntimeError)  # the latter two: of a Ray that was shut down
 
 
-@dataclass
-class _Life:
-    """A node in one session: its actor, the call of ``serve``, and the Ray node on which they are."""
-
-    actor: Any
-    serving: Any = None
-    ray_node: str = ""
-
-
-class RayCarrier:
-    """Nodes as actors of a Ray cluster, one per node and session.
+class RayCarrier(DistributedCarrier):
+    """Nodes as actors of a Ray cluster, one per node and session; see ``RayCollector`` for the options.
 
     Ray is started or joined here (see ``ray_runtime.Lease``) and left by ``close``, unless the user did it before.
-    Unless ``remote_configs`` say otherwise, a node takes 1 CPU and 2 GiB ("memory" as Ray counts it), and 0.2 of a GPU
-    where the cluster has any; nodes are spread over the machines (``scheduling_strategy="SPREAD"``).
-
-    Args:
-        count: of nodes.
-        ray_init_config: keywords of ``ray.init``.
-        remote_configs: options of a Ray actor, for all nodes or a list with those of each.
-        deadline_s: silence after which a link is lost.
-        target: "module:function" that runs in the node.
-
-    Attributes:
-        hosts: by node, where it runs: host, Ray node and process.
-
-    Raises:
-        BadOption: these options are none that Ray takes, or there is no such cluster.
+    Nodes find this process at the address that it has in the cluster. They are spread over the machines
+    (``scheduling_strategy="SPREAD"``), unless ``remote_configs`` say otherwise.
     """
 
     name = "ray"
@@ -77,189 +56,183 @@ class RayCarrier:
         deadline_s: float = 15.0,
         target: str = AGENT,
     ) -> None:
-        configs = _per_node(remote_configs, count)
-        self.hosts: dict[int, str] = {}
-        self._deadline_s, self._target = deadline_s, target
-        self._lock = threading.Lock()
-        self._lives: dict[int, _Life] = {}
+        launcher = RayLauncher(_per_node(remote_configs, count), ray_init_config, target)
+        try:
+            address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+            rendezvous = Rendezvous(count, bind=address, token=secrets.token_hex(TOKEN_BYTES).encode())
+            super().__init__(count, launcher=launcher, rendezvous=rendezvous, deadline_s=deadline_s)
+        except BaseException:
+            launcher.close()
+            raise
+
+    def meet(self, channel: Link, node: int, epoch: int) -> Link:
+        actor = self._started[node]
+        assert isinstance(actor, NodeActor)
+        actor.ended()  # from now on it is known where it runs
+        return RayLink(channel, actor)
+
+
+class RayLauncher(Launcher):
+    """Starts nodes as actors."""
+
+    name = "ray"
+    advice = ""
+
+    def __init__(
+        self, configs: Sequence[dict[str, Any] | None], ray_init_config: Mapping[str, Any] | None, target: str
+    ) -> None:
+        self._target = target
         self._used: set[str] = set()  # Ray nodes
         self._lease = Lease(ray_init_config)
         try:
-            self._class = actor_class("muster.cluster.ray_actor:NodeActor", WAITS)
-            self._configs = [_complete(config) for config in configs]
-            for node, config in enumerate(self._configs):
+            self._class = actor_class("muster.cluster.ray_nodes:ActorMain")
+            self.configs = [_complete(config) for config in configs]
+            for node, config in enumerate(self.configs):
                 _check_options(self._class, config, node)
         except BaseException:
             self._lease.close()
             raise
 
-    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> RayLink:
-        """See ``link.Carrier``. The actor of the epoch before is killed: nothing that it still sends is read."""
-        deadline = time.monotonic() + within_s
-        try:
-            self._end([node], 0.0)
-            life = None
-            while life is None:
-                life = self._start(node, deadline, given_up)
-            if not life.ray_node:
-                raise LinkLost(self._absent(node, within_s))
-            with self._lock:
-                life.serving = call(life.actor, "serve", group="serve")
-                self._used.add(life.ray_node)
-            return RayLink(life.actor, f"node {node} ({self.hosts[node]})", self._deadline_s)
-        except BaseException as error:
-            with contextlib.suppress(*LOST):
-                self._end([node], 0.0)
-            if isinstance(error, LOST):
+    def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> NodeActor:
+        def make() -> tuple[Any, Any, Any]:
+            try:
+                actor = self._elsewhere(node).remote(search_path(), self._target)
+                return actor, call(actor, "hello"), call(actor, "serve", rendezvous.address, node, rendezvous.token)
+            except LOST as error:
                 raise LinkLost(f"Node {node} could not be started: {first_line(error)}") from error
-            raise
 
-    def _start(self, node: int, deadline: float, given_up: threading.Event) -> _Life | None:
-        """Make an actor and wait for it. None: its machine died; without ``ray_node``: it did not come in time."""
-        life = _Life(self._elsewhere(node).remote(search_path(), node, self._target, self._deadline_s))
-        with self._lock:
-            self._lives[node] = life
-        hello = call(life.actor, "hello")
-        while not arrived(hello, STEP_S):
-            if given_up.is_set():
-                raise LinkLost(f"Node {node} was given up before it had joined")
-            if time.monotonic() > deadline:
-                return life
-        try:
-            host, life.ray_node, pid = ray.get(hello)
-        except exceptions.ActorDiedError as error:
-            if NODE_DIED in str(error):
-                return None
-            raise
-        self.hosts[node] = f"{host}, Ray node {life.ray_node[:8]}, process {pid}"
-        return life
+        return NodeActor(f"node {node}", make, self._used, lambda: _lack(self.configs[node]))
+
+    def close(self) -> None:
+        self._lease.close()
 
     def _elsewhere(self, node: int) -> Any:
         """The class of the actor, kept off machines that are dead: it takes Ray a while to notice, 15 s or more."""
         listed = {one["NodeID"]: one for one in ray.nodes() if one["Alive"]}  # type: ignore[no-untyped-call]
         dead = [one for one in self._used & listed.keys() if not _is_up(listed[one])]
-        config = self._configs[node]
+        config = self.configs[node]
         if dead:
             config = config | {
                 "label_selector": {NODE_LABEL: f"!in({','.join(dead)})"} | config.get("label_selector", {})
             }
         return self._class.options(**config)
 
-    def close(self) -> None:
-        """See ``link.Carrier``."""
+
+class NodeActor:
+    """An actor that is a node, or waits for a machine (``Started``).
+
+    Args:
+        name: for people.
+        make: gives the actor, the call that says where it is, and the call that is the life of the node.
+        used: Ray nodes on which actors have run.
+        lack: why it is not there, for people.
+    """
+
+    def __init__(
+        self, name: str, make: Callable[[], tuple[Any, Any, Any]], used: set[str], lack: Callable[[], str]
+    ) -> None:
+        self._name, self._make, self._used, self._lack = name, make, used, lack
+        self._where = ""
+        self._actor, self._hello, self._serving = make()
+
+    def __str__(self) -> str:
+        return "Ray actor"
+
+    @property
+    def state(self) -> str:
+        return f"on {self._where}" if self._where else self._lack()
+
+    def ended(self, within_s: float = 0.0) -> str | None:
+        try:
+            if not self._where and arrived(self._hello, within_s):
+                host, ray_node, pid = ray.get(self._hello)
+                self._used.add(ray_node)
+                self._where = f"{host}, Ray node {ray_node[:8]}, process {pid}"
+            if not self._where or not arrived(self._serving, within_s):
+                return None
+            ray.get(self._serving)
+            return "its agent has ended"
+        except exceptions.RayTaskError as error:
+            return f"its agent failed: {first_line(error).rstrip('.')}"
+        except LOST as error:
+            if self._where or NODE_DIED not in str(error):
+                return first_line(error).rstrip(".")
+            self._actor, self._hello, self._serving = self._make()
+            return None
+
+    def lost(self, why: LinkLost) -> LinkLost:
+        """The error of its link, with what Ray says of the actor, if it soon does."""
+        ended = self.ended(WHY_S)
+        return LinkLost(f"{self._name} ({self._where}) is lost: {ended or why}")
+
+    def end(self) -> None:
         with contextlib.suppress(*LOST):
-            self._end(list(self._lives), GRACE_S)
-        self._lease.close()
+            if ray.is_initialized():
+                ray.kill(self._actor, no_restart=True)
 
-    def _end(self, nodes: Sequence[int], grace_s: float) -> None:
-        """Kill the actors of nodes; not before they have ended by themselves, if they do within ``grace_s``."""
-        with self._lock:
-            ending = [self._lives.pop(node) for node in nodes if node in self._lives]
-        if not ending or not ray.is_initialized():
-            return
-        serving = [life.serving for life in ending if life.serving is not None]
-        if serving and grace_s > 0:
-            ray.wait(serving, num_returns=len(serving), timeout=grace_s)
-        for life in ending:
-            ray.kill(life.actor, no_restart=True)
 
-    def _absent(self, node: int, within_s: float) -> str:
-        wanted = {name: value for name, value in self._configs[node].items() if name != "scheduling_strategy"}
-        machines = [
-            f"{one['NodeManagerAddress']} has " + ", ".join(f"{n} {v:g}" for n, v in _plain(one["Resources"]).items())
-            for one in ray.nodes()  # type: ignore[no-untyped-call]
-            if one["Alive"]
-        ]
-        free = _plain(ray.available_resources())  # type: ignore[no-untyped-call]
-        return (
-            f"Node {node} was not started by Ray within {within_s:g} s. It asks for {wanted}; of the machines "
-            f"{'; '.join(machines)}; free in all: {free}. Add a machine, or ask for less "
-            f"with remote_configs"
-        )
+class ActorMain:
+    """What runs in the actor's process."""
+
+    def __init__(self, target: str) -> None:
+        named(target)  # what is wrong with it is said at once
+        self._target = target
+
+    def hello(self) -> tuple[str, str, int]:
+        """Host, id of the Ray node, and process."""
+        return socket.gethostname(), ray.get_runtime_context().get_node_id(), os.getpid()
+
+    def serve(self, address: str, node: int, token: bytes) -> bool:
+        """Be the node; see ``run_node``."""
+        return run_node(address, node, token, target=self._target)
 
 
 class RayLink:
-    """The main process' end."""
+    """A link whose errors say what has become of the actor."""
 
-    def __init__(self, actor: Any, name: str, deadline_s: float) -> None:
-        self._actor, self._name, self._deadline_s = actor, name, deadline_s
-        self._lock = threading.Lock()
-        self._sent = 0
-        self._unanswered: deque[tuple[float, Any]] = deque()  # by when a message must have been taken, and the call
-        self._asked = call(actor, "depart", group="depart")
-        self._inbox: deque[Departed] = deque()
-        self._expected = ExpectedBlocks()
-        self._closed = ""  # why
-        self._last = ""  # why nothing comes after what is in the inbox
+    def __init__(self, channel: Link, actor: NodeActor) -> None:
+        self._channel, self._actor, self._closed = channel, actor, False
 
     def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
         try:
-            self._check()
-            while len(self._unanswered) >= WAITING:
-                deadline, answer = self._unanswered.popleft()
-                self._wait(answer, deadline, "has not taken anything")
-                self._check(ray.get(answer))
-            ref, nbytes = None, len(message)
-            if block is not None:
-                ref, nbytes = block.form("ray", ray.put), nbytes + block.array.nbytes
-            with self._lock:
-                self._check(self._last)
-                answer = call(self._actor, "arrive", self._sent, message, tag, ref, group="arrive")
-                self._sent += 1
-            self._unanswered.append((time.monotonic() + allowed_s(self._deadline_s, nbytes), answer))
-        except LOST as error:
-            raise self._lost(error) from error
+            self._channel.send(message, block, tag)
+        except LinkLost as lost:
+            raise self._explained(lost) from lost
 
     def expect(self, tag: int, memory: Array) -> None:
-        self._expected.expect(tag, memory)
+        self._channel.expect(tag, memory)
 
     def receive(self) -> Received:
         try:
-            deadline = time.monotonic() + self._deadline_s
-            while not self._inbox:
-                self._check(self._last)
-                self._wait(self._asked, deadline, "has said nothing")
-                messages, self._last = ray.get(self._asked)
-                if not self._last:
-                    self._asked = call(self._actor, "depart", group="depart")
-                self._inbox.extend(messages)
-            self._check()
-            message, tag, ref, size = self._inbox.popleft()
-            if ref is None:
-                return Received(message, tag)
-            self._wait(ref, time.monotonic() + allowed_s(self._deadline_s, size), "has sent a block that does not come")
-            view: Any = ray.get(ref)
-            memory = self._expected.put(tag, view)
-            self._check()
-            return Received(message, tag, view.copy() if memory is None else memory)
-        except LOST as error:
-            raise self._lost(error) from error
+            return self._channel.receive()
+        except LinkLost as lost:
+            raise self._explained(lost) from lost
 
     def close(self) -> None:
-        with self._lock:
-            first, self._closed = not self._closed, self._closed or "it was closed here"
-            if first:
-                with contextlib.suppress(*LOST):
-                    call(self._actor, "end", self._sent)
-        self._expected.close()
+        self._closed = True
+        self._channel.close()
 
-    def _check(self, why: str = "") -> None:
-        if self._closed or why:
-            raise LinkLost(f"the link to {self._name} is closed: {self._closed or why}")
-
-    def _lost(self, error: Exception) -> LinkLost:
-        return LinkLost(f"{self._name} is lost: {first_line(error)}")
-
-    def _wait(self, ref: Any, deadline: float, silent: str) -> None:
-        """Until what is asked for is here, or will not come."""
-        while not arrived(ref, STEP_S):
-            self._check()
-            if time.monotonic() > deadline:
-                raise LinkLost(f"{self._name} {silent} for {self._deadline_s:g} s")
+    def _explained(self, lost: LinkLost) -> LinkLost:
+        return lost if self._closed else self._actor.lost(lost)
 
 
 def _is_up(ray_node: Mapping[str, Any]) -> bool:
     return listens(ray_node["NodeManagerAddress"], ray_node["NodeManagerPort"])
+
+
+def _lack(config: Mapping[str, Any]) -> str:
+    """What a node asks for, and what there is."""
+    wanted = {name: value for name, value in config.items() if name != "scheduling_strategy"}
+    machines = [
+        f"{one['NodeManagerAddress']} has " + ", ".join(f"{n} {v:g}" for n, v in _plain(one["Resources"]).items())
+        for one in ray.nodes()  # type: ignore[no-untyped-call]
+        if one["Alive"]
+    ]
+    free = _plain(ray.available_resources())  # type: ignore[no-untyped-call]
+    return (
+        f"not started: it asks for {wanted}; of the machines {'; '.join(machines)}; free in all: {free}. Add a "
+        f"machine, or ask for less with remote_configs"
+    )
 
 
 def _plain(resources: Mapping[str, float]) -> dict[str, float]:

@@ -8,8 +8,7 @@ import re
 import socket
 import sys
 import threading
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -223,12 +222,11 @@ def search_path() -> list[str]:
     return [os.path.abspath(entry) for entry in sys.path]
 
 
-def actor_class(target: str, groups: Sequence[str] = ()) -> Any:
+def actor_class(target: str) -> Any:
     """A Ray actor around ``"module:class"``, which need not be importable where Ray's own processes start.
 
     Args:
         target: made with the arguments of ``remote`` after the first, which is ``search_path()``.
-        groups: concurrency groups that ``call`` can name. Each has one thread.
     """
 
     class MusterActor:  # in a function, so that it is pickled with its code
@@ -243,14 +241,9 @@ def actor_class(target: str, groups: Sequence[str] = ()) -> Any:
         def call(self, name: str, *args: Any) -> Any:
             return getattr(self._object, name)(*args)
 
-    return ray.remote(concurrency_groups=dict.fromkeys(groups, 1))(MusterActor)  # type: ignore[call-overload]
+    return ray.remote(MusterActor)
 
 
-def call(actor: Any, name: str, *args: Any, group: str | None = None) -> Any:
-    """Call a method of what such an actor is around, in a thread of this group; gives the reference of its result."""
-    return actor.call.options(concurrency_group=group).remote(name, *args)
-
-
-def views_are_fine() -> None:
-    """Torch warns of tensors over read-only memory, as Ray's views are; for processes of which all is ours."""
-    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+def call(actor: Any, name: str, *args: Any) -> Any:
+    """Call a method of what such an actor is around; gives the reference of its result."""
+    return actor.call.remote(name, *args)

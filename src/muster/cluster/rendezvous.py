@@ -7,9 +7,9 @@ token can keep nodes from joining, and nothing else.
 
 ::
 
-    node -> main   {"node": number or null}                          what it wants to be
-    main -> node   {"count", "engine", "node", "epoch", "settings"}  an offer; "node" is null if there is none yet
-    node -> main   {"accepted": true}                                afterwards the connection is the session's
+    node -> main   {"node": number or null}                            what it wants to be
+    main -> node   {"count", "engine", "deadline_s", "node", "epoch"}  an offer; "node" is null if there is none yet
+    node -> main   {"accepted": true}                                  afterwards the connection is the session's
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class Rendezvous:
         host: the address that ``bind`` stands for.
         token: the secret.
         engine: that nodes must have been started for, "distributed" or "rpc"; set by the carrier.
+        deadline_s: of the links of sessions, at both ends; set by the carrier.
 
     Raises:
         BadOption: the port is taken, ``bind`` is no address of this machine, or others can reach it and no token was
@@ -71,6 +72,7 @@ class Rendezvous:
     """
 
     engine = DISTRIBUTED
+    deadline_s = ANSWER_S
 
     def __init__(
         self,
@@ -88,7 +90,6 @@ class Rendezvous:
                 f"path of a file with mode 0600 in {TOKEN_FILE}, here and on every node. (bind='127.0.0.1' needs none.)"
             )
         self.token = given or secrets.token_hex(TOKEN_BYTES).encode()
-        self._settings: dict[str, Any] = {}
         self._open: dict[int, int] = {}  # by node, the epoch in which it may join
         self._offered: set[tuple[int, int] | None] = set()  # offers that a node has not accepted yet
         self._joined: dict[tuple[int, int], Link] = {}  # by node and epoch, until ``joined`` takes it
@@ -101,11 +102,6 @@ class Rendezvous:
         port = self._listener.getsockname()[1]
         self.address = f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
         threading.Thread(target=self._accept, name="muster-rendezvous", daemon=True).start()
-
-    def tell(self, **settings: str | float) -> None:
-        """Have nodes learn this when they join."""
-        with self._changed:
-            self._settings.update(settings)
 
     def admit(self, node: int, epoch: int) -> None:
         """Let a node join with this epoch, and no other any more."""
@@ -214,8 +210,7 @@ class Rendezvous:
         """Offer what is free, until something is accepted; False: it does not count any more."""
         while True:
             found = self._claim(hear(channel)["node"])
-            with self._changed:
-                told = {"count": self.count, "engine": self.engine, "settings": dict(self._settings)}
+            told = {"count": self.count, "engine": self.engine, "deadline_s": self.deadline_s}
             node, epoch = found or (None, None)
             try:
                 say(channel, **told, node=node, epoch=epoch)
@@ -223,7 +218,7 @@ class Rendezvous:
                     continue
                 hear(channel)["accepted"]
                 with self._changed:
-                    connection.know(self._settings.get("deadline_s", ANSWER_S))
+                    connection.know(self.deadline_s)
                     is_open = self._open.get(found[0]) == found[1] and not self._closed
                     if is_open:  # it was not withdrawn meanwhile
                         del self._open[found[0]]
@@ -251,20 +246,12 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Membership:
-    """What a node needs for one session.
-
-    Attributes:
-        node: its number.
-        epoch: of the session.
-        host: of the main process.
-        settings: that the main process has told.
-        channel: to the main process, for this session alone; to be closed by the caller.
-    """
+    """What a node needs for one session: among others the channel to the main process, which the caller closes."""
 
     node: int
     epoch: int
     host: str
-    settings: dict[str, Any]
+    deadline_s: float
     channel: Link
 
 
@@ -272,8 +259,7 @@ class Member:
     """A node's end.
 
     Args:
-        address: "host:port".
-        token: the secret, as the main process has it.
+        address, token: as the main process has them.
         node: its number; None: any that nobody has.
         engine: "distributed" or "rpc". The main process cannot choose another one.
         within_s: seconds until the main process must listen there.
@@ -325,7 +311,7 @@ class Member:
                     self._met, reached = True, time.monotonic()
                     while (found := self._ask(channel)) is None:
                         reached = time.monotonic()
-                    connection.know(found.settings.get("deadline_s", ANSWER_S))
+                    connection.know(found.deadline_s)
                     failed.pop_all()
                     return found
             except WrongToken:
@@ -358,7 +344,7 @@ class Member:
         if told["node"] is None:
             return None
         say(channel, accepted=True)
-        return Membership(told["node"], told["epoch"], self._endpoint[0], told["settings"], channel)
+        return Membership(told["node"], told["epoch"], self._endpoint[0], told["deadline_s"], channel)
 
 
 def say(channel: Link, **record: Any) -> None:

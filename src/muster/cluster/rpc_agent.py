@@ -124,10 +124,9 @@ class RpcAgent:
             api._finalize_shutdown()  # type: ignore[no-untyped-call]
 
     def meet(self, name: str, url: str, devices: tuple[str, ...] = ()) -> WorkerInfo:
-        """Let another process be called by this name, which nobody had before.
+        """Let another process be called by this name (letters, digits, "-" and "_"), which nobody had before.
 
         Args:
-            name: letters, digits, "-" and "_".
             url: where it listens.
             devices: of this process, to which it may send.
 

@@ -68,7 +68,7 @@ class RpcLink:
         if block is None:
             self._tell(message)
             return
-        tensor = block.form("torch", as_tensor)
+        tensor = as_tensor(block.array)
         if self._device is not None:
             tensor = tensor.to(self._device)
         within_s = allowed_s(self._deadline_s, block.array.size)

@@ -9,24 +9,27 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shlex
 import signal
 import socket
 import stat
 import subprocess
-import sys
 import tempfile
 import threading
 import time
+import traceback
 import warnings
-import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+from muster.cluster.launchers import Launcher, Process
 from muster.cluster.link import AGENT, LinkLost
 from muster.cluster.rendezvous import Rendezvous, is_loopback, write_token
 from muster.errors import BadOption
+from muster.restore.pickling import dumps, loads
+from muster.utils.whole_files import write_whole
+from muster.workers.channel import Channel
+from muster.workers.launch import fork_server_here
 
 FOLDER = "muster-jobs"  # in the current directory
 DEFAULT_SLURM_CONF: dict[str, Any] = {"timeout_min": 60}
@@ -46,9 +49,10 @@ COMMAND_S = 60.0  # for squeue, scancel, sinfo
 POLL_S, SLOWEST_POLL_S = 2.0, 30.0  # between two calls of squeue, for all jobs of a launcher together
 END_S = 5.0
 TAIL_BYTES, TAIL_LINES = 4096, 15
+LOCAL_FILES = "_submitted.pkl", "_result.pkl", "_log.err", "_log.out"  # as submitit's
 
 
-class SubmititLauncher:
+class SubmititLauncher(Launcher):
     """One job per node and epoch, with one task.
 
     Args:
@@ -95,7 +99,7 @@ class SubmititLauncher:
             self._hosts = self._jobs.hosts()
         check_host(host, self.name, self._hosts)
 
-    def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> Job:
+    def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> Job | LocalJob:
         """Submit the job of a node.
 
         Raises:
@@ -112,28 +116,17 @@ class SubmititLauncher:
             token.unlink(missing_ok=True)
             raise
 
-    def close(self) -> None:
-        """Nothing is left to free: logs stay, and every job that was ended took its token file along."""
-
 
 class Jobs:
-    """Submits jobs of one kind, and knows what has become of them. Threads may share it.
-
-    Args:
-        parameters: see ``SubmititLauncher``.
-        folder: that ``private_folder`` has made.
-        cluster: see ``SubmititLauncher``.
-    """
+    """Submits jobs of one kind, from a folder that ``private_folder`` has made. Threads may share it."""
 
     def __init__(self, parameters: dict[str, Any] | None, folder: Path, cluster: str | None) -> None:
         self.folder = folder
         self.parameters = _complete(parameters)
-        lifeline = Lifeline(folder)
-        self._executor = _executor(self.parameters, folder, cluster, lifeline.python)
+        self._executor = _executor(self.parameters, folder, cluster)
         self.cluster: str = self._executor.cluster
         self._lock = threading.Lock()
         self._queue = Queue()
-        self._lifeline = None if self.cluster == "slurm" else lifeline
 
     def submit(
         self,
@@ -142,15 +135,15 @@ class Jobs:
         *args: Any,
         secret: Path | None = None,
         more: dict[str, Any] | None = None,
-    ) -> Job:
+    ) -> Job | LocalJob:
         """Raises LinkLost with what SLURM says if it takes no such job.
 
         Args:
-            name: for people, in ``squeue``.
-            function: what it runs, with ``args``.
             secret: a file to remove when the job has been ended.
             more: parameters of this job only.
         """
+        if self.cluster == "local":
+            return LocalJob(self.folder, name, (function, args), secret)
         with self._lock:  # submitit's executors are not made for several threads
             self._executor.update_parameters(
                 **{"slurm_dependency": None, **self.parameters, **(more or {}), "name": name}
@@ -160,9 +153,8 @@ class Jobs:
             except (RuntimeError, OSError) as error:
                 why = (str(error).strip().splitlines() or ["no reason was given"])[-1]
                 raise LinkLost(f"The job {name} could not be submitted: {why}") from error
-        if self.cluster == "slurm":
-            self._queue.add(job.job_id)
-        return Job(job, self._queue if self.cluster == "slurm" else None, secret, self._lifeline)
+        self._queue.add(job.job_id)
+        return Job(job, self._queue, secret)
 
     def hosts(self) -> list[str]:
         """Where SLURM may start these jobs; none for local processes, or if it does not say."""
@@ -177,42 +169,28 @@ class Jobs:
 
 
 class Job:
-    """A submitted job (``Started``).
+    """A job of SLURM (``Started``); ``secret`` is a file to remove at its end."""
 
-    Args:
-        job: of submitit.
-        queue: that is asked for its state; None: it is a process of this machine.
-        secret: a file to remove at the end.
-        lifeline: that a process of this machine ends with.
-    """
-
-    def __init__(self, job: Any, queue: Queue | None, secret: Path | None, lifeline: Lifeline | None) -> None:
+    def __init__(self, job: Any, queue: Queue, secret: Path | None) -> None:
         self.job_id: str = job.job_id
-        self._job, self._queue, self._secret, self._lifeline = job, queue, secret, lifeline
-        self._lock = threading.Lock()
+        self._job, self._queue, self._secret = job, queue, secret
 
     @property
     def state(self) -> str:
-        """As of SLURM, as it was known last; "RUNNING", "FINISHED" or "INTERRUPTED" of a local process."""
-        return str(self._job.state) if self._queue is None else self._queue.state(self.job_id)
+        """As of SLURM, as it was known last."""
+        return self._queue.state(self.job_id)
 
     def __str__(self) -> str:
-        return f"{'process' if self._queue is None else 'SLURM job'} {self.job_id}"
+        return f"SLURM job {self.job_id}"
 
     def ended(self) -> str | None:
         state = self.state
-        if state == "RUNNING" if self._queue is None else not _is_final(state):
-            return None
-        return f"its {self} has ended: {state}; {_tail(self._job.paths.stderr)}"
+        return f"its {self} has ended: {state}; {_tail(self._job.paths.stderr)}" if _is_final(state) else None
 
     def end(self) -> None:
-        with self._lock:
-            if self._queue is None:
-                self._end_local()
-            else:
-                self._queue.cancel(self.job_id)
-            if self._secret is not None:
-                self._secret.unlink(missing_ok=True)
+        self._queue.cancel(self.job_id)
+        if self._secret is not None:
+            self._secret.unlink(missing_ok=True)
 
     def has_result(self) -> bool:
         """Whether its function has returned, or raised; seen before SLURM tells that the job has ended."""
@@ -222,50 +200,61 @@ class Job:
         """What its function has returned, of a job that has ended.
 
         Raises:
-            RuntimeError: of submitit, with the traceback of the job.
+            RuntimeError: with the traceback of the job.
         """
         if not self.has_result():
             raise RuntimeError(self.ended())  # it was killed; submitit would wait for a result
         return self._job.result()
 
-    def _end_local(self) -> None:
-        """By SIGTERM, again and again, since a job ignores it early in its life. The last resort is SIGINT, as in
-        submitit's ``cancel``: it prints a traceback, and children of a shell's background job ignore it.
-        """
-        pause, begin = threading.Event(), time.monotonic()
-        while not self._job.done() and time.monotonic() - begin < END_S:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(self.job_id), signal.SIGTERM)  # its pid still, since it is not reaped yet
-            pause.wait(0.1)
-        if not self._job.done():
-            self._job.cancel()
+
+class LocalJob(Process):
+    """A job as a process of this machine, where there is no SLURM; as ``Job`` otherwise."""
+
+    def __init__(self, folder: Path, name: str, call: tuple[Callable[..., Any], Any], secret: Path | None) -> None:
+        self._secret = secret
+        self._files = [folder / f"{name}-{secrets.token_hex(4)}{end}" for end in LOCAL_FILES]
+        write_whole(self._files[0], [dumps(call, name)], mode=0o600)
+        super().__init__("muster.cluster.submitit:local_job", name, self._files)
+        self.job_id = str(self._child.pid)
+
+    def ended(self) -> str | None:
+        why = super().ended()
+        return None if why is None else f"{why}; {_tail(self._files[2])}"
+
+    def end(self) -> None:
+        super().end()
+        if self._secret is not None:
+            self._secret.unlink(missing_ok=True)
+
+    def has_result(self) -> bool:
+        return self._files[1].exists()
+
+    def result(self) -> Any:
+        if not self.has_result():
+            raise RuntimeError(self.ended())
+        value, why = loads(self._files[1].read_bytes(), "result of a job")
+        self.end()
+        if why:
+            raise RuntimeError(why)
+        return value
 
 
-class Lifeline:
-    """A pipe with a name, which this process alone can write. Nothing is ever written: what counts is its end.
-
-    Args:
-        folder: where only this user can make files.
-
-    Attributes:
-        python: the command that runs Python in a process that ends with this one, however this one ends.
-    """
-
-    _all: ClassVar[weakref.WeakSet[Lifeline]] = weakref.WeakSet()
-
-    def __init__(self, folder: Path) -> None:
-        path = folder / f"alive-{secrets.token_hex(8)}"
-        os.mkfifo(path, 0o600)
-        self._close = weakref.finalize(self, os.close, os.open(path, os.O_RDWR | os.O_NONBLOCK))
-        self._close.atexit = False  # it ends with the process
-        self.python = shlex.join([sys.executable, "-m", "muster.cluster.tied_job", str(path)])
-        Lifeline._all.add(self)
-
-    @classmethod
-    def forget(cls) -> None:
-        """In a fork of this process, whose jobs they are not."""
-        for one in cls._all:
-            one._close()
+def local_job(channel: Channel) -> None:
+    """The process of a ``LocalJob``."""
+    fork_server_here()  # while there is one thread
+    (call, result, errors, output), _ = channel.receive()
+    for number, path in ((1, output), (2, errors)):
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), number)
+    function, args = loads(call.read_bytes(), "job")
+    outcome = None, ""
+    try:
+        outcome = function(*args), ""
+    except BaseException:
+        outcome = None, traceback.format_exc()
+        raise
+    finally:
+        write_whole(result, [dumps(outcome, "result of a job")], mode=0o600)
 
 
 class Queue:
@@ -372,8 +361,7 @@ def _complete(parameters: dict[str, Any] | None) -> dict[str, Any]:
     return complete
 
 
-def _executor(parameters: dict[str, Any], folder: Path, cluster: str | None, python: str) -> Any:
-    """``python``: the command that runs Python in local processes."""
+def _executor(parameters: dict[str, Any], folder: Path, cluster: str | None) -> Any:
     if cluster not in (None, "slurm", "local"):
         raise BadOption(f"cluster={cluster!r} is unknown; there are 'slurm' and 'local'.")
     try:
@@ -381,7 +369,7 @@ def _executor(parameters: dict[str, Any], folder: Path, cluster: str | None, pyt
     except ModuleNotFoundError as error:
         raise BadOption("launcher='submitit' needs submitit: `pip install muster-rl[slurm]`.") from error
     try:
-        executor = submitit.AutoExecutor(folder, cluster=cluster, local_python=python)
+        executor = submitit.AutoExecutor(folder, cluster=cluster)
         executor.update_parameters(**parameters)
     except (RuntimeError, NameError, ValueError, TypeError, AssertionError) as error:
         raise BadOption(f"submitit refuses slurm_kwargs={parameters} with cluster={cluster!r}: {error}") from error
@@ -429,7 +417,3 @@ def _tail(path: Path) -> str:
     if not lines:
         return f"it wrote nothing to its standard error ({path})"
     return "\n".join(["its standard error ends with", *(f"  | {line}" for line in lines[-TAIL_LINES:]), f"({path})"])
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=Lifeline.forget)

@@ -21,9 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from muster.cluster.launchers import Launcher
 from muster.cluster.link import AGENT, LinkLost
 from muster.cluster.rendezvous import TOKEN_BYTES, TOKEN_FILE, Rendezvous, write_token
-from muster.cluster.submitit import Job, Jobs, check_host, die_when_told, node_job, private_folder
+from muster.cluster.submitit import Job, Jobs, LocalJob, check_host, die_when_told, node_job, private_folder
 from muster.errors import BadOption, MusterError
 from muster.utils.whole_files import write_whole
 
@@ -35,7 +36,7 @@ ADDRESS, HOSTS = "address", "hosts"  # files in the folder
 _R = TypeVar("_R")
 
 
-class DelayedLauncher:
+class DelayedLauncher(Launcher):
     """Starts nothing, since the nodes' jobs have been submitted before; tells them the address.
 
     Args:
@@ -131,19 +132,11 @@ def submitit_delayed_launcher(
 
 
 def _run(folder: Path, mains: Jobs, nodes: Jobs, left: list[int], call: tuple[Any, ...]) -> Any:
-    """Call a decorated program, from the login node.
-
-    Args:
-        folder: for the files of this call.
-        mains: submits the main job.
-        nodes: submits the nodes' jobs.
-        left: by node, how often its job may be submitted again.
-        call: the program and its arguments.
-    """
-    token, job, started = folder / "token", None, list[Job]()
+    """Call a decorated program, from the login node; ``left`` says how often the job of each node may be repeated."""
+    token, job, started = folder / "token", None, list[Job | LocalJob]()
     write_token(token, secrets.token_hex(TOKEN_BYTES).encode())
 
-    def submit(node: int, more: dict[str, Any]) -> Job:
+    def submit(node: int, more: dict[str, Any]) -> Job | LocalJob:
         return nodes.submit(f"muster-node-{node}", delayed_node_job, str(folder), node, more=more)
 
     try:
@@ -156,6 +149,7 @@ def _run(folder: Path, mains: Jobs, nodes: Jobs, left: list[int], call: tuple[An
             for node, each in enumerate(started):
                 if left[node] and each.ended() is not None and not _done(folder, node).exists():
                     left[node] -= 1
+                    each.end()  # what it holds here
                     with contextlib.suppress(LinkLost):  # SLURM may take it the next time
                         started[node] = submit(node, {})
             pause.wait(POLL_S)

@@ -26,14 +26,9 @@ class DistributedCarrier:
     """Nodes in the place of TorchRL's over torch.distributed.
 
     Args:
-        count: of nodes.
         launcher: how nodes come to life.
         rendezvous: where they find this process; closed by ``close``.
         deadline_s: seconds without anything after which a link is lost.
-
-    Attributes:
-        rendezvous: as above.
-        deadline_s: as above.
     """
 
     name = "torch.distributed"
@@ -47,7 +42,7 @@ class DistributedCarrier:
         self._lock = threading.Lock()
         self._closed = False
         rendezvous.engine = self.engine
-        rendezvous.tell(deadline_s=deadline_s)
+        rendezvous.deadline_s = deadline_s
 
     def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> Link:
         """As in ``Carrier``."""
@@ -73,15 +68,8 @@ class DistributedCarrier:
         self.rendezvous.close()
 
     def meet(self, channel: Link, node: int, epoch: int) -> Link:
-        """The link to a node that does the same at its end. Other engines override it.
-
-        Args:
-            channel: to that node, of this session alone; closed by this, or with the link.
-            node: its number.
-            epoch: of the session.
-
-        Raises:
-            LinkLost: the node does not come within the deadline.
+        """The link to a node that does the same at its end, through a channel of this session alone, which is closed by
+        this or with the link. Other engines override it. Raises LinkLost.
         """
         return channel
 
@@ -109,12 +97,12 @@ class DistributedCarrier:
             if given_up.is_set():
                 raise LinkLost(f"Node {node} was given up before it had joined.")
             if started is not None and (reason := started.ended()):
-                raise LinkLost(f"Node {node} has not joined: {reason}. {self._launcher.advice}")
+                raise LinkLost(f"Node {node} has not joined: {reason}. {self._launcher.advice}".rstrip())
             if time.monotonic() > deadline:
                 state = "" if started is None else f" Its {started} is {started.state}."
                 raise LinkLost(
                     f"Node {node} has not joined at {self.rendezvous.address} within {within_s:g} s.{state} "
-                    f"{self._launcher.advice}{self.rendezvous.refused()}"
+                    f"{self._launcher.advice}{self.rendezvous.refused()}".rstrip()
                 )
         return channel
 

@@ -32,10 +32,7 @@ class RpcCarrier(DistributedCarrier):
     """Nodes over torch RPC. The collectors of a process share its RPC agent, which may be the user's.
 
     Args:
-        count: of nodes.
-        launcher: how they come to life.
-        rendezvous: where they find this process; closed by ``close``.
-        deadline_s: seconds without anything after which a link is lost.
+        count, launcher, rendezvous, deadline_s: see ``DistributedCarrier``.
         tensorpipe_options: for ``TensorPipeRpcBackendOptions``, here and in the nodes.
         visible_devices: for each node the CUDA device from which its blocks travel, to this process' first one (1,
             "cuda:1"); or None or "cpu": from the CPU to the CPU.
@@ -120,7 +117,7 @@ def join_rpc(membership: Membership) -> Link:
         devices = {} if device is None else {main: {device: MAIN_DEVICE}}
         terms = Terms(local_address(membership.host), card["options"], devices)
         _node_agent = RpcAgent.hold(f"muster-node-{membership.node}-{membership.epoch}", terms)
-        link = RpcLink(channel, session, float(membership.settings["deadline_s"]), device)
+        link = RpcLink(channel, session, membership.deadline_s, device)
         link.begin(_node_agent, _node_agent.meet(main, card["url"]))
         say(channel, url=_node_agent.url)
     except BaseException:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed
 
 from muster.cluster.authenticated_link import signature
-from muster.cluster.launchers import WaitingLauncher
+from muster.cluster.launchers import Launcher
 from muster.cluster.link import LinkLost
 from muster.cluster.rendezvous import ANSWER_S, POLL_S, Rendezvous, is_loopback, read_token
 from muster.errors import BadOption
@@ -37,15 +37,17 @@ LONGEST = 1024  # bytes of what rank 0 writes
 _c10d: Any = torch.distributed
 
 
-class TorchrunLauncher(WaitingLauncher):
+class TorchrunLauncher(Launcher):
     """Rank 0 of ``torchrun`` is the main process, rank r > 0 is node r - 1 and calls ``run_node()``.
 
     Raises:
         BadOption: this is not rank 0 under torchrun.
     """
 
+    name = "torchrun"
+    advice = "Ranks above 0 have to call muster.cluster.torch_distributed.run_node()."
+
     def __init__(self) -> None:
-        super().__init__("torchrun", "Ranks above 0 have to call muster.cluster.torch_distributed.run_node().")
         if torchrun_rank() != 0:
             raise BadOption(
                 f"launcher='torchrun' in rank {torchrun_rank()}: the collector lives in rank 0, the others are nodes."
@@ -58,7 +60,7 @@ class TorchrunLauncher(WaitingLauncher):
     def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> None:
         with self._lock:
             if self._store is None:
-                self._check(rendezvous)
+                _check_count(rendezvous.count)
                 if is_loopback(rendezvous.host):
                     self._token = _token_path(self._key)
                     write_whole(self._token, [rendezvous.token], mode=0o600)
@@ -70,14 +72,6 @@ class TorchrunLauncher(WaitingLauncher):
             if self._token is not None:
                 self._token.unlink(missing_ok=True)
                 self._token = None
-
-    def _check(self, rendezvous: Rendezvous) -> None:
-        ranks = int(os.environ["WORLD_SIZE"])
-        if ranks != rendezvous.count + 1:
-            raise BadOption(
-                f"torchrun has started {ranks} ranks, but {rendezvous.count} nodes were asked for: "
-                f"start {rendezvous.count + 1}, of which rank 0 is the main process."
-            )
 
 
 def find_rendezvous(token: bytes | None, within_s: float) -> tuple[str, int, bytes]:
@@ -114,6 +108,14 @@ def find_rendezvous(token: bytes | None, within_s: float) -> tuple[str, int, byt
             )
         pause.wait(POLL_S)
     raise LinkLost(f"Rank 0 has not opened a collector with launcher='torchrun' within {within_s:g} s.{refused}")
+
+
+def _check_count(nodes: int) -> None:
+    if (ranks := int(os.environ["WORLD_SIZE"])) != nodes + 1:
+        raise BadOption(
+            f"torchrun has started {ranks} ranks, but {nodes} nodes were asked for: start {nodes + 1}, of which rank 0 "
+            "is the main process."
+        )
 
 
 def torchrun_rank() -> int | None:

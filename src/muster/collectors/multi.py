@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from muster.cluster.nodes import Nodes
-from muster.cluster.weights import nodes_transport
+from muster.cluster.nodes import Nodes, nodes_transport
 from muster.collectors.auto import auto_workers
 from muster.collectors.base import BaseCollector
 from muster.collectors.contradictions import check_cat, check_multi

@@ -1,0 +1,139 @@
+"""One end of a session, in the main process or in a node: a thread sends what is put, another takes what comes."""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from muster.cluster.link import Block, Link, LinkLost
+from muster.memory.specs import Array
+from muster.workers.channel import WakeUp
+
+BEAT_S = 1.0  # seconds after which each end says something, if only that it is there
+END_S = 5.0  # for a thread whose link is closed
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """Something to be sent; ``expects`` is the memory that blocks will come back in, by tag."""
+
+    message: bytes
+    block: Block | None = None
+    tag: int = 0
+    expects: Mapping[int, Array] = field(default_factory=dict)
+
+
+class SessionEnd:
+    """From when its link is asked for until that is lost.
+
+    Args:
+        name: of its threads.
+        connect: gives the link; called by the thread that sends.
+        beat: what is sent when there is nothing else.
+        wake_up: rung when something has come, or the link is lost.
+
+    Attributes:
+        inbox: what has come: a message (or why it could not be unpickled), its block and tag.
+        lost: why nothing more goes through; empty before.
+    """
+
+    def __init__(self, name: str, connect: Callable[[], Link], beat: Callable[[], Outgoing], wake_up: WakeUp) -> None:
+        self._connect, self._beat, self._wake_up = connect, beat, wake_up
+        self.inbox: deque[tuple[Any, Array | None, int]] = deque()
+        self.lost = ""
+        self._link: Link | None = None
+        self._outbox: queue.SimpleQueue[Callable[[], Outgoing | None] | None] = queue.SimpleQueue()
+        self._putting, self._losing = threading.Lock(), threading.Lock()
+        self._sender = threading.Thread(target=self._send, name=f"{name}-sends", daemon=True)
+        self._receiver = threading.Thread(target=self._receive, name=f"{name}-receives", daemon=True)
+        self._sender.start()
+
+    def put(self, make: Callable[[], Outgoing]) -> None:
+        """Have something sent after all that was put before. It is made at once, and no beat between."""
+        with self._putting:
+            made = make()
+            self._outbox.put(lambda: made)
+
+    def lose(self, why: str) -> None:
+        """Nothing that was sent or will be counts any more; when this returns, no expected memory is written."""
+        with self._losing:
+            if self._link is not None:
+                self._link.close()
+            self.lost = self.lost or why  # only now, since whoever sees it uses that memory again
+        self._outbox.put(None)
+        self._wake_up.ring()
+
+    def finish(self, why: str, *, is_answered: bool = False) -> None:
+        """Send what was put, and end.
+
+        Args:
+            why: see ``lose``.
+            is_answered: the other end closes the link: one that is closed at once may be so before that has read all.
+        """
+        self._outbox.put(None)
+        self._sender.join(END_S)
+        if is_answered and self._receiver.ident is not None:
+            self._receiver.join(END_S)
+        self.lose(why)
+        for thread in (self._sender, self._receiver):
+            if thread.ident is not None:  # it was started; one that waits in C++ when the interpreter ends aborts it
+                thread.join(END_S)
+
+    # --- threads ----------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        try:
+            link = self._connect()
+        except Exception as error:  # noqa: BLE001 (who waits for the other end raises it)
+            self.lose(_text(error))
+            return
+        with self._losing:
+            self._link = link
+            if self.lost:
+                link.close()
+        self._receiver.start()
+        try:
+            while not self.lost and (item := self._next()) is not None:
+                for tag, memory in item.expects.items():
+                    link.expect(tag, memory)
+                link.send(item.message, item.block, item.tag if item.block else 0)
+        except LinkLost:
+            pass  # this is received as well, after what had come before: perhaps a goodbye
+        except Exception as error:  # noqa: BLE001
+            self.lose(_text(error))
+
+    def _next(self) -> Outgoing | None:
+        """What to send next, if only a beat; None: nothing more."""
+        while True:
+            try:
+                make = self._outbox.get(timeout=BEAT_S)
+            except queue.Empty:
+                with self._putting:
+                    if self._outbox.empty():
+                        return self._beat()
+                continue
+            if make is None or (item := make()) is not None:
+                return None if make is None else item
+
+    def _receive(self) -> None:
+        assert self._link is not None
+        try:
+            while not self.lost:
+                received = self._link.receive()
+                try:
+                    message = pickle.loads(received.message)
+                except Exception as error:  # noqa: BLE001 (raised by who looks into the inbox)
+                    message = error
+                self.inbox.append((message, received.block, received.tag))
+                self._wake_up.ring()
+        except Exception as error:  # noqa: BLE001
+            self.lose(_text(error))
+
+
+def _text(error: Exception) -> str:
+    return str(error) or "the link was closed" if isinstance(error, LinkLost) else f"{type(error).__name__}: {error}"
