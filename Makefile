@@ -14,7 +14,7 @@ PEERS := .venv-peers
 QUIET := $(if $(MAKE_TERMOUT),,--quiet)
 PIP := "$(BIN)/python" -m pip --disable-pip-version-check install $(QUIET) -c constraints.txt
 
-.PHONY: help demo test test-rest test-all check canary pythons lint format-check types layers size format bench clean
+.PHONY: help demo test test-rest test-all check canary pythons lint format-check types layers size words format bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -48,7 +48,7 @@ test-all: $(STAMPS)/test
 canary pythons: $(STAMPS)/dev
 	"$(BIN)/python" scripts/versions.py $@ $(ARGS)
 
-check: lint format-check types layers size
+check: lint format-check types layers size words
 
 lint: $(STAMPS)/dev
 	"$(BIN)/ruff" check .
@@ -64,6 +64,9 @@ layers: $(STAMPS)/dev
 
 size: $(STAMPS)/dev
 	"$(BIN)/python" scripts/check_size.py
+
+words: $(STAMPS)/dev
+	"$(BIN)/python" scripts/check_words.py
 
 format: $(STAMPS)/dev
 	"$(BIN)/ruff" check --fix .

@@ -166,7 +166,7 @@ class GroupRng:
 
     def remove(self, user: UserStreams) -> None:
         """Put the user's streams back."""
-        if sys.is_finalizing():  # a thread was acting when the program ended, and nobody draws any more
+        if sys.is_finalizing():  # a thread was acting when the program ended, and there are no more draws
             return
         self._python = _user_python.state()
         _user_python.restore(user.python)

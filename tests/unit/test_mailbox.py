@@ -185,7 +185,7 @@ def test_who_is_given_up_does_not_wait_for_ever(mailbox, monkeypatch):
     """A thread whose collector is closed."""
     monkeypatch.setattr(module, "LOOK_S", 0.01)
     client = MailboxClient(0, 2, [os.dup(fd) for fd in mailbox.fds_for(0)], lambda: True)
-    with pytest.raises(MusterError, match="Nobody waits for this worker any more"):
+    with pytest.raises(MusterError, match="This worker's rollouts are not awaited any more"):
         client.ask(1, 0)
     client.close()
 

@@ -197,7 +197,7 @@ class TestNodes:
     def test_a_policy_that_was_changed_on_its_way_is_not_unpickled(self, node):
         link, _, _ = node
         tell(link, NodeMain.set_up, setup(), block=Block(np.frombuffer(b"other", np.uint8)), tag=1)
-        assert "somebody interferes" in str(heard(link, Failed).error.error())
+        assert "modified in transit" in str(heard(link, Failed).error.error())
 
 
 class TestWeights:

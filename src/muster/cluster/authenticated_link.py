@@ -1,4 +1,4 @@
-"""A link whose messages come from somebody who knows the token, in the order in which they were sent, or not at all.
+"""A link whose messages come from a peer that knows the token, in the order in which they were sent, or not at all.
 
 ::
 

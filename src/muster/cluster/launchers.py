@@ -1,4 +1,4 @@
-"""How the process of a node comes to life: started from here, or by somebody else (torchrun, SLURM, people)."""
+"""How the process of a node is started: from here, or from outside (torchrun, SLURM, by hand)."""
 
 from __future__ import annotations
 

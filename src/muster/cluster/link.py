@@ -36,7 +36,7 @@ class LinkLost(EOFError):
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Bytes for one node or for many; not changed as long as anybody has this object.
+    """Bytes for one node or for many; not changed as long as this object is in use.
 
     Attributes:
         array: ``uint8 [n]``.
@@ -71,7 +71,7 @@ class Link(Protocol):
 
     def expect(self, tag: int, memory: Array) -> None:
         """Let the block with this tag arrive in ``memory`` (uint8, exactly as long as the block), without a copy where
-        the engine can. Nobody else may write there until it has come or the link is closed.
+        the engine can. Nothing else may write there until it has come or the link is closed.
         """
 
     def receive(self) -> Received:
@@ -83,8 +83,8 @@ class Link(Protocol):
         """
 
     def close(self) -> None:
-        """End the session: whoever waits in ``send`` or ``receive`` gets ``LinkLost``, on both ends. No expected memory
-        is written after this returns. May be called again, from any thread.
+        """End the session: a thread that waits in ``send`` or ``receive`` gets ``LinkLost``, on both ends. No
+        expected memory is written after this returns. May be called again, from any thread.
         """
 
 
@@ -104,7 +104,7 @@ class Carrier(Protocol):
             node: its number, from 0.
             epoch: 0, and one more each time that the node has to be brought to life again.
             within_s: seconds until the node must be there (infinity: no deadline).
-            given_up: set when nobody wants the node any more: raise LinkLost soon.
+            given_up: set when the node is not wanted any more: raise LinkLost soon.
 
         Raises:
             LinkLost: it did not come in time, has ended at once, or was given up; the text says which, and what to do.

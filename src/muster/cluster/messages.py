@@ -106,7 +106,7 @@ class Told:
     Attributes:
         counts: by group, since the session began.
         workers: by place among those of the node.
-        dropped: groups that nobody runs any more.
+        dropped: groups that no worker runs any more.
     """
 
     counts: Mapping[int, NodeCounts] = field(default_factory=dict)

@@ -182,7 +182,7 @@ class NodeMain:
         """Begin, with the policy."""
         policy = block.tobytes()
         if not hmac.compare_digest(hashlib.sha256(policy).digest(), setup.policy_digest):
-            raise MusterError("the policy has changed on its way here: somebody interferes with the network")
+            raise MusterError("the policy's checksum does not match: it was modified in transit")
         self._setup = replace(setup, config=replace(setup.config, policy=policy, node=self._node))
         sys.path.extend(entry for entry in setup.path if entry not in sys.path)
         self._weights.workers = setup.config.count

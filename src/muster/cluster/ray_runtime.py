@@ -1,4 +1,4 @@
-"""Ray in the main process: started or joined when somebody needs it, and left when nobody does any more."""
+"""Ray in the main process: started or joined for the first collector that needs it, and left after the last."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _refuse_clients(address: Any, *, running: bool) -> None:
 
 
 def _init(config: dict[str, Any]) -> None:
-    """``ray.init``; only on loopback where it starts a cluster and nobody has said otherwise."""
+    """``ray.init``; only on loopback where it starts a cluster and the configuration has no address."""
     address = config.get("address")
     existing = None
     try:
@@ -166,7 +166,7 @@ def _where(existing: str) -> str | None:
 
 
 def listens(host: str, port: int) -> bool:
-    """Whether there is somebody."""
+    """Whether there is one."""
     try:
         socket.create_connection((host.strip("[]"), port), 1.0).close()
     except OSError:
@@ -191,7 +191,7 @@ def _on_loopback() -> Iterator[None]:
 
 
 def arrived(ref: Any, within_s: float) -> bool:
-    """Whether what is asked for is here, or will not come, ``within_s`` seconds from now."""
+    """Whether the actor is here, or will not come, ``within_s`` seconds from now."""
     if not ray.is_initialized():  # `ray.wait` would start another
         raise RuntimeError("Ray was shut down in this process")
     return bool(ray.wait([ref], timeout=within_s)[0])

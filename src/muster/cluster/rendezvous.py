@@ -110,7 +110,7 @@ class Rendezvous:
             self._changed.notify_all()
 
     def withdraw(self, node: int) -> None:
-        """Let nobody join as this node until it is admitted again."""
+        """Refuse all who join as this node until it is admitted again."""
         with self._changed:
             self._open.pop(node, None)
             unused = [self._joined.pop(key) for key in list(self._joined) if key[0] == node]
@@ -126,7 +126,7 @@ class Rendezvous:
             return self._joined.pop((node, epoch), None)
 
     def refused(self) -> str:
-        """For people: who has tried to join without the token; empty if nobody has."""
+        """For people: which peers have tried to join without the token; empty: none."""
         with self._changed:
             if not self._refused:
                 return ""
@@ -260,11 +260,11 @@ class Member:
 
     Args:
         address, token: as the main process has them.
-        node: its number; None: any that nobody has.
+        node: its number; None: any that is free.
         engine: "distributed" or "rpc". The main process cannot choose another one.
         within_s: seconds until the main process must listen there.
         patience_s: how long a main process that was met once may be out of reach (a network that is cut). One whose
-            machine says that nobody listens any more has ended.
+            machine says that its port is closed has ended.
 
     Raises:
         BadOption: the address or the engine is none.

@@ -8,7 +8,7 @@ one of them was killed. So every process keeps a list of its own, and learns fro
 listens.
 
 Security: an agent runs whatever is sent to its ports, and asks for no password. They are on loopback, unless ``bind``
-says otherwise; even there, every user of the machine reaches them. Whoever is in the same network as ``bind`` can run
+says otherwise; even there, every user of the machine reaches them. A process in the same network as ``bind`` can run
 code as this user: use a private network.
 """
 
@@ -119,12 +119,12 @@ class RpcAgent:
                 self._end()
 
     def _end(self) -> None:
-        RpcAgent._current = self._agent = None  # its threads end when nobody has it any more
+        RpcAgent._current = self._agent = None  # its threads end with its last reference
         if self._terms is not None:
             api._finalize_shutdown()  # type: ignore[no-untyped-call]
 
     def meet(self, name: str, url: str, devices: tuple[str, ...] = ()) -> WorkerInfo:
-        """Let another process be called by this name (letters, digits, "-" and "_"), which nobody had before.
+        """Let another process be called by this name (letters, digits, "-" and "_"), which is new.
 
         Args:
             url: where it listens.

@@ -64,7 +64,7 @@ class SessionEnd:
         with self._losing:
             if self._link is not None:
                 self._link.close()
-            self.lost = self.lost or why  # only now, since whoever sees it uses that memory again
+            self.lost = self.lost or why  # only now, since a reader of this uses that memory again
         self._outbox.put(None)
         self._wake_up.ring()
 

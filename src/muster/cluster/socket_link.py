@@ -20,7 +20,7 @@ from muster.cluster.link import Block, LinkLost, Received, allowed_s
 from muster.memory.specs import Array
 
 LONGEST = 1 << 16  # bytes of a message of an end that is not known yet; it may send no block
-LONGEST_KNOWN = 1 << 40  # whoever announces more speaks something else
+LONGEST_KNOWN = 1 << 40  # a peer that announces more speaks something else
 _HEADER = struct.Struct("<QQQ")
 
 
@@ -96,7 +96,9 @@ class SocketLink:
             self._cause = cause
             self._expected.clear()
             with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # wakes whoever waits; they leave, and the last one closes it
+                self._socket.shutdown(
+                    socket.SHUT_RDWR
+                )  # wakes the threads that wait; they leave, and the last one closes it
             if not self._users:
                 self._socket.close()
 

@@ -320,7 +320,7 @@ def node_job(address: str, node: int, token: str, target: str, engine: str) -> b
 
 
 def die_when_told() -> None:
-    """In a node's job: end at SIGTERM, which submitit ignores, so that nobody has to wait for SLURM's SIGKILL.
+    """In a node's job: end at SIGTERM, which submitit ignores; else it would last until SLURM's SIGKILL.
 
     The signal that submitit has sent some time before the end says nothing that a node could use; ignored, it also
     does no harm to the node's workers, which get it too.

@@ -91,7 +91,7 @@ class BatchViews:
         return self._prepared.pop(id(slot), None) is not None
 
     def give_up(self, filled: FilledSlot) -> None:
-        """Nobody will get the batch in these slots."""
+        """The batch in these slots will not be delivered."""
         for ring, slot in filled.slots:
             self._lent(ring, slot)
             self.drop(slot)

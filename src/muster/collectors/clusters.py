@@ -154,9 +154,7 @@ class RPCOptions(DistributedOptions):
 
 
 class RPCCollector(ClusterCollector):
-    """Workers on nodes that torch RPC connects. Every process that reaches its port can run code.
-
-    Use it in private networks only.
+    """Workers on nodes that torch RPC connects. What reaches its port can run code: private networks only.
 
     Raises:
         BadOption: an option is wrong; or this PyTorch was built without RPC.

@@ -37,10 +37,10 @@ class CollectMethods:
 
         Args:
             n_step: over all environments: a batch ``[B, T]`` as in iteration, where ``collector/valid`` marks exactly
-                so many if ``B`` does not divide it. Where workers do not wait for each other, rollouts of whoever is
-                ready, side by side; there can be more steps than asked.
+                so many if ``B`` does not divide it. Where workers do not wait for each other, rollouts of those that
+                are ready, side by side; there can be more steps than asked.
             n_episode: complete ones: a batch ``[frames]``, one after another in the order of their ends (with
-                ``traj_format="pad"`` one per line). Environments in the middle of an episode begin anew first.
+                ``traj_format="pad"`` one per line). Environments in the middle of an episode are reset first.
             random: uniformly random actions. The policy's other columns are NaN, integers 0, flags False; its
                 recurrent states begin again after it. It is called once, to see its columns, if it never acted.
             render: call the environments' ``render`` after every step, and wait so many seconds then.

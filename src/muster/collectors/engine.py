@@ -298,7 +298,7 @@ class Engine:
         return seed if static else seed + self.num_envs - 1
 
     def discard(self, reason: str, frames: int) -> None:
-        """Count frames that were collected, and that nobody will see."""
+        """Count frames that were collected and will not be delivered."""
         self.source.pool.counters[0].discarded[reason] += frames
         self.frames -= frames
 
@@ -408,7 +408,7 @@ class Engine:
         return frames
 
     def _retire_dropped(self) -> None:
-        """Nobody should wait for episodes of groups that are gone."""
+        """Do not wait for episodes of groups that are gone."""
         for number, counts in enumerate(self.source.pool.counters):
             if counts.dropped and number not in self._retired:
                 self._retired.add(number)

@@ -34,16 +34,16 @@ from muster.workers.worker import Worker, running
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-RULE: RuleName = "per_env"  # makes no steps that nobody wants, and is never biased
+RULE: RuleName = "per_env"  # makes no steps that are not needed, and is never biased
 ROWS = 32  # time steps of rollouts for episodes, where frames_per_batch does not say it
 
 
 class OnDemand:
-    """Collects what is asked for with a collector's engine.
+    """Implements ``collect`` with a collector's engine.
 
     Attributes:
         batch: of the last call.
-        unreported: what it has collected, while nobody has been told.
+        unreported: what it has collected and not returned yet.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -259,7 +259,7 @@ class OnDemand:
         return True
 
     def _reset_running(self) -> None:
-        """Environments in the middle of an episode begin anew."""
+        """Reset environments in the middle of an episode."""
         pool = self._engine.source.pool
         parts = [part for part in pool.call(Call(running)) if part]
         ids = [int(pool.counters[n].env_ids[i]) for part in parts for n, which in part.items() for i in which]
@@ -322,7 +322,7 @@ class OnDemand:
         return Episodes(pieces.traj_id, pieces.traj_id % self._engine.num_envs, returns, pieces.length, *flags)
 
     def _give_up(self, reason: str, frames: int) -> None:
-        """That were collected, and that nobody will see."""
+        """Count frames that were collected and will not be delivered."""
         self._engine.discard(reason, frames)
         self._engine.undelivered -= frames
 

@@ -165,7 +165,7 @@ class Pipeline:
 
         Args:
             first: stages before: of ``watching``, or ``showing``.
-            frames: valid steps in it, if nobody else counts them.
+            frames: valid steps in it, if they are not counted elsewhere.
         """
         return PipelineItem(item, [*first, *self._stages], frames)
 

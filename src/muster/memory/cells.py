@@ -19,7 +19,7 @@ from muster.memory.specs import OBJECT, Array
 
 
 def take(td: Any, key: Key, lead: tuple[int, ...]) -> Array | None:
-    """The cells of one leaf, ``[*lead]``; owned by nobody else. None if no environment has it."""
+    """The cells of one leaf, ``[*lead]``; owned by this object alone. None if no environment has it."""
     out = np.empty(lead, OBJECT)
     for index in np.ndindex(lead):
         out[index] = _cell(td[index] if lead else td, key)

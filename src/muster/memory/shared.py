@@ -1,7 +1,7 @@
 """Shared memory without a name: a descriptor goes from process to process, nothing in ``/dev/shm`` can be left behind.
 
-On Linux a ``memfd``: bounded by the machine's memory only, and sealed against shrinking, so that nobody can take away
-what others have mapped. Elsewhere an unlinked temporary file.
+On Linux a ``memfd``: bounded by the machine's memory only, and sealed against shrinking, so that no process can take
+away what others have mapped. Elsewhere an unlinked temporary file.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Arena:
         return np.asarray(mapping)
 
     def isolate(self) -> None:
-        """Give all views of this object memory of their own: whoever goes on writing there disturbs nobody."""
+        """Give all views of this object memory of their own: later writes do not reach other processes."""
         for mapping in list(self._mappings):
             mapping.isolate(self.fd)
 

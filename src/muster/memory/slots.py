@@ -212,7 +212,7 @@ class Slot:
 
 
 class SlotRing:
-    """The slots of one layout: reused when nobody looks at them any more, more of them when needed.
+    """The slots of one layout: reused when no tensor refers to them any more, more of them when needed.
 
     Args:
         layout: of every slot.
@@ -283,7 +283,7 @@ class SlotRing:
             self._free.append(slot)
 
     def forget_views(self) -> None:
-        """Let policies and environments prepare their views of all lanes anew."""
+        """Let policies and environments prepare their views of all lanes again."""
         for slot in self._live:
             for lane in slot.lanes:
                 lane.cache.clear()

@@ -190,7 +190,7 @@ class TensorDictPolicy:
         missing = [dotted(key) for key in reads if key not in known and not any(p.startswith("_") for p in key)]
         if missing:
             raise BadPolicyOutput(
-                f"policy {self.name} reads {missing}, which nobody provides: the observation keys are "
+                f"policy {self.name} reads {missing}, which is not available: the observation keys are "
                 f"{[dotted(key) for key in self._obs_keys]}. Change in_keys, or return ('next', key) as well if "
                 f"it is a recurrent state."
             )

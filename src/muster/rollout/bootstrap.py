@@ -1,4 +1,4 @@
-"""Values of next observations, asked of the policy that acted, without anybody noticing.
+"""Values of next observations, evaluated by the policy that acted, with RNG and recurrent state restored.
 
 Where a rollout ends in the middle of an episode, or an episode was truncated, learners go on with the value of the
 true next observation (not of the one after the reset): V(s_T) in n-step returns and GAE (Schulman et al. 2016).

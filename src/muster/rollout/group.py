@@ -80,10 +80,10 @@ class Group:
         closes_batch: the next rollout is the last one of a batch.
         frame_limit: number of this batch's steps over all groups that are valid; None is all.
         delivered, rows: valid steps, and rows, of the last rollout.
-        spans: somebody with ``Timeline.add``, while a timeline is running.
+        spans: an object with ``Timeline.add``, while a timeline is running.
         in_background: says whether this thread runs beside the user's.
         places: numbers of its environments within a batch, and how many there are; for ``frame_limit``.
-        progress: cells that say what it is doing, for whoever watches from outside; see ``muster.rollout.progress``.
+        progress: cells that say what it is doing, read by the parent process; see ``muster.rollout.progress``.
         before_reset: called with the arguments of ``EnvBatch.reset``, but for the arrays.
         lost_track: called with environments that have made steps which no rollout shows.
         waiting: who has ended in this rollout and is not stepped on, without ``reset_when_done`` or by the ``rule``.
@@ -119,7 +119,9 @@ class Group:
         self.closes_batch = True
         self.frame_limit: int | None = None
         self.carry = Carry(env, batch_shape)
-        self.resumed: list[int] | None = None  # environments whose next row begins anew after a load; None: no load
+        self.resumed: list[int] | None = (
+            None  # environments whose next row begins an episode after a load; None: no load
+        )
         self._obs_keys = list(env.observation_specs)
         row_bytes, shown = sum(row.nbytes for row in self.carry.values()), not (env.writes_next or options.compact_obs)
         self._next = NextObservations(self._obs_keys, shown=shown, row_bytes=row_bytes)
@@ -138,7 +140,7 @@ class Group:
 
     @property
     def pending(self) -> list[int]:
-        """Environments that begin anew before the next step."""
+        """Environments that are reset before the next step."""
         return [i for i in self.due.which if i not in self.waiting.absent]
 
     @property
@@ -147,7 +149,7 @@ class Group:
         return self._next.finals
 
     def reset(self, which: Sequence[int] | None = None, seeds: Sequence[int] | None = None) -> None:
-        """Let the environments ``which`` (default all) begin anew before the next step."""
+        """Let the environments ``which`` (default all) be reset before the next step."""
         self.due.add(range(self.B) if which is None else sorted(set(which)), seeds)
 
     def prime(self, policy: Policy) -> Outputs:
@@ -166,7 +168,7 @@ class Group:
         """Do now the resets that would be done before the next step.
 
         Args:
-            early: nobody waits for it: only what has waited for the next rollout, which raises an error of it.
+            early: no caller waits for it: only what has waited for the next rollout, which raises an error of it.
         """
         if early and (self.options.reset_when_done or self.due.error is not None):
             return
@@ -290,7 +292,7 @@ class Group:
             self.reset()
 
     def fail(self, lane: Lane, t: int, reason: str, executed: int) -> None:
-        """Row ``t`` did not come about and the environments cannot be trusted: begin anew from there."""
+        """Row ``t`` did not come about and the environments cannot be trusted: reset them there."""
         lane.done_steps = max(lane.done_steps, t)
         self.discarded[reason] += executed
         self.executed += executed
@@ -350,7 +352,7 @@ class Group:
             self._deadline[list(waiting.absent)] = NEVER
 
     def _begin_late(self, late: Array, over: Array) -> None:
-        """Whoever has ended, and waited for the others, begins anew with the next batch."""
+        """Environments that have ended and waited for the others are reset with the next batch."""
         self.clock.steps -= late.sum(axis=0)
         ended = [i for i, t in self.waiting.since.items() if over[t, i]]
         self.clock.steps[ended], self.clock.returns[ended] = 0, 0.0
@@ -388,7 +390,7 @@ class Group:
         return stop
 
     def _unwanted(self, which: Sequence[int]) -> list[int]:
-        """Those of ``which`` that nobody needs to step; but whoever watches from outside counts on all being."""
+        """Those of ``which`` that need no step; but counters read from outside take all to be stepped."""
         if self.rule is None or not self.env.bypasses or self.progress.watched:
             return []
         return [i for i in which if self.rule.complete or not self.rule.awaits(i)]
@@ -399,7 +401,7 @@ class Group:
             return
         if self.due.error is not None:
             self.progress.begin(Phase.RESET)  # it was raised there
-        undone = self.due.undone(anew=bool(self.env.reset_options))
+        undone = self.due.undone(again=bool(self.env.reset_options))
         self.clock.abandon(which)
         self.carry.begin_anew(which)
         for part, seeds in self.due.parts(undone):
@@ -465,7 +467,7 @@ class Group:
         self._unmark(lane)
         self.reset()
         error = BadPolicyOutput if by_policy else BadEnvOutput
-        raise error(f"{message}. The {t} rows before it are kept; the environments begin anew.")
+        raise error(f"{message}. The {t} rows before it are kept; the environments are reset.")
 
     def _unmark(self, lane: Lane) -> None:
         """Take back what was written about rows that are not complete."""

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 CELLS = 64
 PHASE, ORDER, ACTING, STEPPING, KNOWN, STOP, BEFORE, WAITS = range(8)  # what the cells are for
-ALL_ORDERS = 1 << 62  # in STOP: nobody waits for this worker any more
+ALL_ORDERS = 1 << 62  # in STOP: this worker's results are not awaited any more
 
-UNWRITTEN: dict[np.dtype[Any], Array] = {  # rewards that nobody writes: NaNs of our own making
+UNWRITTEN: dict[np.dtype[Any], Array] = {  # rewards that no environment writes: NaNs of our own making
     np.dtype(np.float32): np.array([0x7FC0DEAD], np.uint32),
     np.dtype(np.float64): np.array([0x7FF80000DEADBEEF], np.uint64),
 }
@@ -55,7 +55,7 @@ class Progress:
     which costs nothing per step.
 
     Args:
-        cells: 64 integers that others read, too; None: nobody is watching.
+        cells: 64 integers that other processes read, too; None: they are not shared.
 
     Attributes:
         cells: ``ORDER`` is the number of the request at work, ``ACTING`` and ``STEPPING`` the last row that the policy

@@ -1,4 +1,4 @@
-"""When environments begin anew: those that wait for the next batch, and the random steps before the first one."""
+"""When environments are reset: those that wait for the next batch, and the random steps before the first one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Due:
     Attributes:
         which: ascending.
         seeds: for some of them.
-        error: of a reset that nobody has heard of yet.
+        error: of a reset that was not raised yet.
         begun: those that were reset early, and not stepped since.
     """
 
@@ -53,7 +53,7 @@ class Due:
         self.begun: set[int] = set()
 
     def add(self, which: Sequence[int], seeds: Sequence[int] | None = None) -> None:
-        """Let ``which`` begin anew, too."""
+        """Reset ``which``, too."""
         self.which = sorted({*self.which, *which})
         self.seeds.update(zip(which, seeds, strict=True) if seeds is not None else ())
 
@@ -63,8 +63,8 @@ class Due:
         parts = (seeded, [self.seeds[i] for i in seeded]), (others, None)
         return [(part, seeds) for part, seeds in parts if part]
 
-    def undone(self, *, anew: bool) -> list[int]:
-        """Those that are not at the beginning of an episode already, or are to begin in another way (``anew``).
+    def undone(self, *, again: bool) -> list[int]:
+        """Those that are not at the beginning of an episode already, or are to begin in another way (``again``).
 
         Raises:
             BaseException: ``error``, once.
@@ -72,7 +72,7 @@ class Due:
         if (error := self.error) is not None:
             self.error = None
             raise error
-        return [i for i in self.which if anew or i in self.seeds or i not in self.begun]
+        return [i for i in self.which if again or i in self.seeds or i not in self.begun]
 
     def leave_out(self, which: Collection[int]) -> Self:
         """Do not reset these for now; returns what ``done`` takes back."""
@@ -95,7 +95,7 @@ class Waiting:
     Attributes:
         since: row at which each of them ended.
         absent: environments that are bypassed from the first row on.
-        idle: nobody has waited in this rollout, and nobody is bypassed.
+        idle: no environment has waited in this rollout, and none is bypassed.
     """
 
     def __init__(self, env: EnvBatch) -> None:
@@ -106,7 +106,7 @@ class Waiting:
         self._kept: dict[int, dict[Key, Any]] = {}  # what those whose life was lost observe next
 
     def begin(self, absent: Collection[int] = ()) -> None:
-        """A rollout begins, in which nobody waits any more but those who are ``absent``."""
+        """A rollout begins, in which none waits any more but those who are ``absent``."""
         self.since, self._kept, self.absent = {}, {}, absent or self.absent
         self._bypass()
         self.idle = not self.absent
@@ -239,7 +239,7 @@ class _Uniform:
 
 
 class _Streams:
-    """Streams that nobody else draws from."""
+    """Streams of its own."""
 
     def __init__(self, rng: GroupRng) -> None:
         self._rng = rng

@@ -65,7 +65,7 @@ class ServedRollout:
 
 @dataclass
 class _Prepared:
-    """What a policy has prepared for steps of a buffer: from ``row`` on nobody has used it."""
+    """What a policy has prepared for steps of a buffer: from ``row`` on it is unused."""
 
     act: Act
     row: int
@@ -79,9 +79,9 @@ class Actor:
         policy: its own copy.
         options: of the collector.
         weights: what it takes over at the beginning of rollouts.
-        exclusive: nobody else draws from the process's global generators meanwhile, so policies get their group's
+        exclusive: no other thread draws from the process's global generators meanwhile, so policies get their group's
             streams as those.
-        keeps_streams: nobody draws between calls either (no environments in threads), so these stay until ``settle``.
+        keeps_streams: no thread draws between calls either (no environment threads), so these stay until ``settle``.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Actor:
         self._installed: GroupRng | None = None  # as global streams
         self._streams = ExitStack()
         self._grad = False
-        self._epoch = 0  # whoever has prepared for an earlier one does so again
+        self._epoch = 0  # what was prepared for an earlier one is prepared again
 
     def open(self, infos: Mapping[int, GroupInfo]) -> None:
         """Learn of the groups, by number. Raises ``BadOption`` if they cannot be acted for together."""
@@ -241,7 +241,7 @@ class Actor:
         ready = prepared.get(size)
         if ready is not None and (ready.epoch != self._epoch or ready.row == buffer.T):
             ready = None
-        left = leader.lane.T - row  # no noise is drawn that nobody uses
+        left = leader.lane.T - row  # no noise is drawn that is not used
         here = 0 if first else max(0, buffer.T - left) if ready is None else ready.row
         parts = self._parts(asked, buffer)
         for (into, _, _), row in parts:

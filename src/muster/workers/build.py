@@ -86,7 +86,7 @@ def make_group(
 
 
 def seeds_of(seed: int, env_ids: Sequence[int], generation: int) -> list[int]:
-    """Of environments; of those that begin anew after their worker was lost others: not the same episodes again."""
+    """Of environments; of those that restart after their worker was lost others: not the same episodes again."""
     if not generation:
         return [seed + i for i in env_ids]
     roots = (np.random.SeedSequence([seed, i, generation]) for i in env_ids)

@@ -133,7 +133,7 @@ class Channel:
         return True
 
     def close(self) -> None:
-        """Close this end, and descriptors that came and nobody took. Closing twice is nothing."""
+        """Close this end, and descriptors that came and were not taken. Closing twice is nothing."""
         self._sock.close()
         while self._fds:
             os.close(self._fds.pop())
@@ -183,7 +183,7 @@ class Channel:
         self._data += data
         self._fds += fds
         self._arrived.clear()
-        if flags & _TRUNCATED:  # descriptors are missing, and nobody knows of which message
+        if flags & _TRUNCATED:  # descriptors are missing, of a message that is not known
             self.close()
             raise OSError(errno.EMFILE, "descriptors that another process sent are lost: too many open files")
         if not data:

@@ -63,7 +63,7 @@ class WorkerPlace:
         static: environments have the same seed.
         episodes: number of the episode that each environment begins with, by group; None: 0.
         grad: the policy acts with gradients enabled.
-        columns: of rollouts; None: nobody has asked for any.
+        columns: of rollouts; None: there were none yet.
     """
 
     firsts: Mapping[int, int]

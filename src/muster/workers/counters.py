@@ -34,14 +34,14 @@ class FrameCounters:
 
     Attributes:
         env_ids: global numbers of its environments.
-        in_flight: steps of lanes that nobody has got yet.
+        in_flight: steps of lanes that are not delivered yet.
         partial: those of them in the lane that is not complete.
         delivered: frames in batches.
         lag: see ``WorkerStats.policy_lag``.
         clock: episode numbers and steps as of the last result, ``[2, B]``; None: nothing was reported.
-        dropped: nobody runs it any more.
+        dropped: no worker runs it any more.
         late: its node was not there all the time.
-        unseen: steps at most that were executed and nobody could count, since their node is lost.
+        unseen: upper bound on the steps of lost nodes that were never reported.
     """
 
     info: GroupInfo
@@ -103,7 +103,7 @@ class FrameCounters:
         self.partial -= min(frames, self.partial)
 
     def cut_short(self, steps: int) -> None:
-        """The lane at work has so many steps in all, which nobody has reported."""
+        """Number of steps in the current lane that have not been reported yet."""
         more = max(0, steps - self.partial)
         self.executed += more
         self.in_flight += more

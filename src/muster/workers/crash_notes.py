@@ -55,17 +55,17 @@ class CrashNotes:
             )
 
     def reset(self, which: Mapping[int, Sequence[int]], options: dict[str, Any] | None) -> None:
-        """These environments, by group, begin anew."""
+        """These environments, by group, are reset."""
         for number, chosen in which.items():
             self._histories[number].reset(chosen, None, options)
 
     def forget(self, groups: Sequence[int]) -> None:
-        """Of these groups' episodes under way nobody knows the beginning."""
+        """The beginning of these groups' episodes under way is not known."""
         for number in groups:
             self._histories[number].forget()
 
     def seeded(self, groups: Sequence[int], seed: int | None, *, static: bool = False, generation: int = 0) -> None:
-        """All environments of these groups begin anew with seeds, as ``Worker.seed`` gives them."""
+        """All environments of these groups are reset with seeds, as ``Worker.seed`` gives them."""
         if seed is None:
             return
         for number in groups:
@@ -73,7 +73,7 @@ class CrashNotes:
             history.reset(None, seeds_of(seed, [0] * len(history.env_ids) if static else history.env_ids, generation))
 
     def restarted(self, groups: Sequence[int], seed: int | None, static: bool, generation: int) -> None:
-        """These groups have been made anew."""
+        """These groups have been made again."""
         self.forget(groups)
         self.seeded(groups, seed, static=static, generation=generation)
 
@@ -99,7 +99,7 @@ class CrashNotes:
         """The same of a worker that is dead or hangs, from what it has left in the lane of a request.
 
         Returns:
-            what writes the crash report, which can take long on a busy disk. Nobody has to wait for it with the lane.
+            what writes the crash report, which can take long on a busy disk. The lane need not wait for it.
         """
         request, lane, index = at_work.request, at_work.lane, at_work.index
         begin, phase = self._begun.pop(request.number, 0), error.phase or "step"

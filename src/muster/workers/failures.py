@@ -360,7 +360,7 @@ def _why_it_died(name: str, exitcode: int | None, oom_kills: int) -> str:
                 f"Probably out of memory: the kernel has killed {oom_kills} process{'es' * (oom_kills > 1)} of this "
                 f"control group for that since the worker started. Use fewer or smaller environments, or more memory."
             )
-        return "SIGKILL comes from outside: the out-of-memory killer (see dmesg), a batch system, or somebody."
+        return "SIGKILL comes from outside: the out-of-memory killer (see dmesg), a batch system, or a user."
     if name in CRASHES:
         return "That is a crash in native code, of the environment or of a library it uses."
     if name:

@@ -283,7 +283,7 @@ class FirstReady(Schedule):
             layouts |= self._lay_out(handle, policy, None)  # when what was requested before is done
         for other in self.bundles:
             known = [group for group in other.groups if group in layouts]
-            if known:  # nobody can be asked about those that were dropped
+            if known:  # those that were dropped have no worker to ask
                 other.lay_out([layouts.get(group, layouts[known[0]]) for group in other.groups], self._names(other))
 
     def _sharing(self, bundle: Bundle, group: int) -> tuple[int, int] | None:
@@ -332,7 +332,7 @@ class FirstReady(Schedule):
                 self._drop(requested)
             elif missing and self._can_work(requested.bundle):
                 self._send(requested, missing)
-            elif missing and missing == without:  # a node is gone, and nobody writes into the slot: it is for others
+            elif missing and missing == without:  # a node is gone and does not write into the slot: it is for others
                 for result in requested.results.values():
                     self.pool.counters[result.group].discard("worker_died", result.frames)
                 self._drop(requested)

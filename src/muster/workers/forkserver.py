@@ -193,7 +193,7 @@ def run(target: str, channel: Channel) -> NoReturn:
             code = 0
         else:
             sys.stderr.write(f"{end.code}\n")
-    except BaseException:  # noqa: BLE001 (nobody else is left to report it)
+    except BaseException:  # noqa: BLE001 (no other process is left to report it)
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):

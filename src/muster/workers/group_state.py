@@ -43,7 +43,7 @@ def load(group: Group, state: dict[str, Any], reasons: list[str | None], policy:
         policy: that has acted last.
 
     Returns:
-        the environments that begin anew, by global number, and why.
+        the environments that begin new episodes, by global number, and why.
     """
     group.clock.load_state_dict(state["clock"])
     group.rng.load_state_dict(state["rng"])

@@ -198,7 +198,7 @@ class InferenceServer:
         return self._stats
 
     def lost(self, worker: int, groups: Sequence[int]) -> None:
-        """A worker with these groups is gone: nobody waits for it."""
+        """A worker with these groups is gone and not waited for."""
         with self._between_calls():  # its lane may be used again from here on
             self.mailbox.reset(worker)
         for number, rollout in list(self._rollouts.items()):
@@ -251,7 +251,7 @@ class InferenceServer:
         return bool(self._closing or self._calls or self._chosen)
 
     def _patience(self) -> float:
-        """Seconds until somebody has waited long enough."""
+        """Seconds until a client has waited long enough."""
         longest = self._config.max_wait_s
         if longest is None or self._holds % 2:
             return LOOK_S

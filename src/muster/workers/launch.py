@@ -23,7 +23,7 @@ from muster.workers.forkserver import LIGHT, PRELOADED, STATUS_BYTES, ForkedServ
 from muster.workers.keeper import kill_group
 from muster.workers.status_page import StatusPage
 
-UNKNOWN = 1 << 16  # the exit code of a worker whose end nobody has seen: the fork server was killed
+UNKNOWN = 1 << 16  # the exit code of a worker whose end was not seen: the fork server was killed
 SPARE_DESCRIPTORS = 10  # what one more worker must find free
 METHODS = ("forkserver", "spawn")
 START_S = 300.0  # for the fork server's answer; it may have to import torch on a busy machine
@@ -117,7 +117,7 @@ class Child:
         self._fd, writer = os.pipe()
         os.set_blocking(self._fd, False)
         self._close = weakref.finalize(self, os.close, self._fd)
-        self._close.atexit = False  # whoever ends workers then still looks at it
+        self._close.atexit = False  # the code that ends workers then still looks at it
         try:
             with _StandardStreams() as streams:
                 fds = [channel_end.fileno(), writer, *streams.fds]

@@ -36,7 +36,7 @@ class WorkerState(enum.Enum):
     RUNNING = "has a process or thread"
     CLOSING = "the same, and was told to end"
     DEAD = "has none; the next batch starts it again"
-    RESTARTING = "has none; whoever watches over it starts it again"
+    RESTARTING = "has none; its supervisor starts it again"
     DROPPED = "has none, and the others go on without it"
     CLOSED = "has none, for good"
 
@@ -67,7 +67,7 @@ class Record:
         signs, since: of life, and since when (``time.monotonic``) they are these.
         restarts: times within the last minute.
         fruitless: restarts since its last batch.
-        revive_at: when it will be started again; None: nobody has to.
+        revive_at: when it will be started again; None: it will not.
     """
 
     signs: tuple[Any, ...] = ()
@@ -117,7 +117,7 @@ class Proxy(ABC):
         self._state = WorkerState.NEW
         self._owner = Owner("collector", "workers")
         self._asked = 0  # number of the newest request
-        self._awaited: int | None = None  # number of the answer that somebody waits for
+        self._awaited: int | None = None  # number of the answer that a caller waits for
         self._answer: Any = None  # that one
 
     @property
@@ -139,17 +139,17 @@ class Proxy(ABC):
 
     @property
     def reviving(self) -> bool:
-        """It will be started again by whoever watches over it."""
+        """It will be started again by its supervisor."""
         return self._state is WorkerState.RESTARTING
 
     @property
     def outstanding(self) -> Collection[int]:
-        """Numbers of requests that nobody has taken the result of, oldest first."""
+        """Numbers of requests whose result was not taken, oldest first."""
         return self.under_way.outstanding
 
     @property
     def untaken(self) -> Sequence[RolloutResult]:
-        """Results that have come and nobody has taken."""
+        """Results that have come and were not taken."""
         return self.under_way.results
 
     def take(self) -> RolloutResult | None:

@@ -1,8 +1,8 @@
 """The mailbox of an inference server: integers in shared memory, and wake-ups for workers that are asleep.
 
-A question is two numbers, the request at work and the row to act on; the observations lie in that row. Whoever waits
-looks at the cells for some microseconds, then sleeps, and waking it costs the other side a system call. Nothing is
-queued: a worker has one question at a time. Cells are seen in the order in which they were written, as on x86.
+A question is two numbers, the request at work and the row to act on; the observations lie in that row. A side that
+waits looks at the cells for some microseconds, then sleeps, and waking it costs the other side a system call. Nothing
+is queued: a worker has one question at a time. Cells are seen in the order in which they were written, as on x86.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ASKED, ANSWERED, ASLEEP, ORDER, ROW, FINISHED, NEWEST, GROUP = range(8)  # of a 
 CELLS = 8  # per client: one cache line of the processor, so that no two workers write into the same one
 SERVER_SPIN_S = 50e-6  # the next question often comes sooner than a sleeper wakes up
 WORKER_SPIN_S = 100e-6  # if there is a processor for everybody; else who spins keeps others from what it waits for
-LOOK_S = 0.1  # between two looks at what nobody announces
+LOOK_S = 0.1  # between two looks at what is not announced
 
 
 class Mailbox:
@@ -125,7 +125,7 @@ class MailboxClient:
         number: of the worker.
         workers: their number.
         fds: see ``Mailbox.fds_for``; owned by this object from now on.
-        given_up: says whether nobody waits for this worker any more.
+        given_up: says whether this worker is not awaited any more.
     """
 
     def __init__(self, number: int, workers: int, fds: list[int], given_up: Callable[[], bool]) -> None:
@@ -146,7 +146,7 @@ class MailboxClient:
         """Have a row of the lane of a request acted on.
 
         Raises:
-            PolicyError: that could not be done; the server says why to whoever made the request.
+            PolicyError: that could not be done; the server says why where the batch is waited for.
         """
         cells = self._cells
         cells[ORDER], cells[ROW] = request, row
@@ -163,13 +163,13 @@ class MailboxClient:
             while not answered():
                 self._wake_up.wait(LOOK_S)
                 if self._given_up():
-                    raise MusterError("Nobody waits for this worker any more.")
+                    raise MusterError("This worker's rollouts are not awaited any more.")
             cells[ASLEEP] = 0
         if cells[ANSWERED] != number:
             raise PolicyError("the policy on the inference server raised an error")
 
     def _is_last(self) -> bool:
-        """All others of the group that are at work have asked, too: nobody else will ring."""
+        """All others of the group that are at work have asked, too: no other will ring."""
         cells = self._all
         return all(
             cells[at + NEWEST] <= cells[at + FINISHED] or abs(cells[at + ANSWERED]) != cells[at + ASKED]
@@ -190,7 +190,7 @@ class MailboxClient:
 
 
 class ServedPolicy:
-    """Implements ``Policy``: somebody else acts, in the very rows of the lanes. Every row is a question to the server.
+    """Implements ``Policy``: the server acts, in the very rows of the lanes. Every row is a question to the server.
 
     Args:
         mailbox: of the server.

@@ -190,7 +190,7 @@ class WorkerMain:
 
     def configure(self, place: WorkerPlace) -> None:
         """Take a place among all workers, with all that was ever said to a predecessor."""
-        if hasattr(self, "worker"):  # its config had it, and somebody had asked its predecessor
+        if hasattr(self, "worker"):  # its config had it, and its predecessor had been asked
             return
         self._make_groups(place)
         self.worker.seed(place.seed, place.static)

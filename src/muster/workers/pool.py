@@ -49,7 +49,7 @@ class LocalWorker:
         return self._results.popleft() if self._results else None
 
     def stop(self, number: int) -> None:
-        """Nothing is under way while somebody else can act."""
+        """Nothing is under way while another thread can act."""
 
     def call(self, request: Request) -> list[Any]:
         try:
@@ -178,7 +178,7 @@ class WorkerPool:
 
     @property
     def has_bad_news(self) -> bool:
-        """An error is among the results that nobody has taken: what failed with it is not to be repeated before."""
+        """An error is among the results that were not taken: what failed with it is not to be repeated before."""
         untaken = [*self._results, *(result for handle in self.handles for result in handle.untaken)]
         return any(result.error is not None for result in untaken)
 
@@ -189,7 +189,7 @@ class WorkerPool:
 
     @property
     def untaken(self) -> int:
-        """Steps in results of nodes that nobody has taken, but which are in the counters already."""
+        """Steps in results of nodes that were not taken, but which are in the counters already."""
         results = (result for handle in self.handles for result in handle.untaken if result.entered)
         return sum(result.executed - sum(result.discarded.values()) for result in results)
 
@@ -267,7 +267,7 @@ class WorkerPool:
             handle.close()
         except Exception:
             raise
-        except BaseException:  # Ctrl-C: whoever has waited long enough does not want to wait for the others
+        except BaseException:  # Ctrl-C: a user who has waited long enough does not want to wait for the others
             for other in self.handles:
                 other.end()
             raise
@@ -278,7 +278,7 @@ class WorkerPool:
                 self.counters[result.group].add(result)
 
     def is_dropped(self, handle: Handle) -> bool:
-        """Nobody runs its groups any more."""
+        """Its groups are not run any more."""
         return all(self.counters[number].dropped for number in handle.groups)
 
     def _take(self) -> RolloutResult | None:
@@ -331,7 +331,7 @@ def give_warnings(pool: WorkerPool) -> None:
 
 
 def start_dead(pool: WorkerPool, *, absent: bool) -> None:
-    """Start workers that are dead and that nobody else will start: those that are absent, or all others."""
+    """Start workers that are dead and that no supervisor will start: those that are absent, or all others."""
     for handle in pool.handles:
         if handle.absent is absent and not (handle.alive or handle.reviving or pool.is_dropped(handle)):
             handle.start()

@@ -270,10 +270,10 @@ class WorkerProxy(Proxy):
         try:
             self.process.channel.send(message, fds, timeout)
         except EOFError:
-            pass  # whoever waits for it will find it dead
+            pass  # the next wait will find it dead
 
     def _close(self) -> None:
-        closing = self._state is WorkerState.CLOSING  # else nobody may ever answer
+        closing = self._state is WorkerState.CLOSING  # else there may never be an answer
         close_s = self._supervisor.config.timeout("close") if closing else 0.0
         deadline = None if close_s is None else time.monotonic() + close_s
         failure: SentError | None = None

@@ -182,7 +182,7 @@ class Seed(Request):
 
 @dataclass(frozen=True)
 class Reset(Request):
-    """Let environments, by group, begin anew before the next step.
+    """Reset environments, by group, before the next step.
 
     Attributes:
         check: only raise ``UnsupportedEnv`` where some of a group's environments cannot be reset without the others.
@@ -279,7 +279,7 @@ class LoadState(Request):
 
 @dataclass(frozen=True)
 class MarkResumed(Request):
-    """All groups say which episodes begin anew after a load, since one of them has such."""
+    """All groups say which episodes are new after a load, since one of them has such."""
 
     def run(self, worker: Worker) -> Any:
         for group in worker.groups:
@@ -306,7 +306,7 @@ class Execute(Request):
 
 # --- from a worker ---------------------------------------------------------------------------------
 
-BIRTH = 0  # number of the answer that nobody asks for: the groups that a new worker has made
+BIRTH = 0  # number of the answer without a request: the groups that a new worker has made
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ class Schedule(ABC):
         """What the next batch is made of.
 
         Args:
-            into: a slot to use again, whoever looks at it (``return_same_td``).
+            into: a slot to use again, even if it is lent (``return_same_td``).
 
         Raises:
             MusterError: what went wrong; the next call goes on where this one stopped.
@@ -180,15 +180,15 @@ class Schedule(ABC):
 
     @abstractmethod
     def abandon(self, reason: str) -> None:
-        """Give up all that nobody has got."""
+        """Give up all that was not delivered."""
 
     @property
     def ahead_of_user(self) -> bool:
-        """Rollouts were begun that nobody has got."""
+        """Rollouts were begun that were not delivered."""
         return False
 
     def rollouts_for(self, frames: int, rows: int | None) -> int | None:
-        """How many rollouts have at least so many frames, whoever makes them; None: each batch has one of everybody."""
+        """How many rollouts have at least so many frames, of any groups; None: each batch has one of every group."""
         return None
 
     @property
@@ -219,7 +219,7 @@ class Schedule(ABC):
             bundle.forget()
 
     def close(self, *, close_env: bool = True) -> None:
-        """End the workers; what nobody has got is discarded."""
+        """End the workers; what was not delivered is discarded."""
         try:
             self.pool.close(close_env=close_env)
         finally:

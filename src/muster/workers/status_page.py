@@ -35,7 +35,7 @@ class StatusPage:
 
         arena = Arena.create("muster-status-page")
         arena.allocate(mmap.PAGESIZE)
-        # Stacks follow the page, whoever writes.
+        # Stacks follow the page, in every process that writes.
         fcntl.fcntl(arena.fd, fcntl.F_SETFL, os.O_APPEND | fcntl.fcntl(arena.fd, fcntl.F_GETFL))
         return cls(arena)
 
@@ -68,7 +68,7 @@ class StatusPage:
         deadline = time.monotonic() + within_s
         size = os.fstat(self.fd).st_size
         while time.monotonic() < deadline:
-            time.sleep(0.01)  # noqa: TID251 (a file tells nobody that it has grown)
+            time.sleep(0.01)  # noqa: TID251 (a file does not announce that it has grown)
             before, size = size, os.fstat(self.fd).st_size
             if size == before > self._read:
                 break

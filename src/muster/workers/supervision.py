@@ -41,7 +41,7 @@ END_S = 5.0  # for a process to end that was killed
 
 
 class Caller(Protocol):
-    """Who has a worker pool for somebody else, and must hear of that also while workers are waited for."""
+    """The owner of a worker pool, which must be heard also while workers are waited for."""
 
     def fileno(self) -> int:
         """Is readable when there is something to hear."""
@@ -160,7 +160,9 @@ class Supervisor(Watcher):
         poller, of = self._listen()
         with allowed():
             ready = poller.poll(self._until_due(SAMPLED_EVERY, timeout) * 1000)
-        if self._wake_up is not None and ready:  # else it may have begun to ring just now, for what nobody looks at
+        if (
+            self._wake_up is not None and ready
+        ):  # else it may have begun to ring just now, for an event that is not handled
             self._wake_up.clear()
         if self._caller is not None and ready:
             self._caller.hear()
@@ -178,7 +180,7 @@ class Supervisor(Watcher):
         self._died(handle)
 
     def _listen(self) -> tuple[select.poll, dict[int, list[WorkerProxy]]]:
-        """What to wait on, and whose it is; made anew when workers come or go."""
+        """What to wait on, and whose it is; made again when workers come or go."""
         present = [handle.config.generation if handle.alive else -1 for handle in self.handles]
         if self._listening is None or self._listening[0] != present:
             poller = select.poll()
@@ -353,12 +355,12 @@ class Supervisor(Watcher):
             _add_crash_report(error, crash_report)
         try:
             handle.end()
-        finally:  # also after Ctrl-C, or its requests were nobody's
+        finally:  # also after Ctrl-C, or its requests would be lost
             for number in handle.groups if self.counters else ():
                 self.counters[number].give_up(reason)
             self._pass_on(handle, error)
         if self.config.on_failure == "restart" and crash_report is not None:
-            self._revive(handle)  # others wait for its successor, and nobody for the file
+            self._revive(handle)  # others wait for its successor, and not for the file
             _add_crash_report(error, crash_report)
 
     def ends(self, handle: WorkerProxy) -> None:
@@ -395,7 +397,7 @@ def _halt(handle: WorkerProxy, *, deaf: bool = False) -> None:
         deaf: see ``WorkerProxy.kill``.
     """
     process, in_thread = handle.process, handle.config.in_thread
-    if in_thread:  # it goes on: at first nobody listens to it, then nobody sees what it writes
+    if in_thread:  # it goes on: at first it is not listened to, then what it writes is not seen
         process.channel.close()
         handle.pump()
     handle.kill(deaf=deaf)

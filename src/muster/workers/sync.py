@@ -22,7 +22,7 @@ class Sync(Schedule):
 
     Args:
         enough: when so many groups are done, the others end after their current step; None: all.
-        streams: looks whether the process's random generators stay where they are; None: nobody else draws from them.
+        streams: looks whether the process's random generators stay where they are; None: no thread draws from them.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Sync(Schedule):
 
     @postponed()
     def abandon(self, reason: str) -> None:
-        """See ``Schedule``; the environments begin anew."""
+        """See ``Schedule``; the environments are reset."""
         if not self._filling:
             return
         self._discard(reason)
@@ -153,7 +153,7 @@ class Sync(Schedule):
             layouts |= self._lay_out(handle, policy, version)
         self.pool.check_alive()
         like = next(iter(layouts.values()))
-        for number, counts in enumerate(counters):  # nobody can be asked about those that were dropped
+        for number, counts in enumerate(counters):  # those that were dropped have no worker to ask
             info = counts.info
             layouts.setdefault(number, replace(like, B=info.num_envs, batch_shape=info.batch_shape))
         for bundle in self.bundles:
@@ -171,7 +171,7 @@ class Sync(Schedule):
         return self._begun.get(group) in self.pool.handle(group).outstanding
 
     def _sharing(self, group: int) -> tuple[int, int] | None:
-        """Where a group stands among those that are left; None: nobody was dropped."""
+        """Where a group stands among those that are left; None: no group was dropped."""
         sizes = [0 if counts.dropped else counts.info.num_envs for counts in self.pool.counters]
         return (sum(sizes[:group]), sum(sizes)) if 0 in sizes else None
 

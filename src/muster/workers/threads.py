@@ -154,7 +154,7 @@ class WorkerThread:
             self._main = WorkerMain(end, config, Progress(self.cells), Arena.attach(arena), fds)
             self._main.serve()
             self._main.arena.close()
-        except EOFError:  # nobody wants anything of it any more
+        except EOFError:  # it is not needed any more
             pass
         finally:
             self._ended = True
@@ -169,14 +169,14 @@ class _ThreadEnd:
 
     def send(self, message: Any) -> None:
         if self._thread.closed:
-            raise EOFError("Nobody listens to this thread any more.")
+            raise EOFError("This thread is not listened to any more.")
         self._thread.arrived.append(message)
         self._thread._wake_up.ring()
 
     def receive(self) -> tuple[Any, list[int]]:
         content: tuple[Any, list[int]] | None = self._requests.get()
         if content is None:
-            raise EOFError("Nobody talks to this thread any more.")
+            raise EOFError("This thread gets no messages any more.")
         return content
 
 

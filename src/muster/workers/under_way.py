@@ -1,4 +1,4 @@
-"""The rollouts that a worker was asked for and that nobody has taken yet, as its proxy keeps them."""
+"""The rollouts that a worker was asked for and that were not taken yet, as its proxy keeps them."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class UnderWay:
     Methods that take ``cells`` read where the worker has got to; see ``Progress``.
 
     Attributes:
-        outstanding: requests that nobody has taken the result of, by number, oldest first.
-        results: that have come and nobody has taken.
+        outstanding: requests whose result was not taken, by number, oldest first.
+        results: that have come and were not taken.
         unfinished: what it had done of a request when it was terminated from outside; the request is under way.
         fresh: results that the supervisor has not seen.
     """

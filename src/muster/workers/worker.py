@@ -49,7 +49,7 @@ class Worker:
         generation: how often it was started before.
 
     Attributes:
-        laid_out: the layouts of its groups, which requests are about; another dict when lanes have to be made anew.
+        laid_out: the layouts of its groups, which requests are about; another dict when lanes have to be made again.
         acting: the policy that acted last, or has been called for its columns since.
         newest: takes over the newest weights, and returns their version; None: they are always in place, and requests
             say which they are.
@@ -262,7 +262,7 @@ class Worker:
             trust: unpickle environments.
 
         Returns:
-            for every group, the environments that begin anew, by global number, and why.
+            for every group, the environments that begin new episodes, by global number, and why.
         """
         from muster.restore import snapshot
 
