@@ -160,9 +160,7 @@ class Supervisor(Watcher):
         poller, of = self._listen()
         with allowed():
             ready = poller.poll(self._until_due(SAMPLED_EVERY, timeout) * 1000)
-        if (
-            self._wake_up is not None and ready
-        ):  # else it may have begun to ring just now, for an event that is not handled
+        if self._wake_up is not None and ready:  # else it may have begun to ring just now, for a later event
             self._wake_up.clear()
         if self._caller is not None and ready:
             self._caller.hear()
