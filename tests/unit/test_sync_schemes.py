@@ -280,7 +280,7 @@ def test_when_the_sender_is_gone_its_receivers_keep_what_they_have(ends):
     assert (shown(model), receiver.receive()) == ([2.0], None)
     with pytest.raises(CollectorClosed, match="sender of 'policy' is gone"):
         receiver.receive(timeout=PATIENCE)
-    with pytest.raises(CollectorClosed, match="nobody sends weights to worker 1"):
+    with pytest.raises(CollectorClosed, match="no process sends weights to worker 1"):
         ends.receiver(sender, 1)
     with pytest.raises(CollectorClosed, match="shut down"):
         sender.send(layer(3.0))

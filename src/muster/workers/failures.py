@@ -120,7 +120,7 @@ class SentCause:
 
     @classmethod
     def of(cls, cause: BaseException) -> SentCause:
-        if isinstance(cause, RemoteError):
+        if type(cause) is RemoteError:  # ``isinstance`` asks the exception, which can be of the user
             return cls(cause.type_name, str(cause).partition(": ")[2], cause.traceback)
         return cls(_type_name(cause), _text(cause), _traceback(cause), _pickled(cause))
 
