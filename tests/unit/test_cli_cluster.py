@@ -192,7 +192,9 @@ def test_an_actor_has_a_cpu_for_each_worker(capsys: pytest.CaptureFixture[str]) 
     capsys.readouterr()  # what Ray has said to that
     argv = ("--backend", "ray", "--nodes", 1, "--workers", 5, "--join-timeout", 2)
     err = refused(capsys, *COLLECT, *argv)
-    assert re.search(r"was not started by Ray within 2 s. It asks for \{'num_cpus': 5", err), err
+    assert re.search(r"has not joined .* within 2 s. Its Ray actor is not started: it asks for \{'num_cpus': 5", err), (
+        err
+    )
 
 
 # ------------------------------------------------------------------------------------------ refusing
