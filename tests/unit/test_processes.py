@@ -271,6 +271,35 @@ def test_a_message_of_which_nothing_could_be_sent_is_withdrawn_with_its_descript
         os.close(fd)
 
 
+def test_a_second_interruption_while_a_message_is_withdrawn_does_not_part_it_from_its_descriptors(pair, monkeypatch):
+    a, b = pair
+    with pytest.raises(TimeoutError):
+        while True:
+            a.send("first", timeout=0)  # small: the system takes all of it or nothing
+    made = []
+
+    def memoryview_(*given):
+        made.append(memoryview(*given))
+        if len(made) > 1:  # as of a signal handler, which can run after any call
+            raise Interrupt
+        return made[0]
+
+    monkeypatch.setattr("muster.workers.channel.memoryview", memoryview_, raising=False)
+    with contextlib.suppress(TimeoutError, Interrupt):
+        a.send("withdrawn", [0], timeout=0)
+    monkeypatch.undo()
+    drained = threading.Thread(target=lambda: a.send("last", [0]))
+    drained.start()
+    got = []
+    while not got or got[-1][0] != "last":
+        got.append(b.receive(WAIT_S))
+    drained.join()
+    for message, fds in got:
+        assert len(fds) == (message in ("withdrawn", "last")), message
+        for fd in fds:
+            os.close(fd)
+
+
 def test_what_cannot_be_pickled_or_read_leaves_the_next_message_alone(pair):
     a, b = pair
     with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):

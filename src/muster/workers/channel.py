@@ -35,6 +35,7 @@ _NOSIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
 _DONTWAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
 _CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _TRUNCATED = int(socket.MSG_CTRUNC)
+_NOTHING = memoryview(b"")
 _ONE = (1).to_bytes(8, sys.byteorder)
 
 
@@ -55,7 +56,7 @@ class Channel:
         self._data = bytearray()
         self._fds: list[int] = []
         self._sent: deque[int] = deque()  # results of sendmsg
-        self._rest = memoryview(b"")  # of the message that is being sent
+        self._rest = _NOTHING  # of the message that is being sent
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(sock, select.POLLIN)
         self._writable.register(sock, select.POLLOUT)
@@ -93,7 +94,7 @@ class Channel:
             self._push(ancillary, deadline)  # descriptors go with the first part
         finally:
             if not self._sent:
-                self._rest = memoryview(b"")
+                self._rest = _NOTHING  # no call here, after which another handler could raise
         self._flush(deadline)
 
     def receive(self, timeout: float | None = None) -> tuple[Any, list[int]]:
