@@ -108,7 +108,7 @@ class Buffer(list):  # type: ignore[type-arg]
         (MultiSyncCollector, {"cat_results": "cat", "return_same_td": True}, "return_same_td.*cat_results"),
         (MultiAsyncCollector, {"cat_results": "cat"}, "cat_results joins the rollouts of a batch"),
         (MultiAsyncCollector, {"cat_results": 0}, "cat_results joins the rollouts of a batch"),
-        (MultiAsyncCollector, {"preemptive_threshold": 0.5}, "preemptive_threshold stops those who are late"),
+        (MultiAsyncCollector, {"preemptive_threshold": 0.5}, "preemptive_threshold stops workers that are late"),
         (MultiAsyncCollector, {"return_same_td": True}, "return_same_td"),
         (MultiAsyncCollector, {"replay_buffer": Buffer(), "extend_buffer": False}, "extend_buffer=False"),
         *((cls, {"backend": "threads", "start_method": "spawn"}, "start_method is about processes") for cls in BOTH),
