@@ -48,7 +48,7 @@ CORE = (
 NOT_CORE = "not torchrl and not tianshou"  # they ask for a tensordict of their own, and are tested by `make test`
 IN_TWO = ("-n", "2", "--dist", "loadfile", "-k", NOT_CORE, "-m", "not slow")
 WITHOUT_TORCH = (
-    *("tests/unit/test_collect_stats.py", "tests/unit/test_episode_rules.py", "tests/unit/test_lines.py"),
+    *("tests/unit/test_collect_stats.py", "tests/unit/test_episode_rules.py", "tests/unit/test_mailbox.py"),
     *("tests/unit/test_private_names.py", "tests/unit/test_authenticated_link.py", "tests/unit/test_shared_memory.py"),
     *("tests/unit/test_timeline.py", "tests/unit/test_trajectories.py", "tests/unit/test_without_torch.py"),
 )
