@@ -95,10 +95,8 @@ class SocketLink:
                 return
             self._cause = cause
             self._expected.clear()
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(
-                    socket.SHUT_RDWR
-                )  # wakes the threads that wait; they leave, and the last one closes it
+            with contextlib.suppress(OSError):  # wakes the threads that wait; they leave, and the last one closes it
+                self._socket.shutdown(socket.SHUT_RDWR)
             if not self._users:
                 self._socket.close()
 
