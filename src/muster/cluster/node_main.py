@@ -325,7 +325,7 @@ class Sink:
 
     Args:
         pickled: with ``write(TensorDict)``, which is done with the memory when it returns, and its ``buffer``.
-        request: of the batches' dimensions.
+        order: of the batches' dimensions.
     """
 
     def __init__(self, pickled: bytes, order: Any) -> None:

@@ -429,7 +429,7 @@ class Engine:
         return self.acting
 
     def _batches_left(self) -> int | None:
-        """How many may still be begun; one more is request, whatever was counted."""
+        """How many may still be begun; one more is requested, whatever was counted."""
         left = self.options.total_frames - self.counted
         return None if self.options.total_frames < 0 else max(1, left // self.options.frames)
 

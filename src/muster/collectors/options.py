@@ -190,7 +190,7 @@ class CollectorOptions:
     devices: dict[str, torch.device | None] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in _INTEGERS.keys() & {f.name for f in dataclasses.fields(self)}:
+        for name in [f.name for f in dataclasses.fields(self) if f.name in _INTEGERS]:
             object.__setattr__(self, name, _integer(name, getattr(self, name), _INTEGERS[name]))
         for name in ("max_frames_per_traj", "init_random_frames"):
             if (getattr(self, name) or 0) <= 0:

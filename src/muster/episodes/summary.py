@@ -111,15 +111,13 @@ class CollectStats(CollectStatsBase):
             lens = given.astype(np.int64)
         if not np.array_equal(lens, given):
             raise BadOption(f"lens={given.tolist()}: expected whole numbers, the lengths of episodes")
-        return cls(
+        return cls._summarised(
+            returns,
+            lens,
             n_collected_episodes=n_collected_episodes,
             n_collected_steps=n_collected_steps,
             collect_time=collect_time,
             collect_speed=collect_speed,
-            returns=returns,
-            returns_stat=SequenceSummaryStats.from_sequence(returns),
-            lens=lens,
-            lens_stat=SequenceSummaryStats.from_sequence(lens),
         )
 
     @classmethod
@@ -132,18 +130,20 @@ class CollectStats(CollectStatsBase):
             seconds: it took. Where the clock has not moved, the speed is 0.
             **native: fields that Tianshou does not have.
         """
-        returns, lens = np.array(episodes.episode_return, np.float64), episodes.length.copy()
-        return cls(
-            n_collected_episodes=len(returns),
+        return cls._summarised(
+            np.array(episodes.episode_return, np.float64),
+            episodes.length.copy(),
+            n_collected_episodes=len(episodes),
             n_collected_steps=steps,
             collect_time=seconds,
             collect_speed=steps / seconds if seconds > 0 else 0.0,
-            returns=returns,
-            returns_stat=SequenceSummaryStats.from_sequence(returns),
-            lens=lens,
-            lens_stat=SequenceSummaryStats.from_sequence(lens),
             **native,
         )
+
+    @classmethod
+    def _summarised(cls, returns: Array, lens: Array, **others: Any) -> Self:
+        returns_stat, lens_stat = map(SequenceSummaryStats.from_sequence, (returns, lens))
+        return cls(returns=returns, returns_stat=returns_stat, lens=lens, lens_stat=lens_stat, **others)
 
 
 class EpisodeWindow:

@@ -50,10 +50,10 @@ class LaneViews:
     def __init__(self, group: Group, lane: Lane) -> None:
         data, arrays, columns = lane.data, lane.arrays, lane.layout.columns
         self.next_rows = group._next.columns_of(lane)
-        for column in columns:
-            if column.carry:
-                group.carry.of(column)
-        self.carried = [(column.key, data[column.key]) for column in columns if column.carry]
+        carried = [column for column in columns if column.carry]
+        for column in carried:
+            group.carry.of(column)  # which makes it
+        self.carried = [(column.key, data[column.key]) for column in carried]
         own = [(key, rows) for key, rows in self.carried if key not in group.env.observation_specs]
         self.states = [(rows, key == IS_INIT) for key, rows in own]
         self.is_fine = quick_check(lane, group.env, group.options.validate)
@@ -119,9 +119,7 @@ class Group:
         self.closes_batch = True
         self.frame_limit: int | None = None
         self.carry = Carry(env, batch_shape)
-        self.resumed: list[int] | None = (
-            None  # environments whose next row begins an episode after a load; None: no load
-        )
+        self.resumed: list[int] | None = None  # environments whose next row is the first after a load; None: no load
         self._obs_keys = list(env.observation_specs)
         row_bytes, shown = sum(row.nbytes for row in self.carry.values()), not (env.writes_next or options.compact_obs)
         self._next = NextObservations(self._obs_keys, shown=shown, row_bytes=row_bytes)

@@ -225,7 +225,7 @@ class FirstReady(Schedule):
         bounds = [n for n in (batches, lag) if n is not None]
         left = min(bounds, default=self._lead * len(self.bundles)) - self._count
         for level in range(self._lead):
-            lacking = [bundle for bundle in self.bundles if len(self._requested[bundle.groups[0]]) <= level]
+            lacking = [bundle for bundle in self.bundles if len(self._waiting(bundle)) <= level]
             for bundle in sorted(lacking, key=lambda bundle: self._begun[bundle.groups[0]]):
                 if left <= 0:
                     return
@@ -297,7 +297,7 @@ class FirstReady(Schedule):
     def _deliverable(self) -> _Requested | None:
         """A complete rollout, the oldest one first, that may overtake what is older and not complete."""
         oldest = [waiting[0] for waiting in self._requested.values() if waiting]  # the others are complete after it
-        complete = [requested for requested in oldest if len(requested.results) == len(requested.requests)]
+        complete = [requested for requested in oldest if requested.complete]
         for requested in sorted(complete, key=lambda requested: requested.place):
             if self._max_lag is None or self._lag(requested) <= self._max_lag:
                 return requested

@@ -1,4 +1,4 @@
-"""What a worker does: makes its environments, then follows requests and answers requests, one after another."""
+"""What a worker does: makes its environments, then fills lanes and answers requests, one after another."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class RolloutRequest:
         spans: record what happens when.
         after: number of the request that it goes on from; while that is not complete, it is not followed.
         rule: see ``Group``; the worker's own from here on.
-        bootstrap: values of which next observations to result; see ``muster.rollout.bootstrap``.
+        bootstrap: values of which next observations to report; see ``muster.rollout.bootstrap``.
     """
 
     number: int

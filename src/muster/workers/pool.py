@@ -196,7 +196,7 @@ class WorkerPool:
     def next_result(self) -> RolloutResult:
         """Wait for what comes of a request, whichever is first; workers that are ready at once take turns."""
         while True:
-            result = self._results.popleft() if self._results else self._take()
+            result = self._take()
             if result is not None:
                 self.enter(result)
                 return result
@@ -212,7 +212,7 @@ class WorkerPool:
         """What has come of a request already."""
         if self._watch is not None:
             self._results += self._watch.take_lost()
-        result = self._results.popleft() if self._results else self._take()
+        result = self._take()
         if result is not None:
             self.enter(result)
         return result
@@ -282,6 +282,8 @@ class WorkerPool:
         return all(self.counters[number].dropped for number in handle.groups)
 
     def _take(self) -> RolloutResult | None:
+        if self._results:
+            return self._results.popleft()
         for step in range(len(self.handles)):
             turn = (self._turn + step) % len(self.handles)
             result = self.handles[turn].take()
