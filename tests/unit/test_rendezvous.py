@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
 import stat
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -104,10 +106,15 @@ class TestListening:
         with pytest.raises(BadOption, match=bind):
             Rendezvous(1, bind=bind, token=TOKEN)
 
-    @pytest.mark.parametrize("port", [-1, 70_000])
-    def test_not_at_impossible_ports(self, port):
-        with pytest.raises(BadOption, match="tcp_port"):
-            Rendezvous(1, tcp_port=port)
+    @pytest.mark.parametrize("port", [-1, 70_000, "http"])
+    def test_not_at_impossible_ports_and_without_a_socket_left_open(self, port):
+        gc.collect()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", ResourceWarning)
+            with pytest.raises(BadOption, match="tcp_port"):
+                Rendezvous(1, tcp_port=port)
+            gc.collect()
+        assert [str(each.message) for each in caught] == []
 
     def test_beyond_loopback_only_with_a_token(self):
         address = outward_address()

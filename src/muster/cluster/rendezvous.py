@@ -34,6 +34,7 @@ from muster.cluster.authenticated_link import WrongToken, authenticate
 from muster.cluster.link import Link, LinkLost
 from muster.cluster.socket_link import SocketLink
 from muster.errors import BadOption
+from muster.utils.integers import integer
 
 TOKEN_BYTES = 32
 SHORTEST_TOKEN = 16  # bytes; what people make up is to be no shorter
@@ -44,6 +45,7 @@ PAUSE_S = 1.0  # after which a node without an offer is told that there is none
 POLL_S = 0.1
 ACCEPT_MS = 1000  # after which the thread looks whether it was closed, where closing does not wake it
 BACKLOG = 512
+HIGHEST_PORT = 65535
 STRANGERS = 128  # connections at a time that have not proved yet that they know the token
 DISTRIBUTED, RPC = "distributed", "rpc"  # engines
 ENGINES = {DISTRIBUTED: "torch.distributed", RPC: "torch RPC"}
@@ -67,8 +69,8 @@ class Rendezvous:
         deadline_s: of the links of sessions, at both ends; set by the carrier.
 
     Raises:
-        BadOption: the port is taken, ``bind`` is no address of this machine, or others can reach it and no token was
-            given.
+        BadOption: there is no such port, it is taken, ``bind`` is no address of this machine, or others can reach it
+            and no token was given.
     """
 
     engine = DISTRIBUTED
@@ -82,6 +84,8 @@ class Rendezvous:
         tcp_port: int = 0,
         token: bytes | str | os.PathLike[str] | None = None,
     ) -> None:
+        if integer("tcp_port", tcp_port, 0) > HIGHEST_PORT:
+            raise BadOption(f"tcp_port={tcp_port}: expected at most {HIGHEST_PORT}; 0 takes a free one.")
         self.count, self.host = count, _resolved(bind)
         given = read_token(token)
         if given is None and not is_loopback(self.host):
@@ -434,11 +438,10 @@ def _listen(bind: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
     try:
         listener = socket.create_server((bind, port), family=family, backlog=BACKLOG)
-    except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or error
+    except OSError as error:
         raise BadOption(
-            f"Nodes cannot meet at {bind}:{port}: {why}. `ss -ltnp 'sport = :{port}'` shows who has the port; "
-            "tcp_port=0 takes a free one, and bind= must be an address of this machine."
+            f"Nodes cannot meet at {bind}:{port}: {error.strerror or error}. `ss -ltnp 'sport = :{port}'` shows who "
+            "has the port; tcp_port=0 takes a free one, and bind= must be an address of this machine."
         ) from error
     listener.setblocking(False)
     return listener
