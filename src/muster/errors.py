@@ -1,7 +1,7 @@
 """Every error Muster raises on purpose. One class per kind of remedy.
 
-A message says who, what came, what was expected, and what to do. Errors that replace another
-exception carry it as ``__cause__``.
+A message says where it happened, what was given, what was expected, and what to do. Errors that
+replace another exception have it as ``__cause__``.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ _NAME: Callable[[type], str] = type.__dict__["__name__"].__get__  # which no met
 
 
 class MusterError(Exception):
-    """Base class of all errors below. What came from a worker says from where.
+    """Base class of all errors below. Errors from workers have the worker, environment and phase as attributes.
 
     Attributes:
-        worker: its number.
-        env_id: global number of the environment; None if it is not known, or all of a batch.
+        worker: number of the worker.
+        env_id: global number of the environment; None if it is unknown, or for a whole batch of environments.
         env_index: number of the environment in its group.
-        seed: that the environment was last given.
+        seed: the last seed of the environment.
         phase: "construct", "reset", "step", "policy", "weights", "call" or "close".
         crash_report: file for ``muster replay``.
     """
@@ -42,11 +42,11 @@ class UnknownOption(BadOption, TypeError):
 
 
 class UnsupportedSpace(MusterError, TypeError):
-    """A Gymnasium space that cannot be stored as it is."""
+    """A Gymnasium space that cannot be stored as an array."""
 
 
 class UnsupportedEnv(MusterError, TypeError):
-    """An environment object that no adapter takes, or that breaks its own protocol."""
+    """An environment object that no adapter supports, or that violates its own protocol."""
 
 
 class EnvError(MusterError, RuntimeError):
@@ -58,7 +58,7 @@ class EnvError(MusterError, RuntimeError):
 
 
 class BadEnvOutput(MusterError, ValueError):
-    """An environment returned something that its spaces do not allow."""
+    """An environment returned a value that does not fit its spaces."""
 
 
 class PolicyError(MusterError, RuntimeError):
@@ -66,7 +66,7 @@ class PolicyError(MusterError, RuntimeError):
 
 
 class BadPolicyOutput(MusterError, ValueError):
-    """A policy returned something the environment or the batch cannot take."""
+    """A policy returned a value that does not fit the action space or the batch."""
 
 
 class BadWeights(MusterError, ValueError):
@@ -74,11 +74,11 @@ class BadWeights(MusterError, ValueError):
 
 
 class WorkerError(MusterError, RuntimeError):
-    """Something else than an environment or a policy raised in a worker; the original is ``__cause__``."""
+    """Code other than an environment or a policy raised in a worker; the original is ``__cause__``."""
 
 
 class WorkerDied(MusterError, RuntimeError):
-    """A worker process ended unasked.
+    """A worker process exited unexpectedly.
 
     Attributes:
         exitcode: of the process; negative: killed by the signal of that number; None: unknown.
@@ -88,7 +88,7 @@ class WorkerDied(MusterError, RuntimeError):
 
 
 class WorkerHung(MusterError, TimeoutError):
-    """A worker got nowhere for longer than its deadline; the message has its stack."""
+    """A worker made no progress within its deadline; the message has its stack."""
 
 
 class HookError(MusterError, RuntimeError):
@@ -96,7 +96,7 @@ class HookError(MusterError, RuntimeError):
 
 
 class RemoteError(MusterError):
-    """Stands in for an exception of a worker that could not be carried over; says its type and text.
+    """Replaces an exception of a worker that cannot be pickled; has its type and text.
 
     Attributes:
         type_name: of the exception, with its module.
@@ -113,15 +113,15 @@ class CollectorClosed(MusterError, RuntimeError):
 
 
 class ForkedProcess(MusterError, RuntimeError):
-    """An object was used in a fork of the process that made it, whose workers, threads and files it has not."""
+    """An object was used in a fork of the process that made it. The fork has none of its workers, threads and files."""
 
 
 class CollectorBusy(MusterError, RuntimeError):
-    """A second iterator was asked for while the first is still in use."""
+    """A second iterator was requested while the first is still in use."""
 
 
 class CollectorTimeout(MusterError, TimeoutError):
-    """Something did not end within the time it was given."""
+    """An operation did not end within its deadline."""
 
 
 class SlotsExhausted(MusterError, MemoryError):
@@ -133,15 +133,15 @@ class BadRecording(MusterError, ValueError):
 
 
 class BadCheckpoint(MusterError, ValueError):
-    """A checkpoint is missing, damaged, of something else, or of another format; or a state that none can hold."""
+    """A checkpoint is missing, damaged, of another kind or format; or a state cannot be stored in a checkpoint."""
 
 
 class BadCrashReport(MusterError, ValueError):
-    """A crash report is missing, damaged, of another format, or holds nothing that could be replayed."""
+    """A crash report is missing, damaged, of another format, or cannot be replayed."""
 
 
 class ImportRefused(MusterError, PermissionError):
-    """An env id or a file would run foreign code, which the command line does not do unasked."""
+    """An env id or a file would run foreign code, which the command line does only with ``--allow-import``."""
 
 
 # --- texts of exceptions that are not Muster's ------------------------------------------------------

@@ -339,7 +339,7 @@ def test_an_error_in_allowed_code_shows_where(evil: Path, capsys: pytest.Capture
         (["CartPole-v1", "--on-failure", "drop"], "--on-failure is about workers"),
         (["CartPole-v1", "--inference", "server"], "--inference is about workers: add --workers N"),
         (["CartPole-v1", "--alternating"], "--alternating is about workers"),
-        (["CartPole-v1", "--workers", "2", "--alternating"], "--alternating is about --inference server: add that"),
+        (["CartPole-v1", "--workers", "2", "--alternating"], "--alternating needs --inference server"),
         (["CartPole-v1", "--workers", "0"], "--workers 0: expected at least 1"),
         (["CartPole-v1", "--workers", "3"], "--workers 3 x --envs 8; the nearest are 792 or 816"),
         (["CartPole-v1", "--workers", "3", "--frames-per-batch", "80"], "3 x --envs 8; the nearest are 72 or 96"),

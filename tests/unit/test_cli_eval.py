@@ -117,7 +117,7 @@ def test_a_rule_that_favours_short_episodes_says_so(capsys: pytest.CaptureFixtur
     assert "BIASED" not in run(capsys, *argv)[1]
     for rule, biased in (("fair", True), ("last_even", False), ("first_done", True)):
         code, out, _ = run(capsys, *argv, "--rule", rule)
-        told = f"BIASED: rule {rule} gives short episodes better chances, so the mean may mislead.\n" in out
+        told = f"BIASED: rule {rule} favours short episodes, so the mean is biased.\n" in out
         assert (code, told) == (0, biased)
         found = json.loads(run(capsys, *argv, "--rule", rule, "--json")[1])
         assert (found["rule"], found["biased"], found["episodes"]) == (rule, biased, 9)
@@ -127,9 +127,9 @@ def test_what_is_unfinished_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "Endless-v0", "--episodes", 2, "--num-envs", 2, "--max-frames", 80)
     assert code == 0
     assert "episodes  none ended" in out
-    assert "INCOMPLETE: stopped by max_frames; these were going on: env 0: 820.0 in 40, env 1: 820.0 in 40." in out
+    assert "INCOMPLETE: stopped by max_frames; still running: env 0: 820.0 in 40, env 1: 820.0 in 40." in out
     code, out, _ = run(capsys, "Endless-v0", "--episodes", 2, "--num-envs", 2, "--max-steps", 7)
-    assert "stopped by max_T; these were going on: env 0: 28.0 in 7" in out
+    assert "stopped by max_T; still running: env 0: 28.0 in 7" in out
     code, out, _ = run(capsys, "Endless-v0", "--episodes", 3, "--max-episode-steps", 7)
     assert "return    28.00 ± 0.00" in out
 
@@ -137,7 +137,7 @@ def test_what_is_unfinished_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 def test_ctrl_c_ends_it_with_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "Signals-v0", "--episodes", 9, "--num-envs", 1)
     assert code == 130
-    assert "INCOMPLETE: stopped by progress; these were going on: env 0: 10.0 in 4." in out
+    assert "INCOMPLETE: stopped by progress; still running: env 0: 10.0 in 4." in out
     assert "episodes  2 " in out
 
 

@@ -37,46 +37,46 @@ class Collect:
 
     env: Env
     frames: Count
-    """Environment steps over all environments, exactly: 51200, 51_200, 100k, 1e6."""
+    """Exact number of environment steps over all environments: 51200, 51_200, 100k, 1e6."""
 
     envs: Annotated[int, arg(metavar="B")] = 8
-    """Environments stepped together; with --workers, so many in each."""
+    """Number of environments that are stepped together; with --workers, in each worker."""
 
     workers: Annotated[int | None, arg(metavar="N")] = None
-    """Worker processes, for N x B environments in all. Without it this one collects; with --backend: on each node."""
+    """Number of worker processes (with --backend, on each node), with B environments each. Default: no workers."""
 
     backend: cluster.Backend | None = None
-    """Workers on nodes: other machines, or processes of this one (mp). How, and what is there: muster cluster."""
+    """Collect on other machines, or in local processes (mp). `muster cluster` lists backends and nodes."""
 
     nodes: Annotated[int | None, arg(metavar="N")] = None
-    """With --backend: how many; under torchrun, all ranks but the first."""
+    """With --backend: number of nodes. Default under torchrun: all ranks but the first."""
 
     min_nodes: Annotated[int | None, arg(metavar="N")] = None
-    """With --backend and --async: begin when so many have come; the others are used from when they do."""
+    """With --backend and --async: start when this number of nodes has joined; the others may join later."""
 
     address: Annotated[str | None, arg(metavar="ADDRESS")] = None
-    """With --backend ray: of the cluster; auto: the one of this machine; local: start one."""
+    """With --backend ray: address of the cluster; auto: the cluster of this machine; local: start one."""
 
     bind: Annotated[str | None, arg(metavar="HOST[:PORT]")] = None
-    """With other backends: address of this machine where nodes find this process, by default loopback."""
+    """With other backends: address of this machine at which nodes join. Default: loopback."""
 
     join_timeout: Annotated[float, arg(metavar="S")] = cluster.JOIN_S
-    """With --backend: seconds for nodes to come, and to come back."""
+    """With --backend: seconds to wait for nodes to join, and to join again."""
 
     asynchronous: Annotated[bool, arg(name="async")] = False
-    """With workers: batches of one worker each, as they are ready, without waiting for the slowest."""
+    """With workers: yield the batch of each worker when it is ready, without waiting for the slowest."""
 
     threads: bool = False
-    """With --workers: threads instead of processes, for environments that mostly wait."""
+    """With --workers: use threads instead of processes, for environments that mostly wait."""
 
     inference: Literal["worker", "server"] = "worker"
-    """With workers: each acts with a copy of the policy; or they only step, and this process or a node acts for all."""
+    """With workers: run the policy in each worker, or once for all workers, in this process or on the node."""
 
     alternating: bool = False
-    """With --inference server: half of the workers step while the other half is acted for."""
+    """With --inference server: half of the workers step during the policy call for the other half."""
 
     on_failure: Literal["raise", "restart", "drop"] = "raise"
-    """With workers: what to do if one dies or hangs, or its environment raises."""
+    """With workers: the reaction if a worker dies or hangs, or its environment raises."""
 
     policy: Policy = "random"
     obs_dtype: ObsDtype = "policy"
@@ -85,10 +85,10 @@ class Collect:
     """Same seed, same data. Environment i gets seed + i."""
 
     out: Annotated[Path | None, arg(metavar="DIR")] = None
-    """Directory to record into; must not hold a recording."""
+    """Directory for the recording; must not contain a recording."""
 
     frames_per_batch: Annotated[Count | None, arg(metavar="N")] = None
-    """Frames per batch; by default a divisor of --frames near 2048."""
+    """Frames per batch. Default: a divisor of --frames near 2048."""
 
     allow_import: AllowImport = False
 
@@ -151,7 +151,7 @@ def _check(command: Collect) -> int:
         of_workers = ("asynchronous", "threads", "on_failure", "inference", "alternating")
         refuse_given(command, of_workers, "workers: add --workers N")
     if command.alternating and command.inference != "server":
-        raise BadOption("--alternating is about --inference server: add that, or leave it out.")
+        raise BadOption("--alternating needs --inference server. Add it, or remove --alternating.")
     check_numbers(command, workers=1, envs=1, seed=0)
     workers, nodes = (1, 1) if command.asynchronous else (command.workers or 1, cluster.nodes_of(command) or 1)
     return frames_per_batch(command.frames, command.envs, command.frames_per_batch, workers, nodes)
@@ -184,15 +184,15 @@ def _make_collector(command: Collect, policy: Any, frames: int) -> BaseCollector
 
 @contextmanager
 def _full_disk(recorder: Recorder) -> Iterator[None]:
-    """Say what a command's user can do, who cannot repeat a call."""
+    """Tell the user of the command what to do: ``BadRecording`` advises to repeat a call."""
     try:
         yield
     except BadRecording as error:
         if not isinstance(error.__cause__, OSError):
             raise
         raise BadRecording(
-            f"Could not record into {recorder.directory}: {error.__cause__.strerror}. What was written before can be "
-            f"read with muster.load. Free some space, and collect again with another --out."
+            f"Could not record into {recorder.directory}: {error.__cause__.strerror}. The batches written before can "
+            f"be read with muster.load. Free some space, and collect again with another --out."
         ) from error
 
 

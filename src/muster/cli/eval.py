@@ -29,18 +29,18 @@ class Eval:
     policy: Policy = "random"
 
     episodes: Annotated[int, arg(metavar="N")] = 20
-    """Complete episodes, exactly."""
+    """Exact number of complete episodes."""
 
     rule: RuleName = "per_env"
-    """Which episodes count where environments are quicker than others. per_env: numbers fixed in advance, so that short
-    episodes have no advantage; fair: as many from each, the rest from the first that end one more; last_even: the
-    first to begin; first_done: the first to end."""
+    """Which episodes count. per_env: a fixed number from each environment (does not favour short episodes); fair: the
+    same number from each, the rest from the first that end one more; last_even: the first to start; first_done: the
+    first to end."""
 
     num_envs: Annotated[int, arg(metavar="B")] = 8
-    """Environments stepped together; with --workers, so many in each."""
+    """Number of environments that are stepped together; with --workers, in each worker."""
 
     workers: Annotated[int, arg(metavar="N")] = 0
-    """Worker processes. Without it this process evaluates."""
+    """Number of worker processes. Default: evaluate in process."""
 
     sampled: bool = False
     """Sample actions as in training; otherwise the policy acts deterministically."""
@@ -51,16 +51,16 @@ class Eval:
     """Episode i is reset with seed S + i."""
 
     max_frames: Annotated[Count | None, arg(metavar="N")] = None
-    """Stop after so many environment steps over all environments; what is going on then is reported."""
+    """Stop after this number of environment steps over all environments; running episodes are reported."""
 
     max_steps: Annotated[Count | None, arg(metavar="N")] = None
-    """Stop after so many time steps of each environment."""
+    """Stop after this number of time steps of each environment."""
 
     max_episode_steps: Annotated[Count | None, arg(metavar="N")] = None
-    """Truncate episodes there; for environments that may never end."""
+    """Truncate episodes after this number of steps, for environments whose episodes may never end."""
 
     video: Annotated[str | None, arg(metavar="WHICH")] = None
-    """Of some episodes: best, worst, median or indices, with commas between them. Needs muster-rl[video]."""
+    """Episodes to make videos of: best, worst, median or indices, separated by commas. Needs muster-rl[video]."""
 
     out: Annotated[Path, arg(metavar="DIR")] = Path("videos")
     """Folder for videos."""
@@ -156,11 +156,11 @@ def table(evaluation: Evaluation, policy: str, files: list[Path]) -> str:
         going = ", ".join(f"env {u.env_id}: {u.return_so_far:,.1f} in {u.steps:,}" for u in done.unfinished[:8])
         more = f", and {len(done.unfinished) - 8} more" if len(done.unfinished) > 8 else ""
         lines.append(
-            f"INCOMPLETE: stopped by {done.stopped_by}; these were going on: {going or 'none'}{more}. Long ones are "
-            f"missing, so the mean may mislead."
+            f"INCOMPLETE: stopped by {done.stopped_by}; still running: {going or 'none'}{more}. Long episodes are "
+            f"missing, so the mean is biased."
         )
     if done.biased:
-        lines.append(f"BIASED: rule {done.rule} gives short episodes better chances, so the mean may mislead.")
+        lines.append(f"BIASED: rule {done.rule} favours short episodes, so the mean is biased.")
     left_out = "".join(f"  {reason} {steps:,}" for reason, steps in done.discarded.items())
     lines.append(f"frames    {done.frames:,} in {done.seconds:,.1f} s{left_out}")
     return "\n".join([*lines, *(f"wrote     {file}" for file in files)])

@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (None: the process's own).
 
     Returns:
-        the exit code: 0; 1 if doctor found something, a replay failed or a node has lost its collector; 2 for a wrong
-        request, told in one message; 130 and 143 when stopped by Ctrl-C and SIGTERM.
+        the exit code: 0; 1 if doctor found a problem, a replay failed or a node has lost its collector; 2 for a wrong
+        request, with one message; 130 and 143 when stopped by Ctrl-C and SIGTERM.
 
     Raises:
         SystemExit: from the parser, for ``--help`` (0) and arguments it does not understand (2).

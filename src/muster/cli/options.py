@@ -44,7 +44,7 @@ Count = Annotated[
 
 Env = Annotated[
     Positional[str],
-    arg(metavar="ENV", help="Id as for gymnasium.make; MODULE:ID imports MODULE and needs --allow-import."),
+    arg(metavar="ENV", help="Id for gymnasium.make; MODULE:ID imports MODULE and needs --allow-import."),
 ]
 
 Policy = Annotated[
@@ -59,13 +59,13 @@ ObsDtype = Annotated[
     Literal["policy", "env", "float16", "float32", "float64"],
     arg(
         metavar="DTYPE",
-        help="Of stored floating observations: policy (its parameters'; random: the environment's), env, float16, "
-        "float32 or float64.",
+        help="Dtype of stored floating observations: policy (that of its parameters; random: of the environment), env, "
+        "float16, float32 or float64.",
     ),
 ]
 
 AllowImport = Annotated[
-    bool, arg(help="Allow ENV and --policy to import and run Python code (the current directory is searched, too).")
+    bool, arg(help="Allow ENV and --policy to import and run Python code (also from the current directory).")
 ]
 
 

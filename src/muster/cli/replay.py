@@ -31,13 +31,13 @@ class Replay:
     """Replay a crash report: play its actions, and stop under pdb where the environment failed."""
 
     file: Annotated[Positional[Path], arg(metavar="FILE")]
-    """A file that a collector wrote when an environment raised, hung, or ended its worker."""
+    """The crash report: a file that a collector wrote when an environment raised, hung, or ended its worker."""
 
     trust: bool = False
     """Allow the file to run code: to unpickle the environment's factory, or to import its module."""
 
     no_pdb: bool = False
-    """Print the traceback instead; so it is, too, where the input is no terminal."""
+    """Print the traceback instead of starting pdb. Default where the input is no terminal."""
 
 
 def replay(command: Replay) -> int:

@@ -28,13 +28,13 @@ class Tune:
     policy: Policy = "random"
 
     seconds: Annotated[float, arg(metavar="S")] = 20.0
-    """Seconds of collecting in all; starting workers takes time besides."""
+    """Total seconds of collecting, without the start of workers."""
 
     num_envs: Annotated[tuple[int, ...], arg(metavar="N")] = ()
-    """Numbers of environments in all to choose from; by default 8 32."""
+    """Total numbers of environments to try. Default: 8 32."""
 
     frames_per_batch: Annotated[Count, arg(metavar="N")] = 2048
-    """Frames per batch, about."""
+    """Approximate number of frames per batch."""
 
     obs_dtype: ObsDtype = "policy"
 
