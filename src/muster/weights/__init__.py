@@ -1,7 +1,7 @@
-"""Weights on their way from the learner to where they act.
+"""Policy weights: publishing them in the learner, and taking them in workers.
 
-``SharedMemory``, ``Pipe`` and ``NoSync`` say how they get to workers: ``weight_sync_schemes={"policy": Pipe()}``.
-TorchRL's names for the same, and for what works without a collector, are at home in ``muster.compat.torchrl``.
+``SharedMemory``, ``Pipe`` and ``NoSync`` are the transports: ``weight_sync_schemes={"policy": Pipe()}``.
+TorchRL's weight sync schemes, which also work without a collector, are defined in ``muster.compat.torchrl``.
 """
 
 from __future__ import annotations

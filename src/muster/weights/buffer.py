@@ -1,4 +1,4 @@
-"""Weights as one block of bytes: a version and every tensor, at places that sender and receiver agree on."""
+"""Weights as one block of bytes: a version and every tensor, at offsets known to sender and receiver."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Buffer:
 
     @property
     def sequence(self) -> int:
-        """Number of the publish that is in here, from 1; negative while it is being written."""
+        """Number of the publish in this buffer, from 1; negative while it is being written."""
         return int(self._header[_SEQUENCE])
 
     @sequence.setter

@@ -1,4 +1,4 @@
-"""Which transport is meant by ``weight_sync_schemes``."""
+"""The transport for the option ``weight_sync_schemes``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def default_transport() -> Transport:
 
 
 def transport_for(given: Any) -> Transport:
-    """The transport that is meant.
+    """The transport for one value of ``weight_sync_schemes``.
 
     Args:
         given: a transport, "shared", "pipe" or "none", a weight sync scheme for one machine (Muster's or TorchRL's);
@@ -59,7 +59,7 @@ def transport_for(given: Any) -> Transport:
 
 
 def one_transport(given: Mapping[str, Any] | None) -> Any:
-    """What a collector was given for all of its models, which it publishes together; None if nothing.
+    """The one value for all models of a collector, which are published together; None if there is none.
 
     Args:
         given: by model id, see ``transport_for``.

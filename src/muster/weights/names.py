@@ -1,4 +1,4 @@
-"""What counts as the weights of a policy, and under which names."""
+"""The weights of a policy, and their names."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def named_weights(source: Any) -> Weights:
 
 
 def named_tensors(policy: Any) -> Weights:
-    """The parameters and buffers that a policy acts with; writing to them changes the policy.
+    """The parameters and buffers of a policy; writing to them changes the policy.
 
-    A copy of the policy in another process gives the same names. Tied weights are there once, under their first name.
+    A copy of the policy in another process has the same names. Tied weights appear once, under their first name.
 
     Args:
         policy: a module; or a function, method, partial or object, whose modules are numbered: "0.weight", ...
 
     Raises:
-        BadWeights: there are lazy layers that were not called yet.
+        BadWeights: the policy has lazy layers that were not called yet.
     """
     module, seen = weight_bearer(policy), set[int]()
     state = {} if module is None else module.state_dict(keep_vars=True)
@@ -68,7 +68,7 @@ def named_tensors(policy: Any) -> Weights:
 
 
 def weight_bearer(policy: Any) -> torch.nn.Module | None:
-    """The module with all weights of the policy: itself, or a list of those that it reaches; None without any."""
+    """The module with all weights of the policy: itself, or a ``ModuleList`` of those it uses; None without any."""
     if isinstance(policy, torch.nn.Module):
         return _uncompiled(policy)
     modules = modules_of(policy)
@@ -78,8 +78,8 @@ def weight_bearer(policy: Any) -> torch.nn.Module | None:
 def modules_of(policy: Any) -> list[torch.nn.Module]:
     """The policy if it is a module, else the modules that a function or object reaches by name, each once.
 
-    Looked through are closures, globals that are used, arguments of partials, attributes, and short lists and dicts, in
-    a few levels. The order is the same in a copy.
+    Searches closures, used globals, arguments of partials, attributes, and short lists and dicts, a few levels deep.
+    The order is the same in a copy.
     """
     seen: dict[int, Any] = {}
     level = [policy]
@@ -144,8 +144,8 @@ def _sum(tensor: torch.Tensor) -> complex:
 
 
 def copy_tensor(into: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy the values, on the CPU in this thread alone: those of torch's pool wait for one another, which takes long
-    while workers have the cores.
+    """Copy the values; on the CPU in this thread only, because the threads of torch's pool wait for one another, which
+    takes long while workers use the cores.
     """
     with torch.no_grad():
         if into.dtype == source.dtype and into.shape == source.shape and _is_large(into) and _is_large(source):

@@ -1,8 +1,8 @@
 """Weights as bytes through a socket per worker.
 
 A message is a block of fixed length (``buffer.Buffer``); nothing is pickled. A thread of the worker reads all the time
-and keeps the latest complete message, so that a publisher does not wait for a worker that is busy. What was sent is in
-the worker's socket when the publisher's call returns; ``take`` reads what the thread has left there.
+and keeps the latest complete message, so that a publisher does not wait for a busy worker. All bytes are in
+the worker's socket when the publisher's call returns; ``take`` reads those that the thread has not read yet.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ PART_S = 0.2  # how long a worker waits for the rest of a message while it keeps
 
 @dataclass(frozen=True)
 class Pipe:
-    """The scheme that needs no shared memory.
+    """The transport that needs no shared memory.
 
     Args:
-        deadline_s: how long ``publish`` waits while no worker reads, because workers are stopped or hold the GIL. It
-            waits once: until such a worker reads again, later publishes only look whether it does.
+        deadline_s: seconds that ``publish`` waits for a worker that does not read, because it is stopped or holds the
+            GIL. Later publishes do not wait for that worker until it reads again.
     """
 
     deadline_s: float = 1.0
@@ -106,8 +106,8 @@ class _WorkerSocket:
     """The connection to one worker.
 
     Attributes:
-        newest: what the worker is to have.
-        reads: the worker is known to read what it is sent.
+        newest: the newest weights for the worker.
+        reads: the worker has read everything so far.
     """
 
     def __init__(self, newest: Buffer) -> None:

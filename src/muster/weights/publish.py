@@ -34,15 +34,16 @@ REMEMBERED = 10_000  # versions whose age is known
 class PolicyWeights:
     """The weights of a policy; safe to publish from any thread.
 
-    Made directly, ``policy`` acts in this process: its weights are replaced in place. Made by ``of_workers``, copies of
-    it act elsewhere: what is published goes into ``policy``, a private copy, and from there to the workers as a whole.
+    Constructed directly, ``policy`` acts in this process: its weights are replaced in place. Constructed by
+    ``of_workers``, copies of it act in workers: weights are published into ``policy``, a private copy, and from
+    there to the workers, all at once.
 
     Between ``hold`` and ``release`` (a rollout) a publish waits for the end: one batch has one version. Workers that
-    were left out keep their weights, until they get everything that was published by then.
+    were left out keep their weights until their next publish, which brings all earlier ones.
 
     Args:
-        policy: what acts.
-        original: what the user gave, where ``policy`` is a copy of it.
+        policy: the policy that acts.
+        original: the user's policy, where ``policy`` is a copy of it.
         counter: an object with ``version`` and ``increment_version()`` that counts versions instead.
 
     Attributes:
@@ -125,7 +126,7 @@ class PolicyWeights:
 
     @contextmanager
     def acting(self) -> Iterator[int | str]:
-        """For the time of a rollout: ``hold``, and ``release``."""
+        """``hold`` and ``release`` as a context manager, for a rollout."""
         version = self.hold()
         try:
             yield version
@@ -158,7 +159,7 @@ class PolicyWeights:
             self._apply()
 
     def lag(self, version: int | str) -> int:
-        """Publishes since a version; one that is not known (from before a load) is taken to be the newest."""
+        """Publishes since a version; an unknown version (from before a load) counts as the newest."""
         return self.publishes - self._born.get(version, self.publishes)
 
     # --- of workers -------------------------------------------------------------------------------

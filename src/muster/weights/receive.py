@@ -16,9 +16,9 @@ from muster.weights.publish import PolicyWeights
 class Receivers:
     """The receiving ends of a collector's weight sync schemes.
 
-    A scheme writes into a copy of the model, whenever it likes and in whatever thread; what it announces is published
-    like any other weights, so that they change between rollouts only. A collector with workers publishes to them: that
-    is how weights come down a hierarchy.
+    A scheme writes into a copy of the model, at any time and in any thread. Weights that it announces are published
+    like any others, so that the policy changes between rollouts only. A collector with workers publishes to them, so
+    that weights reach all levels of a hierarchy.
 
     Args:
         weights: of the policy.

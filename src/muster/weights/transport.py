@@ -1,16 +1,16 @@
-"""How weights come from where they are trained to where they act: the seam that every transport implements.
+"""The protocol of transports: they bring weights from the learner to workers.
 
 ::
 
-    publisher = SharedMemory().publisher(weights, workers=4)  # where they are trained
-    ticket = publisher.ticket(2)  # goes to worker 2: a pickle, and descriptors beside it
+    publisher = SharedMemory().publisher(weights, workers=4)  # in the learner
+    ticket = publisher.ticket(2)  # is sent to worker 2: a pickle, with descriptors
     ...
-    subscriber = ticket.open(descriptors)  # where they act
+    subscriber = ticket.open(descriptors)  # in the worker
     publisher.publish(weights, 7)
     assert subscriber.take(into) == 7  # at a rollout boundary, in the thread that runs the policy
 
-Nothing queues up, the latest wins. What was published before a message was sent to a worker is what the worker takes
-after it has received that message.
+Versions do not queue up: the latest wins. A worker that has received a message takes the weights that were published
+before that message was sent, or newer ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Subscriber(Protocol):
     """The end of one worker; not shared between threads.
 
     Attributes:
-        version: of what was taken last; None before.
+        version: the version taken last; None before the first.
     """
 
     version: int | str | None
@@ -41,7 +41,7 @@ class Subscriber(Protocol):
         """Copy the newest weights into these tensors, all of one version, if they are newer than the last taken.
 
         Returns:
-            their version; None if there is nothing newer. The first time there always is (except with ``NoSync``).
+            their version; None if there is no newer one. The first call always takes weights (except with ``NoSync``).
 
         Raises:
             BadWeights: names, shapes or dtypes differ. Nothing was changed.
@@ -53,7 +53,7 @@ class Subscriber(Protocol):
 
 
 class Ticket:
-    """What a worker needs to subscribe. Its pickle does not hold the descriptors: send those along.
+    """The data with which a worker subscribes. Its pickle does not contain the descriptors: send them with it.
 
     Attributes:
         fds: the publisher's duplicates for this ticket, until ``close``.
@@ -66,7 +66,7 @@ class Ticket:
         """Subscribe, once per ticket.
 
         Args:
-            fds: ``self.fds``, or what has arrived of them in another process. The caller closes them.
+            fds: ``self.fds``, or the descriptors received in another process. The caller closes them.
         """
         return self._opener(fds)
 
@@ -80,41 +80,41 @@ class Ticket:
 
 
 class Publisher(Protocol):
-    """The end where weights are trained; used by one thread at a time."""
+    """The end in the learner; used by one thread at a time."""
 
     def publish(self, weights: Weights, version: int | str, workers: Collection[int] | None = None) -> None:
-        """Let workers have these weights; they are copied, and free again on return.
+        """Publish weights to workers. They are copied before this returns.
 
         Args:
             weights: with the names, shapes and dtypes that the publisher was made with.
             version: a 64-bit integer, or text of at most 64 bytes.
-            workers: None is all; the others keep what they have.
+            workers: numbers of workers; None is all. Other workers keep their weights.
 
         Raises:
-            BadWeights: they are others. Nothing was published.
+            BadWeights: names, shapes or dtypes differ. Nothing was published.
             SlotsExhausted: there is not enough memory. Nothing was published.
         """
 
     def catch_up(self) -> None:
-        """Send what workers missed that did not read in time; to be called before a worker is given work."""
+        """Send weights again to workers that did not read in time; call this before a worker gets a request."""
 
     def ticket(self, worker: int) -> Ticket:
-        """For a worker, or for its successor, who gets what was published last for this number."""
+        """The ticket of a worker. A restarted worker gets the weights that were published last for its number."""
 
     def close(self) -> None:
-        """Release everything; subscribers keep what they have taken. May be called again."""
+        """Release everything; subscribers keep the weights they have taken. May be called again."""
 
 
 @runtime_checkable
 class Transport(Protocol):
-    """A way for weights to get to workers; a small object with its options."""
+    """A transport: a small object with its options."""
 
     def publisher(self, weights: Weights, workers: int, version: int | str = 0) -> Publisher:
-        """Begin with these weights for workers ``0 .. workers - 1``."""
+        """A publisher for workers ``0 .. workers - 1``, which start with these weights."""
 
 
 def chosen(workers: Collection[int] | None, count: int) -> Collection[int]:
-    """The workers that are meant.
+    """The numbers of ``workers``, checked; None is all.
 
     Raises:
         BadOption: there is no such worker.
@@ -136,7 +136,7 @@ class NoSync:
 
 
 class NoPublisher:
-    """Publishes to so many workers what none of them gets."""
+    """Implements ``Publisher`` without sending anything."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -154,7 +154,7 @@ class NoPublisher:
 
 
 class NoSubscriber:
-    """Implements ``Subscriber``: there is never anything newer."""
+    """Implements ``Subscriber``; never has newer weights."""
 
     version: int | str | None = None
 
