@@ -1,1 +1,1 @@
-"""Going on from before: states of environments, checkpoints, crash reports and their replay."""
+"""Saving and restoring: states of environments, checkpoints, crash reports and their replay."""

@@ -1,6 +1,6 @@
-"""What it takes to bring an environment to where it is: its last known beginning, and all actions and resets since.
+"""The actions and resets since the last known start of each environment, from which its state can be replayed.
 
-The worker notes resets (``Anchors``), the parent keeps actions (``ActionLog``), and has them when the worker dies.
+The worker records resets (``Anchors``). The parent keeps actions (``ActionLog``), also after the worker has died.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from muster.memory.specs import Array
 from muster.protocols import EnvBatch
 from muster.restore.crash_report import CrashReport, EnvFactory, Special
 
-LIMIT_BYTES = 64 << 20  # of all histories of a collector
+LIMIT_BYTES = 64 << 20  # for all action logs of a collector
 GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
-SPECIAL_BYTES = 700  # a random state, as Python keeps it
+SPECIAL_BYTES = 700  # size of a random state as a Python object
 CALL, ROW, ENV = range(3)  # columns of ``ResetLog.resets``
 
 NOT_KNOWN = (
@@ -42,7 +42,7 @@ TOGETHER = "All environments of the batch are replayed together, from their seed
 class ResetLog:
     """The resets of one rollout, ``[n, 3]`` int32 in order: number of the call, rows before it, environment.
 
-    ``special`` has what is known of them, by position; ``due`` of environments that are reset before the next rollout.
+    ``special``: their seeds, random states and options, by position. ``due``: resets pending for the next rollout.
     """
 
     resets: Array = field(default_factory=lambda: np.zeros((0, 3), np.int32))
@@ -58,15 +58,15 @@ def replays_alone(env: EnvBatch) -> bool:
 def random_state(env: Any) -> dict[str, Any] | None:
     """The state of a Gymnasium environment's random generator; None if it has none."""
     try:
-        # Reading it makes one, as any draw would.
+        # The first access creates the generator, as the first draw would.
         state: dict[str, Any] = env.unwrapped.np_random.bit_generator.state
-    except Exception:  # noqa: BLE001  (foreign attributes: whatever they raise, nothing is known)
+    except Exception:  # noqa: BLE001  (foreign attributes can raise anything; the state is unknown then)
         return None
     return state
 
 
 def generator_of(state: Mapping[str, Any], seeds: Mapping[str, Any] | None = None) -> np.random.Generator:
-    """A generator of NumPy's whose bit generator has this state; ``seeds`` is that of its ``SeedSequence``."""
+    """A NumPy generator whose bit generator has this state; ``seeds`` is the state of its ``SeedSequence``."""
     name = state["bit_generator"]
     if name not in GENERATORS:
         raise ValueError(f"{name!r} is no bit generator of NumPy")
@@ -76,7 +76,7 @@ def generator_of(state: Mapping[str, Any], seeds: Mapping[str, Any] | None = Non
 
 
 class Anchors:
-    """Notes the resets of a group, in the worker: a list entry per reset, and 2 us per environment and rollout."""
+    """Records the resets of a group in the worker: a list entry per reset, and 2 us per environment and rollout."""
 
     def __init__(self, env: EnvBatch) -> None:
         self._env, self._alone = env, replays_alone(env)
@@ -84,7 +84,7 @@ class Anchors:
         self.forget()
 
     def before_reset(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
-        """To be called before every reset, with the arguments of ``EnvBatch.reset``."""
+        """Record a reset. Call this before every reset, with the arguments of ``EnvBatch.reset``."""
         options = self._env.reset_options or None
         if seeds is not None or options or not self._known.issuperset(which):
             self._note_special(which, seeds, options)
@@ -106,7 +106,7 @@ class Anchors:
                 self._special[len(self._resets) + n] = special
 
     def take(self, begin: int = 0, due: Sequence[int] = ()) -> ResetLog:
-        """What was noted since the last call, from row ``begin`` on; ``due``: resets before the next step."""
+        """Return the resets since the last call, with rows counted from ``begin``; ``due``: pending resets."""
         resets = np.array(self._resets, np.int32).reshape(-1, 3)
         resets[:, ROW] -= begin
         envs = self._env.objects()
@@ -116,19 +116,19 @@ class Anchors:
         return log
 
     def forget(self) -> None:
-        """The rows since the last ``take`` will not be reported."""
+        """Discard the resets since the last ``take``, because their rows will not be reported."""
         self._resets: list[tuple[int, int, int]] = []
         self._special: dict[int, Special] = {}
         self._known: set[int] = set()
         self._calls = 0
 
     def lose(self, which: Sequence[int]) -> None:
-        """These were moved by actions that are not in the log: they cannot be replayed until they are reset again."""
+        """Mark environments stepped by actions that are not in the log. Only a known reset makes them replayable."""
         self.forget()
         self._resets = [(0, 0, i) for i in which]
 
     def where(self, index: int, row: int, clock: TrajectoryClock) -> dict[str, Any]:
-        """Seed, episode and step of an environment at a row of a lane begun with ``clock``, for ``failures.pack``."""
+        """Seed, episode and step of an environment at a row of a lane; ``clock``: at row 0. For ``failures.pack``."""
         rows = [at for _, at, i in self._resets if i == index]
         step = row - rows[-1] if rows else int(clock.steps[index]) + row
         episode = int(clock.episode[index]) + len({at for at in rows if at})
@@ -140,14 +140,14 @@ class _Recorded:
     number: int
     actions: dict[Key, Array]  # [n, B, *shape]
     log: ResetLog
-    stepped: Array | None = None  # [n, B]; None: all were
+    stepped: Array | None = None  # [n, B]; None: every environment was stepped in every row
 
     @property
     def rows(self) -> int:
         return len(next(iter(self.actions.values())))
 
     def made(self, chosen: slice) -> Array:
-        """``[n]`` bool: rows in which the chosen environment was stepped; all of them, if it is several."""
+        """``[n]`` bool: the rows in which the chosen environment was stepped; all rows for several environments."""
         alone = self.stepped is not None and chosen.start is not None
         return self.stepped[:, chosen.start] if alone else np.ones(self.rows, bool)  # type: ignore[index]
 
@@ -158,9 +158,9 @@ class _Recorded:
 
 
 class ActionLog:
-    """The actions of a group since the last known beginning of each of its environments, in the parent.
+    """The actions of a group since the last known start of each of its environments, in the parent.
 
-    Beyond ``limit_bytes`` (``nbytes`` are kept) the oldest actions are dropped, and nothing before them is replayed.
+    When ``nbytes`` exceeds ``limit_bytes``, the oldest actions are dropped. A start before them cannot be replayed.
     """
 
     def __init__(
@@ -179,12 +179,12 @@ class ActionLog:
         self.forget()
 
     def forget(self) -> None:
-        """What comes next does not follow from what was: after a failure, a restart, or rows that were lost."""
+        """Drop all actions, because the next ones do not follow them: after a failure, a restart, or lost rows."""
         self._chunks: deque[_Recorded] = deque()
         self.nbytes = 0
         self._anchors: list[tuple[int, int] | None] = [None] * len(self.env_ids)  # chunk, position in its resets
-        self._due: dict[int, Special] = {}  # resets that no report has shown yet
-        self._cut = False  # actions went for want of memory
+        self._due: dict[int, Special] = {}  # resets that no rollout result has contained yet
+        self._cut = False  # actions were dropped to save memory
 
     def reset(
         self,
@@ -192,7 +192,7 @@ class ActionLog:
         seeds: Sequence[int] | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
-        """Environments (default all) were told from outside to reset with the next rollout."""
+        """Record that environments (default all) will be reset by request, with the next rollout."""
         chosen = range(len(self.env_ids)) if which is None else sorted(set(which))
         for n, i in enumerate(chosen):
             due = self._due.get(i, Special(None, None, None))
@@ -202,7 +202,7 @@ class ActionLog:
     def add(self, actions: Mapping[Key, Array], log: ResetLog, stepped: Array | None = None) -> None:
         """Append a rollout: a copy of its actions, ``[n, B, *shape]`` per leaf, and its resets.
 
-        ``stepped`` is ``[n, B]`` bool, False where an environment was bypassed; None: none was.
+        ``stepped`` is ``[n, B]`` bool, False where an environment was bypassed; None: none was bypassed.
         """
         self._chunks.append(_Recorded(self._next, {key: array.copy() for key, array in actions.items()}, log, stepped))
         self.nbytes += self._chunks[-1].nbytes
@@ -224,14 +224,14 @@ class ActionLog:
         ended: Array | None = None,
         observation: Mapping[Key, Array] | None = None,
     ) -> CrashReport:
-        """All that is known of how environment ``index`` of the group (None: not known which) got to where it failed.
+        """The crash report of environment ``index`` of the group (None: the failed environment is not known).
 
         Args:
-            actions: of the rollout that failed, ``[k, B, *shape]``; at a failing step that step's action is the last.
+            actions: actions of the failed rollout, ``[k, B, *shape]``; the last is that of the failed step, if any.
             error, phase: see ``CrashReport``.
-            log: ``Anchors.take`` of the worker; None if that is lost.
-            ended: where episodes ended if the log is lost, ``[k, B]`` bool; of a failing step there is no row.
-            observation: before the failure, ``[B, *shape]``, to see whether a replay gets there.
+            log: result of ``Anchors.take`` in the worker; None if it is lost.
+            ended: ends of episodes, ``[k, B]`` bool, if the log is lost; it has no row for a failed step.
+            observation: observation before the failure, ``[B, *shape]``, to check a replay.
         """
         if log is None:
             log = self._presumed(ended)
@@ -263,7 +263,7 @@ class ActionLog:
         return crash_report
 
     def _fill(self, crash_report: CrashReport, chunks: list[_Recorded], position: int, chosen: slice) -> None:
-        first = begin = int(chunks[0].log.resets[position, ROW])  # where rows were bypassed, resets are in row 0
+        first = begin = int(chunks[0].log.resets[position, ROW])  # if rows were bypassed, this reset is in row 0
         resets: list[Array] = []
         special: list[Special | None] = []
         rows, calls = -first, 0
@@ -281,7 +281,7 @@ class ActionLog:
             crash_report.actions[key] = joined[begin:]
 
     def _presumed(self, ended: Array | None) -> ResetLog:
-        """What the worker would have noted, had it lived."""
+        """The resets that the worker would have recorded, had it not died."""
         due = sorted(self._due.items())
         after = np.argwhere(ended) if ended is not None else np.zeros((0, 2), np.int64)
         resets = [(0, 0, i) for i, _ in due] + [(row + 1, row + 1, i) for row, i in after.tolist()]
@@ -290,13 +290,13 @@ class ActionLog:
         )
 
     def _anchor(self, index: int | None, phase: str, log: ResetLog) -> tuple[int, int] | None:
-        """Chunk and reset to begin with, if the next chunk is the last and has ``log``."""
+        """The chunk and the reset at which a replay starts, if the next chunk is the last and has ``log``."""
         if self.alone and index is None:
             return None
         before, anchor = self._anchors[index or 0], self._anchors_after(self._next, log)[index or 0]
         last = np.flatnonzero(log.resets[:, ENV] == index)[-1:].tolist()
         if phase == "reset" and before is not None and anchor == (self._next, *last):
-            return before  # a reset that fails can do so for what was before it
+            return before  # the failure of a reset can depend on the steps before it
         return anchor
 
     def _anchors_after(self, number: int, log: ResetLog) -> list[tuple[int, int] | None]:
@@ -307,7 +307,7 @@ class ActionLog:
                 anchors[log.resets[position, ENV]] = number, position
             return anchors
         for call, count in Counter(log.resets[known, CALL].tolist()).items():
-            if count == len(anchors):  # all of them at once
+            if count == len(anchors):  # one call has reset all environments
                 anchors = [(number, int(np.argmax(log.resets[:, CALL] == call)))] * count
         return anchors
 

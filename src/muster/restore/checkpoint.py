@@ -1,7 +1,7 @@
-"""One file that holds a nested state, for ``load`` to give back bit for bit: safetensors and JSON, no pickle.
+"""Checkpoints: a nested state in one file, which ``load`` restores bit for bit: safetensors and JSON, no pickle.
 
 Tensors, arrays and byte strings are safetensors tensors named "0", "1", ...; everything else is a JSON text in the
-header's ``__metadata__``. All of it is under CRC32s.
+header's ``__metadata__``. CRC32 checksums cover the whole file.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from muster.utils.tensor_files import STORABLE, Damaged, TensorFile, bytes_of, e
 from muster.utils.whole_files import write_whole
 
 FORMAT = 2
-SMALL = 1 << 63  # integers that any JSON reader takes
+SMALL = 1 << 63  # limit of integers that any JSON reader supports
 NATIVE = {np.dtype(kind) for kind in ("?", "u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8")}
 
 
 def save(path: str | Path, state: Any, *, mode: int = 0o666) -> None:
-    """Write ``state`` into the file ``path``: after a crash there is the new file or the old one, whole.
+    """Write ``state`` to the file ``path`` atomically: after a crash the file is the complete new or old one.
 
     Args:
         state: None, bool, int of any size, float, str, bytes, tensors, NumPy arrays and numbers, and lists, tuples
             and dicts of these (keys: str, int, tuples of str). Tensors lose their gradients, device and strides.
-        mode: permissions of a new file, less the umask.
+        mode: permissions of a new file, before the umask is applied.
 
     Raises:
-        BadCheckpoint: something else is in it; the message has its place.
+        BadCheckpoint: the state contains a value of another type; the message says where.
         OSError: the file cannot be written, and nothing was changed.
     """
     writer = _Writer()
@@ -50,10 +50,10 @@ def save(path: str | Path, state: Any, *, mode: int = 0o666) -> None:
 
 
 def load(path: str | Path) -> Any:
-    """What ``save`` has written, in memory of its own, tensors on the CPU. Runs no code from the file.
+    """Return a state that ``save`` has written, in new memory, tensors on the CPU. Runs no code from the file.
 
     Raises:
-        BadCheckpoint: the file is missing, damaged, or something else.
+        BadCheckpoint: the file is missing, damaged, or not a checkpoint.
     """
     try:
         with open(path, "rb") as file, opened(file, path) as found:
@@ -77,11 +77,11 @@ def load(path: str | Path) -> Any:
 class _Writer:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self._known: dict[int, int] = {}  # byte strings by id: equal environments share one
-        self._memory: set[int] = set()  # that tensors lie in
+        self._known: dict[int, int] = {}  # tensor of a byte string, by its id: equal environments share one
+        self._memory: set[int] = set()  # addresses of the tensors' memory
 
     def encode(self, value: Any, place: str) -> Any:
-        """``value`` as JSON, in which what is large is a number of a tensor."""
+        """Return ``value`` as JSON, in which large values are replaced by the number of a tensor."""
         kind = type(value)
         if value is None or kind in (bool, str) or (kind is int and -SMALL <= value < SMALL):
             return value
@@ -126,7 +126,7 @@ class _Writer:
     def _add(self, tensor: torch.Tensor) -> int:
         memory = tensor.untyped_storage().data_ptr()
         number = len(self.tensors)
-        self.tensors[str(number)] = tensor.clone() if memory in self._memory else tensor  # as safetensors wants it
+        self.tensors[str(number)] = tensor.clone() if memory in self._memory else tensor  # safetensors shares no memory
         self._memory.add(memory)
         return number
 

@@ -1,7 +1,7 @@
 """Crash reports: files from which ``muster replay`` makes an environment fail again, in one process.
 
-The file is a checkpoint (``muster.restore.checkpoint``). What is not plain data is one pickle in it, which is loaded
-only where that is allowed.
+The file is a checkpoint (``muster.restore.checkpoint``). All values that are not plain data are one pickle in it, which
+is loaded only if the caller allows it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from muster.restore.pickling import dumps, loads
 from muster.utils.attributes import installed
 
 FORMAT = 2
-MOST_FILES = 32  # that one collector writes
+MOST_FILES = 32  # per collector
 PACKAGES = ("muster-rl", "gymnasium", "numpy", "torch")
 SCALARS = (str, int, float, bool, type(None))
 NOTHING = type(None)
 
 
 class Special(NamedTuple):
-    """What a reset had besides an environment: a seed, the random state before it, options."""
+    """The seed, the random state before it, and the options of a reset."""
 
     seed: int | None
     state: dict[str, Any] | None
@@ -45,13 +45,13 @@ class Special(NamedTuple):
 
     @property
     def is_anchor(self) -> bool:
-        """Whether all that follows is determined by it."""
+        """Whether the reset determines everything that follows."""
         return self.seed is not None or self.state is not None
 
 
 @dataclass(frozen=True)
 class EnvFactory:
-    """What a group's environments were made from: arguments of ``muster.envs.build.build_env``."""
+    """The arguments of ``muster.envs.build.build_env`` from which a group's environments were made."""
 
     source: Any
     num_envs: int | None = None
@@ -61,18 +61,18 @@ class EnvFactory:
 
 @dataclass
 class CrashReport:
-    """All that is known of how an environment got to where it failed.
+    """The actions and resets that led an environment to its failure.
 
     Attributes:
-        env_ids: global numbers of the environments; one, if it is ``alone`` in an environment batch of its own.
-        phase: what failed: a "step", which is then the last action; a "reset", the last one; else what follows them.
+        env_ids: global numbers of the environments; one if ``alone``: replayed without the rest of its env batch.
+        phase: "step" if the last action failed, "reset" if the last reset failed; else a later phase.
         kind, message: class and text of the error.
-        max_frames_per_traj: of the collector; the resets at its truncations are among the others.
+        max_frames_per_traj: option of the collector; ``resets`` has the resets at its truncations, too.
         actions: ``[n, B, *shape]`` per leaf; B is 1 if ``alone``.
         resets: ``[m, 3]`` int64, in order: number of the call, actions before it, environment.
-        special: by position in ``resets``.
-        observation: before the failure, ``[B, *shape]``; or empty.
-        missing, caveat: why it cannot be replayed, and why a replay may go another way; else empty.
+        special: seeds, random states and options, by position in ``resets``.
+        observation: observation before the failure, ``[B, *shape]``; or empty.
+        missing, caveat: why the failure cannot be replayed, and why a replay may differ from it; else empty.
     """
 
     name: str
@@ -94,15 +94,15 @@ class CrashReport:
 
     @property
     def needs_trust(self) -> bool:
-        """Whether loading it will run code that the file brings or names."""
+        """Whether loading the file runs code that it contains or names."""
         return bool(self._not_plain()) or (isinstance(self.factory.source, str) and ":" in self.factory.source)
 
     def command(self, path: Path) -> str:
-        """That replays the file it was saved into."""
+        """The command that replays the file ``path``."""
         return f"muster replay {path}" + " --trust" * self.needs_trust
 
     def save(self, path: str | Path) -> None:
-        """Write the file, whole or not at all, readable for its owner only."""
+        """Write the file atomically, readable for its owner only."""
         from muster.restore import checkpoint  # needs torch
 
         pickled, factory = self._not_plain(), self.factory
@@ -125,9 +125,9 @@ class CrashReport:
 
     @staticmethod
     def load(path: str | Path, *, trust: bool = False) -> CrashReport:
-        """Read what ``save`` has written.
+        """Read a file that ``save`` has written.
 
-        ``trust`` allows unpickling, and an id of the environment that imports a module; without it such a file raises
+        ``trust`` allows unpickling, and an environment id that imports a module. Without it such a file raises
         ``ImportRefused``. A missing or damaged file raises ``BadCrashReport``.
         """
         state = _read(path)
@@ -159,14 +159,14 @@ class CrashReport:
 
 
 class CrashDirectory:
-    """Where a collector puts its crash reports, by default a new temporary directory; made for the first one."""
+    """The directory of a collector's crash reports, by default a new temporary one; made for the first report."""
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = None if path is None else Path(path)
         self._written = 0
 
     def save(self, crash_report: CrashReport) -> Path | None:
-        """Write a crash report and return its file; None after ``MOST_FILES``, or (with a warning) where it fails."""
+        """Write a crash report and return its file; None after ``MOST_FILES``, or (with a warning) if it fails."""
         if self._written >= MOST_FILES:
             return None
         self._written += 1
@@ -174,16 +174,16 @@ class CrashDirectory:
             self._make()
             stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
             who = crash_report.env_ids[0] if len(crash_report.env_ids) == 1 else "all"
-            token = secrets.token_hex(3)  # other collectors, perhaps of other machines, may write here, too
+            token = secrets.token_hex(3)  # other collectors, also of other machines, may use this directory
             path = cast(Path, self.path) / f"{stamp}-{os.getpid()}-{token}-{self._written:02d}-env-{who}.crash"
             crash_report.save(path)
-        except Exception as error:  # noqa: BLE001  (nothing that happens here may hide the failure)
+        except Exception as error:  # noqa: BLE001  (an error here must not hide the failure)
             warnings.warn(f"No crash report was written: {described(error)}", stacklevel=2)
             return None
         return path
 
     def put(self, name: str, content: bytes) -> Path | None:
-        """Keep the file of a crash report that was written on another machine; as ``save``."""
+        """Write the content of a crash report's file from another machine; return its path, None if this fails."""
         try:
             self._make()
             path = cast(Path, self.path) / Path(name).name
@@ -205,7 +205,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **packages}
 
 
-_TYPES: dict[str, Any] = {  # of what is in a file
+_TYPES: dict[str, Any] = {  # types of the fields of a file
     **dict.fromkeys(("name", "phase", "kind", "message", "missing", "caveat", "time"), str),
     **dict.fromkeys(("actions", "special", "observation", "versions"), dict),
     **dict.fromkeys(("num_envs", "max_frames_per_traj"), (int, NOTHING)),
@@ -213,7 +213,7 @@ _TYPES: dict[str, Any] = {  # of what is in a file
     **{"source": (str, NOTHING), "kwargs": (dict, NOTHING), "device": (str, NOTHING)},
 }
 _SPECIAL = ((int, NOTHING), (dict, NOTHING), (dict, NOTHING))  # a seed, a state, options
-_PARTS: dict[str, Callable[[Any], bool]] = {  # and what has to be true of that
+_PARTS: dict[str, Callable[[Any], bool]] = {  # conditions on some of these fields
     "env_ids": lambda ids: bool(ids) and all(type(i) is int for i in ids),
     "resets": lambda resets: resets.dtype.kind == "i" and resets.shape[1:] == (3,),
     "special": lambda special: all(
@@ -244,7 +244,7 @@ def _read(path: str | Path) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it consists of text, numbers, lists and dicts only."""
+    """Whether ``value`` consists of text, numbers, lists and dicts only."""
     if type(value) is dict:
         return all(type(key) is str and _is_plain(item) for key, item in value.items())
     return all(map(_is_plain, value)) if type(value) is list else type(value) in SCALARS

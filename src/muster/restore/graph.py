@@ -1,8 +1,8 @@
-"""Pickles of object graphs that are exact or fail: the own pickling of environments is often neither.
+"""Pickles of object graphs that are exact or fail, unlike the pickle support of many environments.
 
-``gymnasium.utils.EzPickle`` keeps constructor arguments only, arrays that share memory come apart, functions get
-copies of their module's globals, and a pipe comes back as the number of some file. Here objects are taken apart
-by their ``__dict__`` where their own reduction would lose something, and what cannot be exact raises.
+``gymnasium.utils.EzPickle`` keeps constructor arguments only, arrays no longer share memory, functions get copies of
+their module's globals, and a pipe is restored as the number of an unrelated file. Here objects are pickled by their
+``__dict__`` where their own reduction would lose attributes. An object that cannot be saved exactly raises.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 else:
     from muster.utils import lazy_torch as torch
 
-FOREIGN_MEMORY = (mmap.mmap, ctypes.Array, bytearray, array.array)  # its owner can be in the graph, too; also tensors
+FOREIGN_MEMORY = (mmap.mmap, ctypes.Array, bytearray, array.array)  # the owner can be in the graph, too; also tensors
 REFUSED = {
     "multiprocessing",
     "subprocess",
@@ -40,11 +40,11 @@ REFUSED = {
     "_ctypes",
     "socket",
     "asyncio",
-}  # handles of this process; some do pickle
+}  # handles of this process, some of which can be pickled
 RENDERER = "gymnasium.envs.mujoco.mujoco_rendering", "MujocoRenderer"
-MODEL_AT = 1  # where the bytes of an MjData hold its MjModel
+MODEL_AT = 1  # offset of the MjModel in the bytes of an MjData
 
-_models: deque[bytes] = deque(maxlen=16)  # saved models, so that equal environments share one object
+_models: deque[bytes] = deque(maxlen=16)  # saved models, of which equal environments share one
 
 
 class _Ordinary:
@@ -52,14 +52,14 @@ class _Ordinary:
 
 
 def keeps_all_in_dict(cls: type) -> bool:
-    """Whether objects of the class have no other state than their ``__dict__``: no slots, nothing in C."""
+    """Whether objects of the class have all their state in ``__dict__``: no slots, no state in C."""
     return cls.__basicsize__ <= _Ordinary.__basicsize__ and cls.__dictoffset__ != 0
 
 
 def dump(value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any] = ()) -> tuple[bytes, list[bytes]]:
-    """Pickle ``value``; raises whatever pickling raises if something in the graph cannot be saved exactly.
+    """Pickle ``value``; raises the exception of the pickler if an object in the graph cannot be saved exactly.
 
-    ``fixed`` names objects that are referred to, by ``id``. ``mujoco``: MjData in ``value``; others cost another
+    ``fixed``: names by ``id`` of objects saved by reference. ``mujoco``: MjData in ``value``; others cost another
     attempt. Returns the pickle, and byte strings that it refers to by position; equal ones are mostly the same object.
     """
     known = list(mujoco)
@@ -69,20 +69,20 @@ def dump(value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any] = ()) -> tu
         try:
             pickler.dump(value)
         except _DataFound:
-            continue  # once more, now that it is known which model and which memory belongs to it
+            continue  # again, now that its model and its memory are known
         return file.getvalue(), pickler.shared
     raise pickle.PicklingError("it makes new MjData whenever it is pickled, or has more than a hundred")
 
 
 def load(data: bytes, shared: list[bytes], fixed: Mapping[Any, Any]) -> Any:
-    """What ``dump`` has pickled; runs code that the pickle names. ``fixed``: the live objects by name."""
+    """Restore a value that ``dump`` has pickled; runs code that the pickle names. ``fixed``: live objects by name."""
     unpickler = _GraphUnpickler(io.BytesIO(data), buffers=shared)
     unpickler.fixed = fixed
     return unpickler.load()
 
 
 def culprit(value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any], path: str) -> str | None:
-    """What in ``value`` cannot be pickled, by its path, and why: as a sentence. None if it can."""
+    """A sentence with the path of the part of ``value`` that cannot be pickled, and the reason. None if all can."""
     why = _failure(value, fixed, mujoco)
     if why is None:
         return None
@@ -108,9 +108,9 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
         super().__init__(file, protocol=5, buffer_callback=self._in_band)
         self.shared: list[bytes] = []
         self._fixed = dict(fixed)
-        self._mujoco = mujoco  # data that are known, by which a model is referred to
+        self._mujoco = mujoco  # known MjData, by which their models are referred to
         self._rules: dict[type, Callable[[Any], Any]] = {}
-        self._met: set[int] = set()  # ids of what the pickle contains, which therefore lives until it is done
+        self._met: set[int] = set()  # ids of pickled objects, which the pickle keeps alive until it is done
 
     def persistent_id(self, obj: Any) -> Any:
         return self._fixed.get(id(obj))
@@ -138,7 +138,7 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
             io.TextIOWrapper: self._stream,
             weakref.ref: self._weak,
         }
-        if "torch" in sys.modules:  # else no object is one of its
+        if "torch" in sys.modules:  # else no object is a tensor
             special[torch.Tensor] = self._tensor
             special[torch.UntypedStorage] = lambda s: (_storage, (_storage_bytes(s), str(s.device)))
         if cls in special:
@@ -146,7 +146,7 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
         if cls.__module__.startswith("mujoco.") and cls.__name__ in ("MjData", "MjModel"):
             return self._mujoco_data if cls.__name__ == "MjData" else self._mujoco_model
         if (cls.__module__, cls.__name__) == RENDERER:
-            return lambda obj: _by_dict(obj, {**vars(obj), "_viewers": {}, "viewer": None})  # made again when needed
+            return lambda obj: _by_dict(obj, {**vars(obj), "_viewers": {}, "viewer": None})  # recreated when needed
         if any(base.__module__.split(".")[0] in REFUSED for base in cls.__mro__):
             return _refuse("it belongs to this process")
         if is_env(cls):
@@ -167,7 +167,7 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
         raise pickle.PicklingError(f"class {cls.__qualname__} is made in a function; define it in a module")
 
     def _function(self, function: Any) -> Any:
-        """By value (a lambda, a closure), but on its module's own globals, not on copies."""
+        """Pickle a lambda or closure by value, but with its module's own globals instead of copies."""
         if _has_name(function):
             return NotImplemented
         module = sys.modules.get(function.__module__)
@@ -196,7 +196,7 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
         unusual = tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
         if tensor.layout != torch.strided or tensor.device.type == "meta" or unusual:
             return NotImplemented
-        storage = tensor.untyped_storage()  # the same object for all its tensors, so that it is pickled once
+        storage = tensor.untyped_storage()  # one object for all its tensors, so it is pickled once
         return _on_storage, (storage, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
     def _stream(self, stream: Any) -> Any:
@@ -206,7 +206,7 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
 
     def _weak(self, reference: Any) -> Any:
         target = reference()
-        held = id(target) in self._met or id(target) in self._fixed  # else it would be gone right after loading
+        held = id(target) in self._met or id(target) in self._fixed  # else it would be freed right after loading
         if not held or reference.__callback__ is not None:
             raise pickle.PicklingError(f"it is a weak reference to a {type(target).__qualname__} held elsewhere")
         return weakref.ref, (target,)
@@ -221,7 +221,7 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
         model = next((m for m in _models if state.startswith(m, MODEL_AT)), None)
         if model is None:
             model = data.model.__getstate__()
-            if not state.startswith(model, MODEL_AT):  # a version of MuJoCo that writes something else
+            if not state.startswith(model, MODEL_AT):  # a MuJoCo version with another format
                 return _with_state, (type(data), state)
             _models.append(model)
         parts = state[:MODEL_AT], pickle.PickleBuffer(model), state[MODEL_AT + len(model) :]
@@ -262,7 +262,7 @@ def _loses(obj: Any) -> bool:
     """Whether an object's own reduction leaves out some of its attributes."""
     reduced = obj.__reduce_ex__(4)
     if isinstance(reduced, str) or reduced[0] not in (type(obj), sys.modules["copyreg"].__newobj__):
-        return False  # something global that is looked up, or a way of its own
+        return False  # a global name, or a custom constructor
     state = reduced[2] if len(reduced) > 2 else None
     state = state if isinstance(state, dict) else {}
     return any(state.get(name, ...) is not value for name, value in vars(obj).items())
@@ -317,6 +317,6 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
 def _failure(value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any]) -> str | None:
     try:
         dump(value, fixed, mujoco)
-    except Exception as error:  # noqa: BLE001  (foreign code; the question is what it says)
+    except Exception as error:  # noqa: BLE001  (foreign code; only its message is needed)
         return described(error)
     return None

@@ -1,4 +1,4 @@
-"""Pickles for worker processes; what cannot be pickled is named by where it is."""
+"""Pickles for worker processes, with errors that locate the object that cannot be pickled."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import cloudpickle
 
 from muster.errors import BadOption, described, text_of
 
-DEEPEST = 50  # levels that a search for the culprit goes down
+DEEPEST = 50  # levels of the search for the culprit
 
 
 def dumps(obj: Any, what: str) -> bytes:
-    """Pickle ``obj``, called ``what`` in messages: lambdas, closures, and classes of a notebook too.
+    """Pickle ``obj``, called ``what`` in messages, also lambdas, closures, and classes of a notebook.
 
-    Raises ``BadOption`` that says what cannot be pickled, and where it is.
+    Raises ``BadOption`` with the type and the place of the part that cannot be pickled.
     """
     try:
         data: bytes = cloudpickle.dumps(obj)
@@ -30,7 +30,7 @@ def dumps(obj: Any, what: str) -> bytes:
 
 
 def loads(data: bytes, what: str) -> Any:
-    """What ``dumps`` has pickled. Runs code that the pickle names. ``BadOption`` if it cannot be unpickled here."""
+    """Unpickle an object from ``dumps``. Runs code that the pickle names. Raises ``BadOption`` if this fails."""
     try:
         return cloudpickle.loads(data)
     except Exception as error:
@@ -41,7 +41,7 @@ def loads(data: bytes, what: str) -> Any:
 
 
 def unpickled(given: Any, what: str) -> Any:
-    """What a process gets pickled, and a thread as it is."""
+    """Return an argument of a worker, which a process gets as a pickle, and a thread as it is."""
     return loads(given, what) if isinstance(given, bytes) else given
 
 
@@ -52,7 +52,7 @@ def _advice(obj: Any) -> str:
 
 
 def _culprit(obj: Any, error: BaseException) -> str:
-    """Where in ``obj`` the innermost part is that cannot be pickled, and what it is."""
+    """The end of a sentence: path and type of the innermost part of ``obj`` that cannot be pickled."""
     path, obj, error = innermost(obj, error, _parts, _failure)
     reason = "" if "cannot pickle" in text_of(error) else f" ({described(error)})"
     where = f": {' -> '.join(path)}" if path else ""
@@ -65,7 +65,7 @@ def innermost(
     parts: Callable[[Any], Iterable[tuple[str, Any]]],
     failure: Callable[[Any], Any],
 ) -> tuple[list[str], Any, Any]:
-    """The names on the way to the innermost part of ``obj`` with a ``failure``, that part, and the failure."""
+    """The path to the innermost part of ``obj`` with a ``failure``, as names; that part; and the failure."""
     path: list[str] = []
     seen = {id(obj)}
     while len(path) < DEEPEST:
@@ -84,7 +84,7 @@ def innermost(
 def _failure(obj: Any) -> Exception | None:
     try:
         cloudpickle.dumps(obj)
-    except Exception as error:  # noqa: BLE001  (whatever it raises, it cannot be pickled)
+    except Exception as error:  # noqa: BLE001  (after any exception, it cannot be pickled)
         return error
     return None
 
@@ -115,7 +115,7 @@ def _function_parts(function: FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield f"closure variable {name!r}", cell.cell_contents
-        except ValueError:  # not filled yet
+        except ValueError:  # the cell is still empty
             pass
     parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
     yield from ((f"default of {p.name!r}", p.default) for p in parameters if p.default is not p.empty)

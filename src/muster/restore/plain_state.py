@@ -1,8 +1,8 @@
-"""Attributes of environments as plain data, put back without unpickling anything.
+"""Attributes of environments as plain data, restored without a pickle.
 
-Plain are numbers, text, bytes, arrays, NumPy generators, and tuples, lists, dicts and deques of these. An object that
-is met twice is one object again afterwards. Spaces, types and enum members are facts of the construction: the live
-object keeps its own, after a comparison; a space gets its random state.
+Plain data are numbers, text, bytes, arrays, NumPy generators, and tuples, lists, dicts and deques of these. An object
+that occurs twice is restored as one object. Spaces, types and enum members are facts of the construction: the live
+object keeps its own, which must be equal to the saved one; only the random state of a space is restored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCALARS = (type(None), bool, int, float, str, bytes)
 
 
 def _space_generator() -> str | None:
-    """The attribute in which Gymnasium's spaces keep their generator; None if it is not found."""
+    """The attribute in which Gymnasium's spaces store their generator; None if it is not found."""
     drawn: Space[Any] = Discrete(2, seed=0)
     found = [name for name, value in vars(drawn).items() if value is drawn.np_random]
     return found[0] if len(found) == 1 else None
@@ -32,24 +32,24 @@ SPACE_GENERATOR = _space_generator()
 
 
 class NotPlain(Exception):
-    """The value is not plain; only a pickle can hold it."""
+    """The value is not plain data; only a pickle can contain it."""
 
 
 class Mismatch(Exception):
-    """The live object is not built as the saved one was. The message is a sentence's end: "X is ..., and was ..."."""
+    """The live object was not built like the saved one. The message ends a sentence: "X is ..., and was ..."."""
 
 
 class Encoder:
-    """Turns values into plain data that share no memory with them; ``layers``: numbers of environments by ``id``."""
+    """Encodes values as plain data that share no memory with them; ``layers``: numbers of environments by ``id``."""
 
     def __init__(self, layers: Mapping[int, int]) -> None:
         self._layers = layers
         self._seen: dict[int, int] = {}
-        self._alive: list[Any] = []  # an id is one object's as long as that object lives
-        self._owners: dict[int, Any] = {}  # of the memory of arrays
+        self._alive: list[Any] = []  # keeps the objects alive, so that their ids stay unique
+        self._owners: dict[int, Any] = {}  # owners of arrays' memory, by id
 
     def encode(self, value: Any, *, attribute: bool = True) -> Any:
-        """``value`` as ``Decoder.decode`` takes it, or ``NotPlain``. An ``attribute`` has a live counterpart."""
+        """Encode ``value`` for ``Decoder.decode``. Raises ``NotPlain``. An ``attribute`` has a live counterpart."""
         kind = type(value)
         if kind in SCALARS:
             return value
@@ -83,7 +83,7 @@ class Encoder:
         return self.encode(value, attribute=False)
 
     def _copy(self, array: Any) -> Any:
-        """A copy of an array of numbers whose memory nothing else shares that has been met."""
+        """Copy an array of numbers. Raises ``NotPlain`` if it shares memory with an array copied before."""
         owner = array
         while type(owner) is np.ndarray and owner.base is not None:
             owner = owner.base
@@ -95,13 +95,13 @@ class Encoder:
 
 
 class Decoder:
-    """Turns what one ``Encoder`` returned, in the same order, into values; ``layers``: the live environments."""
+    """Decodes the results of one ``Encoder``, in the same order; ``layers``: the live environments."""
 
     def __init__(self, layers: list[Any]) -> None:
         self._layers, self._made = layers, list[Any]()
 
     def decode(self, encoded: Any, live: Any = None) -> Any:
-        """The value of ``encoded``; ``live`` is what stands in its place now. Raises ``Mismatch``."""
+        """Return the value of ``encoded``; ``live`` is the present value of the attribute. Raises ``Mismatch``."""
         made: Any
         match encoded:
             case ["layer", number]:
@@ -134,7 +134,7 @@ class Decoder:
                 return _of_facts(live, facts)
             case ["space", facts, generators]:
                 for space, generator in zip(_tree(_of_facts(live, facts)), generators, strict=True):
-                    setattr(space, str(SPACE_GENERATOR), self.decode(generator))  # known, as it was when that was saved
+                    setattr(space, str(SPACE_GENERATOR), self.decode(generator))  # not None, as when it was saved
                 return live
             case [kind, *_]:
                 raise Mismatch(f"is saved as {kind!r}, which this version of Muster does not know")
@@ -162,7 +162,7 @@ def same(a: Any, b: Any) -> bool:
 
 def _generator_state(generator: np.random.Generator) -> tuple[str, Any, Any]:
     bits = generator.bit_generator
-    seeds = getattr(bits, "seed_seq", None)  # what ``spawn`` goes on from
+    seeds = getattr(bits, "seed_seq", None)  # the state of ``spawn``
     if type(bits).__name__ not in GENERATORS or type(seeds) is not np.random.SeedSequence:
         raise NotPlain
     return type(bits).__name__, bits.state, seeds.state
@@ -175,7 +175,7 @@ def _generator_of(space: Space[Any]) -> Any:
 
 
 def _tree(space: Space[Any]) -> Iterator[Any]:
-    """The space and all spaces in it, which have random states of their own."""
+    """The space and all spaces inside it, which have separate random states."""
     yield space
     for value in vars(space).values():
         children = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else [value]
@@ -187,7 +187,7 @@ def _tree(space: Space[Any]) -> Iterator[Any]:
 def _facts(value: Any) -> str:
     if not isinstance(value, Space):
         return f"{type(value).__qualname__} {value!r}"
-    crc = 0  # ``repr`` shows the extreme bounds only
+    crc = 0  # of the bounds, of which ``repr`` shows only the extremes
     for space in _tree(value):
         for _, array in sorted((k, v) for k, v in vars(space).items() if isinstance(v, np.ndarray)):
             crc = zlib.crc32(array.tobytes(), crc)

@@ -1,4 +1,4 @@
-"""Plays what was done to an environment once more, in this process: for ``muster replay``, and for videos."""
+"""Replays the actions and resets of an environment in this process: for ``muster replay``, and for videos."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from muster.rollout.columns import RolloutOptions, lane_columns
 
 
 class Player:
-    """An environment (``env``, or the list of them), and all that was done to it.
+    """A new environment (``env``, or the list of a batch), and the recorded moves: its resets and steps.
 
-    Raises ``EnvError`` if it cannot be made, ``BadCrashReport`` if what was recorded does not fit it.
+    Raises ``EnvError`` if it cannot be made, ``BadCrashReport`` if the record does not fit it.
     """
 
     def __init__(self, crash_report: CrashReport) -> None:
@@ -41,7 +41,7 @@ class Player:
         self.env: Any = objects[0] if len(objects) == 1 else objects
 
     def moves(self) -> list[tuple[str, int]]:
-        """What was done, in order: ("reset", its first row in ``resets``) and ("step", row of ``actions``)."""
+        """The moves in order: ("reset", its first row in ``resets``) and ("step", row of ``actions``)."""
         resets = self.crash_report.resets
         _, first = np.unique(resets[:, 0], return_index=True)
         at = [(int(resets[n, 1]), ("reset", int(n))) for n in first]
@@ -50,12 +50,12 @@ class Player:
         return [move for _, move in order]  # sorted() keeps resets before the step of the same row
 
     def make(self, move: tuple[str, int]) -> None:
-        """Make a move; raises as a rollout does, with the environment's own exception as the cause."""
+        """Make a move; raises like a rollout, with the environment's own exception as the cause."""
         with torch.no_grad():
             (self._reset if move[0] == "reset" else self._step)(move[1])
 
     def observation(self) -> dict[Any, Array]:
-        """The newest, ``[B, *shape]`` per leaf."""
+        """The newest observation, ``[B, *shape]`` per leaf."""
         return {key: _host(self._lane.data[key][0]) for key in self.batch.observation_specs}
 
     def outcome(self) -> tuple[Array, Array, Array]:
@@ -117,7 +117,7 @@ class Player:
 
     def _step(self, row: int) -> None:
         data = self._lane.data
-        for flag in FLAGS:  # which environments only set
+        for flag in FLAGS:  # environments set flags, and never clear them
             for key in (flag, next_of(flag)):
                 data[key][...] = self._lane.arrays[key][...] = False
         for key, array in self.crash_report.actions.items():
@@ -128,7 +128,7 @@ class Player:
 
 
 def same_bits(a: Array, b: Array) -> bool:
-    """Whether two arrays are equal to the last bit."""
+    """Whether two arrays are equal bit for bit."""
     if a.dtype == object:
         return bool(a.tolist() == b.tolist())
     return (a.shape, a.dtype, a.tobytes()) == (b.shape, b.dtype, b.tobytes())

@@ -1,9 +1,9 @@
-"""The state of an environment object, to go on from in another process with the very same bits.
+"""Snapshots: the state of an environment object, restored bit for bit in another process.
 
-An environment is a stack of layers (wrappers, the environment itself, those in a vector environment); each gives its
-part. A layer with methods of its own for it (``get_state`` and ``set_state``, ``state_dict`` and ``load_state_dict``,
-``clone_state`` and ``restore_state``) is asked; else the part is its ``__dict__``. Where all parts are plain data, the
-snapshot is plain (way "plain"); else it is a pickle (way "pickle"), which only a trusted file may have.
+An environment is a stack of layers (wrappers, the environment itself, those in a vector environment). A snapshot has
+one part per layer: the result of the layer's own methods (``get_state`` and ``set_state``, ``state_dict`` and
+``load_state_dict``, ``clone_state`` and ``restore_state``), else its ``__dict__``. If all parts are plain data, the
+snapshot is plain (way "plain"); else it is a pickle (way "pickle"), which is loaded from trusted files only.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Snapshot = dict[str, Any]  # plain data: see ``muster.restore.checkpoint``
 
 LINKS = ("env", "_env", "base_env", "envs")  # attributes that hold further layers
 PAIRS = (("get_state", "set_state"), ("state_dict", "load_state_dict"), ("clone_state", "restore_state"))
-CONSTRUCTION = {"env_fns", *vars(EzPickle())}  # arguments of constructors
+CONSTRUCTION = {"env_fns", *vars(EzPickle())}  # attributes with arguments of constructors
 
 
 def _random_attributes() -> set[str]:
-    """Where Gymnasium's base class keeps an environment's generator and seed."""
+    """The attributes in which Gymnasium's base class stores an environment's generator and seed."""
     env: gymnasium.Env[Any, Any] = gymnasium.Env()
     before = set(vars(env))
-    assert env.np_random is not None  # made now
+    assert env.np_random is not None  # creates the generator
     return set(vars(env)) - before
 
 
@@ -47,7 +47,7 @@ PYTHON = ".".join(map(str, sys.version_info[:2]))
 
 
 def take(env: Any) -> Snapshot:
-    """The state of ``env`` as plain data, or ``{"way": "none", "reason": ...}`` if it cannot be saved exactly."""
+    """Return the state of ``env`` as plain data, or ``{"way": "none", "reason": ...}`` if this cannot be exact."""
     try:
         layers = _layers(env)
         for layer in layers:
@@ -62,15 +62,15 @@ def take(env: Any) -> Snapshot:
             return _pickled(parts, layers) | about
     except Mismatch as error:
         return {"way": "none", "reason": str(error)}
-    except Exception as error:  # noqa: BLE001  (foreign code: whatever it raises, there is no snapshot)
+    except Exception as error:  # noqa: BLE001  (foreign code can raise anything; there is no snapshot then)
         return {"way": "none", "reason": f"saving {_name(env)} raised {described(error)}"}
 
 
 def restore(env: Any, snapshot: Snapshot, trust: bool) -> str | None:
-    """Bring ``env``, which was made as the saved one was, into the saved state. All layers stay the same objects.
+    """Restore the saved state into ``env``, which was made like the saved one. All layers stay the same objects.
 
-    ``trust`` allows a snapshot that runs code (way "pickle"). Returns None if every bit was restored, else a sentence
-    that says why not; then ``env`` must be reset before use.
+    ``trust`` allows a snapshot that runs code (way "pickle"). Returns None if every bit was restored, else the reason
+    as a sentence; then ``env`` must be reset before use.
     """
     if snapshot["way"] == "none":
         return str(snapshot["reason"])
@@ -91,7 +91,7 @@ def restore(env: Any, snapshot: Snapshot, trust: bool) -> str | None:
             _check(part, layer, layers)
     except Mismatch as error:
         return f"{error}."
-    except Exception as error:  # noqa: BLE001  (foreign code: whatever it raises, the state is not restored)
+    except Exception as error:  # noqa: BLE001  (foreign code can raise anything; the state is not restored then)
         return f"Restoring {_name(env)} raised {described(error)}"
     return ALE_INEXACT if any(type(layer).__module__.startswith("ale_py.") for layer in layers) else None
 
@@ -101,9 +101,9 @@ def restore(env: Any, snapshot: Snapshot, trust: bool) -> str | None:
 
 def _layers(env: Any) -> list[Any]:
     found = [env]
-    for layer in found:  # grows
+    for layer in found:  # the loop appends to it
         held = getattr(layer, "__dict__", {})
-        held = {**(held.get("_modules") or {}), **held}  # where a torch module has those that are modules
+        held = {**(held.get("_modules") or {}), **held}  # a torch module has its submodules there
         for link in (held.get(name) for name in LINKS):
             for child in link if isinstance(link, (list, tuple)) else [link]:
                 if is_env(type(child)) and not any(child is other for other in found):
@@ -122,14 +122,14 @@ def _name(layer: Any) -> str:
 def _own(layer: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
     for get, put in PAIRS:
         functions = [getattr(type(layer), name, None) for name in (get, put)]
-        # A torch module's state_dict has its parameters, and not what makes it an environment.
+        # A torch module's state_dict has its parameters only, not the state of an environment.
         if not all(callable(f) and not str(f.__module__).startswith("torch") for f in functions):
             continue
         read, write = getattr(layer, get), getattr(layer, put)
         try:
             inspect.signature(write).bind(None)
             inspect.signature(read).bind()
-        except (TypeError, ValueError):  # something else of that name, or in C
+        except (TypeError, ValueError):  # another function of that name, or one in C
             continue
         rng = "include_rng" in inspect.signature(read).parameters
         return partial(read, include_rng=True) if rng else read, write
@@ -155,17 +155,17 @@ def _part(layer: Any, layers: list[Any]) -> dict[str, Any]:
 
 
 def _is_construction(name: str, value: Any) -> bool:
-    """Whether an attribute is a fact of how the layer was made: no state, and often nothing to pickle."""
+    """Whether an attribute is a fact of the layer's construction: it is no state, and often cannot be pickled."""
     return name in CONSTRUCTION or type(value).__name__ == "EnvSpec"
 
 
 def _is_gymnasiums(name: str, value: Any) -> bool:
-    """Whether an attribute is random state that Gymnasium keeps beside what a layer's own methods know."""
+    """Whether an attribute is random state of Gymnasium's, which a layer's own methods do not contain."""
     return name in RANDOM or isinstance(value, Space)
 
 
 def _draws(layer: Any, value: Any) -> bool:
-    """Whether ``value`` is a window or the like that one of Gymnasium's environments makes where it is missing."""
+    """Whether ``value`` is a pygame object, such as a window, that Gymnasium's environments recreate if missing."""
     return type(layer).__module__.startswith("gymnasium.envs.") and type(value).__module__.split(".")[0] == "pygame"
 
 
@@ -206,7 +206,7 @@ def _check(part: dict[str, Any], layer: Any, layers: list[Any]) -> None:
             raise Mismatch(f"The own methods of {_name(layer)} for its state leave its attribute {name!r} out")
 
 
-# --- the two ways ----------------------------------------------------------------------------------
+# --- plain and pickled snapshots -------------------------------------------------------------------
 
 
 def _pickled(parts: list[dict[str, Any]], layers: list[Any]) -> Snapshot:
