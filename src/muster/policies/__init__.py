@@ -1,4 +1,4 @@
-"""Policies: heads that sample fast, and adapters for everything else that chooses actions."""
+"""Policies: heads that sample fast, and adapters for all other policies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Head", "categorical", "deterministic", "gaussian", "tanh_gaussian"]
 
 
 def __getattr__(name: str) -> Any:
-    """Heads need torch, which workers that only draw random actions do without (PEP 562)."""
+    """Import heads on first use (PEP 562): they need torch, and workers with random actions do not."""
     if name in __all__:
         return getattr(importlib.import_module("muster.policies.heads"), name)
     raise AttributeError(f"module 'muster.policies' has no attribute {name!r}")

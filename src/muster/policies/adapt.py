@@ -1,4 +1,4 @@
-"""From what the user gave as a policy to something the loop can call."""
+"""Adapters from a user's policy to the protocol ``Policy``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from muster.policies.heads import Head
 from muster.policies.random import RandomPolicy
 from muster.protocols import EnvBatch, Policy
 
-# Floating dtypes of rows. A network in another one (bfloat16) gets float32, and casts its input itself.
+# Floating dtypes of rows. A network in another dtype (bfloat16) gets float32, and casts its input itself.
 STORED = {getattr(torch, name): np.dtype(name) for name in ("float16", "float32", "float64")}
 ACCEPTED = "None, an nn.Module, a TensorDictModule, a head such as muster.policies.categorical(net), or a function"
 
@@ -33,16 +33,16 @@ def adapt(
     executor: bool = True,
     takes_td: bool | None = None,
 ) -> Policy:
-    """Pick the adapter for ``policy`` (see ``ACCEPTED``; None draws actions uniformly), which computes on ``device``.
+    """Return the adapter for ``policy`` (see ``ACCEPTED``; None draws actions uniformly), which computes on ``device``.
 
-    ``executor`` allows the fast executor where it is equal to the module. ``takes_td``: the policy takes a TensorDict;
-    None: see ``takes_tensordict``. ``BadOption``: nothing that can be called, or a head that does not fit the spaces.
+    ``executor`` allows the fast executor if it is equal to the module. ``takes_td``: the policy takes a TensorDict;
+    None: see ``takes_tensordict``. Raises ``BadOption`` if it cannot be called, or a head does not fit the spaces.
     """
     if policy is None:
         return RandomPolicy(env.sample, batch_shape)
     seen = {key: spec for key, spec in env.observation_specs.items() if key not in env.bookkeeping}
     seen = seen or env.observation_specs
-    home = torch.empty(0, device=env.device).device  # of the rows, with its index
+    home = torch.empty(0, device=env.device).device  # device of the rows, with its index
     device = None if device == home else device
     if isinstance(policy, Head):
         if len(env.action_specs) != 1:
@@ -78,7 +78,7 @@ def adapt(
 
 
 def place(policy: Any, device: torch.device | None) -> tuple[Any, torch.device | None]:
-    """The policy on ``device`` (a copy with weights of its own if it was elsewhere), and the device it computes on."""
+    """Return the policy on ``device`` (a copy if it was on another one), and the device on which it computes."""
     if not isinstance(policy, torch.nn.Module):
         return policy, device
     first = next(iter(policy.parameters()), None)
@@ -90,7 +90,7 @@ def place(policy: Any, device: torch.device | None) -> tuple[Any, torch.device |
 def observed_dtype(wanted: torch.dtype | Literal["env"] | None, policy: Any) -> np.dtype[Any] | None:
     """The dtype in which floating observations are stored; None: the environment's.
 
-    ``wanted`` is the option ``obs_dtype``. Where it is None, the policy's first floating parameter decides.
+    ``wanted`` is the option ``obs_dtype``. If it is None, the dtype is that of the policy's first floating parameter.
     """
     if wanted is None and isinstance(policy, torch.nn.Module):
         wanted = next((p.dtype for p in policy.parameters() if p.dtype.is_floating_point), None)
@@ -100,13 +100,13 @@ def observed_dtype(wanted: torch.dtype | Literal["env"] | None, policy: Any) -> 
 
 
 def takes_tensordict(policy: Callable[..., Any]) -> bool:
-    """A tensordict module, or a function of one argument annotated as TensorDict or called td or tensordict."""
+    """Whether it is a tensordict module, or its one argument is annotated as TensorDict or named td or tensordict."""
     if "tensordict" in sys.modules:
         from tensordict.nn import TensorDictModuleBase
 
         if isinstance(policy, TensorDictModuleBase):
             return True
-    if not callable(policy):  # ``inspect`` would show it, which is the user's code
+    if not callable(policy):  # the error of ``inspect`` would call its ``__repr__``, the user's code
         return False
     call = policy.forward if isinstance(policy, torch.nn.Module) else policy
     try:

@@ -1,4 +1,4 @@
-"""Is what a policy returned something the environment and the batch can take?"""
+"""Checks that the output of a policy fits the environment and the batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from muster.memory.specs import ArraySpec, Column
 
 
 def action_problem(action: torch.Tensor, spec: ArraySpec, lead: tuple[int, ...]) -> str | None:
-    """What is wrong with ``action``, as the end of "returned action ...", or None; any width of a kind is taken."""
+    """The end of "returned action ..." if ``action`` is wrong, else None; any width of a kind is accepted."""
     expected = (*lead, *spec.shape)
     if tuple(action.shape) != expected:
         hint = ""
@@ -28,7 +28,7 @@ def action_problem(action: torch.Tensor, spec: ArraySpec, lead: tuple[int, ...])
 
 
 def column_of(key: Key, value: torch.Tensor, lead: tuple[int, ...], policy: str, *, carry: bool = False) -> Column:
-    """The column for an extra or a state, from its first value ``[B, *shape]``."""
+    """Return the column for an extra or a state, from its first value ``[B, *shape]``."""
     if tuple(value.shape[: len(lead)]) != lead:
         raise BadPolicyOutput(
             f"policy {policy} returned {dotted(key)} with shape {tuple(value.shape)}, expected it to begin with "
@@ -39,7 +39,7 @@ def column_of(key: Key, value: torch.Tensor, lead: tuple[int, ...], policy: str,
 
 
 def frozen_check(obs: Mapping[Key, torch.Tensor], policy: str) -> Callable[[], None]:
-    """Remember ``obs``; the returned function raises if the policy has changed it in place since."""
+    """Copy ``obs``; the returned function raises if the policy has changed it in place since."""
     before = {key: value.clone() for key, value in obs.items() if torch.is_tensor(value)}
 
     def check() -> None:

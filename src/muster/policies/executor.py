@@ -1,13 +1,13 @@
-"""Inference without module dispatch: a common network as a short list of calls into preallocated outputs.
+"""Inference without module dispatch: runs common networks as a short list of calls into preallocated outputs.
 
 Usage::
 
-    program = plan(net, row)  # None: not a network this file knows; call the module
+    program = plan(net, row)  # None: the network is not supported here; call the module
     logits = program(row)  # the same tensor (or array) every time, overwritten by the next call
     if not program.current():  # once per rollout: layers, hooks or parameters were replaced
         program = plan(net, row)
 
-A program reads the module's own parameter memory, so optimizer steps and ``copy_`` are followed at once.
+A program reads the module's own parameter memory, so optimizer steps and ``copy_`` take effect at once.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from muster.memory.specs import Array
 from muster.policies.numpy_layers import Call, numpy_steps
 from muster.utils.private_names import usable
 
-# NumPy is ahead while the overhead of calls dominates. Which variant runs may not depend on timing (same seed, same
+# NumPy is faster while the overhead of calls dominates. The choice must not depend on timing (same seed, same
 # data), so the limit is a constant, in rows x multiply-adds. us torch / NumPy for 8-h-h-4 with tanh, then relu:
 #   h 64: B=1 12.4 / 6.9; B=8 17.0 / 12.3, 13.3 / 9.7.   h 128: B=4 18.8 / 15.8, 15.4 / 13.1.   h 256: B=1 19.8 / 12.1.
 #   h 64, B=64 (311 k): 49.1 / 42.3, 23.4 / 21.0.   h 128, B=64 (1.1 M): 233 / 1798, 206 / 307.
-# The last is why it ends well before 262,144 per layer: from there on NumPy's BLAS starts threads.
+# The limit is well below 262,144 per layer, from which on NumPy's BLAS starts threads (see the last number).
 NUMPY_LIMIT = 200_000
 
 
 @dataclass(frozen=True)
 class _Watch:
-    """What must stay as it was planned for one module."""
+    """The properties of one module that must not change while its program is used."""
 
     module: nn.Module
     cls: type[nn.Module]
     children: tuple[nn.Module | None, ...] | None  # None for a layer
     tensors: tuple[tuple[str, torch.Tensor | None, int], ...]  # name, object, address
-    config: Call | None  # what else of it must stay ``planned``
-    planned: Any
+    config: Call | None  # reads the other properties
+    planned: Any  # value of ``config`` at planning
 
 
 class Program:
     """A planned network, checked against the module on the example it was planned with.
 
-    ``steps`` are calls, each taking the result of the one before: tensors (kind ``"torch"``) or arrays (``"numpy"``).
+    ``steps`` are calls, each on the result of the one before: tensors (kind ``"torch"``) or arrays (``"numpy"``).
     """
 
     def __init__(self, kind: Literal["torch", "numpy"], steps: tuple[Call, ...], watches: tuple[_Watch, ...]) -> None:
@@ -64,10 +64,10 @@ class Program:
         return x
 
     def current(self) -> bool:
-        """False if the module was changed in a way that the program does not follow."""
+        """False if the module was changed and the program is no longer equal to it."""
         if _in_special_mode():
             return False
-        for watch in self._watches:  # all in one function: this is most of what starting a short rollout costs
+        for watch in self._watches:  # one function: this is most of the cost of starting a short rollout
             module = watch.module
             cls = type(module)
             if cls is not watch.cls or module._forward_hooks or module._forward_pre_hooks:  # see ``plain``
@@ -89,10 +89,10 @@ class Program:
 
 
 def plan(module: nn.Module, example: torch.Tensor, *, numpy_ok: bool = True) -> Program | None:
-    """Plan ``module`` (a layer, or nested ``nn.Sequential``) for real inputs like ``example``, and check it there.
+    """Plan ``module`` (a layer, or nested ``nn.Sequential``) for inputs like ``example``, and check the program on it.
 
-    Returns a program that is bit-equal to the module on ``example`` (kind ``"numpy"``, where that is ok: equal up to
-    rounding), or None if there is none.
+    Returns a program that is bit-equal to the module on ``example`` (kind ``"numpy"``, if ``numpy_ok``: equal up to
+    rounding), or None if the module is not supported.
     """
     leaves: list[nn.Module] = []
     watches: list[_Watch] = []
@@ -101,7 +101,7 @@ def plan(module: nn.Module, example: torch.Tensor, *, numpy_ok: bool = True) -> 
     with torch.no_grad():
         try:
             trace = _trace(leaves, example)
-        except Exception:  # noqa: BLE001  the module itself will say it better, when it is called
+        except Exception:  # noqa: BLE001  the module raises the better error when it is called
             return None
         if numpy_ok and _small(leaves, trace):
             steps = numpy_steps(leaves, trace)
@@ -118,7 +118,7 @@ def plan(module: nn.Module, example: torch.Tensor, *, numpy_ok: bool = True) -> 
 
 
 def _collect(module: nn.Module, leaves: list[nn.Module], watches: list[_Watch]) -> bool:
-    """List the layers in the order they run. False if anything is not exactly what it seems."""
+    """Append the layers in the order they run. False if any module is not a known, unmodified layer."""
     if not plain(module):
         return False
     children = tuple(module._modules.values())
@@ -152,14 +152,14 @@ def _is_sequential(module: nn.Module) -> bool:
 
 @cache
 def layers_are_known() -> bool:
-    """Whether this torch keeps layers, parameters and hooks where this file looks; else modules are called."""
+    """Whether this version of torch has the private names used here; if not, modules are called."""
     own = ("_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks", "_compiled_call_impl")
     everywhere = ("_global_forward_hooks", "_global_forward_pre_hooks")
     return usable("torch", (nn.Module(), own), (module_globals, everywhere))
 
 
 def plain(module: nn.Module) -> bool:
-    """Calling the module does nothing but run its class's ``forward``."""
+    """Whether a call of the module only runs the ``forward`` of its class."""
     return not (
         module._forward_hooks
         or module._forward_pre_hooks
@@ -179,7 +179,7 @@ def _in_special_mode() -> bool:
 
 
 def _trace(leaves: list[nn.Module], example: torch.Tensor) -> list[Any]:
-    """The input and every layer's output, as the layers themselves compute them."""
+    """The input and the output of every layer, computed by the layers themselves."""
     trace: list[Any] = [example.clone()]
     for layer in leaves:
         before = trace[-1]
@@ -214,7 +214,7 @@ def _equal(got: Any, expected: Any) -> bool:
 
 def _torch_steps(leaves: list[nn.Module], trace: list[Any]) -> tuple[Call, ...] | None:
     steps: list[Call] = []
-    owned = False  # the current value is a buffer of ours, so that the next layer may work in place
+    owned = False  # the current value is a buffer of the program, so the next layer may work in place
     for layer, x, y in zip(leaves, trace, trace[1:], strict=False):
         if not isinstance(x, torch.Tensor):
             return None  # only the last layer may return several tensors
@@ -236,7 +236,7 @@ _TORCH_IN_PLACE: dict[type[nn.Module], Call] = {
 
 
 def _torch_step(layer: Any, x: torch.Tensor, y: Any) -> Call:
-    """What a layer does, without looking its parameters up in every call."""
+    """The function of a layer, without a lookup of its parameters in every call."""
     kind: type[nn.Module] = type(layer)
     if kind is nn.Linear and x.ndim <= 2:
         return _torch_linear(layer, x, y)
@@ -248,7 +248,7 @@ def _torch_step(layer: Any, x: torch.Tensor, y: Any) -> Call:
         weight, bias = layer.weight.detach(), _detached(layer.bias)
         stride, padding, dilation, groups = layer.stride, layer.padding, layer.dilation, layer.groups
         return lambda x: F.conv2d(x, weight, bias, stride, padding, dilation, groups)
-    forward: Call = layer.forward  # what it reads is watched
+    forward: Call = layer.forward  # the attributes that it reads are watched
     return forward
 
 
@@ -273,12 +273,12 @@ def _torch_linear(layer: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> Call:
 
 
 def _kind(module: nn.Module) -> type[nn.Module] | str:
-    """What to look up: the exact class, or the name of one of tensordict's, which this file does not import."""
+    """The key in ``_CONFIG``: the exact class, or the name of a tensordict class, which this file does not import."""
     cls = type(module)
     return f"tensordict:{cls.__name__}" if cls.__module__.startswith("tensordict.nn.") else cls
 
 
-# What of each known layer, besides parameters, a program has taken over and must see unchanged.
+# The attributes of each known layer, besides parameters, that a program relies on and that must not change.
 _CONFIG: dict[type[nn.Module] | str, Call | None] = {
     nn.Linear: None,
     nn.Identity: None,

@@ -1,8 +1,8 @@
-"""Any callable on the observation: ``f(obs) -> action`` or ``(action, extras)``, with or without a state.
+"""Policies that are callables on the observation: ``f(obs) -> action`` or ``(action, extras)``, or with a state.
 
-No naming rules, but for the state: a second parameter called ``state`` (or ``hidden``, ``carry``) makes
-``f(obs, state) -> (action, state)`` or ``(action, extras, state)``; ``state`` is None at the first call,
-later a tensor ``[B, ...]`` or a tuple or dict of them, zero for environments whose episode just began.
+A policy has a state if its second parameter is called ``state`` (or ``hidden``, ``carry``):
+``f(obs, state) -> (action, state)`` or ``(action, extras, state)``. ``state`` is None in the first call, later a
+tensor ``[B, ...]`` or a tuple or dict of them, zero for environments at the start of an episode.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Leaves = dict[Key, Any]
 class FunctionPolicy:
     """Implements ``Policy`` for a module or function on the observation.
 
-    ``fn`` gets a tensor ``[B, *shape]`` (``[*shape]`` unbatched), or a dict of them where the observation is a dict,
-    and returns tensors, arrays or plain numbers. Rows lie on ``rows_device`` (None: the host) and are moved to
-    ``device`` (None: not moved). Specs are those of one environment.
+    ``fn`` gets a tensor ``[B, *shape]`` (``[*shape]`` unbatched), or a dict of them if the observation is a dict, and
+    returns tensors, arrays or plain numbers. Rows are on ``rows_device`` (None: the host) and are moved to ``device``
+    (None: not moved). Specs are those of one environment.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class FunctionPolicy:
         self._plain = one and tensors and not self.takes_state and self._device is None
         self._executor = executor
         self._program: Program | None = None
-        self._state_shape: Any = None  # the state's nesting, with keys where tensors are
+        self._state_shape: Any = None  # the state's nesting, with keys in place of tensors
 
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
         obs = {key: obs[key] for key in self._obs_specs}
@@ -115,7 +115,7 @@ class FunctionPolicy:
         keys = {c.key for c in self._columns}
 
         def act(t: int) -> None:
-            state = {key: row[t].clone() for key, row in state_rows} if state_rows else None  # may be changed in place
+            state = {key: row[t].clone() for key, row in state_rows} if state_rows else None  # fn may change these
             action, extra, new_state = self._call({k: row[t] for k, row in rows.items()}, state)
             for key, row in action_rows.items():
                 row[t].copy_(self._action(key, action[key]))
@@ -129,7 +129,7 @@ class FunctionPolicy:
         return act
 
     def _make_plain_act(self, lane: Lane) -> Act:
-        """One tensor in; one action out, and perhaps extras: the least there is to do."""
+        """The fastest ``act``, for one tensor as input, and one action and perhaps extras as output."""
         fn, rows, check, store = self._program or self.fn, lane.rows(OBSERVATION), self._action, self._store
         action_rows = lane.rows(ACTION)
         extra_rows = [
@@ -164,7 +164,7 @@ class FunctionPolicy:
         if self._device is not None:
             obs = {k: v.to(self._device, non_blocking=True) if torch.is_tensor(v) else v for k, v in obs.items()}
             state = {k: v.to(self._device) for k, v in state.items()} if state else state
-        parts = nested(obs)  # as the environment returned them, tuples by their position
+        parts = nested(obs)  # the environment's nesting; entries of tuples are keyed by position
         argument = parts["observation"] if list(parts) == ["observation"] else parts
         if not self.takes_state:
             return self._split(self.fn(argument))
@@ -208,7 +208,7 @@ class FunctionPolicy:
         return leaves
 
     def _action(self, key: Key, value: Any) -> torch.Tensor:
-        """The action as a tensor of the right shape; ``BadPolicyOutput`` for another shape or kind of number."""
+        """Return the action as a tensor. Raises ``BadPolicyOutput`` for a wrong shape or kind of number."""
         spec = self._action_specs[key]
         tensor = self._tensor(key, value)
         problem = action_problem(tensor, spec, self._lead)
@@ -226,7 +226,7 @@ class FunctionPolicy:
         row.copy_(tensor)
 
     def _tensor(self, key: Key, value: Any) -> torch.Tensor:
-        """``value`` without gradients; what is no tensor becomes one, or raises ``BadPolicyOutput``."""
+        """Return ``value`` as a tensor without gradients. Raises ``BadPolicyOutput`` if it cannot be converted."""
         if torch.is_tensor(value):
             return value.detach()
         try:
@@ -268,7 +268,7 @@ def _rows(lane: Lane, key: Key, spec: ArraySpec) -> Sequence[Any] | Array | torc
 
 
 def _take_apart(state: Any, key: Key, out: Leaves) -> Any:
-    """Put the tensors of a nested state into ``out``; returns the nesting with keys in their places."""
+    """Put the tensors of a nested state into ``out``; returns the nesting with keys in place of tensors."""
     if isinstance(state, Mapping):
         return {name: _take_apart(value, (*key, str(name)), out) for name, value in state.items()}
     if isinstance(state, (tuple, list)):

@@ -1,4 +1,4 @@
-"""Calling a user's module or function with gradients enabled, inside a loop that has none."""
+"""Calls a user's module or function with gradients enabled, inside a loop without gradients."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from muster.protocols import Policy
 
 @contextmanager
 def gradients_enabled(policy: Policy) -> Iterator[None]:
-    """What the user gave is called with gradients enabled from now on, and what it returns is detached.
+    """Call the user's policy with gradients enabled, and detach its outputs, until the context exits.
 
-    Not to be used in inference mode. Modules that are run without being called (see ``executor``) are called then.
+    Do not use this in inference mode. The executor is not used for modules with the hooks that this registers.
     """
     policy = getattr(policy, "inner", policy)
     with ExitStack() as undo:
         if hasattr(policy, "head"):
             _hook(policy.head.net, undo)
-        for name in ("fn", "module"):  # of a FunctionPolicy, of a TensorDictPolicy
+        for name in ("fn", "module"):  # of FunctionPolicy and TensorDictPolicy
             if hasattr(policy, name):
                 _enable(policy, name, undo)
         yield

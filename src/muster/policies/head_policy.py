@@ -1,4 +1,4 @@
-"""A head as a policy: the network by the executor where it can, actions sampled with noise of the group's own."""
+"""A head as a policy: runs the network by the executor if possible, and samples actions from the group's generator."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from muster.rng import GroupRng
 
 
 class HeadPolicy:
-    """Implements ``Policy`` for a head, which is bound to the action space here (``BadOption`` if it does not fit).
+    """Implements ``Policy`` for a head, and binds it to the action space (``BadOption`` if it does not fit).
 
-    Noise comes from ``rng.numpy``, once per rollout and the same for every ``path``; on a device see ``Head.draw``.
-    What ``act`` costs for a 4-64-64-2 network is in docs/decisions/0002-executor-choice.md.
+    Noise is drawn from ``rng.numpy`` once per rollout, the same for every ``path``; on a device see ``Head.draw``.
+    The cost of ``act`` for a 4-64-64-2 network is in docs/decisions/0002-executor-choice.md.
 
-    One of ``obs_keys`` gives the network a tensor, several a nested dict of them, with ``batch_dims`` leading
-    dimensions. Rows lie, and actions are sampled, on ``rows_device`` (None: the host); ``device`` is where the network
-    computes.
+    The network gets a tensor for one key in ``obs_keys``, else a nested dict of tensors, with ``batch_dims`` leading
+    dimensions. Rows are stored and actions are sampled on ``rows_device`` (None: the host). The network computes on
+    ``device``.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ def _act_module(compute: Callable[[Any], Any], obs: Sequence[torch.Tensor], emit
 
 
 def _host(out: torch.Tensor) -> Array:
-    """As float32 on the CPU, without a copy where it is that already."""
+    """Return ``out`` as float32 on the CPU, without a copy if it already is."""
     if out.dtype != torch.float32 or out.requires_grad or out.device.type != "cpu":
         out = out.detach().to("cpu", torch.float32)
     array: Array = out.numpy()

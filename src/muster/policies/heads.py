@@ -1,4 +1,4 @@
-"""Heads: a network and the distribution that its output means, for the learner and for collecting.
+"""Heads: a network and the action distribution of its output, for the learner and for collecting.
 
 ::
 
@@ -30,7 +30,7 @@ Drawn = tuple[torch.Tensor, "torch.Tensor | None"]  # actions, and log-probabili
 
 
 class Head(nn.Module):
-    """A network and what its output means. ``net`` gets the observation (or a dict of its leaves)."""
+    """A network and the distribution of its output. ``net`` gets the observation (or a dict of its leaves)."""
 
     name = "head"
     has_log_prob = True
@@ -38,7 +38,7 @@ class Head(nn.Module):
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
-        self.action_shape: tuple[int, ...] | None = None  # one environment's; known once bound
+        self.action_shape: tuple[int, ...] | None = None  # of one environment; None until bound
 
     def forward(self, obs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Sample: ``(action, {"action_log_prob": ...})``."""
@@ -47,48 +47,48 @@ class Head(nn.Module):
         return action, {"action_log_prob": distribution.log_prob(action)}
 
     def distribution(self, obs: Any) -> D.Distribution:
-        """Over the environment's own actions: ``log_prob`` and ``entropy`` are ``[*batch]``."""
+        """Return the distribution of the environment's actions: ``log_prob`` and ``entropy`` are ``[*batch]``."""
         raise NotImplementedError
 
     def mode(self, obs: Any) -> torch.Tensor:
-        """The action without randomness."""
+        """Return the action without randomness."""
         return self.distribution(obs).mode
 
     def bind(self, spec: ArraySpec) -> int:
-        """Take shape and bounds from the action space (``BadOption`` if the head is for another kind of space).
+        """Set shape and bounds from the action space (``BadOption`` if the head is for another kind of space).
 
         Returns the number of values per environment that the network must return.
         """
         raise NotImplementedError
 
     def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
-        """How to turn the network's output into rows, from row ``first`` on; ``rng=None`` for the mode."""
+        """Return the function that writes the network's output into rows from ``first`` on; ``rng=None``: the mode."""
         raise NotImplementedError
 
     def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
-        """Actions from the network's output ``[B, width]`` (float32), where it lies and without waiting for it.
+        """Draw actions from the network's output ``[B, width]`` (float32), on its device and without synchronizing.
 
-        The distribution is that of ``emitter``, but noise is torch's, drawn row by row, and nothing checks that the
-        network's output is finite: that would wait.
+        The distribution is that of ``emitter``, but noise is torch's, drawn row by row, and the network's output is not
+        checked to be finite, because that would synchronize.
         """
         raise NotImplementedError
 
     def needs(self, spec: ArraySpec) -> str:
-        """Why the network must return what it must, for messages."""
+        """The reason for the required size of the network's output, for messages."""
         return f"the action space has {spec}"
 
     def _refuse(self, spec: ArraySpec, takes: str, instead: str) -> BadOption:
         return BadOption(f"{self.name}: for {takes}, but the action space has {spec}. Use {instead}.")
 
     def _bind_floats(self, spec: ArraySpec) -> int:
-        """Take the shape of a continuous space; returns the number of its entries."""
+        """Set the shape from a continuous space; returns the number of its entries."""
         if spec.dtype.kind != "f":
             raise self._refuse(spec, "floating-point actions (Box)", "categorical(net)")
         self.action_shape = spec.shape
         return math.prod(spec.shape)
 
     def _shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        """``[*batch, n]`` as ``[*batch, *action_shape]``."""
+        """Reshape ``[*batch, n]`` to ``[*batch, *action_shape]``."""
         return flat if self.action_shape is None else flat.reshape((*flat.shape[:-1], *self.action_shape))
 
     def _normal(self, mean: torch.Tensor, log_std: torch.Tensor) -> D.Distribution:
@@ -100,7 +100,7 @@ def categorical(net: nn.Module, *, nvec: tuple[int, ...] | None = None) -> Categ
     """A policy for Discrete, MultiDiscrete and MultiBinary spaces; ``net`` returns logits.
 
     Args:
-        net: returns ``[*batch, n]``; several variables' logits are concatenated.
+        net: returns ``[*batch, n]``; the logits of several variables are concatenated.
         nvec: choices per variable. A collector fills it in from the action space.
     """
     return Categorical(net, None if nvec is None else tuple(int(n) for n in nvec))
@@ -146,7 +146,7 @@ class Categorical(Head):
         actions, log_probs = [], []
         for logits, low in zip(torch.split(out, list(self.nvec), -1), self.low, strict=True):
             log_prob = logits.log_softmax(-1)
-            # Gumbel's way: ``torch.multinomial`` would wait, to check its input.
+            # The Gumbel-max trick: ``torch.multinomial`` would synchronize, to check its input.
             noisy = log_prob if deterministic else log_prob - torch.empty_like(log_prob).exponential_().log()
             index = noisy.argmax(-1, keepdim=True)
             actions.append(index + low)
@@ -155,9 +155,9 @@ class Categorical(Head):
 
 
 class Categoricals(D.Distribution):
-    """Independent categorical variables, as one action of shape ``shape``; the first choice is called ``low``."""
+    """Independent categorical variables, as one action of shape ``shape``; choices are numbered from ``low``."""
 
-    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  torch's way
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  as in torch
 
     def __init__(
         self, logits: torch.Tensor, nvec: tuple[int, ...], low: tuple[int, ...], shape: tuple[int, ...]
@@ -193,11 +193,11 @@ def gaussian(net: nn.Module, *, log_std: float | torch.Tensor | None = 0.0) -> G
     Args:
         net: returns the mean ``[*batch, n]``.
         log_std: a number is the initial value of a learned parameter of the head, one per action and the same in
-            all states; a Parameter or tensor ``[n]`` is used as it is. None: ``net`` returns ``[mean, log_std]``
-            concatenated, the latter clamped to [-20, 2].
+            all states; a Parameter or tensor ``[n]`` is used directly. None: ``net`` returns mean and log_std
+            concatenated; log_std is clamped to [-20, 2].
 
     Raises:
-        BadOption: the number of actions cannot be seen from ``net``; pass ``log_std=torch.zeros(n)``.
+        BadOption: ``net`` does not show the number of actions; pass ``log_std=torch.zeros(n)``.
     """
     return Gaussian(net, log_std)
 
@@ -247,9 +247,9 @@ class Gaussian(Head):
 
 
 def tanh_gaussian(net: nn.Module, *, log_std_bounds: tuple[float, float] = LOG_STD_BOUNDS) -> TanhGaussian:
-    """A normal distribution squashed by tanh to the bounds of the Box (-1 to 1 until a collector tells).
+    """A normal distribution squashed by tanh to the bounds of the Box (-1 to 1 until a collector binds the head).
 
-    ``distribution(obs)`` has no closed-form entropy. The log-probability of an action at its very bound is
+    ``distribution(obs)`` has no closed-form entropy. The log-probability of an action exactly at a bound is
     that of the nearest action inside.
 
     Args:
@@ -267,7 +267,7 @@ class TanhGaussian(Head):
     def __init__(self, net: nn.Module, log_std_bounds: tuple[float, float]) -> None:
         super().__init__(net)
         self.log_std_bounds = log_std_bounds
-        # Not in the state_dict: they belong to the environment, not to what was learned.
+        # Not in the state_dict: they belong to the environment, not to the learned weights.
         self.register_buffer("middle", torch.zeros(()), persistent=False)
         self.register_buffer("halfwidth", torch.ones(()), persistent=False)
         self.middle: torch.Tensor
@@ -297,12 +297,12 @@ class TanhGaussian(Head):
     def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
         u, log_prob = _draw_normal(*_mean_and_log_std(out, self.log_std_bounds), deterministic=deterministic)
         middle, half = self.middle.reshape(-1), self.halfwidth.reshape(-1)
-        action = (middle + half * u.tanh()).clamp(middle - half, middle + half)  # rounding could leave the interval
+        action = (middle + half * u.tanh()).clamp(middle - half, middle + half)  # rounding can exceed the bounds
         return action, log_prob - _log_slope(u, half).sum(-1)
 
 
 class Squash(D.Transform):
-    """``middle + halfwidth * tanh(u)``, with the log-determinant from ``u`` so that it is exact in the tails."""
+    """``middle + halfwidth * tanh(u)``, with the log-determinant computed from ``u``, exact in the tails."""
 
     domain = constraints.real
     codomain = constraints.real
@@ -336,7 +336,7 @@ class Squashed(D.TransformedDistribution):
 
 
 def deterministic(net: nn.Module) -> Deterministic:
-    """The network's output is the action (Box), or its largest entry says which (Discrete). No log-probability."""
+    """A policy whose action is the network's output (Box), or its argmax (Discrete). It has no log-probability."""
     return Deterministic(net)
 
 
@@ -351,7 +351,7 @@ class Deterministic(Head):
         self.low: int | None = None  # the first action of a discrete space
 
     def forward(self, obs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """``(action, {})``."""
+        """Return ``(action, {})``."""
         return self.mode(obs), {}
 
     def mode(self, obs: Any) -> torch.Tensor:
@@ -379,7 +379,7 @@ class Deterministic(Head):
 def _draw_normal(
     mean: torch.Tensor, log_std: torch.Tensor, *, deterministic: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values ``[B, n]`` and their log-densities ``[B]``."""
+    """Draw values ``[B, n]``; return them and their log-densities ``[B]``."""
     log_std = log_std.to(mean.dtype)
     noise = torch.zeros_like(mean) if deterministic else torch.randn_like(mean)
     log_prob = (-0.5 * noise.square() - log_std).sum(-1) - 0.5 * mean.shape[-1] * math.log(2 * math.pi)
@@ -411,7 +411,7 @@ def _choices(head: Head, spec: ArraySpec, instead: str) -> tuple[tuple[int, ...]
 
 
 def _outputs(net: nn.Module) -> int:
-    """How many values the last linear layer returns."""
+    """The output size of the last linear layer."""
     sizes = [layer.out_features for layer in net.modules() if isinstance(layer, nn.Linear)]
     if not sizes or isinstance(sizes[-1], nn.parameter.UninitializedParameter) or sizes[-1] == 0:
         raise BadOption(

@@ -1,4 +1,4 @@
-"""The layers of ``executor`` in NumPy: for networks so small that the overhead of calls is most of their time."""
+"""The layers of ``executor`` in NumPy, for networks so small that call overhead is most of their time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Call = Callable[[Any], Any]
 
 
 def numpy_steps(leaves: list[nn.Module], trace: list[torch.Tensor]) -> tuple[Call, ...] | None:
-    """Calls that compute ``leaves`` on float32 arrays, or None where NumPy lacks something."""
+    """Calls that compute ``leaves`` on float32 arrays, or None if a layer has no NumPy version."""
     steps: list[Call] = []
     owned = False
     for layer, x, y in zip(leaves, trace, trace[1:], strict=False):
@@ -48,7 +48,7 @@ def _copy(out: Array) -> Call:
 
 
 def _linear(layer: nn.Linear, out: Array) -> Call:
-    weight, add = layer.weight.detach().numpy().T, np.add  # not ``np.dot``, which is a function of Python
+    weight, add = layer.weight.detach().numpy().T, np.add  # not ``np.dot``, a Python function
     if layer.bias is None:
         return lambda x: x.dot(weight, out)
     bias = layer.bias.detach().numpy()
@@ -64,7 +64,7 @@ def _leaky_relu(layer: Any, y: Array) -> Call:
 
 
 def _two_sided(y: Array, of_negative: Call) -> Call:
-    """``max(x, 0) + of_negative(min(x, 0))``."""
+    """A call that computes ``max(x, 0) + of_negative(min(x, 0))``."""
     zero, part = np.zeros_like(y), np.empty_like(y)
 
     def apply(x: Array) -> Array:
@@ -80,7 +80,7 @@ def _relu(layer: Any, y: Array) -> Call:
 
 
 def _sigmoid(layer: Any, y: Array) -> Call:
-    half = np.full_like(y, 0.5)  # through tanh, which cannot overflow
+    half = np.full_like(y, 0.5)  # computed by tanh, which cannot overflow
 
     def apply(x: Array) -> Array:
         np.tanh(np.multiply(x, half, x), x)
@@ -113,7 +113,7 @@ def _gelu(layer: Any, y: Array) -> Call | None:
 def _layer_norm(layer: Any, y: Array) -> Call | None:
     if len(layer.normalized_shape) != 1:
         return None
-    average = np.full((y.shape[-1], 1), 1 / y.shape[-1], np.float32)  # as a product: reductions cost more
+    average = np.full((y.shape[-1], 1), 1 / y.shape[-1], np.float32)  # a product, because reductions are slower
     weight = None if layer.weight is None else layer.weight.detach().numpy()
     bias = None if layer.bias is None else layer.bias.detach().numpy()
     eps, square = layer.eps, np.empty_like(y)

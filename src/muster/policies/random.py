@@ -1,4 +1,4 @@
-"""Uniform random actions, drawn for a whole rollout at once, and what stands in the policy's other columns then."""
+"""Uniform random actions, drawn for a whole rollout at once, and the values of the policy's other columns."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Sample = Callable[[GroupRng, tuple[int, ...]], dict[Key, Array]]
 class RandomPolicy:
     """Implements ``Policy`` with ``sample(rng, shape)``, which returns ``[*shape, *leaf shape]`` per action leaf.
 
-    Rollouts have the columns of the policy that acts at other times, so that all batches of a collector have the same
-    ones. Where no policy has acted there is no output: extras are ``unknown`` (integers 0, flags False, objects None),
-    and recurrent states are those of the beginning of an episode, from which the policy goes on.
+    Rollouts have the columns of the collector's policy, so that all its batches have the same columns. Rows without an
+    output of that policy are filled: extras with ``unknown`` (integers 0, flags False, objects None), and recurrent
+    states with those of the start of an episode, from which the policy continues.
     """
 
     name = path = "random"
     draws_globally = False
-    raises = (MusterError,)  # that of the environments, which draw the actions
+    raises = (MusterError,)  # errors of the environments, which draw the actions
 
     def __init__(self, sample: Sample, batch_shape: tuple[int, ...], unknown: float = float("nan")) -> None:
         self._sample = sample
@@ -42,7 +42,7 @@ class RandomPolicy:
         self._cells: Mapping[Key, Array] = {}
 
     def learn(self, columns: Sequence[Column], cells: Mapping[Key, Array]) -> None:
-        """Fill the columns of another policy from now on; ``cells`` are its values in columns of objects."""
+        """Fill the columns of another policy from now on; ``cells`` are examples of its columns of objects."""
         self._columns, self._cells = columns, cells
 
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
@@ -54,7 +54,7 @@ class RandomPolicy:
         return self._columns
 
     def start(self, lane: Lane, rng: GroupRng) -> Act:
-        """Fills the rows that are still to be acted on; ``act`` then has nothing left to do."""
+        """Fill all remaining rows; the returned ``act`` does nothing."""
         begin = lane.acts_from
         for key, drawn in self._sample(rng, (lane.T - begin, lane.B)).items():
             lane.data[key][begin:] = drawn
@@ -64,7 +64,7 @@ class RandomPolicy:
                 rows[begin:] = self._emptied(self._cells[column.key].flat[0])
             elif not column.carry:
                 rows[begin:] = self._empty(column)
-            elif column.key != IS_INIT:  # which the loop writes
+            elif column.key != IS_INIT:  # the loop writes IS_INIT
                 rows[begin + 1 :] = 0
         return _nothing
 
@@ -74,7 +74,7 @@ class RandomPolicy:
         return self._unknown if column.dtype.kind in "fc" else 0
 
     def _emptied(self, cell: Any) -> Array:
-        """The same for a cell whose shape is its own; as an array, which NumPy does not look into."""
+        """The same for one cell of a ragged column; as a 0-d object array, so that NumPy does not convert it."""
         out = np.empty((), OBJECT)
         out[()] = cell.apply(self._emptied_tensor) if hasattr(cell, "apply") else self._emptied_tensor(cell)
         return out

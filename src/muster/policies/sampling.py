@@ -1,7 +1,7 @@
-"""From a network's output to rows of actions and log-probabilities, in NumPy, with noise drawn per rollout.
+"""Sampling: turns a network's output into rows of actions and log-probabilities, in NumPy.
 
-Every path of a head (NumPy, torch, module, GPU) ends here with the same noise, so all give the same
-data up to the rounding of the network. ``emit(t, params)`` completes row ``t``::
+Noise is drawn once per rollout. All paths of a head (NumPy, torch, module, GPU) use the same noise, so that their
+data are equal up to the rounding of the network. ``emit(t, params)`` completes row ``t``::
 
     emit = categorical(rows, 0, nvec=(2,), low=zeros, rng=rng.numpy)
     for t in range(T):
@@ -30,7 +30,7 @@ LEAST_EXPONENTIAL = 1e-30
 
 
 class ActionRows:
-    """Where one rollout's actions (``[T, B, *shape]``) and log-probabilities (``[T, B]`` float32, or None) go."""
+    """The actions (``[T, B, *shape]``) and log-probabilities (``[T, B]`` float32, or None) of one rollout."""
 
     def __init__(self, name: str, action: Array, log_prob: Array | None) -> None:
         self.name, self.action = name, action
@@ -61,10 +61,10 @@ class ActionRows:
 def categorical(
     rows: ActionRows, first: int, *, nvec: tuple[int, ...], low: Array, rng: np.random.Generator | None
 ) -> Emit:
-    """Sample one or several categorical variables per environment; ``rng=None`` takes the most probable.
+    """Sample one or several categorical variables per environment; ``rng=None`` chooses the most probable value.
 
-    Variables have ``nvec`` choices, of which the first is called ``low``; ``params`` are their logits, concatenated.
-    Row ``first`` is the first that will be emitted.
+    Variables have ``nvec`` choices, numbered from ``low``; ``params`` are their logits, concatenated.
+    Row ``first`` is the first row that will be emitted.
     """
     B, k, n = rows.B, len(nvec), max(nvec)
     gumbel = np.zeros((rows.T, B * k, n), np.float32)  # rows before the first one are not used
@@ -80,7 +80,7 @@ def categorical(
     scores, index, at = np.empty((B * k, n), np.float32), np.empty(B * k, np.intp), np.empty(B * k, np.intp)
     offsets, chosen = np.arange(0, B * k * n, n), np.empty(B * k, np.float32)
     chosen_column, ones_n, ones_k, ones_B = chosen[:, None], *(np.ones(m, np.float32) for m in (n, k, B))
-    # Variables with fewer choices than others are filled up with impossible ones.
+    # Variables with fewer choices than others are padded with impossible choices.
     padded = None if min(nvec) == n else np.full((B, k * n), -np.inf, np.float32)
     where = np.flatnonzero(np.arange(n) < np.array(nvec)[:, None])
     add, subtract, exp, log, negative = np.add, np.subtract, np.exp, np.log, np.negative
@@ -134,8 +134,8 @@ def _categorical_one(rows: ActionRows, gumbel: list[list[float]], low: int) -> E
 def gaussian(rows: ActionRows, first: int, *, log_std: Array, rng: np.random.Generator | None) -> Emit:
     """``params + exp(log_std) * noise`` with a standard deviation (``[n]``) that does not depend on the state.
 
-    The log-probability then depends on the noise only, and is computed for all rows at once. It is stored row
-    by row all the same: a row before ``act`` reaches it may hold what the policy's first call returned.
+    The log-probability depends on the noise only, and is computed for all rows at once. It is still stored row
+    by row, because a row that ``act`` has not reached may contain the output of the policy's first call.
     """
     unit, base = _normal(rows, first, log_std.size, rng)
     noise, densities = list(unit * np.exp(log_std)), list((base - log_std.sum()).astype(np.float32))
@@ -161,7 +161,7 @@ def gaussian_by_state(
 ) -> Emit:
     """Like ``gaussian``, with ``params`` the means and log standard deviations (clamped to bounds), ``[B, 2 n]``.
 
-    ``squash`` has middle and half width, ``[n]``, of the interval that tanh maps to; None leaves the real line.
+    ``squash`` has middle and half width, ``[n]``, of the interval to which tanh maps; None: actions are not bounded.
     """
     B, n = rows.B, rows.matrix[0].shape[1]
     unit, base = _normal(rows, first, n, rng)
@@ -192,7 +192,7 @@ def gaussian_by_state(
         add(params[:, :n], part, u)
         tanh(u, part)
         add(multiply(part, half, part), middle, part)
-        minimum(maximum(part, low, out=part), high, out=action)  # rounding could leave the interval
+        minimum(maximum(part, low, out=part), high, out=action)  # rounding can exceed the bounds
         # log(1 - tanh(u)^2) = 2 (log 2 - |u| - log(1 + exp(-2 |u|))): exact where tanh(u) rounds to 1.
         absolute(u, u)
         log1p(exp(multiply(u, minus_two, part), part), part)
@@ -202,12 +202,12 @@ def gaussian_by_state(
 
 
 def greedy(rows: ActionRows, *, low: Array) -> Emit:
-    """The action with the highest value, ``params`` ``[B, n]``."""
+    """Choose the action with the highest value; ``params``: values ``[B, n]``."""
     actions, start, isfinite = rows.flat, int(low[0]), math.isfinite
     direct = rows.action.dtype == np.int64 and not start
 
     def emit(t: int, values: Array) -> None:
-        # NaN is the maximum of a row that has one; infinities are allowed, for actions that are not.
+        # NaN is the maximum of a row with a NaN. Infinities are allowed, to mask actions.
         if not (isfinite(values.reshape(-1).dot(_ones(values.size))) or np.isfinite(values.max(1)).all()):
             raise rows.not_finite(t, values)
         if direct:
@@ -219,7 +219,7 @@ def greedy(rows: ActionRows, *, low: Array) -> Emit:
 
 
 def identity(rows: ActionRows) -> Emit:
-    """The network's output is the action."""
+    """Use the network's output as the action."""
     actions = rows.matrix
 
     def emit(t: int, action: Array) -> None:
@@ -232,7 +232,7 @@ def identity(rows: ActionRows) -> Emit:
 
 @lru_cache(maxsize=64)
 def _ones(n: int) -> Array:
-    """For sums by ``dot``, which takes a tenth of the time of a reduction."""
+    """Ones for sums by ``dot``, which takes a tenth of the time of a reduction."""
     return np.ones(n, np.float32)
 
 

@@ -1,8 +1,8 @@
 """Policies that read and write a TensorDict: tensordict's modules, TorchRL's actors, and plain functions.
 
-Recurrent state follows TorchRL's convention: an input ``k`` for which ``("next", k)`` is returned is read
-from row ``t`` and written to row ``t + 1``. Where an episode begins it is what the environment says if it declares
-``k`` (TorchRL's ``TensorDictPrimer``), else zero, and left out at the policy's very first call. A module that wants
+Recurrent state follows TorchRL's convention: an input ``k`` for which ``("next", k)`` is returned is read from row
+``t`` and written to row ``t + 1``. At the start of an episode it is the environment's value if the environment declares
+``k`` (TorchRL's ``TensorDictPrimer``), else zero, and missing in the policy's first call. A module that reads
 ``is_init`` gets it.
 """
 
@@ -32,9 +32,9 @@ Rows = Sequence[torch.Tensor]
 class TensorDictPolicy:
     """Implements ``Policy`` for a callable that takes a TensorDict with ``batch_size`` ``batch_shape``.
 
-    It gets the same object at every step of a rollout, with the previous outputs taken out, and must return all
-    actions. Every output is stored, but for what overwrites an input and for keys with a part that begins with ``_``.
-    Modules draw from torch's global generator, which is the group's own during a rollout.
+    The module gets the same object at every step of a rollout, without the previous outputs, and must return all
+    actions. Every output is stored, except overwritten inputs and keys with a part that begins with ``_``.
+    Modules draw from torch's global generator, which has the group's own state during a rollout.
 
     Raises:
         BadOption: an unknown exploration type.
@@ -74,7 +74,7 @@ class TensorDictPolicy:
         self._executor = executor and self._device is None and rows_device is None and stateless
         self._program: TensorDictProgram | None = None
         self._columns: list[Column] = []
-        self._kinds: dict[Key, tuple[torch.Size, torch.dtype]] = {}  # of what is stored, as first returned
+        self._kinds: dict[Key, tuple[torch.Size, torch.dtype]] = {}  # of stored outputs, from the first call
         self._object_outputs: list[Key] = []
 
     @torch.no_grad()
@@ -110,7 +110,7 @@ class TensorDictPolicy:
 
     @property
     def draws_globally(self) -> bool:
-        return True  # the executor too
+        return True  # also with the executor
 
     def columns(self) -> Sequence[Column]:
         return self._columns
@@ -144,7 +144,7 @@ class TensorDictPolicy:
         return act
 
     def _act_module(self, inputs: dict[Key, Rows], outputs: list[tuple[Key, Rows]], objects: dict[Key, Array]) -> Act:
-        # Where there are objects a TensorDict may be a lazy stack, which cannot be filled again.
+        # With objects, a TensorDict may be a lazy stack, which cannot be reused.
         carrier: Any = None if self._object_keys or objects else self._carrier({})
         written = [key[0] if len(key) == 1 else key for key, _ in outputs]
         kinds = [self._kinds[key] for key, _ in outputs]
@@ -162,7 +162,7 @@ class TensorDictPolicy:
                 if value is None or (value.shape, value.dtype) != kind:
                     self._refuse_change(key, value, kind)
                 rows[t].copy_(value)
-                if out is carrier:  # so that an output the module leaves out next time is noticed
+                if out is carrier:  # else an output that is missing in the next step would not be noticed
                     out.del_(name)
             for key, array in objects.items():
                 cells = take(out, key, self._lead)
@@ -182,7 +182,7 @@ class TensorDictPolicy:
     # --- what the module reads and writes ------------------------------------------------------------
 
     def _read_keys(self) -> tuple[list[Key], bool]:
-        """Its recurrent state, and whether it reads ``is_init``."""
+        """The keys of the module's recurrent state, and whether it reads ``is_init``."""
         reads = [as_key(key) for key in getattr(self.module, "in_keys", None) or self._obs_keys]
         writes = {as_key(key) for key in getattr(self.module, "out_keys", None) or ()}
         state = [key for key in dict.fromkeys(reads) if next_of(key) in writes]
@@ -229,7 +229,7 @@ class TensorDictPolicy:
         return outputs
 
     def _value(self, out: Any, key: Key) -> Any:
-        """A tensor, or whatever else it is; None for what differs in shape from one environment or part to another."""
+        """The output, a tensor or any other object; None if its shape differs between environments or parts."""
         return None if is_uneven(out, key) else out.get(key)
 
     def _cells(self, out: Any, key: Key) -> Array:
@@ -255,7 +255,7 @@ class TensorDictPolicy:
         )
 
     def _views(self, lane: Lane) -> tuple[dict[Key, Rows], list[tuple[Key, Rows]]]:
-        """Rows read by key, and rows written by the key of the module's output."""
+        """The rows that are read, by key, and the rows that are written, by the key of the module's output."""
         read = dict.fromkeys((*self._obs_keys, *self._state_keys))
         inputs: dict[Key, Any] = {key: lane.rows(key) for key in read if key not in self._object_keys}
         inputs |= {key: [row.reshape(self._lead) for row in lane.arrays[key]] for key in self._object_keys}
@@ -276,14 +276,14 @@ class TensorDictPolicy:
     # --- executor ---------------------------------------------------------------------------------
 
     def _replan(self, inputs: Values) -> None:
-        """The module was changed: compare again, leaving the generator as if nothing had been drawn."""
+        """Compare with a changed module again. The state of the generator is restored afterwards."""
         before = torch.get_rng_state()
         outputs = self._outputs(self._call(self._carrier(inputs)), inputs)
         self._fuse(inputs, {**outputs.action, **outputs.extras}, before)
         torch.set_rng_state(before)
 
     def _fuse(self, inputs: Values, expected: Values, before: torch.Tensor) -> None:
-        """Use the executor if, from the generator state ``before``, it gives what the module gave."""
+        """Use the executor if it computes ``expected``, the module's output, from the generator state ``before``."""
         after = torch.get_rng_state()
         expected = {key: value.clone() for key, value in expected.items()}
         self._program, self.path = None, "module"

@@ -1,7 +1,7 @@
-"""tensordict modules without their dispatch: networks by the executor, common distributions in a few calls.
+"""tensordict modules without their dispatch: runs networks by the executor, and distributions in a few calls.
 
-The result must be what the module gives, bit by bit and from the same state of torch's global generator;
-``TensorDictPolicy`` compares both on the first real batch and keeps the module where they differ.
+The result must equal the module's bit for bit, from the same state of torch's global generator. ``TensorDictPolicy``
+compares both on the first real batch, and uses the module if they differ.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOG_SQRT_2PI = math.log(math.sqrt(2 * math.pi))
 
 
 class TensorDictProgram:
-    """Stages that read and write a flat dict of tensors; ``programs`` are the networks' among them."""
+    """Stages that read and write a flat dict of tensors; ``programs`` are the programs of its networks."""
 
     def __init__(
         self, stages: Sequence[Stage], programs: Sequence[Program], modules: Sequence[tuple[nn.Module, tuple[Any, ...]]]
@@ -54,7 +54,7 @@ class TensorDictProgram:
 
 
 def fuse(module: Any, values: Values, interaction: InteractionType) -> TensorDictProgram | None:
-    """A program for ``module`` with the inputs ``values`` (outputs are added), or None."""
+    """Return a program for ``module`` with the inputs ``values`` (outputs are added), or None if not supported."""
     flat: list[Any] = []
     watched: list[tuple[nn.Module, tuple[Any, ...]]] = []
     if not layers_are_known() or not _flatten(module, flat, watched):
@@ -74,7 +74,7 @@ def fuse(module: Any, values: Values, interaction: InteractionType) -> TensorDic
 
 
 def as_key(key: Any) -> Key:
-    """A key of tensordict, ``"a"`` or ``("a", "b")``, as one of ours."""
+    """Convert a key of tensordict, ``"a"`` or ``("a", "b")``, to a ``Key``."""
     return (key,) if isinstance(key, str) else tuple(key)
 
 
@@ -107,7 +107,7 @@ def _is_distribution(module: nn.Module) -> bool:
 
 
 def _is_torchrl(module: nn.Module) -> bool:
-    """TorchRL's version, whose log-probabilities come from before the squashing."""
+    """Whether it is TorchRL's module, which computes log-probabilities from values before the squashing."""
     return type(module).__name__ == "SafeProbabilisticModule" and type(module).__module__.startswith("torchrl.")
 
 
@@ -153,7 +153,7 @@ def _distribution(part: Any, interaction: InteractionType) -> Stage:
 
 
 def _as_it_is(part: Any) -> Stage:
-    """Sampling by the module itself, on a TensorDict of nothing but the distribution's parameters."""
+    """A stage that calls the module itself, on a TensorDict with the distribution's parameters only."""
     sources, targets = [as_key(key) for key in part.in_keys], [as_key(key) for key in part.out_keys]
 
     def stage(values: Values) -> None:
@@ -167,7 +167,7 @@ def _as_it_is(part: Any) -> Stage:
 
 
 def _sampler(part: Any, interaction: InteractionType) -> Sampler | None:
-    """From parameters to ``(sample, log_prob)``, or None for distributions that are not among the known."""
+    """A function from parameters to ``(sample, log_prob)``, or None for unknown distributions."""
     cls, options = part.distribution_class, part.distribution_kwargs
     random = interaction is InteractionType.RANDOM
     if not usable("tensordict", (part, ("_generator", "_generator_key"))):
@@ -241,7 +241,7 @@ def _tanh_normal(random: bool, low: Any, high: Any, preimage: bool) -> Sampler:
         action = u.tanh().clamp(-limit, limit)
         if not trivial:
             action = middle + half * action
-        if not preimage:  # what tensordict scores is the action it wrote
+        if not preimage:  # tensordict computes the log-probability of the action it wrote
             squashed = action if trivial else (action - middle) / half
             u = squashed.clamp(-limit, limit).atanh()
         volume = 2.0 * (math.log(2.0) - u - F.softplus(-2.0 * u))
@@ -258,12 +258,12 @@ def _rsample(loc: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _density(x: torch.Tensor, loc: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Of a normal distribution, in torch.distributions' order of operations."""
+    """The log-density of a normal distribution, in torch.distributions' order of operations."""
     return -((x - loc) ** 2) / (2 * scale**2) - scale.log() - LOG_SQRT_2PI
 
 
 def _require_finite(x: torch.Tensor) -> None:
-    """torch.distributions would refuse NaN parameters; so do we."""
+    """Raise if ``x`` is not finite; torch.distributions refuses NaN parameters, too."""
     if not math.isfinite(x.sum().item()):
         raise BadPolicyOutput(
             "the policy's network returned NaN or infinity. Check the observations and the last weight update "
