@@ -1,4 +1,4 @@
-"""The names of a batch: TorchRL's keys as nested tuples, spelled once."""
+"""The keys of a batch: TorchRL's names as nested tuples."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ NEXT_OBS_VALID: Key = ("collector", "next_obs_valid")
 VALID: Key = ("collector", "valid")
 POLICY_VERSION: Key = ("collector", "policy_version")
 RESUMED: Key = ("collector", "resumed")
-TEAM_REWARD: Key = ("collector", "team_reward")  # hidden: what episode records add up where there is no one reward
+TEAM_REWARD: Key = ("collector", "team_reward")  # hidden: reward for episode records, if there are several
 IS_INIT: Key = ("is_init",)
-TRAJ_DONE: Key = ("next", "traj_done")  # the environment's own episode is over, and not only the agent's
+TRAJ_DONE: Key = ("next", "traj_done")  # the environment's own episode is over, not only the agent's
 
 FLAGS = (DONE, TERMINATED, TRUNCATED)
 RESERVED = frozenset({"action", "next", "collector", "done", "terminated", "truncated", "step_count"})
@@ -35,7 +35,7 @@ def next_of(key: Key) -> Key:
 
 
 def nested(leaves: Mapping[Key, Any]) -> dict[str, Any]:
-    """``{("a", "b"): x}`` as ``{"a": {"b": x}}``."""
+    """Convert ``{("a", "b"): x}`` to ``{"a": {"b": x}}``."""
     root: dict[str, Any] = {}
     for key, value in leaves.items():
         node = root
@@ -46,5 +46,5 @@ def nested(leaves: Mapping[Key, Any]) -> dict[str, Any]:
 
 
 def dotted(key: Key) -> str:
-    """``("next", "reward")`` as ``next.reward``, for messages and file formats."""
+    """Convert ``("next", "reward")`` to ``next.reward``, for messages and file formats."""
     return ".".join(key)

@@ -1,4 +1,4 @@
-"""The seams: what the loop needs of environments and policies, and nothing more.
+"""The protocols of environments and policies that the loop uses.
 
 The loop is then::
 
@@ -8,7 +8,7 @@ The loop is then::
         finished = step(t)  # reads action row t, writes obs row t + 1, reward and flags of row t
         ...  # resets
 
-Environments and policies see the *same* rows, those of the slot that the user will get.
+Environments and policies use the *same* rows, those of the slot that becomes the user's batch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Step = Callable[[int], "Sequence[int] | None"]
 
 @dataclass
 class Outputs:
-    """What one policy call returned, by batch key; leaves are ``[B, *shape]`` (``[*shape]`` unbatched)."""
+    """The outputs of one policy call, by batch key; leaves are ``[B, *shape]`` (``[*shape]`` unbatched)."""
 
     action: dict[Key, torch.Tensor]
     extras: dict[Key, torch.Tensor] = field(default_factory=dict)
@@ -48,37 +48,37 @@ class Outputs:
 class EnvBatch(Protocol):
     """B environments stepped together. ``muster.testing.EnvContract`` is the executable contract.
 
-    Derive from it for the defaults below.
+    Subclass it to inherit the defaults below.
 
     Attributes:
         num_envs: B.
-        batch_shape: B as policy and user see it. None: ``(B,)``, or ``()`` for one environment asked for without
-            ``num_envs``.
-        name: for messages.
-        observation_specs: what the policy sees, and what is carried over from step to step besides (nested done
-            flags, the state of a stateless environment), as it is stored. The collector may change floating dtypes
+        batch_shape: batch dimensions for policy and user. None: ``(B,)``, or ``()`` for one environment requested
+            without ``num_envs``.
+        name: name in messages.
+        observation_specs: stored dtypes and shapes of the policy's input, and of other values carried from step to
+            step (nested done flags, the state of a stateless environment). The collector may change floating dtypes
             before the first reset (``obs_dtype``); writing into rows then casts.
-        own_dtype: those of them whose dtype must not be changed.
-        bookkeeping: those of them that only policies on TensorDicts see: counters, flags, state.
-        action_specs: what it chooses.
-        step_specs: what else a step gives, stored below ``next``: rewards per agent, for instance.
-        flags: those of done, terminated and truncated that the user sees; Muster keeps all three.
-        reward_key: where ``step`` writes the reward that episode records add up, ``[B]``. ``TEAM_REWARD`` is hidden
-            from the user, for environments whose own rewards are ``step_specs``.
-        reward_dtype: of that column.
-        executed_in_row: environments stepped in a row that an error cut short; else 0.
-        final_obs_certain: False: next/observation may be unknown where an episode ends.
-        device: where rows lie; None is the host. On a device ``reset`` and ``step`` get and write tensors
-            (``lane.data``), and ``step`` must not wait for the device: it returns None, has reset what ended by
-            itself, and has written terminated, truncated and ``next`` observations of the row (``writes_next``).
+        own_dtype: keys of observations whose dtype must not be changed.
+        bookkeeping: keys of observations that only policies on TensorDicts get: counters, flags, state.
+        action_specs: the policy's actions.
+        step_specs: other results of a step, stored below ``next``, for instance rewards per agent.
+        flags: the flags among done, terminated and truncated in the user's batch; Muster stores all three.
+        reward_key: column of the reward that episode records sum up, ``[B]``. ``TEAM_REWARD`` is hidden from the
+            user, for environments whose own rewards are ``step_specs``.
+        reward_dtype: dtype of that column.
+        executed_in_row: number of environments stepped in a row that raised; else 0.
+        final_obs_certain: False: next/observation may be unknown at the end of an episode.
+        device: device of the rows; None is the host. On a device ``reset`` and ``step`` get and write tensors
+            (``lane.data``), and ``step`` must not synchronize: it returns None, resets finished environments
+            itself, and writes terminated, truncated and ``next`` observations of the row (``writes_next``).
         writes_next: the environment writes ``next`` observations itself.
-        max_steps: given before the first reset to environments that write ``next``: truncate there.
-        reset_options: passed on at the next reset, once; whatever the environment's own reset takes by keyword.
-        bypasses: it can leave environments out of a step; see ``bypass``.
-        lives_lost: of those that the last step ended, environments whose own episode goes on; see ``track_lives``.
-        repeats: observations that show another column of the row before, and which; zero where an agent's episode
-            begins.
-        casts: decides about values in another dtype than the spaces say. None: they are refused.
+        max_steps: limit of steps per episode, set before the first reset of environments that write ``next``.
+        reset_options: keyword arguments for the environments' own reset, passed once, at the next reset.
+        bypasses: the batch can leave environments out of a step; see ``bypass``.
+        lives_lost: environments that the last step ended, but whose own episode continues; see ``track_lives``.
+        repeats: observations that repeat another column of the row before, and that column; zero at the start of an
+            agent's episode.
+        casts: rules for values in another dtype than their space's. None: they are refused.
     """
 
     num_envs: int
@@ -104,45 +104,45 @@ class EnvBatch(Protocol):
     casts: Casts | None = None
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
-        """Random actions, ``[*shape, *leaf shape]`` per leaf; on a device tensors."""
+        """Draw random actions, ``[*shape, *leaf shape]`` per leaf; tensors on a device."""
 
     def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         """Start new episodes in the environments ``which`` and write their first observations.
 
         Args:
             arrays: per observation leaf ``[rows, B, *shape]``.
-            row: the row to write, in the entries ``which`` only.
+            row: number of the row; only its entries ``which`` are written.
             which: environment indices, ascending.
-            seeds: one per entry of ``which``; None lets the environments' own generators run on.
+            seeds: one per entry of ``which``; None: the environments' own generators are not reseeded.
         """
 
     def check_partial_reset(self) -> None:
-        """Raise ``UnsupportedEnv`` where single environments cannot be reset from outside."""
+        """Raise ``UnsupportedEnv`` if single environments cannot be reset by the caller."""
         return
 
     def start(self, lane: Lane) -> Step:
         """Prepare to write into ``lane``.
 
         Returns:
-            ``step(t)``: runs action row ``t``; writes observation row ``t + 1``, reward ``t``, and where an
-            episode ended ``terminated`` and ``truncated`` of row ``t`` (they are False before). Returns the
-            indices of environments whose episode ended, or None. Observation row ``t + 1`` then holds
+            ``step(t)``: runs action row ``t``; writes observation row ``t + 1``, reward ``t``, and for ended
+            episodes ``terminated`` and ``truncated`` of row ``t`` (they are False before). Returns the
+            indices of environments whose episode ended, or None. Observation row ``t + 1`` then contains
             their *last* observation; ``reset`` replaces it.
         """
 
     def bypass(self, which: Collection[int]) -> None:
-        """From the next step on leave out these environments, and no others; only if ``bypasses``.
+        """Leave these environments, and no others, out of all following steps; only if ``bypasses``.
 
-        In their place a step writes zeros into ``lane`` (where observations are objects, the last ones).
+        For them a step writes zeros into ``lane`` (the last observations, if those are objects).
         """
         raise UnsupportedEnv(f"{self.name} steps all its environments")
 
     def track_lives(self, key: str) -> None:
-        """Let ``info[key]`` (default True) say at an end whether the environment's episode is over, or only the
-        agent's, and where it is True without an end, truncate. To be called before the first ``start``.
+        """Read ``info[key]`` (default True) at an end: whether the environment's episode is over, or only the
+        agent's. If it is True without an end, truncate. Call this before the first ``start``.
 
         Raises:
-            BadOption: this batch does not look at infos.
+            BadOption: this batch does not read infos.
         """
         raise BadOption(
             f"traj_done_key={key!r} is looked up in the infos of single Gymnasium environments, and {self.name} is "
@@ -150,46 +150,46 @@ class EnvBatch(Protocol):
         )
 
     def restart_agent(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int]) -> None:
-        """Take the agent's past out of an observation row: its episode ended, and the environment's did not."""
+        """Clear the agent's past in an observation row: its episode ended, and the environment's did not."""
         return
 
     def objects(self) -> Sequence[object]:
-        """The environment objects behind it: to see that no two groups share one, and for exact resume."""
+        """The environment objects of the batch: to check that no two groups share one, and for exact resume."""
 
     def snapshot(self) -> dict[str, Any]:
-        """What the adapter itself carries from step to step besides the environments, as plain data."""
+        """Return the adapter's own state, without that of the environments, as plain data."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over a ``snapshot``."""
+        """Restore a ``snapshot``."""
         return
 
     def look_again(self) -> None:
-        """The environments were restored, and may hold other objects inside than before."""
+        """Refresh references into the environments, whose inner objects a restore may have replaced."""
         return
 
     def close(self) -> None:
-        """Close the environments, where they are the adapter's own."""
+        """Close the environments, if the adapter owns them."""
         return
 
 
 class Policy(Protocol):
-    """Something that chooses actions."""
+    """The protocol of objects that choose actions."""
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name in messages."""
 
     @property
     def path(self) -> str:
-        """How it computes actions, for ``stats()``."""
+        """Code path that computes actions, for ``stats()``."""
 
     @property
     def draws_globally(self) -> bool:
-        """It may draw from the process's global generators, and not only from its group's own."""
+        """Whether it may draw from the process's global generators, besides its group's own."""
 
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
-        """Act on ``obs``: the first real call, which shows what columns the policy's outputs need."""
+        """Act on ``obs``: the first call, from which ``columns`` are known."""
 
     def start(self, lane: Lane, rng: GroupRng) -> Act:
         """Prepare for one rollout into ``lane``.

@@ -1,9 +1,9 @@
-"""Random streams that belong to one group of environments, and never to the user.
+"""Random streams of one group of environments, separate from the user's.
 
-Modules and environments that draw from torch's, NumPy's or Python's *global* generators get the
-group's own streams for the time of a rollout; afterwards the user's are back, untouched. This happens in every
-rollout, whether or not anything draws: it cannot be seen beforehand. So it has to be cheap: NumPy's generator is
-exchanged for another, torch's state is read and set, and Python's is copied where it lies (``_PythonStream``).
+Modules and environments that draw from torch's, NumPy's or Python's *global* generators get the group's own
+streams during a rollout. The user's streams are restored unchanged afterwards. This is done in every rollout,
+because it is not known beforehand whether any code will draw. So it must be cheap: NumPy's generator is
+replaced by another, torch's state is read and set, and Python's is copied in place (``_PythonStream``).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 else:
     from muster.utils import lazy_torch as torch
 
-_RESTARTS = 1 << 31  # a spawn key that no stream has
-MT_BYTES = 625 * 4  # of a Mersenne Twister: 624 words and a position
+_RESTARTS = 1 << 31  # a spawn key that no stream uses
+MT_BYTES = 625 * 4  # size of a Mersenne Twister: 624 words and a position
 MT_TAIL = 9 * 4  # the last 8 words and the position: any draw changes the position, and 624 draws the words
 
 
 class UserStreams(NamedTuple):
-    """The user's generators, for the time in which a group's stand in for them.
+    """The user's generators, saved while a group's streams replace them.
 
     Attributes:
         numpy: the bit generator.
         python: see ``_PythonStream.state``.
-        torch, cuda: states; None where torch is not loaded, or nothing is on a GPU.
+        torch, cuda: states; None if torch is not loaded, or the group uses no GPU.
     """
 
     numpy: _NumpyStream
@@ -48,7 +48,7 @@ class UserStreams(NamedTuple):
 
 
 class GroupRng:
-    """All randomness of one group, derived from ``(seed, group)``, and from how often its worker was restarted.
+    """All random streams of one group, derived from ``(seed, group)`` and the generation of its worker.
 
     Attributes:
         numpy: for Muster's own draws (the heads' noise).
@@ -65,7 +65,7 @@ class GroupRng:
         self._legacy = _NumpyStream(np.random.MT19937(legacy))
         self._python = _PythonStream(random.Random(_word(python))).state()
         self._torch_seed = _word(torch_global)
-        self._torch: torch.Tensor | None = None  # at its beginning
+        self._torch: torch.Tensor | None = None  # None: the initial state
         self.device = device
         self._cuda = device if device is not None and device.type == "cuda" else None
         self._cuda_state: torch.Tensor | None = None
@@ -73,8 +73,8 @@ class GroupRng:
             self._cuda_state = torch.Generator(self._cuda).manual_seed(self._torch_seed).get_state()
 
     def stream(self, number: int) -> np.random.Generator:
-        """One of any number of further streams. What draws from a stream of its own, a fixed amount per step,
-        draws the same numbers however the steps are cut into batches.
+        """Return one of any number of further streams. Code that draws a fixed amount per step from a separate stream
+        draws the same numbers for every batch size.
         """
         if number not in self._streams:
             self._streams[number] = np.random.Generator(self._stream_at_its_beginning(number))
@@ -87,7 +87,7 @@ class GroupRng:
         return np.random.SFC64(self._child(4 + number))
 
     def state_dict(self) -> dict[str, Any]:
-        """All streams as plain data, those that ``stream`` will make later included. Not within ``as_global``."""
+        """Return all streams as plain data, including those that ``stream`` has not made yet. Not in ``as_global``."""
         python = random.Random(0)
         _PythonStream(python).restore(self._python)
         version, words, gauss = python.getstate()
@@ -104,9 +104,9 @@ class GroupRng:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state_dict()`` with the very same numbers; generators that were handed out go on, too.
+        """Restore ``state_dict()``, also in generators that ``stream`` has returned: they draw the same numbers again.
 
-        CUDA's stream stays as it is if only one of the two sides has a GPU.
+        CUDA's stream is not changed unless both the saved and the present group use a GPU.
         """
         self._root = np.random.SeedSequence(state["entropy"], spawn_key=tuple(state["spawn_key"]))
         self.numpy.bit_generator.state = state["numpy"]
@@ -126,7 +126,7 @@ class GroupRng:
 
     @contextmanager
     def unmoved(self) -> Iterator[None]:
-        """What is drawn meanwhile is drawn again afterwards. Not within ``as_global``."""
+        """Restore all streams when the context exits, so that its draws are repeated. Not in ``as_global``."""
         known = dict(self._streams)
         generators = [self.numpy.bit_generator, self._legacy.bit_generator, *(s.bit_generator for s in known.values())]
         states = [generator.state for generator in generators]
@@ -141,7 +141,7 @@ class GroupRng:
 
     @contextmanager
     def as_global(self) -> Iterator[None]:
-        """Put the group's streams in the place of the global ones."""
+        """Replace the global streams by the group's while the context is active."""
         user = self.install()
         try:
             yield
@@ -149,7 +149,7 @@ class GroupRng:
             self.remove(user)
 
     def install(self) -> UserStreams:
-        """Put the group's streams in the place of the global ones, until ``remove`` gets what is returned."""
+        """Replace the global streams by the group's, until ``remove`` is called with the result."""
         numpy_user = _user_stream()
         numpy_user.remember()
         python_user, torch_user, cuda_user = _user_python.state(), None, None
@@ -165,8 +165,8 @@ class GroupRng:
         return UserStreams(numpy_user, python_user, torch_user, cuda_user)
 
     def remove(self, user: UserStreams) -> None:
-        """Put the user's streams back."""
-        if sys.is_finalizing():  # a thread was acting when the program ended, and there are no more draws
+        """Restore the user's streams."""
+        if sys.is_finalizing():  # the program exits during a thread's rollout: there are no more draws
             return
         self._python = _user_python.state()
         _user_python.restore(user.python)
@@ -185,11 +185,11 @@ class GroupRng:
 
 
 class _NumpyStream:
-    """What is behind ``np.random``: a bit generator, and the second normal number that ``randn`` keeps in hand.
+    """The state of ``np.random``: a bit generator, and the second normal number that ``randn`` caches.
 
-    A change of bit generator loses the latter, and reading it costs 40 us and more, so it is read only when the
-    generator has moved since: a number in hand comes from a move (or from ``set_state`` to the very same place,
-    which is not seen).
+    Setting a bit generator drops the cached number, and reading it costs 40 us or more. So it is read only if
+    the generator has advanced: a number is cached only then (or after ``set_state`` to the same position, which
+    is not detected).
     """
 
     def __init__(self, bit_generator: Any) -> None:
@@ -207,7 +207,7 @@ class _NumpyStream:
             np.random.set_state({**np.random.get_state(legacy=False), **self.in_hand})
 
     def remember(self) -> None:
-        """Note what is in hand, while this stream is installed."""
+        """Save the cached number, while this stream is installed."""
         if self._memory is not None:
             now = self._memory.raw
             if now == self._seen and not self.in_hand:
@@ -217,13 +217,13 @@ class _NumpyStream:
         self.in_hand = {key: state[key] for key in ("has_gauss", "gauss")} if state["has_gauss"] else {}
 
 
-_user_numpy = _NumpyStream(None)  # the stream that was there when a rollout began
+_user_numpy = _NumpyStream(None)  # the stream before the last rollout
 
 
 class _PythonStream:
-    """A ``random.Random``, whose state is read and set as bytes where it lies.
+    """A ``random.Random``, whose state is read and set as bytes in its memory.
 
-    ``getstate`` and ``setstate`` make 625 Python integers each time, for 40 us per rollout.
+    ``getstate`` and ``setstate`` convert 625 Python integers each time, which costs 40 us per rollout.
     """
 
     def __init__(self, generator: Any) -> None:
@@ -234,13 +234,13 @@ class _PythonStream:
             self._memory = (ctypes.c_char * MT_BYTES).from_address(id(generator) + offset)
 
     def state(self) -> Any:
-        """For ``restore``."""
+        """Return the state for ``restore``."""
         if self._memory is None:
             return self.generator.getstate()
         return self._memory.raw, self.generator.gauss_next
 
     def restore(self, state: Any) -> None:
-        """Go on from ``state()``."""
+        """Set a state from ``state()``."""
         if self._memory is None:
             self.generator.setstate(state)
         else:
@@ -249,9 +249,9 @@ class _PythonStream:
 
 @cache
 def _python_offset() -> int | None:
-    """Where a ``random.Random`` keeps its position and its 624 words, from the object's address on; None: unknown.
+    """The offset of position and 624 words in a ``random.Random``, from the object's address; None: unknown.
 
-    They are looked for in an object with a known state, and nothing is assumed about where they are.
+    It is found by a search for a known state, without assumptions about the layout of the object.
     """
     if sys.implementation.name != "cpython":
         return None
@@ -274,7 +274,7 @@ def _user_stream() -> _NumpyStream:
 
 
 def global_streams() -> dict[str, Any]:
-    """Where the process's generators are, to be compared with ``==``; for 20 us. Torch's is left out if not loaded."""
+    """Return the states of the process's generators, to compare with ``==``, in 20 us. Torch's only if it is loaded."""
     bits = np.random.mtrand.get_bit_generator()
     numpy = ctypes.string_at(bits.ctypes.state_address, 625 * 4) if type(bits) is np.random.MT19937 else str(bits.state)
     states = {"numpy.random": (id(bits), numpy), "random": random.getstate()}

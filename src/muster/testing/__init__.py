@@ -1,4 +1,4 @@
-"""For tests of environments and policies, yours included: fake environments and contract suites."""
+"""Fake environments and contract suites, for tests of environments and policies, also yours."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "EnvContract":  # needs torch, which workers with environments of this module can do without
+    if name == "EnvContract":  # needs torch; workers with environments of this module do not
         return importlib.import_module("muster.testing.contracts").EnvContract
     raise AttributeError(f"module 'muster.testing' has no attribute {name!r}")

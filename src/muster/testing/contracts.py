@@ -1,10 +1,10 @@
-"""What every environment must do behind Muster, as tests you inherit::
+"""The requirements of Muster on every environment, as tests that you inherit::
 
     class TestMyEnv(muster.testing.EnvContract):
         def make_env(self):
             return MyEnv()
 
-Each test states its rule in its name and message. They collect with random actions only.
+Each test states its rule in its name and message. All tests collect with random actions.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ Key = tuple[str, ...]
 
 
 class EnvContract:
-    """Inherit, and say how to make the environment; anything ``Collector`` takes will do.
+    """Subclass it and implement ``make_env``; the environment can be of any kind that ``Collector`` accepts.
 
     Attributes:
-        num_envs: environments stepped together; None for what is a batch already.
-        steps: per environment and batch; a multiple of 4. Long enough for some episodes to end.
+        num_envs: environments stepped together; None if ``make_env`` returns a batch.
+        steps: steps per environment and batch; a multiple of 4, and enough for some episodes to end.
     """
 
     num_envs: int | None = 2
     steps = 24
 
     def make_env(self) -> Any:
-        """One new environment (or vector environment)."""
+        """Return a new environment (or vector environment)."""
         raise NotImplementedError("return a new environment")
 
     def collect(self, batches: int = 2, *, seed: int = 0, **options: Any) -> TensorDict:
-        """``batches`` batches joined in time, ``[B, batches * steps]``."""
+        """Collect ``batches`` batches and concatenate them in time, ``[B, batches * steps]``."""
         with self._collector(seed=seed, **options) as collector:
             parts = [collector.rollout().clone() for _ in range(batches)]
         return torch.cat(parts, parts[0].names.index("time"))
@@ -139,7 +139,7 @@ class EnvContract:
 
 
 def _ended(batch: TensorDict) -> torch.Tensor:
-    """Where an episode ended, ``[..., T]``: ``done`` at the root, or any flag where there is none."""
+    """Ends of episodes, ``[..., T]``: ``done`` at the root; if there is none, any flag."""
     after = batch["next"]
     if "done" in after.keys():  # noqa: SIM118
         done: torch.Tensor = after["done"][..., 0]
@@ -157,7 +157,7 @@ def _observation_keys(batch: TensorDict) -> list[Key]:
 
 
 def _without(batch: TensorDict, key: Key, *, last: bool) -> Any:
-    """A column without its last (or first) row in time, as a tensor or as an array of objects."""
+    """Return a column without its last (or first) row in time, as a tensor or as an array of objects."""
     column, time = batch.get(key), batch.ndim - 1
     if not torch.is_tensor(column):
         cells = np.empty(tuple(batch.batch_size), object)
@@ -177,7 +177,7 @@ def _where(column: Any, mask: torch.Tensor) -> Any:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Equal tensors (NaN equals NaN), or equal objects with arrays anywhere in them."""
+    """Whether tensors (NaN equals NaN), or nested objects with arrays, are equal."""
     if torch.is_tensor(a):
         return a.shape == b.shape and bool(torch.isclose(a, b, 0.0, 0.0, equal_nan=True).all())
     if hasattr(a, "tolist"):

@@ -1,4 +1,4 @@
-"""Environments whose data show every mistake in collecting them."""
+"""Environments whose data reveal every error of a collector."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Array = NDArray[Any]
 
 
 class CountingEnv(gymnasium.Env[Any, Any]):
-    """Observation ``[length, t]`` (float32), reward ``t + 1``; so that every pairing is decided by equality.
+    """Observation ``[length, t]`` (float32), reward ``t + 1``, so that every pairing can be checked by equality.
 
     Args:
         length: steps per episode.
         truncate: episodes end by truncation instead of termination.
         reuse: return the same array every time, changed in place.
-        noise: a third entry in observations: a random number per step from the environment's generator.
+        noise: observations have a third entry, a random number per step from the environment's generator.
 
     Attributes:
-        seeds: what ``reset`` was given, every time.
-        executed: steps over the environment's life.
+        seeds: seeds of all calls of ``reset``.
+        executed: number of all steps.
         tally: ``(return, length)`` of every episode that ended by itself.
-        closed: how often it was closed.
+        closed: number of calls of ``close``.
     """
 
     def __init__(self, length: int = 3, *, truncate: bool = False, reuse: bool = False, noise: bool = False) -> None:
@@ -71,14 +71,14 @@ class CountingEnv(gymnasium.Env[Any, Any]):
 
 
 class ChainEnv(gymnasium.Env[Any, Any]):
-    """Observation ``[episode, t, state]`` (int64), in which every state follows from the last one and the action.
+    """Observation ``[episode, t, state]`` (int64); every state is computed from the last state and the action.
 
     A row, action or environment in the wrong place breaks the chain: ``follow`` of a row's observation and
     action must be the rest of that row. Episodes end after 1, 2, 3, ... steps, by termination or truncation,
-    as the states say.
+    depending on the state.
 
     Args:
-        ends: one of so many steps ends an episode, on average.
+        ends: average number of steps per episode.
     """
 
     def __init__(self, ends: int = 5) -> None:
@@ -99,7 +99,7 @@ class ChainEnv(gymnasium.Env[Any, Any]):
         return self._obs, float(reward), bool(terminated), bool(truncated), {}
 
     def follow(self, obs: Array, action: Array) -> tuple[Array, Array, Array, Array]:
-        """What must come of ``action`` (``[...]``) on ``obs`` (``[..., 3]``).
+        """Compute the results of ``action`` (``[...]``) on ``obs`` (``[..., 3]``).
 
         Returns:
             the next observation, reward, terminated, truncated.
@@ -114,8 +114,8 @@ class SpaceEnv(gymnasium.Env[Any, Any]):
     """Samples of given spaces; an episode lasts ``length`` steps.
 
     Attributes:
-        actions: every action it got.
-        observations: every observation it returned, from ``reset`` and from ``step``.
+        actions: all actions passed to ``step``.
+        observations: all observations returned from ``reset`` and ``step``.
     """
 
     def __init__(self, observation_space: spaces.Space[Any], action_space: spaces.Space[Any], length: int = 3) -> None:
@@ -142,14 +142,14 @@ class SpaceEnv(gymnasium.Env[Any, Any]):
 
 
 class FaultyEnv(CountingEnv):
-    """A ``CountingEnv`` that goes wrong once.
+    """A ``CountingEnv`` that fails once.
 
     Args:
-        at: the step, counted over the environment's life, at which it goes wrong; 0 is the first.
-        output: replacements of what ``step`` returns: any of "obs", "reward", "terminated", "truncated", "info",
-            or "all" for the whole return value.
-        error: made and raised instead of stepping.
-        on_reset: go wrong in the reset of that number instead (with ``error``, or "obs", "info" or "all").
+        at: number of the step that fails, counted over all episodes from 0.
+        output: replacements in the return value of ``step``: any of "obs", "reward", "terminated", "truncated",
+            "info", or "all" for the whole return value.
+        error: makes the exception that is raised instead of stepping.
+        on_reset: the reset of that number fails instead (with ``error``, or "obs", "info" or "all").
         length: steps per episode.
     """
 
@@ -182,7 +182,7 @@ class FaultyEnv(CountingEnv):
         return self._answer(names, super().step(action), faulty=faulty)
 
     def _answer(self, names: tuple[str, ...], values: tuple[Any, ...], *, faulty: bool) -> Any:
-        """The honest ``values``, or what ``output`` has instead of them."""
+        """Return the correct ``values``, or their replacements in ``output``."""
         if not faulty:
             return values
         if "all" in self.output:
@@ -191,14 +191,14 @@ class FaultyEnv(CountingEnv):
 
 
 class TorchCartPole:
-    """CartPole-v1, B times at once, on tensors: as simulators on a GPU are. Never waits for the device.
+    """A batch of B CartPole-v1 environments on tensors, like a simulator on a GPU. It never synchronizes.
 
     Args:
         num_envs: B.
-        device: of all tensors.
+        device: device of all tensors.
         autoreset: SAME_STEP (``info["final_obs"]`` has the last observations) or DISABLED (``reset`` by mask).
-        final_obs: False leaves them out, as some simulators do.
-        max_steps: episodes are truncated there.
+        final_obs: False leaves out the last observations, as some simulators do.
+        max_steps: episodes are truncated after this number of steps.
 
     Attributes:
         state: ``[B, 4]`` float32: position, velocity, angle, angular velocity.
@@ -219,14 +219,14 @@ class TorchCartPole:
         high = np.array([4.8, np.inf, 24 * np.pi / 180, np.inf], np.float32)
         self.single_observation_space = spaces.Box(-high, high)
         self.single_action_space = spaces.Discrete(2)
-        self.muster_exact = final_obs  # masks are respected, and every last observation is handed over
+        self.muster_exact = final_obs  # masks are respected, and every last observation is returned
         self._generator = torch.Generator(self.device)
         self._generator.seed()
         self.state = torch.zeros(num_envs, 4, device=self.device)
         self._steps = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
 
     def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[torch.Tensor, Info]:
-        """Begin new episodes, in all environments or where ``options["reset_mask"]`` (bool ``[B]``)."""
+        """Start new episodes, in all environments or those of ``options["reset_mask"]`` (bool ``[B]``)."""
         if seed is not None:
             self._generator.manual_seed(seed)
         everywhere = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
@@ -251,7 +251,7 @@ class TorchCartPole:
         return self.state.clone(), torch.ones(self.num_envs, device=self.device), terminated, truncated, info
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def _begin(self, where: torch.Tensor) -> None:
         fresh = torch.rand(self.num_envs, 4, generator=self._generator, device=self.device) * 0.1 - 0.05

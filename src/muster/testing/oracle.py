@@ -1,4 +1,4 @@
-"""An environment whose data and counters tell what became of every one of its steps, also after kills."""
+"""An environment whose data and counters account for every one of its steps, also after its process was killed."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ Info = dict[str, Any]
 
 MOST = 1024  # environments per file
 RUNS, STARTED, EXECUTED, CLOSED = range(4)  # columns of ``OracleEnv.read``
-ENDS = 7  # one of so many steps ends an episode, on average
+ENDS = 7  # average number of steps per episode
 
-_made: Counter[tuple[str, int]] = Counter()  # by this process
+_made: Counter[tuple[str, int]] = Counter()  # environments made in this process
 
 
 @dataclass(frozen=True)
 class Fault:
-    """How an ``OracleEnv`` goes wrong.
+    """A failure of an ``OracleEnv``.
 
     Attributes:
-        do: called in the middle of it, with what would be returned; whatever it returns is returned instead.
-        on: "construct", "reset", "step" or "close".
-        at: in the call of that number, counted over a run.
-        runs: in so many runs of the environment, from the first on; None: in all.
+        do: called within the failing call with its correct return value; the result is returned instead.
+        on: the kind of call: "construct", "reset", "step" or "close".
+        at: number of the call, counted over a run from 0.
+        runs: number of runs of the environment that fail, from the first; None: all.
     """
 
     do: Callable[[Any], Any]
@@ -46,24 +46,24 @@ class Fault:
 
 
 class OracleEnv(gymnasium.Env[Any, Any]):
-    """Observation ``[env, run, episode, t, total, state]`` (int64), in which every row follows from the one before.
+    """Observation ``[env, run, episode, t, total, state]`` (int64); every row is computed from the one before.
 
-    ``state`` is a hash of the last observation and action, and decides the reward and where episodes end. So
-    ``check_stream`` sees in the data alone if anything was lost, doubled, shifted or paired wrongly. A run is what
-    one construction makes: the life of the environment until its worker ends. ``total`` counts the steps of a run.
+    ``state`` is a hash of the last observation and action, and determines the reward and the ends of episodes. So
+    ``check_stream`` detects lost, duplicated, shifted and wrongly paired rows from the data alone. A run lasts from one
+    construction of the environment until its worker exits. ``total`` counts the steps of a run.
 
-    Its counters lie in a file that is mapped into memory, and survive whatever the process does not.
+    The counters are in a memory-mapped file, and survive the process.
 
     Args:
-        path: of the file, made if it is missing; common to all environments of a test.
-        first, count: one of the environments ``first``, ``first + 1``, ... of so many that a worker makes one after
-            another. With ``create_env_fn=[partial(OracleEnv, path, 3 * i, 3) for i in range(2)]`` and ``num_envs=3``
-            their numbers are those of the collector.
-        fault: what goes wrong, if anything.
+        path: path of the file, created if it is missing; shared by all environments of a test.
+        first, count: a worker makes ``count`` environments one after another, numbered ``first``, ``first + 1``, ...
+            With ``create_env_fn=[partial(OracleEnv, path, 3 * i, 3) for i in range(2)]`` and ``num_envs=3`` the
+            numbers are those of the collector.
+        fault: the failure, if any.
 
     Attributes:
-        number: of the environment.
-        run: how often it was made before.
+        number: number of the environment.
+        run: number of the run, from 0.
         fault: may be changed.
     """
 
@@ -82,9 +82,9 @@ class OracleEnv(gymnasium.Env[Any, Any]):
 
     @staticmethod
     def read(path: str | Path) -> Array:
-        """How often each environment was made, began a step, had made it, and was closed: int64 ``[envs, 4]``.
+        """Counts of each environment's runs, started steps, executed steps, and closes: int64 ``[envs, 4]``.
 
-        Where a process was killed in the middle of a step, that one was begun and not made.
+        If a process was killed in the middle of a step, that step was started and not executed.
         """
         counts = np.array(_map(path))
         return counts[: int(np.flatnonzero(counts[:, RUNS])[-1]) + 1 if counts[:, RUNS].any() else 0]
@@ -108,7 +108,7 @@ class OracleEnv(gymnasium.Env[Any, Any]):
         self._cells[CLOSED] += 1
 
     def _pass(self, on: str, honest: Any) -> Any:
-        """What a call returns."""
+        """Return the result of a call: ``honest``, or that of the fault."""
         number, fault = self._calls[on], self.fault
         self._calls[on] += 1
         if fault is None or (fault.on, fault.at) != (on, number):
@@ -117,7 +117,7 @@ class OracleEnv(gymnasium.Env[Any, Any]):
 
 
 def follow(obs: Any, action: Any) -> tuple[Any, Any, Any, Any]:
-    """What an ``OracleEnv`` does with ``action`` on ``obs``: six numbers, or six arrays for many at once.
+    """Compute the results of ``action`` in an ``OracleEnv``; ``obs`` is six numbers, or six arrays for many at once.
 
     Returns:
         the next observation (a tuple of six), reward, terminated, truncated.
@@ -131,19 +131,19 @@ def follow(obs: Any, action: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def check_stream(batches: Iterable[TensorDict], *, gaps: int = 0) -> Counter[tuple[int, int]]:
-    """See that batches of ``OracleEnv`` (time last) have every step of every run once, in order, up to some step.
+    """Check that batches of ``OracleEnv`` (time last) have every step of every run once, in order, up to some step.
 
-    Rows that ``collector/valid`` says are blank are left out; ``truncated`` may be set besides, where Muster cut.
+    Rows that are not ``collector/valid`` are skipped; ``truncated`` may be set in further rows, where Muster truncated.
 
     Args:
-        batches: all that a collector gave, in order; may be an iterator, and is looked at as it goes.
-        gaps: so many steps are missing, each time after the end of an episode: those with outputs that Muster refused.
+        batches: all batches of a collector, in order; an iterator is checked batch by batch.
+        gaps: expected number of missing steps after ends of episodes: those with outputs that Muster refused.
 
     Returns:
-        how many steps of each run there were, by ``(env, run)``.
+        the number of steps of each run, by ``(env, run)``.
 
     Raises:
-        AssertionError: what is wrong, and where first.
+        AssertionError: the data are wrong; the message has the first place.
     """
     stream = _Stream()
     for number, batch in enumerate(batches):
@@ -153,14 +153,14 @@ def check_stream(batches: Iterable[TensorDict], *, gaps: int = 0) -> Counter[tup
 
 
 class _Stream:
-    """What is known of the steps so far."""
+    """The state of the check after some batches."""
 
     def __init__(self) -> None:
         self.rows: Counter[tuple[int, int]] = Counter()
         self.gaps = 0
-        self._last: dict[int, tuple[Array, bool]] = {}  # by environment: the observation after its last row; it ended
-        self._ids: dict[tuple[int, ...], int] = {}  # of trajectories, by environment, run and episode
-        self._used: dict[int, tuple[int, ...]] = {}  # the other way round
+        self._last: dict[int, tuple[Array, bool]] = {}  # by environment: observation after its last row; done
+        self._ids: dict[tuple[int, ...], int] = {}  # trajectory ids by environment, run and episode
+        self._used: dict[int, tuple[int, ...]] = {}  # the inverse of ``_ids``
 
     def add(self, batch: TensorDict, where: str) -> None:
         assert batch.names[-1] == "time", f"{where}: time is the last dimension"
@@ -190,7 +190,7 @@ class _Stream:
                 self._append(*parts, f"{where}, lane {lane}")
 
     def _append(self, obs: Array, after: Array, done: Array, ids: Array, where: str) -> None:
-        """Rows of one environment."""
+        """Check and add rows of one environment."""
         env, run = (int(number) for number in obs[0, :2])
         before, ended = self._last.get(env, (None, True))
         if before is not None and before[1] == run:
@@ -210,7 +210,7 @@ class _Stream:
         assert (ids[1:] == ids[:-1])[~done[:-1]].all(), f"{where}: the trajectory changes within an episode"
 
     def _join(self, before: Array, ended: Array, obs: Array, where: str) -> None:
-        """``obs`` come right after steps that led to ``before``."""
+        """Check that the rows ``obs`` directly follow the observations ``before``."""
         missing = np.where(ended, obs[:, 4] - before[:, 4], 0)
         began = (obs[:, :2] == before[:, :2]).all(-1) & (obs[:, 2] > before[:, 2]) & (obs[:, 3] == 0)
         bad = np.where(ended, ~began, (obs != before).any(-1))
@@ -224,7 +224,7 @@ class _Stream:
 
 
 def _map(path: str | Path) -> Array:
-    """The counters, in memory that others see."""
+    """Map the counters into shared memory."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.ftruncate(fd, MOST * 32)

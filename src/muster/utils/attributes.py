@@ -1,4 +1,4 @@
-"""Reaches into the user's objects by a path (``"policy.module[0].weight"``), names them; optional imports."""
+"""Paths into the user's objects (``"policy.module[0].weight"``), their names, and optional imports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from muster.errors import BadOption, text_of
 
 
 def resolve(root: Any, path: str) -> Any:
-    """What ``path`` names from ``root`` on: attributes, and subscripts with a literal; else raises ``BadOption``."""
+    """Return the object at ``path`` from ``root``: attributes, and subscripts with a literal; else ``BadOption``."""
     try:
         tree = ast.parse(f"root.{path}" if not path.startswith("[") else f"root{path}", mode="eval").body
         return _walk(root, tree)
@@ -23,25 +23,25 @@ def resolve(root: Any, path: str) -> Any:
 
 
 def named(target: str) -> Any:
-    """What ``"module:name"`` names; the module is imported."""
+    """Import the module of ``"module:name"`` and return the object with this name."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 @contextmanager
 def optional(who: str, package: str, extra: str) -> Iterator[None]:
-    """For imports of a package that is an extra of Muster: ``BadOption`` says how to install it."""
+    """Context of imports of an extra of Muster; if missing, raises ``BadOption`` with the command to install it."""
     try:
         yield
     except ImportError as error:
         if (error.name or "").partition(".")[0] != package:
-            raise  # it is there, and something else is wrong
+            raise  # the import of another module failed
         raise BadOption(f"{who} needs {package}, which is not installed: pip install 'muster-rl[{extra}]'.") from error
 
 
 @functools.cache
 def installed(distribution: str) -> str | None:
-    """The version of a distribution, None if it is not there."""
+    """The version of a distribution, None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -49,7 +49,7 @@ def installed(distribution: str) -> str | None:
 
 
 def name_of(thing: Any) -> str:
-    """Name of a user's object in messages. Never its ``repr``, which can be long, slow, or raise."""
+    """The name of a user's object in messages. Never its ``repr``, which can be long, slow, or raise."""
     if isinstance(thing, functools.partial):
         return name_of(thing.func)
     try:

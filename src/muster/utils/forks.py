@@ -1,4 +1,4 @@
-"""Forks of this process. Objects that use workers, threads, files or shared memory are copied, what they use is not."""
+"""Forks of this process: they copy objects, but not the workers, threads, files or shared memory these use."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 
 from muster.errors import ForkedProcess
 
-_NOT_OURS = ("muster.testing.", "muster.workers.forkserver")  # environments; what forks on purpose
+_NOT_OURS = ("muster.testing.", "muster.workers.forkserver")  # environments; code that forks on purpose
 
 
 class Owner:
-    """The process that made an object (``name``), which alone may use what belongs to it (``has``)."""
+    """The process that made an object (``name``); no other process may use the object's resources (``has``)."""
 
     __slots__ = ("_has", "_name", "_pid")
 
@@ -23,7 +23,7 @@ class Owner:
         self._pid, self._name, self._has = os.getpid(), name, has
 
     def is_here(self) -> bool:
-        """This is that process, and no fork of it."""
+        """Whether this process made the object, not a fork of that process."""
         return os.getpid() == self._pid
 
     def check(self) -> None:
@@ -37,14 +37,14 @@ class Owner:
 
 
 def end_on_return(of: str) -> None:
-    """In a fork (from an ``after_in_child`` hook), end it when it returns or raises into code of Muster's.
+    """Called in a fork (from an ``after_in_child`` hook): exit when it returns or raises into Muster's code.
 
-    Until then it may run another program, or a function and ``os._exit``. The frame of Muster's that called it is
-    traced, so that this costs nothing as long as there are no forks. ``of`` says what was forked.
+    Until then the fork may run another program, or a function and ``os._exit``. The innermost frame of Muster's is
+    traced in the fork only, so that this costs nothing without forks. ``of``: name of the forked process.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and not _is_ours(frame):
-        if frame.f_globals.get("__name__") == "multiprocessing.popen_fork":  # never returns, and need not be slow
+        if frame.f_globals.get("__name__") == "multiprocessing.popen_fork":  # never returns: needs no tracing
             return
         frame = frame.f_back
     if frame is None:
@@ -53,7 +53,7 @@ def end_on_return(of: str) -> None:
     def end(_: FrameType, event: str, arg: Any) -> NoReturn:
         _end(of, arg[1] if event == "exception" else None)
 
-    frame.f_trace_opcodes = True  # before anything of what it got is used
+    frame.f_trace_opcodes = True  # to end before the result is used
     frame.f_trace = end
     sys.settrace(lambda *_: None)
 
@@ -64,7 +64,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def _end(of: str, error: BaseException | None) -> NoReturn:
-    """As Python would end a program, but for what the parent has registered for the end."""
+    """Exit as Python ends a program, but without the exit handlers that the parent has registered."""
     code: Any = 1
     try:
         sys.settrace(None)

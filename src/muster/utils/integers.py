@@ -1,4 +1,4 @@
-"""Whole numbers that users give."""
+"""Integer arguments of users."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from muster.errors import BadOption
 
 
 def integer(name: str, value: Any, at_least: int | None = 1, *, of: str = "", or_else: str = "") -> int:
-    """``value`` as an ``int``: also what NumPy or torch have for one, but no bool.
+    """Convert ``value`` to an ``int``; accepts integers of NumPy and torch, but no bool.
 
-    ``at_least`` None is no bound. ``of`` (whose argument it is) and ``or_else`` (another valid value) are for the
-    message of ``BadOption``.
+    ``at_least`` None: there is no bound. ``of`` (the function with this argument) and ``or_else`` (another valid value)
+    are for the message of ``BadOption``.
     """
     number = None
     if not isinstance(value, (bool, np.bool_)):

@@ -1,6 +1,6 @@
-"""Ctrl-C where it does no harm: in the user's code and in waits, but not between two lines of the books.
+"""Defers Ctrl-C to points where all counters are consistent: to the user's code and to waits.
 
-Only the main thread runs signal handlers, and only there does any of this have an effect.
+Only the main thread runs signal handlers. In other threads this has no effect.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ SIGINT: int = _signal.SIGINT
 
 
 class _Interrupts:
-    """Stands in for the handler of SIGINT while a ``postponed`` context is entered."""
+    """Replaces the handler of SIGINT while a ``postponed`` context is active."""
 
     def __init__(self) -> None:
-        self.contexts: list[bool] = []  # that are entered, outermost first: whether Ctrl-C takes effect
+        self.contexts: list[bool] = []  # active contexts, outermost first: whether Ctrl-C takes effect
         self.usual: Any = None
         self.noted = False
         self.handler = self._handle
 
     def begin(self, before: Any) -> None:
-        self.usual = self.usual if before is self.handler else before  # else an interruption has left it there
+        self.usual = self.usual if before is self.handler else before  # else an interrupt left the handler installed
         self.contexts, self.noted = [], False
         _signal.signal(SIGINT, self.handler)
 
@@ -51,9 +51,9 @@ _interrupts = _Interrupts()
 
 
 class postponed(ContextDecorator):  # noqa: N801 (used as a function)
-    """Ctrl-C takes effect in the next ``allowed`` context inside, else at the end; the second one does so at once."""
+    """Defers Ctrl-C to the next ``allowed`` context inside, else to the end; a second Ctrl-C takes effect at once."""
 
-    _depth = -1  # of the contexts around; -1: this has no effect
+    _depth = -1  # number of outer contexts; -1: this has no effect
     _outermost = False
 
     def _recreate_cm(self) -> postponed:
@@ -72,7 +72,7 @@ class postponed(ContextDecorator):  # noqa: N801 (used as a function)
             if self._outermost:
                 state.begin(before)
             state.contexts.append(False)
-        except BaseException:  # of a signal that came in between
+        except BaseException:  # raised by a signal handler meanwhile
             self.__exit__()
             raise
 
@@ -81,18 +81,18 @@ class postponed(ContextDecorator):  # noqa: N801 (used as a function)
         if depth < 0:
             return
         try:
-            if self._outermost and _signal.getsignal(SIGINT) is state.handler:  # else another one was set meanwhile
+            if self._outermost and _signal.getsignal(SIGINT) is state.handler:  # else another handler was set
                 _signal.signal(SIGINT, state.usual)
-        finally:  # which a signal may leave at any line
+        finally:  # a signal handler can raise at any line
             del state.contexts[depth:]
         if state.noted and (not depth or state.contexts[-1]):
             state.deliver()
 
 
 class allowed:  # noqa: N801 (used as a function)
-    """Ctrl-C takes effect, here at the latest: this waits, or calls code of the user's."""
+    """Lets a deferred or new Ctrl-C take effect: in waits, and in calls of the user's code."""
 
-    _depth = -1  # of the contexts around; -1: this has no effect
+    _depth = -1  # number of outer contexts; -1: this has no effect
 
     def __enter__(self) -> None:
         state = _interrupts
@@ -118,4 +118,4 @@ def _note_main_thread() -> None:
 
 
 _main_thread = threading.main_thread().ident
-os.register_at_fork(after_in_child=_note_main_thread)  # where the thread that has forked is the main one
+os.register_at_fork(after_in_child=_note_main_thread)  # in a fork, the forking thread is the main thread

@@ -1,6 +1,6 @@
-"""``torch``, imported when something of it is first used: workers that only step environments never do.
+"""``torch``, imported on first use: workers that only step environments never import it.
 
-Modules on their path have, in the place of ``import torch``::
+Modules that these workers import have, instead of ``import torch``::
 
     if TYPE_CHECKING:
         import torch
@@ -17,5 +17,5 @@ from typing import Any
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    value = globals()[name] = getattr(importlib.import_module("torch"), name)  # the next time without this function
+    value = globals()[name] = getattr(importlib.import_module("torch"), name)  # later uses skip this function
     return value

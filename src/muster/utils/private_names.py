@@ -1,7 +1,7 @@
-"""Private names of other packages: when Muster may use them.
+"""Private names of other packages, and the versions with which Muster may use them.
 
-A private name can change in any release. Muster uses one only where the public way costs time in every step or does
-not exist, only after ``usable`` has returned True, and with a public way beside it. A test compares this with
+A private name can change in any release. Muster uses one only if the public alternative costs time in every step or
+does not exist, only after ``usable`` has returned True, and with a public fallback. A test compares this with
 docs/decisions/0018-private-names.md, which lists every name.
 """
 
@@ -18,7 +18,7 @@ from muster.errors import BadOption
 VARIABLE = "MUSTER_PRIVATE_NAMES"
 """Set to ``never``, no private name is used (those of torchrl excepted, which have no public way)."""
 
-# The first version with which the names were checked, and the first with which they need another look.
+# The first version with which the names were checked, and the first with which they must be checked again.
 CHECKED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "gymnasium": ((1, 1), (2,)),
     "ray": ((2, 52), (3,)),
@@ -29,14 +29,14 @@ CHECKED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 
 def usable(package: str, *owners: tuple[Any, tuple[str, ...]]) -> bool:
-    """Whether private names of a package in ``CHECKED`` may be used: checked version, owners have the attributes."""
+    """Whether private names of a package may be used: its version is ``CHECKED``, and owners have the attributes."""
     if os.environ.get(VARIABLE) == "never" or not _is_checked(package):
         return False
     return all(hasattr(owner, name) for owner, names in owners for name in names)
 
 
 def require(package: str, extra: str) -> None:
-    """Raise ``BadOption`` unless the package has a checked version; for adapters without a public way."""
+    """Raise ``BadOption`` unless the package has a checked version; for adapters without a public fallback."""
     if not _is_checked(package):
         first, end = (".".join(map(str, version)) for version in CHECKED[package])
         raise BadOption(
@@ -56,16 +56,16 @@ def _version(package: str) -> str:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """``2.13.0+cpu`` as (2, 13, 0)."""
+    """Convert ``2.13.0+cpu`` to (2, 13, 0)."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
 @cache
 def tensordict_maker() -> Any:
-    """Makes a TensorDict of tensors whose shapes are known to fit: ``maker(entries, batch_size=, names=, device=)``.
+    """Return a constructor of TensorDicts for tensors that fit: ``maker(entries, batch_size=, names=, device=)``.
 
-    The private way leaves out TensorDict's checks, which would be most of the time of a batch of few steps.
+    The private constructor skips TensorDict's checks, which take most of the time for a batch of few steps.
     """
     from tensordict import TensorDict
 

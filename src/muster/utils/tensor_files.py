@@ -1,4 +1,4 @@
-"""Tensors and a JSON text in one safetensors file, all of it under CRC32s: recordings and checkpoints."""
+"""Tensors and a JSON text in one safetensors file, all covered by CRC32 checksums: recordings and checkpoints."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ STORABLE = frozenset(
     | {torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64}
     | {torch.float8_e4m3fn, torch.float8_e5m2}
 )
-MOST_HEADER_BYTES = 100_000_000  # what safetensors reads
+MOST_HEADER_BYTES = 100_000_000  # limit of safetensors
 
 _CRC = b'{"crc32": "%08x",'
 _CRC_BYTES = len(_CRC % 0)
 
 
 class Damaged(ValueError):
-    """The file is not as it was written."""
+    """The file is damaged: it differs from the written one."""
 
 
 def seal(about: Mapping[str, Any], **options: Any) -> bytes:
-    """``about`` as JSON (ASCII) whose first field is the CRC32 of what follows it; ``options`` of ``json.dumps``."""
+    """Encode ``about`` as JSON (ASCII) whose first field is the CRC32 of the rest; ``options`` of ``json.dumps``."""
     rest = json.dumps(about, **options)[1:].encode()
     return _CRC % zlib.crc32(rest) + rest
 
 
 def unseal(text: bytes) -> dict[str, Any]:
-    """What ``seal`` was given; ``Damaged`` if the text is another one."""
+    """Decode a text from ``seal``. Raises ``Damaged`` if it was changed."""
     if text[:_CRC_BYTES] != _CRC % zlib.crc32(text[_CRC_BYTES:]):
         raise Damaged("its description does not match its checksum")
     try:
@@ -50,9 +50,9 @@ def unseal(text: bytes) -> dict[str, Any]:
 
 
 def encode(tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> bytes:
-    """The content of a file of contiguous CPU tensors of ``STORABLE`` dtypes, no two in the same memory, and JSON.
+    """Return the content of a file with JSON and contiguous CPU tensors of ``STORABLE`` dtypes that share no memory.
 
-    ``ValueError``: names and ``about`` are more than a header can hold.
+    Raises ``ValueError`` if names and ``about`` exceed the size of a header.
     """
     text = seal({"tensors": {name: _checksum(tensor) for name, tensor in tensors.items()}, "about": about})
     content = save(dict(tensors), {"muster": text.decode()})
@@ -63,7 +63,7 @@ def encode(tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> byt
 
 @dataclass(frozen=True)
 class TensorFile:
-    """An open file of ``encode``: its JSON, and the names of its tensors."""
+    """An open file from ``encode``: its JSON, and the names of its tensors."""
 
     about: Any
     names: tuple[str, ...]
@@ -74,7 +74,7 @@ class TensorFile:
         return tuple(self._file.get_slice(name).get_shape())
 
     def tensor(self, name: str, *, check: bool = True) -> torch.Tensor:
-        """A tensor as a private memory map, with ``check`` read and compared with its checksum (``Damaged``)."""
+        """Return a tensor as a private memory map; with ``check`` its checksum is verified (``Damaged``)."""
         if name not in self.names:
             raise Damaged(f"{name!r} is missing")
         tensor: torch.Tensor = self._file.get_tensor(name)
@@ -87,9 +87,9 @@ class TensorFile:
 
 @contextmanager
 def opened(file: IO[bytes], path: str | os.PathLike[str]) -> Iterator[TensorFile]:
-    """Read the header of ``file``, which is open; tensors that are taken stay valid afterwards. Raises ``Damaged``.
+    """Read the header of an open ``file``; its tensors stay valid after the context. Raises ``Damaged``.
 
-    Where the system allows it, this very file is read, whatever ``path`` names now.
+    If the system supports it, the open file itself is read, even if ``path`` now names another one.
     """
     same = f"/proc/self/fd/{file.fileno()}"
     try:
@@ -112,7 +112,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def from_bytes(content: bytes) -> torch.Tensor:
-    """A copy, ``[bytes]`` uint8."""
+    """Return a copy of ``content``, ``[bytes]`` uint8."""
     return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 

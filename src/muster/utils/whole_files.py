@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and never reached through a link; and JSON from untrusted sources."""
+"""Atomic writes of files, without following links; and JSON from untrusted sources."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(
 
 
 def write_whole(path: Path, parts: Iterable[Any], *, mode: int = 0o666) -> None:
-    """Make the file ``path`` of ``parts`` (buffers): after a crash it is there completely, or as it was before.
+    """Write ``parts`` (buffers) to the file ``path``: after a crash the file is the complete new or the old one.
 
-    Any number of threads and processes may write one path at the same time: a reader sees one of their files, whole.
-    ``mode`` are the permissions of a new file, less the umask; those of a file that is replaced are kept, without what
-    ``mode`` does not allow. ``OSError``: the file is as before (unless only the directory's own fsync failed).
+    Threads and processes may write one path concurrently: a reader gets the complete file of one of them.
+    ``mode``: permissions of a new file, before the umask is applied; a replaced file keeps its permissions, as far as
+    ``mode`` allows them. After ``OSError`` the file is unchanged (unless only the fsync of its directory failed).
     """
     _remove_leftovers(path)
     temporary, fd = _create(path, mode)
@@ -36,9 +36,9 @@ def write_whole(path: Path, parts: Iterable[Any], *, mode: int = 0o666) -> None:
                 file.write(part)
             file.flush()
             os.fsync(fd)
-            if sys.platform != "win32":  # while the file is locked: it is not taken for a leftover
+            if sys.platform != "win32":  # while the file is locked, and so not removed as a leftover
                 os.replace(temporary, path)
-        if sys.platform == "win32":  # where no open file can be renamed
+        if sys.platform == "win32":  # which cannot rename open files
             os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -48,7 +48,7 @@ def write_whole(path: Path, parts: Iterable[Any], *, mode: int = 0o666) -> None:
 
 @contextmanager
 def written_elsewhere(path: Path) -> Iterator[Path]:
-    """A path of the same name in a folder of its own, for what writes files by name; then copied to ``path``, whole."""
+    """Yield a path of the same name in a temporary folder, to write a file by name; copy it to ``path`` atomically."""
     with tempfile.TemporaryDirectory(prefix="muster-") as folder:
         made = Path(folder, path.name)
         yield made
@@ -57,8 +57,8 @@ def written_elsewhere(path: Path) -> Iterator[Path]:
 
 
 def try_lock(fd: int) -> bool:
-    """Lock a file for as long as ``fd`` is open; False if another process has. ``OSError``: no locks here."""
-    if sys.platform != "win32":  # there nothing is held
+    """Lock a file while ``fd`` is open; False if another process has locked it. ``OSError``: no locks here."""
+    if sys.platform != "win32":  # no locks on Windows
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -67,13 +67,13 @@ def try_lock(fd: int) -> bool:
 
 
 def unlock(fd: int) -> None:
-    """Let go, also on behalf of forked children that share ``fd``."""
+    """Unlock, also for forked children that share ``fd``."""
     if sys.platform != "win32":
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def is_at(path: Path, fd: int) -> bool:
-    """Whether the file that is open as ``fd`` is still the one called ``path``."""
+    """Whether ``path`` still names the file that is open as ``fd``."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(path))
     except OSError:
@@ -81,7 +81,7 @@ def is_at(path: Path, fd: int) -> bool:
 
 
 def read_json(text: bytes | bytearray | str) -> Any:
-    """``json.loads`` for a text that may hold anything: ``ValueError`` for whatever is wrong with it."""
+    """``json.loads`` for untrusted text: raises ``ValueError`` for every invalid text."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -89,15 +89,15 @@ def read_json(text: bytes | bytearray | str) -> Any:
 
 
 def _create(path: Path, mode: int) -> tuple[Path, int]:
-    """A file of our own beside ``path``, held for as long as the descriptor is open."""
+    """Create a temporary file beside ``path``, locked while the descriptor is open."""
     while True:
         temporary = path.with_name(f"{path.name}.{secrets.token_hex(6)}{TEMPORARY}")
         fd, held = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS, mode), True
-        with suppress(OSError):  # without locks no file is taken for a leftover
+        with suppress(OSError):  # without locks no leftovers are removed
             held = try_lock(fd)
         if held and is_at(temporary, fd):
             break
-        os.close(fd)  # it was taken for a leftover before it was held
+        os.close(fd)  # another process took it for a leftover before it was locked
         temporary.unlink(missing_ok=True)
     if sys.platform != "win32":
         with suppress(OSError):
@@ -108,8 +108,8 @@ def _create(path: Path, mode: int) -> tuple[Path, int]:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Temporary files for ``path`` of processes that were killed: they are not locked any more."""
-    if sys.platform == "win32":  # where it cannot be told whether one is locked
+    """Remove temporary files for ``path`` of killed processes, which are no longer locked."""
+    if sys.platform == "win32":  # locks are not known there
         return
     like = re.compile(re.escape(path.name) + r"\.[0-9a-f]{12}" + re.escape(TEMPORARY))
     with suppress(OSError):
