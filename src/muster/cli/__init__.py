@@ -1,1 +1,1 @@
-"""The ``muster`` command. Starting it loads neither torch nor gymnasium; collecting does."""
+"""The ``muster`` command. Its start imports neither torch nor gymnasium; collecting does."""

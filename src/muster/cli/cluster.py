@@ -50,7 +50,7 @@ class ClusterCommand:
 
 
 def node(command: NodeCommand) -> int:
-    """Run the command. Returns 0 after a goodbye, 1 if the collector ended without one, or cannot be reached."""
+    """Run the command. Returns 0 after the collector's goodbye, 1 if it ended without one, or cannot be reached."""
     if command.number is not None and command.number < 0:
         raise BadOption(f"--number {command.number}: nodes are numbered from 0.")
     check_seconds(command, "wait")
@@ -58,18 +58,18 @@ def node(command: NodeCommand) -> int:
 
 
 def is_node(command: Collect) -> bool:
-    """Whether this process is a rank of torchrun other than the first: that one collects, the others are its nodes."""
+    """Whether this process is a rank of torchrun other than the first, which collects; the others are its nodes."""
     return command.backend == "torchrun" and (_rank() or 0) > 0
 
 
 def serve_rank(command: Collect) -> int:
-    """Be that node. Its first Ctrl-C or SIGTERM is left to the collector, which gets it too and then says goodbye."""
+    """Run as that node. The first Ctrl-C or SIGTERM is ignored: the collector gets it too, and then stops the node."""
     with StopSignals("the collector says goodbye first; again to stop at once."):
         return _serve(None, None, None, NodeCommand("", wait=command.join_timeout))
 
 
 def check(command: Collect) -> None:
-    """Raise ``BadOption`` for options that do not go together."""
+    """Raise ``BadOption`` for options that contradict each other."""
     backend, nodes = command.backend, command.nodes
     if backend is None:
         refuse_given(command, ("nodes", "min_nodes", "address", "bind", "join_timeout"), "nodes: add --backend")
@@ -108,12 +108,12 @@ def _check_ranks(nodes: int | None) -> None:
 
 
 def nodes_of(command: Collect) -> int | None:
-    """How many there are; None without any."""
+    """The number of nodes; None without any."""
     return int(os.environ["WORLD_SIZE"]) - 1 if command.backend == "torchrun" else command.nodes
 
 
 def make_collector(command: Collect, policy: Any, options: dict[str, Any]) -> BaseCollector:
-    """The collector of ``--backend``; ``options["frames_per_batch"]`` is that of a whole batch."""
+    """Make the collector of ``--backend``; ``options["frames_per_batch"]`` is the size of a whole batch."""
     from muster.collectors.clusters import DistributedCollector, RayCollector
 
     nodes, workers = nodes_of(command) or 1, command.workers or 1
@@ -122,7 +122,7 @@ def make_collector(command: Collect, policy: Any, options: dict[str, Any]) -> Ba
         "sync": sync,
         "collector_class": "single" if workers == 1 else "sync" if sync else "async",
         "num_workers_per_collector": workers,
-        "frames_per_batch": options["frames_per_batch"] // (nodes if sync else 1),  # of each node
+        "frames_per_batch": options["frames_per_batch"] // (nodes if sync else 1),  # per node
         "inference": command.inference,
         "alternating": command.alternating,
         "on_failure": command.on_failure,
@@ -143,11 +143,11 @@ def make_collector(command: Collect, policy: Any, options: dict[str, Any]) -> Ba
 
 
 def endpoint(bind: str | None) -> tuple[str, int]:
-    """Host and port (0: any) of ``HOST``, ``HOST:PORT`` or ``[HOST]:PORT``; None is loopback."""
+    """Parse ``HOST``, ``HOST:PORT`` or ``[HOST]:PORT`` into host and port (0: any); None is loopback."""
     if bind is None:
         return "127.0.0.1", 0
     host, colon, port = bind.rpartition(":")
-    if not colon or port.endswith("]") or (":" in host and not host.startswith("[")):  # no port; perhaps IPv6
+    if not colon or port.endswith("]") or (":" in host and not host.startswith("[")):  # no port, or a bare IPv6 address
         return bind.strip("[]"), 0
     if not port.isdecimal() or not 0 < int(port) < 1 << 16 or not host:
         raise BadOption(f"--bind {bind}: expected HOST or HOST:PORT, with a port from 1 to 65535.")
@@ -175,7 +175,7 @@ def _rank() -> int | None:
 
 
 def _token(needed: str = "") -> bytes | None:
-    """The token that is set; raises ``BadOption`` if there is none, and something ``needed`` it."""
+    """Read the token; if there is none, return None, or raise ``BadOption`` that begins with ``needed``."""
     from muster.cluster.rendezvous import read_token
 
     token = read_token(None)
@@ -185,7 +185,7 @@ def _token(needed: str = "") -> bytes | None:
 
 
 def cluster(_: ClusterCommand) -> int:
-    """Run the command: what is installed, by backend, and how it is used. Nothing of it is imported or started."""
+    """Run the command: print what is installed and how to use it, by backend. Backends are not imported or started."""
     ray, submitit = installed("ray"), installed("submitit")
     gloo = f"torch.distributed of {installed('torch') or 'torch'}"
     alone = "" if shutil.which("srun") else "; without SLURM, jobs are processes of this machine"

@@ -1,4 +1,4 @@
-"""``muster collect``: experience from one environment id, shown and recorded."""
+"""``muster collect``: collects experience from one environment id, shows statistics, and records it."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def collect(command: Collect) -> int:
 
 
 def _run(command: Collect, collector: BaseCollector, recorder: Recorder | None, stop: StopSignals) -> str:
-    """Collect all frames, unless a signal comes, and close the recorder; returns what is to be said in the end."""
+    """Collect all frames, or until a signal, and close the recorder; returns the text to print at the end."""
     returns, recording_s, began_s = Returns(), 0.0, time.perf_counter()
     total, stats = command.frames, collector.stats
     with progress("collect", total, quiet=command.quiet, lines=lambda: worker_lines(stats().workers)) as show:
@@ -145,7 +145,7 @@ def _run(command: Collect, collector: BaseCollector, recorder: Recorder | None, 
 
 
 def _check(command: Collect) -> int:
-    """The size of a batch, if all numbers fit together."""
+    """Check the options, and return the frames per batch."""
     cluster.check(command)
     if command.workers is None and command.backend is None:
         of_workers = ("asynchronous", "threads", "on_failure", "inference", "alternating")
@@ -184,7 +184,7 @@ def _make_collector(command: Collect, policy: Any, frames: int) -> BaseCollector
 
 @contextmanager
 def _full_disk(recorder: Recorder) -> Iterator[None]:
-    """Tell the user of the command what to do: ``BadRecording`` advises to repeat a call."""
+    """Replace the advice of ``BadRecording``, which is to repeat a call, by one for the command line."""
     try:
         yield
     except BadRecording as error:

@@ -1,6 +1,6 @@
-"""``muster doctor``: this machine, and versions that are known not to work together.
+"""``muster doctor``: properties of this machine, and versions that are known not to work together.
 
-Versions come from package metadata: nothing is imported that could be broken or slow.
+Versions are read from package metadata, without imports, which could fail or be slow.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ CORE = ("muster-rl", "torch", "tensordict", "numpy", "gymnasium", "safetensors",
 SIMULATORS = ("ale-py", "mujoco", "mujoco-mjx", "dm-control", "gymnasium-robotics", "brax", "gymnax", "jax")
 ENVIRONMENTS = ("envpool", "pettingzoo", "mpe2", "minigrid", "minatar", "minari", "pillow", "six")
 SYSTEMS = ("torchrl", "stable-baselines3", "tianshou", "ray", "submitit")
-SMALL_SHM_BYTES = 512 << 20  # Docker gives 64 MiB unless asked for more
+SMALL_SHM_BYTES = 512 << 20  # the default of Docker is 64 MiB
 FEW_FILES = 1024
 FILES_OF_A_WORKER = 3  # channel, progress, life
-FILES_OF_OTHERS = 40  # of Python, torch, and what a collector has once
+FILES_OF_OTHERS = 40  # of Python, torch, and the collector itself
 
 Versions = Mapping[str, str]
 
@@ -35,7 +35,7 @@ class Doctor:
 
 @dataclass(frozen=True)
 class Problem:
-    """A known-bad combination and the way out of it."""
+    """A known-bad combination and its fix."""
 
     what: str
     fix: str
@@ -62,7 +62,7 @@ def doctor(_: Doctor) -> int:
 
 
 def known_bad(versions: Versions) -> list[Problem]:
-    """Combinations that were seen to fail, among ``versions`` (distribution name to version)."""
+    """The combinations in ``versions`` (distribution name to version) that are known to fail."""
     have = {name: numbers(version) for name, version in versions.items()}
     mujoco, torchrl = have.get("mujoco", ()), have.get("torchrl", ())
     rows = [
@@ -104,7 +104,7 @@ def known_bad(versions: Versions) -> list[Problem]:
 
 
 def notes(versions: Versions) -> list[str]:
-    """What is worth knowing and no fault."""
+    """Hints that are not problems."""
     found = []
     if "pettingzoo" in versions and "mpe2" not in versions:
         found.append("pettingzoo.mpe has moved to a package of its own: pip install mpe2")
@@ -121,7 +121,7 @@ def notes(versions: Versions) -> list[str]:
 
 
 def machine() -> dict[str, str]:
-    """What the processes of a collector share."""
+    """The resources that the processes of a collector share."""
     shm, files, memory = _shm_bytes(), _open_files(), _memory_bytes()
     return {
         "python": f"{platform.python_version()} ({platform.platform()})",
@@ -134,7 +134,7 @@ def machine() -> dict[str, str]:
 
 
 def workers(files: int | None) -> dict[str, str]:
-    """How worker processes are started, what they share, and how many there can be if ``files`` may be open."""
+    """How worker processes are started, what they share, and how many the limit of open ``files`` allows."""
     if sys.platform == "win32":
         return {"workers": "threads only (backend='threads')"}
     linux = sys.platform == "linux"
@@ -150,7 +150,7 @@ def _cores() -> int | None:
 
 
 def _memory_bytes() -> int | None:
-    """Physical memory, or what the container may use of it."""
+    """Physical memory, or the limit of the container if it is lower."""
     if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
         return None
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""``muster eval``: how good a policy is, with an exact number of episodes and a confidence interval."""
+"""``muster eval``: evaluates a policy on an exact number of episodes, with a confidence interval."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ def evaluate(command: Eval) -> int:
     if wanted:
         from muster.evaluation.video import writer
 
-        writer()  # rather than find out at the end
+        writer()  # raises now, not at the end
     with prepared(command, command.seed) as (policy, description), StopSignals() as stop:
         evaluation = _evaluate(command, policy, stop)
         files: list[Path] = []
         try:
             files += (evaluation.video(which, command.out) for which in wanted if evaluation.records)
-        finally:  # whatever becomes of the videos
+        finally:  # also if a video fails
             if command.json:
                 about = {"policy": description, "videos": list(map(str, files))}
                 print(json.dumps({**evaluation.as_dict(), **about}))
@@ -137,7 +137,7 @@ def _videos(command: Eval) -> list[str | int]:
 
 
 def table(evaluation: Evaluation, policy: str, files: list[Path]) -> str:
-    """What is printed at the end."""
+    """The text that is printed at the end."""
     plus_minus, _ = symbols()
     done, low_high = evaluation, evaluation.confidence_interval()
     lines = [f"policy    {policy}"]

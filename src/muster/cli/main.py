@@ -1,4 +1,4 @@
-"""Entry point: which command, and how errors look."""
+"""Entry point: parses the command line, runs a command, and prints errors."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ Read a recording with:  python -c "import muster; print(muster.load('runs/a'))"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (None: the process's own).
+    """Run the command line ``argv`` (None: that of this process).
 
     Returns:
-        the exit code: 0; 1 if doctor found a problem, a replay failed or a node has lost its collector; 2 for a wrong
-        request, with one message; 130 and 143 when stopped by Ctrl-C and SIGTERM.
+        the exit code: 0; 1 if doctor found a problem, a replay failed or a node has lost its collector; 2 for a
+        ``MusterError``, with one message; 130 and 143 when stopped by Ctrl-C and SIGTERM; 141 if stdout was closed.
 
     Raises:
-        SystemExit: from the parser, for ``--help`` (0) and arguments it does not understand (2).
+        SystemExit: from the parser, for ``--help`` (0) and invalid arguments (2).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments in (["--version"], ["-V"]):
@@ -72,13 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("muster: stopped at once", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output is gone: `muster ... | head`
+    except BrokenPipeError:  # the reader of the output has exited: `muster ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
 
 
 def _parse(arguments: Sequence[str]) -> Any:
-    """An object of one of the ``COMMANDS``."""
+    """Parse ``arguments`` into an object of one of the ``COMMANDS``."""
     import tyro
 
     described: list[Any] = [

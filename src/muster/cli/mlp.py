@@ -1,4 +1,4 @@
-"""The built-in network: linear layers with tanh between them, fresh or from a file of weights."""
+"""The built-in network: linear layers with tanh between them, with new weights or those of a file."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _INSTEAD = "Use --policy random, or your own with --policy FILE.py:NAME --allow-
 
 
 class Float(nn.Module):
-    """Other dtypes as float32, unscaled."""
+    """Converts other dtypes to float32, unscaled."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.float()
 
 
 def fresh(observation: Any, action: Any, seed: int) -> tuple[nn.Module, str]:
-    """A head over a new network, and its description."""
+    """Return a head with a new network, and its description."""
     inputs, outputs = _widths(observation, action)
     sizes = [inputs, *HIDDEN, outputs]
     with torch.random.fork_rng(devices=[]):
@@ -42,7 +42,7 @@ def fresh(observation: Any, action: Any, seed: int) -> tuple[nn.Module, str]:
 
 
 def from_file(path: Path, observation: Any, action: Any) -> tuple[nn.Module, str]:
-    """A head over the network whose ``state_dict()`` (or whose head's) is in a safetensors file; its description."""
+    """Load a network's (or its head's) ``state_dict()`` from a safetensors file; return the head, and a description."""
     ends = _widths(observation, action)
     tensors = _read(path)
     layers = {key.removeprefix("net."): value for key, value in tensors.items() if key != "log_std"}
@@ -66,7 +66,7 @@ def from_file(path: Path, observation: Any, action: Any) -> tuple[nn.Module, str
 
 
 def _widths(observation: Any, action: Any) -> tuple[int, int]:
-    """Inputs and outputs of a network for these spaces."""
+    """The numbers of inputs and outputs of a network for these spaces."""
     if not isinstance(observation, spaces.Box):
         raise UnsupportedSpace(f"The built-in MLP takes Box observations, and these are {observation}. {_INSTEAD}")
     inputs = math.prod(observation.shape)
@@ -82,7 +82,7 @@ def _widths(observation: Any, action: Any) -> tuple[int, int]:
 
 
 def _mlp(observation: Any, sizes: list[int]) -> nn.Sequential:
-    """Linear layers at 0, 2, 4, ... with tanh between them; preparations have names, not numbers."""
+    """Make linear layers at 0, 2, 4, ... with tanh between them; preprocessing layers have names, not numbers."""
     net = nn.Sequential()
     for i, (a, b) in enumerate(pairwise(sizes)):
         if i:

@@ -1,4 +1,4 @@
-"""Options that several commands have, and numbers: how they are written, checked, and divided into batches."""
+"""Options of several commands; numbers: their notation, checks, and division into batches."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from muster.errors import BadOption
 
-TARGET_FRAMES = 2048  # per batch: large enough that batches cost nothing, small enough to stop and report often
+TARGET_FRAMES = 2048  # per batch: large enough for a negligible cost per batch, small enough to stop and report often
 MAX_FRAMES = 65_536
 _FORM = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,2})?)([kmb]?)", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
 
 
 def parse_count(text: str) -> int:
-    """``100k``, ``1.5M``, ``1e6``, ``51_200`` or ``51,200`` as an int; ``ValueError`` for anything else."""
+    """Parse ``100k``, ``1.5M``, ``1e6``, ``51_200`` or ``51,200``; raises ``ValueError`` for other texts."""
     match = _FORM.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is no number of frames; write it like 51200, 51_200, 100k or 1e6")
@@ -70,10 +70,10 @@ AllowImport = Annotated[
 
 
 def refuse_given(command: Any, names: Sequence[str], what: str) -> None:
-    """Raise ``BadOption`` if one of these fields of a command has another value than its default.
+    """Raise ``BadOption`` if one of these fields of a command differs from its default.
 
     Args:
-        what: the options are about, and how to get it.
+        what: subject of these options, and how to enable it, for the message.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(command)}
     for name in names:
@@ -82,7 +82,7 @@ def refuse_given(command: Any, names: Sequence[str], what: str) -> None:
 
 
 def check_numbers(command: Any, **least: int) -> None:
-    """Raise ``BadOption`` if one of these fields of a command (or a number in it) is less than this; None is not."""
+    """Raise ``BadOption`` if a field of a command (or a number in it) is less than its bound; None is accepted."""
     for name, bound in least.items():
         value = getattr(command, name)
         for number in value if isinstance(value, tuple) else (value,):
@@ -91,7 +91,7 @@ def check_numbers(command: Any, **least: int) -> None:
 
 
 def check_seconds(command: Any, name: str) -> None:
-    """Raise ``BadOption`` unless a field of a command is a finite time."""
+    """Raise ``BadOption`` unless a field of a command is positive and finite."""
     if not 0 < (value := getattr(command, name)) < math.inf:
         raise BadOption(f"{_flag(name)} {value:g}: expected more than 0.")
 
@@ -101,9 +101,9 @@ def _flag(name: str) -> str:
 
 
 def frames_per_batch(frames: int, envs: int, wanted: int | None, workers: int = 1, nodes: int = 1) -> int:
-    """A batch size that divides ``frames`` and is a multiple of ``envs`` times ``workers`` times ``nodes``.
+    """Return a batch size that divides ``frames`` and is a multiple of ``envs`` times ``workers`` times ``nodes``.
 
-    Without a size ``wanted``, the one nearest to ``TARGET_FRAMES``. A ``BadOption`` names the nearest numbers.
+    If ``wanted`` is None, it is the size nearest to ``TARGET_FRAMES``. ``BadOption`` names the nearest valid numbers.
     """
     of = f"--envs {envs}" if workers == 1 else f"--workers {workers} x --envs {envs}"
     of = of if nodes == 1 else f"--nodes {nodes} x {of}"

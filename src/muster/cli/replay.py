@@ -1,4 +1,4 @@
-"""``muster replay``: what made an environment fail, once more, in this process and under the debugger."""
+"""``muster replay``: replays the failure of an environment in this process, under the debugger."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from muster.restore.player import Player
 
 FAILED = 1
-BY_DEATH = ("WorkerDied", "WorkerHung")  # errors that end the process, or never come
+BY_DEATH = ("WorkerDied", "WorkerHung")  # failures that end or hang the process instead of raising
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _play(player: Player, interactive: bool) -> int:
             _stop_before(lambda: player.make(last), player.env, None if last[0] == "reset" else player.action(last[1]))
         else:
             player.make(last)
-    except BaseException as error:  # noqa: BLE001  (whatever the environment raises is what was asked for)
+    except BaseException as error:  # noqa: BLE001  (an exception of the environment is the expected result)
         if isinstance(error, bdb.BdbQuit) or isinstance(error.__cause__, bdb.BdbQuit):
             return FAILED
         return _failed(error, interactive, doing)
@@ -94,13 +94,13 @@ def _play(player: Player, interactive: bool) -> int:
 
 
 def _stop_before(step: Callable[[], None], env: Any, action: Any) -> None:
-    """The place where pdb stops: ``env`` and ``action`` are at hand; c runs the step, s goes into it, q leaves."""
+    """Stop under pdb with ``env`` and ``action`` as variables: c runs the step, s steps into it, q quits."""
     pdb.Pdb(nosigint=True).set_trace()  # so that Ctrl-C ends a hang
     step()
 
 
 def _failed(error: BaseException, interactive: bool, doing: str) -> int:
-    """Show an error at the innermost frame, the environment's."""
+    """Print an error, and if ``interactive`` start pdb at its innermost frame, the environment's."""
     original = error.__cause__ if isinstance(error, MusterError) and error.__cause__ is not None else error
     traceback.print_exception(type(original), original, original.__traceback__)
     if original is not error:

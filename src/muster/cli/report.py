@@ -1,4 +1,4 @@
-"""What ``muster collect`` says while it runs, and at the end."""
+"""The output of ``muster collect`` while it runs, and at the end."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from muster.observing.stats import CollectorStats, WorkerStats
 
 LINE_EVERY_S = 5.0
-MOST_LINES = 16  # about workers
+MOST_LINES = 16  # of workers
 
 
 class Returns:
-    """Mean and spread over all episodes, without keeping them (Welford's recurrence)."""
+    """Mean and standard deviation over all episodes, without storing them (Welford's recurrence)."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -49,9 +49,9 @@ def progress(
     lines: Callable[[], list[str]] = list,
     every_s: float = LINE_EVERY_S,
 ) -> Iterator[Callable[[int, str], object]]:
-    """A function to call with what is done of ``total`` and a text: a bar on terminals, a line now and then elsewhere.
+    """Yield a function of the progress towards ``total`` and a text: shows a bar on terminals, else occasional lines.
 
-    ``lines`` are shown below the bar, and asked for a few times per second, by a thread of the display.
+    The result of ``lines`` is shown below the bar; a thread of the display calls it a few times per second.
     """
     if quiet:
         yield lambda done, text: None
@@ -83,14 +83,14 @@ def _lines(name: str, total: int, every_s: float) -> Callable[[int, str], object
 
 
 def below(bar: Any, lines: Callable[[], list[str]]) -> Callable[[], Any]:
-    """What renders a bar and the lines below it."""
+    """Return a function that renders a bar and the lines below it."""
     from rich.console import Group
     from rich.text import Text
 
     shown: list[str] = []
 
     def render() -> Any:
-        with suppress(RuntimeError):  # the collector's counters may change at this moment; the last look will do
+        with suppress(RuntimeError):  # the counters may change meanwhile: show the last lines
             shown[:] = lines()
         return Group(bar, *(Text(line, no_wrap=True, overflow="ellipsis") for line in shown))
 
@@ -98,7 +98,7 @@ def below(bar: Any, lines: Callable[[], list[str]]) -> Callable[[], Any]:
 
 
 def in_one_line(stats: CollectorStats, total: int) -> str:
-    """What ``muster collect`` says of a batch."""
+    """The line of ``muster collect`` for a batch."""
     mean = "" if stats.return_mean is None else f"  return {stats.return_mean:,.1f}"
     return (
         f"{short(stats.frames)}/{short(total)} frames  {short(stats.frames_per_s)} frames/s  "
@@ -107,7 +107,7 @@ def in_one_line(stats: CollectorStats, total: int) -> str:
 
 
 def worker_lines(workers: Sequence[WorkerStats]) -> list[str]:
-    """One for each, as many as fit."""
+    """One line per worker, at most ``MOST_LINES``."""
     lines = [
         f"  worker {w.index:<3} {w.phase:<9} {short(w.frames_per_s):>6} frames/s  {w.share:4.0%} of frames  "
         f"restarts {w.restarts}  lag {w.policy_lag}{f'  node {w.node}' if w.node else ''}"
@@ -118,9 +118,9 @@ def worker_lines(workers: Sequence[WorkerStats]) -> list[str]:
 
 
 def summary(stats: CollectorStats, returns: Returns, recording_s: float | None, elapsed_s: float = 0.0) -> str:
-    """The last lines: episodes, speed, and where the time went.
+    """The last lines: episodes, speed, and shares of the time.
 
-    ``recording_s`` is the time spent writing (None: no recording), ``elapsed_s`` from the first batch to the last.
+    ``recording_s`` is the time spent writing (None: no recording), ``elapsed_s`` the time of the whole collection.
     """
     plus_minus, _ = symbols()
     lines = [f"frames    {stats.frames:,} in {stats.batches:,} batches"]
@@ -138,7 +138,7 @@ def summary(stats: CollectorStats, returns: Returns, recording_s: float | None, 
     here = {} if recording_s is None else {"record": recording_s}
     if not stats.workers:
         return "\n".join([*lines, "time      " + _shares({**parts, **here})])
-    idle_s = elapsed_s * len(stats.workers) - sum(parts.values())  # a worker that was lost has worked for nothing
+    idle_s = elapsed_s * len(stats.workers) - sum(parts.values())  # time of lost workers counts as idle
     here = {"waiting": stats.wait_s, **here}
     return "\n".join(
         [
@@ -157,7 +157,7 @@ def _shares(parts: Mapping[str, float]) -> str:
 
 
 def _nodes(stats: CollectorStats) -> str:
-    """Which share of the frames is whose."""
+    """The share of the frames of each node."""
     shares: dict[str, float] = {}
     for worker in stats.workers:
         shares[worker.node] = shares.get(worker.node, 0.0) + worker.share
@@ -180,7 +180,7 @@ def _troubles(stats: CollectorStats) -> str:
 
 
 def short(number: float) -> str:
-    """``38200`` as ``38.2k``."""
+    """Format ``38200`` as ``38.2k``."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.1f}".removesuffix(".0") + unit
@@ -188,14 +188,14 @@ def short(number: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """``3725`` as ``1:02:05``."""
+    """Format ``3725`` as ``1:02:05``."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
 
 
 def symbols() -> tuple[str, str]:
-    """Plus-minus and a block, as far as the terminal has them."""
+    """Plus-minus and a block, or ASCII characters if the output cannot encode them."""
     try:
         "±▇".encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -204,10 +204,10 @@ def symbols() -> tuple[str, str]:
 
 
 class StopSignals:
-    """While entered, Ctrl-C and SIGTERM set ``received`` and print ``say`` instead of ending the process.
+    """Context in which Ctrl-C or SIGTERM sets ``received`` and prints ``say`` instead of ending the process.
 
-    The next one of either raises KeyboardInterrupt. The one after that has its default effect, for code that does not
-    return to the interpreter.
+    The second signal raises KeyboardInterrupt. The third has its default effect, for code that does not return to the
+    interpreter.
     """
 
     def __init__(self, say: str = "stopping after this batch; again to stop at once.") -> None:
@@ -217,11 +217,11 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        """As shells count: 128 + the number of the signal."""
+        """The exit code by the convention of shells: 128 + the number of the signal; 0 without a signal."""
         return 0 if self.received is None else 128 + self.received
 
     def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():  # others may not set handlers
+        if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._old[number] = signal.signal(number, self._handle)
         return self
@@ -236,5 +236,5 @@ class StopSignals:
                 signal.signal(each, signal.SIG_DFL)
             raise KeyboardInterrupt
         self.received = number
-        # Not print: the signal may have come in the middle of one.
+        # Not print: the signal may have interrupted one.
         os.write(2, f"\nmuster: {self._say}\n".encode())

@@ -1,4 +1,4 @@
-"""``ENV`` and ``--policy``: what they may be, what they are; and how errors about them are told."""
+"""``ENV`` and ``--policy``: their checks, the objects they name, and messages of errors about them."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ _REFERENCE = re.compile(r"(.+\.py):(\w+)")
 
 @contextmanager
 def prepared(command: Any, seed: int) -> Iterator[tuple[Any, str]]:
-    """The policy of a command with ``env``, ``policy`` and ``allow_import``, and how its errors are told.
+    """Make the policy of a command with ``env``, ``policy`` and ``allow_import``, and shorten the command's errors.
 
-    What can be refused by name is refused before anything is imported or made. Imports, if allowed, find what is in
-    this directory. Errors and warnings about workers are printed without what follows their first part, with the
-    traceback only where code of the user's may run.
+    Names are checked before any import. Imports, if allowed, search the current directory, too. Only the first part of
+    errors and warnings about workers is printed, with the traceback only if the user's code may run.
 
     Args:
-        seed: of fresh weights.
+        seed: seed of new weights.
 
     Yields:
-        a policy for ``Collector``, and a line for the recording that says what it was.
+        a policy for ``Collector``, and its description for the recording.
 
     Raises:
-        ImportRefused: it would run code.
+        ImportRefused: the environment or the policy would run code.
         BadOption: there is no such environment (the message names similar ones), or no such policy.
-        EnvError: the environment cannot be made, where its spaces are needed.
-        UnsupportedSpace: the built-in MLP does not take its spaces.
+        EnvError: the environment cannot be made, and its spaces are needed.
+        UnsupportedSpace: the built-in MLP does not support its spaces.
         BadWeights: the file is damaged, or its network does not fit the spaces.
     """
     env, allow_import = command.env, command.allow_import
@@ -56,7 +55,7 @@ def prepared(command: Any, seed: int) -> Iterator[tuple[Any, str]]:
 
 
 def obs_dtype_of(name: str) -> Any:
-    """``--obs-dtype`` as the option of collectors."""
+    """Convert ``--obs-dtype`` to the option of collectors."""
     import torch
 
     return {"policy": None, "env": "env"}.get(name, getattr(torch, name, None))
@@ -64,7 +63,7 @@ def obs_dtype_of(name: str) -> Any:
 
 @contextmanager
 def in_short(env: str, *, allow_import: bool) -> Iterator[None]:
-    """Errors and warnings about workers as in ``prepared``."""
+    """Shorten errors and warnings about workers, see ``prepared``."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: print(f"muster: {_first_part(message)}", file=sys.stderr)
         try:
@@ -98,7 +97,7 @@ def _first_part(error: object) -> str:
 
 
 def _check_policy(name: str, *, allow_import: bool) -> None:
-    """Refuse what can be refused from the name alone, before anything slow happens."""
+    """Raise for policies that are invalid by name, before any slow work."""
     path = Path(name)
     if name in ("random", "mlp"):
         return
@@ -122,7 +121,7 @@ def _check_policy(name: str, *, allow_import: bool) -> None:
 
 
 def _find_env(env: str) -> None:
-    """Look an id up (importing its module, if it names one) without making the environment."""
+    """Look up an id (importing its module, if it names one) without making the environment."""
     import gymnasium
 
     module, _, name = env.rpartition(":")
@@ -146,7 +145,7 @@ def _import(module: str) -> None:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0] and error.name != module:
-            raise  # the module is there, and something that it imports is not
+            raise  # the module exists, but one of its imports does not
         raise BadOption(f"There is no module {module!r} to import (searched where Python does, and here).") from error
 
 
@@ -156,7 +155,7 @@ def _spaces(env: str) -> tuple[Any, Any]:
     make: Callable[..., Any] = gymnasium.make
     try:
         one = make(env)
-    except Exception as error:  # whatever a foreign constructor raises; it is the cause
+    except Exception as error:  # a foreign constructor can raise anything; it is the cause
         raise EnvError(f"Making {env} raised {described(error)}") from error
     try:
         return one.observation_space, one.action_space

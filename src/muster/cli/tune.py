@@ -1,4 +1,4 @@
-"""``muster tune``: which collector is fastest on this machine, for one environment and policy."""
+"""``muster tune``: finds the fastest collector on this machine, for one environment and policy."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def tune(command: Tune) -> int:
 
 
 def program(command: Tune, found: Tuning) -> str:
-    """Python that makes the best collector, as it stands."""
+    """A complete Python program that makes the best collector."""
     dtype = {"policy": "", "env": ", obs_dtype='env'"}.get(command.obs_dtype, f", obs_dtype=torch.{command.obs_dtype}")
     made = found.constructor_call(repr(command.env), "None" if command.policy == "random" else "policy", dtype)
     spaces = "env.observation_space, env.action_space"

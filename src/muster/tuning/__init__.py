@@ -1,4 +1,4 @@
-"""``muster.tune``: times a grid of collectors on this machine and names the fastest."""
+"""``muster.tune``: times a grid of collectors on this machine and returns the fastest."""
 
 from muster.tuning.grid import Setup as Setup
 from muster.tuning.search import Candidate as Candidate

@@ -15,16 +15,16 @@ from muster.collectors.multi import MultiSyncCollector
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """One way to collect.
+    """A configuration of a collector.
 
     Attributes:
         num_envs: B, the environments of each group.
-        from_vector: the environments of a group are made together (a vector environment), so ``num_envs`` is no option.
+        from_vector: the factory makes a vector environment, so the collector gets no option ``num_envs``.
         groups: number of groups.
-        T: time steps of a batch.
-        workers: processes or threads; 0: this process collects.
+        T: time steps per batch.
+        workers: number of processes or threads; 0: this process collects.
         backend: kind of workers.
-        inference: where the policy runs: in every worker, or once in this process.
+        inference: "worker": the policy runs in every worker; "server": once, in this process.
         alternating: one half of the workers steps while the policy acts for the other half.
     """
 
@@ -44,18 +44,18 @@ class Setup:
 
     @property
     def kind(self) -> str:
-        """In words, without numbers."""
+        """The setup in words, without numbers."""
         if not self.workers:
             return "in process"
         return f"{self.backend}, {'alternating ' * self.alternating}{self.inference}"
 
     @property
     def collector_class(self) -> type[Collector | MultiSyncCollector]:
-        """The class whose constructor takes ``options()``."""
+        """The collector class for ``options()``."""
         return MultiSyncCollector if self.workers else Collector
 
     def options(self) -> dict[str, Any]:
-        """Keywords of the collector, without those that are its defaults."""
+        """Keyword arguments of the collector, without its defaults."""
         chosen: dict[str, Any] = {"num_workers": self.workers} if self.workers not in (0, self.groups) else {}
         if not self.from_vector:
             chosen["num_envs"] = self.num_envs
@@ -67,7 +67,7 @@ class Setup:
         return chosen
 
     def make(self, create_env_fn: Any, policy: Any = None, **options: Any) -> BaseCollector:
-        """The collector. ``options`` are further ones, and may replace those of the setup."""
+        """Make the collector. ``options`` are added to those of the setup, or replace them."""
         several = isinstance(create_env_fn, (list, tuple))
         factories = [create_env_fn] * self.groups if self.workers and not several else create_env_fn
         return self.collector_class(factories, policy, **{**self.options(), **options})
@@ -76,10 +76,10 @@ class Setup:
 def grid(
     load: Load, cores: float, totals: Sequence[int], frames: int, *, groups: int | None, policy: bool
 ) -> list[Setup]:
-    """The setups to time, of ``frames`` frames per batch, for each total number of environments.
+    """Return the setups to time, with ``frames`` frames per batch, for each total number of environments.
 
-    In process, then 2 workers up to twice the cores, and as many as keep the cores busy. Threads are in the grid where
-    the environment waits: threads share one core. Central inference is in it where there is a policy.
+    They collect in process, or with 2 workers up to twice the cores, and with as many as keep the cores busy. Threads,
+    which share one core, are in the grid if the environment waits. Central inference is in the grid with a policy.
     """
     wanted = {2, max(1, math.floor(cores)), 2 * max(1, math.floor(cores)), busy_workers(load, cores)} - {1}
     backends: tuple[Literal["processes", "threads"], ...] = ("processes", "threads") if load.waits else ("processes",)

@@ -19,10 +19,10 @@ from muster.errors import BadOption, UnsupportedEnv
 from muster.restore.pickling import dumps, loads
 from muster.tuning.grid import Setup, grid
 
-TOTALS = (8, 32)  # environments
+TOTALS = (8, 32)  # default numbers of environments
 FINALISTS = 3
-SLICES = 5  # in which finalists take turns
-MEASURING, SURVEY = 0.05, 0.45  # shares of the time; the rest is for the finalists
+SLICES = 5  # slices of time per finalist, interleaved
+MEASURING, SURVEY = 0.05, 0.45  # shares of the time; the finalists get the rest
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Candidate:
     """A setup and its rate.
 
     Attributes:
-        rate: frames per second; None where the setup is refused.
-        final: the rate is the median of several slices of time, taken in turns with those of the other finalists.
+        rate: frames per second; None if the setup is refused.
+        final: the rate is the median of several slices of time, interleaved with those of the other finalists.
         refused: why the collector cannot be made.
     """
 
@@ -47,8 +47,8 @@ class Tuning:
 
     Attributes:
         candidates: all setups of the grid; finalists first, then by rate.
-        cpu_share: CPU time divided by wall time of one worker: small where the environment waits.
-        cores: that this process may use.
+        cpu_share: CPU time divided by wall time of one worker: small if the environment waits.
+        cores: number of cores that this process may use.
         groups_given: ``create_env_fn`` was a list, so the setups differ in workers only.
     """
 
@@ -66,7 +66,7 @@ class Tuning:
         """Python code that makes the best collector.
 
         Args:
-            env, policy: expressions; ``env`` is the ``create_env_fn`` that ``tune`` was called with.
+            env, policy: expressions; ``env`` is the ``create_env_fn`` of the call of ``tune``.
             more: further arguments, as Python code that begins with a comma.
         """
         setup = self.best.setup
@@ -75,7 +75,7 @@ class Tuning:
         return f"{setup.collector_class.__name__}({factories}, {policy}{options}{more})"
 
     def make(self, create_env_fn: Any, policy: Any = None, **options: Any) -> BaseCollector:
-        """The best collector. ``options`` are further ones, and may replace those of the setup."""
+        """Make the best collector. ``options`` are added to those of its setup, or replace them."""
         return self.best.setup.make(create_env_fn, policy, **options)
 
 
@@ -90,7 +90,7 @@ def tune(
     say: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> Tuning:
-    """Finds the fastest way to collect, on this machine, from these environments with this policy.
+    """Find the fastest collector on this machine for these environments and this policy.
 
     ::
 
@@ -98,18 +98,18 @@ def tune(
         print(tuning.constructor_call('"CartPole-v1"'))
         collector = tuning.make("CartPole-v1", policy, total_frames=1_000_000)
 
-    Runs every setup of a grid (number of environments, workers, processes or threads, central inference) once, and then
-    the fastest three in turns. Collects with a copy of the policy; global random generators do not move.
+    Runs every setup of a grid (number of environments, workers, processes or threads, central inference) once, then
+    the fastest three in turns. Collects with a copy of the policy; global random generators are not changed.
 
     Args:
-        create_env_fn: see ``Collector``; no environment object. A list fixes the groups: then the setups differ in
+        create_env_fn: see ``Collector``; not an environment object. A list fixes the groups: then the setups differ in
             workers and inference only, and all of them collect the same data.
         policy: see ``Collector``.
-        seconds: of collecting in all, about; starting workers takes time besides.
-        num_envs: numbers of environments to try, over all groups. None: 8 and 32.
-        frames_per_batch: about; rounded to whole time steps.
-        say: is called with a line of progress.
-        **options: further ones of the collector, for all setups.
+        seconds: approximate total time of collecting; starting workers takes additional time.
+        num_envs: total numbers of environments to try. None: 8 and 32 (a list: its own number; vector envs: multiples).
+        frames_per_batch: approximate; rounded to whole time steps.
+        say: called with lines of progress.
+        **options: further options of the collector, for all setups.
 
     Raises:
         BadOption: an option is wrong, or the policy cannot be pickled.
@@ -175,7 +175,7 @@ def _timed(setup: Setup, create_env_fn: Any, policy: Any, options: dict[str, Any
 def _in_turns(
     setups: Sequence[Setup], create_env_fn: Any, policy: Any, options: dict[str, Any], seconds: float
 ) -> list[Candidate]:
-    """The setups with their rates, the fastest first: what else the machine does meanwhile slows all of them."""
+    """Time the setups in turns, so that other load slows all of them; return them with rates, the fastest first."""
     with ExitStack() as made:
         collectors = [made.enter_context(setup.make(create_env_fn, policy, **options)) for setup in setups]
         for collector in collectors:
