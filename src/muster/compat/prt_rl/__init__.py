@@ -1,11 +1,11 @@
-"""prt_rl's collector, collecting with Muster: change one import, keep environments, policies, loggers and agents.
+"""prt_rl's collector, based on Muster: change one import, keep environments, policies, loggers and agents.
 
 ::
 
     from muster.compat.prt_rl import Collector  # was: from prt_rl.common.collectors import Collector
 
-Nothing here imports prt_rl: environments, policies and loggers are known by what they do. Names, arguments, keys,
-shapes and values are those of prt_rl 0.6.3; docs/prt_rl.md lists what differs.
+This package does not import prt_rl: it uses environments, policies and loggers by their methods. Names, arguments,
+keys, shapes and values are those of prt_rl 0.6.3; docs/prt_rl.md lists the differences.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""prt_rl's policies as Muster's loop calls them, and what they returned as its users get it."""
+"""Adapters of prt_rl's policies for Muster's loop, and of their outputs for the user."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ TAKEN = frozenset({"state", "next_state", "reward", "done", "last_value_est"})
 class PrtRlActor:
     """A policy with ``act(state, deterministic=False) -> (action, dict)``; implements ``Policy``.
 
-    Where the caller has gradients enabled, what it returns keeps its graph, as prt_rl's ``PolicyGradient`` needs it.
-    ``unused`` is a result of another kind than before, which another actor has to begin with.
+    If the caller has gradients enabled, outputs keep their graph, which prt_rl's ``PolicyGradient`` needs. ``unused``:
+    a result of another kind than those before, with which a new actor must start.
     """
 
     path, draws_globally = "prt_rl policy", True
 
     def __init__(self, policy: Any, side: Side, unused: Any = None) -> None:
         self.policy, self.name, self._side, self.unused = policy, type(policy).__name__, side, unused
-        self._like: Tensors = {}  # of a first call, by name; the action comes first
+        self._like: Tensors = {}  # outputs of a first call, by name, the action first
         self._graphs: dict[str, list[torch.Tensor]] = {}
         self._grad = False
 
@@ -49,7 +49,7 @@ class PrtRlActor:
         return self
 
     def begin(self) -> bool:
-        """A rollout begins; whether it has been seen what the policy returns."""
+        """Start a rollout; returns whether the policy's outputs are known."""
         self._grad = torch.is_grad_enabled()
         self._graphs = {name: [] for name in self._graphs}
         return bool(self._like)
@@ -94,7 +94,7 @@ class PrtRlActor:
         return act
 
     def results(self, lane: Lane) -> Tensors:
-        """What was returned at all rows, ``[n, N, ...]``, on the device where it was returned."""
+        """Return the outputs of all rows, ``[n, N, ...]``, on the device of the policy's outputs."""
         return {
             name: torch.stack(self._graphs[name])
             if name in self._graphs
@@ -103,7 +103,7 @@ class PrtRlActor:
         }
 
     def last_value(self, state: torch.Tensor, done: torch.Tensor) -> torch.Tensor:
-        """Its ``"value"`` of ``state`` ``[N, ...]``, 0 where ``done``: ``[N, 1]``. Restores RNG and recurrent state."""
+        """``"value"`` of ``state`` ``[N, ...]``, 0 where ``done``: ``[N, 1]``. Restores RNG and recurrent state."""
         like = self._like["value"]
         if done.all():
             return torch.zeros_like(like).reshape(len(done), -1)
@@ -163,7 +163,7 @@ class PrtRlActor:
 
 
 class HeadActor:
-    """One of Muster's heads, for one call of a collector, with Muster's own way of sampling."""
+    """One of Muster's heads as a policy, with Muster's own sampling."""
 
     def __init__(self, head: Head, side: Side) -> None:
         if isinstance(side.env, PrtEnvs):
@@ -175,12 +175,12 @@ class HeadActor:
         self.adapted: Policy = adapt(head, side.env, batch_shape=(side.env.num_envs,))
 
     def begin(self) -> bool:
-        """A rollout begins; whether it has been seen what the policy returns."""
+        """Start a rollout; returns whether the policy's outputs are known."""
         begun, self._begun = self._begun, True
         return begun
 
     def results(self, lane: Lane) -> Tensors:
-        """As of a policy of prt_rl: ``"action"`` and ``"log_prob"``."""
+        """Return ``"action"`` and ``"log_prob"`` of all rows, like those of a prt_rl policy."""
         (key,), n = self._env.action_specs, lane.done_steps
         found = {
             name: lane.tensors[k][:n] for name, k in (("action", key), ("log_prob", LOG_PROB)) if k in lane.tensors
@@ -194,10 +194,10 @@ def _kinds(tensors: Tensors) -> dict[str, Any]:
 
 @contextmanager
 def undisturbed(policy: Any, device: torch.device) -> Iterator[None]:
-    """Undo afterwards what happens to the process's generators (those of ``device``, too) and to ``policy``.
+    """Restore the process's generators (those of ``device``, too) and the state of ``policy`` afterwards.
 
-    Of the policy, and of all modules in it, these are attributes, and the contents of tensors, arrays, generators,
-    lists and dicts among them. Parameters are left alone: to act is not to learn.
+    The state is the attributes of the policy and of all its modules, and the contents of tensors, arrays, generators,
+    lists and dicts in them. Parameters are not restored, because ``act`` does not change them.
     """
     parts = list(policy.modules()) if isinstance(policy, torch.nn.Module) else [policy]
     with ExitStack() as undo:
@@ -210,7 +210,7 @@ def undisturbed(policy: Any, device: torch.device) -> Iterator[None]:
 
 
 def _keep(value: Any, undo: ExitStack) -> None:
-    """Let ``undo`` bring back the contents that ``value`` has now; its last callback comes first."""
+    """Register callbacks in ``undo`` that restore the present contents of ``value``; they run in reverse order."""
     if isinstance(value, torch.nn.Parameter):
         return
     if isinstance(value, torch.Tensor):
@@ -234,4 +234,4 @@ def _keep(value: Any, undo: ExitStack) -> None:
 
 def _refill(tensor: torch.Tensor, content: torch.Tensor) -> None:
     with torch.inference_mode(tensor.is_inference()):
-        tensor.data.copy_(content)  # data: a graph that has it sees no change, as there is none
+        tensor.data.copy_(content)  # data: autograd must not see a change, as there is none

@@ -1,4 +1,4 @@
-"""prt_rl's collector: its names and its dictionaries; Muster's loop collects."""
+"""prt_rl's collector: its names and dictionaries, with Muster's loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from muster.policies.heads import Head
 from muster.rng import GroupRng
 from muster.utils.integers import integer
 
-ROWS = 128  # of memory, where it is not known how many there will be
+ROWS = 128  # of memory, if the number of steps is not known before
 TERMINATED, TRUNCATED = next_of(("terminated",)), next_of(("truncated",))
 
 
@@ -32,15 +32,15 @@ class Collector:
         experience = collector.collect_experience(policy, num_steps=2048)
         experience["state"]  # (T, N, ...)
 
-    An environment whose episode is over is reset, and the collection goes on. Do not collect trajectories where
-    episodes never end. Tensors are the caller's own. After an error all environments are reset.
+    An environment whose episode is over is reset, and collecting continues. Do not collect trajectories if episodes
+    never end. The caller owns the returned tensors. After an error all environments are reset.
 
     Args:
         env: with prt_rl's interface (``get_num_envs``, ``get_parameters``, ``reset``, ``reset_index``, ``step``), or a
-            Gymnasium environment or vector environment, which stays yours.
-        logger: prt_rl's (``should_log``, ``log_scalar``) or what else ``muster.observing.loggers.as_logger`` takes;
-            gets every episode that ends. None: no logging.
-        flatten: ``collect_experience`` returns ``(T * N, ...)``, time step by time step; else ``(T, N, ...)``.
+            Gymnasium environment or vector environment. The collector does not close it.
+        logger: a logger of prt_rl (``should_log``, ``log_scalar``) or any that ``muster.observing.loggers.as_logger``
+            accepts; gets every episode that ends. None: no logging.
+        flatten: ``collect_experience`` returns ``(T * N, ...)``, ordered by time step; else ``(T, N, ...)``.
 
     Raises:
         UnsupportedEnv: another kind of environment.
@@ -56,21 +56,21 @@ class Collector:
         self._failure: HookError | None = None
 
     def collect_experience(self, policy: Any, num_steps: int = 1, bootstrap: bool = True) -> Tensors:
-        """Make ``T = ceil(num_steps / N)`` steps in each of N environments, from where they are.
+        """Collect ``T = ceil(num_steps / N)`` steps in each of N environments, from their present state.
 
         Args:
             policy: has ``act(state, deterministic=False) -> (action, dict)``; or one of Muster's heads.
-            num_steps: over all environments.
+            num_steps: steps over all environments.
             bootstrap: add ``"last_value_est"`` if the policy returns a ``"value"``.
 
         Returns:
-            ``"state"``, ``"action"``, ``"next_state"`` (where an episode ended, its last state), ``"reward"`` float32
-            and ``"done"`` bool, both ``(..., 1)``; all that the policy's dict has; ``"last_value_est"`` ``(N, 1)``: its
-            value of the last next state, 0 where that ended the episode.
+            ``"state"``, ``"action"``, ``"next_state"`` (at the end of an episode, its last state), ``"reward"`` float32
+            and ``"done"`` bool, both ``(..., 1)``; all entries of the policy's dict; ``"last_value_est"`` ``(N, 1)``:
+            the policy's value of the last next state, 0 where the episode ended.
 
         Raises:
-            BadOption: fewer steps than one.
-            EnvError, BadEnvOutput, PolicyError, BadPolicyOutput: see there.
+            BadOption: ``num_steps`` is less than 1.
+            EnvError, BadEnvOutput, PolicyError, BadPolicyOutput: see ``muster.errors``.
             HookError: the logger raised; the experience is its attribute ``experience``.
         """
         num_steps = integer("num_steps", num_steps)
@@ -85,20 +85,20 @@ class Collector:
     def collect_trajectory(
         self, policy: Any, num_trajectories: int | None = None, min_num_steps: int | None = None
     ) -> Tensors:
-        """Reset all environments, and collect whole trajectories, one after another in the order of their ends.
+        """Reset all environments, and collect whole trajectories, concatenated in the order of their ends.
 
         Args:
             policy: see ``collect_experience``.
-            num_trajectories: n in all (1 if neither is given): ``n // N`` from each of N environments, and the others
-                from whichever are the first to end one more; if ``n < N``, one from each of the first n.
-            min_num_steps: instead, trajectories until they have so many steps together.
+            num_trajectories: total number n (1 if neither is given): ``n // N`` from each of N environments, and the
+                rest from the first environments to end one more; if ``n < N``, one from each of the first n.
+            min_num_steps: instead, collect trajectories until they have this number of steps together.
 
         Returns:
-            as ``collect_experience``, ``(B, ...)`` with the steps of all trajectories as B, whatever ``flatten`` says,
-            and without ``"last_value_est"``.
+            the entries of ``collect_experience``, ``(B, ...)`` with the steps of all trajectories as B for every
+            ``flatten``, without ``"last_value_est"``.
 
         Raises:
-            BadOption: both numbers, or less than one.
+            BadOption: both numbers are given, or one is less than 1.
             Other errors: see ``collect_experience``.
         """
         if num_trajectories is not None and min_num_steps is not None:
@@ -120,11 +120,11 @@ class Collector:
         return self._logged({name: torch.cat([part[name] for part in parts])[rows, envs] for name in parts[0]})
 
     def get_metric_tracker(self) -> MetricsTracker:
-        """What was collected so far, in numbers; steps and episodes that no call returned included."""
+        """Return statistics of all steps and episodes so far, including those that no call returned."""
         return self.metric
 
     def _roll(self, policy: Any, T: int, chosen: Selection | None = None) -> tuple[PrtRlActor | HeadActor, Tensors]:
-        """``T`` steps, or less if ``chosen`` is complete: ``(n, N, ...)`` each."""
+        """Collect ``T`` steps, or fewer if ``chosen`` is complete: ``(n, N, ...)`` each."""
         if self._actor is None or self._actor.policy is not policy:
             self._actor = _actor_of(policy, self._side)
         try:
@@ -148,7 +148,7 @@ class Collector:
         except BadPolicyOutput:
             if actor.unused is None or lane.done_steps or (chosen is not None and chosen.before):
                 raise
-            self._actor = PrtRlActor(actor.policy, self._side, actor.unused)  # which returns other things from now on
+            self._actor = PrtRlActor(actor.policy, self._side, actor.unused)  # for outputs of another kind
             return self._fill(self._actor, T, chosen)
         finally:
             self._count(lane)
@@ -170,7 +170,7 @@ class Collector:
         self.metric.abandon()
 
     def _experience(self, actor: PrtRlActor | HeadActor, lane: Lane) -> Tensors:
-        """Copies of all that a lane has, ``(n, N, ...)`` each."""
+        """Return copies of all columns of a lane, ``(n, N, ...)`` each."""
         side, n = self._side, lane.done_steps
         state, next_state = (side.show(lane.tensors[key][:n]) for key in (OBSERVATION, next_of(OBSERVATION)))
         returned = actor.results(lane)
@@ -184,9 +184,9 @@ class Collector:
         }
 
     def _count(self, lane: Lane) -> None:
-        """Let the tracker see what was stepped; what its logger raises has time."""
+        """Update the tracker with the executed steps; an error of its logger is raised later."""
         n = lane.done_steps
-        reward = lane.arrays[REWARD][:n]  # of several agents the sum
+        reward = lane.arrays[REWARD][:n]  # the sum over several agents
         try:
             self.metric.update_rows(reward, lane.arrays[TERMINATED][:n] | lane.arrays[TRUNCATED][:n])
         except HookError as error:
@@ -220,10 +220,10 @@ class Segment(NamedTuple):
 
 
 class Selection:
-    """Chooses whole trajectories; all environments go on until the last one is there. Implements ``Rule``.
+    """Chooses whole trajectories; all environments continue until the last one is complete. Implements ``Rule``.
 
-    Either ``trajectories``: as many from each environment, the rest from the first to end one more (one from each of
-    the first environments if there are more of these); or, in the order of ends, until they have ``min_steps``.
+    Either ``trajectories``: the same number from each environment, the rest from the first to end one more (one from
+    each of the first environments, if there are more environments); or, in the order of ends, until ``min_steps``.
     """
 
     def __init__(self, num_envs: int, trajectories: int | None, min_steps: int = 0) -> None:
@@ -262,7 +262,7 @@ class Selection:
 
 
 class LastRow:
-    """Lets resets after the last row of a lane wait for the next call, as prt_rl does. Implements ``Rule``."""
+    """Defers resets after the last row of a lane to the next call, as prt_rl does. Implements ``Rule``."""
 
     biased = False
 

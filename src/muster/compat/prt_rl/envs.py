@@ -1,4 +1,4 @@
-"""Environments behind prt_rl's interface, or Gymnasium's, as an env batch; and what prt_rl shows of them."""
+"""Environments with prt_rl's interface, or Gymnasium's, as an env batch; and their states in prt_rl's form."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ GYMNASIUM_WRAPPER = "prt_rl.env.wrappers.gymnasium_envs.GymnasiumWrapper"
 
 
 class Side(NamedTuple):
-    """Environments; ``show`` copies states ``[..., *shape]`` as prt_rl shows them."""
+    """Environments; ``show`` copies states ``[..., *shape]`` in prt_rl's form."""
 
     env: EnvBatch
     show: Callable[[torch.Tensor], torch.Tensor]
 
     def rewards(self, lane: Lane) -> torch.Tensor:
-        """``[T, N, 1]``, or what else the environment gives for each of N."""
+        """Rewards, ``[T, N, 1]``, or of the environment's own shape and dtype per step."""
         own: torch.Tensor | None = lane.cache.get(REWARD)
         return lane.tensors[REWARD].unsqueeze(-1) if own is None else own
 
 
 def side_of(env: Any) -> Side:
-    """The environments that a collector was given, known by their methods; ``UnsupportedEnv`` for anything else.
+    """Return the environments of a collector, recognized by their methods; ``UnsupportedEnv`` for other objects.
 
-    The environments inside prt_rl's own ``GymnasiumWrapper`` are stepped one by one, as its vector environment does,
-    and reset once. What derives from it or wraps it is stepped as it is.
+    The environments inside prt_rl's own ``GymnasiumWrapper`` are stepped one by one, as in its vector environment,
+    and reset once. Subclasses and wrappers of it are stepped through their own methods.
     """
     if (inside := _inside(env)) is not None:
         return _gymnasium(StackedEnvs(inside), env.device)
@@ -52,9 +52,9 @@ def side_of(env: Any) -> Side:
 
 
 class PrtEnvs(EnvBatch):
-    """N environments behind one object with prt_rl's interface; implements ``EnvBatch``. Rows lie on the host.
+    """N environments behind one object with prt_rl's interface; implements ``EnvBatch``. Rows are on the host.
 
-    ``resets_all`` says that the next reset of all is one call of ``reset``, not one ``reset_index`` for each.
+    ``resets_all``: the next reset of all environments is one call of ``reset``, not one ``reset_index`` for each.
     """
 
     bypasses = True
@@ -62,14 +62,14 @@ class PrtEnvs(EnvBatch):
     def __init__(self, env: Any) -> None:
         self.env, self.name, self.num_envs = env, type(env).__name__, int(env.get_num_envs())
         self.resets_all, self.state_device, self.action_device = True, torch.device("cpu"), torch.device("cpu")
-        self.observation_specs, self.action_specs = {}, {}  # the first reset and the first action say
+        self.observation_specs, self.action_specs = {}, {}  # set at the first reset and the first action
         self._first: torch.Tensor | None = None
         self._reward_kind: tuple[tuple[int, ...], torch.dtype] | None = None
         self._plain_rewards = False
         self._vector = _sync_vector_in(env)
 
     def look(self) -> None:
-        """Reset the environments to see what states are; the first ``reset`` goes on from there."""
+        """Reset the environments to find shape and dtype of states; the first ``reset`` uses these states."""
         if self.observation_specs:
             return
         self._first = state = self._reset_all()
@@ -96,7 +96,7 @@ class PrtEnvs(EnvBatch):
             state = self._pair("reset_index", i)
             one = state.unsqueeze(0) if state.ndim < rows.ndim else state
             rows[i] = self._checked(one, 1, "reset_index")[0].cpu().numpy()
-            if self._vector is not None:  # else it would reset the environment once more, in the place of its next step
+            if self._vector is not None:  # else it would reset the environment again instead of its next step
                 self._vector._autoreset_envs[i] = False
 
     def start(self, lane: Lane) -> Step:
@@ -133,13 +133,13 @@ class PrtEnvs(EnvBatch):
         return step
 
     def bypass(self, which: Collection[int]) -> None:
-        """Only the last step of a rollout lets environments go here, and none is stepped after it."""
+        """Do nothing: environments are left out only after the last step of a rollout."""
 
     def objects(self) -> Sequence[object]:
         return [self.env]
 
     def _store_reward(self, lane: Lane, t: int, reward: Any) -> None:
-        """The first one says what rewards are; what is not ``[N, 1]`` float32 goes beside the column of sums."""
+        """Store rewards, which must be like the first; if not ``[N, 1]`` float32, in addition to the column of sums."""
         B, reward = self.num_envs, torch.as_tensor(reward)
         reward = reward.reshape(-1, 1) if reward.ndim < 2 else reward
         kind = tuple(reward.shape), reward.dtype
@@ -168,7 +168,7 @@ class PrtEnvs(EnvBatch):
         return got[0]
 
     def _checked(self, state: Any, n: int, method: str) -> torch.Tensor:
-        """``state`` if it is a tensor ``[n, *shape]`` as the first one was."""
+        """Return ``state`` if it is a tensor ``[n, *shape]`` like the first one; else raise ``BadEnvOutput``."""
         spec = self.observation_specs.get(OBSERVATION)
         if not isinstance(state, torch.Tensor):
             raise BadEnvOutput(f"{self.name}.{method} returned a state that is {_kind(state)}, expected a tensor")
@@ -183,7 +183,7 @@ class PrtEnvs(EnvBatch):
 
 
 def _gymnasium(env: EnvBatch, device: torch.device) -> Side:
-    """As ``GymnasiumWrapper`` shows them: float32 instead of float64, and no state without a dimension."""
+    """Environments with states in the form of ``GymnasiumWrapper``: float32 instead of float64, scalars as ``[1]``."""
     if len(env.observation_specs) != 1 or len(env.action_specs) != 1 or env.device is not None:
         raise UnsupportedEnv(
             f"{env.name} has observations {sorted(env.observation_specs)} and actions {sorted(env.action_specs)}, and "
@@ -205,7 +205,7 @@ def _gymnasium(env: EnvBatch, device: torch.device) -> Side:
 
 
 def _inside(env: Any) -> list[Any] | None:
-    """The environments in prt_rl's own wrapper, if nothing is done to them that they do not do themselves."""
+    """The environments in prt_rl's own wrapper, if the wrapper adds nothing to their behaviour; else None."""
     if f"{type(env).__module__}.{type(env).__name__}" != GYMNASIUM_WRAPPER or env.render_mode == "rgb_array":
         return None
     composite = not isinstance(env.get_parameters().action_continuous, bool)
@@ -217,7 +217,7 @@ def _inside(env: Any) -> list[Any] | None:
 
 
 def _sync_vector_in(env: Any) -> Any:
-    """The vector environment inside that resets environments at the step after their last one; or None."""
+    """The inner vector environment that resets environments at the step after their last one; or None."""
     for _ in range(DEPTH):
         mode = getattr(getattr(env, "autoreset_mode", None), "name", "")
         if mode and hasattr(env, "envs"):

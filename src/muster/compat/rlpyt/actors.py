@@ -1,4 +1,4 @@
-"""Who chooses the actions: an agent in this process, or a server beside it; both as policies."""
+"""Adapters that choose actions: an agent in this process, or an action server in another one; both as policies."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
 
 AGENT_INFO: Key = ("agent_info",)
-LOOK_EVERY_S = 1.0  # whether the action server's process is still there
+LOOK_EVERY_S = 1.0  # interval of checks that the action server's process is alive
 
 
 class EvaluationStopped(MusterError):
-    """The action server says that it has seen enough: the step it was asked for is not made."""
+    """The action server has stopped the evaluation: the requested step is not executed."""
 
 
 class RlpytActor(ABC):
-    """Implements ``Policy``; ``agent_info`` is where the agent's information is recorded, None: nowhere."""
+    """Implements ``Policy``; ``agent_info`` is the buffer for the agent's information; None: it is not recorded."""
 
     path, draws_globally = "rlpyt agent", True
 
@@ -55,7 +55,7 @@ class RlpytActor(ABC):
         return act
 
     def inputs(self, lane: Lane) -> tuple[Any, Any, Any]:
-        """Observation, previous action and reward over the rows of a lane, ``[T + 1, B, ...]``."""
+        """Observations, previous actions and rewards of the rows of a lane, ``[T + 1, B, ...]``."""
         columns = self.rows(lane)
         return (
             self.envs.observation.over(columns),
@@ -65,29 +65,29 @@ class RlpytActor(ABC):
 
     @abstractmethod
     def rows(self, lane: Lane) -> Mapping[Key, Any]:
-        """The lane's columns as it takes them."""
+        """The lane's columns in the form that the actor uses."""
 
     @abstractmethod
     def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> tuple[Any, Any]:
-        """Actions and what is said about them for one row, ``[B, ...]`` each."""
+        """Return actions and agent info for one row, ``[B, ...]`` each."""
 
     def begin(self, itr: int) -> None:
-        """A batch begins."""
+        """Start a batch."""
         return
 
     def begin_evaluation(self, itr: int) -> None:
-        """An evaluation begins."""
+        """Start an evaluation."""
         return
 
     def finish(self, lane: Lane, calls: int = 0, value: Any = None) -> None:
-        """After the last row: ``calls`` more calls that the actor expects, and the next observation's ``value``."""
+        """Finish after the last row: make ``calls`` more calls of the actor, and write the next observation's value."""
         last = [part[lane.done_steps] for part in self.inputs(lane)]
         for _ in range(calls):
             self.step(*last)
         self._conclude(last, value)
 
     def begin_episode(self, env: int) -> None:
-        """The agent's episode in an environment has ended."""
+        """Start a new episode of the agent in an environment."""
         return
 
     @abstractmethod
@@ -95,7 +95,7 @@ class RlpytActor(ABC):
 
 
 class LocalAgent(RlpytActor):
-    """An agent in this process; it gets tensors over the lane's rows."""
+    """An agent in this process; its inputs are tensors over the lane's rows."""
 
     def __init__(self, agent: Any, envs: RlpytEnvs, agent_info: BufferPart | None) -> None:
         super().__init__(type(agent).__name__, envs, agent_info)
@@ -124,10 +124,10 @@ class LocalAgent(RlpytActor):
 
 
 class Server(RlpytActor):
-    """An action server in another process; rows go through a buffer ``[B]`` that both share.
+    """An action server in another process; rows are exchanged through a shared buffer ``[B]``.
 
-    It is given rlpyt's ``step_buffer_np`` and ``sync``. ``max_wait_s`` bounds one answer, which needs the steps of all
-    workers. ``stops``: look at ``sync.stop_eval`` after every answer.
+    It uses rlpyt's ``step_buffer_np`` and ``sync``. ``max_wait_s`` limits the wait for one answer, which needs the
+    steps of all workers. ``stops``: check ``sync.stop_eval`` after every answer.
     """
 
     raises = (MusterError,)  # the user's agent is in the other process
@@ -157,14 +157,14 @@ class Server(RlpytActor):
         return self.step_buffer.action, getattr(self.step_buffer, "agent_info", None)
 
     def _conclude(self, last: Sequence[Any], value: Any) -> None:
-        self._show(*last)  # the server takes it from there, values included
+        self._show(*last)  # the server reads it, also to compute values
 
     def _show(self, observation: Any, prev_action: Any, prev_reward: Any) -> None:
         step = self.step_buffer
         overwrite(step.observation, observation)
         overwrite(step.action, prev_action)
         overwrite(step.reward, prev_reward)
-        step.done[...] = self.envs.done  # it resets its agent there
+        step.done[...] = self.envs.done  # the server resets its agent there
         self.sync.obs_ready.release()
 
     def _wait(self) -> None:
@@ -182,7 +182,7 @@ class Server(RlpytActor):
 
 
 def check_actor(collector: Any, acts: str) -> None:
-    """Raise ``BadOption`` if a collector was not given what it needs to let an "agent" or a "server" act."""
+    """Raise ``BadOption`` if a collector lacks the arguments for its "agent" or "server"."""
     name = type(collector).__name__
     if acts == "agent" and collector.agent is None:
         raise BadOption(
@@ -203,7 +203,7 @@ def check_actor(collector: Any, acts: str) -> None:
 def actor_of(
     collector: Any, acts: str, envs: RlpytEnvs, agent_info: BufferPart | None = None, stops: bool = False
 ) -> RlpytActor:
-    """Who acts for a collector."""
+    """Return the actor of a collector."""
     if acts == "agent":
         return LocalAgent(collector.agent, envs, agent_info)
     return Server(

@@ -1,4 +1,4 @@
-"""rlpyt's training collectors: the names and the protocol of its samplers; Muster's loop collects."""
+"""rlpyt's training collectors: the names and the protocol of its samplers, with Muster's loop."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class BaseCollector(ABC):
             agent_inputs, traj_infos, completed = collector.collect_batch(agent_inputs, traj_infos, itr)
 
     Args:
-        rank: of the worker.
-        envs: this worker's; the sampler closes them.
-        samples_np: what batches are written to, ``[batch_T, len(envs), ...]``; or two of these, of which
-            ``sync.db_idx`` says which is next.
+        rank: rank of the worker.
+        envs: environments of this worker; the sampler closes them.
+        samples_np: buffer for batches, ``[batch_T, len(envs), ...]``; or two buffers, of which ``sync.db_idx`` is the
+            index of the next.
         batch_T: time steps per batch.
-        TrajInfoCls: makes the record of an episode; see ``TrajInfo``.
-        agent: who acts, under ``SerialSampler`` and ``CpuSampler``.
-        sync, step_buffer_np: how to ask the action server, under ``GpuSampler`` and ``AlternatingSampler``.
-        global_B: environments of all workers.
-        env_ranks: which of them are this worker's.
+        TrajInfoCls: class of the record of an episode; see ``TrajInfo``.
+        agent: the agent that acts, under ``SerialSampler`` and ``CpuSampler``.
+        sync, step_buffer_np: the connection to the action server, under ``GpuSampler`` and ``AlternatingSampler``.
+        global_B: number of environments of all workers.
+        env_ranks: ranks of this worker's environments.
     """
 
     mid_batch_reset: ClassVar[bool]
@@ -59,10 +59,10 @@ class BaseCollector(ABC):
 
     @abstractmethod
     def start_envs(self, max_decorrelation_steps: int = 0) -> tuple[Any, list[Any]]:
-        """Reset all environments; returns what is acted on first, and the beginning of a record for each."""
+        """Reset all environments; returns the first inputs of the agent, and a new record for each environment."""
 
     def start_agent(self) -> None:
-        """Tell the agent, where there is one, which environments it acts in, and reset it."""
+        """Initialize the agent, if there is one, with the ranks of its environments, and reset it."""
         if self.agent is not None:
             self.agent.collector_initialize(global_B=self.global_B, env_ranks=self.env_ranks)
             self.agent.reset()
@@ -73,25 +73,25 @@ class BaseCollector(ABC):
         """Fill ``samples_np``.
 
         Args:
-            agent_inputs, traj_infos: what this or ``start_envs`` returned last.
-            itr: iteration of the algorithm, which the agent's ``sample_mode`` gets.
+            agent_inputs, traj_infos: results of the last call of this or ``start_envs``.
+            itr: iteration of the algorithm, for the agent's ``sample_mode``.
 
         Returns:
-            what is acted on next, the records of episodes that go on, those of episodes that ended.
+            the next inputs of the agent, the records of running episodes, and those of episodes that ended.
         """
 
     def reset_if_needed(self, agent_inputs: Any) -> None:
-        """Do the resets that have waited for the end of the batch, if any."""
+        """Do the resets that were deferred to the end of the batch, if any."""
         return
 
 
 class DecorrelatingStartCollector(BaseCollector):
-    """A collector that can begin with random steps, to decorrelate the states in a batch.
+    """A collector that can start with random steps, to decorrelate the states in a batch.
 
-    The collectors below are this one, and say when environments are reset and who acts.
+    Its subclasses below define when environments are reset, and whether an agent or an action server acts.
 
     Attributes:
-        max_wait_s: how long an answer of the action server may take.
+        max_wait_s: maximum seconds for an answer of the action server.
     """
 
     mid_batch_reset = True
@@ -99,9 +99,9 @@ class DecorrelatingStartCollector(BaseCollector):
     _runner: RlpytRunner | None = None
 
     def start_envs(self, max_decorrelation_steps: int = 0) -> tuple[AgentInputs, list[Any]]:
-        """Reset every environment, and make 1 to ``max_decorrelation_steps`` random steps in each; 0: none.
+        """Reset every environment, and execute 1 to ``max_decorrelation_steps`` random steps in each; 0: none.
 
-        The records include these steps. Episodes that end in them have none.
+        The records include these steps. Episodes that end in these steps are not delivered.
 
         Raises:
             BadOption: ``samples_np`` does not fit the environments.
@@ -145,7 +145,7 @@ class DecorrelatingStartCollector(BaseCollector):
         return runner.inputs, traj_infos, completed
 
     def reset_if_needed(self, agent_inputs: Any) -> None:
-        """Reset the environments that have waited for it, and the agent wherever its episode has ended."""
+        """Do the deferred resets of environments, and reset the agent in those whose episode has ended."""
         if self.mid_batch_reset or self._runner is None:
             return
         self._runner.group.begin()
@@ -168,23 +168,23 @@ class DecorrelatingStartCollector(BaseCollector):
 
 
 class CpuResetCollector(DecorrelatingStartCollector):
-    """The agent acts here, and an environment that is over is reset at once: ``SerialSampler``, ``CpuSampler``.
+    """The agent acts in this process; finished environments are reset at once: ``SerialSampler``, ``CpuSampler``.
 
-    It is over where ``env_info.traj_done`` says so, by default where ``done`` does. The agent is reset by ``done``.
+    An environment is finished if ``env_info.traj_done`` (default: ``done``) is true. The agent is reset by ``done``.
     """
 
     _acts = "agent"
 
 
 class CpuWaitResetCollector(DecorrelatingStartCollector):
-    """The agent acts here, and an environment that is done waits for the next batch: its cells are zero, and done."""
+    """The agent acts in this process; an environment that is done waits for the next batch: rows are zero, and done."""
 
     mid_batch_reset = False
     _acts = "agent"
 
 
 class GpuResetCollector(DecorrelatingStartCollector):
-    """An action server acts (``GpuSampler``, ``AlternatingSampler``); an environment that is over is reset at once."""
+    """An action server acts (``GpuSampler``, ``AlternatingSampler``); finished environments are reset at once."""
 
     _acts = "server"
 

@@ -24,11 +24,11 @@ class RlpytEnvs(EnvBatch):
     """B rlpyt environments stepped one after another; implements ``EnvBatch``. The sampler closes them.
 
     Attributes:
-        traj_infos: records of the open episodes, ``[B]``; ``deliver`` is called with those that end.
-        resets_made: observations of resets that were made already, by environment.
-        agent_info: of the next actions, ``[B]``; None: no agent acted.
-        done: the last step ended the agent's episode, ``[B]``; ``after_done`` is called with the environment then.
-        begun: the environment's episode has steps and goes on, ``[B]``.
+        traj_infos: records of the running episodes, ``[B]``; ``deliver`` is called with those of ended ones.
+        resets_made: observations of resets that were already done, by environment.
+        agent_info: info of the agent about the next actions, ``[B]``; None: no agent acted.
+        done: whether the last step ended the agent's episode, ``[B]``; ``after_done`` is then called.
+        begun: whether the environment's episode has steps and continues, ``[B]``.
     """
 
     bypasses = True
@@ -58,7 +58,7 @@ class RlpytEnvs(EnvBatch):
         self._bypassed: frozenset[int] = frozenset()
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
-        """From the environments' own action spaces, and so from the process's generators."""
+        """Draw actions from the environments' own action spaces, and so from the process's generators."""
         drawn = {key: np.zeros((*shape, *spec.shape), spec.dtype) for key, spec in self.action_specs.items()}
         for index in np.ndindex(shape):
             b = index[-1]
@@ -73,7 +73,7 @@ class RlpytEnvs(EnvBatch):
     def start(self, lane: Lane) -> Step:
         arrays = lane.arrays
         for key in self.step_specs:
-            arrays[next_of(key)][lane.done_steps :] = 0  # where an environment says nothing
+            arrays[next_of(key)][lane.done_steps :] = 0  # for fields that an environment does not return
         observations, actions = self.observation.over(arrays), self.action.over(arrays)
         rewards, terminated = arrays[REWARD], arrays[TERMINATED]
 
@@ -108,13 +108,13 @@ class RlpytEnvs(EnvBatch):
         self._bypassed = frozenset(which)
 
     def track_lives(self, key: str) -> None:
-        """They always are, by the one name that rlpyt has for it."""
+        """Do nothing: lives are always tracked, by rlpyt's only name for them."""
 
     def objects(self) -> Sequence[object]:
         return self.envs
 
     def _step(self, env: int, action: Any) -> tuple[Any, Any, bool, bool, Any]:
-        """One step of one environment: observation, reward, done, traj_done, env_info."""
+        """Step one environment: returns observation, reward, done, traj_done, env_info."""
         self.executed_in_row = env
         got = self._call(env, "step", action)
         self.executed_in_row = env + 1
@@ -131,7 +131,7 @@ class RlpytEnvs(EnvBatch):
         return observation, reward, done or over, over, env_info
 
     def _note(self, env: int, over: bool, last: Any, step: tuple[Any, ...]) -> None:
-        """Add a step to the record of an environment's episode, whose ``last`` observation this may be."""
+        """Add a step to the record of an episode; if it is over, ``last`` is its last observation."""
         try:
             self.traj_infos[env].step(*step)
             if over:

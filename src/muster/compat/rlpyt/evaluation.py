@@ -1,4 +1,4 @@
-"""rlpyt's evaluation collectors: records of episodes, and nothing else."""
+"""rlpyt's evaluation collectors, which return records of episodes only."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from muster.errors import BadOption
 from muster.keys import ACTION, OBSERVATION
 from muster.memory.slots import Lane
 
-ROWS = 32  # of memory; an evaluation goes through it as often as it needs
+ROWS = 32  # of memory, which an evaluation reuses
 
 log = logging.getLogger(__name__)
 
 
 class BaseEvalCollector(ABC):
-    """Evaluates the agent in environments of its own, which are reset every time.
+    """Evaluates the agent in separate environments, which are reset for every evaluation.
 
     Args:
-        rank: of the worker.
-        envs: this worker's; the sampler closes them.
-        TrajInfoCls: makes the record of an episode; see ``TrajInfo``.
-        traj_infos_queue: gets the record of every episode when it ends, and None after the last.
+        rank: rank of the worker.
+        envs: environments of this worker; the sampler closes them.
+        TrajInfoCls: class of the record of an episode; see ``TrajInfo``.
+        traj_infos_queue: receives the record of every episode when it ends, and None after the last.
         max_T: time steps per evaluation.
-        agent: who acts, under ``CpuSampler``.
-        sync: its ``stop_eval`` ends an evaluation early; under ``GpuSampler`` also how to ask the action server.
-        step_buffer_np: for that as well.
+        agent: the agent that acts, under ``CpuSampler``.
+        sync: its ``stop_eval`` ends an evaluation early; under ``GpuSampler`` also signals to the action server.
+        step_buffer_np: buffer for the action server.
 
     Attributes:
-        max_wait_s: how long an answer of the action server may take.
-        unfinished_infos: records of the episodes that were going on when the last evaluation ended. They are not
-            delivered, and so what is delivered favours short episodes.
+        max_wait_s: maximum seconds for an answer of the action server.
+        unfinished_infos: records of episodes that were running when the last evaluation ended. They are not
+            delivered, so the delivered records favour short episodes.
     """
 
     max_wait_s: ClassVar[float] = 300.0
@@ -65,7 +65,7 @@ class BaseEvalCollector(ABC):
         """Run the environments for at most ``max_T`` time steps each."""
 
     def _evaluate(self, itr: int, deliver: Callable[[Any], None], enough: Callable[[], Any]) -> None:
-        """One evaluation; ``deliver`` gets the records, ``enough`` is asked after every time step."""
+        """Run one evaluation; calls ``deliver`` with each record, and ``enough`` after every time step, to stop."""
         runner, actor, lane = self._start()
         envs = runner.envs
         envs.traj_infos = [self.TrajInfoCls() for _ in self.envs]
@@ -84,7 +84,7 @@ class BaseEvalCollector(ABC):
         log.info("evaluation %s, worker %s: %s episodes were not finished, and do not count", itr, self.rank, lost)
 
     def _start(self) -> tuple[RlpytRunner, RlpytActor, Lane]:
-        """The environments, and who acts. Without a step buffer one is reset to see what environments observe."""
+        """Make environments and actor. Without a step buffer, resets one environment to find its observations."""
         if self._parts is None:
             served, buffer, first = self._acts == "server", self.step_buffer_np, self.envs[0]
             resets = {} if served else {0: first.reset()}
@@ -101,20 +101,20 @@ class BaseEvalCollector(ABC):
         return self._parts
 
     def collection_stopped(self) -> bool:
-        """Asked by the loop after every time step: whether the evaluation is over."""
+        """Whether the evaluation is over; the loop calls this after every time step."""
         self._left = 0 if self._enough() else self._left - 1
         return self._left <= 0
 
     def _evaluate_into_queue(self, itr: int) -> None:
         if getattr(self.sync, "stop_eval", None) is None:
             raise BadOption(f"{type(self).__name__} got no sync.stop_eval, by which its sampler ends an evaluation")
-        served = self._acts == "server"  # which looks at it before the step, as the server expects it
+        served = self._acts == "server"  # it checks before the step, as the server expects
         self._evaluate(itr, self.traj_infos_queue.put, lambda: not served and self.sync.stop_eval.value)
         self.traj_infos_queue.put(None)
 
 
 class CpuEvalCollector(BaseEvalCollector):
-    """The agent acts here: ``CpuSampler``. ``sync.stop_eval`` is looked at after every time step."""
+    """The agent acts in this process: ``CpuSampler``. ``sync.stop_eval`` is checked after every time step."""
 
     _acts = "agent"
 
@@ -123,7 +123,7 @@ class CpuEvalCollector(BaseEvalCollector):
 
 
 class GpuEvalCollector(BaseEvalCollector):
-    """An action server acts: ``GpuSampler``, ``AlternatingSampler``. It also says when to stop, with an answer."""
+    """An action server acts: ``GpuSampler``, ``AlternatingSampler``. It also stops the evaluation, with an answer."""
 
     _acts = "server"
 
@@ -132,10 +132,10 @@ class GpuEvalCollector(BaseEvalCollector):
 
 
 class SerialEvalCollector(BaseEvalCollector):
-    """The agent acts here: ``SerialSampler``.
+    """The agent acts in this process: ``SerialSampler``.
 
     Args:
-        max_trajectories: end with the time step at which so many episodes have ended; more may end in that step.
+        max_trajectories: stop after the time step at which this number of episodes has ended; it may end more.
     """
 
     _acts = "agent"
@@ -147,7 +147,7 @@ class SerialEvalCollector(BaseEvalCollector):
         self.max_trajectories = max_trajectories
 
     def collect_evaluation(self, itr: int = 0) -> list[Any]:
-        """The records of episodes, in the order of their ends."""
+        """Run an evaluation, and return the records of episodes in the order of their ends."""
         completed: list[Any] = []
         most = self.max_trajectories
         self._evaluate(itr, completed.append, lambda: most is not None and len(completed) >= most)

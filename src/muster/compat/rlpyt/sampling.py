@@ -1,4 +1,4 @@
-"""Between rlpyt's buffers and Muster's loop: a group of environments, who acts in them, the rows of one batch."""
+"""Between rlpyt's buffers and Muster's loop: the runner of a group of environments, and the rows of one batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPTIONAL = ("env", "prev_reward"), ("env", "env_info"), ("agent", "prev_action")
 
 
 class AgentInputs(NamedTuple):
-    """What an agent acts on, ``[B, ...]`` each: views on the rows that the next batch begins with."""
+    """The inputs of an agent, ``[B, ...]`` each: views of the first rows of the next batch."""
 
     observation: Any
     prev_action: Any
@@ -31,7 +31,7 @@ class AgentInputs(NamedTuple):
 
 
 def options(*, mid_batch_reset: bool = True, decorrelation: int = 0, interruptor: Any = None) -> RolloutOptions:
-    """What rlpyt's collectors have in common, and what they differ in."""
+    """The rollout options of rlpyt's collectors; their differences are the arguments."""
     return borrowed(
         reset_when_done=mid_batch_reset,
         max_decorrelation_steps=decorrelation,
@@ -43,7 +43,7 @@ def options(*, mid_batch_reset: bool = True, decorrelation: int = 0, interruptor
 
 
 class RlpytRunner(GroupRunner):
-    """Runs environments some rows at a time; ``inputs`` is what is acted on next."""
+    """Runs environments some rows at a time; ``inputs`` are the next inputs of the agent."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class RlpytRunner(GroupRunner):
 
 
 def envs_of(samples: Any, T: int, envs: Sequence[Any], TrajInfoCls: Any) -> tuple[RlpytEnvs, BufferPart | None]:
-    """The environments with storage as in ``samples``, and the place for ``agent_info``; ``BadOption`` if unfit."""
+    """Return the environments with the columns of ``samples``, and the buffer of ``agent_info``; or ``BadOption``."""
     for side, name in (*NEEDED, *OPTIONAL):
         tree = getattr(getattr(samples, side, None), name, None)
         if tree is None and (side, name) in NEEDED:
@@ -90,8 +90,8 @@ def envs_of(samples: Any, T: int, envs: Sequence[Any], TrajInfoCls: Any) -> tupl
 def store(lane: Lane, samples: Any) -> None:
     """Copy a batch into rlpyt's buffers.
 
-    Where ``prev_action`` and ``action`` (or the rewards) are one memory, as rlpyt's samplers make them, the first row
-    is written, and the others are the actions of the row before, whatever the agent was shown.
+    If ``prev_action`` and ``action`` (or the rewards) share memory, as in rlpyt's samplers, only the first row is
+    written, and the others are the actions of the row before, even if the agent got other inputs.
     """
     env, agent = samples.env, samples.agent
     _copy(lane, env.observation, OBSERVATION)

@@ -1,4 +1,4 @@
-"""What is kept of every episode."""
+"""The record of an episode."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 
 class TrajInfo(dict[str, Any]):
-    """One episode in numbers, which are both entries and attributes; to be logged, but for those with an underscore.
+    """Statistics of one episode, as entries and attributes. All are logged, except names that begin with ``_``.
 
-    A class of your own adds to them::
+    A subclass can add more::
 
         class MyTrajInfo(TrajInfo):
             def __init__(self, **kwargs):
@@ -20,9 +20,9 @@ class TrajInfo(dict[str, Any]):
                 self.Lives += done
 
     Attributes:
-        Length: steps.
+        Length: number of steps.
         Return: sum of rewards.
-        NonzeroRewards: how many were not zero.
+        NonzeroRewards: number of rewards that are not zero.
         DiscountedReturn: by ``_discount``, which samplers set on the class (``traj_info_kwargs=dict(discount=0.99)``).
     """
 
@@ -37,7 +37,7 @@ class TrajInfo(dict[str, Any]):
         self._cur_discount = 1.0
 
     def step(self, observation: Any, action: Any, reward: Any, done: Any, agent_info: Any, env_info: Any) -> None:
-        """Called after every step, with what the agent acted on and what came of it."""
+        """Add a step: called after every step, with the agent's observation and action, and their results."""
         self["Length"] += 1  # as entries, which is faster
         self["Return"] += reward
         self["NonzeroRewards"] += int(reward != 0)
@@ -45,7 +45,7 @@ class TrajInfo(dict[str, Any]):
         self["_cur_discount"] *= self._discount
 
     def terminate(self, observation: Any) -> TrajInfo:
-        """Called with the last observation; what it returns is the record of the episode."""
+        """Return the record of the episode; called with its last observation."""
         return self
 
     def __getattr__(self, name: str) -> Any:

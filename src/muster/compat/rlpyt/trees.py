@@ -1,4 +1,4 @@
-"""rlpyt's nested buffers by what they do: ``_fields`` and indexing. They are Muster's columns once more, by name."""
+"""rlpyt's nested buffers, used by their ``_fields`` and indexing only, and their conversion to Muster's columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from muster.memory.specs import Array, ArraySpec, Specs
 
 
 def leaves(tree: Any, root: Key = ()) -> dict[Key, Any]:
-    """The arrays of a namedarraytuple, namedtuple or dict, or the one that it is; of None and () none."""
+    """The arrays of a namedarraytuple, namedtuple or dict; ``tree`` itself if it is an array; none of None and ()."""
     if tree is None or (isinstance(tree, tuple) and not tree):
         return {}
     fields = getattr(tree, "_fields", None)
@@ -26,7 +26,7 @@ def leaves(tree: Any, root: Key = ()) -> dict[Key, Any]:
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The same tree with other leaves."""
+    """Return the same tree with ``function`` applied to its leaves."""
     source = map(function, leaves(tree).values())
     return _rebuilt(tree, source)
 
@@ -43,20 +43,19 @@ class BufferPart:
         self.specs: Specs = {key: ArraySpec(array.shape[lead:], array.dtype) for key, array in arrays.items()}
         flat = all(len(key) == len(root) + 1 for key in arrays)
         self._fields = tuple(key[-1] for key in arrays) if flat else None
-        self._numbers: set[tuple[Key, type]] = set()  # kinds of numbers that fit where, as far as they were seen
+        self._numbers: set[tuple[Key, type]] = set()  # types of numbers known to fit, by column
 
     def over(self, columns: Mapping[Key, Any], root: Key | None = None) -> Any:
-        """The columns (those below ``root``) as a tree of the buffer's kind, whose ``[t]`` and ``[t, b]`` are rows."""
+        """Return the columns (below ``root``) as a tree like the buffer, whose ``[t]`` and ``[t, b]`` are rows."""
         base = root or self.root
         return _rebuilt(self.tree, (columns[base + key[len(self.root) :]] for key in self.specs))
 
     def write(
         self, columns: Mapping[Key, Array], at: Any, value: Any, *, lead: tuple[int, ...] = (), partial: bool = False
     ) -> str | None:
-        """Copy ``value``, whose leaves are ``[*lead, *shape]``, into the rows or entries ``at``; ``partial``: some may
-        be missing.
+        """Copy ``value`` (leaves ``[*lead, *shape]``) to rows or entries ``at``; ``partial``: leaves may be missing.
 
-        Returns why that is impossible, as the end of a sentence about the value; None if it is done.
+        Returns the problem as the end of a sentence about the value; None if it was copied.
         """
         spec = self.specs.get(self.root)
         if spec and type(value) is np.ndarray and value.dtype == spec.dtype and value.shape == lead + spec.shape:
@@ -84,7 +83,7 @@ class BufferPart:
         return None
 
     def _leaves(self, value: Any) -> dict[Key, Any]:
-        """As ``leaves``, but faster where no part has parts in turn."""
+        """Like ``leaves``, but faster for trees of one level."""
         if getattr(value, "_fields", False) != self._fields:
             return leaves(value, self.root)
         return {key: leaf for key, leaf in zip(self.specs, value, strict=True) if leaf is not None}
@@ -97,7 +96,7 @@ def overwrite(target: Any, source: Any, which: Any = ...) -> None:
 
 
 def as_array(leaf: Any) -> Array:
-    """A tensor (on any device, with gradients or not), array or number as an array; no copy where it can be."""
+    """Convert a tensor (on any device, with or without gradients), array or number to an array; avoids copies."""
     return leaf.detach().cpu().numpy() if hasattr(leaf, "detach") else np.asarray(leaf)
 
 

@@ -1,11 +1,11 @@
-"""Tianshou's collectors, collecting with Muster: change the import, keep policy, environments, buffer and trainer.
+"""Tianshou's collectors, based on Muster: change the import, keep policy, environments, buffer and trainer.
 
 ::
 
     from muster.compat.tianshou import Collector  # was: from tianshou.data import Collector
 
-Names, arguments, and what is in the buffer afterwards are those of Tianshou 2.0.1: the same seeds give the same bits.
-docs/tianshou.md lists what differs.
+Names, arguments, and the contents of the buffer are those of Tianshou 2.0.1: the same seeds give the same bits.
+docs/tianshou.md lists the differences.
 """
 
 from __future__ import annotations

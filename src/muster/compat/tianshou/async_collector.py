@@ -1,4 +1,4 @@
-"""Tianshou's AsyncCollector: environments that are ready go on without waiting for the slowest."""
+"""Tianshou's AsyncCollector: environments that are ready continue without waiting for the slowest."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from muster.memory.slots import Lane
 class AsyncCollector(Collector):
     """Collects from a vector environment with ``wait_num`` or ``timeout``.
 
-    The policy acts for the environments whose results have arrived. A call ends with the arrival that makes the number
-    asked for complete, and may have collected more; the statistics say how much. Steps on their way then are part of
-    the next call; a reset waits for them, and they are lost. Of episodes the first to end count, and so rather short
-    ones; environments are not reset after ``n_episode``.
+    The policy acts for the environments whose results have arrived. A call returns as soon as the requested number has
+    arrived; it may collect more, see its statistics. Pending steps are part of the next call. A reset waits for them
+    and discards them. The first episodes to end count, which favours short ones. Environments are not reset after
+    ``n_episode``.
 
     Args:
         policy, env, buffer, exploration_noise, raise_on_nan_in_buffer: as for ``Collector``.
@@ -44,7 +44,7 @@ class AsyncCollector(Collector):
             )
 
     def reset_env(self, gym_reset_kwargs: dict[str, Any] | None = None) -> tuple[Any, Any]:
-        """Reset all environments once those on their way have arrived; see ``Collector``."""
+        """Wait for pending steps, then reset all environments; see ``Collector``."""
         drain(self.env)
         return super().reset_env(gym_reset_kwargs)
 
@@ -76,7 +76,7 @@ class AsyncCollector(Collector):
                 sampling.going.forget(sampling.group.pending)
 
     def _warn(self, n_step: int | None, n_episode: int | None) -> None:
-        """More may come than asked for, whatever is asked for."""
+        """Do not warn: every call may collect more than requested."""
 
 
-TianshouAsyncCollector.register(AsyncCollector)  # isinstance says so, and nothing is inherited
+TianshouAsyncCollector.register(AsyncCollector)  # for isinstance, without inheritance

@@ -1,4 +1,4 @@
-"""Tianshou's asynchronous vector environments as an env batch: a row has the results that arrived in it."""
+"""Tianshou's asynchronous vector environments as an env batch: a row has the results that arrived at its step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from muster.protocols import Step
 class AsyncVectorEnvs(VectorEnvs):
     """A vector environment with ``wait_num`` or ``timeout``: a step's result may arrive many rows after its action.
 
-    Until then the environment's observation is repeated. The row of arrival has all of the step: observation, action,
-    result. ``arrived`` and ``ended`` count results and episodes.
+    Until then the environment's observation is repeated. The row of arrival has the complete step: observation, action,
+    result. ``arrived`` and ``ended`` count results and ended episodes.
     """
 
     def __init__(self, venv: Any, obs: Array) -> None:
         super().__init__(venv, obs)
         self.arrived = self.ended = 0
-        self._sent = Batch()  # ``[N, ...]``: the action each environment is busy with, and the policy's entry beside it
+        self._sent = Batch()  # ``[N, ...]``: the pending action of each environment, and the policy's entry for it
 
     def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         super().reset(arrays, row, which, seeds)
@@ -65,7 +65,7 @@ class AsyncVectorEnvs(VectorEnvs):
         return step
 
     def bypass(self, which: Collection[int]) -> None:
-        """Only environments on their way are left out."""
+        """Do nothing: only environments with pending steps are left out."""
 
     def _keep(self, actions: Actions) -> None:
         sent = Batch(act=actions.act, policy=actions.policy)
@@ -81,6 +81,6 @@ class AsyncVectorEnvs(VectorEnvs):
 
 
 def drain(venv: Any) -> None:
-    """Wait for all steps on their way; what they give is lost."""
+    """Wait for all pending steps, and discard their results."""
     while venv.waiting_id:
         venv.step(None, venv.waiting_id)

@@ -1,4 +1,4 @@
-"""Tianshou's Collector: its names and its results; Muster's loop collects."""
+"""Tianshou's Collector: its names and results, with Muster's loop."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from muster.compat.tianshou.steps import StepByStep, Tally, add, takes_many
 from muster.episodes.rules import LastEven
 from muster.errors import BadOption
 
-BUFFER_SIZE = 10_000  # of each environment, where no buffer is given
-ROWS_FOR_EPISODES = 64  # at a time: how many it takes is not known before
+BUFFER_SIZE = 10_000  # per environment, if no buffer is given
+ROWS_FOR_EPISODES = 64  # at a time: the number for a number of episodes is not known before
 
 
 class Collector:
-    """Lets a Tianshou policy act in environments, and adds what comes of it to a replay buffer.
+    """Collects steps of a Tianshou policy in environments into a replay buffer.
 
     Args:
-        policy: a ``Policy``, or an ``Algorithm``, whose policy it is then.
+        policy: a ``Policy``, or an ``Algorithm``, whose policy is used.
         env: a vector environment, or one environment.
-        buffer: None: a ``VectorReplayBuffer`` of 10,000 steps per environment. It is not reset here.
-        exploration_noise: let the policy's ``add_exploration_noise`` change its actions.
-        on_episode_done_hook: gets each episode as it lies in the buffer, and may return more entries for it.
-        on_step_hook: gets the actions and the steps of each row before they are added, and may change these.
-        raise_on_nan_in_buffer: look through the whole buffer after each ``collect``.
-        collect_stats_class: of what ``collect`` returns.
+        buffer: None: a ``VectorReplayBuffer`` of 10,000 steps per environment. The constructor does not reset it.
+        exploration_noise: apply the policy's ``add_exploration_noise`` to its actions.
+        on_episode_done_hook: called with each episode from the buffer; may return more entries for it.
+        on_step_hook: called with the actions and the steps of each row before they are added; may change the steps.
+        raise_on_nan_in_buffer: check the whole buffer after each ``collect``.
+        collect_stats_class: class of the result of ``collect``.
 
     Attributes:
-        collect_step, collect_episode, collect_time: of all calls since ``reset_stat``.
+        collect_step, collect_episode, collect_time: totals of all calls since ``reset_stat``.
 
     Raises:
-        BadOption: the buffer has no room for so many environments.
+        BadOption: the buffer has too few sub-buffers for the environments.
     """
 
-    __class_getitem__: Any = classmethod(GenericAlias)  # Collector[CollectStats](...) is how Tianshou writes it
+    __class_getitem__: Any = classmethod(GenericAlias)  # Collector[CollectStats](...), as in Tianshou
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Collector:
         self.exploration_noise, self.raise_on_nan_in_buffer = exploration_noise, raise_on_nan_in_buffer
         self.collect_stats_class = collect_stats_class
         self._on_episode_done_hook, self._on_step_hook = on_episode_done_hook, on_step_hook
-        self._action_space = self.env.action_space  # asked again, other processes send it as it was at first
+        self._action_space = self.env.action_space  # read once: other processes would send the initial one again
         self._is_closed = False
         self._sampling: Sampling | None = None
         self.reset_stat()
@@ -95,7 +95,7 @@ class Collector:
         self.close()
 
     def close(self) -> None:
-        """Close the environments; a second time it does nothing."""
+        """Close the environments; later calls do nothing."""
         if not self._is_closed:
             self._is_closed, self._sampling = True, None
             self.env.close()
@@ -131,7 +131,7 @@ class Collector:
         Args:
             reset_buffer: also empty the buffer.
             reset_stats: also set the counters to zero.
-            gym_reset_kwargs: for the environments' ``reset``.
+            gym_reset_kwargs: keyword arguments for the environments' ``reset``.
         """
         first = self.reset_env(gym_reset_kwargs)
         if reset_buffer:
@@ -174,19 +174,19 @@ class Collector:
         """Collect steps or episodes into the buffer.
 
         Args:
-            n_step: steps over all environments; more, where it is no multiple of their number.
-            n_episode: episodes: the first ones to begin; see ``LastEven``. All environments are reset afterwards.
+            n_step: steps over all environments; rounded up to a multiple of their number.
+            n_episode: episodes, the first to begin; see ``LastEven``. All environments are reset afterwards.
             random: sample actions from the action spaces.
-            render: show the environments after each step, and wait so many seconds; 0: do not.
+            render: seconds to wait after each step, after rendering the environments; 0: do not render.
             no_grad: call the policy without gradients.
             reset_before_collect: reset environments and counters first.
-            gym_reset_kwargs: for all resets made here.
+            gym_reset_kwargs: keyword arguments for all resets in this call.
 
         Returns:
             statistics of this call.
 
         Raises:
-            BadOption: neither or both numbers given; no environment was reset yet.
+            BadOption: neither or both numbers are given, or the environments were not reset yet.
         """
         self._check_number(n_step, n_episode)
         self._warn(n_step, n_episode)
@@ -265,7 +265,7 @@ class Collector:
         def show() -> None:
             self.env.render()
             if not np.isclose(render, 0):
-                time.sleep(render)  # noqa: TID251 (what render is for)
+                time.sleep(render)  # noqa: TID251 (the purpose of render)
 
         return show
 
@@ -297,11 +297,11 @@ class Collector:
             )
 
 
-TianshouCollector.register(Collector)  # isinstance says so, and nothing is inherited
+TianshouCollector.register(Collector)  # for isinstance, without inheritance
 
 
 def check_buffer(buffer: Any, num_envs: int) -> None:
-    """Raise ``BadOption`` if steps of so many environments cannot be kept apart in a buffer."""
+    """Raise ``BadOption`` if a buffer cannot store the steps of each environment separately."""
     name = type(buffer).__name__
     if isinstance(buffer, CachedReplayBuffer):
         room, what = buffer.cached_buffer_num, "cached buffers"

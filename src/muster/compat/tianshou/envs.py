@@ -23,9 +23,9 @@ NUMBERS = "biufc"  # kinds of dtypes
 
 
 class Actions(NamedTuple):
-    """What the environments ``ids`` (ascending) do next: ``act`` for the policy, ``mapped`` for the environments.
+    """The next actions of the environments ``ids`` (ascending): ``act`` of the policy, ``mapped`` for the environments.
 
-    ``policy`` is stored beside it, ``dist`` is what it was drawn from, ``state`` the policy's after it.
+    ``policy`` is stored with ``act``, ``dist`` is its distribution, ``state`` is the policy's state after it.
     """
 
     ids: Array
@@ -37,10 +37,10 @@ class Actions(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One time step: what the lane does not have of the transitions of the environments ``ids`` (ascending).
+    """One time step: the parts of the transitions of the environments ``ids`` (ascending) that the lane does not have.
 
-    ``rew`` is ``[R]`` or ``[R, agents]``; ``infos`` is None where they have ``env_id`` only; ``actions`` are those
-    chosen in this row, whichever transitions arrived.
+    ``rew`` is ``[R]`` or ``[R, agents]``; ``infos`` is None if they have ``env_id`` only; ``actions`` are those
+    chosen in this row, which may be of other transitions than those that arrived.
     """
 
     ids: Array
@@ -52,15 +52,15 @@ class Row(NamedTuple):
 
 
 class VectorEnvs(EnvBatch):
-    """A Tianshou vector environment; implements ``EnvBatch``. Observations that are no arrays of numbers are objects.
+    """A Tianshou vector environment; implements ``EnvBatch``. Observations that are not numeric arrays are objects.
 
-    Environments that end are reset at once, as in Tianshou. Later observations are of the kind of ``obs``.
+    Environments that end are reset at once, as in Tianshou. Later observations have the dtype and shape of ``obs``.
 
     Attributes:
-        ready: environments that are acted on next, ascending.
-        infos: the last one of each environment.
-        begun, rows: environments that began an episode, and steps, since the list was last emptied.
-        after_step: called after a step, before any reset.
+        ready: environments for the next actions, ascending.
+        infos: the last info of each environment.
+        begun, rows: environments that began an episode, and time steps, since the list was last emptied.
+        after_step: called after each step, before any reset.
     """
 
     bypasses = True
@@ -84,13 +84,13 @@ class VectorEnvs(EnvBatch):
         raise NotImplementedError("Tianshou's collectors ask the environments' action spaces themselves")
 
     def takes(self, obs: Array) -> bool:
-        """Whether observations are still as they were when this was made."""
+        """Whether observations still have the dtype and shape of the constructor's ``obs``."""
         if obs.dtype.kind not in NUMBERS:
             return not self.spec.is_tensor
         return obs.dtype == self.spec.dtype and obs.shape[1:] == self.spec.shape
 
     def begin(self, obs: Array, infos: Sequence[dict[str, Any]]) -> None:
-        """All environments have been reset, with these results, and go on from there at the next ``reset``."""
+        """Set the results of a reset of all environments, which the next ``reset`` writes instead of resetting."""
         self.begun, self.infos = list(range(self.num_envs)), list(infos)
         self._obs_ahead = dict(enumerate(_one_by_one(obs)))
 
@@ -138,7 +138,7 @@ class VectorEnvs(EnvBatch):
     # --- parts ------------------------------------------------------------------------------------
 
     def _by_vector(self, actions: Actions, observations: Array, row: int) -> tuple[Array, list[int], Any]:
-        """Step through the vector environment: rewards, who has ended, and their terminated and truncated flags."""
+        """Step the vector environment: returns rewards, ended environments, and their terminated, truncated flags."""
         try:
             got = self.venv.step(actions.mapped, actions.ids)
         except Exception as error:
@@ -152,7 +152,7 @@ class VectorEnvs(EnvBatch):
         return np.asarray(rew), actions.ids[local].tolist(), (terminated[local], truncated[local])
 
     def _direct(self) -> Any:
-        """Step the environments of a ``DummyVectorEnv`` one by one, as it does; None for all others."""
+        """A function that steps the environments of a ``DummyVectorEnv`` one by one, as it does; None for others."""
         venv, infos, dtype, shape = self.venv, self.infos, self.spec.dtype, self.spec.shape
         if getattr(type(venv), "step", None) is not DummyVectorEnv.step or venv.is_async or venv.is_closed:
             return None
@@ -190,7 +190,7 @@ class VectorEnvs(EnvBatch):
         return advance
 
     def _reset_ahead(self, which: Sequence[int]) -> None:
-        """Reset environments, whose first observations are asked for later, or never."""
+        """Reset environments, and keep their first observations for a later ``reset``, which may not come."""
         try:
             obs, infos = self.venv.reset(env_id=np.asarray(which), **self.reset_kwargs)
         except Exception as error:
@@ -232,24 +232,24 @@ def _one_by_one(obs: Any) -> Any:
 
 
 def listed(infos: Any) -> Any:
-    """One dictionary per environment; EnvPool has one of arrays."""
+    """Return one dictionary per environment; EnvPool returns one dictionary of arrays."""
     return Batch(infos).to_list_of_dicts() if isinstance(infos, dict) else infos
 
 
 def batch_of(**values: Any) -> Any:
-    """A ``Batch`` of arrays, tensors and Batches, which it need not look at."""
+    """Make a ``Batch`` of arrays, tensors and Batches, without its checks."""
     batch = Batch()
     batch.__dict__.update(values)
     return batch
 
 
 def stacked(obs: Array) -> Any:
-    """Observations as policies and buffers have them: dictionaries as one Batch."""
+    """Convert observations to the form of policies and buffers: dictionaries become one Batch."""
     return obs if obs.dtype != OBJECT else Batch(obs=obs).obs
 
 
 def copied(tree: Any) -> Any:
-    """A copy that shares no memory with what an environment or a policy may go on to change."""
+    """Return a copy that shares no memory with objects that an environment or a policy may change later."""
     if type(tree) in PLAIN:
         return tree
     if isinstance(tree, np.ndarray):

@@ -1,4 +1,4 @@
-"""Tianshou's policies as Muster's, called as Tianshou's collectors call them."""
+"""Adapter of Tianshou's policies, which calls them as Tianshou's collectors do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from muster.rng import GroupRng
 
 
 class TianshouActor:
-    """Chooses actions for the environments that are ready; implements ``Policy``. ``state``: the policy's."""
+    """Chooses actions for the environments that are ready; implements ``Policy``. ``state``: the policy's state."""
 
     path, draws_globally, name = "tianshou policy", True, "policy"
     policy: Any
@@ -32,7 +32,7 @@ class TianshouActor:
         self.state: Any = None
 
     def begin(self, policy: Any, *, random: bool, noise: bool, no_grad: bool) -> None:
-        """Act by this policy from now on, or at ``random`` by the action spaces, which the policy only maps."""
+        """Use this policy from now on; if ``random``, it only maps actions that are drawn from the action spaces."""
         self.policy, self.name = policy, type(policy).__name__
         self.random, self.noise, self.no_grad = random, noise, no_grad
 
@@ -83,7 +83,7 @@ class TianshouActor:
         spaces = self.action_spaces
         try:
             mapped = np.array([spaces[i].sample() for i in ids])
-        except TypeError:  # EnvPool has one for all
+        except TypeError:  # EnvPool has one space for all environments
             mapped = np.array([spaces.sample() for _ in ids])
         self.state = None
         return Actions(ids, self.policy.map_action_inverse(np.array(mapped)), mapped, Batch())
@@ -101,7 +101,7 @@ class TianshouActor:
     def _begin_episodes(self, which: list[int]) -> None:
         if self.state is None:
             return
-        state = self.state = copied(self.state)  # the policy may look at its own
+        state = self.state = copied(self.state)  # the policy may keep the old one
         if isinstance(state, Batch):
             state.empty_(which)
         else:
@@ -109,7 +109,7 @@ class TianshouActor:
 
 
 def info_batch(infos: Sequence[dict[str, Any]]) -> Any:
-    """What a policy sees of the last infos: nothing where all are empty, else zeros (or None) where one is."""
+    """Convert the last infos for a policy: an empty Batch if all are empty; zeros (or None) in place of empty ones."""
     some = next((info for info in infos if info), None)
     if some is None:
         return Batch()

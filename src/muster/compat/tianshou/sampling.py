@@ -1,4 +1,4 @@
-"""Between Tianshou's buffers and Muster's loop: a group of environments, who acts in them, the steps that were made."""
+"""Between Tianshou's buffers and Muster's loop: a group of environments, its policy, and the collected steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Taken(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """An episode, and the row (of those looked at) in which it ended."""
+    """An ended episode; ``t`` is the row of its end within ``Taken``."""
 
     t: int
     env: int
@@ -46,7 +46,7 @@ class Ended(NamedTuple):
 
 
 class Going(NamedTuple):
-    """Rewards (``[N]`` or ``[N, agents]``) and steps (``[N]``) so far of the episodes that go on."""
+    """Rewards (``[N]`` or ``[N, agents]``) and steps (``[N]``) so far of the running episodes."""
 
     totals: Array
     steps: Array
@@ -61,9 +61,9 @@ class Going(NamedTuple):
         self.totals[which], self.steps[which] = 0, 0
 
     def after(self, taken: Taken) -> tuple[Going, list[Ended]]:
-        """What goes on after these steps, and what ended in them, by time.
+        """Return the running episodes after these steps, and the episodes that ended in them, by time.
 
-        Rewards are added one by one and in their own precision, as Tianshou's buffers do it.
+        Rewards are added one by one in their own precision, as in Tianshou's buffers.
         """
         rew, done, N = taken.batch.rew, taken.batch.done, len(self.steps)
         totals = np.zeros((N, *rew.shape[1:]), rew.dtype if rew.dtype.kind == "f" else float)
@@ -80,14 +80,14 @@ class Going(NamedTuple):
         return going, ended
 
 
-LANE_BYTES, LANE_ROWS = 1 << 26, 512  # of memory between the environments and the buffer
+LANE_BYTES, LANE_ROWS = 1 << 26, 512  # limits of the memory between the environments and the buffer
 
 STORED = OBSERVATION, next_of(OBSERVATION), next_of(TERMINATED), next_of(TRUNCATED)
-OPTIONS = borrowed(validate="off")  # Tianshou takes any reward
+OPTIONS = borrowed(validate="off")  # Tianshou accepts any reward
 
 
 class Sampling(GroupRunner):
-    """A policy in environments that were reset, with the open episodes (``going``) and the ``last`` lane."""
+    """Runs a policy in environments, with the running episodes (``going``) and the ``last`` lane."""
 
     def __init__(self, envs: VectorEnvs, actor: TianshouActor) -> None:
         super().__init__(envs, OPTIONS, rng=GroupRng(0))
@@ -104,7 +104,7 @@ class Sampling(GroupRunner):
         self.group.begin()
 
     def make(self, rows: int, rule: Rule | None, watch: Callable[[Lane, int], object] | None) -> Lane:
-        """Make ``rows`` rows, or as many as the rule needs, in ``last``, whose ``done_steps`` says how many."""
+        """Collect ``rows`` rows, fewer if the rule is complete, into ``last``; their number is its ``done_steps``."""
         self.last = self.lane(self.actor, rows)
         self.envs.rows.clear()
         try:
@@ -115,7 +115,7 @@ class Sampling(GroupRunner):
         return self.last
 
     def pieces(self, lane: Lane) -> Iterator[tuple[int, int]]:
-        """The lane's rows in pieces, within which the policy's entries have one structure: mostly a single one."""
+        """Split the lane's rows into pieces in which the policy's entries have one structure: mostly one piece."""
         begin, before = 0, None
         for t in range(lane.done_steps):
             structure = _structure(self.envs.rows[t].policy)
@@ -127,7 +127,7 @@ class Sampling(GroupRunner):
             yield begin, lane.done_steps
 
     def taken(self, lane: Lane, begin: int, end: int, *, lent: bool = False) -> Taken:
-        """The steps of rows ``begin`` to ``end``; ``lent``: they may be views of the lane."""
+        """Return the steps of rows ``begin`` to ``end``; ``lent``: they may be views of the lane."""
         rows, arrays, B = self.envs.rows[begin:end], lane.arrays, lane.B
         env = _joined([row.ids for row in rows])
         whole = len(env) == B * len(rows)
@@ -157,7 +157,7 @@ def _structure(tree: Any) -> Any:
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """Arrays, tensors, and Batches of them with one structure, as one."""
+    """Concatenate arrays, tensors, or Batches of them with one structure."""
     first = parts[0]
     if len(parts) == 1 or first is None:
         return first
@@ -167,7 +167,7 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 def _infos(rows: Sequence[Row], env: Array) -> Any:
-    """All infos as a Batch; where all are numbers of the same names it need not be asked to find out."""
+    """Return all infos as a Batch; skips its slow conversion if all infos have the same names and only numbers."""
     if all(row.infos is None for row in rows):
         return batch_of(env_id=env.copy())
     infos: list[dict[str, Any]] = []

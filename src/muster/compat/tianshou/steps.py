@@ -1,4 +1,4 @@
-"""What is done with the steps: they go into the buffer, statistics and hooks."""
+"""The consumers of steps: buffer, statistics and hooks."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ KEYS = frozenset({"obs", "act", "rew", "terminated", "truncated", "done", "obs_n
 
 
 def takes_many(buffer: Any) -> bool:
-    """Whether one ``add`` may get several steps of each environment; subclasses with an ``add`` get single rows."""
+    """Whether one ``add`` may get several steps per environment; classes with another ``add`` get single rows."""
     own = isinstance(buffer, ReplayBufferManager) and type(buffer).add in ADDS
     return own and tianshou.__version__ == TESTED
 
 
 def add(buffer: Any, taken: Taken) -> None:
-    """Add steps; the buffer is then as if every row had been added by itself."""
+    """Add steps, with the same result as adding every row separately."""
     for begin, end in _parts(buffer, taken) if takes_many(buffer) else taken.pieces():
         buffer.add(taken.batch[begin:end], buffer_ids=taken.env[begin:end])
 
 
 def _parts(buffer: Any, taken: Taken) -> Iterator[tuple[int, int]]:
-    """Where parts begin and end in which no ring overwrites itself; the first row is one, for which memory is made."""
+    """Bounds of parts in which no ring overwrites itself; the first row is a part, because it allocates the buffer."""
     most, row = max(1, int(np.diff(buffer.subbuffer_edges).min())), 0
     while row < taken.rows:
         rows = most if hasattr(buffer, "obs") else 1
@@ -49,7 +49,7 @@ def _parts(buffer: Any, taken: Taken) -> Iterator[tuple[int, int]]:
 
 
 class Tally:
-    """Counts what one call collects, in a new ``CollectStats``."""
+    """Counts the steps and episodes of one call, in a new ``CollectStats``."""
 
     def __init__(self, stats: Any) -> None:
         self.stats, self.steps, self.episodes = stats, 0, 0
@@ -61,14 +61,14 @@ class Tally:
         self.episodes += len(ended)
 
     def add(self, taken: Taken, ended: Sequence[Ended], dists: Sequence[Any]) -> None:
-        """Of steps, and the distributions that each row's actions were drawn from."""
+        """Add steps, and the distributions of each row's actions."""
         self.count(taken, ended)
         self._ended += ended
         self._deviations += [np.atleast_2d(to_numpy(get_stddev_from_dist(dist))) for dist in dists if dist is not None]
         self.stats.n_collected_steps, self.stats.n_collected_episodes = self.steps, self.episodes
 
     def close(self) -> Any:
-        """The statistics, complete but for times and summaries."""
+        """Return the statistics, complete except for times and summaries."""
         if self._ended:
             self.stats.returns = np.array([episode.total for episode in self._ended], float)
             self.stats.lens = np.array([episode.steps for episode in self._ended], int)
@@ -78,7 +78,7 @@ class Tally:
 
 
 class StepByStep:
-    """Adds every row to the ``owner``'s buffer as soon as it is complete, and shows it to hooks and statistics."""
+    """Adds every row to the ``owner``'s buffer as soon as it is complete, and calls hooks and statistics with it."""
 
     def __init__(self, owner: Any, sampling: Sampling, tally: Tally, *, adds_entries: bool) -> None:
         self.owner, self.sampling, self.tally, self.adds_entries = owner, sampling, tally, adds_entries
@@ -107,7 +107,7 @@ class StepByStep:
             self._end(episode, int(starts[k]), int(places[k]))
 
     def _end(self, episode: Ended, first: int, last: int) -> None:
-        """An episode has ended, and lies in the buffer from its ``first`` place to the ``last``."""
+        """Process an ended episode, which is in the buffer from position ``first`` to ``last``."""
         owner, stats = self.owner, self.tally.stats
         where = _places(owner.buffer, first, last, episode)
         batch = owner.buffer[where]
@@ -123,11 +123,11 @@ class StepByStep:
         known = len(stats.lens)
         stats.update_at_episode_done(episode_batch=batch, episode_return=episode.total)
         if len(stats.lens) > known:
-            stats.lens[-1] = episode.steps  # the buffer may hold only the last ones of them
+            stats.lens[-1] = episode.steps  # the buffer may contain only its last steps
 
 
 def _places(buffer: Any, first: int, last: int, episode: Ended) -> Array:
-    """Where an episode lies, in order; of one that is longer than its ring the last steps."""
+    """The positions of an episode in the buffer, in order; only its last steps if it is longer than its ring."""
     edges = buffer.subbuffer_edges
     begin = edges[np.searchsorted(edges, last, side="right") - 1]
     size = edges[np.searchsorted(edges, last, side="right")] - begin
@@ -138,7 +138,7 @@ def _places(buffer: Any, first: int, last: int, episode: Ended) -> Array:
 
 
 def _add_entries(buffer: Any, step: Any, places: Array) -> None:
-    """Store what a hook has added to a row; a single ring has done so already, others drop it."""
+    """Store entries that a hook has added to a row; a single ring has stored them already, others drop them."""
     if not isinstance(buffer, ReplayBufferManager):
         return
     added = [key for key in step.get_keys() if key not in KEYS]
@@ -161,11 +161,11 @@ def _add_entries(buffer: Any, step: Any, places: Array) -> None:
 
 
 class EpisodeRolloutHookMerged(TianshouMerged):  # type: ignore[misc] # of a package that mypy skips
-    """Several episode hooks as one. Tianshou's own refuses whatever the first of them returns.
+    """Merges several episode hooks. Tianshou's own class refuses every entry that the first hook returns.
 
     Args:
         episode_rollout_hooks: called in this order.
-        check_overlapping_keys: raise ``KeyError`` if two return an entry of the same name; else the last one stays.
+        check_overlapping_keys: raise ``KeyError`` if two hooks return an entry of one name; else the last one is used.
     """
 
     def __call__(self, episode_batch: Any) -> dict[str, Any] | None:
