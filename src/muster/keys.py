@@ -21,7 +21,7 @@ NEXT_OBS_VALID: Key = ("collector", "next_obs_valid")
 VALID: Key = ("collector", "valid")
 POLICY_VERSION: Key = ("collector", "policy_version")
 RESUMED: Key = ("collector", "resumed")
-TEAM_REWARD: Key = ("collector", "team_reward")  # hidden: reward for episode records, if there are several
+TEAM_REWARD: Key = ("collector", "team_reward")  # hidden: sum of several rewards, for episode records
 IS_INIT: Key = ("is_init",)
 TRAJ_DONE: Key = ("next", "traj_done")  # the environment's own episode is over, not only the agent's
 

@@ -51,7 +51,7 @@ class GroupRng:
     """All random streams of one group, derived from ``(seed, group)`` and the generation of its worker.
 
     Attributes:
-        numpy: for Muster's own draws (the heads' noise).
+        numpy: generator for Muster's own draws (the heads' noise).
     """
 
     def __init__(

@@ -58,7 +58,7 @@ def node(command: NodeCommand) -> int:
 
 
 def is_node(command: Collect) -> bool:
-    """Whether this process is a rank of torchrun other than the first, which collects; the others are its nodes."""
+    """Whether this process is a rank of torchrun other than the first: a node. The first rank collects."""
     return command.backend == "torchrun" and (_rank() or 0) > 0
 
 

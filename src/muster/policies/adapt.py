@@ -18,7 +18,7 @@ from muster.policies.heads import Head
 from muster.policies.random import RandomPolicy
 from muster.protocols import EnvBatch, Policy
 
-# Floating dtypes of rows. A network in another dtype (bfloat16) gets float32, and casts its input itself.
+# Floating dtypes of rows. A network in another dtype (bfloat16) gets float32, and must cast its input itself.
 STORED = {getattr(torch, name): np.dtype(name) for name in ("float16", "float32", "float64")}
 ACCEPTED = "None, an nn.Module, a TensorDictModule, a head such as muster.policies.categorical(net), or a function"
 

@@ -1,4 +1,4 @@
-"""A head as a policy: runs the network by the executor if possible, and samples actions from the group's generator."""
+"""A head as a policy: runs the network by the executor if possible, and samples actions with the group's generator."""
 
 from __future__ import annotations
 

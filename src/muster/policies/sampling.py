@@ -1,7 +1,7 @@
 """Sampling: turns a network's output into rows of actions and log-probabilities, in NumPy.
 
-Noise is drawn once per rollout. All paths of a head (NumPy, torch, module, GPU) use the same noise, so that their
-data are equal up to the rounding of the network. ``emit(t, params)`` completes row ``t``::
+Noise is drawn once per rollout. All paths of a head with rows on the host (NumPy, torch, module, GPU) use the same
+noise, so that their data are equal up to the rounding of the network. ``emit(t, params)`` completes row ``t``::
 
     emit = categorical(rows, 0, nvec=(2,), low=zeros, rng=rng.numpy)
     for t in range(T):

@@ -65,7 +65,7 @@ class CrashReport:
 
     Attributes:
         env_ids: global numbers of the environments; one if ``alone``: replayed without the rest of its env batch.
-        phase: "step" if the last action failed, "reset" if the last reset failed; else a later phase.
+        phase: "step": the last action failed; "reset": the last reset failed; else the failure came after both.
         kind, message: class and text of the error.
         max_frames_per_traj: option of the collector; ``resets`` has the resets at its truncations, too.
         actions: ``[n, B, *shape]`` per leaf; B is 1 if ``alone``.

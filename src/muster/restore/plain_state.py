@@ -83,7 +83,7 @@ class Encoder:
         return self.encode(value, attribute=False)
 
     def _copy(self, array: Any) -> Any:
-        """Copy an array of numbers. Raises ``NotPlain`` if it shares memory with an array copied before."""
+        """Copy a contiguous array of numbers. Raises ``NotPlain`` for others, and for memory of one copied before."""
         owner = array
         while type(owner) is np.ndarray and owner.base is not None:
             owner = owner.base

@@ -139,7 +139,7 @@ class EnvContract:
 
 
 def _ended(batch: TensorDict) -> torch.Tensor:
-    """Ends of episodes, ``[..., T]``: ``done`` at the root; if there is none, any flag."""
+    """Ends of episodes, ``[..., T]``: ``next/done``; if there is none, any flag below ``next``."""
     after = batch["next"]
     if "done" in after.keys():  # noqa: SIM118
         done: torch.Tensor = after["done"][..., 0]

@@ -109,7 +109,7 @@ def _create(path: Path, mode: int) -> tuple[Path, int]:
 
 def _remove_leftovers(path: Path) -> None:
     """Remove temporary files for ``path`` of killed processes, which are no longer locked."""
-    if sys.platform == "win32":  # locks are not known there
+    if sys.platform == "win32":  # without locks, leftovers cannot be recognized
         return
     like = re.compile(re.escape(path.name) + r"\.[0-9a-f]{12}" + re.escape(TEMPORARY))
     with suppress(OSError):

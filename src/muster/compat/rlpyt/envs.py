@@ -108,7 +108,7 @@ class RlpytEnvs(EnvBatch):
         self._bypassed = frozenset(which)
 
     def track_lives(self, key: str) -> None:
-        """Do nothing: lives are always tracked, by rlpyt's only name for them."""
+        """Do nothing: lives are always tracked, by ``env_info.traj_done``."""
 
     def objects(self) -> Sequence[object]:
         return self.envs

@@ -35,7 +35,7 @@ class Collector:
     Args:
         policy: a ``Policy``, or an ``Algorithm``, whose policy is used.
         env: a vector environment, or one environment.
-        buffer: None: a ``VectorReplayBuffer`` of 10,000 steps per environment. The constructor does not reset it.
+        buffer: a replay buffer, not reset here. None: a ``VectorReplayBuffer`` of 10,000 steps per environment.
         exploration_noise: apply the policy's ``add_exploration_noise`` to its actions.
         on_episode_done_hook: called with each episode from the buffer; may return more entries for it.
         on_step_hook: called with the actions and the steps of each row before they are added; may change the steps.

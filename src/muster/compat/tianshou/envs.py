@@ -54,7 +54,7 @@ class Row(NamedTuple):
 class VectorEnvs(EnvBatch):
     """A Tianshou vector environment; implements ``EnvBatch``. Observations that are not numeric arrays are objects.
 
-    Environments that end are reset at once, as in Tianshou. Later observations have the dtype and shape of ``obs``.
+    Environments that end are reset at once, as in Tianshou. Numeric observations keep the dtype and shape of ``obs``.
 
     Attributes:
         ready: environments for the next actions, ascending.
@@ -84,7 +84,7 @@ class VectorEnvs(EnvBatch):
         raise NotImplementedError("Tianshou's collectors ask the environments' action spaces themselves")
 
     def takes(self, obs: Array) -> bool:
-        """Whether observations still have the dtype and shape of the constructor's ``obs``."""
+        """Whether ``obs`` can be stored like the constructor's: same dtype and shape, or objects both."""
         if obs.dtype.kind not in NUMBERS:
             return not self.spec.is_tensor
         return obs.dtype == self.spec.dtype and obs.shape[1:] == self.spec.shape
