@@ -49,7 +49,7 @@ class Tuning:
         candidates: all setups of the grid; finalists first, then by rate.
         cpu_share: CPU time divided by wall time of one worker: small if the environment waits.
         cores: number of cores that this process may use.
-        groups_given: ``create_env_fn`` was a list, so the setups differ in workers only.
+        groups_given: ``create_env_fn`` was a list, so the setups differ in workers and inference only.
     """
 
     candidates: tuple[Candidate, ...]
