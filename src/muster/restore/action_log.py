@@ -14,7 +14,6 @@ import numpy as np
 
 from muster.envs.previous import previous_of
 from muster.envs.stacked import StackedEnvs
-from muster.episodes.clock import TrajectoryClock
 from muster.errors import text_of
 from muster.keys import Key
 from muster.memory.specs import Array
@@ -76,11 +75,15 @@ def generator_of(state: Mapping[str, Any], seeds: Mapping[str, Any] | None = Non
 
 
 class Anchors:
-    """Records the resets of a group in the worker: a list entry per reset, and 2 us per environment and rollout."""
+    """Records the resets of a group in the worker: a list entry per reset, and 2 us per environment and rollout.
+
+    Attributes:
+        seeds: the last seed of each environment; None: it has never had one.
+    """
 
     def __init__(self, env: EnvBatch) -> None:
         self._env, self._alone = env, replays_alone(env)
-        self._seeds: list[int | None] = [None] * env.num_envs
+        self.seeds: list[int | None] = [None] * env.num_envs
         self.forget()
 
     def before_reset(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
@@ -96,7 +99,7 @@ class Anchors:
         for n, i in enumerate(which):
             seed = state = None
             if seeds is not None:
-                seed = self._seeds[i] = int(seeds[n])
+                seed = self.seeds[i] = int(seeds[n])
             elif self._alone and i not in self._known:
                 state = random_state(envs[i])
             special = Special(seed, state, options)
@@ -126,13 +129,6 @@ class Anchors:
         """Mark environments stepped by actions that are not in the log. Only a known reset makes them replayable."""
         self.forget()
         self._resets = [(0, 0, i) for i in which]
-
-    def where(self, index: int, row: int, clock: TrajectoryClock) -> dict[str, Any]:
-        """Seed, episode and step of an environment at a row of a lane; ``clock``: at row 0. For ``failures.pack``."""
-        rows = [at for _, at, i in self._resets if i == index]
-        step = row - rows[-1] if rows else int(clock.steps[index]) + row
-        episode = int(clock.episode[index]) + len({at for at in rows if at})
-        return {"seed": self._seeds[index], "episode": episode, "step": step}
 
 
 @dataclass

@@ -333,7 +333,7 @@ class WorkerMain:
             steps = row - 1 - int(ended[-1]) if len(ended) else int(clock.steps[index]) + row
             where |= {"env_index": index, "episode": int(clock.episode[index]) + len(ended), "step": steps}
             where["env_ids"] = (int(clock.env_ids[index]),)
-            where["seed"] = self._anchors[group.number].where(index, row, clock)["seed"]
+            where["seed"] = self._anchors[group.number].seeds[index]
         return self._pack(error, phase, **where)
 
     # --- weights ----------------------------------------------------------------------------------
