@@ -115,7 +115,7 @@ class WorkerPool:
     Attributes:
         owner: process that owns the workers. None: they run in this thread, and a fork has its own copies.
         server: inference server; None: the workers run the policy.
-        hold: context manager. Requests submitted inside count as simultaneous for the inference server.
+        hold: context manager. Requests submitted inside are simultaneous for a server, and one message for a node.
         numbers: numbers for new requests.
         elastic: workers may be absent (see ``Proxy``), at the start and later.
         waited: nanoseconds spent waiting for results.
