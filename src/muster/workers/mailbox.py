@@ -112,7 +112,7 @@ class Mailbox:
         self.cells[at + NEWEST] = 0
 
     def close(self) -> None:
-        """May be called again."""
+        """Close the memory and the wake-ups. May be called again."""
         self._arena.close()
         for wake_up in (self.wake_up, *self._wake_ups):
             wake_up.close()
@@ -183,7 +183,7 @@ class MailboxClient:
             self._server.ring()
 
     def close(self) -> None:
-        """May be called again."""
+        """Close the memory and the wake-ups. May be called again."""
         self._arena.close()
         self._server.close()
         self._wake_up.close()
