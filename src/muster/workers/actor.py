@@ -135,7 +135,7 @@ class Actor:
         """Replace the random streams of groups that have some here; ``adopt`` brings the streams of the others."""
         for number in set(groups) & self._rngs.keys():
             self._rngs[number] = GroupRng(seed, number, self._device, generation)
-        if not generation:  # after a restart, rollouts of other groups continue with what is prepared
+        if not generation:  # a restart must not change the rollouts of other groups
             self._epoch += 1
 
     def add_streams(self, groups: Sequence[int], states: Sequence[dict[str, Any]]) -> None:
@@ -195,7 +195,7 @@ class Actor:
         return next(reversed(self._policies.values()))
 
     def enable_grad(self, on: bool) -> None:
-        """See ``Worker``."""
+        """See ``Worker.enable_grad``."""
         self._grad = on
         self._epoch += 1
 
@@ -236,7 +236,7 @@ class Actor:
         (leader, row), B = asked[0], sum(rollout.lane.B for rollout, _ in asked)
         rng, size = self._rngs[leader.group], (B, leader.lane.T)
         buffer = self._buffer(*size, leader.lane.layout)
-        # Noise is drawn for many steps at once. Each leader has its own, as it must not depend on who else asks.
+        # Noise is drawn for many steps at once. Each leader has its own: it must not depend on which other groups ask.
         prepared = leader.prepared if self._exclusive else self._prepared
         ready = prepared.get(size)
         if ready is not None and (ready.epoch != self._epoch or ready.row == buffer.T):
@@ -272,7 +272,7 @@ class Actor:
         store_outputs(keep(outputs), lane, row)
 
     def _parts(self, asked: Sequence[tuple[ServedRollout, int]], buffer: Lane) -> list[tuple[_Pairs3, int]]:
-        """Return the arrays to copy: one part for all rollouts whose lanes lie evenly in a slot, else one part each."""
+        """Return the arrays to copy: a single part if all lanes lie evenly in one slot, else one part per rollout."""
         lanes = [rollout.lane for rollout, _ in asked]
         leader, row = asked[0]
         if all(other == row for _, other in asked):

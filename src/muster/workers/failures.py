@@ -331,7 +331,7 @@ def innermost_user_frame(stack: str) -> str | None:
 
 
 def thread_stack(ident: int) -> str:
-    """Return the stack of a thread of this process in the format of ``faulthandler``; empty if there is no such one."""
+    """Return the stack of a thread of this process in the format of ``faulthandler``; empty for an unknown thread."""
     frames = traceback.extract_stack(sys._current_frames().get(ident)) if ident in sys._current_frames() else []
     return "\n".join(f'  File "{frame.filename}", line {frame.lineno} in {frame.name}' for frame in reversed(frames))
 

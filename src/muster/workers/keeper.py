@@ -93,7 +93,7 @@ def keep(
 
 
 def _reap(worker: int) -> int | None:
-    """Return the exit code of the worker, which stays a zombie; None while it runs. Reaps all other zombies."""
+    """Return the exit code of the worker, which stays a zombie; None while it runs. Reaps other zombies until then."""
     while dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
         if dead.si_pid == worker:
             return dead.si_status if dead.si_code == os.CLD_EXITED else -dead.si_status

@@ -22,7 +22,7 @@ class GroupInfo:
     Attributes:
         name: name of the environments.
         num_envs: number of environments, B.
-        batch_shape: shape of B for the policy and the user.
+        batch_shape: batch dimensions for the policy and the user; see ``Layout``.
         device: device of the rows; None: the host.
         observation_specs, action_specs, bookkeeping, reward_key: see ``EnvBatch``.
         replays_alone: each environment can be replayed without the others.
@@ -61,7 +61,7 @@ class RolloutRequest:
         version: version of the weights; None: the worker sets it when it takes the weights.
         closes: the rollout ends a batch.
         limit: number of valid steps in the batch, over all groups that share it; None: all steps.
-        sharing: index of the group's first environment among those with the same batch, their number; None: as before.
+        sharing: index of the first environment among those of the same batch, and their number; None: as before.
         spans: record spans for the timeline.
         after: number of the group's previous request. If that failed, this request is returned as lost.
         rule: see ``Group``; the worker owns it.
@@ -92,7 +92,7 @@ class RolloutResult:
         discarded: number of environment steps that are in no batch, by reason.
         finals: see ``Group.finals``.
         clock: episode numbers, and steps since the starts of these episodes, ``[2, B]``.
-        objects: columns of Python objects, if the worker is in another process.
+        objects: columns of Python objects, from a worker in a process or thread of its own.
         values: values of next observations, if the request has ``bootstrap``.
         error: error that interrupted the rollout (in transit, a ``SentError``); the same request continues the rollout.
         phase: phase that the error interrupted.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Message(Protocol):
-    """Anything that is sent to a worker."""
+    """A message to a worker."""
 
     def reach(self, main: WorkerMain) -> None:
         """Execute the message, in the worker."""
@@ -52,7 +52,7 @@ class FillLane:
         main.follow(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle without field names and with one class, which halves the cost of a rollout's messages."""
+        """Pickle without field names and with one class, in about half of the time."""
         return _fill_lane, (self.offset, self.nbytes, *vars(self.request).values())
 
 
@@ -126,11 +126,11 @@ class Request(ABC):
         return place
 
     def through(self, actor: Actor, groups: Sequence[int]) -> Request:
-        """Execute the inference server's part, and return the worker's part; called in the server's process first."""
+        """Execute the inference server's part, and return the worker's; called in the parent, before ``run``."""
         return self
 
     def answered(self, actor: Actor, groups: Sequence[int], result: Any) -> None:  # noqa: B027 (most add nothing)
-        """Add the server's part to the answer; called in the server's process."""
+        """Add the inference server's part to the answer; called in the parent."""
 
 
 @dataclass(frozen=True)

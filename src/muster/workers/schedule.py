@@ -101,7 +101,7 @@ class Bundle:
         """Use slots with a lane of these layouts for each group.
 
         Raises:
-            BadOption: the layouts differ, so that the lanes cannot share a slot.
+            BadOption: the layouts differ, so the lanes cannot share a slot.
         """
         if any(_shape(layout) != _shape(layouts[0]) for layout in layouts):
             raise BadOption(

@@ -62,7 +62,7 @@ class Supervisor(Watcher):
 
     Args:
         subscribe: returns a ticket for the weights, by number of the worker; None: no weights yet.
-        made: exit stack on which everything that must be closed is pushed.
+        made: exit stack; its callbacks close everything that the supervisor makes.
         light: with an inference server, start worker processes that have not imported torch.
         caller: owner of the pool, if that is not the user's thread.
 
@@ -116,7 +116,7 @@ class Supervisor(Watcher):
             handle.start()
 
     def built(self) -> list[GroupInfo]:
-        """Wait until all workers have made their groups, and return these; raises the error of a worker."""
+        """Wait until all workers have made their environments, and describe the groups. Raises a worker's error."""
         infos: list[GroupInfo] = []
         for handle in self.handles:
             self.wait_for(handle, lambda: handle.infos is not None or handle.failure is not None)  # noqa: B023
@@ -236,7 +236,7 @@ class Supervisor(Watcher):
         return first
 
     def _is_written(self, handle: WorkerProxy, result: RolloutResult) -> bool:
-        """Write a rollout to its destination; False on an error and ever after, so that no rollout follows a gap."""
+        """Write a rollout to its destination. False after an error, also for later rollouts: they follow a gap."""
         if self.write is not None and handle.unwritten is None:
             try:
                 self.write(result, handle.under_way.outstanding[result.number].slot)
