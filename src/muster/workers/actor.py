@@ -1,8 +1,8 @@
 """Acting on rows of several groups in one call of the policy.
 
-A group alone is acted on where its rows lie. Rows of several are gathered in a *gather buffer*, a lane of some steps
-for all of them together, and what the policy writes there goes back to the lanes: one copy of each row, whatever its
-size.
+For a single group the policy reads and writes the rows of its lane. Rows of several groups are copied into a *gather
+buffer*, a lane of a few steps for all their environments. The outputs are copied back to the lanes. Each row is copied
+once, whatever its size.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from muster.workers.messages import GroupInfo
 if TYPE_CHECKING:
     from muster.protocols import EnvBatch
 
-GATHER_BYTES = 1 << 20  # of a buffer with several steps; policies prepare for so many at once
+GATHER_BYTES = 1 << 20  # maximum size of a buffer with several steps; policies prepare for its steps at once
 
-_Pairs = list[tuple[Array, Array]]  # of a buffer and of lanes: with the row as first dimension, and equal others
+_Pairs = list[tuple[Array, Array]]  # arrays of a buffer and of lanes: rows first, all other dimensions equal
 _Pairs3 = tuple[_Pairs, _Pairs, _Pairs]
 
 
 @dataclass
 class ServedRollout:
-    """What a worker is at.
+    """The state of a worker's rollout.
 
     Attributes:
-        number: of the request.
-        version: of the weights when it began.
-        error: why it cannot go on.
+        number: number of the request.
+        version: version of the weights at the start of the rollout.
+        error: error of the policy that interrupted the rollout.
     """
 
     number: int
@@ -57,15 +57,15 @@ class ServedRollout:
     lane: Lane
     version: int | str = 0
     error: Exception | None = None
-    act: Act | None = None  # for this lane alone, as long as nothing changes
-    epoch: int = -1  # of ``act``
-    prepared: dict[tuple[int, int], _Prepared] = field(default_factory=dict)  # of buffers where it is the first
-    pairs: dict[Any, _Pairs3 | None] = field(default_factory=dict)  # see ``Actor``
+    act: Act | None = None  # for this lane alone, while ``epoch`` is the current one
+    epoch: int = -1  # epoch of ``act``, see ``Actor``
+    prepared: dict[tuple[int, int], _Prepared] = field(default_factory=dict)  # by size of the buffer, as its leader
+    pairs: dict[Any, _Pairs3 | None] = field(default_factory=dict)  # see ``Actor._parts``
 
 
 @dataclass
 class _Prepared:
-    """What a policy has prepared for steps of a buffer: from ``row`` on it is unused."""
+    """A policy prepared for the steps of a buffer; ``row`` is the first step that was not used."""
 
     act: Act
     row: int
@@ -76,12 +76,12 @@ class Actor:
     """A policy, the random streams of groups, and memory for acting on several of them.
 
     Args:
-        policy: its own copy.
-        options: of the collector.
-        weights: what it takes over at the beginning of rollouts.
-        exclusive: no other thread draws from the process's global generators meanwhile, so policies get their group's
-            streams as those.
-        keeps_streams: no thread draws between calls either (no environment threads), so these stay until ``settle``.
+        policy: the policy, owned by the actor.
+        options: options of the collector.
+        weights: subscriber from which the newest weights are taken at the start of rollouts.
+        exclusive: no other thread draws from the process's global generators during a call, so that they are replaced
+            by the streams of the group.
+        keeps_streams: no thread draws between calls either (no environment threads): replaced until ``settle``.
     """
 
     def __init__(
@@ -96,26 +96,26 @@ class Actor:
         self._rngs: dict[int, GroupRng] = {}  # by group
         self._policies: dict[tuple[int, ...], Policy] = {}  # by shape of the batch
         self._buffers: dict[tuple[int, int], Lane] = {}  # by number of environments and of steps
-        self._prepared: dict[tuple[int, int], _Prepared] = {}  # of those, if it need not be the same in every run
+        self._prepared: dict[tuple[int, int], _Prepared] = {}  # likewise; used if runs need not be reproducible
         self._columns: list[Column] = []
-        self._acted: set[int] = set()  # groups
-        self._installed: GroupRng | None = None  # as global streams
+        self._acted: set[int] = set()  # groups that the policy has acted for
+        self._installed: GroupRng | None = None  # group streams that are the global ones now
         self._streams = ExitStack()
         self._grad = False
-        self._epoch = 0  # what was prepared for an earlier one is prepared again
+        self._epoch = 0  # grows with each change after which policies have to prepare again
 
     def open(self, infos: Mapping[int, GroupInfo]) -> None:
-        """Learn of the groups, by number. Raises ``BadOption`` if they cannot be acted for together."""
+        """Register groups by number. Raises ``BadOption`` if one policy call cannot act for all of them."""
         for info in infos.values():
             check_alike(info, next(iter(infos.values())))
         self._infos = infos
 
     def adopt(self, groups: Mapping[int, tuple[dict[Key, Array], dict[str, Any]]], acts: bool) -> list[Column]:
-        """The columns that the policy writes for groups; it is called once for the first of all, to see them.
+        """Return the columns that the policy writes. A policy that was not called yet is called once to determine them.
 
         Args:
-            groups: by number, observations to act on and the state of the random streams.
-            acts: it is going to act for them, from these streams on.
+            groups: observations to act on and state of the random streams, by group.
+            acts: the policy will act for these groups, and continue their streams.
         """
         for number, (_, state) in groups.items() if acts else ():
             if number not in self._rngs:
@@ -132,28 +132,28 @@ class Actor:
     # --- random streams ---------------------------------------------------------------------------
 
     def reseed(self, groups: Sequence[int], seed: int | None, generation: int = 0) -> None:
-        """Other random streams for groups that have some here; the others bring theirs."""
+        """Replace the random streams of groups that have some here; ``adopt`` brings the streams of the others."""
         for number in set(groups) & self._rngs.keys():
             self._rngs[number] = GroupRng(seed, number, self._device, generation)
-        if not generation:  # else its rollout is gone, and those of others go on as they would have
+        if not generation:  # a restart must not change the rollouts of other groups
             self._epoch += 1
 
     def add_streams(self, groups: Sequence[int], states: Sequence[dict[str, Any]]) -> None:
-        """To the states of groups, those of the streams that policies draw from; what environments draw from stays."""
+        """Write the policy's random streams into the states of groups; the environments' streams are unchanged."""
         for number, state in zip(groups, states, strict=True):
             if number in self._rngs:
                 streams = self._rngs[number].state_dict()
                 state["group"]["rng"] |= {name: streams[name] for name in ("numpy", "streams", "torch", "cuda")}
 
     def load(self, states: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
-        """Go on with the streams in states of groups; returns what workers get of these, who know no torch."""
+        """Restore the streams in states of groups. Return the states for workers, without those of torch."""
         left = {}
         for number, state in states.items():
             streams = state["group"]["rng"]
             if state["group"]["acting"] == "policy":
                 self._rngs[number] = self._restored(number, streams)
                 self._acted.add(number)
-            else:  # its first call is to come, with streams that the worker will bring
+            else:  # ``adopt`` brings the streams before the first call
                 self._rngs.pop(number, None)
                 self._acted.discard(number)
             left[number] = {**state, "group": {**state["group"], "rng": {**streams, "torch": None, "cuda": None}}}
@@ -168,17 +168,17 @@ class Actor:
     # --- acting -----------------------------------------------------------------------------------
 
     def begin(self, number: int, group: int, lane: Lane) -> ServedRollout:
-        """A rollout, with the newest weights."""
+        """Start a rollout with the newest weights."""
         self._take_weights()
         return ServedRollout(number, group, lane, self._weights.version or 0)
 
     def act(self, asked: Sequence[tuple[ServedRollout, int]]) -> None:
-        """Act on a row of each rollout, in one call of the policy. Its errors come as those of ``muster.errors``."""
+        """Act on a row of each rollout in one call of the policy. The caller converts the policy's own errors."""
         version = self._weights.version or 0
         for rollout, row in asked:
             if POLICY_VERSION in rollout.lane.arrays:
                 rollout.lane.arrays[POLICY_VERSION][row] = version
-        # The first call of all is the one that shows what the policy returns, as it is where workers act.
+        # The first call for groups is ``Policy.first``, as in workers that run the policy.
         first = all(row == 0 and rollout.group not in self._acted for rollout, row in asked)
         if len(asked) == 1 and self._in_place:
             self._act_alone(*asked[0], first=first)
@@ -187,7 +187,7 @@ class Actor:
         self._acted.update(rollout.group for rollout, _ in asked)
 
     def path(self, rollout: ServedRollout) -> str:
-        """How actions were computed, for ``stats()``."""
+        """Return how actions were computed, for ``stats()``."""
         alone = self._policies.get(rollout.lane.layout.lead) if rollout.act is not None else None
         return f"server: {(alone or self.any_policy()).path}"
 
@@ -195,12 +195,12 @@ class Actor:
         return next(reversed(self._policies.values()))
 
     def enable_grad(self, on: bool) -> None:
-        """See ``Worker``."""
+        """See ``Worker.enable_grad``."""
         self._grad = on
         self._epoch += 1
 
     def value(self, group: int, made: BootstrapRows) -> BootstrapRows:
-        """Fill in the values of rows that a group would act on next."""
+        """Fill in the values of next observations of a group."""
         info, rng = self._infos[group], self._rngs[group]
         lead, some = info.batch_shape, np.arange(info.num_envs) % len(made.t)
         seen = {key: torch.as_tensor(rows[some]).reshape((*lead, *rows.shape[1:])) for key, rows in made.rows.items()}
@@ -214,12 +214,12 @@ class Actor:
             finally:
                 self.settle()
 
-        self.settle()  # streams that are installed can be neither saved nor restored
+        self.settle()  # installed streams can be neither saved nor restored
         fill_values(made, policy, rng, spare_lane(made.columns, info.num_envs, lead), around())
         return made
 
     def _act_alone(self, rollout: ServedRollout, row: int, *, first: bool) -> None:
-        """Where the rows lie."""
+        """Act on a row in place."""
         lane, rng = rollout.lane, self._rngs[rollout.group]
         policy = self._policy_for(lane.layout.lead, lambda: self._seen(lane, row), rng)
         if first:
@@ -232,23 +232,23 @@ class Actor:
             rollout.act(row)
 
     def _act_together(self, asked: Sequence[tuple[ServedRollout, int]], *, first: bool) -> None:
-        """Gather rows, act on all of them at once, and give every lane its part."""
+        """Gather rows, act on all of them in one call, and copy the outputs to the lanes."""
         (leader, row), B = asked[0], sum(rollout.lane.B for rollout, _ in asked)
         rng, size = self._rngs[leader.group], (B, leader.lane.T)
         buffer = self._buffer(*size, leader.lane.layout)
-        # Noise for many steps is drawn at once. It must not depend on who else was quick: of its own for every leader.
+        # Noise is drawn for many steps at once. Each leader has its own: it must not depend on which other groups ask.
         prepared = leader.prepared if self._exclusive else self._prepared
         ready = prepared.get(size)
         if ready is not None and (ready.epoch != self._epoch or ready.row == buffer.T):
             ready = None
-        left = leader.lane.T - row  # no noise is drawn that is not used
+        left = leader.lane.T - row  # start so late in the buffer that all noise drawn is used
         here = 0 if first else max(0, buffer.T - left) if ready is None else ready.row
         parts = self._parts(asked, buffer)
         for (into, _, _), row in parts:
             for there, lane in into:
                 there[here] = lane[row]
         for rollout, _ in asked:
-            rollout.act = None  # what was prepared for acting alone is out of step
+            rollout.act = None  # it is prepared for consecutive rows
         policy = self._policy_for((B,), lambda: self._seen(buffer, here), rng)
         if first:
             self._act_first(policy, buffer, here, rng)
@@ -272,7 +272,7 @@ class Actor:
         store_outputs(keep(outputs), lane, row)
 
     def _parts(self, asked: Sequence[tuple[ServedRollout, int]], buffer: Lane) -> list[tuple[_Pairs3, int]]:
-        """Where rows go from and to: for all at once, where their lanes lie evenly in one slot, else for each."""
+        """Return the arrays to copy: a single part if all lanes lie evenly in one slot, else one part per rollout."""
         lanes = [rollout.lane for rollout, _ in asked]
         leader, row = asked[0]
         if all(other == row for _, other in asked):
@@ -292,7 +292,7 @@ class Actor:
         return parts
 
     def _pairs(self, buffer: Lane, begin: int, lanes: Sequence[Lane]) -> _Pairs3:
-        """What goes into a buffer from environment ``begin`` on, what comes back into the row, and into the next."""
+        """Pair arrays of a buffer (from environment ``begin``) and lanes: inputs, outputs, outputs of the next row."""
         n, B, written = len(lanes), lanes[0].B, self._written()
         parts: _Pairs3 = ([], [], [])
         into, out, later = parts
@@ -310,7 +310,7 @@ class Actor:
         return parts
 
     def _buffer(self, B: int, T: int, like: Layout) -> Lane:
-        """Memory for some steps of so many environments; where transfers to a GPU are quick, if there is one."""
+        """Return the buffer for ``B`` environments, with at most ``T`` steps; pinned if the policy is on a GPU."""
         if (B, T) not in self._buffers:
             written = self._written()
             columns = tuple(c for c in like.columns if c.carry or c.key in written)
@@ -322,20 +322,20 @@ class Actor:
         return self._buffers[B, T]
 
     def _written(self) -> set[Key]:
-        """What the policy writes; where episodes begin only resets do."""
+        """Return the keys that the policy writes. ``is_init`` is not among them: only resets write it."""
         return {*next(iter(self._infos.values())).action_specs, *(column.key for column in self._columns)} - {IS_INIT}
 
     def _seen(self, lane: Lane, row: int) -> dict[Key, Any]:
-        """The observations of a row, and whether episodes begin there, if it says."""
+        """Return the observations of a row, and its ``is_init`` if there is that column."""
         keys = (*next(iter(self._infos.values())).observation_specs, IS_INIT)
         return {key: lane.rows(key)[row] for key in keys if key in lane.tensors}
 
     def _policy_for(self, shape: tuple[int, ...], obs: Callable[[], dict[Key, Any]], rng: GroupRng) -> Policy:
-        """The policy for a shape of batches. Before the first one it is called once, to see what it returns."""
+        """Return the policy for a batch shape. A new one is called once to determine its columns."""
         if shape not in self._policies:
             built = BuiltEnv(cast("EnvBatch", next(iter(self._infos.values()))), shape)
             policy = build_policy(self._policy, self._options, built, self._device)
-            probe = self._restored(0, rng.state_dict())  # the group's own draws nothing for it
+            probe = self._restored(0, rng.state_dict())  # a copy: this call must not draw from the group's
             try:
                 with self._context(policy, probe, first=True):
                     call_policy(policy, lambda: policy.first(obs(), probe))
@@ -346,12 +346,12 @@ class Actor:
 
     @contextmanager
     def _context(self, policy: Policy, rng: GroupRng, *, first: bool = False) -> Iterator[None]:
-        """As ``Group.context``."""
+        """Return the context for a call of the policy; like ``Group.context``."""
         alone = self._exclusive and (first or policy.draws_globally)
         inference = self._options.rollout.inference_mode and not (first or self._grad)
         mode = torch.inference_mode() if inference else torch.no_grad()
         called = gradients_enabled(policy) if self._grad else nullcontext()
-        if alone and self._installed is not rng:  # it stays for the calls to come: a change costs as much as a network
+        if alone and self._installed is not rng:  # kept for the next calls: a change takes as long as a network's call
             self.settle()
             self._streams.enter_context(rng.as_global())
             self._installed = rng
@@ -363,7 +363,7 @@ class Actor:
                 self.settle()
 
     def settle(self) -> None:
-        """The user's random streams are the global ones again."""
+        """Make the user's random streams the global ones again."""
         self._installed = None
         self._streams.close()
 
@@ -373,12 +373,12 @@ class Actor:
 
 
 def _lie_evenly(lanes: Sequence[Lane]) -> bool:
-    """They are lanes of one slot, one after another or at equal distances."""
+    """Return whether these are lanes of one slot, in ascending order and at equal distances."""
     if len(lanes) < 2 or any(lane.layout != lanes[0].layout for lane in lanes):
         return False
     some = lanes[0].layout.tensor_columns[0].key
     at = [_address(lane.arrays[some]) for lane in lanes]
-    # A view that spans several slots covers what lies between, too: NumPy sees overlaps, and copies without an end.
+    # A view over several slots also covers the memory between them: NumPy sees overlaps, and copies take very long.
     in_one = 0 < at[-1] - at[0] < lanes[0].layout.nbytes
     return in_one and at[1] > at[0] and {b - a for a, b in itertools.pairwise(at)} == {at[1] - at[0]}
 
@@ -388,7 +388,7 @@ def _address(array: Array) -> int:
 
 
 def check_alike(info: GroupInfo, first: GroupInfo) -> None:
-    """Raise ``BadOption`` for a group that no server can act for together with the first one."""
+    """Raise ``BadOption`` for a group that an inference server cannot act for together with the first one."""
     specs = {**info.observation_specs, **info.action_specs}
     if info.device is not None and info.device.type != "cpu":
         raise BadOption(f"inference='server': {info.name} steps on {info.device} itself; leave inference out")

@@ -1,4 +1,4 @@
-"""What a worker is made of: groups of environments, and policies as the loop calls them."""
+"""Construction of a worker's environments, groups and policies."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ else:
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """The options of a collector that its workers need; see ``CollectorOptions`` for the words.
+    """The options of a collector that its workers need; see ``CollectorOptions`` for their meaning.
 
     Attributes:
-        shared_frames: ``frames_per_batch`` where all groups together fill a batch; None where each fills its own.
-        obs_dtype: in which floating observations are stored; None is the environments'.
+        shared_frames: all groups fill a batch together; False: each group fills batches of its own.
+        obs_dtype: dtype in which floating-point observations are stored; None: the dtype of the environments.
     """
 
     frames_per_batch: int
@@ -52,7 +52,7 @@ class WorkerOptions:
 def build_envs(
     factories: Sequence[Any], kwargs: Sequence[Mapping[str, Any] | None], options: WorkerOptions, made: ExitStack
 ) -> list[BuiltEnv]:
-    """An env batch for each factory; ``made`` closes them if anything fails later."""
+    """Make an env batch for each factory, and register its ``close`` with ``made``."""
     built: list[BuiltEnv] = []
     for factory, keywords in zip(factories, kwargs, strict=True):
         built.append(build_env(factory, options.num_envs, keywords, options.env_device))
@@ -74,7 +74,7 @@ def build_envs(
 def make_group(
     built: BuiltEnv, number: int, first: int, total: int, options: RolloutOptions, rng: GroupRng, *, shared: bool
 ) -> Group:
-    """A group of the environments ``first``, ``first + 1``, ... of ``total``."""
+    """Make a group of the environments ``first``, ``first + 1``, ... of ``total``."""
     ids = np.arange(first, first + built.env.num_envs)
     group = Group(built.env, batch_shape=built.batch_shape, env_ids=ids, total_envs=total, rng=rng, options=options)
     group.number = number
@@ -86,7 +86,7 @@ def make_group(
 
 
 def seeds_of(seed: int, env_ids: Sequence[int], generation: int) -> list[int]:
-    """Of environments; of those that restart after their worker was lost others: not the same episodes again."""
+    """Return seeds for environments. Those of a restarted worker get others, so that episodes are not repeated."""
     if not generation:
         return [seed + i for i in env_ids]
     roots = (np.random.SeedSequence([seed, i, generation]) for i in env_ids)
@@ -94,7 +94,7 @@ def seeds_of(seed: int, env_ids: Sequence[int], generation: int) -> list[int]:
 
 
 def build_policy(policy: Any, options: WorkerOptions, built: Group | BuiltEnv, device: torch.device | None) -> Policy:
-    """The policy as the loop calls it, for such environments; None is uniformly random."""
+    """Adapt a policy to ``Policy`` for these environments; None is a uniformly random policy."""
     from muster.policies.adapt import adapt, takes_tensordict
 
     takes = options.trust_policy
@@ -159,9 +159,9 @@ def _check_env(env: EnvBatch, options: RolloutOptions) -> None:
 
 
 def _innermost(env: Any) -> Any:
-    """The environment inside all wrappers of Gymnasium's and Muster's.
+    """Return the environment inside all wrappers of Gymnasium and of Muster.
 
-    Without a look at its ``__dict__``: an object whose ``__dict__`` was asked for is slower ever after (CPython 3.11:
+    Does not access its ``__dict__``: reading it makes all later attribute accesses of the object slower (CPython 3.11:
     15 % of a CartPole step).
     """
     wraps = any(kind.__module__.startswith(("gymnasium.", "muster.envs.")) for kind in type(env).__mro__)

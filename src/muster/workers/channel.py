@@ -1,10 +1,10 @@
-"""Messages and descriptors between two processes, over an unnamed socket pair; and what wakes up who sleeps.
+"""Channels: messages and descriptors between two processes, over an unnamed socket pair; and wake-ups.
 
 A message is a header (length, number of descriptors) and a pickle. Only processes of one collector have an end of a
-channel, so that what arrives is as trusted as this process.
+channel, so that messages are as trusted as this process.
 
-Whatever a signal handler raises, and whenever (Ctrl-C in a notebook, after which collecting goes on), both directions
-stay whole. That is why system calls put their results into a deque from within C (``extend(map(...))``): between a call
+Both directions stay consistent when a signal handler raises at any point (Ctrl-C in a notebook, after which collecting
+continues). For this, system calls append their results to a deque from within C (``extend(map(...))``): between a call
 and the assignment of its result, the result could be lost.
 """
 
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _HEADER = struct.Struct("=QQ")
-_SIZE = 1 << 16  # bytes asked of the system at once
+_SIZE = 1 << 16  # bytes per read
 _ITEM = array.array("i").itemsize
 _SPACE = getattr(socket, "CMSG_SPACE", int)(253 * _ITEM)  # 253 is the most that Linux passes with one message
 # Plain integers: enums cost a microsecond.
@@ -40,10 +40,10 @@ _ONE = (1).to_bytes(8, sys.byteorder)
 
 
 class Channel:
-    """One end. One thread at a time may send, and one receive.
+    """One end of a channel. At any time one thread may send and one may receive.
 
     Messages that arrive together are read together: after waiting for ``fileno()``, receive until ``poll()`` is false.
-    When either end is closed, ``receive`` (after all that was sent before) and ``send`` raise EOFError.
+    When either end is closed, ``send`` raises EOFError, and so does ``receive`` after all messages sent before.
 
     Args:
         sock: a connected stream socket, owned by this object.
@@ -56,31 +56,31 @@ class Channel:
         self._data = bytearray()
         self._fds: list[int] = []
         self._sent: deque[int] = deque()  # results of sendmsg
-        self._rest = _NOTHING  # of the message that is being sent
+        self._rest = _NOTHING  # unsent bytes of the current message
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(sock, select.POLLIN)
         self._writable.register(sock, select.POLLOUT)
 
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
-        """Both ends; not inherited by programs that this process starts."""
+        """Make both ends of a channel; programs that this process starts do not inherit them."""
         a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         return cls(a), cls(b)
 
     @classmethod
     def adopt(cls, fd: int) -> Channel:
-        """The end that ``fd`` is a descriptor of; ``fd`` is owned by this object."""
+        """Return the end with descriptor ``fd``, which is owned by this object."""
         return cls(socket.socket(fileno=fd))
 
     def fileno(self) -> int:
         return self._sock.fileno()
 
     def send(self, message: Any, fds: Sequence[int] = (), timeout: float | None = None) -> None:
-        """Send anything that can be pickled, and duplicates of descriptors (at most 253).
+        """Send an object that can be pickled, and duplicates of descriptors (at most 253).
 
         Raises:
-            TimeoutError: the other end has not read for so long. The message is withdrawn or, where a part of it had
-                left, its rest goes before the next one.
+            TimeoutError: the other end has not read within ``timeout`` seconds. An unsent message is withdrawn. Of a
+                partly sent message the rest is sent before the next one.
             EOFError: the other end is closed.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -98,11 +98,11 @@ class Channel:
         self._flush(deadline)
 
     def receive(self, timeout: float | None = None) -> tuple[Any, list[int]]:
-        """The next message, and the descriptors that came with it, which the caller owns and no program inherits.
+        """Return the next message and its descriptors, which the caller owns and no program inherits.
 
         Raises:
-            TimeoutError: it is not complete after so many seconds; it can still be received later.
-            EOFError: the other end is closed, be it in the middle of a message.
+            TimeoutError: no message is complete after ``timeout`` seconds; it can still be received later.
+            EOFError: the other end is closed, possibly in the middle of a message.
         """
         self._fill(None if timeout is None else time.monotonic() + timeout)
         length, count = _HEADER.unpack_from(self._data)
@@ -113,7 +113,7 @@ class Channel:
         try:
             message.extend(loading)
         except Exception:
-            if not message:  # it cannot be read; the next one can. Else a signal handler raised, and it is still there.
+            if not message:  # drop an unreadable message. Otherwise a signal handler raised: keep the message.
                 del self._data[:end]
                 del self._fds[:count]
                 for fd in fds:
@@ -124,7 +124,7 @@ class Channel:
         return message[0], fds
 
     def poll(self, timeout: float | None = 0.0) -> bool:
-        """Whether ``receive`` has an answer at once: a message, or that the other end is closed."""
+        """Return whether ``receive`` would return or raise EOFError at once, after waiting up to ``timeout``."""
         try:
             self._fill(None if timeout is None else time.monotonic() + timeout)
         except TimeoutError:
@@ -134,7 +134,7 @@ class Channel:
         return True
 
     def close(self) -> None:
-        """Close this end, and descriptors that came and were not taken. Closing twice is nothing."""
+        """Close this end, and received descriptors that were not returned. May be called again."""
         self._sock.close()
         while self._fds:
             os.close(self._fds.pop())
@@ -169,7 +169,7 @@ class Channel:
                 self._wait(self._readable, deadline, "sent a message")
             try:
                 self._arrived.extend(map(self._sock.recvmsg, (_SIZE,), (_SPACE,), (_CLOEXEC,)))
-            except ConnectionResetError:  # closed before it had read everything; what it sent has come
+            except ConnectionResetError:  # closed with unread messages; all its messages have arrived
                 raise EOFError("The other end of the channel is closed.") from None
             self._absorb()
 
@@ -180,18 +180,18 @@ class Channel:
         fds = [fd for _, _, raw in ancillary for fd in array.array("i", raw[: len(raw) // _ITEM * _ITEM])]
         for fd in () if _CLOEXEC else fds:
             os.set_inheritable(fd, False)
-        # As in _flush.
+        # As in _flush, no signal handler can run between these lines.
         self._data += data
         self._fds += fds
         self._arrived.clear()
-        if flags & _TRUNCATED:  # descriptors are missing, of a message that is not known
+        if flags & _TRUNCATED:  # descriptors of an unknown message are missing
             self.close()
             raise OSError(errno.EMFILE, "descriptors that another process sent are lost: too many open files")
         if not data:
             raise EOFError("The other end of the channel is closed.")
 
     def _check_open(self) -> None:
-        if self._sock.fileno() < 0:  # before the system gives its number to another file
+        if self._sock.fileno() < 0:  # the system may reuse its number for another file
             raise EOFError("This end of the channel is closed.")
 
     def _wait(self, poller: select.poll, deadline: float | None, what: str) -> None:
@@ -201,11 +201,11 @@ class Channel:
 
 
 class WakeUp:
-    """Wakes who sleeps on it, from another thread or process; twice is once. Costs one descriptor, or two where there
-    is no eventfd.
+    """Wakes a thread that waits for it, from another thread or process. Repeated rings are one. Uses one descriptor, or
+    two on systems without eventfd.
 
     Attributes:
-        fds: what another process needs for ``WakeUp(*fds)``; owned by this object.
+        fds: descriptors for ``WakeUp(*fds)`` in another process; owned by this object.
     """
 
     def __init__(self, *fds: int) -> None:
@@ -213,7 +213,7 @@ class WakeUp:
             fds = (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC),) if hasattr(os, "eventfd") else os.pipe()
         self.fds, self._read = fds, fds[0]
         self._closing = threading.Lock()
-        self._close = weakref.finalize(self, _close_all, fds)  # a thread may never come to it
+        self._close = weakref.finalize(self, _close_all, fds)  # a thread may never reach this
         self._close.atexit = False
         for fd in fds:
             os.set_blocking(fd, False)
@@ -221,28 +221,28 @@ class WakeUp:
         self._poller.register(self._read, select.POLLIN)
 
     def fileno(self) -> int:
-        """It is readable when it rings."""
+        """Return a descriptor that is readable while it rings."""
         return self._read
 
     def ring(self) -> None:
         with self._closing, contextlib.suppress(BlockingIOError):  # it is ringing already
-            if self.fds:  # else the number can be that of another file
+            if self.fds:  # after ``close`` the number may be that of another file
                 os.write(self.fds[-1], _ONE)
 
     def wait(self, seconds: float | None) -> bool:
-        """Until it rings, but not longer than that; whether it did."""
+        """Wait until it rings, at most ``seconds``; return whether it rang, and clear it."""
         rings = bool(self._poller.poll(None if seconds is None else max(0.0, seconds) * 1000))
         if rings:
             self.clear()
         return rings
 
     def clear(self) -> None:
-        """Before looking at what there is."""
+        """Stop ringing. Call this before checking for the events that it announces."""
         with contextlib.suppress(BlockingIOError):
-            os.read(self._read, 1 << 16)  # of a pipe all there is
+            os.read(self._read, 1 << 16)  # empties a pipe
 
     def close(self) -> None:
-        """May be called again."""
+        """Close the descriptors. May be called again."""
         with self._closing:
             self._close()
             self.fds = ()

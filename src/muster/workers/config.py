@@ -1,4 +1,4 @@
-"""Everything that a worker is told when it starts."""
+"""The configuration of a worker and of a worker pool."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ TIMEOUTS: dict[str, float | None] = {  # seconds
 
 
 def timeout_of(timeouts: Mapping[str, float | None], phase: str) -> float | None:
-    """Seconds that a phase may take, by the ``timeouts`` of a user."""
+    """Return the deadline of a phase in seconds (None: none), from the user's ``timeouts`` or the defaults."""
     seconds = {**TIMEOUTS, **timeouts}
     return seconds.get(phase, seconds["step"])
 
 
 @dataclass(frozen=True)
 class Columns:
-    """What the rollouts to come are like.
+    """The policy, the length and the served columns of the next rollouts.
 
     Attributes:
-        policy: who acts: "policy" or "random".
-        T: time steps, by group.
-        version: of the weights, if the worker does not find that out by itself.
+        policy: "policy" or "random".
+        T: number of time steps, by group.
+        version: version of the weights; None: the worker sets it when it takes the weights.
         served: columns that an inference server writes.
     """
 
@@ -53,17 +53,17 @@ class Columns:
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """The place of a worker's groups among all, known when all workers have made theirs; and what changes later.
+    """The place of a worker's groups among all groups, known once all are made; and settings that change later.
 
     Attributes:
         firsts: global number of the first environment, by group.
-        total: environments over all groups.
+        total: number of environments over all groups.
         marks_valid: see ``RolloutOptions``.
-        seed: of all environments and draws.
-        static: environments have the same seed.
-        episodes: number of the episode that each environment begins with, by group; None: 0.
+        seed: seed of all environments and random streams; None: no seed.
+        static: all environments have the same seed.
+        episodes: number of each environment's first episode, by group; None: 0.
         grad: the policy acts with gradients enabled.
-        columns: of rollouts; None: there were none yet.
+        columns: columns of the current rollouts; None: not laid out yet.
     """
 
     firsts: Mapping[int, int]
@@ -76,11 +76,11 @@ class WorkerPlace:
     columns: Columns | None = None
 
     def prepared(self, policy: str) -> bool:
-        """Rollouts of this policy have been laid out."""
+        """Return whether rollouts of this policy have been laid out."""
         return self.columns is not None and self.columns.policy == policy
 
     def part(self, groups: Sequence[int]) -> WorkerPlace:
-        """Of these groups."""
+        """Return the place of these groups only."""
         episodes = self.episodes
         own = None if episodes is None else {number: episodes[number] for number in groups}
         return replace(self, firsts={number: self.firsts[number] for number in groups}, episodes=own)
@@ -88,29 +88,29 @@ class WorkerPlace:
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What a worker is made of; pickled for a process, as it is for a thread.
+    """The configuration of a worker: pickled for a process, passed as it is to a thread.
 
-    A worker that is started again gets the config that its predecessor would have now: another ``generation``, and the
-    present ``place``.
+    A restarted worker gets the config that its predecessor would have now: with the next ``generation`` and the present
+    ``place``.
 
     Attributes:
-        index: of the worker.
-        groups: numbers of its groups, among all.
-        factories: of the environments, one for each group; for processes pickled by ``pickling.dumps``.
-        kwargs: a list of keywords for them; pickled likewise.
-        policy: pickled: what acts, or what makes it.
-        is_factory: the latter.
+        index: number of the worker.
+        groups: numbers of the worker's groups.
+        factories: environment factories, one for each group; pickled by ``pickling.dumps`` for processes.
+        kwargs: list of keyword arguments for the factories; pickled likewise.
+        policy: pickled policy or policy factory.
+        is_factory: ``policy`` is a factory.
         options: ``WorkerOptions``; pickled likewise.
-        policy_turns: ``Turns`` of threads with the policy, whose group's random streams are the global ones meanwhile;
-            None: there are none, because these are processes, or because the user's thread does not wait for them.
-        served_by: a server acts, whose mailbox is for so many workers; None: this worker does.
-        threads: of torch; None leaves them as they are.
-        stoppable: the cell ``STOP`` is to be looked at after every step.
-        in_thread: of the parent's process.
-        generation: how often the worker was started before.
-        place: None until the groups of all workers are known.
-        node: number and host of its node, for people; empty on this machine.
-        ticket: to the weights, whose descriptors go along; None: the worker takes none.
+        policy_turns: ``Turns`` by which threads call the policy, one at a time, with their group's random streams as
+            global ones. None: workers are processes, or the user's thread does not wait for the threads.
+        served_by: number of workers in the mailbox of the inference server; None: the worker runs the policy.
+        threads: number of torch threads; None: unchanged.
+        stoppable: check the cell ``STOP`` after every step.
+        in_thread: the worker is a thread of the parent's process.
+        generation: number of earlier starts of the worker.
+        place: place among all workers; None until all workers have made their groups.
+        node: number and host of the worker's node, for messages; empty on this machine.
+        ticket: ticket for the weights, whose descriptors are sent with it; None: the worker does not subscribe.
     """
 
     index: int
@@ -133,16 +133,16 @@ class WorkerConfig:
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """What a worker pool is made of. That of a node can be pickled.
+    """The configuration of a worker pool. The config of a node's pool can be pickled.
 
     Attributes:
-        workers: their configs, without the policy.
-        policy: pickled: what acts, or what makes it.
-        count: workers of the collector, over all nodes.
-        server: how an inference server acts for the workers; None: they act by themselves.
-        origins: of the environments of each group (``EnvFactory``), for crash reports; for a node pickled one by one.
+        workers: configs of the workers, without the policy.
+        policy: pickled policy or policy factory.
+        count: number of workers of the collector, over all nodes.
+        server: config of the inference server; None: the workers run the policy.
+        origins: ``EnvFactory`` of each group, for crash reports; each is pickled for a node.
         max_frames_per_traj, crash_dir, on_failure, timeouts, max_restarts, start_method: see ``MultiOptions``.
-        node: number and host of the node, for people; empty on this machine.
+        node: number and host of the node, for messages; empty on this machine.
     """
 
     workers: Sequence[WorkerConfig]
@@ -160,20 +160,20 @@ class PoolConfig:
 
     @property
     def groups(self) -> list[int]:
-        """Numbers of the groups of all workers."""
+        """The numbers of the groups of all workers."""
         return [number for worker in self.workers for number in worker.groups]
 
     @property
     def in_threads(self) -> bool:
-        """Workers are threads of this process."""
+        """Whether the workers are threads of this process."""
         return self.workers[0].in_thread
 
     def timeout(self, phase: str) -> float | None:
-        """Seconds that a phase may take, those of a step where it has none; None is for ever."""
+        """Return the deadline of a phase in seconds; of a step if the phase has none. None: no deadline."""
         return timeout_of(self.timeouts, phase)
 
 
 def made_policy(policy: bytes, *, is_factory: bool) -> Any:
-    """The policy that a worker or server acts with, unpickled or made by what was pickled."""
+    """Unpickle the policy of a worker or server, or unpickle its factory and call it."""
     made = loads(policy, "policy_factory" if is_factory else "policy")
     return made() if is_factory else made

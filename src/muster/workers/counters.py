@@ -1,4 +1,4 @@
-"""The frame counters: what was executed, delivered, discarded, and is on its way, by group."""
+"""The frame counters of each group: frames executed, delivered, discarded and in flight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from muster.workers.messages import GroupInfo, RolloutResult
 
 @dataclass(frozen=True)
 class NodeCounts:
-    """What a node has counted for a group so far, as plain data.
+    """The counts of a node for a group so far, as plain data.
 
     Attributes:
         executed, discarded, clock: see ``FrameCounters``.
@@ -30,17 +30,17 @@ class NodeCounts:
 
 @dataclass
 class FrameCounters:
-    """The books of one group, over all that ever ran it.
+    """The frame counters of one group, over all workers that have run it.
 
     Attributes:
-        env_ids: global numbers of its environments.
+        env_ids: global numbers of the environments.
         in_flight: steps of lanes that are not delivered yet.
-        partial: those of them in the lane that is not complete.
+        partial: steps in flight in the lane that is not complete.
         delivered: frames in batches.
         lag: see ``WorkerStats.policy_lag``.
-        clock: episode numbers and steps as of the last result, ``[2, B]``; None: nothing was reported.
-        dropped: no worker runs it any more.
-        late: its node was not there all the time.
+        clock: episode numbers and steps as of the last result, ``[2, B]``; None: no result yet.
+        dropped: no worker runs the group any more.
+        late: the node of the group was absent for some time.
         unseen: upper bound on the steps of lost nodes that were never reported.
     """
 
@@ -59,7 +59,7 @@ class FrameCounters:
     unseen: int = 0
 
     def add(self, result: RolloutResult) -> None:
-        """Enter what came of a request, once."""
+        """Add a result, unless it was added before."""
         if result.entered:
             return
         result.entered = True
@@ -77,14 +77,14 @@ class FrameCounters:
         timing.total += more.total
 
     def counts(self) -> NodeCounts:
-        """So far. May be called by another thread: what is discarded here is executed, too."""
+        """Return the counts so far. Safe in another thread: steps that it sees discarded it also sees executed."""
         discarded = dict(self.discarded)
         return NodeCounts(self.executed, discarded, astuple(self.timing), self.clock)
 
     def add_counts(self, now: NodeCounts, before: NodeCounts) -> None:
-        """Enter what a node has counted between two times. None of it has arrived, until ``arrived`` says so.
+        """Add the counts of a node between two times. The steps count as partial until ``arrived`` is called.
 
-        What was given up here already is not discarded again.
+        Steps that were already given up here are not discarded again.
         """
         executed = now.executed - before.executed
         self.executed += executed
@@ -99,18 +99,18 @@ class FrameCounters:
         self.clock = self.clock if now.clock is None else now.clock
 
     def arrived(self, frames: int) -> None:
-        """The lane of a rollout is here that was counted on a node."""
+        """Note that the lane of a rollout counted on a node has arrived here."""
         self.partial -= min(frames, self.partial)
 
     def cut_short(self, steps: int) -> None:
-        """Number of steps in the current lane that have not been reported yet."""
+        """Add the unreported steps of an interrupted rollout: ``steps`` in its lane, minus ``partial``."""
         more = max(0, steps - self.partial)
         self.executed += more
         self.in_flight += more
         self.partial += more
 
     def next_episodes(self) -> Array:
-        """Numbers of the episodes that the environments of a successor begin with; it begins with them now."""
+        """Advance the clock to new episodes for a successor, and return the numbers of these episodes."""
         none_yet = np.zeros((2, len(self.env_ids)), np.int64)
         episode, steps = none_yet if self.clock is None else self.clock
         begin = episode + (steps > 0)
@@ -118,12 +118,12 @@ class FrameCounters:
         return begin
 
     def discard(self, reason: str, steps: int) -> None:
-        """Steps on their way will never arrive."""
+        """Count steps in flight as discarded."""
         if steps:
             self.discarded[reason] += steps
             self.in_flight -= steps
 
     def give_up(self, reason: str) -> None:
-        """The lane that is not complete never will be."""
+        """Discard the steps of the lane that is not complete."""
         self.discard(reason, self.partial)
         self.partial = 0

@@ -1,4 +1,4 @@
-"""What a worker pool keeps to repeat a failure: actions of episodes under way, and the files made from them."""
+"""The action logs of a worker pool for episodes under way, and the crash reports made from them."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     from muster.workers.counters import FrameCounters
     from muster.workers.under_way import AtWork
 
-Replay = tuple[Path | None, str]  # a file, and the command that replays it
+Replay = tuple[Path | None, str]  # a crash report, and the command that replays it
 
 
 class CrashNotes:
-    """Histories of groups, in the parent.
+    """The action logs of groups, in the parent.
 
     Args:
-        directory: for crash reports.
+        directory: directory of crash reports.
     """
 
     def __init__(self, directory: CrashDirectory) -> None:
         self._directory = directory
         self._histories: dict[int, ActionLog] = {}
         self._infos: dict[int, GroupInfo] = {}
-        self._begun: dict[int, int] = {}  # rows of requests under way that an earlier result was about
+        self._begun: dict[int, int] = {}  # by request under way: first row after an earlier result
 
     def open(self, config: PoolConfig, counters: Sequence[FrameCounters]) -> None:
-        """Begin with groups that were just made."""
+        """Start the action logs of groups that were just made."""
         for number, factory in zip(config.groups, config.origins, strict=True):
             info, ids = counters[number].info, counters[number].env_ids
             self._infos[number] = info
@@ -55,17 +55,17 @@ class CrashNotes:
             )
 
     def reset(self, which: Mapping[int, Sequence[int]], options: dict[str, Any] | None) -> None:
-        """These environments, by group, are reset."""
+        """Note a reset of these environments, by group."""
         for number, chosen in which.items():
             self._histories[number].reset(chosen, None, options)
 
     def forget(self, groups: Sequence[int]) -> None:
-        """The beginning of these groups' episodes under way is not known."""
+        """Note that the starts of these groups' current episodes are unknown."""
         for number in groups:
             self._histories[number].forget()
 
     def seeded(self, groups: Sequence[int], seed: int | None, *, static: bool = False, generation: int = 0) -> None:
-        """All environments of these groups are reset with seeds, as ``Worker.seed`` gives them."""
+        """Note a reset of all environments of these groups with the seeds of ``Worker.seed``."""
         if seed is None:
             return
         for number in groups:
@@ -73,22 +73,22 @@ class CrashNotes:
             history.reset(None, seeds_of(seed, [0] * len(history.env_ids) if static else history.env_ids, generation))
 
     def restarted(self, groups: Sequence[int], seed: int | None, static: bool, generation: int) -> None:
-        """These groups have been made again."""
+        """Note that these groups were made again by a restarted worker."""
         self.forget(groups)
         self.seeded(groups, seed, static=static, generation=generation)
 
     def reported(self, result: RolloutResult, lane: Lane) -> None:
-        """A rollout is complete."""
+        """Log the actions of a complete rollout."""
         begin = self._begun.pop(result.number, 0)
         end = result.done_steps
         stepped = lane.arrays[TRAJ_IDS][begin:end] >= 0 if self._infos[result.group].replays_alone else None
         self._histories[result.group].add(self._actions(result.group, lane, begin, end), result.anchors, stepped)
 
     def failed(self, result: RolloutResult, lane: Lane, error: BaseException, index: int | None) -> Replay:
-        """An environment or policy of a worker that lives has raised: a crash report of it."""
+        """Save a crash report for an error of an environment or policy in a worker that still runs."""
         begin, row = self._begun.get(result.number, 0), result.done_steps
         self._begun[result.number] = row
-        if isinstance(error, HookError):  # nothing of theirs went wrong
+        if isinstance(error, HookError):  # neither environment nor policy failed
             self._histories[result.group].forget()
             return None, ""
         end = row + (result.phase == "step")
@@ -96,10 +96,10 @@ class CrashNotes:
         return self._save(self._crash_report(result.group, lane, begin, end, **known))
 
     def died(self, at_work: AtWork, error: MusterError) -> Callable[[], Replay]:
-        """The same of a worker that is dead or hangs, from what it has left in the lane of a request.
+        """Make a crash report for a worker that is dead or hangs, from the rows that it has written into its lane.
 
         Returns:
-            what writes the crash report, which can take long on a busy disk. The lane need not wait for it.
+            a function that saves the crash report, which can take long on a busy disk. It does not use the lane.
         """
         request, lane, index = at_work.request, at_work.lane, at_work.index
         begin, phase = self._begun.pop(request.number, 0), error.phase or "step"

@@ -1,4 +1,4 @@
-"""What goes wrong in a worker, as the user sees it: errors that cross a process border, deaths and hangs."""
+"""The errors of workers for the user: errors sent between processes, worker deaths and hangs."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from muster.errors import (
 if TYPE_CHECKING:
     from muster.restore.crash_report import CrashDirectory
 
-MAX_PICKLE_BYTES = 1 << 20  # an exception can hold an environment, or all of its data
-CLASSES: dict[str, type[MusterError]] = {  # of what is none of Muster's errors, by phase
+MAX_PICKLE_BYTES = 1 << 20  # an exception can refer to an environment, or all of its data
+CLASSES: dict[str, type[MusterError]] = {  # classes for foreign errors, by phase
     **dict.fromkeys(("construct", "reset", "step", "close"), EnvError),
     "policy": PolicyError,
 }
 CRASHES = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT")
 
 _MUSTERS = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, MusterError)]
-_CAUSE, _TRACEBACK = (vars(BaseException)[name].__get__ for name in ("__cause__", "__traceback__"))  # not a subclass's
+_CAUSE, _TRACEBACK = (vars(BaseException)[name].__get__ for name in ("__cause__", "__traceback__"))  # no overrides
 
 Kind = TypeVar("Kind", bound=MusterError)
 
@@ -56,16 +56,16 @@ _INSTALLED = (
 
 @dataclass(frozen=True)
 class Where:
-    """Where in a collector something happened; what is not known is None.
+    """The place of an error in a collector; unknown parts are None.
 
     Attributes:
-        env_ids: global numbers of the environments that it can have been.
-        env_index: number of the environment in its group.
-        row: of the rollout.
-        episode, step: of the environment: how many episodes it had ended before, and steps since.
-        seed: that the environment was last given.
-        generation: how often the worker had been restarted.
-        node: number and host of its node; empty on this machine.
+        env_ids: global numbers of the environments that may have failed.
+        env_index: index of the environment in its group.
+        row: row of the rollout.
+        episode, step: number of episodes that the environment had completed, and of its steps since then.
+        seed: seed of the environment's last seeded reset.
+        generation: number of earlier starts of the worker.
+        node: number and host of the worker's node; empty on this machine.
     """
 
     worker: int | None = None
@@ -95,7 +95,7 @@ class Where:
         return ", ".join(parts) or "a worker"
 
     def known(self, phase: str) -> dict[str, Any]:
-        """The attributes of an error from there."""
+        """Return the attributes of an error at this place."""
         return {
             "worker": self.worker,
             "env_id": self.env_ids[0] if len(self.env_ids) == 1 else None,
@@ -110,7 +110,7 @@ class SentCause:
     """The cause of an error as plain data.
 
     Attributes:
-        pickled: the exception; None if it does not survive that.
+        pickled: pickled exception; None if it does not survive pickling.
     """
 
     type_name: str
@@ -120,31 +120,31 @@ class SentCause:
 
     @classmethod
     def of(cls, cause: BaseException) -> SentCause:
-        if type(cause) is RemoteError:  # ``isinstance`` asks the exception, which can be of the user
+        if type(cause) is RemoteError:  # ``isinstance`` would run code of a user's exception class
             return cls(cause.type_name, str(cause).partition(": ")[2], cause.traceback)
         return cls(_type_name(cause), _text(cause), _traceback(cause), _pickled(cause))
 
     def error(self) -> BaseException:
-        """The exception itself if it has survived, else a ``RemoteError``."""
+        """Unpickle the exception; if that is impossible, make a ``RemoteError``."""
         if self.pickled is not None:
             try:
                 original: BaseException = cloudpickle.loads(self.pickled)
                 return original
             except KeyboardInterrupt:
                 raise
-            except BaseException:  # noqa: BLE001  (its module can be missing here; the text is not)
+            except BaseException:  # noqa: BLE001  (its module may be missing here; use the text)
                 pass
         return RemoteError(f"{self.type_name}: {self.text}", self.type_name, self.traceback)
 
 
 @dataclass(frozen=True)
 class SentError:
-    """An error as plain data, which any process can receive. What users see of it is complete.
+    """An error as plain data, which any process can receive. It is complete for the user.
 
     Attributes:
-        kind: the class in ``muster.errors``.
-        known: attributes.
-        crash_report: name and content of the file with which it can be replayed, from another machine.
+        kind: name of the class in ``muster.errors``.
+        known: attributes of the error.
+        crash_report: name and content of a crash report from another machine.
     """
 
     kind: str
@@ -154,7 +154,7 @@ class SentError:
     crash_report: tuple[str, bytes] | None = None
 
     def here(self, directory: CrashDirectory) -> SentError:
-        """The same, with its crash report in a directory of this machine."""
+        """Return the error with its crash report saved in a directory of this machine."""
         if self.crash_report is None:
             return self
         there, path = self.known["crash_report"], directory.put(*self.crash_report)
@@ -162,7 +162,7 @@ class SentError:
         return replace(self, message=self.message.replace(str(there), str(path)), known=known, crash_report=None)
 
     def error(self) -> MusterError:
-        """The exception; its ``__cause__`` is the original, or a ``RemoteError``."""
+        """Make the exception; its ``__cause__`` is the original exception or a ``RemoteError``."""
         error = _made(getattr(errors, self.kind), self.message)
         vars(error).update(self.known)
         error.__cause__ = None if self.cause is None else self.cause.error()
@@ -170,7 +170,7 @@ class SentError:
 
 
 def send_error(error: BaseException) -> SentError:
-    """Turn an exception of a worker pool into plain data, with its crash report, which is removed here."""
+    """Convert an exception of a worker pool to plain data. Includes its crash report and deletes that file here."""
     nearest, cause = _nearest(error), _CAUSE(error)
     if nearest is None:
         return pack(error, phase="call")
@@ -184,13 +184,13 @@ def send_error(error: BaseException) -> SentError:
 
 
 def pack(error: BaseException, *, phase: str, **where: Any) -> SentError:
-    """Turn an exception into plain data, in the worker and the process that it was raised in.
+    """Convert an exception to plain data, in the process that raised it.
 
     Args:
         phase: "construct", "reset", "step", "policy", "weights", "call" or "close".
-        where: fields of ``Where``. ``env_index`` is taken from the exception if that knows better.
+        where: fields of ``Where``. The exception's own ``env_index`` takes precedence.
 
-    Never raises, whatever the exception does when it is looked at.
+    Never raises, even if methods of the exception do.
     """
     place, nearest, text = Where(**where), _nearest(error), _text(error)
     if (index := env_index_of(error, phase)) is not None:
@@ -206,9 +206,9 @@ def pack(error: BaseException, *, phase: str, **where: Any) -> SentError:
 
 
 def env_index_of(error: BaseException, phase: str) -> int | None:
-    """Number of the environment that an adapter's error is about, in its group. Never raises.
+    """Return the index in its group of the environment that an adapter's error names, or None. Never raises.
 
-    An error of a policy, or of the user's own class, may come from another collector inside, with other numbers.
+    None for phase "policy" and for user-defined classes: such an error may be that of a nested collector.
     """
     if phase == "policy" or type(error) is not _nearest(error):
         return None
@@ -224,13 +224,13 @@ def died(
     oom_kills: int = 0,
     stack: str = "",
 ) -> WorkerDied:
-    """The error for a worker process that ended unasked.
+    """Return the error for a worker process that exited unexpectedly.
 
     Args:
-        phase: what it was at.
-        exitcode: as ``subprocess`` has them: negative for signals; None: unknown.
-        oom_kills: by how much ``oom_kills()`` has grown since the worker started.
-        stack: what ``faulthandler`` has written.
+        phase: phase that was interrupted.
+        exitcode: exit code as in ``subprocess``: negative for signals; None: unknown.
+        oom_kills: growth of ``oom_kills()`` since the supervisor was made.
+        stack: output of ``faulthandler``.
     """
     how, name = "ended in an unknown way", ""
     if exitcode is not None and exitcode < 0:
@@ -247,10 +247,10 @@ def died(
 
 
 def node_lost(where: Where, *, phase: str, why: str) -> WorkerDied:
-    """The error for a worker whose node is not there any more, or has not come.
+    """Return the error for a worker whose node was lost or did not join.
 
     Args:
-        why: as the node's link says it.
+        why: reason given by the node's link.
     """
     message = f"{_capital(where)} is lost with its node, during {phase}: {why}"
     return _at(WorkerDied(message), where, phase)
@@ -265,12 +265,12 @@ def hung(
     stack: str = "",
     stopped: bool = False,
 ) -> WorkerHung:
-    """The error for a worker that got nowhere for longer than its deadline.
+    """Return the error for a worker that made no progress for longer than its deadline.
 
     Args:
-        phase: what it was at.
-        seconds: since the last sign of life.
-        stack: what ``faulthandler`` has written; empty if it could not.
+        phase: phase in which the worker hangs.
+        seconds: seconds since the last sign of life.
+        stack: output of ``faulthandler``; empty if there is none.
         stopped: the process is stopped (SIGSTOP, a debugger).
     """
     frame = innermost_user_frame(stack)
@@ -285,10 +285,10 @@ def hung(
 
 
 def on_server(error: Exception, seen: MusterError) -> MusterError:
-    """The error of a policy on the inference server.
+    """Return the error of a policy on the inference server.
 
     Args:
-        seen: what became of it in the worker that it acted for, which knows where that was.
+        seen: error raised by the server's answer in a worker; its attributes give the place.
     """
     cls = _nearest(error) or PolicyError
     made = _made(cls, _sections(text_of(error), f"Traceback on the server:\n{_traceback(error)}"))
@@ -298,10 +298,10 @@ def on_server(error: Exception, seen: MusterError) -> MusterError:
 
 
 def server_hung(ident: int | None, *, seconds: float, deadline: float) -> WorkerHung:
-    """The error for an inference server whose policy does not return.
+    """Return the error for an inference server whose policy does not return.
 
     Args:
-        ident: of its thread.
+        ident: identifier of the server's thread.
     """
     stack = "" if ident is None else thread_stack(ident)
     frame = innermost_user_frame(stack)
@@ -314,13 +314,13 @@ def server_hung(ident: int | None, *, seconds: float, deadline: float) -> Worker
 
 
 def innermost_user_frame(stack: str) -> str | None:
-    """``FILE:LINE in NAME``: of a dump of ``faulthandler``, what runs in the user's own code.
+    """Return ``FILE:LINE in NAME`` for the innermost frame of the user's own code in a ``faulthandler`` dump.
 
-    That is the innermost frame which is neither Muster's nor installed; else the innermost that is not Muster's.
-    Where the dump has several threads, it is about the one in which Muster runs.
+    This is the innermost frame that is neither Muster's nor of an installed package; else the innermost that is not
+    Muster's. Of several threads, the one in the worker's main loop is used, else one with frames of Muster.
     """
     threads = re.split(r"\n\s*\n", stack.strip())
-    works = [t for t in threads if _WORKING in t]  # as opposed to a thread that listens
+    works = [t for t in threads if _WORKING in t]  # not Muster's helper threads
     ours = works or [t for t in threads if _MUSTER in t]
     ours = ours or [t for t in threads if t.startswith("Current thread")] or threads
     frames = [found.groupdict() for found in _FRAME.finditer(ours[0])]
@@ -331,13 +331,13 @@ def innermost_user_frame(stack: str) -> str | None:
 
 
 def thread_stack(ident: int) -> str:
-    """What a thread of this process is at, as ``faulthandler`` writes it; empty if there is no such thread."""
+    """Return the stack of a thread of this process in the format of ``faulthandler``; empty for an unknown thread."""
     frames = traceback.extract_stack(sys._current_frames().get(ident)) if ident in sys._current_frames() else []
     return "\n".join(f'  File "{frame.filename}", line {frame.lineno} in {frame.name}' for frame in reversed(frames))
 
 
 def oom_kills() -> int:
-    """How many processes of this one's control group the kernel has killed for want of memory; 0 if it does not say."""
+    """Return the number of out-of-memory kills in this process's control group; 0 if it is not available."""
     try:
         groups = Path("/proc/self/cgroup").read_text().splitlines()
         own = next((line[3:] for line in groups if line.startswith("0::")), "/")
@@ -387,7 +387,7 @@ def _made(cls: type[MusterError], message: str) -> MusterError:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """The exception, if it comes back as it was; tried right here."""
+    """Pickle an exception; None if it is too large, or unpickling here does not restore it."""
     try:
         data: bytes = cloudpickle.dumps(error)
         if len(data) > MAX_PICKLE_BYTES:
@@ -399,12 +399,12 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def _traceback(error: BaseException) -> str:
-    """The user's frames last."""
+    """Return the formatted traceback, innermost frame last."""
     return shown(lambda: "".join(traceback.format_exception(type(error), error, _TRACEBACK(error))).rstrip())
 
 
 def _text(error: BaseException) -> str:
-    """With its notes."""
+    """Return the message of an exception with its notes."""
     text, notes = text_of(error), shown(lambda: "\n".join(map(str, getattr(error, "__notes__", ()))))
     return f"{text}\n{notes}" if notes else text
 
@@ -415,7 +415,7 @@ def _type_name(error: BaseException) -> str:
 
 
 def _nearest(error: BaseException) -> type[MusterError] | None:
-    """The class of Muster's that it is, or is derived from."""
+    """Return the most derived class of ``muster.errors`` of which this is an instance, or None."""
     return next((cls for cls in reversed(_MUSTERS) if issubclass(type(error), cls)), None)  # bases are defined first
 
 

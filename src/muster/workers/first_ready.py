@@ -1,4 +1,4 @@
-"""The schedule in which a batch is what is complete first."""
+"""The asynchronous schedule: the rollouts that are complete first become the next batch."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from muster.workers.messages import RolloutRequest, RolloutResult
 from muster.workers.pool import WorkerPool, give_warnings
 from muster.workers.schedule import Bundle, CollectRequest, FilledSlot, Schedule
 
-FAIR_AFTER = 8  # batches per group, before shares are compared
-FAIR_SHARE = 0.5  # of an equal share; less is worth a warning
+FAIR_AFTER = 8  # batches per group before shares are compared
+FAIR_SHARE = 0.5  # fraction of an equal share below which a warning is issued
 
 
 @dataclass(eq=False)
 class _Requested:
-    """Rollouts of a bundle that have been requested and not delivered; ``born`` is the number of publishes before."""
+    """Requested, undelivered rollouts of a bundle; ``born`` is the number of publishes before the request."""
 
     requests: list[RolloutRequest]  # by lane
     bundle: Bundle
     ring: SlotRing
     slot: Slot
     born: int
-    place: int  # among all that were ever requested
+    place: int  # position in the order of all requests
     results: dict[int, RolloutResult] = field(default_factory=dict)  # by request
 
     @property
@@ -41,14 +41,14 @@ class _Requested:
 
 
 class FirstReady(Schedule):
-    """Every batch has the rollouts of one bundle, whichever is complete first. Workers go on while the user trains.
+    """Every batch has the rollouts of one bundle, whichever is complete first. Workers run while the user trains.
 
     Args:
         bundles: groups that share batches; most often one group each.
-        lead: rollouts of a group that are requested, made or waiting at a time.
-        max_lag: publishes between the weights that act in a batch and its delivery, at most, if weights are published
-            once per batch. Workers wait where it would be more.
-        publishes: how many there were so far.
+        lead: maximum of undelivered rollouts per group.
+        max_lag: maximum of publishes between the weights that act in a batch and its delivery, if weights are published
+            once per batch. Workers are idle where they would exceed it.
+        publishes: returns the number of publishes so far.
     """
 
     overlaps = True
@@ -68,17 +68,17 @@ class FirstReady(Schedule):
         self._bundles = {group: bundle for bundle in self.bundles for group in bundle.groups}
         self._requested: dict[int, list[_Requested]] = {bundle.groups[0]: [] for bundle in self.bundles}
         self._places = itertools.count()
-        self._unsure = False  # something was interrupted, and may have to be requested again
+        self._unsure = False  # a call was interrupted, so that rollouts may have to be requested again
         self._delivered = 0
-        self._begun: Counter[int] = Counter()  # rollouts that were requested, by group
-        self._behind: set[int] = set()  # groups that were warned of
+        self._begun: Counter[int] = Counter()  # number of requested rollouts, by the bundle's first group
+        self._behind: set[int] = set()  # groups for which ``_compare_shares`` has warned
 
     def collect(self, wanted: CollectRequest, into: Slot | None = None) -> FilledSlot:
-        """The next rollout that is complete; see ``Schedule``."""
+        """Return the slot of the next complete rollout; see ``Schedule``."""
         self._compare_shares()  # first, since a warning may be an error
         if self.pool.elastic:
             self.pool.welcome()
-        if not self.ahead_of_user:  # else what is under way is finished first
+        if not self.ahead_of_user:  # else deliver the rollouts of the old length first
             self._resize(wanted.rows)
         if self._unsure:
             self._resubmit()
@@ -91,14 +91,14 @@ class FirstReady(Schedule):
             is_away = self.pool.elastic and not self._is_there(result.group)
             if (result.dropped or result.lost or is_away) and not (postponed := self.pool.has_bad_news):
                 self._resubmit()
-                self._request_rollouts(wanted, wanted.batches)  # the others do what it was to do
+                self._request_rollouts(wanted, wanted.batches)  # from other groups in its place
         give_warnings(self.pool)
         self._remove(found)
         results = [found.results[request.number] for request in found.requests]
         try:
             self._request_rollouts(wanted, None if wanted.batches is None else wanted.batches - 1, delivered=1)
         except SlotsExhausted:
-            pass  # which is for the next call to raise; this one has a batch
+            pass  # the next call raises it; this one has a batch
         except BaseException:
             self._add(found)
             raise
@@ -124,7 +124,7 @@ class FirstReady(Schedule):
 
     @postponed()
     def waiting(self) -> list[dict[str, Any]]:
-        """See ``Schedule``. The rollouts stay, and are delivered as if nothing had been asked."""
+        """See ``Schedule``. The rollouts are kept, and delivered later as usual."""
         self._unsure = True
         while self.pool.outstanding:
             self._take_note(self.pool.next_result())
@@ -158,14 +158,14 @@ class FirstReady(Schedule):
 
     @postponed()
     def abandon(self, reason: str) -> None:
-        """See ``Schedule``; the environments go on where they are."""
+        """See ``Schedule``. Waits for rollouts under way; the environments are not reset."""
         while self.pool.outstanding:
             with suppress(MusterError):
                 self._take_note(self.pool.next_result())
         self._discard(reason)
 
     def layout(self, policy: str, version: int | str | None = None) -> Layout:
-        """Of the slots of the first group that is there."""
+        """See ``Schedule``. The slots are those of the first bundle that can work."""
         bundle = next(filter(self._can_work, self.bundles), self.bundles[0])
         self._prepare(bundle, policy)
         return bundle.ring.layout
@@ -177,15 +177,15 @@ class FirstReady(Schedule):
 
     @property
     def _count(self) -> int:
-        """How many rollouts of bundles were requested and not delivered."""
+        """The number of undelivered rollouts of bundles."""
         return sum(map(len, self._requested.values()))
 
     def _waiting(self, bundle: Bundle) -> list[_Requested]:
-        """What was requested from a bundle and not delivered, oldest first."""
+        """Return the undelivered rollouts of a bundle, oldest first."""
         return self._requested[bundle.groups[0]]
 
     def _by_place(self) -> list[_Requested]:
-        """All that was requested and not delivered, oldest first."""
+        """Return all undelivered rollouts, oldest first."""
         every = (requested for bundle in self.bundles for requested in self._waiting(bundle))
         return sorted(every, key=lambda requested: requested.place)
 
@@ -196,12 +196,12 @@ class FirstReady(Schedule):
         self._waiting(requested.bundle).remove(requested)
 
     def _drop(self, requested: _Requested) -> None:
-        """It will never be delivered."""
+        """Discard a rollout that can no longer be delivered."""
         self._remove(requested)
         self._give_back(requested.ring, requested.slot)
 
     def _compare_shares(self) -> None:
-        """Warn, once, of each group that is left behind."""
+        """Warn once of each group that falls behind."""
         counters = self.pool.counters
         if self._delivered < FAIR_AFTER * len(counters) or self._delivered % len(counters):
             return
@@ -219,8 +219,8 @@ class FirstReady(Schedule):
                 )
 
     def _request_rollouts(self, wanted: CollectRequest, batches: int | None, *, delivered: int = 0) -> None:
-        """Give work to every group that has too little."""
-        # What is delivered now is followed by a publish.
+        """Request rollouts from every bundle with fewer than ``lead``, as far as ``batches`` and ``max_lag`` allow."""
+        # A rollout that is being delivered is followed by a publish.
         lag = None if self._max_lag is None else self._max_lag + 1 - delivered
         bounds = [n for n in (batches, lag) if n is not None]
         left = min(bounds, default=self._lead * len(self.bundles)) - self._count
@@ -248,7 +248,7 @@ class FirstReady(Schedule):
         return not self._is_dropped(bundle) and all(self._is_there(group) for group in bundle.groups)
 
     def _requested_from(self, bundle: Bundle, wanted: CollectRequest, delivered: int) -> _Requested | None:
-        """Rollouts to be requested from the groups of a bundle; None if it is dropped."""
+        """Make requests for one rollout of each group of a bundle; None if the bundle is dropped."""
         policy = wanted.policy(self._count + delivered)
         self._prepare(bundle, policy)
         if self._is_dropped(bundle):  # just now
@@ -280,14 +280,14 @@ class FirstReady(Schedule):
             return
         layouts: dict[int, Layout] = {}
         for handle in handles:
-            layouts |= self._lay_out(handle, policy, None)  # when what was requested before is done
+            layouts |= self._lay_out(handle, policy, None)  # waits for earlier requests
         for other in self.bundles:
             known = [group for group in other.groups if group in layouts]
-            if known:  # those that were dropped have no worker to ask
+            if known:  # dropped groups have no worker to ask
                 other.lay_out([layouts.get(group, layouts[known[0]]) for group in other.groups], self._names(other))
 
     def _sharing(self, bundle: Bundle, group: int) -> tuple[int, int] | None:
-        """Where a group stands among those that share batches; None: it has its own."""
+        """Return ``RolloutRequest.sharing`` for a group of a bundle; None if the group has batches of its own."""
         if len(bundle.groups) == 1:
             return None
         counters = [self.pool.counters[number] for number in bundle.groups]
@@ -295,8 +295,8 @@ class FirstReady(Schedule):
         return sum(sizes[: bundle.groups.index(group)]), sum(sizes)
 
     def _deliverable(self) -> _Requested | None:
-        """A complete rollout, the oldest one first, that may overtake what is older and not complete."""
-        oldest = [waiting[0] for waiting in self._requested.values() if waiting]  # the others are complete after it
+        """Return the oldest complete rollout that may overtake all older incomplete ones; None if there is none."""
+        oldest = [waiting[0] for waiting in self._requested.values() if waiting]  # a bundle's later ones complete later
         complete = [requested for requested in oldest if requested.complete]
         for requested in sorted(complete, key=lambda requested: requested.place):
             if self._max_lag is None or self._lag(requested) <= self._max_lag:
@@ -304,14 +304,14 @@ class FirstReady(Schedule):
         return None
 
     def _lag(self, requested: _Requested) -> int:
-        """The largest of what is older, if this is delivered before."""
+        """Return the largest lag of all older rollouts if this one is delivered before them."""
         older = itertools.takewhile(lambda other: other is not requested, self._by_place())
         return max((self._publishes() + 1 - other.born + ahead for ahead, other in enumerate(older)), default=0)
 
     def _take_note(self, result: RolloutResult) -> None:
         waiting = self._waiting(self._bundles[result.group])
         requested = next((r for r in waiting if result.number in (o.number for o in r.requests)), None)
-        if requested is None:  # its bundle was dropped, or it is about no request
+        if requested is None:  # the bundle was dropped, or the result belongs to no request (``news``)
             pass
         elif result.dropped and self._is_dropped(requested.bundle):
             self._drop(requested)
@@ -323,7 +323,7 @@ class FirstReady(Schedule):
             raise result.error
 
     def _resubmit(self) -> None:
-        """Go on with what an error interrupted."""
+        """Submit requests again that have no result and are not under way, after an error or a loss."""
         under_way = {number for handle in self.pool.handles for number in handle.outstanding}
         for requested in self._by_place():
             without = [o for o in requested.requests if o.number not in requested.results]
@@ -332,13 +332,13 @@ class FirstReady(Schedule):
                 self._drop(requested)
             elif missing and self._can_work(requested.bundle):
                 self._send(requested, missing)
-            elif missing and missing == without:  # a node is gone and does not write into the slot: it is for others
+            elif missing and missing == without:  # the node was lost, and does not write into the slot
                 for result in requested.results.values():
                     self.pool.counters[result.group].discard("worker_died", result.frames)
                 self._drop(requested)
 
     def _send(self, requested: _Requested, requests: Sequence[RolloutRequest]) -> None:
-        """Give requests to workers; those that were dropped have nothing to do."""
+        """Submit requests to workers. Requests to dropped groups get a dropped result at once."""
         with self.pool.hold() if len(requests) > 1 else nullcontext():
             for request in requests:
                 if self.pool.counters[request.group].dropped:

@@ -1,9 +1,9 @@
-"""A process that has imported what workers need, and forks them: a worker starts in milliseconds.
+"""The fork server: a process that has imported the workers' modules, and forks a worker in milliseconds.
 
 One per parent process, started by ``launch``. It runs no code of the user's, initialises no device and starts no
-threads. It is told what to do over a socket. What it forks are keepers (``muster.workers.keeper``), each of which forks
-a worker. A second socket ties its life to the parent's: when the parent has died, however it has died, the kernel kills
-the fork server, whatever it is doing; its keepers see that, and end their workers with everything they have started.
+threads. It receives requests over a socket. It forks keepers (``muster.workers.keeper``), each of which forks
+a worker. A second socket ties its life to the parent's: when the parent exits for any reason, the kernel kills
+the fork server at once; its keepers detect that, and end their workers with all processes that these have started.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from typing import Any, NoReturn
 from muster.workers.channel import Channel
 from muster.workers.keeper import become_subreaper, children, keep, kill_group, tie_life
 
-STATUS_BYTES = 8  # of an exit code in the pipe that tells the parent of a worker's end
-END_S = 1.5  # for the end of all workers, when the parent has ended
+STATUS_BYTES = 8  # size of an exit code in a worker's exit pipe
+END_S = 1.5  # timeout for the end of all workers, when the parent has ended
 KEEPER = "muster-keeper"
 
 # Heavy, and safe to import before a fork: they start no threads that a fork would lose. (Not jax.)
@@ -40,7 +40,7 @@ PRELOADED = (
     *("tensordict.nn", "torchrl.data", "torchrl.envs", "torchrl.modules", "cloudpickle", "pettingzoo", "dm_env"),
     *("gymnasium.envs.classic_control", "gymnasium.envs.toy_text", "stable_baselines3.common.vec_env"),
 )
-LIGHT = (  # those that do not import torch
+LIGHT = (  # modules that do not import torch
     *("numpy", "numpy.random", "gymnasium", "gymnasium.wrappers", "gymnasium.vector", "cloudpickle", "dm_env"),
     *("gymnasium.envs.classic_control", "gymnasium.envs.toy_text", "muster.workers.main"),
 )
@@ -48,12 +48,12 @@ LIGHT = (  # those that do not import torch
 
 @dataclass(frozen=True)
 class ForkRequest:
-    """A worker to start, and what it should find there: the parent's present surroundings.
+    """A request to start a worker in the parent's present environment.
 
-    Descriptors that go with it: the worker's channel, the write end of its exit pipe, standard output and error.
+    It is sent with descriptors: the worker's channel, the write end of its exit pipe, standard output and error.
     """
 
-    number: int  # the answer has it too
+    number: int  # also in the answer
     target: str  # "module:function"
     name: str
     preload: Sequence[str]
@@ -62,7 +62,7 @@ class ForkRequest:
     environ: dict[str, str] = field(repr=False)
     cwd: str | None
     umask: int | None
-    authkey: bytes = field(repr=False)  # of multiprocessing: opens the parent's managers
+    authkey: bytes = field(repr=False)  # of multiprocessing: authenticates at the parent's managers
 
 
 class _Server:
@@ -72,14 +72,14 @@ class _Server:
         self.keepers: dict[int, socket.socket] = {}  # by pid: the other end of its lifeline
 
     def serve(self) -> None:
-        """Until the parent ends."""
-        if sys.platform != "linux":  # without keepers, a worker is an interpreter of its own: this one
+        """Start workers until the parent exits."""
+        if sys.platform != "linux":  # there are no keepers: this interpreter becomes the worker
             order, (channel, _, *streams) = self.orders.receive()
             self.orders.send((order.number, os.getpid()))
             self.sock.close()
             _in_worker(order, channel, streams, self.lifeline)
         signal.signal(signal.SIGCHLD, lambda *_: self.reap())
-        become_subreaper()  # for what keepers leave that were killed
+        become_subreaper()  # for orphans of killed keepers
         with contextlib.suppress(EOFError):
             while True:
                 order, fds = self.orders.receive()
@@ -87,13 +87,13 @@ class _Server:
         self.end()
 
     def start(self, order: ForkRequest, fds: list[int]) -> int | str:
-        """The pid of the new worker, or why there is none."""
+        """Fork a worker, and return its pid, or the reason of the failure."""
         sys.path[:] = order.path
         for module in order.preload:
-            with contextlib.suppress(Exception):  # the worker will meet the error, if it needs the module
+            with contextlib.suppress(Exception):  # a worker that needs the module gets the error itself
                 if module not in sys.modules:
                     importlib.import_module(module)
-                    gc.freeze()  # the collector of a worker leaves these pages alone, so that they stay shared
+                    gc.freeze()  # garbage collections in workers do not touch these pages, so that they stay shared
         told, tell = os.pipe()
         try:
             ours, lifeline = socket.socketpair()
@@ -107,7 +107,7 @@ class _Server:
                 self.keepers[keeper] = ours
             os.close(tell)
             tell = -1
-            answer = os.read(told, 512).decode()  # a part of a page: it arrives whole
+            answer = os.read(told, 512).decode()  # less than a page arrives as a whole
             return int(answer) if answer.isdecimal() else answer or "its keeper was killed"
         except OSError as error:
             return str(error)
@@ -116,7 +116,7 @@ class _Server:
                 os.close(fd)
 
     def reap(self) -> None:
-        """Wait for keepers that have ended, and kill what became an orphan because one was killed."""
+        """Reap keepers that have exited, and kill orphans of killed keepers."""
         with _uninterrupted(), contextlib.suppress(ChildProcessError):
             while pid := os.waitpid(-1, os.WNOHANG)[0]:
                 if (lifeline := self.keepers.pop(pid, None)) is not None:
@@ -125,21 +125,21 @@ class _Server:
                 kill_group(pid)
 
     def end(self) -> NoReturn:
-        """Let keepers end their workers, and wait for that: nothing is left when the parent sees the end of this."""
+        """Make keepers end their workers, wait for them, and exit: when the parent sees this, no worker is left."""
         deadline = time.monotonic() + END_S
         for lifeline in list(self.keepers.values()):
             lifeline.close()
-        while self.keepers and time.monotonic() < deadline:  # `reap` takes them out
+        while self.keepers and time.monotonic() < deadline:  # `reap` removes them
             select.select([], [], [], 0.01)
         os._exit(0)
 
 
 class ForkedServer:
-    """A fork server that is a fork of its parent, which has one thread; as ``subprocess.Popen`` otherwise.
+    """A fork server that is a fork of its parent, which must have one thread. Stands in for ``subprocess.Popen``.
 
     Args:
-        ours, theirs: the ends of the socket that it is told over; the second one is closed here.
-        life, lifeline: the ends of its lifeline; likewise.
+        ours, theirs: ends of the socket for requests; the second one is closed in the parent.
+        life, lifeline: ends of the fork server's lifeline; the second one is closed in the parent.
     """
 
     def __init__(self, ours: Channel, theirs: Channel, life: socket.socket, lifeline: socket.socket) -> None:
@@ -157,7 +157,7 @@ class ForkedServer:
         lifeline.close()
 
     def wait(self, timeout: float) -> None:
-        """Until it has ended. Raises ``subprocess.TimeoutExpired``."""
+        """Wait until it has exited. Raises ``subprocess.TimeoutExpired``."""
         fd = os.pidfd_open(self.pid)
         try:
             if self.returncode is None and not select.select([fd], [], [], timeout)[0]:
@@ -172,7 +172,7 @@ class ForkedServer:
 
 
 def serve(fd: int, lifeline_fd: int) -> None:
-    """Be the fork server of the process at the other ends of two sockets; the life of this one is tied already."""
+    """Run the fork server of the process at the other ends of two sockets. ``tie_life`` was already called."""
     _own_signals()
     for inherited in (fd, lifeline_fd):
         os.set_inheritable(inherited, False)
@@ -180,7 +180,7 @@ def serve(fd: int, lifeline_fd: int) -> None:
 
 
 def run(target: str, channel: Channel) -> NoReturn:
-    """Call ``"module:function"`` with the channel, and end the process as Python would."""
+    """Call ``"module:function"`` with the channel, and exit with the code that Python would use."""
     code = 1
     try:
         module, _, function = target.partition(":")
@@ -203,11 +203,11 @@ def run(target: str, channel: Channel) -> NoReturn:
 
 
 def _keep(server: _Server, order: ForkRequest, fds: list[int], lifeline: socket.socket, tell: int) -> NoReturn:
-    """In the fork of the server: keep a worker, which is a fork of this."""
+    """In a fork of the server: run the keeper of a worker, which is a fork of this process."""
     code = 1
     try:
         channel, exit_pipe, out, err = fds
-        os.setsid()  # the kernel kills the session of the server, when the parent has died
+        os.setsid()  # leave the server's process group, which the kernel kills when the parent exits
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         server.sock.close()
         server.lifeline.close()
@@ -241,7 +241,7 @@ def _keep(server: _Server, order: ForkRequest, fds: list[int], lifeline: socket.
 
 
 def _in_worker(order: ForkRequest, channel: int, streams: Sequence[int], lifeline: socket.socket) -> NoReturn:
-    """In the fork of its keeper: become a process of its own, in the surroundings of the parent."""
+    """In a fork of the keeper, or in a spawned server: set up the environment of the parent, and run the target."""
     try:
         for number, stream in enumerate(streams, 1):
             os.dup2(stream, number)
@@ -267,19 +267,19 @@ def _in_worker(order: ForkRequest, channel: int, streams: Sequence[int], lifelin
 
 
 def _own_signals() -> None:
-    """Whatever the parent has made of them: Ctrl-C is for the parent alone, SIGTERM ends."""
+    """Replace inherited signal settings: SIGINT is ignored (only the parent handles it), SIGTERM ends the process."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _show(name: str) -> None:
-    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:  # what `top` shows
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:  # the name in `top`
         comm.write(name)
 
 
 def _reseed() -> None:
-    """Give the global random streams states of their own; all workers were forked with the server's."""
+    """Seed the global random generators: all workers have inherited the same states from the server."""
     random.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
@@ -289,7 +289,7 @@ def _reseed() -> None:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[Any]:
-    """Hold back SIGCHLD, so that its handler sees no keeper that is half registered."""
+    """Block SIGCHLD, so that its handler sees no keeper that is half registered."""
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))
     try:
         yield

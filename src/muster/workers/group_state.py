@@ -1,4 +1,4 @@
-"""The state of groups, and of rollouts that are complete and not delivered, as plain data."""
+"""The state of groups, and of complete, undelivered rollouts, as plain data."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from muster.rollout.marks import Final
 from muster.rollout.resets import Due
 from muster.workers.messages import RolloutResult
 
-PARTS = "group", "frames", "rows", "version", "path", "dropped"  # of a result that are plain already
+PARTS = "group", "frames", "rows", "version", "path", "dropped"  # fields of a result that are plain data already
 
 
 def take(group: Group, acting: str | None) -> dict[str, Any]:
-    """All that a group carries from rollout to rollout, besides its environments."""
+    """Return the state that a group carries between rollouts, without the state of its environments."""
     return {
         "acting": acting,
         "clock": group.clock.state_dict(),
@@ -36,19 +36,19 @@ def take(group: Group, acting: str | None) -> dict[str, Any]:
 
 
 def load(group: Group, state: dict[str, Any], reasons: list[str | None], policy: Policy | None) -> dict[int, str]:
-    """Go on from ``take``.
+    """Restore a state from ``take``.
 
     Args:
-        reasons: for every environment object, why it was not restored, or None.
-        policy: that has acted last.
+        reasons: for every environment object, the reason why it was not restored, or None.
+        policy: policy that acted last.
 
     Returns:
-        the environments that begin new episodes, by global number, and why.
+        the environments that start new episodes (global numbers), each with the reason.
     """
     group.clock.load_state_dict(state["clock"])
     group.rng.load_state_dict(state["rng"])
     rows = {key: _row(row, group.env.device) for key, row in state["carry"].items()}
-    group.carry.clear()  # also of what the policy here has carried
+    group.carry.clear()  # also of columns of this process's policy
     group.carry.update(rows)
     call = state["call"]
     group._primed = None if call is None or policy is None else (policy, _call(call, group.B), call["version"])
@@ -67,7 +67,7 @@ def load(group: Group, state: dict[str, Any], reasons: list[str | None], policy:
 
 
 def _call_state(outputs: Outputs, version: int | str) -> dict[str, Any]:
-    """A policy's call that has been made for the next row."""
+    """Return the outputs of a policy call that was already made for the next row, as plain data."""
     objects = {key: array.tolist() for key, array in outputs.objects.items()}
     tensors = {"action": outputs.action, "extras": outputs.extras, "state": outputs.state}
     return {name: {k: v.cpu() for k, v in part.items()} for name, part in tensors.items()} | {
@@ -93,11 +93,11 @@ def _row(row: Any, device: Any) -> Any:
     return row.copy() if isinstance(row, np.ndarray) else row.to(device)
 
 
-# --- rollouts that wait ----------------------------------------------------------------------------
+# --- undelivered rollouts --------------------------------------------------------------------------
 
 
 def to_plain(slot: Slot, results: Sequence[RolloutResult]) -> dict[str, Any]:
-    """A full slot and the results on its lanes. Shares no memory with the slot."""
+    """Copy a full slot and the results of its lanes into plain data."""
     layout = slot.layout
     columns = [{f.name: getattr(column, f.name) for f in fields(Column)} for column in layout.columns]
     return {
@@ -111,20 +111,20 @@ def to_plain(slot: Slot, results: Sequence[RolloutResult]) -> dict[str, Any]:
 
 
 def layout_of(saved: Mapping[str, Any]) -> Layout:
-    """The layout of the slot."""
+    """Return the layout of the saved slot."""
     columns = tuple(Column(**{**column, "dtype": np.dtype(column["dtype"])}) for column in saved["columns"])
     return Layout(saved["T"], saved["B"], columns, len(saved["lanes"]), batch_shape=saved["batch_shape"])
 
 
 def write(saved: Mapping[str, Any], slot: Slot) -> None:
-    """Write the lanes into a slot of this layout."""
+    """Write the saved lanes into a slot of the same layout."""
     for lane, arrays in zip(slot.lanes, saved["lanes"], strict=True):
         for key, rows in arrays.items():
             lane.arrays[key][...] = cells_of(rows) if isinstance(rows, list) else rows
 
 
 def result_of(saved: Mapping[str, Any], number: int) -> RolloutResult:
-    """The result, as that on request ``number``; its steps are in the counters already."""
+    """Return a saved result as the result of request ``number``, with its steps already in the counters."""
     return RolloutResult(
         number,
         **{name: saved[name] for name in PARTS},
@@ -149,12 +149,12 @@ def _result(result: RolloutResult) -> dict[str, Any]:
 
 
 def plain(array: Array) -> Any:
-    """A copy; of objects ``[rows, B]`` or ``[B]`` as lists."""
+    """Return a copy of an array; Python objects, ``[rows, B]`` or ``[B]``, as lists."""
     return array.tolist() if array.dtype == OBJECT else array.copy()
 
 
 def cells_of(rows: list[list[Any]]) -> Array:
-    """``[rows, B]``, also of objects that NumPy would take for arrays."""
+    """Return an object array ``[rows, B]``, also of cells that NumPy would convert to arrays."""
     cells = np.empty((len(rows), len(rows[0])), OBJECT)
     for t, row in enumerate(rows):
         for b, cell in enumerate(row):

@@ -1,6 +1,6 @@
 """Central inference: one thread of the collector's process acts for all workers, which only step environments.
 
-It reads observations in the rows that workers have written, and writes actions beside them; see ``actor``.
+It reads observations in the rows that workers have written, and writes actions into the same rows; see ``actor``.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from muster.workers.messages import GroupInfo, RolloutResult
 if TYPE_CHECKING:
     from muster.workers.proxy import WorkerProxy
 
-LOST_S = 5.0  # for a call of the policy to end that writes into the lane of a worker that is gone
+LOST_S = 5.0  # timeout for a call of the policy that may write into the lane of a lost worker
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What an inference server is made from, but for its policy and weights; see ``MultiOptions``. Can be pickled.
+    """The configuration of an inference server, without policy and weights; see ``MultiOptions``. Can be pickled.
 
     Attributes:
-        workers: numbers of those that it acts for.
-        options: ``WorkerOptions``; for a node pickled by ``pickling.dumps``.
-        is_factory: the policy is made by what is given as such.
-        alternating: half of them step while the other half is acted for.
-        max_batch: environments of one call; None: no bound.
-        max_wait_s: how long the first to ask waits for others that are at work; None: until all ask.
-        threads: of torch; None leaves them as they are.
-        deadline_s: for a call of the policy; None is for ever.
-        exclusive: the user's thread waits meanwhile; see ``Actor``.
-        keeps_streams: see there.
+        workers: numbers of the workers that it acts for.
+        options: ``WorkerOptions``; pickled by ``pickling.dumps`` for a node.
+        is_factory: the policy is given as a factory.
+        alternating: half of the workers step while the server acts for the other half.
+        max_batch: maximum number of environments in one call; None: no maximum.
+        max_wait_s: maximum wait of the first worker that asks for others at work; None: until all of them ask.
+        threads: number of torch threads; None: unchanged.
+        deadline_s: deadline of a call of the policy; None: no deadline.
+        exclusive: the user's thread waits during calls; see ``Actor``.
+        keeps_streams: see ``Actor``.
     """
 
     workers: Sequence[int]
@@ -63,33 +63,33 @@ class ServerConfig:
 
     @property
     def client_groups(self) -> list[Sequence[int]]:
-        """All workers together, or half of them stepping while the other half is acted for."""
+        """The workers that are answered together: all of them, or with ``alternating`` two halves."""
         half = -(-len(self.workers) // 2) if self.alternating else len(self.workers)
         return [part for part in (self.workers[:half], self.workers[half:]) if part]
 
 
 @dataclass
 class _Client:
-    """A worker as the server sees it."""
+    """A worker for which the server acts."""
 
     worker: int
     handle: WorkerProxy
-    envs: int  # of a group
-    since: float = 0.0  # when its question was first seen
-    seen: int = 0  # the number of that question
+    envs: int  # environments of a group
+    since: float = 0.0  # time at which its present question was first seen
+    seen: int = 0  # number of that question
 
 
 class InferenceServer:
     """Acts for workers, in a thread of its own.
 
     Args:
-        policy: pickled; the server makes its own.
-        ticket: to the weights.
-        workers: of all servers that share the weights.
+        policy: pickled policy or policy factory; the server makes a policy of its own.
+        ticket: ticket for the weights.
+        workers: number of the collector's workers, over all nodes.
 
     Attributes:
-        actor: the policy; the thread's while workers are at work.
-        mailbox: of the workers.
+        actor: policy and random streams; only the server's thread uses them while workers are at work.
+        mailbox: mailbox of the workers.
     """
 
     def __init__(self, config: ServerConfig, policy: bytes, ticket: Ticket, workers: int) -> None:
@@ -107,13 +107,13 @@ class InferenceServer:
             keeps_streams=config.keeps_streams,
         )
         self._clients: dict[int, _Client] = {}  # by worker
-        self._rollouts: dict[int, ServedRollout] = {}  # by request, until they are complete
-        self._turn = 0  # of the client groups
+        self._rollouts: dict[int, ServedRollout] = {}  # incomplete rollouts, by request
+        self._turn = 0  # index of the next client group
         self._chosen: list[_Client] = []
-        self._holds = 0  # begun and ended ones; odd: workers are being given work
+        self._holds = 0  # number of entries and exits of ``held``; odd: inside
         self._acting = threading.Lock()
         self._acting_since: float | None = None
-        self._told: Exception | None = None  # the last error in a result
+        self._told: Exception | None = None  # the last error that was put into a result
         self._calls: list[tuple[Future[Any], Callable[[], Any]]] = []  # for the thread to make
         self._stats = InferenceStats()
         self._closing = False
@@ -122,10 +122,10 @@ class InferenceServer:
     # --- called by the collector ------------------------------------------------------------------
 
     def open(self, handles: Sequence[WorkerProxy], infos: Mapping[int, GroupInfo]) -> None:
-        """Begin to act for these workers; ``infos`` are those of their groups, by number.
+        """Start to act for these workers; ``infos`` describes their groups, by number.
 
         Raises:
-            BadOption: it cannot, for their environments.
+            BadOption: the server cannot act for their environments.
         """
         self.actor.open(infos)
         self._clients = {h.index: _Client(h.index, h, infos[h.groups[0]].num_envs) for h in handles}
@@ -133,11 +133,11 @@ class InferenceServer:
         if (threads := self._config.threads) is not None:
             users = torch.get_num_threads()
             self._in_thread(lambda: _limit_threads(threads))
-            torch.set_num_threads(users)  # for threads that the user will start
+            torch.set_num_threads(users)  # restore the default for threads that the user will start
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Meanwhile the server does not act: workers that are given work here count as at work together."""
+        """Do not act inside this context: requests submitted in it count as submitted at the same time."""
         self._holds += 1
         try:
             yield
@@ -146,33 +146,33 @@ class InferenceServer:
             self.mailbox.wake_up.ring()
 
     def settle(self) -> None:
-        """A batch is complete, or will not be now: the user's random streams are the global ones again."""
+        """Make the user's random streams the global ones again, after a batch or an error."""
         with self._between_calls():
             self.actor.settle()
 
     def ask(self, method: str, *args: Any, group: int | None = None) -> Any:
-        """What a method of the actor returns, in its thread; ``group`` says which server, where there are several."""
+        """Call a method of the actor in the thread; ``group`` selects the server where there are several."""
         return self._in_thread(lambda: getattr(self.actor, method)(*args))
 
     def complete(self, result: RolloutResult) -> None:
-        """Add what a worker does not know of its request: version, path, and why the policy failed."""
-        rollout = self._rollouts.pop(result.number, None)  # it goes on after an error with the newest weights
-        if rollout is None:  # nothing was asked
+        """Add the data to a result that its worker does not have: version, path, and the error of the policy."""
+        rollout = self._rollouts.pop(result.number, None)  # after an error it continues with the newest weights
+        if rollout is None:  # the worker has asked no question
             return
         result.version, result.path = rollout.version, self.actor.path(rollout)
         if result.error is not None and rollout.error is not None:
-            again = rollout.error is self._told  # the same call, which failed for several workers
+            again = rollout.error is self._told  # one call that failed for several workers is raised once
             seen = result.error
             result.error, result.lost = (None, True) if again else (on_server(rollout.error, seen), False)
             self._told = rollout.error
 
     def waits(self, worker: int) -> bool:
-        """A worker waits for the server."""
+        """Return whether a worker waits for the server."""
         return bool(self.mailbox.question(worker))
 
     @contextmanager
     def _between_calls(self) -> Iterator[None]:
-        """Not while the policy acts, but where it hangs."""
+        """Enter between two calls of the policy, or after a timeout if a call hangs."""
         longest = min(LOST_S, LOST_S if self._config.deadline_s is None else self._config.deadline_s)
         between = self._acting.acquire(timeout=max(0.0, longest - self.acting_for()))
         try:
@@ -182,7 +182,7 @@ class InferenceServer:
                 self._acting.release()
 
     def acting_for(self) -> float:
-        """Seconds since the present call of the policy began; 0 between calls."""
+        """Return the seconds since the start of the present call of the policy; 0 between calls."""
         since = self._acting_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -198,8 +198,8 @@ class InferenceServer:
         return self._stats
 
     def lost(self, worker: int, groups: Sequence[int]) -> None:
-        """A worker with these groups is gone and not waited for."""
-        with self._between_calls():  # its lane may be used again from here on
+        """Remove a lost worker with these groups."""
+        with self._between_calls():  # its lane may be reused after this
             self.mailbox.reset(worker)
         for number, rollout in list(self._rollouts.items()):
             if rollout.group in groups:
@@ -207,12 +207,12 @@ class InferenceServer:
         self.mailbox.wake_up.ring()
 
     def close(self) -> None:
-        """End the thread; may be called again."""
+        """End the thread and release its resources. May be called again."""
         self._closing = True
         if self._thread.is_alive():
             self.mailbox.wake_up.ring()
             self._thread.join(1.0)
-        if not self._thread.is_alive():  # else it is in a policy that does not return
+        if not self._thread.is_alive():  # else the policy does not return, and still uses them
             self._weights.close()
             self.mailbox.close()
 
@@ -225,7 +225,7 @@ class InferenceServer:
                 self._acting_since = time.monotonic()
                 try:
                     future.set_result(function())
-                except BaseException as error:  # noqa: BLE001 (raised where it is waited for)
+                except BaseException as error:  # noqa: BLE001 (raised in the calling thread)
                     future.set_exception(error)
                 self._acting_since = None
             if self._wanted():
@@ -236,7 +236,7 @@ class InferenceServer:
                 self.mailbox.sleep(self._wanted, self._patience())
 
     def _in_thread(self, function: Callable[[], Any]) -> Any:
-        """What a function returns or raises in the thread."""
+        """Call a function in the thread, and return its value or raise its error here."""
         future: Future[Any] = Future()
         self._calls.append((future, function))
         self.mailbox.wake_up.ring()
@@ -246,12 +246,12 @@ class InferenceServer:
         return future.result()
 
     def _wanted(self) -> bool:
-        """There is something to do; whom to act for is kept."""
+        """Return whether there is something to do. Stores the clients to act for."""
         self._chosen = self._chosen or self._choose()
         return bool(self._closing or self._calls or self._chosen)
 
     def _patience(self) -> float:
-        """Seconds until a client has waited long enough."""
+        """Return the seconds until a client has waited for ``max_wait_s``; at most ``LOOK_S``."""
         longest = self._config.max_wait_s
         if longest is None or self._holds % 2:
             return LOOK_S
@@ -261,12 +261,12 @@ class InferenceServer:
         return min(LOOK_S, max(0.0, min(since) + longest - time.monotonic()))
 
     def _choose(self) -> list[_Client]:
-        """Whom to act for now, in the order of the workers; client groups take turns."""
+        """Return the clients to act for now, in the order of the workers; client groups take turns."""
         holds, groups = self._holds, self._client_groups
         for step in range(len(groups) if holds % 2 == 0 else 0):
             turn = (self._turn + step) % len(groups)
             chosen = self._of_group(groups[turn])
-            if chosen and self._holds == holds:  # else some of them may not have been at work yet when it looked
+            if chosen and self._holds == holds:  # else requests were submitted while it looked
                 self._turn = turn + 1
                 return chosen
         return []
@@ -288,7 +288,7 @@ class InferenceServer:
     def _serve(self, clients: list[_Client]) -> None:
         with self._acting:
             questions = [(client, number) for client in clients if (number := self.mailbox.question(client.worker))]
-            if not questions:  # they are lost
+            if not questions:  # the workers were lost
                 return
             began = self._acting_since = time.monotonic()
             error: Exception | None = None
@@ -298,7 +298,7 @@ class InferenceServer:
                 self.actor.act(asked)
             except OWN as known:
                 error = known
-            except BaseException as unknown:  # noqa: BLE001 (raised where the batch is waited for)
+            except BaseException as unknown:  # noqa: BLE001 (raised to the user by the schedule)
                 error = policy_error(self.actor.any_policy(), unknown, asked[0][1] if asked else 0)
                 error.__cause__ = unknown
             for rollout, _ in asked:
@@ -317,13 +317,13 @@ class InferenceServer:
 
 
 def _limit_threads(number: int) -> None:
-    """Of this thread, for good."""
+    """Set the number of torch threads of the calling thread permanently."""
     torch.set_num_threads(number)
-    torch.get_num_threads()  # else its first computation takes over the number that was last set anywhere
+    torch.get_num_threads()  # else its first computation adopts the number set last by any thread
 
 
 def _oldest(clients: Sequence[_Client], most: int) -> list[_Client]:
-    """Those that have waited longest, as many as fit, but one at least."""
+    """Return the clients that have waited longest, as many as fit into ``most`` environments, and at least one."""
     chosen: list[_Client] = []
     envs = 0
     for client in sorted(clients, key=lambda client: client.since):

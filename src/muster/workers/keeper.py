@@ -1,11 +1,11 @@
-"""A keeper: a process that stays beside a worker, and ends whatever the worker leaves behind.
+"""A keeper: a process beside a worker that ends all processes that the worker leaves behind.
 
 Environments start simulators, often in sessions of their own, where no signal to the worker reaches them. On Linux the
-keeper is the worker's parent and a *child subreaper*: what loses its parent below it becomes its own child. So all that
-a worker has started, however, and nothing else, is below its keeper when the worker has ended, whatever ended it.
+keeper is the worker's parent and a *child subreaper*: it becomes the parent of all orphans below it. So when the worker
+has exited for any reason, the descendants of its keeper are exactly the processes that the worker has started.
 
-A lifeline is a socket that a process holds for as long as it lives, and whose other end ends when that process does.
-This module imports little: a process ties its life before it does anything that takes time.
+A lifeline is a socket that a process holds until it exits; the other end then reports a hang-up.
+This module imports little, because a process ties its life before it does anything that takes time.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-GRACE_S = 2.0  # from SIGTERM to SIGKILL, for what a worker leaves that ended well
-KILLED_S = 5.0  # for the end of what was killed; longer takes what the kernel does not let go of
+GRACE_S = 2.0  # between SIGTERM and SIGKILL, for processes left by a worker with exit code 0
+KILLED_S = 5.0  # timeout for killed processes to exit; some are blocked in the kernel for longer
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
 
 def become_subreaper() -> None:
-    """Be the parent of every orphan below this process."""
+    """Make this process the parent of all orphans below it."""
     if sys.platform == "linux":
         import ctypes
 
@@ -34,7 +34,7 @@ def become_subreaper() -> None:
 
 
 def children() -> list[int]:
-    """Of this process, which has one thread: running ones, and those that have ended and were not waited for."""
+    """Return the pids of this process's children, zombies included. This process must have one thread."""
     try:
         return [int(pid) for pid in _text("/proc/thread-self/children").split()]
     except OSError:  # no Linux, or one without CONFIG_PROC_CHILDREN
@@ -47,14 +47,14 @@ def keep(
     started: Callable[[int], None],
     ended: Callable[[int], None],
 ) -> None:
-    """Fork a worker, wait for its end, and end all that it has left. Returns when nothing of it is left.
+    """Fork a worker, wait for its exit, and end all processes that it leaves; waits for their exits, see ``KILLED_S``.
 
     Args:
-        lifeline: when its other end is closed, the worker and all else is killed.
-        begin: called in the worker, with a lifeline whose other end is this process'.
-        started: called with its process id.
-        ended: called with its exit code, as of ``subprocess``, when nothing of it is left; not if ``lifeline`` ended.
-            Its number is not another process' before that.
+        lifeline: when its other end is closed, the worker and all its processes are killed.
+        begin: called in the worker, with a lifeline whose other end this process holds.
+        started: called with the worker's pid.
+        ended: called with the worker's exit code (as in ``subprocess``) after these exits; not if ``lifeline`` was
+            closed. The worker's pid is not reused before that.
     """
     become_subreaper()
     woken, wake = os.pipe()
@@ -93,7 +93,7 @@ def keep(
 
 
 def _reap(worker: int) -> int | None:
-    """The exit code of the worker, which stays a zombie; None while it runs. Others that have ended are gone then."""
+    """Return the exit code of the worker, which stays a zombie; None while it runs. Reaps other zombies until then."""
     while dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
         if dead.si_pid == worker:
             return dead.si_status if dead.si_code == os.CLD_EXITED else -dead.si_status
@@ -102,7 +102,7 @@ def _reap(worker: int) -> int | None:
 
 
 def _end_the_rest(worker: int, *, gently: bool, woken: int) -> None:
-    """End what is below this process besides the dead worker: killed parents leave their children to us."""
+    """End all processes below this one except the dead worker: children of a killed process become our children."""
     kill_at = time.monotonic() + (GRACE_S if gently else 0.0)
     asked: set[int] = set()
     poller = select.poll()
@@ -113,7 +113,7 @@ def _end_the_rest(worker: int, *, gently: bool, woken: int) -> None:
         late = time.monotonic() - kill_at
         if late > KILLED_S:
             return
-        for pid in rest:  # ours, and not waited for: no other process can have the number
+        for pid in rest:  # unreaped children: no other process can have their pids
             if late >= 0 or pid not in asked:
                 asked.add(pid)
                 with contextlib.suppress(PermissionError):
@@ -149,28 +149,28 @@ def _text(path: str) -> str:
 
 
 def tie_life(lifeline: socket.socket | int) -> None:
-    """Have the kernel kill this process and all it starts when the other end of ``lifeline`` is closed.
+    """Have the kernel kill this process and its process group when the other end of ``lifeline`` is closed.
 
-    It needs no thread, which a C function holding the GIL would keep from running, and, other than PR_SET_PDEATHSIG,
+    This needs no thread, which a C function holding the GIL would keep from running. Unlike PR_SET_PDEATHSIG, it
     reaches grandchildren and does not depend on the thread that started this process.
     """
     if os.getsid(0) != os.getpid():
         os.setsid()
     signal_on_change(lifeline, -os.getpid(), signal.SIGKILL)
-    if hung_up(lifeline):  # before the kernel was told to look
+    if hung_up(lifeline):  # closed before the signal was set up
         os._exit(1)
 
 
 def hung_up(sock: socket.socket | int) -> bool:
-    """Whether the other end is closed."""
+    """Return whether the other end is closed."""
     poller = select.poll()
     poller.register(sock, 0)
     return any(event & select.POLLHUP for _, event in poller.poll(0))
 
 
 def kill_group(pid: int, *, reaped: bool = False) -> None:
-    """Kill a worker (unless it was reaped: its number may be another's) and its process group, if anything is left."""
-    for kill in (os.killpg,) if reaped else (os.killpg, os.kill):  # only just forked, it has no group yet
+    """Kill the process group of a worker, and the worker itself unless it was reaped: its pid may have been reused."""
+    for kill in (os.killpg,) if reaped else (os.killpg, os.kill):  # just forked, it has no group yet
         try:
             kill(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
@@ -178,10 +178,10 @@ def kill_group(pid: int, *, reaped: bool = False) -> None:
 
 
 def signal_on_change(sock: socket.socket | int, receiver: int, number: int) -> None:
-    """Have the kernel send a signal to a process (or, negative, a group) when something happens at the socket."""
+    """Have the kernel send a signal to a process (or, negative, a group) on every event of the socket."""
     import fcntl
 
     fcntl.fcntl(sock, fcntl.F_SETOWN, receiver)
-    if hasattr(fcntl, "F_SETSIG"):  # elsewhere it is SIGIO, which ends a process as well unless it is handled
+    if hasattr(fcntl, "F_SETSIG"):  # elsewhere it is SIGIO, which also ends a process unless it is handled
         fcntl.fcntl(sock, fcntl.F_SETSIG, number)
     fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) | os.O_ASYNC)

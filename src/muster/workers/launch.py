@@ -1,4 +1,4 @@
-"""Start a worker process, learn of its end, end it. Nothing of a worker outlives this process."""
+"""Starting worker processes, detecting their exits, and ending them. No worker process outlives this process."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from muster.workers.forkserver import LIGHT, PRELOADED, STATUS_BYTES, ForkedServ
 from muster.workers.keeper import kill_group
 from muster.workers.status_page import StatusPage
 
-UNKNOWN = 1 << 16  # the exit code of a worker whose end was not seen: the fork server was killed
-SPARE_DESCRIPTORS = 10  # what one more worker must find free
+UNKNOWN = 1 << 16  # exit code of a worker whose exit was not observed, because the fork server was killed
+SPARE_DESCRIPTORS = 10  # free descriptors required to start a worker
 METHODS = ("forkserver", "spawn")
-START_S = 300.0  # for the fork server's answer; it may have to import torch on a busy machine
+START_S = 300.0  # timeout for the fork server's answer; it may have to import torch on a busy machine
 END_S = 2.0
 
 _OWN = ("envs", "memory", "policies", "restore", "rollout", "testing", "utils", "weights", "workers")  # of muster
@@ -43,19 +43,19 @@ def launch(
 ) -> Child:
     """Start a process that calls ``target``.
 
-    The process has this one's present environment variables, directory, ``sys.path``, ``sys.argv``, umask, standard
-    output and error, and a session of its own. It ignores SIGINT. Once its target has returned, it ends.
+    The process has the present environment variables, directory, ``sys.path``, ``sys.argv``, umask, standard output and
+    error of this process, and a session of its own. It ignores SIGINT. It exits when its target returns.
 
     Args:
         target: ``"module:function"``, called as ``function(channel)``.
-        channel_end: what it is called with; closed here.
-        name: for people, in ``ps`` and ``top``.
+        channel_end: channel end for the target; closed in this process.
+        name: name of the process in ``ps`` and ``top``.
         method: ``"forkserver"`` (default on Linux: some milliseconds) or ``"spawn"`` (a new interpreter).
-        preload: the fork server first imports what this process has imported, which can take seconds, once.
-        light: the process has not imported torch.
+        preload: the fork server first imports modules that this process has imported, which can take seconds, once.
+        light: start the process without torch imported.
 
     Raises:
-        BadOption: unknown method, a system without worker processes, or too few descriptors are left.
+        BadOption: the method is unknown, the system has no worker processes, or too few descriptors are left.
         CollectorTimeout: the fork server does not answer.
     """
     if sys.platform == "win32":
@@ -82,7 +82,7 @@ def launch(
 
 
 def in_process(method: str | None, *, light: bool = False) -> Callable[[str, bool], tuple[Child, Any, Any]]:
-    """Launches workers as processes; ``light`` ones have not imported torch."""
+    """Return a function that launches workers as processes, without torch imported if ``light``."""
 
     def start(name: str, preload: bool) -> tuple[Child, Channel, StatusPage]:
         ours, theirs = Channel.pair()
@@ -100,24 +100,24 @@ def in_process(method: str | None, *, light: bool = False) -> Callable[[str, boo
 
 
 class Child:
-    """A worker process. It is kept by a child of a fork server, which writes its exit code into a pipe.
+    """A worker process. Its keeper, a child of a fork server, writes its exit code into a pipe.
 
     Args:
-        alone: the fork server starts nothing else.
+        alone: use a fork server for this process only.
         light: see ``launch``.
 
     Attributes:
-        pid: of the process.
+        pid: process id.
     """
 
     def __init__(self, order: ForkRequest, channel_end: Channel, *, alone: bool, light: bool) -> None:
         self._owner = os.getpid()
         self._code: int | None = None
-        self._server: _ForkServer | None = None  # of its own
+        self._server: _ForkServer | None = None  # with ``alone``
         self._fd, writer = os.pipe()
         os.set_blocking(self._fd, False)
         self._close = weakref.finalize(self, os.close, self._fd)
-        self._close.atexit = False  # the code that ends workers then still looks at it
+        self._close.atexit = False  # at exit it is still used to end workers
         try:
             with _StandardStreams() as streams:
                 fds = [channel_end.fileno(), writer, *streams.fds]
@@ -133,12 +133,12 @@ class Child:
             os.close(writer)
 
     def fileno(self) -> int:
-        """A descriptor that is readable as soon as the process has ended."""
+        """Return a descriptor that is readable once the process has exited."""
         return self._fd
 
     def exit_code(self) -> int | None:
-        """As of ``subprocess``: negative is a signal; None while it runs; ``UNKNOWN`` if it ended unseen."""
-        if self._owner != os.getpid():  # in a fork of this process, whose worker it is not
+        """Return the exit code as in ``subprocess``; None while it runs; ``UNKNOWN`` if its exit was not observed."""
+        if self._owner != os.getpid():  # a fork of this process does not own the worker
             return UNKNOWN
         if self._code is None and self._fd >= 0:
             with contextlib.suppress(BlockingIOError):
@@ -147,32 +147,32 @@ class Child:
         return self._code
 
     def _ended_unseen(self) -> int:
-        """What would have written its exit code was killed, or there is nothing that would."""
+        """Return the exit code if no keeper has written it: the keeper was killed, or the system has no keepers."""
         if self._server is not None and sys.platform != "linux":
             return int(self._server.process.wait(END_S))
         kill_group(self.pid, reaped=True)
         return UNKNOWN
 
     def is_stopped(self) -> bool:
-        """By SIGSTOP or a debugger, as far as one can see."""
+        """Return whether SIGSTOP or a debugger has stopped the process; False if that is not known."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
         except OSError:
             return False
 
     def send_signal(self, number: int) -> None:
-        """To the process alone; nothing if it has ended."""
+        """Send a signal to the process, but not to its process group; do nothing if it has exited."""
         if self.exit_code() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL for it and all that it has started; does not wait."""
+        """Kill the process and its group, without waiting; its keeper kills all else that it has started."""
         if self.exit_code() is None:
             kill_group(self.pid)
 
     def join(self, timeout: float) -> bool:
-        """Whether it has ended, after waiting for that for so many seconds."""
+        """Wait for its exit, at most ``timeout`` seconds, and return whether it has exited."""
         if self._code is not None:
             return True
         poller = select.poll()
@@ -181,7 +181,7 @@ class Child:
         return bool(poller.poll(max(0.0, timeout) * 1000))
 
     def close(self) -> None:
-        """Close descriptors; idempotent. For a process that has ended: a spawned one ends with it."""
+        """Close descriptors, after the process has exited; idempotent. Ends a process with a fork server of its own."""
         self.exit_code()
         self._close()
         self._fd = -1
@@ -193,7 +193,7 @@ class _ForkServer:
     """The parent's side of a fork server.
 
     Attributes:
-        shared: by whether it is for light workers; a spawned worker has one of its own.
+        shared: shared fork servers, by ``light``; a spawned worker has a fork server of its own.
     """
 
     lock = threading.Lock()
@@ -212,11 +212,11 @@ class _ForkServer:
 
     @classmethod
     def fork_shared(cls, order: ForkRequest, fds: list[int], light: bool) -> int:
-        """The pid of a worker of the server for such; starts one if there is none, or a dead one."""
+        """Fork a worker from the shared server for ``light``, and return its pid. Starts the server if necessary."""
         with cls.lock:
             try:
                 return cls._running(light).fork(order, fds)
-            except EOFError:  # it was killed since the last time
+            except EOFError:  # the server was killed since the last launch
                 return cls._running(light).fork(order, fds)
 
     @classmethod
@@ -226,11 +226,11 @@ class _ForkServer:
         return cls.shared[light]
 
     def fork(self, order: ForkRequest, fds: list[int]) -> int:
-        """The pid of a worker. Raises EOFError or TimeoutError where the server cannot say it, and ends it."""
+        """Start a worker, and return its pid. Ends the server and raises EOFError or TimeoutError if it fails."""
         try:
             self._channel.send(order, fds, timeout=START_S)
             (number, answer), _ = self._channel.receive(timeout=START_S)
-            while number != order.number:  # an answer to a launch that was interrupted while it waited
+            while number != order.number:  # the answer to an earlier, interrupted launch
                 (number, answer), _ = self._channel.receive(timeout=START_S)
         except (EOFError, TimeoutError):
             self.end()
@@ -240,9 +240,9 @@ class _ForkServer:
         return answer
 
     def forget(self) -> None:
-        """In the child of a fork of this process: the server is the parent's."""
+        """In a fork of this process: release the server, which belongs to the parent."""
         self._channel.close()
-        self._life.close()  # or the server would not notice the parent's end
+        self._life.close()  # otherwise the server would outlive the parent
         self.process.returncode = 0  # nothing to wait for
 
     def end(self) -> None:
@@ -259,8 +259,8 @@ class _ForkServer:
 
 
 def shutdown_forkserver() -> None:
-    """End the fork servers, and all workers they have started; the next ``launch`` starts another. Idempotent."""
-    if _ForkServer.lock.acquire(timeout=END_S):  # else a thread is launching, and the servers end with this process
+    """End the fork servers and all their workers. The next ``launch`` starts a new server. Idempotent."""
+    if _ForkServer.lock.acquire(timeout=END_S):  # else a thread is launching; the servers end with this process
         try:
             for server in list(_ForkServer.shared.values()):
                 server.end()
@@ -269,13 +269,13 @@ def shutdown_forkserver() -> None:
 
 
 def fork_server_here() -> None:
-    """Let this process' fork server be a fork of it, with all that it has imported: for processes with one thread."""
+    """Make a fork of this process its fork server, with all imported modules. Requires a process with one thread."""
     (channel, theirs), (life, lifeline) = Channel.pair(), socket.socketpair()
     _ForkServer.shared[False] = _ForkServer(channel, life, ForkedServer(channel, theirs, life, lifeline))
 
 
 def has_fork_server() -> bool:
-    """There is one that has imported torch."""
+    """Return whether there is a fork server that is not ``light``."""
     return False in _ForkServer.shared
 
 
@@ -287,11 +287,11 @@ def _forget_servers() -> None:
 
 
 class _StandardStreams:
-    """Standard output and error of this process, as descriptors that are open in any case."""
+    """Standard output and error of this process as open descriptors; ``os.devnull`` for a closed one."""
 
     def __enter__(self) -> _StandardStreams:
         self._null = os.open(os.devnull, os.O_WRONLY)
-        # Where Python began without one, its number may since have been given to any file.
+        # If Python was started without a stream, its number may be that of any other file now.
         std = ((1, sys.__stdout__), (2, sys.__stderr__))
         self.fds = [fd if stream is not None and _is_open(fd) else self._null for fd, stream in std]
         return self
@@ -301,7 +301,7 @@ class _StandardStreams:
 
 
 def _interpreter_flags() -> list[str]:
-    """This interpreter's -W, -X, -O and the like."""
+    """Return the -W, -X, -O and similar flags of this interpreter."""
     known = getattr(subprocess, "_args_from_interpreter_flags", None)
     if known is not None:
         return list(known())
@@ -309,7 +309,7 @@ def _interpreter_flags() -> list[str]:
 
 
 def _python(lifeline: socket.socket, channel: Channel, streams: _StandardStreams) -> subprocess.Popen[bytes]:
-    """A fresh interpreter that ties its life before all else, and becomes a fork server."""
+    """Start an interpreter that first ties its life to this process, and then becomes a fork server."""
     ends = (channel.fileno(), lifeline.fileno())
     surroundings = f"import sys; sys.path[:] = {sys.path!r}; sys.argv[:] = {sys.argv!r}"
     tied = f"from muster.workers.keeper import tie_life; tie_life({lifeline.fileno()})"
@@ -323,7 +323,7 @@ def _python(lifeline: socket.socket, channel: Channel, streams: _StandardStreams
         stderr=streams.fds[1],
         cwd=None if _cwd() else "/",  # MKL does not load in a directory that was deleted
         pass_fds=ends,
-        start_new_session=True,  # Ctrl-C, Ctrl-Z and a closed terminal are the parent's affair
+        start_new_session=True,  # only the parent handles Ctrl-C, Ctrl-Z and a closed terminal
     )
 
 
@@ -368,12 +368,12 @@ def _cwd() -> str | None:
 
 
 def _authkey() -> bytes:
-    """With which the parent's ``multiprocessing.Manager`` answers; it goes over private sockets only."""
+    """Return the key of the parent's ``multiprocessing.Manager`` servers; it is sent over private sockets only."""
     return bytes(process.current_process().authkey)
 
 
 def _umask() -> int | None:
-    """Without changing it for a moment, as ``os.umask`` would, for all threads."""
+    """Return the umask without changing it temporarily for all threads, as ``os.umask`` would; None if unknown."""
     with contextlib.suppress(OSError), open("/proc/self/status") as status:
         for line in status:
             if line.startswith("Umask:"):
@@ -381,7 +381,7 @@ def _umask() -> int | None:
     return None
 
 
-_numbers = itertools.count()  # of orders
+_numbers = itertools.count()  # numbers of requests
 
 atexit.register(shutdown_forkserver)
 if hasattr(os, "register_at_fork"):

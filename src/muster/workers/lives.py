@@ -1,4 +1,4 @@
-"""What a worker and a node have in common for their worker pool: states, and how it goes on after a loss."""
+"""The proxies of workers and of nodes: their states, their requests, and restarts after a loss."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from muster.workers.messages import RolloutRequest
     from muster.workers.requests import Request
 
-BACK_OFF = (0.0, 0.1, 0.5, 2.0)  # seconds before a restart, by restarts without a batch
-FRUITLESS = 3  # restarts without a batch are enough
+BACK_OFF = (0.0, 0.1, 0.5, 2.0)  # seconds before a restart, by number of restarts since the last complete rollout
+FRUITLESS = 3  # maximum of restarts since the last complete rollout
 
 
 class WorkerState(enum.Enum):
-    """The life of a worker or node; see the diagram in ARCHITECTURE.md."""
+    """The state of a worker or node; see the diagram in ARCHITECTURE.md."""
 
     NEW = "was never started"
     JOINING = "was called: a node that has not made its environments"
@@ -56,18 +56,18 @@ _ALIVE = (_STATES.JOINING, _STATES.RUNNING, _STATES.CLOSING)
 
 
 class Restarted(Exception):
-    """The worker that was asked has a successor, who has to be asked again."""
+    """The worker was restarted: send the request to its successor."""
 
 
 @dataclass
 class Record:
-    """What is remembered of one worker or node.
+    """The signs of life and the restarts of one worker or node.
 
     Attributes:
-        signs, since: of life, and since when (``time.monotonic``) they are these.
-        restarts: times within the last minute.
-        fruitless: restarts since its last batch.
-        revive_at: when it will be started again; None: it will not.
+        signs, since: last signs of life, and the time (``time.monotonic``) of their last change.
+        restarts: times of the restarts within the last minute.
+        fruitless: number of restarts since the last complete rollout.
+        revive_at: time of the next restart; None: none is planned.
     """
 
     signs: tuple[Any, ...] = ()
@@ -77,7 +77,7 @@ class Record:
     revive_at: float | None = None
 
     def may_restart(self, most: int | None) -> bool:
-        """Within the budget, ``most`` per minute; one more is counted."""
+        """Count one more restart, and return whether the budget of ``most`` per minute allows it."""
         now = time.monotonic()
         while self.restarts and self.restarts[0] < now - 60:
             self.restarts.popleft()
@@ -86,24 +86,24 @@ class Record:
         return most is None or (len(self.restarts) <= most and self.fruitless <= FRUITLESS)
 
     def plan(self) -> None:
-        """A restart; later, if others have not helped."""
+        """Plan a restart, with a delay that grows with ``fruitless``."""
         self.revive_at = time.monotonic() + BACK_OFF[min(self.fruitless, len(BACK_OFF)) - 1]
 
 
 class Proxy(ABC):
-    """A worker or node as its worker pool sees it: its state, what it was asked for, and its answers.
+    """The worker pool's end of a worker or node: its state, its requests, and their results.
 
-    Requests and calls are followed one after another, as they came.
+    Requests and calls are executed one after another, in the order in which they were submitted.
 
     Attributes:
         index: number of the worker.
         groups: numbers of its groups.
-        under_way: what was requested from it.
-        infos: of the groups that it has made; None: it has made none yet.
-        cause: why it is not there.
-        starts: how often it was started.
-        record: of its losses.
-        late: it was called and has not come in time.
+        under_way: requests whose results were not taken.
+        infos: descriptions of the groups that it has made; None: it has made none yet.
+        cause: error with which it was lost.
+        starts: number of starts.
+        record: signs of life and restarts.
+        late: the node was called and did not join in time.
     """
 
     late = False
@@ -118,7 +118,7 @@ class Proxy(ABC):
         self._owner = Owner("collector", "workers")
         self._asked = 0  # number of the newest request
         self._awaited: int | None = None  # number of the answer that a caller waits for
-        self._answer: Any = None  # that one
+        self._answer: Any = None  # the answer with this number
 
     @property
     def state(self) -> WorkerState:
@@ -134,74 +134,74 @@ class Proxy(ABC):
 
     @property
     def alive(self) -> bool:
-        """It has a process or thread, or its node is called, as far as is known; in a fork of this process none has."""
+        """Whether it has a process, thread or session, as far as is known; always False in a fork of this process."""
         return self._state in _ALIVE and self._owner.is_here()
 
     @property
     def reviving(self) -> bool:
-        """It will be started again by its supervisor."""
+        """Whether its supervisor will restart it."""
         return self._state is WorkerState.RESTARTING
 
     @property
     def outstanding(self) -> Collection[int]:
-        """Numbers of requests whose result was not taken, oldest first."""
+        """The numbers of requests whose results were not taken, oldest first."""
         return self.under_way.outstanding
 
     @property
     def untaken(self) -> Sequence[RolloutResult]:
-        """Results that have come and were not taken."""
+        """The results that have arrived and were not taken."""
         return self.under_way.results
 
     def take(self) -> RolloutResult | None:
-        """The next result that is there."""
+        """Return the oldest result that has arrived, or None."""
         return self.under_way.take() if self.under_way.results else None
 
     @property
     @abstractmethod
     def absent(self) -> bool:
-        """Its node is not there, and may never come, so that nothing is requested from it."""
+        """Whether its node has not joined or was lost. Nothing is requested from an absent node."""
 
     @abstractmethod
     def start(self) -> None:
-        """Start it, or call it; also again."""
+        """Start or restart the worker, or call the node."""
 
     @abstractmethod
     def end(self) -> None:
-        """End it by force. May be called again."""
+        """Kill the worker or end the session. May be called again."""
 
     @abstractmethod
     def kill(self) -> None:
-        """Let its process end; from another thread."""
+        """Kill the process without waiting. May be called from another thread."""
 
     @abstractmethod
     def prepared(self, policy: str) -> bool:
-        """``layouts`` would say the same as before."""
+        """Return whether the layouts are still valid for rollouts of this policy."""
 
     @abstractmethod
     def stats(self, counters: Sequence[FrameCounters]) -> list[WorkerStats]:
-        """Of its workers."""
+        """Return the statistics of its workers."""
 
     @abstractmethod
     def submit(self, request: RolloutRequest, slot: Slot) -> None:
-        """Let it follow a request. Does not wait."""
+        """Submit a rollout request. Does not wait."""
 
     @abstractmethod
     def stop(self, number: int) -> None:
-        """Let requests up to this number end after their current step."""
+        """End the rollouts of requests up to this number after their current step."""
 
     @abstractmethod
     def call(self, request: Request) -> list[Any]:
-        """Wait for what its workers answer, each of them, or raise."""
+        """Send a request to each of its workers, and return their answers. Raises the error of a worker."""
 
     @abstractmethod
     def close(self, *, wait: bool = True) -> None:
-        """End it, with its environments, by force if need be. Nothing can be asked of it any more. May be called again.
+        """Close the environments and end the worker, by force if necessary. May be called again.
 
         Args:
-            wait: False lets it begin to.
+            wait: False: only start to close.
 
         Raises:
-            Exception: what closing an environment raised; it is closed all the same.
+            Exception: error from closing an environment; the worker has ended nevertheless.
         """
 
     def _wait_until_there(self) -> None:
@@ -214,7 +214,7 @@ class Proxy(ABC):
                 continue
 
     def _ask(self, send: Callable[[int], None]) -> Any:
-        """The answer to what is sent under a number, of it or a successor."""
+        """Send a message with a new number, and return the answer. A successor gets the message again."""
         while True:
             self._asked += 1
             self._awaited, self._answer = self._asked, None
@@ -231,16 +231,16 @@ class Proxy(ABC):
 
 
 class Watcher(ABC):
-    """Watches over the workers or nodes of a worker pool.
+    """Supervises the workers or nodes of a worker pool.
 
     Args:
-        config: ``on_failure``: "raise": the error reaches the user, and the worker is started again by the next batch.
-            "restart": it is started again at once. "drop": the others go on without it.
+        config: its ``on_failure``: "raise": raise the error to the user; the next batch restarts the worker.
+            "restart": restart the worker at once. "drop": continue without the worker.
 
     Attributes:
-        handles: all workers, or nodes.
-        counters: of the groups, once there is a pool.
-        elastic: nodes may come late, and go: what a lost one had to do is for others.
+        handles: proxies of all workers, or of all nodes.
+        counters: frame counters of the groups; empty before there is a pool.
+        elastic: nodes may join late and leave: requests of a lost node are returned as lost, for other nodes.
     """
 
     def __init__(self, config: PoolConfig, *, elastic: bool = False) -> None:
@@ -251,23 +251,23 @@ class Watcher(ABC):
 
     @abstractmethod
     def wait(self, timeout: float | None, *, revives: bool = True) -> None:
-        """Until some worker has reported, or is lost; takes in what has come. May return early.
+        """Wait until a worker has sent a message or is lost, and process all messages. May return early.
 
         Args:
-            revives: start again those whose time for it has come; returns at once if one is lost already.
+            revives: restart workers whose restart is due; return at once if losses were not taken yet.
         """
 
     def take_lost(self) -> list[RolloutResult]:
-        """Results in the place of workers that were lost since the last call."""
+        """Return the results made for requests of lost workers since the last call."""
         lost, self._lost = self._lost, []
         return lost
 
     def wait_for(self, handle: Any, ready: Callable[[], bool]) -> None:
-        """Until something is so.
+        """Wait until ``ready()`` is true.
 
         Raises:
-            Restarted: it has a successor, who has to be asked again.
-            Exception: what became of it instead.
+            Restarted: the worker was restarted; its request has to be sent again.
+            Exception: the worker was lost, with this cause.
         """
         asked = handle.starts
         while not ready():
@@ -279,12 +279,12 @@ class Watcher(ABC):
                 if handle.record.revive_at is None or (was_alive and handle.late):
                     self._raise_once(handle)
                 while not handle.alive:
-                    self.wait(None, revives=False)  # of others, until this one is due
+                    self.wait(None, revives=False)  # for messages of others, until its restart is due
                     self._revive_due()
                 raise Restarted
 
     def _until_due(self, *seconds: float | None) -> float:
-        """The least of these, and of the time until a worker is to be started again."""
+        """Return the minimum of these timeouts and the time until the next planned restart, at least 0."""
         now = time.monotonic()
         due: list[float] = [
             handle.record.revive_at - now for handle in self.handles if handle.record.revive_at is not None
@@ -292,7 +292,7 @@ class Watcher(ABC):
         return max(0.0, min([*due, *(s for s in seconds if s is not None)]))
 
     def _pass_on(self, handle: Any, error: Exception) -> None:
-        """The requests of one that is lost, to a successor, to others or back."""
+        """Keep the requests of a lost worker for a successor, or return them as lost or dropped results."""
         if not self.counters:
             return  # it was never part of the worker pool
         record, lost = handle.record, self._lost
@@ -314,7 +314,7 @@ class Watcher(ABC):
             lost.append(RolloutResult(0, handle.groups[0], lost=True, warnings=[why]))
             lost += [RolloutResult(request.number, request.group, dropped=True) for request in requests]
             return
-        if not requests and (handle.absent or isinstance(error, WorkerHung)):  # it may have got on and done them all
+        if not requests and (handle.absent or isinstance(error, WorkerHung)):  # it may have done them all
             lost.append(news(handle.groups[0], error))
         lost += [
             RolloutResult(o.number, o.group, lost=True, error=None if i else error) for i, o in enumerate(requests)
@@ -325,7 +325,7 @@ class Watcher(ABC):
             self._revive(handle)
 
     def _revive(self, handle: Any) -> None:
-        """Start it again, if it is due."""
+        """Restart a worker whose restart is due."""
         record = handle.record
         if record.revive_at is not None and record.revive_at <= time.monotonic():
             record.revive_at = None
@@ -334,7 +334,7 @@ class Watcher(ABC):
             handle.start()
 
     def _raise_once(self, handle: Any) -> None:
-        """The cause of its end, which is then not raised again for its requests."""
+        """Raise the cause of a loss, and remove it from the results so that it is raised once."""
         for result in self._lost:
             if result.error is handle.cause:
                 result.error = None
@@ -343,12 +343,12 @@ class Watcher(ABC):
 
 
 def news(group: int, error: Exception | None = None) -> RolloutResult:
-    """About no request: who can be given any has changed, at the worker of a group."""
+    """Return a result for no request: the availability of a group's worker has changed."""
     return RolloutResult(0, group, lost=True, error=error)
 
 
 def unlike(where: Where, expected: GroupInfo, got: GroupInfo) -> EnvError:
-    """The error for environments of a node that came later, and are not as many as was taken for granted."""
+    """Return the error for a late node whose number of environments is not the expected one."""
     error = EnvError(
         f"{where} has come with {got.num_envs} environments in a batch of shape {got.batch_shape} ({got.name}), where "
         f"{expected.num_envs} in {expected.batch_shape} ({expected.name}) were expected: with min_nodes, all entries "

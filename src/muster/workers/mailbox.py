@@ -1,8 +1,8 @@
-"""The mailbox of an inference server: integers in shared memory, and wake-ups for workers that are asleep.
+"""The mailbox of an inference server: integers in shared memory, and wake-ups for sleeping processes.
 
-A question is two numbers, the request at work and the row to act on; the observations lie in that row. A side that
-waits looks at the cells for some microseconds, then sleeps, and waking it costs the other side a system call. Nothing
-is queued: a worker has one question at a time. Cells are seen in the order in which they were written, as on x86.
+A question is two numbers, the current request and the row to act on; the observations lie in that row. A side that
+waits polls the cells for some microseconds, then sleeps, and waking it costs the other side a system call. Nothing
+is queued: a worker has one question at a time. Stores to cells must become visible in program order, as on x86.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from muster.rollout.progress import ORDER as AT_WORK
 from muster.rollout.progress import Progress
 from muster.workers.channel import WakeUp
 
-ASKED, ANSWERED, ASLEEP, ORDER, ROW, FINISHED, NEWEST, GROUP = range(8)  # of a client
+ASKED, ANSWERED, ASLEEP, ORDER, ROW, FINISHED, NEWEST, GROUP = range(8)  # the cells of a client
 CELLS = 8  # per client: one cache line of the processor, so that no two workers write into the same one
-SERVER_SPIN_S = 50e-6  # the next question often comes sooner than a sleeper wakes up
-WORKER_SPIN_S = 100e-6  # if there is a processor for everybody; else who spins keeps others from what it waits for
-LOOK_S = 0.1  # between two looks at what is not announced
+SERVER_SPIN_S = 50e-6  # the next question often arrives sooner than a sleeping thread wakes up
+WORKER_SPIN_S = 100e-6  # if there are more processors than workers; else spinning delays the process that is awaited
+LOOK_S = 0.1  # interval of checks for conditions that ring no wake-up
 
 
 class Mailbox:
-    """The server's end, for all workers: its clients.
+    """The server's end. Its clients are all workers.
 
     Args:
-        workers: their number.
-        groups: workers who are answered together, when all of them that are at work have asked; they ring only then.
+        workers: number of workers.
+        groups: client groups. A group is answered when all its workers at work have asked, and only the last one rings.
 
     Attributes:
-        cells: ``CELLS`` of each client; the last ones are the server's own.
-        wake_up: the server's.
+        cells: ``CELLS`` integers per client; the last ``CELLS`` belong to the server.
+        wake_up: wake-up of the server.
     """
 
     def __init__(self, workers: int, groups: Sequence[Sequence[int]] = ()) -> None:
@@ -54,25 +54,25 @@ class Mailbox:
                 self.cells[worker * CELLS + GROUP] = number + 1
 
     def fds_for(self, worker: int) -> list[int]:
-        """What a worker needs for ``MailboxClient``; they stay this object's."""
+        """Return the descriptors for the ``MailboxClient`` of a worker; this object keeps owning them."""
         return [self._arena.fd, *self.wake_up.fds, *self._wake_ups[worker].fds]
 
     def question(self, worker: int) -> int:
-        """The number of a worker's question that has no answer yet; 0: there is none."""
+        """Return the number of a worker's question that has no answer yet; 0 if there is none."""
         at = worker * CELLS
         asked = int(self.cells[at + ASKED])
         return asked if asked != abs(self.cells[at + ANSWERED]) else 0
 
     def request(self, worker: int) -> int:
-        """That a worker asks for."""
+        """Return the number of the request that a worker's question belongs to."""
         return int(self.cells[worker * CELLS + ORDER])
 
     def row(self, worker: int) -> int:
-        """That it wants acted on."""
+        """Return the row of a worker's question."""
         return int(self.cells[worker * CELLS + ROW])
 
     def look(self, group: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
-        """Who of a group asks, with the number of the question; and how many are at work, those included."""
+        """Return the open questions of a group as (worker, number), and the number of its workers at work."""
         cells, asking, at_work = self.cells, [], 0
         for worker in group:
             at = worker * CELLS
@@ -85,20 +85,20 @@ class Mailbox:
         return asking, at_work
 
     def expect(self, worker: int, request: int) -> None:
-        """A worker is given a request, perhaps one that it had done with: it failed, and is to go on."""
+        """Count a worker as at work on a request, which may be a failed one that is submitted again."""
         at = worker * CELLS
         self.cells[at + FINISHED] = min(self.cells[at + FINISHED], request - 1)
         self.cells[at + NEWEST] = max(self.cells[at + NEWEST], request)
 
     def answer(self, worker: int, number: int, *, failed: bool = False) -> None:
-        """The row is acted on, or never will be."""
+        """Answer a question: the actions are written, or (``failed``) the policy raised an error."""
         at = worker * CELLS
         self.cells[at + ANSWERED] = -number if failed else number
         if self.cells[at + ASLEEP]:
             self._wake_ups[worker].ring()
 
     def sleep(self, ready: Callable[[], bool], seconds: float) -> None:
-        """Until something is so: look for a while, then sleep until some worker rings, or the time is over."""
+        """Wait until ``ready()``: poll for a while, then sleep until a worker rings or ``seconds`` have passed."""
         if not _spun(ready, SERVER_SPIN_S):
             self.cells[self._own] = 1
             if not ready():
@@ -106,13 +106,13 @@ class Mailbox:
             self.cells[self._own] = 0
 
     def reset(self, worker: int) -> None:
-        """Forget a worker that is gone."""
+        """Clear the cells of a lost worker: it has no open question, and is not at work."""
         at = worker * CELLS
         self.cells[at + ANSWERED] = self.cells[at + ASKED]
         self.cells[at + NEWEST] = 0
 
     def close(self) -> None:
-        """May be called again."""
+        """Close the memory and the wake-ups. May be called again."""
         self._arena.close()
         for wake_up in (self.wake_up, *self._wake_ups):
             wake_up.close()
@@ -122,10 +122,10 @@ class MailboxClient:
     """A worker's end.
 
     Args:
-        number: of the worker.
-        workers: their number.
-        fds: see ``Mailbox.fds_for``; owned by this object from now on.
-        given_up: says whether this worker is not awaited any more.
+        number: number of the worker.
+        workers: number of workers.
+        fds: see ``Mailbox.fds_for``; owned by this object.
+        given_up: returns whether the results of this worker are ignored from now on.
     """
 
     def __init__(self, number: int, workers: int, fds: list[int], given_up: Callable[[], bool]) -> None:
@@ -143,10 +143,10 @@ class MailboxClient:
         self._cells[ASLEEP] = 0
 
     def ask(self, request: int, row: int) -> None:
-        """Have a row of the lane of a request acted on.
+        """Wait until the server has acted on a row of the lane of a request.
 
         Raises:
-            PolicyError: that could not be done; the server says why where the batch is waited for.
+            PolicyError: the policy failed; the server adds its error to the result in the parent.
         """
         cells = self._cells
         cells[ORDER], cells[ROW] = request, row
@@ -169,7 +169,7 @@ class MailboxClient:
             raise PolicyError("the policy on the inference server raised an error")
 
     def _is_last(self) -> bool:
-        """All others of the group that are at work have asked, too: no other will ring."""
+        """Return whether all other workers of the group that are at work have asked: then this one has to ring."""
         cells = self._all
         return all(
             cells[at + NEWEST] <= cells[at + FINISHED] or abs(cells[at + ANSWERED]) != cells[at + ASKED]
@@ -177,28 +177,28 @@ class MailboxClient:
         )
 
     def finished(self, request: int) -> None:
-        """A request is over; others may be waiting for this worker."""
+        """Note the end of a request, and wake the server: it may wait for this worker."""
         self._cells[FINISHED] = request
         if self._servers[ASLEEP]:
             self._server.ring()
 
     def close(self) -> None:
-        """May be called again."""
+        """Close the memory and the wake-ups. May be called again."""
         self._arena.close()
         self._server.close()
         self._wake_up.close()
 
 
 class ServedPolicy:
-    """Implements ``Policy``: the server acts, in the very rows of the lanes. Every row is a question to the server.
+    """Implements ``Policy`` by one question to the server per row. The server reads and writes the rows of the lanes.
 
     Args:
-        mailbox: of the server.
-        progress: says which request is at work.
+        mailbox: client of the server's mailbox.
+        progress: progress cells, with the number of the current request.
     """
 
     name, path, draws_globally = "policy", "server", False
-    raises = (MusterError,)  # the user's policy is elsewhere
+    raises = (MusterError,)  # none of them is raised by the user's policy, which runs in the server
 
     def __init__(self, mailbox: MailboxClient, progress: Progress) -> None:
         self.mailbox = mailbox
@@ -206,11 +206,11 @@ class ServedPolicy:
         self._columns: Sequence[Column] = ()
 
     def first(self, obs: Mapping[Key, Any], rng: GroupRng) -> Outputs:
-        """The server makes the first call, for row 0."""
+        """Not called: the server makes the first call, for row 0."""
         raise NotImplementedError
 
     def learn(self, columns: Sequence[Column]) -> None:
-        """The server knows by now which columns there are."""
+        """Set the columns that the server writes."""
         self._columns = columns
 
     def columns(self) -> Sequence[Column]:
@@ -226,13 +226,13 @@ def _cells(arena: Arena, clients: int) -> Any:
 
 
 def spin_s(workers: int) -> float:
-    """How long a worker looks before it sleeps."""
+    """Return how long a worker polls before it sleeps."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return WORKER_SPIN_S if usable > workers else 0.0
 
 
 def _spun(ready: Callable[[], bool], seconds: float) -> bool:
-    """Whether something comes true while one looks at it for a while."""
+    """Poll ``ready`` for a number of seconds, and return whether it became true."""
     until = time.perf_counter() + seconds if seconds else 0.0
     while not ready():
         if not seconds or time.perf_counter() > until:

@@ -1,4 +1,4 @@
-"""What a worker does: makes its environments, then fills lanes and answers requests, one after another."""
+"""The main loop of a worker: makes its environments, then fills lanes and answers requests, one after another."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ else:
 
 
 class Terminated(BaseException):
-    """SIGTERM came."""
+    """SIGTERM was received."""
 
 
 def main(channel: Channel) -> None:
-    """The target of ``launch``."""
+    """Run a worker process; the target of ``launch``."""
     config, (fd, arena, *fds) = channel.receive()
     status_page = StatusPage.attach(fd)
     status_page.arm()
     worker = WorkerMain(channel, config, Progress(status_page.cells), Arena.attach(arena), fds)
     if worker.mailbox is not None and hasattr(os, "SCHED_BATCH"):
-        with suppress(OSError):  # whom the inference server wakes up does not push it aside while it answers the others
+        with suppress(OSError):  # a woken worker must not preempt the inference server while it answers the others
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     signal.signal(signal.SIGTERM, worker.terminate)
     os.register_at_fork(
@@ -63,17 +63,17 @@ def main(channel: Channel) -> None:
     )
     try:
         worker.serve()
-    except (EOFError, Terminated):  # the parent is gone; or there is nothing to close yet
+    except (EOFError, Terminated):  # the parent has exited; or SIGTERM before there was anything to close
         pass
-    if worker.terminated:  # by that signal, and seen to be
+    if worker.terminated:  # the exit code shows the signal
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _leave_to_user(worker: WorkerMain, status_page: StatusPage) -> None:
-    """In a fork that an environment or policy has made of a worker: it may do what it likes, but not be the worker."""
+    """Detach a fork that an environment or policy has made: it may do anything except act as the worker."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))  # one that came before it had this is not lost
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))  # deliver one that arrived since the fork
     worker.channel.close()
     worker.arena.isolate()
     status_page.disarm()
@@ -81,10 +81,10 @@ def _leave_to_user(worker: WorkerMain, status_page: StatusPage) -> None:
 
 
 class WorkerMain:
-    """Does what the parent says, in a process or thread of its own.
+    """Executes the messages of the parent, in a process or thread of its own.
 
     Args:
-        fds: of the mailbox of an inference server, or of the ticket to the weights.
+        fds: descriptors of the inference server's mailbox, or of the ticket for the weights.
     """
 
     def __init__(self, channel: Any, config: WorkerConfig, progress: Progress, arena: Arena, fds: list[int]) -> None:
@@ -101,13 +101,13 @@ class WorkerMain:
         self.worker: Worker
         self._anchors: dict[int, Anchors] = {}  # by group
         self._lanes: dict[tuple[int, int], tuple[Lane, Lane]] = {}  # by group and offset: on the device, and shared
-        self._lanes_of: dict[int, Layout] = {}  # the layouts that they have
-        self._at: dict[int, int] = {}  # request that a lane was last used for
-        self._failed: set[int] = set()  # requests that are not complete
+        self._lanes_of: dict[int, Layout] = {}  # layouts of ``_lanes``
+        self._at: dict[int, int] = {}  # number of the last request, by id of the lane
+        self._failed: set[int] = set()  # numbers of requests that are not complete
         self.ending = self.terminated = self._closing = self._sending = False
 
     def serve(self) -> None:
-        """Until the parent says that it is enough, or is gone."""
+        """Make the environments, then execute messages until ``Close``; EOFError if the parent exits."""
         self.progress.begin(Phase.CONSTRUCT)
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
@@ -117,7 +117,7 @@ class WorkerMain:
             while not self.ending:
                 self.progress.begin(Phase.IDLE)
                 self.channel.receive()[0].reach(self)
-            self._closing = True  # in here: SIGTERM between the last message and this must not skip the closing
+            self._closing = True  # inside ``try``: SIGTERM before this line must not skip ``_close``
         except Terminated:
             self._closing = True
         finally:
@@ -125,18 +125,18 @@ class WorkerMain:
         self._close()
 
     def answer(self, number: int, function: Callable[[], Any]) -> None:
-        """Say what a function returns or raises."""
+        """Call a function, and send its return value or error as an answer."""
         self.progress.begin(Phase.CALL)
         self._answer(number, function)
 
     def terminate(self, *_: object) -> None:
-        """Stop whatever is going on, and end; environments are closed."""
+        """Handle SIGTERM: interrupt the present operation, close the environments, and exit."""
         self.ending = self.terminated = True
         if not (self._closing or self._sending):
             raise Terminated
 
     def _send(self, message: Finished | Answer | Closed) -> None:
-        """Say something to the parent, all of it, whatever comes meanwhile."""
+        """Send a message to the parent; SIGTERM takes effect after all of it is sent."""
         self._sending = True
         self.channel.send(message)
         self._sending = False
@@ -148,7 +148,7 @@ class WorkerMain:
             result = function()
         except (EOFError, Terminated):
             raise
-        except BaseException as error:  # noqa: BLE001 (the parent's to raise)
+        except BaseException as error:  # noqa: BLE001 (raised in the parent)
             phase = Phase(self.progress.cells[PHASE]).name.lower()
             self._send(Answer(number, failure=self._pack(error, phase)))
             return False
@@ -174,23 +174,23 @@ class WorkerMain:
         return [describe(b.env, b.batch_shape) for b in self.built]
 
     def _close(self) -> None:
-        """Close the environments, and say so."""
-        if not self.terminated:  # else it is known in what it was interrupted
+        """Close the environments, and send ``Closed``."""
+        if not self.terminated:  # else keep the phase that was interrupted
             self.progress.begin(Phase.CLOSE)
         try:
             if hasattr(self, "worker"):
                 self.worker.profile(None)
             self.made.close()
-        except BaseException as error:  # noqa: BLE001 (the parent's to raise)
+        except BaseException as error:  # noqa: BLE001 (raised in the parent)
             self._send(Closed(self._pack(error, "close")))
         else:
             self._send(Closed(None))
 
-    # --- requests that a Worker does not know -----------------------------------------------------
+    # --- making the groups ------------------------------------------------------------------------
 
     def configure(self, place: WorkerPlace) -> None:
-        """Take a place among all workers, with all that was ever said to a predecessor."""
-        if hasattr(self, "worker"):  # its config had it, and its predecessor had been asked
+        """Make the groups at their place, and apply all settings in it; nothing if that is done."""
+        if hasattr(self, "worker"):  # done with the place in the config; this message was first sent to a predecessor
             return
         self._make_groups(place)
         self.worker.seed(place.seed, place.static)
@@ -239,7 +239,7 @@ class WorkerMain:
         )
 
     def _place_policy(self) -> tuple[Any, torch.device | None]:
-        """The policy and where it computes."""
+        """Move the policy to its device, and return both; (None, None) with an inference server."""
         if self.mailbox is not None:
             return None, None
         from muster.policies.adapt import place
@@ -247,7 +247,7 @@ class WorkerMain:
         return place(self._policy, self.options.policy_device)
 
     def _acting(self, group: Group, device: torch.device | None) -> Policy:
-        """The policy as the loop calls it."""
+        """Return the policy as a ``Policy``."""
         if self.mailbox is not None:
             return ServedPolicy(self.mailbox, self.progress)
         policy = build_policy(self._policy, self.options, group, device)
@@ -260,15 +260,15 @@ class WorkerMain:
     # --- rollouts ---------------------------------------------------------------------------------
 
     def follow(self, fill: FillLane) -> None:
-        """Make a rollout, and say what came of it."""
+        """Make a rollout, and send its result."""
         request = fill.request
         self._failed.discard(request.number)
-        if request.after in self._failed:  # to be requested again, after the one before it
+        if request.after in self._failed:  # the parent requests both again, in order
             self._failed.add(request.number)
             result = RolloutResult(request.number, request.group, lost=True)
         else:
             lane, shared = self._lane(fill)
-            if self._at.get(id(lane)) != request.number:  # else it goes on after an error
+            if self._at.get(id(lane)) != request.number:  # else continue after an error
                 lane.done_steps, lane.stopped = 0, False
                 self._at[id(lane)] = request.number
             begin = lane.done_steps
@@ -280,14 +280,14 @@ class WorkerMain:
         if self.mailbox is not None:
             self.mailbox.finished(result.number)
         result.lost |= self.terminated
-        if self.terminated and result.phase:  # it is seen to have ended there
+        if self.terminated and result.phase:  # the phase that SIGTERM interrupted
             self.progress.begin(Phase[result.phase.upper()])
         self._send(Finished(result, self.terminated))
         if result.error is None and not result.lost:
             self._begin_early(self.worker.group(result.group))
 
     def _complete(self, result: RolloutResult, lane: Lane, begin: int) -> None:
-        """Add to a result what another process has to be told, of a rollout from row ``begin`` on."""
+        """Add to a result the data that the parent needs, about the rows from ``begin`` on."""
         group = self.worker.group(result.group)
         result.clock = np.stack([group.clock.episode, group.clock.steps])
         if result.error is not None:
@@ -297,12 +297,12 @@ class WorkerMain:
         result.anchors = self._anchors[result.group].take(begin, group.pending)
 
     def _begin_early(self, group: Group) -> None:
-        """Reset what waits for the next rollout, which will raise the error of it: also SystemExit and the like."""
+        """Reset environments that wait for the next rollout. That rollout raises the error, SystemExit included."""
         try:
             group.begin(early=True)
         except (EOFError, Terminated):
             raise
-        except BaseException as error:  # noqa: BLE001 (of the environment)
+        except BaseException as error:  # noqa: BLE001 (raised by the next rollout)
             group.due.error = error
 
     def _lane(self, fill: FillLane) -> tuple[Lane, Lane]:
@@ -322,7 +322,7 @@ class WorkerMain:
         return self._lanes[at]
 
     def _explain(self, error: BaseException, phase: str, group: Group, lane: Lane) -> Any:
-        """The error with what is known of where it happened."""
+        """Pack an error with the place where it happened."""
         row, clock = lane.done_steps, group.clock
         where: dict[str, Any] = {"env_ids": tuple(clock.env_ids.tolist()), "row": row}
         index = env_index_of(error, phase)
@@ -342,7 +342,7 @@ class WorkerMain:
         from muster.weights.names import named_tensors
 
         subscriber, into = ticket.open(self._ticket_fds), named_tensors(self._policy)
-        self.made.callback(subscriber.close)  # a thread's descriptors outlive it otherwise
+        self.made.callback(subscriber.close)  # the descriptors would outlive a thread
         self._close_ticket()
         self.worker.newest = lambda: _taken(subscriber, into)
 
@@ -352,13 +352,13 @@ class WorkerMain:
 
 
 def _taken(subscriber: Subscriber, into: Mapping[str, torch.Tensor]) -> int | str:
-    """Take over the newest weights; their version."""
+    """Take the newest weights, and return their version."""
     subscriber.take(into)
     return subscriber.version or 0
 
 
 class _Stop:
-    """Ends a rollout early, for the parent or the user's own interruptor."""
+    """An interruptor that ends a rollout early for the parent or for the user's interruptor."""
 
     def __init__(self, cells: Any, other: Any) -> None:
         self._cells, self._other = cells, other

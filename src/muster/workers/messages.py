@@ -1,4 +1,4 @@
-"""What goes back and forth between a schedule and the workers: small records; the data itself stays in the slots."""
+"""The records that a schedule and its workers exchange; the data itself stays in the slots."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from muster.rollout.progress import Timing
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """What everybody may know about a group that a worker has made.
+    """The description of a group that a worker has made.
 
     Attributes:
-        name: of its environments.
-        num_envs: B.
-        batch_shape: B as policy and user see it.
-        device: of its rows; None is the host.
+        name: name of the environments.
+        num_envs: number of environments, B.
+        batch_shape: batch dimensions for the policy and the user; see ``Layout``.
+        device: device of the rows; None: the host.
         observation_specs, action_specs, bookkeeping, reward_key: see ``EnvBatch``.
         replays_alone: each environment can be replayed without the others.
     """
@@ -40,32 +40,32 @@ class GroupInfo:
 
     @property
     def observations(self) -> dict[str, str]:
-        """Specs by key, as text."""
+        """Observation specs as text, by key."""
         return {dotted(key): str(spec) for key, spec in self.observation_specs.items()}
 
     @property
     def actions(self) -> dict[str, str]:
-        """Likewise."""
+        """Action specs as text, by key."""
         return {dotted(key): str(spec) for key, spec in self.action_specs.items()}
 
 
 @dataclass  # not frozen, which would make each one ten times as expensive
 class RolloutRequest:
-    """One rollout of one group into one lane.
+    """A request for one rollout of one group into one lane.
 
     Attributes:
-        number: grows from request to request.
-        group: its number among all groups.
-        lane: of the slot.
-        policy: who acts: "policy" or "random".
-        version: of the weights, if the worker does not find that out by itself.
+        number: number of the request; increases from request to request.
+        group: number of the group.
+        lane: index of the lane in the slot.
+        policy: "policy" or "random".
+        version: version of the weights; None: the worker sets it when it takes the weights.
         closes: the rollout ends a batch.
-        limit: valid steps of the batch, over all groups that share it; None is all.
-        sharing: place of the group's first environment among those that share it, and their number; None: all do.
-        spans: record what happens when.
-        after: number of the request that it goes on from; while that is not complete, it is not followed.
-        rule: see ``Group``; the worker's own from here on.
-        bootstrap: values of which next observations to report; see ``muster.rollout.bootstrap``.
+        limit: number of valid steps in the batch, over all groups that share it; None: all steps.
+        sharing: index of the first environment among those of the same batch, and their number; None: as before.
+        spans: record spans for the timeline.
+        after: number of the group's previous request. If that failed, this request is returned as lost.
+        rule: see ``Group``; the worker owns it.
+        bootstrap: next observations whose values are part of the result; see ``muster.rollout.bootstrap``.
     """
 
     number: int
@@ -84,22 +84,22 @@ class RolloutRequest:
 
 @dataclass
 class RolloutResult:
-    """What came of a request. Counts are of this request alone.
+    """The result of a rollout request. Counts are of this request alone.
 
     Attributes:
-        frames, rows: valid steps, and time steps that hold any; 0 unless it is complete.
-        executed: environment steps.
-        discarded: those that no batch will show.
+        frames, rows: number of valid steps, and of time steps with valid steps; 0 unless the rollout is complete.
+        executed: number of environment steps.
+        discarded: number of environment steps that are in no batch, by reason.
         finals: see ``Group.finals``.
-        clock: the group's episode numbers and steps since their beginnings, ``[2, B]``.
-        objects: columns of Python objects, from another process.
-        values: of next observations, if they were asked for.
-        error: why it is not complete; the same request continues it. An exception, or on its way a ``SentError``.
-        phase: what the error interrupted.
-        lost: it is to be requested again, since its worker is gone.
-        dropped: its group is gone for good.
-        entered: its steps are in the counters of its group.
-        warnings: texts of those that came up since the last result, for the user's process.
+        clock: episode numbers, and steps since the starts of these episodes, ``[2, B]``.
+        objects: columns of Python objects, from a worker in a process or thread of its own.
+        values: values of next observations, if the request has ``bootstrap``.
+        error: error that interrupted the rollout (in transit, a ``SentError``); the same request continues the rollout.
+        phase: phase that the error interrupted.
+        lost: the rollout was not completed, and has to be requested again.
+        dropped: the group is dropped.
+        entered: the frame counters of the group include this result.
+        warnings: texts of warnings since the last result, to be issued in the user's process.
     """
 
     number: int

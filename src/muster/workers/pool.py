@@ -1,4 +1,4 @@
-"""All workers of a collector, and the books: what was executed, delivered, discarded, and is on its way."""
+"""The worker pool: all workers of a collector, and the frame counters of all groups."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from muster.workers.worker import Worker, phase_ended_by
 
 
 class LocalWorker:
-    """A worker in the caller's own thread, with the methods of ``Proxy``: what is requested is done at once."""
+    """A worker in the caller's thread, with the methods of ``Proxy``. It executes requests synchronously."""
 
     alive, reviving, absent = True, False, False
     outstanding: Collection[int] = ()
@@ -49,7 +49,7 @@ class LocalWorker:
         return self._results.popleft() if self._results else None
 
     def stop(self, number: int) -> None:
-        """Nothing is under way while another thread can act."""
+        """Do nothing: ``submit`` returns when the rollout is complete."""
 
     def call(self, request: Request) -> list[Any]:
         try:
@@ -60,13 +60,13 @@ class LocalWorker:
             raise
 
     def start(self) -> None:
-        """It is always there."""
+        """Do nothing: the worker needs no process or thread."""
 
     def end(self) -> None:
-        """Its environments are left to the user."""
+        """Do nothing: the environments stay open for the user."""
 
     def kill(self) -> None:
-        """There is no process of its own."""
+        """Do nothing: the worker has no process of its own."""
 
     def close(self, *, wait: bool = True) -> None:
         if wait:
@@ -79,7 +79,7 @@ Handle: TypeAlias = LocalWorker | Proxy
 
 
 class Servers(Protocol):
-    """Inference, as the collector sees it: one ``InferenceServer``, or those of all nodes."""
+    """The interface of central inference for the collector: one ``InferenceServer``, or the servers of all nodes."""
 
     def settle(self) -> None: ...
     def ask(self, method: str, *args: Any, group: int | None = None) -> Any: ...
@@ -87,7 +87,7 @@ class Servers(Protocol):
 
 
 class PoolCounters(Sequence[FrameCounters]):
-    """Of the groups of a pool, by number: on a node the first of them need not be 0."""
+    """The frame counters of a pool, indexed by group number. On a node the first number need not be 0."""
 
     def __init__(self, first: int, counters: Sequence[FrameCounters]) -> None:
         self._first, self._counters = first, list(counters)
@@ -103,22 +103,22 @@ class PoolCounters(Sequence[FrameCounters]):
 
 
 class WorkerPool:
-    """Workers, by the groups that they run.
+    """The workers of a collector, and the frame counters of their groups.
 
     Args:
-        handles: of the workers, by their first group.
-        infos: of the groups.
+        handles: the workers, in the order of their first groups.
+        infos: descriptions of the groups.
         first_env: global number of the first environment.
-        watch: for workers that are not in this thread.
-        local: the only worker, where it is in this thread: it needs no waiting for, and is never lost or dropped.
+        watch: supervisor of the workers; None: the only worker runs in this thread.
+        local: the only worker, if it runs in this thread: it is never waited for, lost or dropped.
 
     Attributes:
-        owner: the process whose workers they are; None: they are in this thread, and a fork has copies of them.
-        server: acts for the workers; None: they do.
-        hold: makes a context; workers that are given work in it begin at the same time, as a server sees it.
-        numbers: of requests.
-        elastic: workers may be absent (see ``Proxy``) from the beginning, and again later.
-        waited: nanoseconds, for results.
+        owner: process that owns the workers. None: they run in this thread, and a fork has its own copies.
+        server: inference server; None: the workers run the policy.
+        hold: context manager. Requests submitted inside are simultaneous for a server, and one message for a node.
+        numbers: numbers for new requests.
+        elastic: workers may be absent (see ``Proxy``), at the start and later.
+        waited: nanoseconds spent waiting for results.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class WorkerPool:
         self.numbers = itertools.count(1)
         self._results: deque[RolloutResult] = deque()  # of lost workers
         self._turn = 0
-        self._warnings: dict[str, None] = {}  # texts, each once, whichever worker noted it
+        self._warnings: dict[str, None] = {}  # distinct texts of all workers, as an ordered set
         self._warned = 0
         self.server: Servers | None = None
         self.hold: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -154,14 +154,14 @@ class WorkerPool:
         return self._of[group]
 
     def give(self, request: RolloutRequest, slot: Slot) -> None:
-        """Let the group's worker follow a request."""
+        """Submit a request to the worker of its group."""
         if self.counters[request.group].dropped:
             self._results.append(RolloutResult(request.number, request.group, dropped=True))
         else:
             self._of[request.group].submit(request, slot)
 
     def welcome(self) -> None:
-        """Take in which workers have come meanwhile, and call again those whose absence has been raised."""
+        """Start absent workers whose absence was raised before, and process new arrivals and losses without waiting."""
         start_dead(self, absent=True)
         if self._watch is not None:
             self._watch.wait(0.0)
@@ -178,23 +178,23 @@ class WorkerPool:
 
     @property
     def has_bad_news(self) -> bool:
-        """An error is among the results that were not taken: what failed with it is not to be repeated before."""
+        """Whether an untaken result has an error: requests lost with it are resubmitted only after it was raised."""
         untaken = [*self._results, *(result for handle in self.handles for result in handle.untaken)]
         return any(result.error is not None for result in untaken)
 
     @property
     def outstanding(self) -> int:
-        """Requests without a result."""
+        """The number of requests whose results were not taken."""
         return sum(len(handle.outstanding) for handle in self.handles) + len(self._results)
 
     @property
     def untaken(self) -> int:
-        """Steps in results of nodes that were not taken, but which are in the counters already."""
+        """The number of steps in untaken results of nodes that the counters already include."""
         results = (result for handle in self.handles for result in handle.untaken if result.entered)
         return sum(result.executed - sum(result.discarded.values()) for result in results)
 
     def next_result(self) -> RolloutResult:
-        """Wait for what comes of a request, whichever is first; workers that are ready at once take turns."""
+        """Wait for the next result of any request. Workers with results at the same time are served round-robin."""
         while True:
             result = self._take()
             if result is not None:
@@ -209,7 +209,7 @@ class WorkerPool:
             self._results += self._watch.take_lost()
 
     def ready_result(self) -> RolloutResult | None:
-        """What has come of a request already."""
+        """Return a result that has already arrived, or None."""
         if self._watch is not None:
             self._results += self._watch.take_lost()
         result = self._take()
@@ -218,28 +218,28 @@ class WorkerPool:
         return result
 
     def enter(self, result: RolloutResult) -> None:
-        """Into the counters of its group, and what is to be warned of."""
+        """Add a result to the counters of its group, and its warnings to those of the pool."""
         self.counters[result.group].add(result)
         if result.warnings:
             self._warnings.update(dict.fromkeys(result.warnings))
 
     def stop(self) -> None:
-        """Let all rollouts that have been requested end after their current step."""
+        """End all requested rollouts after their current step."""
         for handle in self.handles:
             if handle.outstanding:
                 handle.stop(max(handle.outstanding))
 
     def worker_stats(self) -> tuple[WorkerStats, ...]:
-        """Of workers that are not in this thread."""
+        """Return the statistics of all workers, except one in this thread."""
         return tuple(stats for handle in self.handles for stats in handle.stats(self.counters))
 
     def call(self, request: Request) -> list[Any]:
-        """What every worker answers that has something to do with it."""
+        """Return the answers of all workers that have a part in the request."""
         parts = [(handle, request.part(handle.groups)) for handle in self.handles]
         return [answer for handle, part in parts if part is not None for answer in self.ask(handle, part)]
 
     def ask(self, handle: Handle, request: Request) -> list[Any]:
-        """What each of a handle's workers answers; nothing if they are dropped."""
+        """Return the answers of a handle's workers; an empty list if they are dropped."""
         if self.is_dropped(handle):
             return []
         try:
@@ -250,10 +250,10 @@ class WorkerPool:
             raise
 
     def close(self, *, close_env: bool = True) -> None:
-        """End all workers, whatever one of them raises.
+        """Close all workers, even if one of them raises.
 
         Args:
-            close_env: False leaves environments open that are in this thread.
+            close_env: False: leave the environments of a worker in this thread open.
         """
         for handle in self.handles:
             handle.close(wait=False)
@@ -267,7 +267,7 @@ class WorkerPool:
             handle.close()
         except Exception:
             raise
-        except BaseException:  # Ctrl-C: a user who has waited long enough does not want to wait for the others
+        except BaseException:  # Ctrl-C: end the other workers without waiting for them
             for other in self.handles:
                 other.end()
             raise
@@ -278,7 +278,7 @@ class WorkerPool:
                 self.counters[result.group].add(result)
 
     def is_dropped(self, handle: Handle) -> bool:
-        """Its groups are not run any more."""
+        """Return whether all groups of a handle are dropped."""
         return all(self.counters[number].dropped for number in handle.groups)
 
     def _take(self) -> RolloutResult | None:
@@ -304,7 +304,7 @@ def stats_of(
     restarts: int,
     node: str,
 ) -> WorkerStats:
-    """Of a worker with these groups; ``counters`` are those of all groups."""
+    """Return the statistics of a worker with these groups; ``counters`` are those of all groups."""
     own, every = [counters[number] for number in groups], sum(counts.delivered for counts in counters)
     frames, busy = sum(a.delivered for a in own), sum(a.timing.total for a in own) / 1e9
     return WorkerStats(
@@ -324,7 +324,7 @@ def stats_of(
 
 
 def give_warnings(pool: WorkerPool) -> None:
-    """Warn of what workers have noted. A warning may be an error, and the caller must lose nothing then."""
+    """Issue the workers' warnings. Filters can turn them into exceptions, so call this where one loses no data."""
     if pool._warned == len(pool._warnings):
         return
     for text in list(pool._warnings)[pool._warned :]:
@@ -333,7 +333,7 @@ def give_warnings(pool: WorkerPool) -> None:
 
 
 def start_dead(pool: WorkerPool, *, absent: bool) -> None:
-    """Start workers that are dead and that no supervisor will start: those that are absent, or all others."""
+    """Start dead workers that no supervisor will restart: the absent ones if ``absent``, otherwise all others."""
     for handle in pool.handles:
         if handle.absent is absent and not (handle.alive or handle.reviving or pool.is_dropped(handle)):
             handle.start()

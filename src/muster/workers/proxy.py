@@ -1,4 +1,4 @@
-"""A worker in a process or thread of its own, as its worker pool sees it."""
+"""The proxy of a worker that runs in a process or thread of its own."""
 
 from __future__ import annotations
 
@@ -42,31 +42,31 @@ if TYPE_CHECKING:
     from muster.workers.supervision import Supervisor
     from muster.workers.threads import WorkerThread
 
-SEND_S = 60.0  # for a message to a worker that does not read
-STACK_S = 0.5  # for the stack of one that hangs
-_DEAF = -1  # instead of the number of an answer: none counts any more
+SEND_S = 60.0  # timeout of a message to a worker that does not read
+STACK_S = 0.5  # timeout of the stack dump of a hanging worker
+_DEAF = -1  # instead of the number of an answer: all answers are ignored
 
 
 @dataclass
 class WorkerProcess:
-    """A process or thread of a worker, with the channel to it and what it shows of itself."""
+    """The process or thread of a worker, the channel to it, and its status page."""
 
     child: Child | WorkerThread
     channel: Any
     status_page: Any
 
     def fds(self) -> list[int]:
-        """What becomes readable when there is something to do."""
+        """Return the descriptors that become readable on a message or at the end of the process."""
         return [fd for fd in (self.channel.fileno(), self.child.fileno()) if fd >= 0]
 
     def stack(self) -> str:
-        """Of a process that hangs."""
+        """Return the stacks of a hanging process."""
         self.status_page.stack()
         self.child.send_signal(signal.SIGUSR1)
         return str(self.status_page.stack(STACK_S))
 
     def close(self) -> None:
-        """Kill it, and release descriptors."""
+        """Kill the process, and close its descriptors."""
         self.child.kill()
         self.child.close()
         self.channel.close()
@@ -77,10 +77,10 @@ class WorkerProxy(Proxy):
     """Implements ``Proxy`` for a process or thread.
 
     Attributes:
-        config: that a successor will get, but for its ``generation``.
-        process: the last one.
-        failure: of something that the process did unasked: of making them, above all.
-        unwritten: why a rollout of its process is not where it should have been written; nothing after it is, either.
+        config: config of a successor, except its ``generation``.
+        process: the most recent process or thread.
+        failure: error of the process before any request, while it made its environments or groups.
+        unwritten: error that kept a rollout from being written to its destination. No later rollout is written either.
     """
 
     absent = False
@@ -94,7 +94,7 @@ class WorkerProxy(Proxy):
 
     @property
     def awaited(self) -> bool:
-        """There is something that it should be doing."""
+        """Whether the process has something to do: a rollout, an answer, or making its environments."""
         return self.alive and (bool(self.under_way) or self._awaited is not None or self.infos is None)
 
     @property
@@ -104,9 +104,7 @@ class WorkerProxy(Proxy):
     # --- its process ------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start a process, which makes its environments. A successor's is told all that its predecessor was, and what
-        that had not done.
-        """
+        """Start a process. A successor gets the present config and all requests that have no result yet."""
         self._owner.check()
         self._check_next(WorkerState.RUNNING)
         is_successor = self._state is WorkerState.DEAD
@@ -128,12 +126,12 @@ class WorkerProxy(Proxy):
                 self._send(self._request(request))
 
     def assign(self, place: WorkerPlace) -> None:
-        """Tell it its place among all workers."""
+        """Send the worker its place among all workers, and wait until it has made its groups."""
         self.config = replace(self.config, place=place)
         self._ask(lambda number: self._send(Configure(number, place)))
 
     def pump(self) -> bool:
-        """Take in what has come; False if nothing more can come."""
+        """Process all received messages. Return False if the channel is closed."""
         try:
             while self.process.channel.poll():
                 self._note(self.process.channel.receive()[0])
@@ -142,17 +140,17 @@ class WorkerProxy(Proxy):
         return True
 
     def kill(self, *, deaf: bool = False) -> None:
-        """End its process by force; does not wait. What is known of it, and what it was at, stays.
+        """Kill the process without waiting. Its status page and its requests are kept.
 
         Args:
-            deaf: its answers do not count any more.
+            deaf: ignore its answers from now on.
         """
         if deaf:
             self._awaited, self._answer, self.infos, self.failure = _DEAF, None, None, None
         self.process.child.kill()
 
     def end(self) -> None:
-        """Forget a process that has ended, or end it; its steps are entered."""
+        """End the process if it runs, add its steps to the counters, and release its resources."""
         if not self.alive:
             return
         try:
@@ -163,7 +161,7 @@ class WorkerProxy(Proxy):
             if self._supervisor.server is not None:
                 self._supervisor.server.lost(self.index, self.groups)
 
-    # --- Proxy -----------------------------------------------------------------------------------
+    # --- methods of Proxy -------------------------------------------------------------------------
 
     def prepared(self, policy: str) -> bool:
         return self.config.place is not None and self.config.place.prepared(policy)
@@ -237,7 +235,7 @@ class WorkerProxy(Proxy):
                 ticket.close()
 
     def _note(self, message: Finished | Answer | Closed) -> None:
-        """Take in a message of the process."""
+        """Store a message of the process."""
         match message:
             case Finished(result, unfinished=True):
                 self.under_way.unfinished.append(result)
@@ -252,7 +250,7 @@ class WorkerProxy(Proxy):
                 self.infos = self.infos or infos
 
     def _with_columns(self, server: InferenceServer, request: Request) -> Request:
-        """A request for layouts with what the server writes, or would write."""
+        """Add the columns that the server's policy writes to a ``LayOut`` request; return other requests unchanged."""
         if not isinstance(request, LayOut):
             return request
         columns = request.columns
@@ -270,10 +268,10 @@ class WorkerProxy(Proxy):
         try:
             self.process.channel.send(message, fds, timeout)
         except EOFError:
-            pass  # the next wait will find it dead
+            pass  # the next wait detects the death
 
     def _close(self) -> None:
-        closing = self._state is WorkerState.CLOSING  # else there may never be an answer
+        closing = self._state is WorkerState.CLOSING  # in another state the process may never answer
         close_s = self._supervisor.config.timeout("close") if closing else 0.0
         deadline = None if close_s is None else time.monotonic() + close_s
         failure: SentError | None = None

@@ -1,7 +1,7 @@
-"""What a worker is asked for, and what it answers.
+"""The messages between a worker's proxy and the worker.
 
-A request knows what it does in the worker (``run``, ``reach``), and in this process what it means for the worker's
-successors (``placed``), for crash reports (``noted``) and for the inference server.
+A request defines what it does in the worker (``run``, ``reach``), and its effects in this process: on the place of the
+worker's successors (``placed``), on crash reports (``noted``) and on the inference server (``through``, ``answered``).
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 
 class Message(Protocol):
-    """Anything that is sent to a worker."""
+    """A message to a worker."""
 
     def reach(self, main: WorkerMain) -> None:
-        """In the worker: do it."""
+        """Execute the message, in the worker."""
 
 
 @dataclass(frozen=True)
 class FillLane:
-    """Follow a request.
+    """A rollout request, and the location of its slot.
 
     Attributes:
-        offset, nbytes: where in the arena its slot is.
+        offset, nbytes: byte range of the slot in the arena.
     """
 
     request: RolloutRequest
@@ -52,7 +52,7 @@ class FillLane:
         main.follow(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Without the names of fields, and with one class: this is half of what a rollout's messages cost."""
+        """Pickle without field names and with one class, in about half of the time."""
         return _fill_lane, (self.offset, self.nbytes, *vars(self.request).values())
 
 
@@ -62,10 +62,10 @@ def _fill_lane(offset: int, nbytes: int, *request: Any) -> FillLane:
 
 @dataclass(frozen=True)
 class Ask:
-    """Answer a request.
+    """A request to be answered.
 
     Attributes:
-        number: of the answer.
+        number: number of the answer.
     """
 
     number: int
@@ -77,10 +77,10 @@ class Ask:
 
 @dataclass(frozen=True)
 class Configure:
-    """Take a place among all workers.
+    """The place of the worker among all workers, with which it makes its groups.
 
     Attributes:
-        number: of the answer.
+        number: number of the answer.
     """
 
     number: int
@@ -92,50 +92,50 @@ class Configure:
 
 @dataclass(frozen=True)
 class Close:
-    """Close the environments, and end."""
+    """The last message: close the environments, and exit."""
 
     def reach(self, main: WorkerMain) -> None:
         main.ending = True
 
 
-# --- to be answered --------------------------------------------------------------------------------
+# --- requests with an answer -----------------------------------------------------------------------
 
 
 class Request(ABC):
-    """What a worker is asked, besides rollouts.
+    """A request to a worker, other than for a rollout.
 
     Attributes:
-        waits: workers that are absent need not hear it, or hear it when they come.
+        waits: not sent to absent workers. They get its effect with their ``WorkerPlace``, if it has one.
     """
 
     waits: ClassVar[bool] = False
 
     @abstractmethod
     def run(self, worker: Worker) -> Any:
-        """In the worker: the answer."""
+        """Execute the request in the worker, and return the answer."""
 
     def part(self, groups: Sequence[int]) -> Request | None:
-        """What there is to do for a worker with these groups; None: nothing."""
+        """Return the part of the request for a worker with these groups; None if it has no part in it."""
         return self
 
     def noted(self, notes: CrashNotes, groups: Sequence[int]) -> None:  # noqa: B027 (most change no episodes)
-        """In the parent, when it was done: what it means for the episodes of the worker's groups."""
+        """Note the effect on the episodes of the worker's groups; called in the parent, after the answer."""
 
     def placed(self, place: WorkerPlace) -> WorkerPlace:
-        """In the parent, when it was done: what a successor is told."""
+        """Return the place of a successor; called in the parent, before the request is sent."""
         return place
 
     def through(self, actor: Actor, groups: Sequence[int]) -> Request:
-        """In the process of an inference server, before it is sent: what is left for the worker."""
+        """Execute the inference server's part, and return the worker's; called in the parent, before ``run``."""
         return self
 
     def answered(self, actor: Actor, groups: Sequence[int], result: Any) -> None:  # noqa: B027 (most add nothing)
-        """There: what the server adds to the answer."""
+        """Add the inference server's part to the answer; called in the parent."""
 
 
 @dataclass(frozen=True)
 class Call(Request):
-    """What a method of ``Worker``, or a function of one, returns."""
+    """Call a method of ``Worker``, or a function with a worker as its first argument."""
 
     method: Callable[..., Any]
     args: Sequence[Any] = ()
@@ -146,7 +146,7 @@ class Call(Request):
 
 @dataclass(frozen=True)
 class LayOut(Request):
-    """The layouts of the rollouts to come, by group."""
+    """Prepare rollouts with these columns; the answer has their layouts by group."""
 
     columns: Columns
 
@@ -185,7 +185,7 @@ class Reset(Request):
     """Reset environments, by group, before the next step.
 
     Attributes:
-        check: only raise ``UnsupportedEnv`` where some of a group's environments cannot be reset without the others.
+        check: do not reset; raise ``UnsupportedEnv`` if a group cannot reset only some of its environments.
     """
 
     waits = True
@@ -226,7 +226,7 @@ class EnableGrad(Request):
 
 @dataclass(frozen=True)
 class Profile(Request):
-    """See ``Worker.profile``. Pickling raises BadOption where the user's function cannot be."""
+    """See ``Worker.profile``. Pickling raises ``BadOption`` if the user's function cannot be pickled."""
 
     waits = True
     config: Any
@@ -279,7 +279,7 @@ class LoadState(Request):
 
 @dataclass(frozen=True)
 class MarkResumed(Request):
-    """All groups say which episodes are new after a load, since one of them has such."""
+    """Add the column of resumed episodes to all groups, because one of them has it after a load."""
 
     def run(self, worker: Worker) -> Any:
         for group in worker.groups:
@@ -291,7 +291,7 @@ class MarkResumed(Request):
 
 @dataclass(frozen=True)
 class Execute(Request):
-    """Call what a path such as "env.unwrapped.set_gravity" names."""
+    """Call the attribute of the worker at a path such as "env.unwrapped.set_gravity"."""
 
     path: str
     args: Sequence[Any]
@@ -306,12 +306,12 @@ class Execute(Request):
 
 # --- from a worker ---------------------------------------------------------------------------------
 
-BIRTH = 0  # number of the answer without a request: the groups that a new worker has made
+BIRTH = 0  # number of a new worker's first message, which answers no request: descriptions of its groups
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a request; a failure or a value."""
+    """The answer to a request: a failure or a value."""
 
     number: int
     value: Any = None
@@ -320,10 +320,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Finished:
-    """What came of a request.
+    """The result of a rollout request.
 
     Attributes:
-        unfinished: the worker was terminated from outside; the request is under way.
+        unfinished: the worker was terminated by a signal; the request is still under way.
     """
 
     result: RolloutResult
@@ -340,6 +340,6 @@ def _finished(unfinished: bool, *result: Any) -> Finished:
 
 @dataclass(frozen=True)
 class Closed:
-    """The environments are closed, and the worker ends."""
+    """The last message of a worker: its environments are closed, and it exits."""
 
     failure: SentError | None

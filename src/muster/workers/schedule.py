@@ -1,4 +1,4 @@
-"""What the schedules have in common: slots for groups, and what becomes of full ones."""
+"""The base class of schedules: slots for groups, and the delivery of filled slots."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class FilledSlot(NamedTuple):
-    """What a batch is made of.
+    """The slots and results of one batch.
 
     Attributes:
-        slots: complete ones, with their rings. Several are to be concatenated.
-        results: what came of the rollouts in their lanes, in order.
+        slots: complete slots with their rings. If there are several, the batch is their concatenation.
+        results: results of the rollouts in the lanes, in order.
     """
 
     slots: list[tuple[SlotRing, Slot]]
@@ -40,23 +40,23 @@ class FilledSlot(NamedTuple):
 
     @property
     def frames(self) -> int:
-        """Valid steps."""
+        """The number of valid steps."""
         return sum(result.frames for result in self.results)
 
 
 @dataclass
 class CollectRequest:
-    """What the next batches should be like.
+    """A request to a schedule for the next batch, and for those that it requests in advance.
 
     Attributes:
-        policy: who acts in the n-th batch from now: "policy" or "random".
-        version: of the weights; None: workers take the newest.
-        limit: valid steps; None is all.
-        closes: it is a whole batch, and not a part of one.
-        spans: record what happens when.
-        batches: how many may be begun from now on; None: any number.
-        rows: time steps of rollouts; None: as many as always.
-        rule: which episodes are wanted of a group, see ``Group.rule``; None: all.
+        policy: maps n to the policy of the n-th batch from now on, "policy" or "random".
+        version: version of the weights; None: workers take the newest.
+        limit: number of valid steps; None: all.
+        closes: the rollouts end a batch; False: they are a part of it, and others follow.
+        spans: record spans for the timeline.
+        batches: maximum of undelivered batches, this one included; None: no maximum.
+        rows: time steps per rollout; None: the usual number.
+        rule: maps a group to the rule for its episodes, see ``Group.rule``; None: all episodes.
         bootstrap: see ``RolloutRequest``.
     """
 
@@ -71,25 +71,25 @@ class CollectRequest:
     bootstrap: Bootstrap | None = None
 
 
-RINGS = 4  # of different shapes, kept for when rollouts of an earlier length are wanted again
+RINGS = 4  # rings of different layouts that a bundle keeps, for rollouts of an earlier length
 
 
 class Bundle:
     """Groups whose lanes lie in one slot.
 
     Args:
-        groups: their numbers.
+        groups: numbers of the groups.
         limit_bytes, memory: see ``SlotRing``.
 
     Attributes:
-        laid_out: the slots are for what the groups write now.
+        laid_out: the current ring has the current layout of the groups.
     """
 
     def __init__(self, groups: Sequence[int], *, limit_bytes: int, memory: Memory) -> None:
         self.groups = list(groups)
         self._limit_bytes, self._memory = limit_bytes, memory
         self._ring: SlotRing | None = None
-        self._rings: list[SlotRing] = []  # that were used last, with the current one at the end
+        self._rings: list[SlotRing] = []  # the last used ones, with the current one at the end
         self.laid_out = False
 
     @property
@@ -98,10 +98,10 @@ class Bundle:
         return self._ring
 
     def lay_out(self, layouts: Sequence[Layout], names: Sequence[str]) -> None:
-        """Use slots in which the groups can write side by side.
+        """Use slots with a lane of these layouts for each group.
 
         Raises:
-            BadOption: they cannot.
+            BadOption: the layouts differ, so the lanes cannot share a slot.
         """
         if any(_shape(layout) != _shape(layouts[0]) for layout in layouts):
             raise BadOption(
@@ -114,7 +114,7 @@ class Bundle:
         self._ring = self.ring_of(Layout(first.T, first.B, first.columns, len(layouts), batch_shape=first.batch_shape))
 
     def ring_of(self, layout: Layout) -> SlotRing:
-        """Slots of this layout, made if there are none."""
+        """Return the ring of this layout; make it if necessary."""
         ring = next((ring for ring in self._rings if ring.layout == layout), None)
         if ring is None:
             ring = SlotRing(layout, limit_bytes=self._limit_bytes, memory=self._memory)
@@ -125,33 +125,33 @@ class Bundle:
         return sum(ring.count(state) for ring in self._rings)
 
     def forget(self) -> None:
-        """Look again what is to be written, and where."""
+        """Invalidate the layout, and the views of lanes that policies and environments keep."""
         for ring in self._rings:
             ring.forget_views()
         self.laid_out = False
 
 
 class Ahead(Protocol):
-    """Does while workers fill slots what would otherwise be done when they are full."""
+    """Prepares the batch of a slot while workers fill it."""
 
     def prepare(self, ring: SlotRing, slot: Slot) -> None:
-        """A slot is being filled."""
+        """Prepare the batch of a slot that is being filled."""
 
     def drop(self, slot: Slot) -> bool:
-        """It will never be full; whether it comes back to its ring by itself."""
+        """Drop what was prepared for a slot that will not be filled. Return whether this frees the slot."""
 
 
 class Schedule(ABC):
-    """Who works when, and what becomes a batch.
+    """Decides when each group makes a rollout, and which rollouts become a batch.
 
     Args:
-        pool: who does the work.
-        bundles: groups by the slots they write into.
+        pool: worker pool that makes the rollouts.
+        bundles: the groups, bundled by the slots in which their lanes lie.
         T: time steps per rollout, by group.
 
     Attributes:
-        ahead: is told of slots that workers fill.
-        overlaps: workers go on while the user has a batch, and take the newest weights by themselves.
+        ahead: prepares batches of slots that are being filled; None: nothing is prepared.
+        overlaps: workers run while the user has a batch, and take the newest weights by themselves.
         preempts: rollouts may end early.
     """
 
@@ -165,48 +165,48 @@ class Schedule(ABC):
 
     @abstractmethod
     def collect(self, wanted: CollectRequest, into: Slot | None = None) -> FilledSlot:
-        """What the next batch is made of.
+        """Return the filled slots of the next batch.
 
         Args:
-            into: a slot to use again, even if it is lent (``return_same_td``).
+            into: a slot to reuse, even if it is lent (``return_same_td``).
 
         Raises:
-            MusterError: what went wrong; the next call goes on where this one stopped.
+            MusterError: a rollout failed; the next call continues where this one stopped.
         """
 
     @abstractmethod
     def layout(self, policy: str, version: int | str | None = None) -> Layout:
-        """Of the slots for a policy, which is called once for it; ``collect`` goes on from that call."""
+        """Return the layout of slots for a policy. The policy may be called for it; ``collect`` uses that call."""
 
     @abstractmethod
     def abandon(self, reason: str) -> None:
-        """Give up all that was not delivered."""
+        """Discard all rollouts that were not delivered."""
 
     @property
     def ahead_of_user(self) -> bool:
-        """Rollouts were begun that were not delivered."""
+        """Whether there are requested rollouts that were not delivered."""
         return False
 
     def rollouts_for(self, frames: int, rows: int | None) -> int | None:
-        """How many rollouts have at least so many frames, of any groups; None: each batch has one of every group."""
+        """Return the number of rollouts, of any groups, with at least these frames; None if a batch has all groups."""
         return None
 
     @property
     def sharing(self) -> int:
-        """Environments that share the frames of a batch."""
+        """The number of environments that share the frames of a batch."""
         return sum(self.pool.counters[number].info.num_envs for number in self._batch_groups())
 
     def slots(self) -> dict[str, int]:
-        """Number of slots by state."""
+        """Return the number of slots by state."""
         return {state.value: sum(bundle.slots(state) for bundle in self.bundles) for state in SlotState}
 
     @property
     def in_flight(self) -> int:
-        """Steps that were taken from workers, and are in no batch yet."""
+        """The number of steps in taken results that are in no batch yet."""
         return sum(counts.in_flight for counts in self.pool.counters) - self.pool.untaken
 
     def waiting(self) -> list[dict[str, Any]]:
-        """Rollouts that are complete and not delivered, oldest first, as plain data. Waits for workers at work."""
+        """Wait for all workers, and return the undelivered rollouts as plain data, oldest first."""
         return []
 
     def restore(self, waiting: Sequence[dict[str, Any]]) -> None:
@@ -214,19 +214,19 @@ class Schedule(ABC):
         assert not waiting, "see resume._check"
 
     def look_again(self) -> None:
-        """Environments were restored, and may hold other objects inside than before, and write other columns."""
+        """Invalidate layouts and views, because restored environments may have other inner objects and columns."""
         for bundle in self.bundles:
             bundle.forget()
 
     def close(self, *, close_env: bool = True) -> None:
-        """End the workers; what was not delivered is discarded."""
+        """Close the workers, and discard all rollouts that were not delivered."""
         try:
             self.pool.close(close_env=close_env)
         finally:
             self._discard("shutdown")
 
     def _resize(self, rows: int | None) -> bool:
-        """Let rollouts have so many time steps; whether that is a change."""
+        """Set the number of time steps per rollout (None: the usual one). Return whether it has changed."""
         T = self._usual_T if rows is None else [rows] * len(self.T)
         if self.T == T:
             return False
@@ -236,11 +236,11 @@ class Schedule(ABC):
         return True
 
     def _batch_groups(self) -> Sequence[int]:
-        """Of one batch."""
+        """Return the numbers of the groups in one batch."""
         return range(len(self.pool.counters))
 
     def _limit(self, limit: int | None, groups: Sequence[int]) -> int | None:
-        """Valid steps in a batch of these groups; None is all of them."""
+        """Return the number of valid steps in a batch of these groups; None if all of them are valid."""
         cells = 0
         for number in groups:
             cells += self.T[number] * self.pool.counters[number].info.num_envs
@@ -252,19 +252,19 @@ class Schedule(ABC):
             counts.partial = 0
 
     def _give_back(self, ring: SlotRing, slot: Slot) -> None:
-        """A slot that will never be full."""
+        """Return a slot to its ring without delivering it."""
         if self.ahead is None or not self.ahead.drop(slot):
             ring.give_back(slot)
 
     def _lay_out(self, handle: Handle, policy: str, version: int | str | None) -> dict[int, Layout]:
-        """What a worker's groups write when this policy acts; nothing if it is dropped."""
-        start_dead(self.pool, absent=False)  # those of one node wait for one another, where its server acts for them
+        """Return the layouts of a worker's groups for this policy, by group; an empty dict if it is dropped."""
+        start_dead(self.pool, absent=False)  # all of them: with a server, the workers of a node wait for each other
         rows = {number: self.T[number] for number in handle.groups}
         made = self.pool.ask(handle, LayOut(Columns(policy, rows, version)))
         return {number: layout for of_worker in made for number, layout in of_worker.items()}
 
     def _finish(self, slot: Slot, lane: int, result: RolloutResult) -> None:
-        """A lane goes to the user."""
+        """Complete a lane for delivery, and count its frames as delivered."""
         counts = self.pool.counters[result.group]
         counts.delivered += result.frames
         counts.in_flight -= result.frames

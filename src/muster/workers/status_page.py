@@ -1,7 +1,7 @@
-"""What a worker is doing, readable by its parent at any time, also when the worker hangs or is dead.
+"""The status page of a worker, which its parent can read at any time, also when the worker hangs or is dead.
 
-A page of counters that the worker stores into, then text: the stacks that ``faulthandler`` writes, for which the
-worker needs neither the GIL nor to be well.
+A page of counters that the worker stores into, then text: the stacks that ``faulthandler`` writes, which works without
+the GIL and during a crash.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class StatusPage:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._read = mmap.PAGESIZE  # up to where ``stack`` has read
+        self._read = mmap.PAGESIZE  # end of the text that ``stack`` has read
         self.cells = memoryview(arena.view(0, CELLS * 8)).cast("q")  # type: ignore[arg-type]
 
     @classmethod
     def create(cls) -> StatusPage:
-        """The parent's side; costs one descriptor."""
+        """Make the parent's side; it uses one descriptor."""
         import fcntl
 
         arena = Arena.create("muster-status-page")
@@ -41,7 +41,7 @@ class StatusPage:
 
     @classmethod
     def attach(cls, fd: int) -> StatusPage:
-        """The worker's side; ``fd`` came from the parent and is owned by this object."""
+        """Make the worker's side; ``fd`` was received from the parent, and is owned by this object."""
         return cls(Arena.attach(fd))
 
     @property
@@ -49,26 +49,26 @@ class StatusPage:
         return self._arena.fd
 
     def arm(self) -> None:
-        """In a worker process: from now on SIGUSR1, and a crash of the interpreter, write the stacks of all threads."""
+        """In a worker process: write the stacks of all threads on SIGUSR1 and on a crash of the interpreter."""
         faulthandler.register(signal.SIGUSR1, file=self.fd, all_threads=True)
         faulthandler.enable(file=self.fd, all_threads=True)
 
     def disarm(self) -> None:
-        """In a fork of a worker process: nothing that it does is seen here any more."""
+        """In a fork of a worker process: detach it, so that it writes neither stacks nor counters to this page."""
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.disable()
         self._arena.isolate()
 
     def stop(self, number: int) -> None:
-        """In the parent: requests up to this number end after their current step."""
+        """In the parent: end the rollouts of requests up to this number after their current step."""
         self.cells[STOP] = number
 
     def stack(self, within_s: float = 0.0) -> str:
-        """In the parent: what has been written since the last call; waits so long for something, and for its end."""
+        """In the parent: return the text since the last call; waits up to ``within_s`` for complete text."""
         deadline = time.monotonic() + within_s
         size = os.fstat(self.fd).st_size
         while time.monotonic() < deadline:
-            time.sleep(0.01)  # noqa: TID251 (a file does not announce that it has grown)
+            time.sleep(0.01)  # noqa: TID251 (there is no event for the growth of a file)
             before, size = size, os.fstat(self.fd).st_size
             if size == before > self._read:
                 break

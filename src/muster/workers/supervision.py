@@ -1,4 +1,4 @@
-"""Waiting for worker processes: for what they say, for their deaths, and for what takes them too long."""
+"""Supervision of workers: receives their messages, detects exits and hangs, and handles losses."""
 
 from __future__ import annotations
 
@@ -37,41 +37,41 @@ if TYPE_CHECKING:
     from muster.memory.slots import Slot
 
 SAMPLED_EVERY = 0.2  # seconds
-END_S = 5.0  # for a process to end that was killed
+END_S = 5.0  # timeout for a killed process to exit
 
 
 class Caller(Protocol):
-    """The owner of a worker pool, which must be heard also while workers are waited for."""
+    """The owner of a worker pool, whose messages are handled also while the pool waits for workers."""
 
     def fileno(self) -> int:
-        """Is readable when there is something to hear."""
+        """Return a descriptor that is readable when a message is pending."""
 
     def hear(self) -> None:
-        """Take note of it; what this raises ends the waiting."""
+        """Handle pending messages. An exception ends the wait for workers."""
 
 
 class Supervisor(Watcher):
-    """Starts workers, makes a worker pool of them, and watches over their processes.
+    """Starts workers, makes a worker pool of them, and supervises their processes.
 
     ::
 
         supervisor = Supervisor(config, subscribe, made)
         supervisor.start()
-        infos = supervisor.built()  # of the groups that the workers have made
+        infos = supervisor.built()  # descriptions of the groups
         pool = supervisor.pool(infos, place)
 
     Args:
-        subscribe: gives the worker of a number a subscription to the weights; None: there are none yet.
-        made: ends the workers.
-        light: processes of workers that do not act have not imported torch.
-        caller: of the pool; None: the user's thread.
+        subscribe: returns a ticket for the weights, by number of the worker; None: no weights yet.
+        made: exit stack; its callbacks close everything that the supervisor makes.
+        light: with an inference server, start worker processes that have not imported torch.
+        caller: owner of the pool, if that is not the user's thread.
 
     Attributes:
-        arena: where lanes have to lie.
-        server: acts for all workers; None: they act by themselves.
-        launch: starts a process or thread called so; gives it, the parent's end of a channel to it, and its status
-            page. Told whether it may take time to make later starts quicker.
-        write: puts a rollout where it belongs, if that is not its lane; its errors are the worker's.
+        arena: memory of all lanes.
+        server: inference server for all workers; None: the workers run the policy.
+        launch: starts a process or thread with a name; returns it, the parent's end of its channel, and its status
+            page. The second argument: whether to spend time on preloading modules for later starts.
+        write: writes a rollout to its destination, if that is not its lane; its errors count as the worker's.
     """
 
     def __init__(
@@ -111,12 +111,12 @@ class Supervisor(Watcher):
         made.callback(self.end)
 
     def start(self) -> None:
-        """Start the workers, which begin to make their environments."""
+        """Start the workers. They make their environments in parallel."""
         for handle in self.handles:
             handle.start()
 
     def built(self) -> list[GroupInfo]:
-        """The groups that the workers have made, when they have; raises what became of one of them instead."""
+        """Wait until all workers have made their environments, and describe the groups. Raises a worker's error."""
         infos: list[GroupInfo] = []
         for handle in self.handles:
             self.wait_for(handle, lambda: handle.infos is not None or handle.failure is not None)  # noqa: B023
@@ -126,11 +126,11 @@ class Supervisor(Watcher):
         return infos
 
     def pool(self, infos: Sequence[GroupInfo], place: WorkerPlace) -> WorkerPool:
-        """The worker pool, whose workers are told their places."""
+        """Make the worker pool, and send each worker its place."""
         groups = self.config.groups
         pool = WorkerPool(self.handles, infos, self, first_env=place.firsts[groups[0]])
         self.counters = pool.counters
-        for number, begin in (place.episodes or {}).items():  # of a node that has come back
+        for number, begin in (place.episodes or {}).items():  # on a node that has rejoined
             pool.counters[number].clock = np.stack([begin, np.zeros_like(begin)])
         if self.server is not None:
             self.server.open(self.handles, dict(zip(groups, infos, strict=True)))
@@ -143,16 +143,16 @@ class Supervisor(Watcher):
         return pool
 
     def end(self) -> None:
-        """Kill what is left of the workers, and end the server."""
+        """Kill all workers that still run, and close the server."""
         for handle in self.handles:
             handle.end()
         if self.server is not None:
             self.server.close()
 
-    # --- looking ----------------------------------------------------------------------------------
+    # --- waiting ----------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None, *, revives: bool = True) -> None:
-        """See ``Watcher``; looks for workers that hang, too."""
+        """See ``Watcher``. Also detects hanging workers."""
         if revives:
             if self._lost:
                 return
@@ -160,7 +160,7 @@ class Supervisor(Watcher):
         poller, of = self._listen()
         with allowed():
             ready = poller.poll(self._until_due(SAMPLED_EVERY, timeout) * 1000)
-        if self._wake_up is not None and ready:  # else it may have begun to ring just now, for a later event
+        if self._wake_up is not None and ready:  # do not clear a wake-up rung after the poll
             self._wake_up.clear()
         if self._caller is not None and ready:
             self._caller.hear()
@@ -173,12 +173,12 @@ class Supervisor(Watcher):
 
     def _has_ended(self, handle: WorkerProxy) -> None:
         handle.process.child.join(1.0)
-        handle.pump()  # what it said before
+        handle.pump()  # messages sent before the exit
         self._take_note(handle)
         self._died(handle)
 
     def _listen(self) -> tuple[select.poll, dict[int, list[WorkerProxy]]]:
-        """What to wait on, and whose it is; made again when workers come or go."""
+        """Return the poller, and the workers of each descriptor; both are made again when workers start or end."""
         present = [handle.config.generation if handle.alive else -1 for handle in self.handles]
         if self._listening is None or self._listening[0] != present:
             poller = select.poll()
@@ -194,19 +194,19 @@ class Supervisor(Watcher):
         return self._listening[1:]
 
     def _take_note(self, handle: WorkerProxy) -> None:
-        """Of results that have come."""
+        """Process new results, and end the worker on an error that requires it."""
         error = self._take_note_of_reports(handle)
         if error is not None:
             self._lose(handle, error, "worker_died" if handle.unwritten is error else "env_error")
 
     def _take_note_of_reports(self, handle: WorkerProxy, *, ending: bool = False) -> Exception | None:
-        """Of those that have come.
+        """Process new results.
 
         Args:
-            ending: the worker was ended, so that errors are to be dealt with as its end is.
+            ending: the worker is being ended: errors are handled like its end.
 
         Returns:
-            the first error that the worker has to be ended for; the requests of such are under way again.
+            the first error for which the worker has to be ended. Requests with such errors are under way again.
         """
         first = None
         fresh, handle.under_way.fresh = handle.under_way.fresh, []
@@ -230,13 +230,13 @@ class Supervisor(Watcher):
                 raises = self.config.on_failure == "raise" or not isinstance(result.error, (EnvError, BadEnvOutput))
                 if ending or not raises:
                     first = first or result.error
-                    for earlier in handle.untaken:  # in this order, since only the last is of a partial lane
+                    for earlier in handle.untaken:  # in order: only the last one has a partial lane
                         self.counters[earlier.group].add(earlier)
                     handle.under_way.take_back(result)
         return first
 
     def _is_written(self, handle: WorkerProxy, result: RolloutResult) -> bool:
-        """A rollout is where it belongs. What follows on one that is not would have a hole before it."""
+        """Write a rollout to its destination. False after an error, also for later rollouts: they follow a gap."""
         if self.write is not None and handle.unwritten is None:
             try:
                 self.write(result, handle.under_way.outstanding[result.number].slot)
@@ -246,7 +246,7 @@ class Supervisor(Watcher):
         return handle.unwritten is None
 
     def _explain(self, handle: WorkerProxy, result: RolloutResult) -> None:
-        """Put the error itself into a result, with the file that replays it if there is one."""
+        """Replace the ``SentError`` in a result by the exception, with a crash report if one can be made."""
         result.error = error = result.error.error()
         lane = handle.under_way.outstanding[result.number].lane
         _add_crash_report(error, partial(self._notes.failed, result, lane, error, error.env_index))
@@ -263,11 +263,11 @@ class Supervisor(Watcher):
             if not handle.awaited or self._is_served(handle):
                 record.signs = ()
                 continue
-            if handle.process.child.exit_code() is not None:  # without a sign, where something it has started lives on
+            if handle.process.child.exit_code() is not None:  # no event while a child holds the descriptor
                 self._has_ended(handle)
                 continue
             signs = handle.under_way.signs(handle.process.status_page.cells)
-            if signs != record.signs or handle.phase is Phase.WAIT:  # for another one, whose deadline runs
+            if signs != record.signs or handle.phase is Phase.WAIT:  # the thread at work has a deadline
                 record.signs, record.since = signs, now
                 continue
             phase = handle.phase.name.lower()
@@ -276,13 +276,13 @@ class Supervisor(Watcher):
                 self._hung(handle, phase, now - record.since, deadline)
 
     def _is_served(self, handle: WorkerProxy) -> bool:
-        """It waits for the server, whose affair it then is; raises what keeps that from acting."""
+        """Return whether a worker waits for the server; raises if the server exceeds its deadline or has ended."""
         if self.server is None or not self.server.waits(handle.index) or handle.process.child.exit_code() is not None:
             return False
         self.server.check()
         return True
 
-    # --- who is lost ------------------------------------------------------------------------------
+    # --- losses -----------------------------------------------------------------------------------
 
     def _died(self, handle: WorkerProxy) -> None:
         if not handle.alive:
@@ -308,7 +308,7 @@ class Supervisor(Watcher):
         stack = "" if stopped else handle.process.stack()
         known: dict[str, Any] = {"phase": phase, "seconds": seconds, "deadline": deadline}
         error: MusterError = failures.hung(where, stack=stack, stopped=stopped, **known)
-        _halt(handle, deaf=True)  # it may get on again at any time, because of the signal for its stack, too
+        _halt(handle, deaf=True)  # it may continue at any time, even because of the signal for its stack
         self._lose(handle, error, "worker_hung", at_work)
 
     def _at_work(self, handle: WorkerProxy) -> AtWork | None:
@@ -331,21 +331,21 @@ class Supervisor(Watcher):
         return failures.Where(env_ids=(env_id,), env_index=at_work.index, row=row, seed=seed, **known)
 
     def told(self, handle: WorkerProxy, request: Request) -> None:
-        """A worker has done what was asked of it."""
+        """Note the effects of a request that a worker has answered."""
         if self.counters:
             request.noted(self._notes, handle.groups)
 
     def restarted(self, handle: WorkerProxy) -> None:
-        """A worker has a successor."""
+        """Note that a worker was restarted."""
         config, place = handle.config, handle.config.place
         assert place is not None
         self._notes.restarted(handle.groups, place.seed, place.static, config.generation)
 
     def _lose(self, handle: WorkerProxy, error: Exception, reason: str, at_work: AtWork | None = None) -> None:
-        """End a worker, and do with its requests what is to be done.
+        """End a worker, and pass its requests on as ``on_failure`` says.
 
         Args:
-            at_work: what it was at, if there is to be a file that replays the error.
+            at_work: the interrupted work, for a crash report; None: no crash report.
         """
         handle.cause = error
         crash_report = None if at_work is None else self._notes.died(at_work, cast(MusterError, error))
@@ -358,17 +358,17 @@ class Supervisor(Watcher):
                 self.counters[number].give_up(reason)
             self._pass_on(handle, error)
         if self.config.on_failure == "restart" and crash_report is not None:
-            self._revive(handle)  # others wait for its successor, and not for the file
+            self._revive(handle)  # before the crash report is written, which can take long
             _add_crash_report(error, crash_report)
 
     def ends(self, handle: WorkerProxy) -> None:
-        """A worker is to do nothing more: halt it, and enter its steps: no more can be made."""
+        """Halt a worker, and add all its steps to the counters."""
         _halt(handle)
         if not self.counters:
             return  # it was never part of the worker pool
         self._take_note_of_reports(handle, ending=True)
         under_way, cells = handle.under_way, handle.process.status_page.cells
-        for result in [*under_way.results, *under_way.unfinished]:  # in this order: only the last is of a partial lane
+        for result in [*under_way.results, *under_way.unfinished]:  # in order: only the last one has a partial lane
             self.counters[result.group].add(result)
         under_way.unfinished.clear()
         at_work = under_way.at_work(cells)
@@ -376,26 +376,26 @@ class Supervisor(Watcher):
             self.counters[at_work.request.group].cut_short(under_way.steps_seen(cells))
 
     def _pass_on(self, handle: WorkerProxy, error: Exception) -> None:
-        """Its requests, to a successor, to others or back."""
+        """See ``Watcher``. Also sets the episode numbers of a successor."""
         if self.counters:
             self._prepare_successor(handle)
         super()._pass_on(handle, error)
 
     def _prepare_successor(self, handle: WorkerProxy) -> None:
-        """Its environments begin episodes of new numbers."""
+        """Set new episode numbers for the environments of a successor."""
         episodes = {number: self.counters[number].next_episodes() for number in handle.groups}
         if handle.config.place is not None:
             handle.config = replace(handle.config, place=replace(handle.config.place, episodes=episodes))
 
 
 def _halt(handle: WorkerProxy, *, deaf: bool = False) -> None:
-    """Let a worker do nothing more, and take in what it has said until then: what its status page says is final.
+    """Stop a worker, and process its messages until then. After this its status page does not change.
 
     Args:
         deaf: see ``WorkerProxy.kill``.
     """
     process, in_thread = handle.process, handle.config.in_thread
-    if in_thread:  # it goes on: at first it is not listened to, then what it writes is not seen
+    if in_thread:  # a thread runs on: its messages are ignored, then ``kill`` isolates its memory
         process.channel.close()
         handle.pump()
     handle.kill(deaf=deaf)
@@ -405,7 +405,7 @@ def _halt(handle: WorkerProxy, *, deaf: bool = False) -> None:
 
 
 def _add_crash_report(error: Exception, save: Callable[[], Replay] | None) -> None:
-    """Write a crash report, and say in the error how it is replayed."""
+    """Write a crash report, and add its path and the command that replays it to the error."""
     if save is not None and isinstance(error, MusterError):
         error.crash_report, command = save()
         if command:

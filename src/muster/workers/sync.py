@@ -1,4 +1,4 @@
-"""The schedule in which all groups make a rollout for every batch."""
+"""The synchronous schedule: every batch has a rollout of every group."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from muster.workers.threads import GlobalStreams
 
 
 class Sync(Schedule):
-    """Every batch has a rollout of every group. Between batches the workers rest.
+    """Every batch has a rollout of every group. Between batches the workers are idle.
 
-    An error leaves the slot as it is; the next ``collect`` goes on with what is missing in it.
+    An error leaves the slot as it is; the next ``collect`` requests the rollouts that are missing in it.
 
     Args:
-        enough: when so many groups are done, the others end after their current step; None: all.
-        streams: looks whether the process's random generators stay where they are; None: no thread draws from them.
+        enough: number of complete groups after which the others end at their current step; None: all groups.
+        streams: checks whether threads draw from the process's random generators; None: no check.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class Sync(Schedule):
         lanes = [(i, *place) for i, bundle in enumerate(bundles) for place in enumerate(bundle.groups)]
         self._places: list[tuple[int, int, int]] = lanes
         self._complete: dict[int, RolloutResult] = {}  # by group
-        self._begun: dict[int, int] = {}  # numbers of the requests for these slots, by group
+        self._begun: dict[int, int] = {}  # numbers of the requests for ``_filling``, by group
 
     def collect(self, wanted: CollectRequest, into: Slot | None = None) -> FilledSlot:
-        """T steps of every group; see ``Schedule``."""
+        """Return slots with a rollout of every group; see ``Schedule``."""
         local = self.pool.local
         if local is None:
             self.pool.check_alive()
@@ -77,7 +77,7 @@ class Sync(Schedule):
         return self._filled()
 
     def _request(self, group: int, lane: int, wanted: CollectRequest, policy: str, limit: int | None) -> RolloutRequest:
-        """What a group has to do, or to go on with, for its lane."""
+        """Return the request of a group for its lane: a new one, or the same number to continue an interrupted one."""
         if group not in self._begun:
             self._begun[group] = next(self.pool.numbers)
         rule = None if wanted.rule is None else wanted.rule(group)
@@ -95,7 +95,7 @@ class Sync(Schedule):
         )
 
     def _work(self, wanted: CollectRequest, policy: str) -> None:
-        """Let every group fill its lane, and wait for all of them; raises the first error."""
+        """Submit the requests of all groups, and wait for all results; raises the first error."""
         limit = self._limit(wanted.limit, self._batch_groups())
         with self.pool.hold():
             for index, lane, group in self._places:
@@ -128,7 +128,7 @@ class Sync(Schedule):
 
     @postponed()
     def abandon(self, reason: str) -> None:
-        """See ``Schedule``; the environments are reset."""
+        """See ``Schedule``. Resets the environments if rollouts have begun."""
         if not self._filling:
             return
         self._discard(reason)
@@ -139,7 +139,7 @@ class Sync(Schedule):
         return self.bundles[0].ring.layout
 
     def _prepare(self, policy: str, version: int | str | None) -> None:
-        """Slots for what the policy and the environments write."""
+        """Lay out the slots for the policy and the environments."""
         laid_out = all(bundle.laid_out for bundle in self.bundles)
         if laid_out and (local := self.pool.local) is not None and local.prepared(policy):
             return
@@ -153,7 +153,7 @@ class Sync(Schedule):
             layouts |= self._lay_out(handle, policy, version)
         self.pool.check_alive()
         like = next(iter(layouts.values()))
-        for number, counts in enumerate(counters):  # those that were dropped have no worker to ask
+        for number, counts in enumerate(counters):  # dropped groups have no worker to ask
             info = counts.info
             layouts.setdefault(number, replace(like, B=info.num_envs, batch_shape=info.batch_shape))
         for bundle in self.bundles:
@@ -162,16 +162,16 @@ class Sync(Schedule):
     def _discard(self, reason: str) -> None:
         super()._discard(reason)
         for bundle, slot in zip(self.bundles, self._filling, strict=False):
-            if slot.state is not SlotState.LENT:  # the user has it (``return_same_td``)
+            if slot.state is not SlotState.LENT:  # else the user holds it (``return_same_td``)
                 self._give_back(bundle.ring, slot)
         self._filling, self._complete, self._begun = [], {}, {}
 
     def _is_under_way(self, group: int) -> bool:
-        """Its request was not withdrawn when the last call was interrupted (Ctrl-C)."""
+        """Return whether the group's request is still outstanding because Ctrl-C interrupted the last call."""
         return self._begun.get(group) in self.pool.handle(group).outstanding
 
     def _sharing(self, group: int) -> tuple[int, int] | None:
-        """Where a group stands among those that are left; None: no group was dropped."""
+        """Return ``RolloutRequest.sharing`` among the groups that were not dropped; None if none was dropped."""
         sizes = [0 if counts.dropped else counts.info.num_envs for counts in self.pool.counters]
         return (sum(sizes[:group]), sum(sizes)) if 0 in sizes else None
 

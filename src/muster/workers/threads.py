@@ -1,4 +1,4 @@
-"""Workers in threads of this process: for environments that mostly wait. They are told the same as processes are."""
+"""Workers in threads of this process, for environments that mostly wait. They get the same messages as processes."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from muster.workers.failures import thread_stack
 if TYPE_CHECKING:
     import torch
 
-LOOKED_AT = 8  # batches
-LOOK_S = 0.1  # between two looks of a thread that waits, at whether it still has to
+LOOKED_AT = 8  # number of batches that ``GlobalStreams`` checks
+LOOK_S = 0.1  # interval at which a thread that waits for its turn checks whether it was ended
 ENDED = "This worker was ended while the policy was called, or while it waited for its turn."
 
 
 class GlobalStreams:
     """Warns if environments in threads draw from the process's random generators, which all threads share.
 
-    Their data are then not the same each time, and the user's random numbers change. Looking takes some microseconds,
-    so only the first few batches are looked at, and only those that the main thread waits for: while a collector is in
-    the background the user may draw.
+    Their data are then not reproducible, and the user's random numbers change. A check takes some microseconds, so only
+    the first few batches are checked, and only those that the main thread waits for: while a collector runs in the
+    background the user may draw.
     """
 
     def __init__(self) -> None:
         self._left = LOOKED_AT
 
     def before(self) -> dict[str, Any] | None:
-        """Where the generators are before a batch, while no thread has the turn to act; None: there is no check."""
+        """Return the states of the generators before a batch, while no thread has the turn; None: do not check."""
         if not self._left or threading.current_thread() is not threading.main_thread():
             return None
         self._left -= 1
         return global_streams()
 
     def check(self, before: dict[str, Any]) -> None:
-        """Warn, once, if they are elsewhere after the batch."""
+        """Warn, once, if the states have changed during the batch."""
         if moved := [name for name, state in global_streams().items() if state != before.get(name, state)]:
             self._left = 0
             warnings.warn(
@@ -63,13 +63,13 @@ class GlobalStreams:
 
 
 class WorkerThread:
-    """A thread in the place of a worker process, of the channel to it and of its status page. Nothing is pickled.
+    """A thread that replaces a worker process, its channel and its status page. Nothing is pickled.
 
-    It cannot be killed: it is left alone, and what it writes goes nowhere. Methods are those of ``Child``, ``Channel``
-    and ``StatusPage``.
+    A thread cannot be killed: it runs on, and its writes no longer reach shared memory. The methods are those of
+    ``Child``, ``Channel`` and ``StatusPage``.
 
     Args:
-        wake_up: rung with every message of the thread, and at its end.
+        wake_up: wake-up that rings with every message of the thread, and at its end.
     """
 
     fd = -1
@@ -114,7 +114,7 @@ class WorkerThread:
         self.cells[STOP] = number
 
     def stack(self, within_s: float = 0.0) -> str:
-        """Where the thread is now."""
+        """Return the current stack of the thread; empty if ``within_s`` is 0."""
         ident = self._thread.ident if within_s else None
         return "" if ident is None else thread_stack(ident)
 
@@ -125,18 +125,18 @@ class WorkerThread:
         return False
 
     def send_signal(self, number: int) -> None:
-        """Of all signals a thread knows that it should stop."""
+        """End all rollouts of the thread after their current step, for any signal."""
         self.stop(ALL_ORDERS)
 
     def kill(self) -> None:
-        """Let it write into memory of its own, if it is still at work, and give its turn with the policy to others."""
+        """Isolate the memory of a thread that still runs, and end its turn with the policy."""
         self.stop(ALL_ORDERS)
         if self._thread.is_alive() and (main := self._main) is not None:
             try:
                 main.arena.isolate()
             except OSError:
                 if main.arena.is_open:
-                    raise  # else it has just ended by itself, or the whole program does
+                    raise  # else the thread has just ended, or the program is ending
             if (turns := main.config.policy_turns) is not None:
                 turns.revoke(self._thread.ident)
 
@@ -154,7 +154,7 @@ class WorkerThread:
             self._main = WorkerMain(end, config, Progress(self.cells), Arena.attach(arena), fds)
             self._main.serve()
             self._main.arena.close()
-        except EOFError:  # it is not needed any more
+        except EOFError:  # the channel is closed
             pass
         finally:
             self._ended = True
@@ -181,7 +181,7 @@ class _ThreadEnd:
 
 
 def in_thread(wake_up: WakeUp) -> Callable[[str, bool], tuple[WorkerThread, ...]]:
-    """Launches workers as threads, who ring when they have something to say."""
+    """Return a function that launches workers as threads, which ring ``wake_up`` with every message."""
     return lambda name, preload: (WorkerThread(name, wake_up),) * 3
 
 
@@ -191,14 +191,14 @@ def in_thread(wake_up: WakeUp) -> Callable[[str, bool], tuple[WorkerThread, ...]
 @dataclass
 class _Turn:
     thread: int
-    streams: ExitStack = field(default_factory=ExitStack)  # closed, it has put back the user's
+    streams: ExitStack = field(default_factory=ExitStack)  # closing it restores the user's streams
 
 
 class Turns:
-    """Lets one thread at a time act, with its group's streams in the place of the global ones.
+    """Lets one thread at a time act, with the streams of its group as the global ones.
 
-    A thread that hangs in its turn loses it by ``revoke``: the user's streams are the global ones again and the others
-    go on. When it gets on again, it ends a turn that is over, which changes nothing.
+    ``revoke`` ends the turn of a thread that hangs: the user's streams are the global ones again, and other threads
+    continue. If the thread continues later, the end of its revoked turn changes nothing.
     """
 
     def __init__(self) -> None:
@@ -207,10 +207,10 @@ class Turns:
 
     @contextmanager
     def turn(self, rng: GroupRng, progress: Progress) -> Iterator[None]:
-        """The calling thread's, when the others have ended theirs.
+        """Wait for the turn of the calling thread, and hold it in this context.
 
         Raises:
-            MusterError: its worker was ended while it waited, or hung in its turn.
+            MusterError: the worker was ended while it waited, or its turn was revoked.
         """
         mine = _Turn(threading.get_ident())
         with self._changed:
@@ -224,11 +224,11 @@ class Turns:
             with self._changed:
                 revoked = self._present is not mine
                 self._end(mine)
-        if revoked:  # nothing is done any more with what came of it
+        if revoked:  # the outputs are not used any more
             raise MusterError(ENDED)
 
     def revoke(self, thread: int | None) -> None:
-        """End the turn of a thread, if it has it; from another thread."""
+        """End the turn of a thread, if it has the turn. Called from another thread."""
         with self._changed:
             if self._present is not None and self._present.thread == thread:
                 self._end(self._present)
@@ -251,13 +251,13 @@ class Turns:
 
 
 class OneAtATime:
-    """Implements ``Policy``: acts when it is its thread's turn.
+    """Implements ``Policy``: acts in the turn of its thread.
 
-    Policies that draw from the group's own generator need no turn, but for their first call.
+    Policies that draw only from the group's own generator need a turn for their first call only.
 
     Args:
-        turns: common to all threads.
-        progress: of this thread's worker.
+        turns: turns of all threads.
+        progress: progress cells of this thread's worker.
     """
 
     def __init__(self, policy: Policy, turns: Turns, progress: Progress) -> None:

@@ -1,4 +1,4 @@
-"""The rollouts that a worker was asked for and that were not taken yet, as its proxy keeps them."""
+"""The rollout requests of a worker whose results were not taken yet, as kept by its proxy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Requested:
     """A request, until its result is taken.
 
     Attributes:
-        entered: its steps are in the counters already, from a result that was taken back.
+        entered: the frame counters include its steps, from a result that was taken back.
     """
 
     request: RolloutRequest
@@ -31,11 +31,11 @@ class Requested:
 
 @dataclass(frozen=True)
 class AtWork:
-    """What a worker is doing.
+    """The rollout at which a worker is working.
 
     Attributes:
-        row: that the policy was last asked for; -1: none.
-        index: of the environment that is being stepped, if that can be seen.
+        row: last row for which the policy was called; -1: none.
+        index: index of the environment that is being stepped; None: unknown.
     """
 
     request: RolloutRequest
@@ -45,15 +45,15 @@ class AtWork:
 
 
 class UnderWay:
-    """Requests of one worker, with their slots, until their results are taken.
+    """The requests of one worker, with their slots, until their results are taken.
 
-    Methods that take ``cells`` read where the worker has got to; see ``Progress``.
+    True while a request has no result. Methods with ``cells`` read the worker's progress; see ``Progress``.
 
     Attributes:
-        outstanding: requests whose result was not taken, by number, oldest first.
-        results: that have come and were not taken.
-        unfinished: what it had done of a request when it was terminated from outside; the request is under way.
-        fresh: results that the supervisor has not seen.
+        outstanding: requests whose results were not taken, by number, oldest first.
+        results: results that have arrived and were not taken.
+        unfinished: partial results of requests under way, from a worker that was terminated by a signal.
+        fresh: results that the supervisor has not processed.
     """
 
     def __init__(self) -> None:
@@ -69,36 +69,36 @@ class UnderWay:
         self.outstanding[request.number] = Requested(request, slot)
 
     def finished(self, result: RolloutResult) -> None:
-        """A result has come."""
+        """Store a result that has arrived."""
         self.outstanding[result.number].result = result
         self.results.append(result)
         self.fresh.append(result)
 
     def take(self) -> RolloutResult:
-        """The oldest result."""
+        """Remove and return the oldest result."""
         result = self.results.popleft()
         del self.outstanding[result.number]
         return result
 
     def take_back(self, result: RolloutResult) -> None:
-        """A result, which was entered, is not to be taken; its request is under way again."""
+        """Remove a result whose steps are in the counters; its request is under way again."""
         self.results.remove(result)
         requested = self.outstanding[result.number]
         requested.result, requested.entered = None, True
 
     def give_up(self) -> list[RolloutRequest]:
-        """The requests without a result, which this worker will not follow any more."""
+        """Remove and return the requests without a result."""
         requests = self.requests()
         for request in requests:
             del self.outstanding[request.number]
         return requests
 
     def requests(self) -> list[RolloutRequest]:
-        """Those without a result; oldest first."""
+        """Return the requests without a result, oldest first."""
         return [requested.request for requested in self.outstanding.values() if requested.result is None]
 
     def at_work(self, cells: Any) -> AtWork | None:
-        """What the worker is doing."""
+        """Return the rollout at which the worker is working, or None."""
         requested = self.outstanding.get(cells[ORDER])
         if requested is None or requested.result is not None:
             return None
@@ -107,18 +107,18 @@ class UnderWay:
         return AtWork(requested.request, lane, int(cells[ACTING]), None if index is None or index >= lane.B else index)
 
     def steps_seen(self, cells: Any) -> int:
-        """Steps in the lane at work, from its first row on."""
+        """Return the number of steps in the lane of the current rollout, counted from its first row."""
         at_work = self.at_work(cells)
         return 0 if at_work is None else steps_made(cells, at_work.lane, reward_key(at_work.lane))
 
     def signs(self, cells: Any) -> tuple[Any, ...]:
-        """They change while the worker gets on."""
+        """Return values that change while the worker makes progress."""
         in_row = self.steps_seen(cells) if cells[PHASE] == Phase.STEP else 0
         return (*(cells[i] for i in (PHASE, ORDER, ACTING, STEPPING)), in_row, len(self.outstanding))
 
 
 def phase_of(cells: Any) -> Phase:
-    """What a worker is in the middle of."""
+    """Return the phase of a worker; POLICY instead of STEP while the policy acts during a rollout."""
     phase = Phase(cells[PHASE])
     if phase is Phase.STEP and cells[STEPPING] != cells[ACTING]:
         return Phase.POLICY

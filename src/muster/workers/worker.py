@@ -1,4 +1,4 @@
-"""A worker: groups of environments with the policies that act in them, and everything that is done to them."""
+"""A worker: groups of environments, the policies that act in them, and the operations on both."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ else:
 
 
 class Worker:
-    """Groups and their policies. All of it happens in the thread that calls.
+    """Groups and their policies. Every method runs in the thread of its caller.
 
     Args:
-        groups: owned by the worker.
-        policies: by name: "policy" and "random".
-        model: the policy as the user gave it, for ``execute``.
-        device: of the policy.
-        progress: of all groups.
-        index: of the worker.
-        generation: how often it was started before.
+        groups: groups of the worker, which owns them.
+        policies: policies "policy" and "random", by name.
+        model: policy object of the user, for ``Execute`` requests.
+        device: device of the policy.
+        progress: progress cells that all groups share.
+        index: number of the worker.
+        generation: number of earlier starts of the worker.
 
     Attributes:
-        laid_out: the layouts of its groups, which requests are about; another dict when lanes have to be made again.
-        acting: the policy that acted last, or has been called for its columns since.
-        newest: takes over the newest weights, and returns their version; None: they are always in place, and requests
-            say which they are.
+        laid_out: layouts for which requests are made, by group; a new dict when lanes have to be made again.
+        acting: policy that acted last, or was called for its columns since then.
+        newest: takes the newest weights and returns their version. None: the policy always has the newest weights, and
+            the version is part of each request.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Worker:
         self.progress, self.index, self._generation = progress or Progress(), index, generation
         self.laid_out: dict[int, Layout] = {}
         self.acting: Policy | None = None
-        self._known: tuple[Policy, Mapping[Key, Array]] | None = None  # that was called; its objects at that call
+        self._known: tuple[Policy, Mapping[Key, Array]] | None = None  # policy that was called; its objects then
         self.newest: Callable[[], int | str] | None = None
         self._device = device
         self._profiler: RolloutProfiler | None = None
-        self._watches: dict[int, Any] = {}  # that were there before ``render``
+        self._watches: dict[int, Any] = {}  # by group: ``Group.watch`` before ``render``
         self._grad, self._inference_mode = False, self.groups[0].options.inference_mode
         for group in self.groups:
             group.progress = self.progress
@@ -82,14 +82,14 @@ class Worker:
     # --- rollouts ---------------------------------------------------------------------------------
 
     def prepared(self, name: str) -> bool:
-        """``layouts(name)`` would say the same as before."""
+        """Return whether ``laid_out`` is still valid for rollouts of this policy."""
         return self.policies[name] is self.acting and not any(group.resumed for group in self.groups)
 
     def layouts(self, columns: Columns) -> list[Layout]:
-        """Where a policy and the groups write, in rollouts to come; by group.
+        """Return the layouts of the next rollouts, one for each group.
 
-        A policy that has not acted before makes its first call for that; rollouts go on from there. Rollouts of
-        "random" have the columns of "policy".
+        A policy that did not act last makes its first call here, and the next rollout continues from that call.
+        Rollouts of "random" have the columns of "policy".
         """
         served = self.policies["policy"]
         if isinstance(served, ServedPolicy):
@@ -109,7 +109,7 @@ class Worker:
         return made
 
     def observe(self) -> dict[int, tuple[dict[Key, Array], dict[str, Any]]]:
-        """What a server needs to act for the first time: by group, observations and the state of random streams."""
+        """Return the current observations and the state of the random streams by group, for the server's first call."""
         for group in self.groups:
             group.begin()
         return {
@@ -137,12 +137,12 @@ class Worker:
                 self._show_columns(policy)
             self.progress.begin(phase)
         elif isinstance(policy, RandomPolicy) and isinstance(served := self.policies["policy"], ServedPolicy):
-            policy.learn(served.columns(), {})  # after a load the server had not said yet what it writes
+            policy.learn(served.columns(), {})  # ``load`` adopts "random" before the server's columns are known
         self.acting = policy
         return policy
 
     def _show_columns(self, random: RandomPolicy) -> None:
-        """Random rollouts have the columns of the policy, which is called once for it if it never was."""
+        """Set the columns of random rollouts to those of "policy", which is called once if it was not called before."""
         policy = self.policies["policy"]
         if isinstance(policy, ServedPolicy):
             random.learn(policy.columns(), {})
@@ -153,7 +153,7 @@ class Worker:
         random.learn(policy.columns(), self._known[1])
 
     def run(self, request: RolloutRequest, lane: Lane) -> RolloutResult:
-        """Follow a request; what it raises is in the result."""
+        """Make the rollout of a request. An error is returned in the result."""
         group = self.groups[request.group - self.groups[0].number]
         policy, cells = self.policies[request.policy], self.progress.cells
         group.executed, group.timing = 0, Timing()
@@ -163,7 +163,7 @@ class Worker:
             first, sharing = request.sharing
             group.places = np.arange(first, first + group.B), sharing
         group.spans = spans = _Spans() if request.spans else None
-        if lane.done_steps == 0:  # else it goes on with the one that it has
+        if lane.done_steps == 0:  # a continued rollout keeps its rule
             group.rule = request.rule
         if self.progress.watched:
             self.progress.take_up(request.number)
@@ -178,7 +178,7 @@ class Worker:
                 rollout(group, policy, lane)
             else:
                 self._run_specially(group, policy, lane, request, result)
-        except BaseException as error:  # noqa: BLE001 (raised where the batch is waited for)
+        except BaseException as error:  # noqa: BLE001 (raised to the user by the schedule)
             result.error, result.phase = error, phase_ended_by(error, self.progress)
         else:
             result.frames, result.rows, result.episodes = group.delivered, group.rows, group.episodes
@@ -199,7 +199,7 @@ class Worker:
     def _run_specially(
         self, group: Group, policy: Policy, lane: Lane, request: RolloutRequest, result: RolloutResult
     ) -> None:
-        """A rollout with gradients, or after which values are asked for."""
+        """Make a rollout with gradients enabled, or one whose result includes values of next observations."""
         with self._gradients(policy):
             if request.bootstrap is None:
                 rollout(group, policy, lane)
@@ -210,10 +210,10 @@ class Worker:
     def group(self, number: int) -> Group:
         return self.groups[number - self.groups[0].number]
 
-    # --- what else is done to groups --------------------------------------------------------------
+    # --- other operations on groups ---------------------------------------------------------------
 
     def render(self, seconds: float | None) -> None:
-        """Let environments render after every step, and wait so long then; None ends it."""
+        """Render the environments after every step, and sleep ``seconds`` each time; None ends rendering."""
         for group in self.groups:
             group.watch = self._watches.pop(group.number, group.watch)
             if seconds is not None:
@@ -221,7 +221,7 @@ class Worker:
                 group.watch = rendering(group, seconds)
 
     def enable_grad(self, on: bool) -> None:
-        """Let modules and functions of the user act with gradients enabled; what they return is detached."""
+        """Run the user's modules and functions with gradients enabled or not; their outputs are always detached."""
         self._grad = on
         for group in self.groups:
             group.options = replace(group.options, inference_mode=self._inference_mode and not on)
@@ -234,7 +234,7 @@ class Worker:
         return gradients_enabled(policy)
 
     def seed(self, seed: int | None, static: bool) -> None:
-        """See ``Collector.set_seed``; in a worker that was started again, other streams and episodes follow from it."""
+        """See ``Collector.set_seed``. A restarted worker derives other random streams and episodes from the seed."""
         if seed is None:
             return
         for group in self.groups:
@@ -243,7 +243,7 @@ class Worker:
             group.reset(seeds=seeds_of(seed, ids, self._generation))
 
     def state(self) -> list[dict[str, Any]]:
-        """Of every group, with its environments', as plain data."""
+        """Return the state of every group and of its environments as plain data."""
         from muster.restore import snapshot  # needs torch
 
         names = {id(policy): name for name, policy in self.policies.items()}
@@ -254,15 +254,15 @@ class Worker:
         ]
 
     def load(self, states: Mapping[int, Mapping[str, Any]], cut: str | None, trust: bool) -> list[dict[int, str]]:
-        """Go on from ``state``.
+        """Restore states that were taken by ``state``.
 
         Args:
-            states: by group.
-            cut: why environments are not to be restored, in any case.
+            states: state of each group, by number.
+            cut: reason why no environment is restored; None: restore them.
             trust: unpickle environments.
 
         Returns:
-            for every group, the environments that begin new episodes, by global number, and why.
+            for every group, the environments that start new episodes (global numbers), each with the reason.
         """
         from muster.restore import snapshot
 
@@ -282,7 +282,7 @@ class Worker:
         self.laid_out = {}
         return failed
 
-    # --- questions --------------------------------------------------------------------------------
+    # --- queries ----------------------------------------------------------------------------------
 
     @property
     def env(self) -> Any:
@@ -291,13 +291,13 @@ class Worker:
         return objects[0] if len(objects) == 1 else objects
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Of the policy, as it is."""
+        """Return the current weights of the policy, on the CPU."""
         from muster.weights.names import named_tensors
 
         return {name: tensor.cpu() for name, tensor in named_tensors(self.policy).items()}
 
     def profile(self, config: ProfileConfig | None) -> None:
-        """Profile the next rollouts; None ends it."""
+        """Profile the next rollouts; None ends profiling."""
         if self._profiler is not None:
             self._profiler.stop()
         self._profiler = None
@@ -306,7 +306,7 @@ class Worker:
             self._profiler.start()
 
     def close(self) -> None:
-        """Close the environments: all of them, whatever one of them raises."""
+        """Close all environments, even if one of them raises."""
         self.profile(None)
         with ExitStack() as closing:
             for group in self.groups:
@@ -314,7 +314,7 @@ class Worker:
 
 
 def phase_ended_by(error: BaseException, progress: Progress) -> str:
-    """The phase that an error has ended, whatever the error is; it is noted there, if that is one of Muster's."""
+    """Return the phase that an error interrupted and set phase IDLE. A ``MusterError`` gets the attribute ``phase``."""
     phase = Phase(progress.begin(Phase.IDLE))
     if phase is not Phase.IDLE and issubclass(type(error), MusterError):
         vars(error)["phase"] = phase.name.lower()
@@ -322,12 +322,12 @@ def phase_ended_by(error: BaseException, progress: Progress) -> str:
 
 
 def env_attributes(worker: Worker, name: str) -> list[Any]:
-    """Of every environment object."""
+    """Return an attribute of every environment object."""
     return [getattr(env, name) for group in worker.groups for env in group.env.objects()]
 
 
 def running(worker: Worker) -> dict[int, list[int]]:
-    """Environments in the middle of an episode, by group."""
+    """Return the environments in the middle of an episode, by group."""
     return {
         group.number: [i for i in range(group.B) if group.clock.steps[i] and i not in group.pending]
         for group in worker.groups
@@ -335,7 +335,7 @@ def running(worker: Worker) -> dict[int, list[int]]:
 
 
 def describe(env: EnvBatch, batch_shape: tuple[int, ...]) -> GroupInfo:
-    """What everybody may know about a group of these environments."""
+    """Return the public description of a group with these environments."""
     return GroupInfo(
         env.name,
         env.num_envs,
@@ -350,7 +350,7 @@ def describe(env: EnvBatch, batch_shape: tuple[int, ...]) -> GroupInfo:
 
 
 def objects_of(lane: Lane) -> dict[Key, Array]:
-    """The columns of Python objects, which another process cannot see."""
+    """Return the columns of Python objects, which do not lie in memory shared with other processes."""
     return {column.key: lane.arrays[column.key] for column in lane.layout.object_columns}
 
 
