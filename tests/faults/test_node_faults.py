@@ -186,7 +186,7 @@ def test_a_node_killed_when_something_reaches_it(tmp_path, monkeypatch, what):
 @pytest.mark.slow
 @pytest.mark.skipif(subprocess.run(["unshare", "-m", "true"]).returncode != 0, reason="needs a mount namespace")
 def test_a_worker_that_its_node_had_no_memory_for_says_so(tmp_path, monkeypatch):
-    """The numbers are those of the node's machine, and since the worker started."""
+    """The numbers are those of the node's machine, and since the collector was made."""
     events = tmp_path / "events"
     events.write_text("oom 0\noom_kill 3\n")
     monkeypatch.setenv(MARK, str(events))

@@ -221,16 +221,16 @@ def test_endless_texts_are_shortened() -> None:
 @pytest.mark.parametrize(
     ("exitcode", "kills", "expected"),
     [
-        (-9, 0, "was killed by SIGKILL during step. SIGKILL comes from outside: the out-of-memory killer"),
+        (-9, 0, "was killed by SIGKILL during step. Another program sent SIGKILL: the out-of-memory killer"),
         (-9, 1, "SIGKILL during step. Probably out of memory: the kernel has killed 1 process of this control group"),
         (-9, 3, "the kernel has killed 3 processes of"),
         (-11, 0, "was killed by SIGSEGV during step. That is a crash in native code"),
         (-11, 2, "That is a crash in native code"),
         (-15, 0, "was killed by SIGTERM during step. Muster did not send that signal."),
         (-250, 0, "was killed by signal 250"),
-        (0, 0, "ended with exit code 0 during step. Workers end only when asked"),
+        (0, 0, "ended with exit code 0 during step. No end was requested"),
         (7, 0, "ended with exit code 7"),
-        (None, 0, "ended in an unknown way during step. Something else has waited"),
+        (None, 0, "ended in an unknown way during step. Another part of this program reaped"),
     ],
 )
 def test_a_death_says_how_and_what_that_may_mean(exitcode: int | None, kills: int, expected: str) -> None:

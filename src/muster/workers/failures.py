@@ -279,7 +279,7 @@ def hung(
     if stopped:
         message += " The process is stopped (SIGSTOP, or a debugger), so its stack could not be taken."
     elif not stack:
-        message += " Its stack could not be taken: it does not answer signals, or has not got far enough to."
+        message += " Its stack could not be taken: the process does not answer signals, or has no handler yet."
     message += " If it may take that long, give this phase a longer deadline (None: no deadline)."
     return _at(WorkerHung(_sections(message, _stack_of("worker", stack))), where, phase)
 
@@ -358,16 +358,16 @@ def _why_it_died(name: str, exitcode: int | None, oom_kills: int) -> str:
         if oom_kills > 0:
             return (
                 f"Probably out of memory: the kernel has killed {oom_kills} process{'es' * (oom_kills > 1)} of this "
-                f"control group for that since the worker started. Use fewer or smaller environments, or more memory."
+                f"control group since the collector was made. Use fewer or smaller environments, or more memory."
             )
-        return "SIGKILL comes from outside: the out-of-memory killer (see dmesg), a batch system, or a user."
+        return "Another program sent SIGKILL: the out-of-memory killer (see dmesg), a batch system, or a user."
     if name in CRASHES:
         return "That is a crash in native code, of the environment or of a library it uses."
     if name:
         return "Muster did not send that signal."
     if exitcode is None:
-        return "Something else has waited for the process and taken its exit code."
-    return "Workers end only when asked: something has called os._exit, or ended the process from native code."
+        return "Another part of this program reaped the process, so its exit code is unknown."
+    return "No end was requested: code in the worker called os._exit, or native code ended the process."
 
 
 def _stack_of(who: str, stack: str) -> str:
