@@ -37,9 +37,6 @@ class NodeCommand:
     number: Annotated[int | None, arg(metavar="N")] = None
     """Which of its nodes to be, from 0; by default any that is missing."""
 
-    engine: Literal["distributed", "rpc"] = "distributed"
-    """How it is connected. rpc, for an RPCCollector only: every process that reaches the node can run code in it."""
-
     wait: Annotated[float, arg(metavar="S")] = JOIN_S
     """Seconds for the collector to begin, and for which it may be out of reach later."""
 
@@ -155,12 +152,12 @@ def endpoint(bind: str | None) -> tuple[str, int]:
 
 
 def _serve(address: str | None, number: int | None, token: bytes | None, command: NodeCommand) -> int:
+    from muster.cluster.joining import run_node
     from muster.cluster.link import LinkLost
-    from muster.cluster.torch_distributed import run_node
 
     wait = command.wait
     try:
-        if run_node(address, number, token, engine=command.engine, within_s=wait, patience_s=wait):
+        if run_node(address, number, token, within_s=wait, patience_s=wait):
             return 0
         print("muster: the collector has ended without a goodbye.", file=sys.stderr)
     except LinkLost as error:

@@ -20,6 +20,7 @@ import hashlib
 import hmac
 import secrets
 import struct
+from collections.abc import Callable
 
 from muster.cluster.link import Block, Link, LinkLost, Received
 from muster.memory.specs import Array
@@ -37,23 +38,35 @@ class WrongToken(LinkLost):
 
 
 class AuthenticatedLink:
-    """See the module. Made by ``authenticate``; used as any link."""
+    """See the module. Made by ``authenticate``; used as any link.
+
+    Attributes:
+        explain: gives the error for a lost link, where more is known than the connection says; None: that is all.
+    """
 
     def __init__(self, link: Link, key: bytes, own: bytes, other: bytes) -> None:
         self._link, self._key, self._own, self._other = link, key, own, other
         self._sent = self._received = 0
+        self._closed = False
+        self.explain: Callable[[LinkLost], LinkLost] | None = None
 
     def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
         size = 0 if block is None else block.array.size
         mac = self._mac(self._own, self._sent, tag, size, message)
         self._sent += 1
-        self._link.send(mac + message, block, tag)
+        try:
+            self._link.send(mac + message, block, tag)
+        except LinkLost as lost:
+            raise self._explained(lost) from None
 
     def expect(self, tag: int, memory: Array) -> None:
         self._link.expect(tag, memory)
 
     def receive(self) -> Received:
-        got = self._link.receive()
+        try:
+            got = self._link.receive()
+        except LinkLost as lost:
+            raise self._explained(lost) from None
         mac, message = got.message[:MAC_BYTES], got.message[MAC_BYTES:]
         size = 0 if got.block is None else got.block.size
         expected = self._mac(self._other, self._received, got.tag, size, message)
@@ -67,7 +80,11 @@ class AuthenticatedLink:
         return Received(message, got.tag, got.block)
 
     def close(self) -> None:
+        self._closed = True
         self._link.close()
+
+    def _explained(self, lost: LinkLost) -> LinkLost:
+        return lost if self._closed or self.explain is None else self.explain(lost)
 
     def _mac(self, who: bytes, number: int, tag: int, size: int, message: bytes) -> bytes:
         return _hmac(self._key, b"message", who, _PLACE.pack(number, tag, size), message)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Protocol
 
-from muster.cluster.link import AGENT, Carrier
+from muster.cluster.link import AGENT
 from muster.cluster.rendezvous import Rendezvous, read_token
 from muster.errors import BadOption
 from muster.workers.channel import Channel
@@ -43,8 +42,8 @@ class Launcher:
 
     name = "manual"
     advice = (
-        "Nodes are not started by this launcher: call muster.cluster.torch_distributed.run_node(address) on their "
-        "machines, with the same token."
+        "Nodes are not started by this launcher: call muster.cluster.joining.run_node(address) on their machines, "
+        "with the same token."
     )
 
     def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> Started | None:
@@ -54,9 +53,9 @@ class Launcher:
         Args:
             node: its number.
             epoch: which the node may ignore: it asks the rendezvous which one it is.
-            rendezvous: has the address, the engine (for ``run_node(engine=...)``), and the token, which must not become
-                visible to other users of the machine: hand it over through a pipe or a file that only this user can
-                read (``rendezvous.token_file()`` is one), not as an argument or in the environment.
+            rendezvous: has the address, and the token, which must not become visible to other users of the machine:
+                hand it over through a pipe or a file that only this user can read (``rendezvous.token_file()`` is
+                one), not as an argument or in the environment.
 
         Returns:
             None: nothing was started, the node comes by itself.
@@ -78,11 +77,11 @@ class MpLauncher(Launcher):
     name = "mp"
     advice = "Its standard error may say more."
 
-    def __init__(self, target: str = AGENT, entry: str = "muster.cluster.torch_distributed:node_main") -> None:
+    def __init__(self, target: str = AGENT, entry: str = "muster.cluster.joining:node_main") -> None:
         self._target, self._entry = target, entry
 
     def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> Started:
-        told = (rendezvous.address, node, rendezvous.token, self._target, rendezvous.engine)
+        told = (rendezvous.address, node, rendezvous.token, self._target)
         return Process(self._entry, f"muster-node-{node}", told)
 
 
@@ -123,39 +122,6 @@ class Process:
             self._channel.close()
 
 
-@dataclass(frozen=True)
-class Place:
-    """How nodes come to life and where they find this process; see ``DistributedCollector``."""
-
-    launcher: Any
-    slurm_kwargs: Mapping[str, Any] | None
-    bind: str
-    tcp_port: int | None
-    token: Any
-
-    def carrier(self, nodes: int, workers: int, make: Callable[..., Carrier], **options: Any) -> Carrier:
-        """For so many nodes with so many workers each.
-
-        Args:
-            make: the carrier, called with their number, ``launcher``, ``rendezvous`` and the options.
-
-        Raises:
-            BadOption: something is not as expected, or missing.
-        """
-        if self.launcher == "manual" and read_token(self.token) is None:
-            raise BadOption(
-                "launcher='manual' needs a token that the nodes can know, too: token=, or the path of a file with mode "
-                "0600 in MUSTER_TOKEN_FILE, here and on every node"
-            )
-        launcher = _launcher(self.launcher, self.slurm_kwargs, self.bind, workers)
-        rendezvous = Rendezvous(nodes, bind=self.bind, tcp_port=self.tcp_port or 0, token=self.token)
-        try:
-            return make(nodes, launcher=launcher, rendezvous=rendezvous, **options)
-        except BaseException:
-            rendezvous.close()
-            raise
-
-
 def check_backend(backend: str) -> None:
     """Raise BadOption unless nodes can be connected by it."""
     if backend in ("nccl", "ucc", "mpi"):
@@ -167,8 +133,14 @@ def check_backend(backend: str) -> None:
         raise BadOption(f"backend={backend!r} is unknown: expected 'gloo'")
 
 
-def _launcher(given: Any, slurm_kwargs: Mapping[str, Any] | None, bind: str, workers: int) -> Launcher:
-    """The launcher for a name, or what is one."""
+def launcher_for(
+    given: Any, *, slurm_kwargs: Mapping[str, Any] | None, bind: str, token: Any, workers: int
+) -> Launcher:
+    """The launcher for a name, or what is one; for nodes with so many workers each. See ``DistributedOptions``.
+
+    Raises:
+        BadOption: something is not as expected, or missing.
+    """
     if slurm_kwargs is not None and given != "submitit":
         raise BadOption(f"slurm_kwargs are for launcher='submitit', not {given!r}: leave them out")
     if given == "mp":
@@ -178,6 +150,11 @@ def _launcher(given: Any, slurm_kwargs: Mapping[str, Any] | None, bind: str, wor
 
         return TorchrunLauncher()
     if given == "manual":
+        if read_token(token) is None:
+            raise BadOption(
+                "launcher='manual' needs a token that the nodes can know, too: token=, or the path of a file with mode "
+                "0600 in MUSTER_TOKEN_FILE, here and on every node"
+            )
         return Launcher()
     if given in ("submitit", "submitit_delayed"):
         from muster.cluster.submitit import SubmititLauncher

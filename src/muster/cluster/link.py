@@ -1,21 +1,19 @@
-"""Messages and blocks of bytes between the main process and a node: the seam that every engine implements.
+"""Messages and blocks of bytes between the main process and a node.
 
 ::
 
-    carrier = SomeEngine(...)                       # in the main process, for all nodes
-    link = carrier.connect(2, epoch=0, within_s=600)  # brings node 2 to life, and waits until it is there
-    link.expect(17, memory)                         # where the block with tag 17 will go
+    link = carrier.connect(2, epoch=0, ...)  # starts node 2, and waits until it is there
+    link.expect(17, memory)                  # where the block with tag 17 will go
     link.send(b"...")
 
-    node_main.serve(link)                             # what the engine calls in the node, with its end
+    node_main.serve(link)                    # in the node, with its end
 
-A link is one *session* of one node: when it is lost, the node is brought to life again with the next epoch, and nothing
-that was sent in an earlier session is ever received in a later one.
+A link is one *session* of one node: when it is lost, the node is started again with the next epoch, and nothing that
+was sent in an earlier session is ever received in a later one.
 """
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -85,32 +83,4 @@ class Link(Protocol):
     def close(self) -> None:
         """End the session: a thread that waits in ``send`` or ``receive`` gets ``LinkLost``, on both ends. No
         expected memory is written after this returns. May be called again, from any thread.
-        """
-
-
-class Carrier(Protocol):
-    """An engine in the main process.
-
-    Attributes:
-        name: for people: "ray", "torch.distributed", "torch RPC".
-    """
-
-    name: str
-
-    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> Link:
-        """Bring a node to life, and wait until it has joined. Each node is connected by a thread of its own.
-
-        Args:
-            node: its number, from 0.
-            epoch: 0, and one more each time that the node has to be brought to life again.
-            within_s: seconds until the node must be there (infinity: no deadline).
-            given_up: set when the node is not wanted any more: raise LinkLost soon.
-
-        Raises:
-            LinkLost: it did not come in time, has ended at once, or was given up; the text says which, and what to do.
-        """
-
-    def close(self) -> None:
-        """End the nodes that this carrier has started, by force if need be, and free its ports. All links are closed
-        before. May be called again.
         """

@@ -14,7 +14,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from muster.cluster.link import Block, Carrier
+from muster.cluster.carrier import Carrier
+from muster.cluster.link import Block
 from muster.cluster.session import Newest, Session
 from muster.cluster.session_end import END_S
 from muster.errors import BadOption
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
 
 KEPT = 2  # buffers that are free; one is written while the other is on its way
 _OF_ENGINE = {  # by ``Carrier.name``
-    "torch.distributed": ("DistributedWeightSyncScheme",),
-    "torch RPC": ("RPCWeightSyncScheme", "DistributedWeightSyncScheme"),
+    "torch.distributed": ("DistributedWeightSyncScheme", "RPCWeightSyncScheme"),
     "ray": ("RayWeightSyncScheme",),
 }
 

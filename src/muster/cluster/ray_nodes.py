@@ -10,19 +10,21 @@ import contextlib
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray import exceptions
 
+from muster.cluster.authenticated_link import AuthenticatedLink
+from muster.cluster.carrier import Carrier
+from muster.cluster.joining import run_node
 from muster.cluster.launchers import Launcher
-from muster.cluster.link import AGENT, Block, Link, LinkLost, Received
+from muster.cluster.link import AGENT, LinkLost
 from muster.cluster.ray_runtime import Lease, actor_class, arrived, call, first_line, listens, search_path
 from muster.cluster.rendezvous import TOKEN_BYTES, Rendezvous
-from muster.cluster.torch_distributed import DistributedCarrier, run_node
 from muster.errors import BadOption
-from muster.memory.specs import Array
 from muster.utils.attributes import named
 
 DEFAULT_CONFIG = {"num_cpus": 1, "memory": 2 * 1024**3}
@@ -37,7 +39,7 @@ WHY_S = 1.0  # for Ray to say what has become of an actor whose connection has e
 LOST = (exceptions.RayError, ValueError, RuntimeError)  # the latter two: of a Ray that was shut down
 
 
-class RayCarrier(DistributedCarrier):
+class RayCarrier(Carrier):
     """Nodes as actors of a Ray cluster, one per node and session; see ``RayCollector`` for the options.
 
     Ray is started or joined here (see ``ray_runtime.Lease``) and left by ``close``, unless the user did it before.
@@ -60,16 +62,18 @@ class RayCarrier(DistributedCarrier):
         try:
             address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
             rendezvous = Rendezvous(count, bind=address, token=secrets.token_hex(TOKEN_BYTES).encode())
-            super().__init__(count, launcher=launcher, rendezvous=rendezvous, deadline_s=deadline_s)
+            super().__init__(launcher, rendezvous, deadline_s)
         except BaseException:
             launcher.close()
             raise
 
-    def meet(self, channel: Link, node: int, epoch: int) -> Link:
-        actor = self._started[node]
-        assert isinstance(actor, NodeActor)
-        actor.ended()  # from now on it is known where it runs
-        return RayLink(channel, actor)
+    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> AuthenticatedLink:
+        link = super().connect(node, epoch, within_s, given_up)
+        actor = self._started.get(node)
+        if isinstance(actor, NodeActor):  # else it was ended meanwhile
+            actor.ended()  # from now on it is known where it runs
+            link.explain = actor.lost
+        return link
 
 
 class RayLauncher(Launcher):
@@ -185,35 +189,6 @@ class ActorMain:
     def serve(self, address: str, node: int, token: bytes) -> bool:
         """Be the node; see ``run_node``."""
         return run_node(address, node, token, target=self._target)
-
-
-class RayLink:
-    """A link whose errors say what has become of the actor."""
-
-    def __init__(self, channel: Link, actor: NodeActor) -> None:
-        self._channel, self._actor, self._closed = channel, actor, False
-
-    def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
-        try:
-            self._channel.send(message, block, tag)
-        except LinkLost as lost:
-            raise self._explained(lost) from lost
-
-    def expect(self, tag: int, memory: Array) -> None:
-        self._channel.expect(tag, memory)
-
-    def receive(self) -> Received:
-        try:
-            return self._channel.receive()
-        except LinkLost as lost:
-            raise self._explained(lost) from lost
-
-    def close(self) -> None:
-        self._closed = True
-        self._channel.close()
-
-    def _explained(self, lost: LinkLost) -> LinkLost:
-        return lost if self._closed else self._actor.lost(lost)
 
 
 def _is_up(ray_node: Mapping[str, Any]) -> bool:

@@ -7,9 +7,9 @@ token can keep nodes from joining, and nothing else.
 
 ::
 
-    node -> main   {"node": number or null}                            what it wants to be
-    main -> node   {"count", "engine", "deadline_s", "node", "epoch"}  an offer; "node" is null if there is none yet
-    node -> main   {"accepted": true}                                  afterwards the connection is the session's
+    node -> main   {"node": number or null}                  what it wants to be
+    main -> node   {"count", "deadline_s", "node", "epoch"}  an offer; "node" is null if there is none yet
+    node -> main   {"accepted": true}                        afterwards the connection is the session's
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ import socket
 import stat
 import tempfile
 import threading
-import time
-from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from muster.cluster.authenticated_link import WrongToken, authenticate
+from muster.cluster.authenticated_link import AuthenticatedLink, WrongToken, authenticate
 from muster.cluster.link import Link, LinkLost
 from muster.cluster.socket_link import SocketLink
 from muster.errors import BadOption
@@ -47,8 +45,6 @@ ACCEPT_MS = 1000  # after which the thread looks whether it was closed, where cl
 BACKLOG = 512
 HIGHEST_PORT = 65535
 STRANGERS = 128  # connections at a time that have not proved yet that they know the token
-DISTRIBUTED, RPC = "distributed", "rpc"  # engines
-ENGINES = {DISTRIBUTED: "torch.distributed", RPC: "torch RPC"}
 
 
 class Rendezvous:
@@ -65,7 +61,6 @@ class Rendezvous:
         address: "host:port".
         host: the address that ``bind`` stands for.
         token: the secret.
-        engine: that nodes must have been started for, "distributed" or "rpc"; set by the carrier.
         deadline_s: of the links of sessions, at both ends; set by the carrier.
 
     Raises:
@@ -73,7 +68,6 @@ class Rendezvous:
             and no token was given.
     """
 
-    engine = DISTRIBUTED
     deadline_s = ANSWER_S
 
     def __init__(
@@ -96,7 +90,7 @@ class Rendezvous:
         self.token = given or secrets.token_hex(TOKEN_BYTES).encode()
         self._open: dict[int, int] = {}  # by node, the epoch in which it may join
         self._offered: set[tuple[int, int] | None] = set()  # offers that a node has not accepted yet
-        self._joined: dict[tuple[int, int], Link] = {}  # by node and epoch, until ``joined`` takes it
+        self._joined: dict[tuple[int, int], AuthenticatedLink] = {}  # by node and epoch, until ``joined`` takes it
         self._connections: dict[SocketLink, bool] = {}  # and whether they know the token
         self._refused, self._last_refused = 0, ""
         self._folder: Path | None = None
@@ -121,7 +115,7 @@ class Rendezvous:
         for channel in unused:
             channel.close()
 
-    def joined(self, node: int, epoch: int, within_s: float) -> Link | None:
+    def joined(self, node: int, epoch: int, within_s: float) -> AuthenticatedLink | None:
         """The session's channel to a node that knows the token and has accepted the offer; to be closed by the
         caller. None: there is none after so many seconds.
         """
@@ -151,7 +145,7 @@ class Rendezvous:
                 return
             self._closed = True
             folder, self._folder = self._folder, None
-            connections: list[SocketLink | Link] = [*self._connections, *self._joined.values()]
+            connections: list[Link] = [*self._connections, *self._joined.values()]
             self._joined.clear()
             self._changed.notify_all()
         with contextlib.suppress(OSError):
@@ -210,11 +204,11 @@ class Rendezvous:
         with self._changed:
             self._refused, self._last_refused = self._refused + 1, whom
 
-    def _offer(self, connection: SocketLink, channel: Link) -> bool:
+    def _offer(self, connection: SocketLink, channel: AuthenticatedLink) -> bool:
         """Offer what is free, until something is accepted; False: it does not count any more."""
         while True:
             found = self._claim(hear(channel)["node"])
-            told = {"count": self.count, "engine": self.engine, "deadline_s": self.deadline_s}
+            told = {"count": self.count, "deadline_s": self.deadline_s}
             node, epoch = found or (None, None)
             try:
                 say(channel, **told, node=node, epoch=epoch)
@@ -246,109 +240,6 @@ class Rendezvous:
             if found is not None:
                 self._offered.add(found)
             return found
-
-
-@dataclass(frozen=True)
-class Membership:
-    """What a node needs for one session: among others the channel to the main process, which the caller closes."""
-
-    node: int
-    epoch: int
-    host: str
-    deadline_s: float
-    channel: Link
-
-
-class Member:
-    """A node's end.
-
-    Args:
-        address, token: as the main process has them.
-        node: its number; None: any that is free.
-        engine: "distributed" or "rpc". The main process cannot choose another one.
-        within_s: seconds until the main process must listen there.
-        patience_s: how long a main process that was met once may be out of reach (a network that is cut). One whose
-            machine says that its port is closed has ended.
-
-    Raises:
-        BadOption: the address or the engine is none.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        token: bytes,
-        node: int | None = None,
-        *,
-        engine: str = DISTRIBUTED,
-        within_s: float = 600.0,
-        patience_s: float = 600.0,
-    ) -> None:
-        host, colon, port = address.rpartition(":")
-        if not colon or not port.isdecimal():
-            raise BadOption(f"address={address!r} should be 'host:port'; the main process' Rendezvous.address is.")
-        if engine not in ENGINES:
-            raise BadOption(f"engine={engine!r} is unknown; there are {', '.join(ENGINES)}.")
-        self._endpoint, self._token, self._engine = (host.strip("[]"), int(port)), token, engine
-        self._node, self._within_s, self._patience_s = node, within_s, patience_s
-        self._met = False
-
-    def join(self) -> Membership | None:
-        """Wait until the main process admits this node to a session.
-
-        Returns:
-            None: the main process has ended.
-
-        Raises:
-            WrongToken: what listens there does not know the token.
-            BadOption: the main process has no node of this number, or another engine.
-            LinkLost: it was out of reach for too long.
-        """
-        reached = time.monotonic()
-        pause = threading.Event()
-        while True:
-            try:
-                with contextlib.ExitStack() as failed:
-                    connection = self._connected()
-                    failed.callback(connection.close)
-                    channel = authenticate(connection, self._token, main=False)
-                    self._met, reached = True, time.monotonic()
-                    while (found := self._ask(channel)) is None:
-                        reached = time.monotonic()
-                    connection.know(found.deadline_s)
-                    failed.pop_all()
-                    return found
-            except WrongToken:
-                raise
-            except ConnectionRefusedError:
-                if self._met:
-                    return None
-            except (LinkLost, OSError):  # it has just ended, or the network was cut, or something else listens there
-                pass
-            limit = self._patience_s if self._met else self._within_s
-            if time.monotonic() - reached > limit:
-                host, port = self._endpoint
-                raise LinkLost(f"The main process at {host}:{port} could not be reached for {limit:g} s.")
-            pause.wait(POLL_S)
-
-    def _connected(self) -> SocketLink:
-        return SocketLink(socket.create_connection(self._endpoint, timeout=1.0), ANSWER_S)
-
-    def _ask(self, channel: Link) -> Membership | None:
-        say(channel, node=self._node)
-        told = hear(channel)
-        if told["engine"] != self._engine:
-            theirs = ENGINES.get(told["engine"], told["engine"])
-            raise BadOption(
-                f"The collector connects its nodes by {theirs}, but this node was started for {ENGINES[self._engine]}: "
-                f"start it with `muster node --engine {told['engine']}`, or run_node(engine={told['engine']!r})."
-            )
-        if self._node is not None and self._node >= told["count"]:
-            raise BadOption(f"node={self._node}: the main process expects {told['count']} nodes, numbered from 0.")
-        if told["node"] is None:
-            return None
-        say(channel, accepted=True)
-        return Membership(told["node"], told["epoch"], self._endpoint[0], told["deadline_s"], channel)
 
 
 def say(channel: Link, **record: Any) -> None:
@@ -397,14 +288,6 @@ def is_loopback(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ip_address(host).is_loopback
     return False
-
-
-def local_address(host: str) -> str:
-    """The address of this machine from which ``host`` is reached."""
-    family, _, _, _, remote = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # nothing is sent
-        probe.connect(remote)
-        return str(probe.getsockname()[0])
 
 
 def _read_secret(path: Path) -> bytes:

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from muster.cluster.link import Block, Carrier, Link, LinkLost
+from muster.cluster.carrier import Carrier
+from muster.cluster.link import Block, Link, LinkLost
 from muster.cluster.messages import WEIGHTS, Tell
 from muster.cluster.node_main import NodeMain
 from muster.cluster.session_end import Outgoing, SessionEnd

@@ -27,7 +27,6 @@ from muster.cluster.link import AGENT, LinkLost
 from muster.cluster.rendezvous import Rendezvous, is_loopback, write_token
 from muster.errors import BadOption
 from muster.restore.pickling import dumps, loads
-from muster.utils.whole_files import write_whole
 from muster.workers.channel import Channel
 from muster.workers.launch import fork_server_here
 
@@ -49,7 +48,6 @@ COMMAND_S = 60.0  # for squeue, scancel, sinfo
 POLL_S, SLOWEST_POLL_S = 2.0, 30.0  # between two calls of squeue, for all jobs of a launcher together
 END_S = 5.0
 TAIL_BYTES, TAIL_LINES = 4096, 15
-LOCAL_FILES = "_submitted.pkl", "_result.pkl", "_log.err", "_log.out"  # as submitit's
 
 
 class SubmititLauncher(Launcher):
@@ -110,7 +108,7 @@ class SubmititLauncher(Launcher):
         token = self.folder / f"token-{secrets.token_hex(8)}"
         write_token(token, rendezvous.token)
         try:
-            arguments = (rendezvous.address, node, str(token), self._target, rendezvous.engine)
+            arguments = (rendezvous.address, node, str(token), self._target)
             return self._jobs.submit(f"muster-node-{node}", node_job, *arguments, secret=token)
         except BaseException:
             token.unlink(missing_ok=True)
@@ -211,15 +209,15 @@ class LocalJob(Process):
     """A job as a process of this machine, where there is no SLURM; as ``Job`` otherwise."""
 
     def __init__(self, folder: Path, name: str, call: tuple[Callable[..., Any], Any], secret: Path | None) -> None:
-        self._secret = secret
-        self._files = [folder / f"{name}-{secrets.token_hex(4)}{end}" for end in LOCAL_FILES]
-        write_whole(self._files[0], [dumps(call, name)], mode=0o600)
-        super().__init__("muster.cluster.submitit:local_job", name, self._files)
+        self._secret, self._outcome = secret, b""
+        log = folder / f"{name}-{secrets.token_hex(4)}_log"
+        self._errors = log.with_suffix(".err")
+        super().__init__("muster.cluster.submitit:local_job", name, (dumps(call, name), log))
         self.job_id = str(self._child.pid)
 
     def ended(self) -> str | None:
         why = super().ended()
-        return None if why is None else f"{why}; {_tail(self._files[2])}"
+        return None if why is None else f"{why}; {_tail(self._errors)}"
 
     def end(self) -> None:
         super().end()
@@ -227,12 +225,15 @@ class LocalJob(Process):
             self._secret.unlink(missing_ok=True)
 
     def has_result(self) -> bool:
-        return self._files[1].exists()
+        if not self._outcome and self._channel.poll():
+            with contextlib.suppress(EOFError):
+                self._outcome = self._channel.receive()[0]
+        return bool(self._outcome)
 
     def result(self) -> Any:
         if not self.has_result():
             raise RuntimeError(self.ended())
-        value, why = loads(self._files[1].read_bytes(), "result of a job")
+        value, why = loads(self._outcome, "result of a job")
         self.end()
         if why:
             raise RuntimeError(why)
@@ -242,11 +243,11 @@ class LocalJob(Process):
 def local_job(channel: Channel) -> None:
     """The process of a ``LocalJob``."""
     fork_server_here()  # while there is one thread
-    (call, result, errors, output), _ = channel.receive()
-    for number, path in ((1, output), (2, errors)):
-        with path.open("ab") as file:
+    (call, log), _ = channel.receive()
+    for number, ending in ((1, ".out"), (2, ".err")):
+        with log.with_suffix(ending).open("ab") as file:
             os.dup2(file.fileno(), number)
-    function, args = loads(call.read_bytes(), "job")
+    function, args = loads(call, "job")
     outcome = None, ""
     try:
         outcome = function(*args), ""
@@ -254,7 +255,7 @@ def local_job(channel: Channel) -> None:
         outcome = None, traceback.format_exc()
         raise
     finally:
-        write_whole(result, [dumps(outcome, "result of a job")], mode=0o600)
+        channel.send(dumps(outcome, "result of a job"))
 
 
 class Queue:
@@ -307,16 +308,16 @@ class Queue:
             self._states.update({job: states.get(job, GONE) for job in jobs})
 
 
-def node_job(address: str, node: int, token: str, target: str, engine: str) -> bool:
+def node_job(address: str, node: int, token: str, target: str) -> bool:
     """What the job of a node runs; see ``run_node``.
 
     Args:
         token: path of the file with the token.
     """
     die_when_told()
-    from muster.cluster.torch_distributed import run_node
+    from muster.cluster.joining import run_node
 
-    return run_node(address, node, token, target=target, engine=engine)
+    return run_node(address, node, token, target=target)
 
 
 def die_when_told() -> None:

@@ -69,7 +69,7 @@ class DelayedLauncher(Launcher):
         with self._lock:
             if self._published != rendezvous.address:
                 self.check(rendezvous.host)
-                told = json.dumps([rendezvous.address, self._target, rendezvous.engine]).encode()
+                told = json.dumps([rendezvous.address, self._target]).encode()
                 write_whole(self._folder / ADDRESS, [told], mode=0o600)
                 self._published = rendezvous.address
 
@@ -99,7 +99,7 @@ def submitit_delayed_launcher(
 
     Args:
         num_jobs: nodes; as many as the collector has.
-        framework: "distributed" or "rpc"; taken for TorchRL's sake: nodes learn it from the main job.
+        framework: "distributed" or "rpc"; taken for TorchRL's sake, without effect.
         backend: likewise.
         tcpport: likewise.
         submitit_main_conf: of the main job; see ``slurm_kwargs`` of ``SubmititLauncher``.
@@ -176,8 +176,8 @@ def delayed_node_job(folder: str, node: int) -> None:
     here, pause = Path(folder), threading.Event()
     while not (here / ADDRESS).exists():
         pause.wait(POLL_S)
-    address, target, engine = json.loads((here / ADDRESS).read_bytes())
-    if node_job(address, node, str(here / "token"), target, engine):
+    address, target = json.loads((here / ADDRESS).read_bytes())
+    if node_job(address, node, str(here / "token"), target):
         _done(here, node).touch()
 
 

@@ -45,7 +45,7 @@ class TorchrunLauncher(Launcher):
     """
 
     name = "torchrun"
-    advice = "Ranks above 0 have to call muster.cluster.torch_distributed.run_node()."
+    advice = "Ranks above 0 have to call muster.cluster.joining.run_node()."
 
     def __init__(self) -> None:
         if torchrun_rank() != 0:

@@ -9,7 +9,7 @@ from functools import cached_property
 from inspect import signature
 from typing import Any
 
-from muster.cluster.link import Carrier
+from muster.cluster.carrier import Carrier
 from muster.collectors.multi_options import PoolOptions
 from muster.collectors.setup import factories_of
 from muster.collectors.signatures import check_names

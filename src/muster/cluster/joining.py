@@ -1,0 +1,161 @@
+"""A node's end of the rendezvous: it joins, serves a session, and joins again."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike
+
+from muster.cluster.authenticated_link import WrongToken, authenticate
+from muster.cluster.link import AGENT, Link, LinkLost
+from muster.cluster.rendezvous import ANSWER_S, POLL_S, hear, read_token, say
+from muster.cluster.socket_link import SocketLink
+from muster.cluster.torchrun import find_rendezvous
+from muster.errors import BadOption
+from muster.utils.attributes import named
+from muster.workers.channel import Channel
+from muster.workers.launch import fork_server_here
+
+
+def run_node(
+    address: str | None = None,
+    node: int | None = None,
+    token: bytes | str | PathLike[str] | None = None,
+    *,
+    target: str = AGENT,
+    within_s: float = 600.0,
+    patience_s: float = 600.0,
+) -> bool:
+    """Be a node, until the main process says goodbye or is gone. After a lost link, it joins again.
+
+    Args:
+        address: "host:port" of the main process; None: under torchrun.
+        node: its number; None: any that is free (under torchrun: the rank less 1).
+        token: bytes, or the path of a file; None: as MUSTER_TOKEN_FILE or MUSTER_TOKEN say.
+        target: the function that serves, ``"module:function"``.
+        within_s: seconds until the main process must listen.
+        patience_s: seconds for which it may be out of reach later.
+
+    Returns:
+        Whether it said goodbye.
+
+    Raises:
+        WrongToken: this node has another token than the main process.
+        LinkLost: the main process could not be reached for too long.
+        BadOption: there is no token, or no address.
+    """
+    secret = read_token(token)
+    if address is None:
+        address, number, secret = find_rendezvous(secret, within_s)
+        node = number if node is None else node
+    if secret is None:
+        raise BadOption("A node needs the token of its main process: token=, or MUSTER_TOKEN_FILE (a file's path).")
+    serve: Callable[[Link, int], bool] = named(target)
+    member = Member(address, secret, node, within_s=within_s, patience_s=patience_s)
+    while (membership := member.join()) is not None:
+        try:
+            if serve(membership.channel, membership.node):
+                return True
+        finally:
+            membership.channel.close()
+    return False
+
+
+def node_main(channel: Channel) -> None:
+    """The process of a node that ``MpLauncher`` has started."""
+    fork_server_here()  # while there is one thread
+    (address, node, token, target), _ = channel.receive()
+    run_node(address, node, token, target=target)
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What a node needs for one session: among others the channel to the main process, which the caller closes."""
+
+    node: int
+    epoch: int
+    deadline_s: float
+    channel: Link
+
+
+class Member:
+    """A node's end.
+
+    Args:
+        address, token: as the main process has them.
+        node: its number; None: any that is free.
+        within_s: seconds until the main process must listen there.
+        patience_s: how long a main process that was met once may be out of reach (a network that is cut). One whose
+            machine says that its port is closed has ended.
+
+    Raises:
+        BadOption: the address is none.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: bytes,
+        node: int | None = None,
+        *,
+        within_s: float = 600.0,
+        patience_s: float = 600.0,
+    ) -> None:
+        host, colon, port = address.rpartition(":")
+        if not colon or not port.isdecimal():
+            raise BadOption(f"address={address!r} should be 'host:port'; the main process' Rendezvous.address is.")
+        self._endpoint, self._token = (host.strip("[]"), int(port)), token
+        self._node, self._within_s, self._patience_s = node, within_s, patience_s
+        self._met = False
+
+    def join(self) -> Membership | None:
+        """Wait until the main process admits this node to a session.
+
+        Returns:
+            None: the main process has ended.
+
+        Raises:
+            WrongToken: what listens there does not know the token.
+            BadOption: the main process has no node of this number.
+            LinkLost: it was out of reach for too long.
+        """
+        reached = time.monotonic()
+        pause = threading.Event()
+        while True:
+            try:
+                with contextlib.ExitStack() as failed:
+                    connection = SocketLink(socket.create_connection(self._endpoint, timeout=1.0), ANSWER_S)
+                    failed.callback(connection.close)
+                    channel = authenticate(connection, self._token, main=False)
+                    self._met, reached = True, time.monotonic()
+                    while (found := self._ask(channel)) is None:
+                        reached = time.monotonic()
+                    connection.know(found.deadline_s)
+                    failed.pop_all()
+                    return found
+            except WrongToken:
+                raise
+            except ConnectionRefusedError:
+                if self._met:
+                    return None
+            except (LinkLost, OSError):  # it has just ended, or the network was cut, or something else listens there
+                pass
+            limit = self._patience_s if self._met else self._within_s
+            if time.monotonic() - reached > limit:
+                host, port = self._endpoint
+                raise LinkLost(f"The main process at {host}:{port} could not be reached for {limit:g} s.")
+            pause.wait(POLL_S)
+
+    def _ask(self, channel: Link) -> Membership | None:
+        say(channel, node=self._node)
+        told = hear(channel)
+        if self._node is not None and self._node >= told["count"]:
+            raise BadOption(f"node={self._node}: the main process expects {told['count']} nodes, numbered from 0.")
+        if told["node"] is None:
+            return None
+        say(channel, accepted=True)
+        return Membership(told["node"], told["epoch"], told["deadline_s"], channel)
