@@ -15,14 +15,13 @@ from muster.cluster.link import Block
 from muster.cluster.messages import NodeSetup
 from muster.cluster.node_proxy import NodeProxy
 from muster.cluster.nodes import Nodes
-from muster.cluster.session import Session
 from muster.memory.views import Order as DimOrder
 from muster.observing.stats import InferenceStats
 from muster.restore.crash_report import CrashDirectory
 from muster.restore.pickling import dumps
 from muster.utils.interrupts import allowed
 from muster.workers.config import PoolConfig, WorkerPlace
-from muster.workers.lives import Watcher, WorkerState, news, unlike
+from muster.workers.lives import Watcher, WorkerState, listed, news, unlike
 from muster.workers.messages import GroupInfo, RolloutResult
 from muster.workers.pool import WorkerPool
 
@@ -38,6 +37,7 @@ class NodePool(Watcher):
         apart: see ``NodeProxy``.
 
     Attributes:
+        nodes: over all sessions with them.
         proxies: of the nodes.
         wake_up: rings when one has something to say.
         crash_directory: for crash reports of all nodes.
@@ -45,7 +45,7 @@ class NodePool(Watcher):
 
     def __init__(self, nodes: Nodes, config: PoolConfig, layout: DimOrder, *, apart: bool) -> None:
         super().__init__(config, elastic=nodes.enough is not None)
-        self._nodes, self.wake_up = nodes, nodes.wake_up
+        self.nodes, self.wake_up = nodes, nodes.wake_up
         self.crash_directory = CrashDirectory(config.crash_dir)
         policy = Block(np.frombuffer(config.policy, np.uint8))
         digest = hashlib.sha256(config.policy).digest()
@@ -56,10 +56,6 @@ class NodePool(Watcher):
                 setup = NodeSetup(part, tuple(sys.path), digest, buffer, layout)
                 self.proxies.append(NodeProxy(number, setup, policy, self, apart=apart or buffer is not None))
         self.handles = self.proxies
-
-    def session(self, node: int) -> Session:
-        """Call a node."""
-        return self._nodes.session(node)
 
     # --- as ``Supervisor`` --------------------------------------------------------------------------
 
@@ -99,7 +95,7 @@ class NodePool(Watcher):
 
     def end(self) -> None:
         """Let nodes wait for the next session."""
-        self._nodes.end_sessions()
+        self.nodes.end_sessions()
 
     def _held(self) -> ExitStack:
         """A context; nodes get what they are given in it as one request."""
@@ -113,14 +109,24 @@ class NodePool(Watcher):
         """Raises what became of a node instead."""
 
         def lack(there: list[NodeProxy]) -> int:
-            return (self._nodes.enough or 0) - len(there)
+            return (self.nodes.enough or 0) - len(there)
 
         while lack([proxy for proxy in self.proxies if proxy.infos is not None]) > 0:
+            self._slow.look()
             self.wait(None, revives=False)
             alive = [proxy for proxy in self.proxies if proxy.alive]
             for proxy in self.proxies:
                 if not proxy.alive and (not proxy.session.late or lack(alive) > 0):
                     self._raise_once(proxy)
+
+    def missing(self) -> str:
+        absent = [proxy for proxy in self.proxies if proxy.infos is None]
+        joining = [proxy.index for proxy in absent if proxy.phase == "join"]
+        building = [proxy.index for proxy in absent if proxy.phase != "join"]
+        found = [f"{listed('node', joining)} to join at {self.nodes.carrier.address}"] if joining else []
+        found += [f"{listed('node', building)} to construct environments"] if building else []
+        lack = (self.nodes.enough or 0) - len(self.proxies) + len(absent)
+        return f"{lack} of " * self.elastic + " and ".join(found) if found else ""
 
     # --- Watch ------------------------------------------------------------------------------------
 
@@ -188,7 +194,7 @@ class NodeServers:
 
     def stats(self) -> InferenceStats:
         """Over all nodes."""
-        told = [proxy.inference for proxy in self._proxies if proxy.inference is not None]
+        told = [proxy.told.inference for proxy in self._proxies if proxy.told.inference is not None]
         return InferenceStats(sum(s.calls for s in told), sum(s.rows for s in told), sum(s.busy_s for s in told))
 
 

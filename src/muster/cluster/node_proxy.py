@@ -15,7 +15,7 @@ from muster.cluster.session import Session
 from muster.cluster.session_end import BEAT_S
 from muster.memory.slots import Slot
 from muster.memory.specs import Array
-from muster.observing.stats import InferenceStats, WorkerStats
+from muster.observing.stats import WorkerStats
 from muster.utils.interrupts import postponed
 from muster.workers.config import WorkerPlace
 from muster.workers.counters import FrameCounters, NodeCounts
@@ -97,7 +97,7 @@ class NodeProxy(Proxy):
         self.starts += 1
         self.infos = self.error = self._held = self._answer = None
         self.told = Told()
-        self.session = self._pool.session(self.index)
+        self.session = self._pool.nodes.session(self.index)
         self.session.post(Tell(NodeMain.set_up, (self.setup,)), self._policy, self.session.next_tag())
         self.session.post_weights()
         self.session.post(Tell(NodeMain.start))
@@ -327,11 +327,6 @@ class NodeProxy(Proxy):
                 counters[number].add_counts(counts, before.get(number, NodeCounts()))
             for number in told.dropped:
                 counters[number].dropped = True
-
-    @property
-    def inference(self) -> InferenceStats | None:
-        """What its server has done."""
-        return self.told.inference
 
     def joined(self, node: Joined) -> None:
         """It is there."""
