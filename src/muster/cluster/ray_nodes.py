@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -77,7 +77,12 @@ class RayCarrier(Carrier):
 
 
 class RayLauncher(Launcher):
-    """Starts nodes as actors."""
+    """Starts nodes as actors.
+
+    Attributes:
+        configs: options of the actor of each node.
+        used: Ray nodes on which actors have run.
+    """
 
     name = "ray"
     advice = ""
@@ -86,7 +91,7 @@ class RayLauncher(Launcher):
         self, configs: Sequence[dict[str, Any] | None], ray_init_config: Mapping[str, Any] | None, target: str
     ) -> None:
         self._target = target
-        self._used: set[str] = set()  # Ray nodes
+        self.used: set[str] = set()
         self._lease = Lease(ray_init_config)
         try:
             self._class = actor_class("muster.cluster.ray_nodes:ActorMain")
@@ -98,59 +103,51 @@ class RayLauncher(Launcher):
             raise
 
     def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> NodeActor:
-        def make() -> tuple[Any, Any, Any]:
-            try:
-                actor = self._elsewhere(node).remote(search_path(), self._target)
-                return actor, call(actor, "hello"), call(actor, "serve", rendezvous.address, node, rendezvous.token)
-            except LOST as error:
-                raise LinkLost(f"Node {node} could not be started: {first_line(error)}") from error
-
-        return NodeActor(f"node {node}", make, self._used, lambda: _lack(self.configs[node]))
+        return NodeActor(self, node, rendezvous)
 
     def close(self) -> None:
         self._lease.close()
 
-    def _elsewhere(self, node: int) -> Any:
-        """The class of the actor, kept off machines that are dead: it takes Ray a while to notice, 15 s or more."""
+    def actor(self, node: int) -> Any:
+        """A new actor, kept off machines that are dead: it takes Ray a while to notice, 15 s or more."""
         listed = {one["NodeID"]: one for one in ray.nodes() if one["Alive"]}  # type: ignore[no-untyped-call]
-        dead = [one for one in self._used & listed.keys() if not _is_up(listed[one])]
+        dead = [one for one in self.used & listed.keys() if not _is_up(listed[one])]
         config = self.configs[node]
         if dead:
             config = config | {
                 "label_selector": {NODE_LABEL: f"!in({','.join(dead)})"} | config.get("label_selector", {})
             }
-        return self._class.options(**config)
+        return self._class.options(**config).remote(search_path(), self._target)
 
 
 class NodeActor:
-    """An actor that is a node, or waits for a machine (``Started``).
+    """An actor that is a node, or waits for a machine (``Started``)."""
 
-    Args:
-        name: for people.
-        make: gives the actor, the call that says where it is, and the call that is the life of the node.
-        used: Ray nodes on which actors have run.
-        lack: why it is not there, for people.
-    """
-
-    def __init__(
-        self, name: str, make: Callable[[], tuple[Any, Any, Any]], used: set[str], lack: Callable[[], str]
-    ) -> None:
-        self._name, self._make, self._used, self._lack = name, make, used, lack
+    def __init__(self, launcher: RayLauncher, node: int, rendezvous: Rendezvous) -> None:
+        self._launcher, self._node, self._rendezvous = launcher, node, rendezvous
         self._where = ""
-        self._actor, self._hello, self._serving = make()
+        self._begin()
+
+    def _begin(self) -> None:
+        try:
+            self._actor = self._launcher.actor(self._node)
+            self._hello = call(self._actor, "hello")
+            self._serving = call(self._actor, "serve", self._rendezvous.address, self._node, self._rendezvous.token)
+        except LOST as error:
+            raise LinkLost(f"Node {self._node} could not be started: {first_line(error)}") from error
 
     def __str__(self) -> str:
         return "Ray actor"
 
     @property
     def state(self) -> str:
-        return f"on {self._where}" if self._where else self._lack()
+        return f"on {self._where}" if self._where else _lack(self._launcher.configs[self._node])
 
     def ended(self, within_s: float = 0.0) -> str | None:
         try:
             if not self._where and arrived(self._hello, within_s):
                 host, ray_node, pid = ray.get(self._hello)
-                self._used.add(ray_node)
+                self._launcher.used.add(ray_node)
                 self._where = f"{host}, Ray node {ray_node[:8]}, process {pid}"
             if not self._where or not arrived(self._serving, within_s):
                 return None
@@ -161,13 +158,13 @@ class NodeActor:
         except LOST as error:
             if self._where or NODE_DIED not in str(error):
                 return first_line(error).rstrip(".")
-            self._actor, self._hello, self._serving = self._make()
+            self._begin()
             return None
 
     def lost(self, why: LinkLost) -> LinkLost:
         """The error of its link, with what Ray says of the actor, if it soon does."""
         ended = self.ended(WHY_S)
-        return LinkLost(f"{self._name} ({self._where}) is lost: {ended or why}")
+        return LinkLost(f"node {self._node} ({self._where}) is lost: {ended or why}")
 
     def end(self) -> None:
         with contextlib.suppress(*LOST):
