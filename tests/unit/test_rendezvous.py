@@ -151,15 +151,10 @@ class TestTokens:
         with contextlib.closing(Rendezvous(1)) as rendezvous:
             assert rendezvous.token == TOKEN
 
-    def test_file_of_a_rendezvous_is_read_by_its_user_only_and_removed(self, rendezvous):
-        path = rendezvous.token_file()
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-        assert read_token(path) == rendezvous.token
-        assert rendezvous.token_file() == path
-        rendezvous.close()
-        rendezvous.close()
-        assert not path.parent.exists()
+    def test_file_that_is_written_is_read_by_its_user_only(self, tmp_path):
+        write_token(tmp_path / "token", TOKEN)
+        assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
+        assert read_token(tmp_path / "token") == TOKEN
 
     @pytest.mark.parametrize("mode", [0o640, 0o604])
     def test_file_that_others_may_read_is_refused(self, tmp_path, mode):
@@ -309,7 +304,7 @@ class TestWaitingNodes:
         rendezvous = Rendezvous(1)
         carrier = Carrier(launcher=Launcher(), rendezvous=rendezvous)
         ends = []
-        arguments = (rendezvous.address, None, rendezvous.token_file())
+        arguments = (rendezvous.address, None, rendezvous.token)
         thread = threading.Thread(target=lambda: ends.append(run_node(*arguments, target=INTRODUCED)))
         thread.start()
         try:

@@ -43,7 +43,7 @@ class NodeCommand:
 
 @dataclass(frozen=True)
 class ClusterCommand:
-    """Say how to collect with workers on nodes (other machines), and which engines for that are here."""
+    """Say how to collect with workers on nodes (other machines), and what is installed for that."""
 
 
 def node(command: NodeCommand) -> int:
@@ -184,15 +184,14 @@ def _token(needed: str = "") -> bytes | None:
 def cluster(_: ClusterCommand) -> int:
     """Run the command: what is installed, by backend, and how it is used. Nothing of it is imported or started."""
     ray, submitit = installed("ray"), installed("submitit")
-    gloo = f"torch.distributed of {installed('torch') or 'torch'}"
     alone = "" if shutil.which("srun") else "; without SLURM, jobs are processes of this machine"
 
     rows = [
-        ("mp", f"{gloo}: nodes are processes of this machine"),
+        ("mp", "nodes are processes of this machine"),
         ("", "muster collect ENV --frames N --backend mp --nodes 2"),
-        ("torchrun", f"{gloo}: the first rank collects, the others are nodes"),
+        ("torchrun", "the first rank collects, the others are nodes"),
         ("", "torchrun --nproc-per-node=3 -m muster collect ENV --frames N --backend torchrun"),
-        ("manual", f"{gloo}: nodes are started by you, anywhere"),
+        ("manual", "nodes are started by you, anywhere"),
         ("", "muster collect ENV --frames N --backend manual --nodes 2 --bind HOST:PORT"),
         ("", "muster node HOST:PORT"),
         ("ray", f"Ray {ray}" if ray else "not installed: pip install 'muster-rl[ray]'"),

@@ -54,8 +54,8 @@ class Launcher:
             node: its number.
             epoch: which the node may ignore: it asks the rendezvous which one it is.
             rendezvous: has the address, and the token, which must not become visible to other users of the machine:
-                hand it over through a pipe or a file that only this user can read (``rendezvous.token_file()`` is
-                one), not as an argument or in the environment.
+                hand it over through a pipe or a file that only this user can read (``rendezvous.write_token``), not
+                as an argument or in the environment.
 
         Returns:
             None: nothing was started, the node comes by itself.

@@ -69,7 +69,7 @@ class Link(Protocol):
 
     def expect(self, tag: int, memory: Array) -> None:
         """Let the block with this tag arrive in ``memory`` (uint8, exactly as long as the block), without a copy where
-        the engine can. Nothing else may write there until it has come or the link is closed.
+        the link can. Nothing else may write there until it has come or the link is closed.
         """
 
     def receive(self) -> Received:

@@ -51,7 +51,7 @@ from muster.workers.supervision import Supervisor
 
 
 def serve(link: Link, node: int) -> bool:
-    """Do what the main process says, until it says goodbye. Called in the node by the engine, in any thread.
+    """Do what the main process says, until it says goodbye. Called in the node, in any thread.
 
     Args:
         link: the node's end; closed here.

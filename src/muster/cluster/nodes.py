@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 KEPT = 2  # buffers that are free; one is written while the other is on its way
-_OF_ENGINE = {  # by ``Carrier.name``
+_SCHEMES = {  # by ``Carrier.name``
     "torch.distributed": ("DistributedWeightSyncScheme", "RPCWeightSyncScheme"),
     "ray": ("RayWeightSyncScheme",),
 }
@@ -146,18 +146,18 @@ def nodes_transport(nodes: Nodes, given: Any) -> NodesTransport:
     """The transport that is meant by ``weight_sync_schemes`` of a collector with nodes.
 
     Raises:
-        BadOption: it is neither what this collector's engine does anyway, nor "none" or ``NoSync()``.
+        BadOption: it is neither what this collector does anyway, nor "none" or ``NoSync()``.
     """
     if given is None:
         return NodesTransport(nodes)
     names = [given] if isinstance(given, str) else class_names(given)
     if not {"none", "NoSync", "NoWeightSyncScheme"}.isdisjoint(names):
         return NodesTransport(nodes, once=True)
-    engine = nodes.carrier.name
-    fitting = _OF_ENGINE.get(engine, tuple(OF_NODES))
+    name = nodes.carrier.name
+    fitting = _SCHEMES.get(name, tuple(OF_NODES))
     if not set(fitting).isdisjoint(names):
         return NodesTransport(nodes)
     raise BadOption(
-        f"{given!r} is no way to send weights to nodes that {engine} connects: leave weight_sync_schemes out, or give "
+        f"{given!r} is no way to send weights to nodes that {name} connects: leave weight_sync_schemes out, or give "
         f"{' or '.join(fitting)}, which mean the same, or 'none'"
     )

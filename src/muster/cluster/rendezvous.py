@@ -19,10 +19,8 @@ import json
 import os
 import secrets
 import select
-import shutil
 import socket
 import stat
-import tempfile
 import threading
 from ipaddress import ip_address
 from pathlib import Path
@@ -93,7 +91,6 @@ class Rendezvous:
         self._joined: dict[tuple[int, int], AuthenticatedLink] = {}  # by node and epoch, until ``joined`` takes it
         self._connections: dict[SocketLink, bool] = {}  # and whether they know the token
         self._refused, self._last_refused = 0, ""
-        self._folder: Path | None = None
         self._closed = False
         self._changed = threading.Condition()
         self._listener = _listen(self.host, tcp_port)
@@ -130,21 +127,12 @@ class Rendezvous:
                 return ""
             return f" {self._refused} connections were refused; the last one, {self._last_refused}"
 
-    def token_file(self) -> Path:
-        """A file with the token that only this user can read; removed by ``close``."""
-        with self._changed:
-            if self._folder is None:
-                self._folder = Path(tempfile.mkdtemp(prefix="muster-token-"))  # mode 0700
-                write_token(self._folder / "token", self.token)
-            return self._folder / "token"
-
     def close(self) -> None:
         """Stop listening, and close the channels of sessions that have not begun. May be called again."""
         with self._changed:
             if self._closed:
                 return
             self._closed = True
-            folder, self._folder = self._folder, None
             connections: list[Link] = [*self._connections, *self._joined.values()]
             self._joined.clear()
             self._changed.notify_all()
@@ -153,8 +141,6 @@ class Rendezvous:
         self._listener.close()
         for connection in connections:
             connection.close()
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
 
     # --- threads ----------------------------------------------------------------------------------
 
