@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from muster.cluster import joining, torchrun
 from muster.cluster import rendezvous as rendezvous_module
-from muster.cluster.authenticated_link import HANDSHAKE, MAC_BYTES, MAGIC, NONCE_BYTES, WrongToken
+from muster.cluster.authenticated_link import MAC_BYTES, MAGIC, NONCE_BYTES, WrongToken
 from muster.cluster.joining import Member, run_node
 from muster.cluster.link import Block, LinkLost
 from muster.cluster.rendezvous import ANSWER_S, Rendezvous
@@ -35,6 +35,7 @@ TOKEN, OTHER = b"0123456789abcdef", b"another one, as long"
 TARGET = "tests.fakes.link_nodes:introduced"
 DEADLINE_S = 60.0
 LENGTH = struct.Struct("<Q16x")  # and no block
+HANDSHAKE = 2  # messages that each end receives before it knows the other
 NUMBER_OF_MESSAGES = {"main": 3, "node": 4}  # until a node has accepted an offer that was there
 SAID_IN_A_STORE = {  # where nodes met before November 2026
     "run": "r",

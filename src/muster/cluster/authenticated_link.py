@@ -28,7 +28,6 @@ from muster.memory.specs import Array
 MAGIC = b"muster-3"
 NONCE_BYTES = 32
 MAC_BYTES = 32
-HANDSHAKE = 2  # messages that each end receives before it knows the other; they are short
 _PLACE = struct.Struct("<QQQ")  # sequence number, tag, length of the block
 _MAIN, _NODE = b"main", b"node"
 

@@ -97,7 +97,11 @@ class RayLauncher(Launcher):
             self._class = actor_class("muster.cluster.ray_nodes:ActorMain")
             self.configs = [_complete(config) for config in configs]
             for node, config in enumerate(self.configs):
-                _check_options(self._class, config, node)
+                try:
+                    self._class.options(**config)
+                except (ValueError, TypeError) as error:
+                    why = f"{first_line(error)} Ray's own options are expected"
+                    raise BadOption(f"remote_configs of node {node}: {why}") from error
         except BaseException:
             self._lease.close()
             raise
@@ -111,7 +115,11 @@ class RayLauncher(Launcher):
     def actor(self, node: int) -> Any:
         """A new actor, kept off machines that are dead: it takes Ray a while to notice, 15 s or more."""
         listed = {one["NodeID"]: one for one in ray.nodes() if one["Alive"]}  # type: ignore[no-untyped-call]
-        dead = [one for one in self.used & listed.keys() if not _is_up(listed[one])]
+        dead = [
+            name
+            for name in self.used & listed.keys()
+            if not listens(listed[name]["NodeManagerAddress"], listed[name]["NodeManagerPort"])
+        ]
         config = self.configs[node]
         if dead:
             config = config | {
@@ -188,10 +196,6 @@ class ActorMain:
         return run_node(address, node, token, target=self._target)
 
 
-def _is_up(ray_node: Mapping[str, Any]) -> bool:
-    return listens(ray_node["NodeManagerAddress"], ray_node["NodeManagerPort"])
-
-
 def _lack(config: Mapping[str, Any]) -> str:
     """What a node asks for, and what there is."""
     wanted = {name: value for name, value in config.items() if name != "scheduling_strategy"}
@@ -234,10 +238,3 @@ def _complete(config: dict[str, Any] | None) -> dict[str, Any]:
     if ours := OURS & config.keys():
         raise BadOption(f"remote_configs has {', '.join(sorted(ours))}, which Muster sets itself: leave it out")
     return {"scheduling_strategy": "SPREAD"} | config
-
-
-def _check_options(cls: Any, config: Mapping[str, Any], node: int) -> None:
-    try:
-        cls.options(**config)
-    except (ValueError, TypeError) as error:
-        raise BadOption(f"remote_configs of node {node}: {first_line(error)} Ray's own options are expected") from error
