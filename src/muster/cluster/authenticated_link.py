@@ -1,4 +1,4 @@
-"""A link whose messages come from a peer that knows the token, in the order in which they were sent, or not at all.
+"""A link that delivers only messages of a peer that knows the token, unchanged and in order.
 
 ::
 
@@ -6,12 +6,12 @@
     main -> node, node -> main   HMAC(key, "proof", who); key = HMAC(token, "session", both numbers)
     afterwards                   HMAC(key, "message", who, sequence number, tag, length of the block, message), message
 
-All HMACs are HMAC-SHA256. A message is given to the caller, who may unpickle it, only after its own has been compared.
-A message of another session, of the other direction, out of order, or with a block of another tag or length is refused.
+All HMACs are HMAC-SHA256. ``receive`` returns a message, which may be unpickled, only after its HMAC was compared. A
+message of another session, of the other direction, out of order, or with a block of another tag or length is refused.
 
-The contents of blocks are not covered, since that would cost more than sending them: they are numbers, which are never
-unpickled. And nothing is encrypted. Who can change packets between the machines can thus change observations, rewards
-and weights: use a private network.
+The contents of blocks are not authenticated, since that would cost more than sending them. They are numbers, and are
+never unpickled. Nothing is encrypted. A process that can change packets between the machines can thus change
+observations, rewards and weights: use a private network.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _MAIN, _NODE = b"main", b"node"
 
 
 class WrongToken(LinkLost):
-    """The other end does not know the token that this one knows."""
+    """The other end does not know the token of this end."""
 
 
 class AuthenticatedLink:
-    """See the module. Made by ``authenticate``; used as any link.
+    """Implements ``Link``; made by ``authenticate``.
 
     Attributes:
-        explain: gives the error for a lost link, where more is known than the connection says; None: that is all.
+        explain: returns a better error for a lost link; None: the connection's own error is raised.
     """
 
     def __init__(self, link: Link, key: bytes, own: bytes, other: bytes) -> None:
@@ -90,16 +90,16 @@ class AuthenticatedLink:
 
 
 def authenticate(link: Link, token: bytes, *, main: bool) -> AuthenticatedLink:
-    """Prove to the other end that this one knows the token, and have it do the same; closes the link if it does not.
+    """Prove to the other end that this end knows the token, and check its proof. Closes the link on failure.
 
     Args:
-        link: nothing has been sent through it.
+        link: a new link, without any message sent.
         token: the secret.
         main: whether this is the main process.
 
     Raises:
-        WrongToken: the other end does not know it.
-        LinkLost: the other end is gone, or speaks something else.
+        WrongToken: the other end does not know the token.
+        LinkLost: the other end has exited, or speaks another protocol.
     """
     own, other = (_MAIN, _NODE) if main else (_NODE, _MAIN)
     try:
@@ -131,12 +131,12 @@ def _handshake(link: Link, other: bytes, length: int) -> bytes:
 
 
 def signature(token: bytes, text: bytes) -> str:
-    """For a text that is left where others could change it."""
+    """The HMAC of a text that other processes could change."""
     return _hmac(token, b"text", text).hex()
 
 
 def _hmac(key: bytes, *parts: bytes) -> bytes:
-    """Of parts of which all but the last have a fixed length after the first, which is a constant."""
+    """The HMAC of parts: a constant first, then parts of fixed length, except the last."""
     mac = hmac.new(key, digestmod=hashlib.sha256)
     for part in parts:
         mac.update(part)

@@ -1,4 +1,4 @@
-"""How the main process gets its nodes to join: each is started by a launcher, and finds the rendezvous.
+"""Starts the nodes of a collector, and waits until each has joined at the rendezvous.
 
 The connection through which a node has joined is the link of its session.
 """
@@ -17,15 +17,15 @@ JOIN_POLL_S = 0.02
 
 
 class Carrier:
-    """All nodes of a collector.
+    """Connects the nodes of a collector.
 
     Args:
-        launcher: starts nodes.
-        rendezvous: where they find this process; closed by ``close``.
-        deadline_s: seconds without anything after which a link is lost.
+        launcher: starts the nodes; closed by ``close``.
+        rendezvous: where they join; closed by ``close``.
+        deadline_s: seconds without a message after which a link is lost.
 
     Attributes:
-        name: how nodes are connected, for people.
+        name: of the connection, for messages to the user.
     """
 
     name = "torch.distributed"
@@ -48,11 +48,11 @@ class Carrier:
         Args:
             node: its number, from 0.
             epoch: 0, and one more each time that the node has to be started again.
-            within_s: seconds until the node must be there (infinity: no deadline).
-            given_up: set when the node is not wanted any more: raise LinkLost soon.
+            within_s: seconds for the node to join (infinity: no deadline).
+            given_up: set by the caller to end the waiting with LinkLost.
 
         Raises:
-            LinkLost: it did not come in time, has ended at once, or was given up; the text says which, and what to do.
+            LinkLost: the node did not join in time, exited, or was given up. The text says which, and what to do.
         """
         deadline = time.monotonic() + within_s
         self._end(node)
@@ -66,8 +66,9 @@ class Carrier:
             raise
 
     def close(self) -> None:
-        """End the nodes that the launcher has started, by force if need be, and free the port. All links are closed
-        before. May be called again.
+        """End the nodes that the launcher has started, by force if necessary, and free the port.
+
+        All links are closed before. May be called again.
         """
         with self._lock:
             self._closed = True

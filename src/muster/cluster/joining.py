@@ -1,4 +1,4 @@
-"""A node's end of the rendezvous: it joins, serves a session, and joins again."""
+"""The node's end of the rendezvous: it joins, serves a session, and joins again."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def run_node(
     within_s: float = 600.0,
     patience_s: float = 600.0,
 ) -> bool:
-    """Be a node, until the main process says goodbye or is gone. After a lost link, it joins again.
+    """Run a node until the main process ends the collection or exits. After a lost link, the node joins again.
 
     Args:
-        address: "host:port" of the main process; None: under torchrun.
-        node: its number; None: any that is free (under torchrun: the rank less 1).
-        token: bytes, or the path of a file; None: as MUSTER_TOKEN_FILE or MUSTER_TOKEN say.
-        target: the function that serves, ``"module:function"``.
-        within_s: seconds until the main process must listen.
-        patience_s: seconds for which it may be out of reach later.
+        address: "host:port" of the main process. None: the address that rank 0 of torchrun has published.
+        node: number of this node. None: any free number (under torchrun: the rank less 1).
+        token: bytes, or the path of a file. None: the environment variable MUSTER_TOKEN_FILE or MUSTER_TOKEN.
+        target: the function that serves a session, ``"module:function"``.
+        within_s: seconds for the main process to listen.
+        patience_s: seconds for which the main process may be unreachable later.
 
     Returns:
-        Whether it said goodbye.
+        True if the main process ended the collection, False if it exited without that.
 
     Raises:
         WrongToken: this node has another token than the main process.
-        LinkLost: the main process could not be reached for too long.
-        BadOption: there is no token, or no address.
+        LinkLost: the main process was unreachable for too long.
+        BadOption: the token or the address is missing.
     """
     secret = read_token(token)
     if address is None:
@@ -74,7 +74,7 @@ def node_main(channel: Channel) -> None:
 
 @dataclass(frozen=True)
 class Membership:
-    """What a node needs for one session: among others the channel to the main process, which the caller closes."""
+    """A session that the node has joined. The caller closes ``channel``, which goes to the main process."""
 
     node: int
     epoch: int
@@ -83,17 +83,17 @@ class Membership:
 
 
 class Member:
-    """A node's end.
+    """Joins sessions, one after another.
 
     Args:
-        address, token: as the main process has them.
-        node: its number; None: any that is free.
-        within_s: seconds until the main process must listen there.
-        patience_s: how long a main process that was met once may be out of reach (a network that is cut). One whose
-            machine says that its port is closed has ended.
+        address, token: of the main process.
+        node: number of this node; None: any free number.
+        within_s: seconds for the main process to listen.
+        patience_s: seconds for which a main process that was reached once may be unreachable (a network that is cut).
+            If its machine refuses the connection, it has ended.
 
     Raises:
-        BadOption: the address is none.
+        BadOption: the address is not "host:port".
     """
 
     def __init__(
@@ -119,9 +119,9 @@ class Member:
             None: the main process has ended.
 
         Raises:
-            WrongToken: what listens there does not know the token.
+            WrongToken: the process that listens there does not know the token.
             BadOption: the main process has no node of this number.
-            LinkLost: it was out of reach for too long.
+            LinkLost: it was unreachable for too long.
         """
         reached = time.monotonic()
         pause = threading.Event()
@@ -142,7 +142,7 @@ class Member:
             except ConnectionRefusedError:
                 if self._met:
                     return None
-            except (LinkLost, OSError):  # it has just ended, or the network was cut, or something else listens there
+            except (LinkLost, OSError):  # it has just ended, the network was cut, or another program listens there
                 pass
             limit = self._patience_s if self._met else self._within_s
             if time.monotonic() - reached > limit:

@@ -1,7 +1,7 @@
 """Nodes as Ray actors: Ray finds a machine for each, and starts it there.
 
-The actor then joins as any other node does, and its link is its connection to this process. It gets the token as an
-argument, by Ray: who can read that, can run code in the cluster anyway.
+The actor then joins like any other node, and its link is its connection to this process. It gets the token as an
+argument, through Ray: a process that can read it can run code in the cluster anyway.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from muster.utils.attributes import named
 
 DEFAULT_CONFIG = {"num_cpus": 1, "memory": 2 * 1024**3}
 DEFAULT_GPUS = 0.2
-OURS = {  # options of an actor that are no user's business
+OURS = {  # options of an actor that Muster sets
     "concurrency_groups", "get_if_exists", "lifetime", "max_concurrency", "max_pending_calls", "max_restarts",
     "max_task_retries", "name", "num_returns",
 }  # fmt: skip
-NODE_LABEL = "ray.io/node-id"  # that Ray gives to its nodes
-NODE_DIED = "its node has died"  # says Ray
-WHY_S = 1.0  # for Ray to say what has become of an actor whose connection has ended
+NODE_LABEL = "ray.io/node-id"  # Ray's own label
+NODE_DIED = "its node has died"  # in Ray's error
+WHY_S = 1.0  # for Ray to report the end of an actor whose connection has ended
 LOST = (exceptions.RayError, ValueError, RuntimeError)  # the latter two: of a Ray that was shut down
 
 
@@ -113,7 +113,7 @@ class RayLauncher(Launcher):
         self._lease.close()
 
     def actor(self, node: int) -> Any:
-        """A new actor, kept off machines that are dead: it takes Ray a while to notice, 15 s or more."""
+        """A new actor, not on machines that are dead, which Ray notices only after 15 s or more."""
         listed = {one["NodeID"]: one for one in ray.nodes() if one["Alive"]}  # type: ignore[no-untyped-call]
         dead = [
             name
@@ -129,7 +129,7 @@ class RayLauncher(Launcher):
 
 
 class NodeActor:
-    """An actor that is a node, or waits for a machine (``Started``)."""
+    """An actor that is a node, or waits for a machine; implements ``Started``."""
 
     def __init__(self, launcher: RayLauncher, node: int, rendezvous: Rendezvous) -> None:
         self._launcher, self._node, self._rendezvous = launcher, node, rendezvous
@@ -170,7 +170,7 @@ class NodeActor:
             return None
 
     def lost(self, why: LinkLost) -> LinkLost:
-        """The error of its link, with what Ray says of the actor, if it soon does."""
+        """The error of its lost link, with Ray's report on the actor, if that comes soon."""
         ended = self.ended(WHY_S)
         return LinkLost(f"node {self._node} ({self._where}) is lost: {ended or why}")
 
@@ -181,10 +181,10 @@ class NodeActor:
 
 
 class ActorMain:
-    """What runs in the actor's process."""
+    """The object in the actor's process."""
 
     def __init__(self, target: str) -> None:
-        named(target)  # what is wrong with it is said at once
+        named(target)  # raises at once if it does not exist
         self._target = target
 
     def hello(self) -> tuple[str, str, int]:
@@ -192,12 +192,12 @@ class ActorMain:
         return socket.gethostname(), ray.get_runtime_context().get_node_id(), os.getpid()
 
     def serve(self, address: str, node: int, token: bytes) -> bool:
-        """Be the node; see ``run_node``."""
+        """Run the node; see ``run_node``."""
         return run_node(address, node, token, target=self._target)
 
 
 def _lack(config: Mapping[str, Any]) -> str:
-    """What a node asks for, and what there is."""
+    """The resources that a node requests, and those of the cluster."""
     wanted = {name: value for name, value in config.items() if name != "scheduling_strategy"}
     machines = [
         f"{one['NodeManagerAddress']} has " + ", ".join(f"{n} {v:g}" for n, v in _plain(one["Resources"]).items())

@@ -1,13 +1,13 @@
-"""Where nodes find the main process: a port, a token, and the epoch in which every node may join.
+"""The port at which nodes join the main process, with a token, and with the epoch in which each node may join.
 
-Both ends of every connection prove that they know the token (``authenticate``) before either acts on what the other
-says. So what a node is offered comes from a process that knows the token, belongs to this connection alone, and cannot
-be repeated in another one. The connection then is the link of the session. A process that reaches the port without the
+Both ends of every connection prove that they know the token (``authenticate``) before either acts on a message of the
+other. So an offer to a node comes from a process that knows the token, belongs to this connection alone, and cannot be
+repeated in another one. The connection then is the link of the session. A process that reaches the port without the
 token can keep nodes from joining, and nothing else.
 
 ::
 
-    node -> main   {"node": number or null}                  what it wants to be
+    node -> main   {"node": number or null}                  the number that it wants
     main -> node   {"count", "deadline_s", "node", "epoch"}  an offer; "node" is null if there is none yet
     node -> main   {"accepted": true}                        afterwards the connection is the session's
 """
@@ -33,16 +33,16 @@ from muster.errors import BadOption
 from muster.utils.integers import integer
 
 TOKEN_BYTES = 32
-SHORTEST_TOKEN = 16  # bytes; what people make up is to be no shorter
+SHORTEST_TOKEN = 16  # bytes
 LONGEST_TOKEN = 4096
 TOKEN_FILE, TOKEN = "MUSTER_TOKEN_FILE", "MUSTER_TOKEN"
-ANSWER_S = 5.0  # within which a main process that can be reached answers
-PAUSE_S = 1.0  # after which a node without an offer is told that there is none
+ANSWER_S = 5.0  # for an answer of the other end
+PAUSE_S = 1.0  # after which a node without an offer is told so
 POLL_S = 0.1
-ACCEPT_MS = 1000  # after which the thread looks whether it was closed, where closing does not wake it
+ACCEPT_MS = 1000  # after which the thread checks for closing, on systems where closing does not wake it
 BACKLOG = 512
 HIGHEST_PORT = 65535
-STRANGERS = 128  # connections at a time that have not proved yet that they know the token
+STRANGERS = 128  # connections at a time that have not yet proved that they know the token
 
 
 class Rendezvous:
@@ -50,20 +50,20 @@ class Rendezvous:
 
     Args:
         count: of nodes.
-        bind: address (or name) of this machine at which nodes find it; nothing listens anywhere else.
-        tcp_port: 0 takes a free one.
-        token: the secret that nodes must know. None: from the file that MUSTER_TOKEN_FILE names, or from
-            MUSTER_TOKEN, else a random one, if ``bind`` is loopback.
+        bind: address (or name) of this machine at which it listens.
+        tcp_port: port at which it listens; 0: a free one.
+        token: the secret that nodes must know. None: the contents of the file MUSTER_TOKEN_FILE, or MUSTER_TOKEN, else
+            a random one, if ``bind`` is loopback.
 
     Attributes:
         address: "host:port".
-        host: the address that ``bind`` stands for.
+        host: the address of ``bind``.
         token: the secret.
         deadline_s: of the links of sessions, at both ends; set by the carrier.
 
     Raises:
-        BadOption: there is no such port, it is taken, ``bind`` is no address of this machine, or others can reach it
-            and no token was given.
+        BadOption: the port does not exist or is taken, ``bind`` is not an address of this machine, or other machines
+            can reach it and there is no token.
     """
 
     deadline_s = ANSWER_S
@@ -99,13 +99,13 @@ class Rendezvous:
         threading.Thread(target=self._accept, name="muster-rendezvous", daemon=True).start()
 
     def admit(self, node: int, epoch: int) -> None:
-        """Let a node join with this epoch, and no other any more."""
+        """Let a node join with this epoch, and with no other epoch."""
         with self._changed:
             self._open[node] = epoch
             self._changed.notify_all()
 
     def withdraw(self, node: int) -> None:
-        """Refuse all who join as this node until it is admitted again."""
+        """Refuse this node until it is admitted again."""
         with self._changed:
             self._open.pop(node, None)
             unused = [self._joined.pop(key) for key in list(self._joined) if key[0] == node]
@@ -113,22 +113,20 @@ class Rendezvous:
             channel.close()
 
     def joined(self, node: int, epoch: int, within_s: float) -> AuthenticatedLink | None:
-        """The session's channel to a node that knows the token and has accepted the offer; to be closed by the
-        caller. None: there is none after so many seconds.
-        """
+        """The link to a node that has joined, which the caller closes; None: it has not joined in this time."""
         with self._changed:
             self._changed.wait_for(lambda: (node, epoch) in self._joined or self._closed, within_s)
             return self._joined.pop((node, epoch), None)
 
     def refused(self) -> str:
-        """For people: which peers have tried to join without the token; empty: none."""
+        """A sentence for the user about peers without the token; empty if there were none."""
         with self._changed:
             if not self._refused:
                 return ""
             return f" {self._refused} connections were refused; the last one, {self._last_refused}"
 
     def close(self) -> None:
-        """Stop listening, and close the channels of sessions that have not begun. May be called again."""
+        """Stop listening, and close the links of sessions that have not begun. May be called again."""
         with self._changed:
             if self._closed:
                 return
@@ -137,7 +135,7 @@ class Rendezvous:
             self._joined.clear()
             self._changed.notify_all()
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts, where the system can
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread on Linux
         self._listener.close()
         for connection in connections:
             connection.close()
@@ -154,7 +152,7 @@ class Rendezvous:
                 connected, who = self._listener.accept()
             except BlockingIOError:
                 continue
-            except OSError:  # closed; or no descriptors are left, and those who wait have to wait
+            except OSError:  # closed; or no descriptors are left: try again
                 threading.Event().wait(POLL_S)
                 continue
             connection = SocketLink(connected, ANSWER_S)
@@ -168,7 +166,7 @@ class Rendezvous:
             threading.Thread(target=self._attend, args=arguments, name="muster-joining", daemon=True).start()
 
     def _attend(self, connection: SocketLink, where: str) -> None:
-        """To one connection, until it is the channel of a session, or ends."""
+        """Serve one connection until it is the link of a session, or ends."""
         keep = False
         try:
             channel = authenticate(connection, self.token, main=True)
@@ -191,7 +189,7 @@ class Rendezvous:
             self._refused, self._last_refused = self._refused + 1, whom
 
     def _offer(self, connection: SocketLink, channel: AuthenticatedLink) -> bool:
-        """Offer what is free, until something is accepted; False: it does not count any more."""
+        """Offer free numbers until one is accepted; False: the offer was withdrawn meanwhile."""
         while True:
             found = self._claim(hear(channel)["node"])
             told = {"count": self.count, "deadline_s": self.deadline_s}
@@ -214,7 +212,7 @@ class Rendezvous:
                     self._changed.notify_all()
 
     def _claim(self, wanted: int | None) -> tuple[int, int] | None:
-        """A node that may join, with its epoch, of which no other connection has an offer."""
+        """A node that may join and is not offered to another connection, with its epoch; None: there is none."""
 
         def find() -> tuple[int, int] | None:
             free = sorted(item for item in self._open.items() if item not in self._offered)
@@ -229,22 +227,27 @@ class Rendezvous:
 
 
 def say(channel: Link, **record: Any) -> None:
-    """Send a record through a session's channel; raises LinkLost."""
+    """Send a record; raises LinkLost."""
     channel.send(json.dumps(record).encode())
 
 
 def hear(channel: Link) -> dict[str, Any]:
-    """Receive one; raises LinkLost."""
+    """Receive a record; raises LinkLost."""
     record: dict[str, Any] = json.loads(channel.receive().message)
     return record
 
 
 def read_token(given: bytes | str | os.PathLike[str] | None) -> bytes | None:
-    """The secret: bytes as they are, else the contents of a file; None: as the environment says, or None. White space
-    around it does not count.
+    """The secret, without white space around it.
+
+    Args:
+        given: bytes, or the path of a file. None: MUSTER_TOKEN_FILE or MUSTER_TOKEN of the environment.
+
+    Returns:
+        None if it is not given and not in the environment.
 
     Raises:
-        BadOption: the file is missing or others may read it, or the secret is short.
+        BadOption: the file is missing or other users may read it, or the secret is too short or too long.
     """
     if given is None:
         if path := os.environ.get(TOKEN_FILE):
@@ -262,13 +265,13 @@ def read_token(given: bytes | str | os.PathLike[str] | None) -> bytes | None:
 
 
 def write_token(path: Path, token: bytes) -> None:
-    """Into a new file that only this user can read."""
+    """Write a token into a new file that only this user can read."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(token)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine can reach it."""
+    """Whether only processes of this machine can reach the address."""
     if host == "localhost":
         return True
     with contextlib.suppress(ValueError):
@@ -280,7 +283,7 @@ def _read_secret(path: Path) -> bytes:
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            text = file.read(LONGEST_TOKEN + 1).strip() if stat.S_ISREG(mode) else b""  # a pipe could give for ever
+            text = file.read(LONGEST_TOKEN + 1).strip() if stat.S_ISREG(mode) else b""  # a pipe may have no end
     except OSError as error:
         raise BadOption(
             f"The token file {path} cannot be read: {error.strerror}. (A token itself is given as bytes.)"
@@ -293,7 +296,7 @@ def _read_secret(path: Path) -> bytes:
 
 
 def _resolved(bind: str) -> str:
-    """The one address of this machine that is meant."""
+    """The IP address of ``bind``."""
     try:
         host = str(socket.getaddrinfo(bind, 0, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
