@@ -26,7 +26,7 @@ from muster.workers.config import timeout_of
 
 
 class ClusterCollector(MultiCollector):
-    """What collectors with nodes share: which worker is where, and when weights go to whom."""
+    """Collectors with nodes: places workers on nodes, and publishes weights to nodes."""
 
     options: ClusterOptions
 
@@ -81,11 +81,11 @@ class DistributedOptions(ClusterOptions):
         backend: "gloo": data goes through the hosts' memory. Others of torch's ("nccl", "ucc", "mpi") are refused until
             they have run once.
         launcher: "mp": processes of this machine. "submitit": SLURM jobs. "submitit_delayed": jobs of
-            ``submitit_delayed_launcher``. "torchrun": the other ranks, which call ``run_node()``. "manual": nodes come
-            by themselves (``muster node``). Or a ``Launcher`` (``muster.cluster.launchers``).
+            ``submitit_delayed_launcher``. "torchrun": the other ranks, which call ``run_node()``. "manual": nodes that
+            you start (``muster node``). Or a ``Launcher`` (``muster.cluster.launchers``).
         slurm_kwargs: of the jobs, for "submitit".
-        tcp_port: at which nodes find this process; None: a free one.
-        bind: address at which this process listens; others than loopback need a token.
+        tcp_port: port at which this process listens for nodes; None: a free one.
+        bind: address at which it listens; addresses other than loopback need a token.
         token: the secret that nodes must know: bytes, or the path of a file with mode 0600. None: of the environment
             variables MUSTER_TOKEN_FILE or MUSTER_TOKEN, else a random one.
     """
@@ -119,7 +119,7 @@ class DistributedCollector(ClusterCollector):
 
     Raises:
         BadOption: an option is wrong.
-        WorkerDied: a node did not come, or was lost.
+        WorkerDied: a node did not join, or was lost.
     """
 
     @takes(DistributedOptions)
@@ -151,7 +151,7 @@ class RPCCollector(ClusterCollector):
 
     Raises:
         BadOption: an option is wrong.
-        WorkerDied: a node did not come, or was lost.
+        WorkerDied: a node did not join, or was lost.
     """
 
     @takes(RPCOptions)
