@@ -18,7 +18,7 @@ import os
 from torch import nn
 
 from muster import DistributedCollector, policies
-from muster.cluster.torch_distributed import run_node
+from muster.cluster.joining import run_node
 
 
 def train(bind: str, total_frames: int) -> None:

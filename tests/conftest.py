@@ -8,7 +8,7 @@ for the policy; not every combination of them runs every test. ``MUSTER_TESTS=fu
 for each test, so that every kind and every test is there. ``make test-rest`` runs what is marked, ``make test-all``
 everything.
 
-The tests of nodes have a process of their own (``pytest -n 2``): Ray, gloo and RPC start threads and open files in it
+The tests of nodes have a process of their own (``pytest -n 2``): Ray and gloo start threads and open files in it
 that others would count. These tests start many processes, or need a Ray cluster, several machines (network namespaces)
 or SLURM; among them are the whole suites of collectors once more for each engine. ``MUSTER_TESTS=quick`` leaves them
 out. The other process runs what counts (``COUNTS``) and all other files; files that do not mind are for whichever
@@ -73,7 +73,7 @@ def _ray_is_left() -> Iterator[None]:
 
 
 OF_NODES = re.compile(
-    r"/test_(links|rpc_links|ray_\w+|slurm|hierarchies|elastic|sync_schemes|\w*nodes?\w*|\w*clusters?\w*)\.py"
+    r"/test_(links|ray_\w+|slurm|hierarchies|elastic|sync_schemes|\w*nodes?\w*|\w*clusters?\w*)\.py"
     r"|::.*(nodes|random_kills|[\[-](ray|rpc)\b)"  # also one engine of a suite that runs on all
 )
 

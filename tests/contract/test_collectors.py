@@ -73,7 +73,6 @@ KINDS = [
     Kind("nodes-sync-server", on_nodes.Together, options={"inference": "server"}),
     Kind("nodes-async-server", on_nodes.AsReady, options={"inference": "server"}),
     Kind("rpc-sync", on_nodes.RpcTogether),
-    Kind("rpc-async", on_nodes.RpcAsReady),
     Kind("ray-sync", on_nodes.RayTogether, groups=2),  # an actor takes seconds to start
     Kind("ray-async", on_nodes.RayAsReady, groups=2),
 ]

@@ -1,4 +1,4 @@
-"""Every Link and Carrier: what the core of the many-machine collectors relies on.
+"""Every link and carrier: what the core of the many-machine collectors relies on.
 
 A kind is a function from the node's function ("module:function", of a link and a number) and options to a carrier of
 one node (or ``count``). Real processes, real kills.
@@ -27,12 +27,12 @@ SILENCE_S = 200.0  # more than JOIN_S: what is lost by then was not lost for its
 
 
 def _distributed(target: str, count: int = 1, deadline_s: float = SILENCE_S, **options: Any) -> Any:
+    from muster.cluster.carrier import Carrier
     from muster.cluster.launchers import MpLauncher
     from muster.cluster.rendezvous import Rendezvous
-    from muster.cluster.torch_distributed import DistributedCarrier
 
     launcher = MpLauncher(target, **options)
-    return DistributedCarrier(count, launcher=launcher, rendezvous=Rendezvous(count), deadline_s=deadline_s)
+    return Carrier(launcher=launcher, rendezvous=Rendezvous(count), deadline_s=deadline_s)
 
 
 def _ray(target: str, count: int = 1, deadline_s: float = SILENCE_S) -> Any:
@@ -44,16 +44,7 @@ def _ray(target: str, count: int = 1, deadline_s: float = SILENCE_S) -> Any:
     return RayCarrier(count, target=target, deadline_s=deadline_s)
 
 
-def _rpc(target: str, count: int = 1, deadline_s: float = SILENCE_S, **options: Any) -> Any:
-    from muster.cluster.launchers import MpLauncher
-    from muster.cluster.rendezvous import Rendezvous
-    from muster.cluster.torch_rpc import RpcCarrier
-
-    launcher = MpLauncher(target, **options)
-    return RpcCarrier(count, launcher=launcher, rendezvous=Rendezvous(count), deadline_s=deadline_s)
-
-
-KINDS: dict[str, Callable[..., Any]] = {"torch.distributed": _distributed, "rpc": _rpc}
+KINDS: dict[str, Callable[..., Any]] = {"torch.distributed": _distributed}
 if importlib.util.find_spec("ray") is not None:
     KINDS["ray"] = _ray
 
@@ -379,13 +370,13 @@ class TestEpochs:
         assert gone(pid)
 
 
-@pytest.fixture(params=sorted(KINDS.keys() & {"torch.distributed", "rpc"}))
-def started(request):
+@pytest.fixture
+def started():
     """A carrier whose node is a process that runs a function of ``tests/fakes/link_nodes.py`` and nothing else."""
     with contextlib.ExitStack() as stack:
 
         def start(function: str) -> Any:
-            carrier = KINDS[request.param](NODES + "echo", entry=NODES + function)
+            carrier = _distributed(NODES + "echo", entry=NODES + function)
             stack.callback(carrier.close)
             return carrier
 

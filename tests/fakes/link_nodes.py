@@ -167,8 +167,9 @@ def never_joins(channel):
 
 def under_torchrun():
     """Rank 0 echoes through each of the others, twice; they are nodes. Run by ``torchrun -m``."""
+    from muster.cluster.carrier import Carrier
+    from muster.cluster.joining import run_node
     from muster.cluster.rendezvous import Rendezvous
-    from muster.cluster.torch_distributed import DistributedCarrier, run_node
     from muster.cluster.torchrun import TorchrunLauncher
 
     for _ in range(2):  # collectors, one after the other
@@ -176,7 +177,7 @@ def under_torchrun():
             assert run_node(target="tests.fakes.link_nodes:introduced")
             continue
         count = int(os.environ["WORLD_SIZE"]) - 1
-        carrier = DistributedCarrier(count, launcher=TorchrunLauncher(), rendezvous=Rendezvous(count))
+        carrier = Carrier(launcher=TorchrunLauncher(), rendezvous=Rendezvous(count))
         for node in range(count):
             link = carrier.connect(node, 0, 60.0, threading.Event())
             said = link.receive().message.decode().split()

@@ -10,9 +10,9 @@ import threading
 from pathlib import Path
 
 from muster.cluster.authenticated_link import MAGIC, NONCE_BYTES
+from muster.cluster.joining import run_node
 from muster.cluster.link import LinkLost
 from muster.cluster.socket_link import SocketLink
-from muster.cluster.torch_distributed import run_node
 
 BEAT_S = 0.2
 NUMBER_BYTES = 4
@@ -71,12 +71,12 @@ def hostile(address, marker):
 
 
 def main():
-    """``module:function ADDRESS TOKEN_FILE ENGINE`` or ``hostile ADDRESS MARKER ENGINE``."""
-    what, address, path, engine = sys.argv[1:]
+    """``module:function ADDRESS TOKEN_FILE`` or ``hostile ADDRESS MARKER``."""
+    what, address, path = sys.argv[1:]
     if what == "hostile":
         hostile(address, path)
     else:
-        said_goodbye = run_node(address, 0, path, engine=engine, target=f"tests.fakes.{what}", patience_s=60)
+        said_goodbye = run_node(address, 0, path, target=f"tests.fakes.{what}", patience_s=60)
         print("end", said_goodbye, flush=True)
 
 

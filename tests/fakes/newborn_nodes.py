@@ -24,7 +24,7 @@ if os.getpid() != int(os.environ["MUSTER_TEST_MAIN"]):  # the fork server, which
 
 
 def main(launcher: str, folder: Path) -> None:
-    from muster import DistributedCollector, RPCCollector
+    from muster import DistributedCollector
     from muster.testing import OracleEnv
 
     if launcher == "importing":
@@ -36,12 +36,9 @@ def main(launcher: str, folder: Path) -> None:
         launcher = "mp"
     os.chdir(folder)  # for the files of jobs
     warnings.filterwarnings("ignore", "There is no SLURM here")
-    kind = RPCCollector if launcher == "rpc" else DistributedCollector
     factories = [partial(OracleEnv, folder / "counts", number) for number in range(2)]
     print("ready", flush=True)
-    with kind(
-        factories, None, frames_per_batch=20, launcher="mp" if launcher == "rpc" else launcher, sync=True
-    ) as made:
+    with DistributedCollector(factories, None, frames_per_batch=20, launcher=launcher, sync=True) as made:
         print("made", flush=True)
         for _ in made:
             pass

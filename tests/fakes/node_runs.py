@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from muster import DistributedCollector
-from muster.cluster import node_main, torch_distributed
+from muster.cluster import joining, node_main
 from muster.cluster.launchers import MpLauncher
 from muster.cluster.link import Link, Received
 from muster.cluster.node_main import NodeMain
@@ -81,7 +81,7 @@ def dies_at_birth(channel: Channel) -> None:
     """Node 0, or whichever is first, is killed before it has joined, once."""
     if faults.first_time(os.environ[MARK]):
         os.kill(os.getpid(), signal.SIGKILL)
-    torch_distributed.node_main(channel)
+    joining.node_main(channel)
 
 
 def late(births: Path, joins: int) -> MpLauncher:
@@ -102,7 +102,7 @@ def joins_or_waits(channel: Channel) -> None:
     folder.joinpath(str(os.getpid())).touch()
     if births(folder).index(os.getpid()) >= int(os.environ[JOINS]):
         signal.pause()
-    torch_distributed.node_main(channel)
+    joining.node_main(channel)
 
 
 class Cut:
@@ -163,10 +163,7 @@ class KilledForMemory:
 @contextmanager
 def came_by_themselves(address: str, token: Path, count: int = 2) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Node processes that nobody but this test can end or start again."""
-    code = (
-        "import sys; from muster.cluster.torch_distributed import run_node; "
-        "a = sys.argv; run_node(a[1], int(a[2]), a[3])"
-    )
+    code = "import sys; from muster.cluster.joining import run_node; a = sys.argv; run_node(a[1], int(a[2]), a[3])"
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     nodes = [
         subprocess.Popen(

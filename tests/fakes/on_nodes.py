@@ -37,9 +37,6 @@ class AsReady(_AsReady, DistributedCollector): ...
 class RpcTogether(_Together, RPCCollector): ...
 
 
-class RpcAsReady(_AsReady, RPCCollector): ...
-
-
 class _OnRay(RayCollector):
     def __init__(self, *given: Any, **options: Any) -> None:
         cluster()
@@ -54,4 +51,4 @@ class RayAsReady(_AsReady, _OnRay): ...
 
 
 TOGETHER = (Together, RpcTogether, RayTogether)
-AS_READY = (AsReady, RpcAsReady, RayAsReady)
+AS_READY = (AsReady, RayAsReady)

@@ -100,6 +100,7 @@ class QueueCarrier:
     """
 
     name = "queues"
+    address = "the memory of this process"
 
     def __init__(self) -> None:
         self.links: defaultdict[int, list[QueueLink]] = defaultdict(list)

@@ -94,14 +94,6 @@ def test_when_so_many_processes_have_been_born(newborn, count):
     program.killed()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [3, 5, NODES_OF_MP])
-def test_of_torch_rpc(newborn, count):
-    program = newborn("rpc")
-    program.until(lambda: len(program.family()) >= count)
-    program.killed()
-
-
 needs_submitit = pytest.mark.skipif(importlib.util.find_spec("submitit") is None, reason="needs submitit")
 
 

@@ -8,21 +8,19 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from muster.cluster.carrier import Carrier
 from muster.cluster.launchers import Launcher
 from muster.cluster.link import Block, Link, LinkLost
 from muster.cluster.rendezvous import Rendezvous, write_token
-from muster.cluster.torch_distributed import DistributedCarrier
-from muster.cluster.torch_rpc import RpcCarrier
 from muster.errors import BadOption
 from tests.fakes.netns import Host, listening, missing, network
 from tests.waits import wait_until
@@ -30,8 +28,6 @@ from tests.waits import wait_until
 WHY_NOT = missing()
 pytestmark = [pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
 
-CARRIERS: dict[str, Callable[..., Any]] = {"torch.distributed": DistributedCarrier, "torch RPC": RpcCarrier}
-RPC_HERE = "MUSTER_TEST_RPC_HERE" in os.environ
 JOIN_S = 90.0
 REJOIN_S = 60.0
 
@@ -49,8 +45,8 @@ def token(tmp_path):
     return path
 
 
-@pytest.fixture(params=["torch RPC" if RPC_HERE else "torch.distributed"])
-def serving(request, hosts, token):
+@pytest.fixture
+def serving(hosts, token):
     """Open a carrier for one node on the first machine; closed in the end."""
     with contextlib.ExitStack() as stack:
 
@@ -58,8 +54,7 @@ def serving(request, hosts, token):
             with hosts[0].entered():
                 rendezvous = Rendezvous(1, bind=hosts[0].address, token=token)
                 stack.callback(rendezvous.close)
-                make = CARRIERS[request.param]
-                carrier = make(1, launcher=Launcher(), rendezvous=rendezvous, deadline_s=deadline_s)
+                carrier = Carrier(launcher=Launcher(), rendezvous=rendezvous, deadline_s=deadline_s)
             stack.callback(carrier.close)
             return carrier
 
@@ -70,7 +65,7 @@ class Node:
     """A node's process on a machine, and what it says."""
 
     def __init__(self, host: Host, carrier: Any, path: Any, what: str = "netns_nodes:beating") -> None:
-        arguments = [what, carrier.rendezvous.address, str(path), carrier.engine]
+        arguments = [what, carrier.rendezvous.address, str(path)]
         command = [sys.executable, "-m", "tests.fakes.netns_nodes", *arguments]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["src", *sys.path])}
         self.process = host.start(command, stdout=-1, stderr=-1, env=environment)
@@ -286,24 +281,11 @@ class TestMachines:
         assert everywhere(main) == before
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.skipif(RPC_HERE, reason="this is the process that is meant")
-def test_machines_over_rpc():
-    """In a process of its own, since torch lets all RPC agents of a process listen where the first one did."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::TestMachines"]
-    environment = {**os.environ, "MUSTER_TEST_RPC_HERE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=380)
-    # Not its exit code: threads of torch's RPC that come back while the interpreter ends can abort it.
-    assert "failed" not in done.stdout, done.stdout[-20_000:]
-    assert " passed" in done.stdout, done.stdout[-20_000:]
-
-
 def test_nothing_is_unpickled_that_comes_from_strangers(hosts, token, tmp_path):
     main, machine, stranger = hosts
     with main.entered():
         rendezvous = Rendezvous(1, bind=main.address, token=token)
-        carrier = DistributedCarrier(1, launcher=Launcher(), rendezvous=rendezvous, deadline_s=5.0)
+        carrier = Carrier(launcher=Launcher(), rendezvous=rendezvous, deadline_s=5.0)
     try:
         marker = tmp_path / "marker"
         coming = Connecting(main, carrier, 0)
@@ -319,12 +301,11 @@ def test_nothing_is_unpickled_that_comes_from_strangers(hosts, token, tmp_path):
 
 
 class TestListening:
-    @pytest.mark.parametrize("kind", sorted(CARRIERS))
-    def test_on_loopback_cannot_be_reached_from_another_machine(self, hosts, kind):
+    def test_on_loopback_cannot_be_reached_from_another_machine(self, hosts):
         main, _, stranger = hosts
         before = everywhere(main)
         with main.entered():
-            carrier = CARRIERS[kind](1, launcher=Launcher(), rendezvous=Rendezvous(1))
+            carrier = Carrier(launcher=Launcher(), rendezvous=Rendezvous(1))
         try:
             ports = [port for _, port in everywhere(main) - before]
             assert ports

@@ -19,14 +19,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from muster.cluster import joining, torchrun
 from muster.cluster import rendezvous as rendezvous_module
-from muster.cluster import torchrun
-from muster.cluster.authenticated_link import HANDSHAKE, MAC_BYTES, MAGIC, NONCE_BYTES, WrongToken
-from muster.cluster.launchers import Launcher
+from muster.cluster.authenticated_link import MAC_BYTES, MAGIC, NONCE_BYTES, WrongToken
+from muster.cluster.joining import Member, run_node
 from muster.cluster.link import Block, LinkLost
-from muster.cluster.rendezvous import ANSWER_S, Member, Rendezvous
+from muster.cluster.rendezvous import ANSWER_S, Rendezvous
 from muster.cluster.socket_link import LONGEST, SocketLink
-from muster.cluster.torch_distributed import DistributedCarrier, run_node
 from muster.errors import BadOption
 from tests.fakes.link_nodes import pattern
 from tests.fakes.netns_nodes import Bomb
@@ -36,6 +35,7 @@ TOKEN, OTHER = b"0123456789abcdef", b"another one, as long"
 TARGET = "tests.fakes.link_nodes:introduced"
 DEADLINE_S = 60.0
 LENGTH = struct.Struct("<Q16x")  # and no block
+HANDSHAKE = 2  # messages that each end receives before it knows the other
 NUMBER_OF_MESSAGES = {"main": 3, "node": 4}  # until a node has accepted an offer that was there
 SAID_IN_A_STORE = {  # where nodes met before November 2026
     "run": "r",
@@ -176,7 +176,7 @@ class TestListeningInItsPlace:
         ids=["nothing", "http", "too long", "gigabytes", "half", "another version", "empty"],
     )
     def test_garbage_is_no_offer(self, says, monkeypatch):
-        monkeypatch.setattr(rendezvous_module, "ANSWER_S", 0.3)
+        monkeypatch.setattr(joining, "ANSWER_S", 0.3)
         with stranger(lambda connection: connection.sendall(says)) as address:
             error = end_of(Member(address, TOKEN, within_s=0.5))
         assert "could not be reached for 0.5 s" in str(error)
@@ -225,7 +225,8 @@ class TestBetween:
     @pytest.mark.parametrize("how", ["flip", "drop", "repeat", "longer"])
     def test_cannot_change_what_is_said(self, rendezvous, between, monkeypatch, who, number, how):
         """A node is admitted once the stranger lets everything pass, and not before."""
-        monkeypatch.setattr(rendezvous_module, "ANSWER_S", 1.0)
+        for module in (joining, rendezvous_module):
+            monkeypatch.setattr(module, "ANSWER_S", 1.0)
         rendezvous.admit(0, 0)
         changed = threading.Event()
 
@@ -301,18 +302,6 @@ class TestBetween:
         for thread in asking:
             thread.join(DEADLINE_S)
         assert found == [None, None]
-
-    def test_cannot_choose_the_engine(self, rendezvous):
-        """Nor can the main process."""
-        rendezvous.engine = rendezvous_module.RPC
-        rendezvous.admit(0, 0)
-        error = end_of(Member(rendezvous.address, TOKEN))
-        assert isinstance(error, BadOption)
-        assert "started for torch.distributed: start it with `muster node --engine rpc`" in str(error)
-        with pytest.raises(BadOption, match="engine='rpc'"):
-            run_node(rendezvous.address, 0, TOKEN, target=TARGET)
-        assert rendezvous.joined(0, 0, 0) is None
-        assert Member(rendezvous.address, TOKEN, engine=rendezvous_module.RPC).join().node == 0
 
 
 class TestStrangersAtTheMainProcess:
@@ -477,16 +466,3 @@ class TestTorchrunStore:
         store.set(self.key(0), torchrun._signed(TOKEN, self.key(0), "127.0.0.1:5"))
         with pytest.raises(BadOption, match="only this user can read"):
             torchrun.find_rendezvous(None, DEADLINE_S)
-
-
-class TestCarriers:
-    def test_node_of_another_engine_says_so(self):
-        rendezvous = Rendezvous(1, token=TOKEN)
-        carrier = DistributedCarrier(1, launcher=Launcher(), rendezvous=rendezvous)
-        try:
-            with pytest.raises(BadOption, match="by torch.distributed, but this node was started for torch RPC"):
-                run_node(rendezvous.address, 0, TOKEN, engine="rpc", target=TARGET)
-            with pytest.raises(BadOption, match="engine='smoke' is unknown"):
-                run_node(rendezvous.address, 0, TOKEN, engine="smoke", target=TARGET)
-        finally:
-            carrier.close()

@@ -16,6 +16,7 @@ import pytest
 from muster import MultiAsyncCollector, MultiSyncCollector
 from muster.testing import OracleEnv
 from tests.fakes.fault_runs import all_gone, family
+from tests.waits import without_delays
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
 ROOT = Path(__file__).parents[2]
@@ -54,7 +55,7 @@ class Program:
         finally:
             self.process.kill()
         assert all_gone({*family, *self.family()}), said
-        return said, self.process.returncode
+        return without_delays(said), self.process.returncode
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ import pytest
 
 pytest.importorskip("submitit")
 
+from muster.cluster.carrier import Carrier
 from muster.cluster.link import LinkLost
 from muster.cluster.rendezvous import Rendezvous
 from muster.cluster.submitit import GONE, Queue, SubmititLauncher
 from muster.cluster.submitit_delayed import submitit_delayed_launcher
-from muster.cluster.torch_distributed import DistributedCarrier
 from muster.collectors.clusters import DistributedCollector
 from muster.errors import BadOption, MusterError
 from tests.fakes.slurm import Slurm, missing
@@ -54,7 +54,7 @@ def carrier_of(launcher_of):
         def make(target=ECHO, **kwargs):
             launcher = launcher_of(target, **kwargs)
             # The nodes of these tests send no beats, and only the end of a job is to end a link.
-            carrier = DistributedCarrier(1, launcher=launcher, rendezvous=Rendezvous(1), deadline_s=100)
+            carrier = Carrier(launcher=launcher, rendezvous=Rendezvous(1), deadline_s=100)
             stack.callback(carrier.close)
             return carrier, launcher
 

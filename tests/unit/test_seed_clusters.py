@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import socket
 import subprocess
 import sys
@@ -19,7 +20,9 @@ from torch import nn
 from muster import Collector, DistributedCollector, MultiAsyncCollector, MultiSyncCollector, RayCollector, RPCCollector
 from muster.errors import BadOption
 from muster.weights import DistributedWeightSyncScheme, RayWeightSyncScheme, RPCWeightSyncScheme
+from tests.fakes.netns import listening
 from tests.fakes.ray_cluster import needs_ray, ray_cluster
+from tests.faults.test_worker_resources import descendants
 from tests.tools import assert_accounted
 
 pytest.importorskip("torchrl")
@@ -225,7 +228,6 @@ def test_multi_level_hierarchy() -> None:
 # --- RPCCollector -----------------------------------------------------------------------------------
 
 
-@needs_rpc
 @pytest.mark.parametrize("sync", [True, False])
 def test_rpc_collector(sync: bool) -> None:
     policy = linear()
@@ -253,13 +255,48 @@ def test_rpc_collector(sync: bool) -> None:
     collector.shutdown()
 
 
-@needs_rpc
 def test_rpc_collector_of_whole_episodes() -> None:
     options: dict[str, Any] = {"max_frames_per_traj": 25, "trajs_per_batch": 3, "launcher": "mp"}
     with RPCCollector([env_maker] * 2, linear(), frames_per_batch=50, **options) as collector:
         batch = collector.next()
     assert batch.shape == (75,)
     assert batch["next", "done"][..., 0].nonzero()[:, 0].tolist() == [24, 49, 74]
+
+
+def test_rpc_collector_listens_where_nodes_join_and_nowhere_else() -> None:
+    before = listening(os.getpid())
+    with RPCCollector([env_maker], linear(), frames_per_batch=10, launcher="mp") as collector:
+        collector.next()
+        assert len(listening(os.getpid()) - before) == 1
+        started = descendants()
+        assert started
+        assert not any(listening(pid) for pid in started)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"visible_devices": ["cpu"]}, "1 devices for 2 nodes"),
+        ({"visible_devices": ["cpu", "gpu"]}, "'gpu', which is no device"),
+        ({"visible_devices": ["cpu", "meta"]}, "'meta': expected 'cpu'"),
+        ({"visible_devices": ["cpu", -3]}, "-3, which is no device"),
+        ({"tensorpipe_options": {"init_method": "env://"}}, "'init_method'.*tcp_port and bind"),
+        ({"tensorpipe_options": {"device_maps": {}}}, "'device_maps'.*hosts' memory"),
+        pytest.param({"tensorpipe_options": {"threads": 3}}, "threads: .*num_worker_threads", marks=needs_rpc),
+        pytest.param({"tensorpipe_options": {"num_worker_threads": 0}}, "must be positive", marks=needs_rpc),
+        pytest.param({"tensorpipe_options": {"num_worker_threads": "many"}}, "wrong type", marks=needs_rpc),
+        pytest.param({"tensorpipe_options": {"_transports": ["pigeon"]}}, "Unknown transport: pigeon", marks=needs_rpc),
+    ],
+)
+def test_rpc_options_that_cannot_be(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadOption, match=said):
+        RPCCollector([env_maker] * 2, linear(), frames_per_batch=10, launcher="mp", **options)
+
+
+def test_devices_of_rpc_collector_that_this_process_does_not_have() -> None:
+    options: dict[str, Any] = {"visible_devices": ["cuda:1"], "tensorpipe_options": {"rpc_timeout": 10_000}}
+    with RPCCollector([env_maker], linear(), frames_per_batch=10, launcher="mp", **options) as collector:
+        assert collector.next().numel() == 10
 
 
 # --- what users may have set up before --------------------------------------------------------------

@@ -15,11 +15,11 @@ import pytest
 
 pytest.importorskip("submitit")
 
+from muster.cluster.carrier import Carrier
 from muster.cluster.link import LinkLost
 from muster.cluster.rendezvous import Rendezvous
 from muster.cluster.submitit import SubmititLauncher
 from muster.cluster.submitit_delayed import DelayedLauncher, submitit_delayed_launcher
-from muster.cluster.torch_distributed import DistributedCarrier
 from muster.errors import BadOption, MusterError
 from tests.waits import wait_until
 
@@ -40,7 +40,7 @@ def carrier_of(tmp_path):
 
         def make(target=ECHO, **options):
             launcher = SubmititLauncher(folder=tmp_path, target=target, **{"cluster": "local", **options})
-            carrier = DistributedCarrier(1, launcher=launcher, rendezvous=Rendezvous(1))
+            carrier = Carrier(launcher=launcher, rendezvous=Rendezvous(1))
             stack.callback(carrier.close)
             return carrier, launcher
 
@@ -107,7 +107,7 @@ class TestLocalJobs:
         link = connect(carrier, epoch=1)
         assert int(link.receive().message.split()[1]) != first
         link.close()
-        assert len(list(launcher.folder.glob("*_submitted.pkl"))) == 2
+        assert len(list(launcher.folder.glob("*_log.err"))) == 2
 
     @pytest.mark.slow
     def test_a_node_that_fails_at_import_shows_its_standard_error(self, carrier_of):
@@ -167,7 +167,7 @@ def delayed(tmp_path, **options):
 
 def main_program(message):
     """What a main job does: with a node that says who it is, and echoes."""
-    carrier = DistributedCarrier(1, launcher=DelayedLauncher(ECHO), rendezvous=Rendezvous(1))
+    carrier = Carrier(launcher=DelayedLauncher(ECHO), rendezvous=Rendezvous(1))
     with contextlib.closing(carrier), contextlib.closing(connect(carrier)) as link:
         number, pid = link.receive().message.split()
         link.send(message)
@@ -178,7 +178,7 @@ def main_program(message):
 
 def main_that_kills_its_node():
     """The node's job then has failed, and is submitted again."""
-    carrier = DistributedCarrier(1, launcher=DelayedLauncher(ECHO), rendezvous=Rendezvous(1))
+    carrier = Carrier(launcher=DelayedLauncher(ECHO), rendezvous=Rendezvous(1))
     pids = []
     with contextlib.closing(carrier):
         for epoch in range(2):

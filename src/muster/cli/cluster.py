@@ -37,16 +37,13 @@ class NodeCommand:
     number: Annotated[int | None, arg(metavar="N")] = None
     """Which of its nodes to be, from 0; by default any that is missing."""
 
-    engine: Literal["distributed", "rpc"] = "distributed"
-    """How it is connected. rpc, for an RPCCollector only: every process that reaches the node can run code in it."""
-
     wait: Annotated[float, arg(metavar="S")] = JOIN_S
     """Seconds for the collector to begin, and for which it may be out of reach later."""
 
 
 @dataclass(frozen=True)
 class ClusterCommand:
-    """Say how to collect with workers on nodes (other machines), and which engines for that are here."""
+    """Say how to collect with workers on nodes (other machines), and what is installed for that."""
 
 
 def node(command: NodeCommand) -> int:
@@ -155,12 +152,12 @@ def endpoint(bind: str | None) -> tuple[str, int]:
 
 
 def _serve(address: str | None, number: int | None, token: bytes | None, command: NodeCommand) -> int:
+    from muster.cluster.joining import run_node
     from muster.cluster.link import LinkLost
-    from muster.cluster.torch_distributed import run_node
 
     wait = command.wait
     try:
-        if run_node(address, number, token, engine=command.engine, within_s=wait, patience_s=wait):
+        if run_node(address, number, token, within_s=wait, patience_s=wait):
             return 0
         print("muster: the collector has ended without a goodbye.", file=sys.stderr)
     except LinkLost as error:
@@ -187,15 +184,14 @@ def _token(needed: str = "") -> bytes | None:
 def cluster(_: ClusterCommand) -> int:
     """Run the command: print what is installed and how to use it, by backend. Backends are not imported or started."""
     ray, submitit = installed("ray"), installed("submitit")
-    gloo = f"torch.distributed of {installed('torch') or 'torch'}"
     alone = "" if shutil.which("srun") else "; without SLURM, jobs are processes of this machine"
 
     rows = [
-        ("mp", f"{gloo}: nodes are processes of this machine"),
+        ("mp", "nodes are processes of this machine"),
         ("", "muster collect ENV --frames N --backend mp --nodes 2"),
-        ("torchrun", f"{gloo}: the first rank collects, the others are nodes"),
+        ("torchrun", "the first rank collects, the others are nodes"),
         ("", "torchrun --nproc-per-node=3 -m muster collect ENV --frames N --backend torchrun"),
-        ("manual", f"{gloo}: nodes are started by you, anywhere"),
+        ("manual", "nodes are started by you, anywhere"),
         ("", "muster collect ENV --frames N --backend manual --nodes 2 --bind HOST:PORT"),
         ("", "muster node HOST:PORT"),
         ("ray", f"Ray {ray}" if ray else "not installed: pip install 'muster-rl[ray]'"),

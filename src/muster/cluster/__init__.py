@@ -1,1 +1,1 @@
-"""Nodes: other machines (or processes) with workers of their own, and the engines that connect them."""
+"""Nodes: other machines (or processes) with workers of their own, and the connections to them."""

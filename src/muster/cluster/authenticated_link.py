@@ -1,4 +1,4 @@
-"""A link whose messages come from a peer that knows the token, in the order in which they were sent, or not at all.
+"""A link that delivers only messages of a peer that knows the token, unchanged and in order.
 
 ::
 
@@ -6,12 +6,12 @@
     main -> node, node -> main   HMAC(key, "proof", who); key = HMAC(token, "session", both numbers)
     afterwards                   HMAC(key, "message", who, sequence number, tag, length of the block, message), message
 
-All HMACs are HMAC-SHA256. A message is given to the caller, who may unpickle it, only after its own has been compared.
-A message of another session, of the other direction, out of order, or with a block of another tag or length is refused.
+All HMACs are HMAC-SHA256. ``receive`` returns a message, which may be unpickled, only after its HMAC was compared. A
+message of another session, of the other direction, out of order, or with a block of another tag or length is refused.
 
-The contents of blocks are not covered, since that would cost more than sending them: they are numbers, which are never
-unpickled. And nothing is encrypted. Who can change packets between the machines can thus change observations, rewards
-and weights: use a private network.
+The contents of blocks are not authenticated, since that would cost more than sending them. They are numbers, and are
+never unpickled. Nothing is encrypted. A process that can change packets between the machines can thus change
+observations, rewards and weights: use a private network.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import hashlib
 import hmac
 import secrets
 import struct
+from collections.abc import Callable
 
 from muster.cluster.link import Block, Link, LinkLost, Received
 from muster.memory.specs import Array
@@ -27,33 +28,44 @@ from muster.memory.specs import Array
 MAGIC = b"muster-3"
 NONCE_BYTES = 32
 MAC_BYTES = 32
-HANDSHAKE = 2  # messages that each end receives before it knows the other; they are short
 _PLACE = struct.Struct("<QQQ")  # sequence number, tag, length of the block
 _MAIN, _NODE = b"main", b"node"
 
 
 class WrongToken(LinkLost):
-    """The other end does not know the token that this one knows."""
+    """The other end does not know the token of this end."""
 
 
 class AuthenticatedLink:
-    """See the module. Made by ``authenticate``; used as any link."""
+    """Implements ``Link``; made by ``authenticate``.
+
+    Attributes:
+        explain: returns a better error for a lost link; None: the connection's own error is raised.
+    """
 
     def __init__(self, link: Link, key: bytes, own: bytes, other: bytes) -> None:
         self._link, self._key, self._own, self._other = link, key, own, other
         self._sent = self._received = 0
+        self._closed = False
+        self.explain: Callable[[LinkLost], LinkLost] | None = None
 
     def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
         size = 0 if block is None else block.array.size
         mac = self._mac(self._own, self._sent, tag, size, message)
         self._sent += 1
-        self._link.send(mac + message, block, tag)
+        try:
+            self._link.send(mac + message, block, tag)
+        except LinkLost as lost:
+            raise self._explained(lost) from None
 
     def expect(self, tag: int, memory: Array) -> None:
         self._link.expect(tag, memory)
 
     def receive(self) -> Received:
-        got = self._link.receive()
+        try:
+            got = self._link.receive()
+        except LinkLost as lost:
+            raise self._explained(lost) from None
         mac, message = got.message[:MAC_BYTES], got.message[MAC_BYTES:]
         size = 0 if got.block is None else got.block.size
         expected = self._mac(self._other, self._received, got.tag, size, message)
@@ -67,23 +79,27 @@ class AuthenticatedLink:
         return Received(message, got.tag, got.block)
 
     def close(self) -> None:
+        self._closed = True
         self._link.close()
+
+    def _explained(self, lost: LinkLost) -> LinkLost:
+        return lost if self._closed or self.explain is None else self.explain(lost)
 
     def _mac(self, who: bytes, number: int, tag: int, size: int, message: bytes) -> bytes:
         return _hmac(self._key, b"message", who, _PLACE.pack(number, tag, size), message)
 
 
 def authenticate(link: Link, token: bytes, *, main: bool) -> AuthenticatedLink:
-    """Prove to the other end that this one knows the token, and have it do the same; closes the link if it does not.
+    """Prove to the other end that this end knows the token, and check its proof. Closes the link on failure.
 
     Args:
-        link: nothing has been sent through it.
+        link: a new link, without any message sent.
         token: the secret.
         main: whether this is the main process.
 
     Raises:
-        WrongToken: the other end does not know it.
-        LinkLost: the other end is gone, or speaks something else.
+        WrongToken: the other end does not know the token.
+        LinkLost: the other end has exited, or speaks another protocol.
     """
     own, other = (_MAIN, _NODE) if main else (_NODE, _MAIN)
     try:
@@ -115,12 +131,12 @@ def _handshake(link: Link, other: bytes, length: int) -> bytes:
 
 
 def signature(token: bytes, text: bytes) -> str:
-    """For a text that is left where others could change it."""
+    """The HMAC of a text that other processes could change."""
     return _hmac(token, b"text", text).hex()
 
 
 def _hmac(key: bytes, *parts: bytes) -> bytes:
-    """Of parts of which all but the last have a fixed length after the first, which is a constant."""
+    """The HMAC of parts: a constant first, then parts of fixed length, except the last."""
     mac = hmac.new(key, digestmod=hashlib.sha256)
     for part in parts:
         mac.update(part)

@@ -1,13 +1,12 @@
-"""How the process of a node is started: from here, or from outside (torchrun, SLURM, by hand)."""
+"""Launchers start the process of a node; or the node is started from outside (torchrun, SLURM, by hand)."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Protocol
 
-from muster.cluster.link import AGENT, Carrier
+from muster.cluster.link import AGENT
 from muster.cluster.rendezvous import Rendezvous, read_token
 from muster.errors import BadOption
 from muster.workers.channel import Channel
@@ -18,81 +17,80 @@ END_S = 5.0
 
 
 class Started(Protocol):
-    """A node's process that was started from here; or a job that will become one. ``str`` of it says which."""
+    """The process of a node that a launcher has started, or its job. ``str`` of it names it."""
 
     @property
     def state(self) -> str:
-        """For people: "running", or what it waits for."""
+        """For the user: "running", or what the job waits for."""
 
     def ended(self) -> str | None:
-        """Why it has ended, for people; None while it runs or may still come to run. Does not wait."""
+        """Why it has ended, for the user; None while it runs or waits to run. Does not block."""
 
     def end(self) -> None:
-        """End it, by force if need be, and whatever it has started. May be called again."""
+        """End it and all its child processes, by force if necessary. May be called again."""
 
 
 class Launcher:
-    """Brings nodes to life. The threads of several nodes call it at once.
+    """Starts nodes. Threads of several nodes call it at the same time.
 
-    This one starts nothing: ``run_node`` is called elsewhere, where the nodes shall be.
+    This class starts nothing: the user calls ``run_node`` on the machines of the nodes.
 
     Attributes:
         name: the value of the option ``launcher=``.
-        advice: what to do when a node does not come; a sentence.
+        advice: what to do when a node does not join; a sentence.
     """
 
     name = "manual"
     advice = (
-        "Nodes are not started by this launcher: call muster.cluster.torch_distributed.run_node(address) on their "
-        "machines, with the same token."
+        "Nodes are not started by this launcher: call muster.cluster.joining.run_node(address) on their machines, "
+        "with the same token."
     )
 
     def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> Started | None:
-        """Start the process of a node; it then has to call ``run_node`` (or ``join``). What was started for its
-        earlier epochs has been ended before.
+        """Start the process of a node, which then calls ``run_node``. The process of an earlier epoch has been ended.
 
         Args:
-            node: its number.
-            epoch: which the node may ignore: it asks the rendezvous which one it is.
-            rendezvous: has the address, the engine (for ``run_node(engine=...)``), and the token, which must not become
-                visible to other users of the machine: hand it over through a pipe or a file that only this user can
-                read (``rendezvous.token_file()`` is one), not as an argument or in the environment.
+            node: number of the node.
+            epoch: of the session. The node need not know it: the rendezvous tells it.
+            rendezvous: has the address, and the token, which must not become visible to other users of the machine:
+                hand it over through a pipe or a file that only this user can read (``rendezvous.write_token``), not
+                as an argument or in the environment.
 
         Returns:
-            None: nothing was started, the node comes by itself.
+            None: nothing was started; the node is started elsewhere.
         """
         return None
 
     def close(self) -> None:
-        """Free what the launcher holds; all that it has started has been ended. May be called again."""
+        """Free the launcher's resources. All nodes have been ended before. May be called again."""
 
 
 class MpLauncher(Launcher):
-    """Nodes as processes of this machine, which do not outlive this one.
+    """Starts nodes as processes of this machine, which end with this process.
 
     Args:
-        target: what a node runs, ``"module:function"``.
-        entry: the process' function of a channel.
+        target: the function that a node runs, ``"module:function"``.
+        entry: the main function of the process; it takes a channel.
     """
 
     name = "mp"
-    advice = "Its standard error may say more."
+    advice = "See its standard error."
 
-    def __init__(self, target: str = AGENT, entry: str = "muster.cluster.torch_distributed:node_main") -> None:
+    def __init__(self, target: str = AGENT, entry: str = "muster.cluster.joining:node_main") -> None:
         self._target, self._entry = target, entry
 
     def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> Started:
-        told = (rendezvous.address, node, rendezvous.token, self._target, rendezvous.engine)
+        told = (rendezvous.address, node, rendezvous.token, self._target)
         return Process(self._entry, f"muster-node-{node}", told)
 
 
 class Process:
-    """A process of this machine, which does not outlive this one (``Started``).
+    """A process of this machine that ends with this process; implements ``Started``.
 
     Args:
-        entry: its function of a channel, ``"module:function"``.
-        name: for people, in ``ps``.
-        told: what it receives first.
+        entry: its main function, ``"module:function"``; it takes a channel.
+        name: shown by ``ps``.
+        told: the first message that it receives.
     """
 
     def __init__(self, entry: str, name: str, told: Any) -> None:
@@ -123,41 +121,8 @@ class Process:
             self._channel.close()
 
 
-@dataclass(frozen=True)
-class Place:
-    """How nodes come to life and where they find this process; see ``DistributedCollector``."""
-
-    launcher: Any
-    slurm_kwargs: Mapping[str, Any] | None
-    bind: str
-    tcp_port: int | None
-    token: Any
-
-    def carrier(self, nodes: int, workers: int, make: Callable[..., Carrier], **options: Any) -> Carrier:
-        """For so many nodes with so many workers each.
-
-        Args:
-            make: the carrier, called with their number, ``launcher``, ``rendezvous`` and the options.
-
-        Raises:
-            BadOption: something is not as expected, or missing.
-        """
-        if self.launcher == "manual" and read_token(self.token) is None:
-            raise BadOption(
-                "launcher='manual' needs a token that the nodes can know, too: token=, or the path of a file with mode "
-                "0600 in MUSTER_TOKEN_FILE, here and on every node"
-            )
-        launcher = _launcher(self.launcher, self.slurm_kwargs, self.bind, workers)
-        rendezvous = Rendezvous(nodes, bind=self.bind, tcp_port=self.tcp_port or 0, token=self.token)
-        try:
-            return make(nodes, launcher=launcher, rendezvous=rendezvous, **options)
-        except BaseException:
-            rendezvous.close()
-            raise
-
-
 def check_backend(backend: str) -> None:
-    """Raise BadOption unless nodes can be connected by it."""
+    """Raise BadOption unless the backend is supported."""
     if backend in ("nccl", "ucc", "mpi"):
         raise BadOption(
             f"backend={backend!r} has not run with Muster on devices yet, so it is refused: use backend='gloo', which "
@@ -167,8 +132,14 @@ def check_backend(backend: str) -> None:
         raise BadOption(f"backend={backend!r} is unknown: expected 'gloo'")
 
 
-def _launcher(given: Any, slurm_kwargs: Mapping[str, Any] | None, bind: str, workers: int) -> Launcher:
-    """The launcher for a name, or what is one."""
+def launcher_for(
+    given: Any, *, slurm_kwargs: Mapping[str, Any] | None, bind: str, token: Any, workers: int
+) -> Launcher:
+    """The launcher for a name, or the given one, for nodes with so many workers each. See ``DistributedOptions``.
+
+    Raises:
+        BadOption: an option is wrong or missing.
+    """
     if slurm_kwargs is not None and given != "submitit":
         raise BadOption(f"slurm_kwargs are for launcher='submitit', not {given!r}: leave them out")
     if given == "mp":
@@ -178,6 +149,11 @@ def _launcher(given: Any, slurm_kwargs: Mapping[str, Any] | None, bind: str, wor
 
         return TorchrunLauncher()
     if given == "manual":
+        if read_token(token) is None:
+            raise BadOption(
+                "launcher='manual' needs a token that the nodes can know, too: token=, or the path of a file with mode "
+                "0600 in MUSTER_TOKEN_FILE, here and on every node"
+            )
         return Launcher()
     if given in ("submitit", "submitit_delayed"):
         from muster.cluster.submitit import SubmititLauncher

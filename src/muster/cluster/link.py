@@ -1,46 +1,44 @@
-"""Messages and blocks of bytes between the main process and a node: the seam that every engine implements.
+"""The protocol of links: messages and blocks of bytes between the main process and a node.
 
 ::
 
-    carrier = SomeEngine(...)                       # in the main process, for all nodes
-    link = carrier.connect(2, epoch=0, within_s=600)  # brings node 2 to life, and waits until it is there
-    link.expect(17, memory)                         # where the block with tag 17 will go
+    link = carrier.connect(2, epoch=0, ...)  # starts node 2, and waits until it has joined
+    link.expect(17, memory)                  # the block with tag 17 will be written there
     link.send(b"...")
 
-    node_main.serve(link)                             # what the engine calls in the node, with its end
+    node_main.serve(link, 2)                 # in the node, with the other end
 
-A link is one *session* of one node: when it is lost, the node is brought to life again with the next epoch, and nothing
-that was sent in an earlier session is ever received in a later one.
+A link is one *session* of one node. When it is lost, the node is started again with the next epoch. Nothing that was
+sent in an earlier session is received in a later one.
 """
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from muster.memory.specs import Array
 
-AGENT = "muster.cluster.node_main:serve"  # what a node runs: ``serve(link, node)``; True: the main process said goodbye
-SLOWEST = 10e6  # bytes per second; a block that comes more slowly counts as one that does not come
+AGENT = "muster.cluster.node_main:serve"  # the function that a node runs; it returns True after a goodbye
+SLOWEST = 10e6  # bytes per second; a slower block counts as lost
 
 
 def allowed_s(deadline_s: float, nbytes: int) -> float:
-    """How long so many bytes may take, where messages may take ``deadline_s``."""
+    """Seconds that so many bytes may take, where a message may take ``deadline_s``."""
     return deadline_s + nbytes / SLOWEST
 
 
 class LinkLost(EOFError):
-    """Nothing more can be sent or received in this session; the text says why, for people."""
+    """Nothing more can be sent or received in this session. The text says why, for the user."""
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Bytes for one node or for many; not changed as long as this object is in use.
+    """Bytes for one node or for many. They are not changed while this object is in use.
 
     Attributes:
         array: ``uint8 [n]``.
-        owner: what keeps the memory from being used for something else, if anything has to.
+        owner: an object that keeps the memory reserved; None if none has to.
     """
 
     array: Array
@@ -49,7 +47,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Received:
-    """A message, and the block that came with it, if any: in the memory that was expected to take it, else in new."""
+    """A message and its block, if it has one. The block is in the memory given to ``expect``, else in new memory."""
 
     message: bytes
     tag: int = 0
@@ -57,60 +55,34 @@ class Received:
 
 
 class Link(Protocol):
-    """One end. One thread sends, another receives, any may expect and close."""
+    """One end. One thread sends, another receives. Any thread may call ``expect`` and ``close``."""
 
     def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
         """Send a message, and a block after it. On return the block's memory may be written again.
 
         Args:
-            tag: a number that no other block of this session has; more than 0 with a block.
+            tag: a number that no other block of this session has; greater than 0 with a block.
 
         Raises:
-            LinkLost: also if the other end does not read for as long as the link's deadline.
+            LinkLost: the link is closed or lost, or the other end has not read for the link's deadline.
         """
 
     def expect(self, tag: int, memory: Array) -> None:
-        """Let the block with this tag arrive in ``memory`` (uint8, exactly as long as the block), without a copy where
-        the engine can. Nothing else may write there until it has come or the link is closed.
+        """Receive the block with this tag in ``memory`` (uint8, exactly as long as the block).
+
+        Nothing else may write there until the block has been received or the link is closed.
         """
 
     def receive(self) -> Received:
-        """Wait for the next message; messages and blocks arrive in the order in which they were sent.
+        """Wait for the next message. Messages and blocks arrive in the order in which they were sent.
 
         Raises:
-            LinkLost: the other end has closed the link or is gone, or nothing has come for the link's deadline. (Both
-                ends send something every second.)
+            LinkLost: the other end has closed the link or exited, or nothing has arrived for the link's deadline. (Both
+                ends send a message every second.)
         """
 
     def close(self) -> None:
-        """End the session: a thread that waits in ``send`` or ``receive`` gets ``LinkLost``, on both ends. No
-        expected memory is written after this returns. May be called again, from any thread.
-        """
+        """End the session: on both ends, a thread that waits in ``send`` or ``receive`` gets ``LinkLost``.
 
-
-class Carrier(Protocol):
-    """An engine in the main process.
-
-    Attributes:
-        name: for people: "ray", "torch.distributed", "torch RPC".
-    """
-
-    name: str
-
-    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> Link:
-        """Bring a node to life, and wait until it has joined. Each node is connected by a thread of its own.
-
-        Args:
-            node: its number, from 0.
-            epoch: 0, and one more each time that the node has to be brought to life again.
-            within_s: seconds until the node must be there (infinity: no deadline).
-            given_up: set when the node is not wanted any more: raise LinkLost soon.
-
-        Raises:
-            LinkLost: it did not come in time, has ended at once, or was given up; the text says which, and what to do.
-        """
-
-    def close(self) -> None:
-        """End the nodes that this carrier has started, by force if need be, and free its ports. All links are closed
-        before. May be called again.
+        No expected memory is written after this returns. May be called again, from any thread.
         """

@@ -1,7 +1,6 @@
-"""What the main process and a node say to each other, inside the messages of a link.
+"""The messages between the main process and a node.
 
-A message knows what it does where it arrives (``reach``). A block that comes with it is memory: the policy, weights, or
-lanes.
+The receiver calls ``reach`` of a message. A block that belongs to it is memory: the policy, weights, or lanes.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ WEIGHTS = 1 << 62  # tag of the first weights of a session; the next ones have t
 
 @dataclass(frozen=True)
 class Tell:
-    """Call a method of the node (``NodeMain``), with the block of the message and its tag, if it has one.
+    """Call a method of the node (``NodeMain``), with the message's block and tag, if it has one.
 
     Attributes:
-        number: of the answer; 0: there is none.
-        urgent: it is heard while the node waits for something else.
+        number: of the answer; 0: no answer.
+        urgent: the node follows it also while it waits for workers.
     """
 
     method: Callable[..., Any]
@@ -42,7 +41,7 @@ class Tell:
     urgent: bool = False
 
     def reach(self, main: NodeMain, block: Any, tag: int) -> None:
-        """There: do it."""
+        """In the node: call the method."""
         args = self.args if block is None else (*self.args, block, tag)
         if self.number:
             main.answer(self.number, lambda: self.method(main, *args))
@@ -52,14 +51,14 @@ class Tell:
 
 @dataclass(frozen=True)
 class NodeSetup:
-    """What a node is told first.
+    """The first message of a session.
 
     Attributes:
-        config: of its worker pool, without the policy.
-        path: of the main process, for what is unpickled.
-        policy_digest: SHA-256 of the policy, which comes as a block: those are not authenticated.
-        buffer: pickled handle of a replay buffer that the node writes into; None: lanes go to the main process.
-        layout: of batches in it.
+        config: of the node's worker pool, without the policy.
+        path: ``sys.path`` of the main process, for unpickling.
+        policy_digest: SHA-256 of the policy, which is sent as a block; blocks are not authenticated.
+        buffer: pickled handle of a replay buffer that the node writes into; None: lanes are sent to the main process.
+        layout: of batches in the buffer.
     """
 
     config: PoolConfig
@@ -74,9 +73,9 @@ class LaneRun:
     """Requests whose lanes lie side by side in a slot of the main process.
 
     Attributes:
-        offset: of the slot there, by which the node knows its own.
-        first, lanes: the node's lanes in the slot: from which on, and how many.
-        tag: of the block in which the requested lanes go back.
+        offset: of the slot in the main process; the node has a slot of its own for each offset.
+        first, lanes: the node's lanes in the slot: the first, and their number.
+        tag: of the block in which the lanes are sent back.
     """
 
     requests: Sequence[RolloutRequest]
@@ -91,7 +90,7 @@ class LaneRun:
 
 @dataclass(frozen=True)
 class WorkerTold:
-    """How a worker gets on; see ``WorkerStats``."""
+    """The state of a worker; see ``WorkerStats``."""
 
     pid: int
     state: str
@@ -101,12 +100,12 @@ class WorkerTold:
 
 @dataclass(frozen=True)
 class Told:
-    """What goes with every message of a node: how it was when that was sent.
+    """The state of a node, which is sent with each of its messages.
 
     Attributes:
         counts: by group, since the session began.
-        workers: by place among those of the node.
-        dropped: groups that no worker runs any more.
+        workers: in the order of the node's workers.
+        dropped: groups whose worker was dropped.
     """
 
     counts: Mapping[int, NodeCounts] = field(default_factory=dict)
@@ -116,23 +115,23 @@ class Told:
 
 
 class FromNode(Protocol):
-    """Anything that a node sends."""
+    """A message of a node."""
 
     def reach(self, proxy: NodeProxy) -> None:
-        """In the main process: take note of it."""
+        """In the main process: pass it to the proxy of the node."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """The node is there."""
+    """A heartbeat."""
 
     def reach(self, proxy: NodeProxy) -> None:
-        """That is all."""
+        """Does nothing."""
 
 
 @dataclass(frozen=True)
 class Joined:
-    """The node is there."""
+    """The node has joined."""
 
     host: str
     pid: int
@@ -153,7 +152,7 @@ class Built:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a ``LaneRun``; its lanes come as a block, where that is expected. Or about no request."""
+    """The results of a ``LaneRun``, with its lanes as a block; or a result that belongs to no request."""
 
     results: Sequence[RolloutResult]
 
@@ -163,7 +162,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Answered:
-    """What came of what was asked under this number."""
+    """The answer to the ``Tell`` with this number."""
 
     number: int
     value: Any = None

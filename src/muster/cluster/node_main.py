@@ -1,4 +1,4 @@
-"""What runs on a node: a worker pool, for a main process at the other end of a link."""
+"""The main loop of a node: it runs a worker pool for the main process."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ from muster.workers.supervision import Supervisor
 
 
 def serve(link: Link, node: int) -> bool:
-    """Do what the main process says, until it says goodbye. Called in the node by the engine, in any thread.
+    """Follow the messages of the main process until the session ends. Called in the node, in any thread.
 
     Args:
-        link: the node's end; closed here.
+        link: the node's end of the link; closed by this function.
         node: number of the node.
 
     Returns:
-        whether it said goodbye; else the link was lost, and the node can join again. All workers are ended.
+        True after a goodbye. False if the link was lost: the node can join again. All workers are ended.
     """
     return NodeMain(link, node).run()
 
 
 class _Over(BaseException):
-    """The session is over, after a goodbye or without one; nothing is waited for any more."""
+    """The session is over, after a goodbye or without one. Ends all waiting."""
 
     def __init__(self, *, was_said: bool) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class _Over(BaseException):
 
 @dataclass
 class _RunAtWork:
-    """A part of a request: where its lanes lie here, and what has come of it so far."""
+    """A ``LaneRun`` that workers are following, its slot on this node, and its results so far."""
 
     part: LaneRun
     slot: Slot
@@ -81,7 +81,7 @@ class _RunAtWork:
 
 
 class NodeMain:
-    """One session of a node. Its public methods are what the main process tells it to do."""
+    """One session of a node. The main process calls its public methods (``Tell``)."""
 
     def __init__(self, link: Link, node: int) -> None:
         self._link, self._node = link, f"{node} ({socket.gethostname()})"
@@ -98,7 +98,7 @@ class NodeMain:
         self._end = SessionEnd("muster-node-main", lambda: link, lambda: self._said(Beat()), self._wake_up)
 
     def run(self) -> bool:
-        """Until the end of the session."""
+        """Run until the end of the session."""
         try:
             self.say(Joined(socket.gethostname(), os.getpid()))
             while True:
@@ -111,32 +111,32 @@ class NodeMain:
             self._wake_up.close()
 
     def say(self, message: FromNode, block: Block | None = None, tag: int = 0) -> None:
-        """Have something sent to the main process, with how the node is now: what is sent later never says less."""
+        """Send a message, with the state of the node at this moment: counts never decrease from message to message."""
         self._end.put(lambda: self._said(message, block, tag))
 
     def _said(self, message: FromNode, block: Block | None = None, tag: int = 0) -> Outgoing:
         return Outgoing(pickle.dumps((message, self._told()), pickle.HIGHEST_PROTOCOL), block, tag)
 
     def answer(self, number: int, function: Callable[[], Any]) -> None:
-        """Say what a function returns or raises."""
+        """Call a function, and send its result or its error."""
         try:
             value = function()
         except Exception as error:  # noqa: BLE001 (the main process's to raise)
-            self._tell_results()  # they came before
+            self._tell_results()  # they were sent before
             self.say(Answered(number, failure=send_error(error)))
         else:
             self._tell_results()
             self.say(Answered(number, value))
 
-    # --- Caller: while the pool waits for workers ---------------------------------------------------
+    # --- Caller: used while the pool waits for workers ---------------------------------------------------
 
     def fileno(self) -> int:
         return self._wake_up.fileno()
 
     def hear(self) -> None:
-        """What cannot wait."""
+        """Follow urgent messages; raise ``_Over`` if the link is lost."""
         self._wake_up.clear()
-        is_lost = bool(self._end.lost)  # after what had come before
+        is_lost = bool(self._end.lost)  # after the messages that had arrived
         for item in list(self._end.inbox):
             if getattr(item[0], "urgent", False):
                 self._end.inbox.remove(item)
@@ -145,7 +145,7 @@ class NodeMain:
             raise _Over(was_said=False)
 
     def _attend(self) -> None:
-        """To what has come, after waiting for some of it."""
+        """Follow all messages in the inbox, then wait."""
         self.hear()
         try:
             while self._end.inbox:
@@ -164,10 +164,10 @@ class NodeMain:
             self.say(Failed(send_error(error)))
             self._wake_up.wait(BEAT_S)
 
-    # --- what the main process says -----------------------------------------------------------------
+    # --- called by the main process -----------------------------------------------------------------
 
     def bye(self) -> None:
-        """The session is over."""
+        """End the session and the node."""
         raise _Over(was_said=True)
 
     def stop(self, number: int) -> None:
@@ -176,10 +176,10 @@ class NodeMain:
             handle.stop(number)
 
     def beat(self) -> None:
-        """It is there."""
+        """Does nothing: a heartbeat of the main process."""
 
     def set_up(self, setup: NodeSetup, block: Any, tag: int) -> None:
-        """Begin, with the policy."""
+        """Take the configuration and the policy."""
         policy = block.tobytes()
         if not hmac.compare_digest(hashlib.sha256(policy).digest(), setup.policy_digest):
             raise MusterError("the policy's checksum does not match: it was modified in transit")
@@ -188,11 +188,11 @@ class NodeMain:
         self._weights.workers = setup.config.count
 
     def take_weights(self, manifest: Manifest, block: Any, tag: int) -> None:
-        """Hand weights on to the workers; some come before ``start``, if there are any."""
+        """Publish weights to the workers. If the policy has weights, the first ones arrive before ``start``."""
         self._weights.receive(manifest, block, tag)
 
     def start(self) -> None:
-        """Start the workers, and say which groups they have made."""
+        """Start the workers, and send a description of the groups that they have made."""
         config, weights = self._setup.config, self._weights.publisher
         ticket = None if weights is None else weights.ticket
         supervisor = Supervisor(config, ticket, self._made, light=not has_fork_server(), caller=self)
@@ -213,7 +213,7 @@ class NodeMain:
             self.call(LayOut(place.columns))
 
     def call(self, request: Request) -> list[Any]:
-        """What each worker answers."""
+        """Send a request to all workers; return their answers."""
         assert self._pool is not None
         answers = self._pool.call(request)
         if isinstance(request, LayOut):
@@ -224,7 +224,7 @@ class NodeMain:
         return answers
 
     def follow(self, parts: Sequence[LaneRun]) -> None:
-        """Let the workers follow requests, all of them together."""
+        """Submit rollout requests to the workers, all at the same time."""
         pool = self._pool
         assert pool is not None
         with pool.hold():
@@ -235,7 +235,7 @@ class NodeMain:
                     pool.give(replace(request, lane=request.lane - part.first), job.slot)
 
     def ask_server(self, method: str, args: Sequence[Any]) -> Any:
-        """What the inference server answers."""
+        """Call a method of the inference server."""
         assert self._pool is not None and self._pool.server is not None
         return self._pool.server.ask(method, *args)
 
@@ -246,7 +246,7 @@ class NodeMain:
             pool.close()
 
     def _slot(self, part: LaneRun) -> Slot:
-        """That which stands for one of the main process; it is free when that one is."""
+        """The node's slot for a slot of the main process. It is free whenever that one is."""
         place = part.offset, part.first
         if place not in self._slots:
             assert self._supervisor is not None
@@ -256,7 +256,7 @@ class NodeMain:
         return self._slots[place]
 
     def _tell_results(self) -> None:
-        """Each part of which all requests have a result."""
+        """Send the results of each ``LaneRun`` that is complete."""
         while self._pool is not None and (result := self._pool.ready_result()) is not None:
             if result.error is not None:
                 result.error = send_error(result.error)
@@ -288,11 +288,11 @@ class NodeMain:
 
 
 class NodeWeights:
-    """The weights of a node's workers, in shared memory; the next ones arrive right there.
+    """The weights of a node's workers, in shared memory. Later versions are received directly there.
 
     Attributes:
         workers: of all nodes.
-        publisher: to the workers; None: there are no weights yet, since the policy's layers are lazy.
+        publisher: to the workers; None: there are no weights yet, because the policy has lazy layers.
     """
 
     workers = 0
@@ -302,10 +302,10 @@ class NodeWeights:
         self.publisher: Publisher | None = None
 
     def receive(self, manifest: Manifest, block: Any, tag: int) -> None:
-        """Hand on what has come."""
+        """Publish received weights to the workers."""
         publisher = self.publisher
         if isinstance(publisher, SharedMemoryPublisher):
-            if block is not (room := publisher.lend()):  # they came before they were expected
+            if block is not (room := publisher.lend()):  # they arrived before `expect`
                 room[:] = block
             publisher.publish_lent()
         else:

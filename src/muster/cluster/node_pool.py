@@ -1,4 +1,4 @@
-"""A worker pool of nodes: called, told their places, and watched."""
+"""Starts nodes, makes a worker pool of them, and watches over them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from muster.cluster.link import Block
 from muster.cluster.messages import NodeSetup
 from muster.cluster.node_proxy import NodeProxy
 from muster.cluster.nodes import Nodes
-from muster.cluster.session import Session
 from muster.memory.views import Order as DimOrder
 from muster.observing.stats import InferenceStats
 from muster.restore.crash_report import CrashDirectory
 from muster.restore.pickling import dumps
 from muster.utils.interrupts import allowed
 from muster.workers.config import PoolConfig, WorkerPlace
-from muster.workers.lives import Watcher, WorkerState, news, unlike
+from muster.workers.lives import Watcher, WorkerState, listed, news, unlike
 from muster.workers.messages import GroupInfo, RolloutResult
 from muster.workers.pool import WorkerPool
 
-LOOK_S = 0.2  # seconds between two looks at who is due
+LOOK_S = 0.2  # seconds between two looks for nodes that are due for a restart
 
 
 class NodePool(Watcher):
-    """Calls nodes, makes a worker pool of them, and watches over it; see ``Supervisor``.
+    """Starts nodes, makes a worker pool of them, and watches over them; see ``Supervisor``.
 
     Args:
         config: of all workers.
@@ -38,14 +37,15 @@ class NodePool(Watcher):
         apart: see ``NodeProxy``.
 
     Attributes:
+        nodes: over all sessions with them.
         proxies: of the nodes.
-        wake_up: rings when one has something to say.
+        wake_up: rung when a message of a node has arrived.
         crash_directory: for crash reports of all nodes.
     """
 
     def __init__(self, nodes: Nodes, config: PoolConfig, layout: DimOrder, *, apart: bool) -> None:
         super().__init__(config, elastic=nodes.enough is not None)
-        self._nodes, self.wake_up = nodes, nodes.wake_up
+        self.nodes, self.wake_up = nodes, nodes.wake_up
         self.crash_directory = CrashDirectory(config.crash_dir)
         policy = Block(np.frombuffer(config.policy, np.uint8))
         digest = hashlib.sha256(config.policy).digest()
@@ -57,19 +57,15 @@ class NodePool(Watcher):
                 self.proxies.append(NodeProxy(number, setup, policy, self, apart=apart or buffer is not None))
         self.handles = self.proxies
 
-    def session(self, node: int) -> Session:
-        """Call a node."""
-        return self._nodes.session(node)
-
     # --- as ``Supervisor`` --------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Call all nodes."""
+        """Start sessions with all nodes."""
         for proxy in self.proxies:
             proxy.start()
 
     def built(self) -> list[GroupInfo]:
-        """The groups that all have made; of nodes that need not be waited for, what they will be like."""
+        """The groups of all nodes; for nodes that are not there yet (``min_nodes``), what they are expected to be."""
         if self.elastic:
             self._wait_for_enough()
         else:
@@ -84,7 +80,7 @@ class NodePool(Watcher):
         return [known.get(number) or alike.get(factory, first) for number, factory in numbered]
 
     def pool(self, infos: Sequence[GroupInfo], place: WorkerPlace) -> WorkerPool:
-        """The worker pool, whose nodes are told their places."""
+        """The worker pool; nodes get their places."""
         pool = WorkerPool(self.proxies, infos, self)
         pool.hold, pool.elastic = self._held, self.elastic
         if self.config.server is not None:
@@ -93,16 +89,18 @@ class NodePool(Watcher):
         for proxy in self.proxies:
             for number in proxy.groups:
                 self.counters[number].late = proxy.absent and proxy.infos is None
-        for proxy in sorted(self.proxies, key=lambda proxy: proxy.infos is not None):  # they may come from here on
+        for proxy in sorted(
+            self.proxies, key=lambda proxy: proxy.infos is not None
+        ):  # absent nodes may join from here on
             proxy.assign(place.part(proxy.groups))
         return pool
 
     def end(self) -> None:
-        """Let nodes wait for the next session."""
-        self._nodes.end_sessions()
+        """End the sessions; the nodes wait for the next ones."""
+        self.nodes.end_sessions()
 
     def _held(self) -> ExitStack:
-        """A context; nodes get what they are given in it as one request."""
+        """A context; all requests that are submitted in it are one message to each node."""
         releases = ExitStack()
         for proxy in self.proxies:
             proxy.hold()
@@ -110,22 +108,32 @@ class NodePool(Watcher):
         return releases
 
     def _wait_for_enough(self) -> None:
-        """Raises what became of a node instead."""
+        """Wait for ``min_nodes`` nodes. Raises the error of a lost node."""
 
         def lack(there: list[NodeProxy]) -> int:
-            return (self._nodes.enough or 0) - len(there)
+            return (self.nodes.enough or 0) - len(there)
 
         while lack([proxy for proxy in self.proxies if proxy.infos is not None]) > 0:
+            self._slow.look()
             self.wait(None, revives=False)
             alive = [proxy for proxy in self.proxies if proxy.alive]
             for proxy in self.proxies:
                 if not proxy.alive and (not proxy.session.late or lack(alive) > 0):
                     self._raise_once(proxy)
 
+    def missing(self) -> str:
+        absent = [proxy for proxy in self.proxies if proxy.infos is None]
+        joining = [proxy.index for proxy in absent if proxy.phase == "join"]
+        building = [proxy.index for proxy in absent if proxy.phase != "join"]
+        found = [f"{listed('node', joining)} to join at {self.nodes.carrier.address}"] if joining else []
+        found += [f"{listed('node', building)} to construct environments"] if building else []
+        lack = (self.nodes.enough or 0) - len(self.proxies) + len(absent)
+        return f"{lack} of " * self.elastic + " and ".join(found) if found else ""
+
     # --- Watch ------------------------------------------------------------------------------------
 
     def came(self, result: RolloutResult) -> None:
-        """A result about no request has come."""
+        """Take a result that belongs to no request."""
         self._lost.append(result)
 
     def wait(self, timeout: float | None, *, revives: bool = True) -> None:
@@ -148,7 +156,7 @@ class NodePool(Watcher):
                 proxy.record.fruitless = 0
 
     def _welcome(self, proxy: NodeProxy) -> None:
-        """A node that was absent has made its environments, which have to be as many as was taken for granted."""
+        """Use a node that has joined late, if it has as many environments as were expected."""
         if not (self.elastic and proxy.state is WorkerState.JOINING and proxy.infos is not None and proxy.place):
             return
         for number, info in zip(proxy.groups, proxy.infos, strict=True):
@@ -162,23 +170,23 @@ class NodePool(Watcher):
         self._lost.append(news(proxy.groups[0]))
 
     def _lose(self, proxy: NodeProxy) -> None:
-        """A node is lost: its requests go to a successor, to others or back."""
+        """Handle a lost node: its requests go to its successor, to other nodes, or back to the schedule."""
         error = proxy.lose("")
         self._pass_on(proxy, error)
 
 
 class NodeServers:
-    """Implements ``Servers``: there is one on every node."""
+    """Implements ``Servers``: there is one inference server on every node."""
 
     def __init__(self, proxies: Sequence[NodeProxy]) -> None:
         self._proxies = proxies
 
     def settle(self) -> None:
-        """Nodes have no user whose random streams are to be kept."""
+        """Does nothing: servers on nodes do not use the user's random streams."""
 
     def ask(self, method: str, *args: Any, group: int | None = None) -> Any:
-        """What the server for a group answers. None: all of them are asked, those that are not there when they come;
-        the first answer.
+        """The answer of the server for a group. None: asks all servers, absent ones when they join, and returns the
+        first answer.
         """
         if group is not None:
             proxy = next(proxy for proxy in self._proxies if group in proxy.groups)
@@ -187,13 +195,13 @@ class NodeServers:
         return answers[0]
 
     def stats(self) -> InferenceStats:
-        """Over all nodes."""
-        told = [proxy.inference for proxy in self._proxies if proxy.inference is not None]
+        """The sum over all nodes."""
+        told = [proxy.told.inference for proxy in self._proxies if proxy.told.inference is not None]
         return InferenceStats(sum(s.calls for s in told), sum(s.rows for s in told), sum(s.busy_s for s in told))
 
 
 def _part(config: PoolConfig, of_leaf: Sequence[int], node: int) -> PoolConfig | None:
-    """Of the workers of a node; None: it has none. The policy is sent by itself."""
+    """The config of a node's workers, without the policy; None: the node has no workers."""
     workers = [worker for worker in config.workers if of_leaf[worker.index] == node]
     if not workers:
         return None

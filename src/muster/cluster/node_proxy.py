@@ -1,4 +1,4 @@
-"""A node as the worker pool of the main process sees it."""
+"""The proxy of a node, in the worker pool of the main process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from muster.cluster.session import Session
 from muster.cluster.session_end import BEAT_S
 from muster.memory.slots import Slot
 from muster.memory.specs import Array
-from muster.observing.stats import InferenceStats, WorkerStats
+from muster.observing.stats import WorkerStats
 from muster.utils.interrupts import postponed
 from muster.workers.config import WorkerPlace
 from muster.workers.counters import FrameCounters, NodeCounts
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
     from muster.cluster.node_pool import NodePool
 
 
-CLOSE_S = 5.0  # more than its workers have for it
+CLOSE_S = 5.0  # seconds beyond the deadline of its workers
 
 
 class NodeProxy(Proxy):
     """Implements ``Proxy`` for all workers of a node, which has a worker pool of its own.
 
     Args:
-        setup: what the node is told first, in every session.
+        setup: the first message of every session.
         policy: pickled, for all nodes.
-        apart: every rollout comes back by itself, because the batch may not wait for the others of the node.
+        apart: every rollout is sent back by itself, because a batch must not wait for other rollouts of the node.
 
     Attributes:
-        setup: with the generations that workers of the next session begin with.
-        place: of the groups, as a successor of the node is told it.
-        error: why it cannot go on; it is lost.
-        told: how it was when it last said something.
+        setup: with the generations of the workers in the next session.
+        place: of the groups, for a successor of the node.
+        error: why the node is lost.
+        told: the state of the node at its last message.
     """
 
     def __init__(self, index: int, setup: NodeSetup, policy: Block, pool: NodePool, *, apart: bool) -> None:
@@ -57,13 +57,13 @@ class NodeProxy(Proxy):
         self.session: Session
         self._is_there = False  # it has joined, in this session
         self._held: list[RolloutRequest] | None = None  # to be sent together
-        self._server_knows: dict[str, Sequence[Any]] = {}  # by method; servers of later sessions are told again
+        self._server_knows: dict[str, Sequence[Any]] = {}  # by method; sent again in later sessions
 
     # --- its state --------------------------------------------------------------------------------
 
     @property
     def absent(self) -> bool:
-        """It is not there, and may never come."""
+        """It has not joined, and the others do not wait for it."""
         return self._pool.elastic and self._state not in (WorkerState.RUNNING, WorkerState.CLOSING)
 
     @property
@@ -72,7 +72,7 @@ class NodeProxy(Proxy):
 
     @property
     def name(self) -> str:
-        """Its number and host, for people."""
+        """Its number and host, for the user."""
         return f"{self.index}" if self.node is None else f"{self.index} ({self.node.host})"
 
     def stats(self, counters: Sequence[FrameCounters]) -> list[WorkerStats]:
@@ -91,13 +91,13 @@ class NodeProxy(Proxy):
     # --- its sessions -----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Call the node. What comes back is told all that its predecessor was, and what that had not done."""
+        """Start a session. The node gets its place, and the requests that its predecessor had not completed."""
         self._owner.check()
         self.state = WorkerState.JOINING
         self.starts += 1
         self.infos = self.error = self._held = self._answer = None
         self.told = Told()
-        self.session = self._pool.session(self.index)
+        self.session = self._pool.nodes.session(self.index)
         self.session.post(Tell(NodeMain.set_up, (self.setup,)), self._policy, self.session.next_tag())
         self.session.post_weights()
         self.session.post(Tell(NodeMain.start))
@@ -107,7 +107,7 @@ class NodeProxy(Proxy):
             self.release()
 
     def assign(self, place: WorkerPlace) -> None:
-        """Tell it its place. One that is absent is told when it comes, and does not have to answer."""
+        """Send it its place. An absent node gets it when it joins, without an answer."""
         self.place = place
         if self.infos is not None:
             if self._state is WorkerState.JOINING:
@@ -115,7 +115,7 @@ class NodeProxy(Proxy):
             self._ask_node(NodeMain.assign, place)
 
     def join(self) -> None:
-        """It has come later than the others, who have not waited for it."""
+        """Use a node that has joined after the others began."""
         assert self.place is not None
         self.state = WorkerState.RUNNING
         self._take_place(self.place)
@@ -126,7 +126,7 @@ class NodeProxy(Proxy):
             self.session.post(Tell(NodeMain.ask_server, (method, args)))
 
     def pump(self) -> None:
-        """Take note of what has come."""
+        """Take all messages from the inbox."""
         while self.alive and self.session.inbox:
             said, _, _ = self.session.inbox.popleft()
             if isinstance(said, Exception):
@@ -137,7 +137,7 @@ class NodeProxy(Proxy):
             message.reach(self)
 
     def lose(self, why: str) -> Exception:
-        """Nothing comes from it any more; the steps that it had are entered. Returns the error."""
+        """Handle the end of the session: count the steps of its open requests. Returns the error."""
         self.session.lose(why)
         self.cause = error = self.error or node_lost(
             self.where(), phase=self.phase, why=f"node {self.index}: {self.session.lost}"
@@ -158,13 +158,13 @@ class NodeProxy(Proxy):
 
     @property
     def phase(self) -> str:
-        """What its first worker is doing, or what it does itself."""
+        """The phase of the worker with the oldest request; or "join" or "construct"."""
         if not self._is_there:
             return "join"
         return self._worker()[1].phase if self.told.workers else "construct"
 
     def _worker(self) -> tuple[int, Any]:
-        """Place of the worker with the oldest request, or of the first; and what was told of it."""
+        """The worker with the oldest request, or the first worker: its place on the node, and its state."""
         requests = self.under_way.requests()
         group = requests[0].group if requests else self.groups[0]
         workers = self.setup.config.workers
@@ -172,14 +172,14 @@ class NodeProxy(Proxy):
         return place, self.told.workers[place] if self.told.workers else None
 
     def where(self) -> Where:
-        """The worker that the node's end is noticed at."""
+        """The worker that errors of the node name."""
         place, told = self._worker()
         worker = self.setup.config.workers[place]
         restarts = worker.generation if told is None else told.restarts
         return Where(worker.index, None if told is None else told.pid or None, restarts, node=self.name)
 
     def _prepare_successor(self) -> None:
-        """Its workers draw other numbers, and their environments begin episodes of new numbers."""
+        """Give its workers the next generation, and their environments new episode numbers."""
         counters, config = self._pool.counters, self.setup.config
         restarts = [told.restarts for told in self.told.workers] or [w.generation for w in config.workers]
         workers = [replace(w, generation=n + 1) for w, n in zip(config.workers, restarts, strict=True)]
@@ -206,12 +206,12 @@ class NodeProxy(Proxy):
         self._held = []
 
     def release(self) -> None:
-        """Send what was requested since ``hold``, as one request; the lanes come back into their slots."""
+        """Send all requests since ``hold`` as one message. Lanes will be received in their slots."""
         held, self._held = self._held, None
         if not held or self.reviving:
             return
         if not self.alive:
-            self.start()  # which sends all that is under way
+            self.start()  # sends all open requests
             return
         parts: list[LaneRun] = []
         expects: dict[int, Array] = {}
@@ -241,10 +241,10 @@ class NodeProxy(Proxy):
         return answers
 
     def ask_server(self, method: str, args: Sequence[Any], *, keep: bool) -> Any:
-        """What the node's inference server answers.
+        """The answer of the node's inference server.
 
         Args:
-            keep: those of later sessions are told, too.
+            keep: servers of later sessions are asked, too.
         """
         if keep:
             self._server_knows[method] = args
@@ -262,7 +262,7 @@ class NodeProxy(Proxy):
             self.lose("the collector was shut down")
 
     def close(self, *, wait: bool = True) -> None:
-        """See ``Proxy``; the node itself is told goodbye by ``Nodes``."""
+        """See ``Proxy``. ``Nodes`` ends the node itself."""
         if not self.alive:
             return
         if self._state is WorkerState.RUNNING:
@@ -300,7 +300,7 @@ class NodeProxy(Proxy):
         return self._ask(lambda number: self.session.post(Tell(method, args, number)))
 
     def _runs(self, requests: Sequence[RolloutRequest]) -> list[tuple[Slot, list[RolloutRequest]]]:
-        """Requests by what can come back as one block: lanes side by side in a slot."""
+        """Groups requests whose lanes lie side by side in a slot, so that they are sent back as one block."""
         of_slot: defaultdict[int, list[RolloutRequest]] = defaultdict(list)
         slots: dict[int, Slot] = {}
         for request in requests:
@@ -317,7 +317,7 @@ class NodeProxy(Proxy):
                 run.append(request)
         return runs
 
-    # --- what the node says -------------------------------------------------------------------------
+    # --- messages of the node -------------------------------------------------------------------------
 
     def _take_note(self, told: Told) -> None:
         counters, before = self._pool.counters, self.told.counts
@@ -328,13 +328,8 @@ class NodeProxy(Proxy):
             for number in told.dropped:
                 counters[number].dropped = True
 
-    @property
-    def inference(self) -> InferenceStats | None:
-        """What its server has done."""
-        return self.told.inference
-
     def joined(self, node: Joined) -> None:
-        """It is there."""
+        """It has joined."""
         self.node, self._is_there = node, True
 
     def built(self, infos: list[GroupInfo]) -> None:
@@ -344,7 +339,7 @@ class NodeProxy(Proxy):
             self.state = WorkerState.RUNNING
 
     def finished(self, results: Sequence[RolloutResult]) -> None:
-        """Rollouts are complete, with their lanes where they were expected; or they have failed."""
+        """Rollouts are complete, with their lanes in their slots; or they have failed."""
         for result in results:
             result.entered = True
             if result.error is not None:
@@ -358,12 +353,12 @@ class NodeProxy(Proxy):
         self.under_way.fresh.clear()
 
     def answered(self, answer: Answered) -> None:
-        """Something was answered."""
+        """Take an answer, if it is waited for."""
         failure = None if answer.failure is None else answer.failure.here(self._pool.crash_directory)
         if answer.number == self._awaited:
             self._answer = replace(answer, failure=failure)
 
     def failed(self, error: SentError) -> None:
-        """It cannot go on."""
+        """The node has failed."""
         self.error = error.here(self._pool.crash_directory).error()
         self.session.lose(str(self.error))

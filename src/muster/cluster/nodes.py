@@ -1,6 +1,6 @@
-"""The nodes of a collector: how they are called, and the weights that they should have.
+"""The nodes of a collector: their sessions and their weights.
 
-There is one copy of the weights per publish, which every node gets as it is; on the node they go on in shared memory.
+There is one copy of the weights per publish, which is sent to every node. A node's workers share it in shared memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from muster.cluster.link import Block, Carrier
+from muster.cluster.carrier import Carrier
+from muster.cluster.link import Block
 from muster.cluster.session import Newest, Session
 from muster.cluster.session_end import END_S
 from muster.errors import BadOption
@@ -27,26 +28,25 @@ if TYPE_CHECKING:
     from muster.weights.transport import Weights
 
 
-KEPT = 2  # buffers that are free; one is written while the other is on its way
-_OF_ENGINE = {  # by ``Carrier.name``
-    "torch.distributed": ("DistributedWeightSyncScheme",),
-    "torch RPC": ("RPCWeightSyncScheme", "DistributedWeightSyncScheme"),
+KEPT = 2  # free buffers; one is written while the other is being sent
+_SCHEMES = {  # by ``Carrier.name``
+    "torch.distributed": ("DistributedWeightSyncScheme", "RPCWeightSyncScheme"),
     "ray": ("RayWeightSyncScheme",),
 }
 
 
 class Nodes:
-    """All nodes of a collector, over all sessions with them.
+    """All nodes of a collector, over all their sessions.
 
     Args:
         of_leaf: number of the node of every worker.
-        join_s: seconds for a node to join; None is for ever.
+        join_s: seconds for a node to join; None: no limit.
 
     Attributes:
-        buffer: a replay buffer that nodes write into themselves; None: batches come here.
-        enough: how many have to be there for a beginning; None: all.
-        newest: weights, by node.
-        wake_up: rung when a node has said something, or is lost.
+        buffer: a replay buffer into which nodes write directly; None: the main process receives the batches.
+        enough: number of nodes with which collecting begins; None: all.
+        newest: the newest weights, by node.
+        wake_up: rung when a message of a node has arrived, or a node is lost.
     """
 
     buffer: Any = None
@@ -62,20 +62,20 @@ class Nodes:
         self._sessions: dict[int, Session] = {}
 
     def session(self, node: int) -> Session:
-        """Call a node."""
+        """Start a session with a node."""
         epoch = next(self._epochs[node])
         session = Session(self.carrier, node, epoch, self._join_s, lambda: self.newest.get(node), self.wake_up)
         self._sessions[node] = session
         return session
 
     def publish(self, node: int, manifest: Manifest, block: Block) -> None:
-        """These weights are what the workers of a node take from now on."""
+        """Send these weights to a node, in this session and later ones."""
         self.newest[node] = Newest(manifest, block)
         if node in self._sessions:
             self._sessions[node].post_weights()
 
     def end_sessions(self, *, bye: bool = False) -> None:
-        """Let nodes end or, without a goodbye, wait for the next session."""
+        """End all nodes, or only their sessions (``bye=False``): nodes then wait for the next one."""
         ending = [
             threading.Thread(target=session.end, kwargs={"bye": bye}, daemon=True)
             for session in self._sessions.values()
@@ -86,7 +86,7 @@ class Nodes:
             thread.join(3 * END_S)
 
     def close(self) -> None:
-        """Let all nodes end; may be called again. A fork of this process has none."""
+        """End all nodes. May be called again; does nothing in a fork of this process."""
         if os.getpid() != self._owner:
             return
         self.end_sessions(bye=True)
@@ -96,10 +96,10 @@ class Nodes:
 
 @dataclass(frozen=True)
 class NodesTransport:
-    """The transport that a collector with nodes uses; its "workers" are the nodes.
+    """The transport of a collector with nodes; its "workers" are the nodes.
 
     Attributes:
-        once: nodes keep the weights that they begin with.
+        once: nodes keep their first weights.
     """
 
     nodes: Nodes
@@ -112,8 +112,8 @@ class NodesTransport:
 
 
 class NodesPublisher:
-    """Implements ``Publisher``. A buffer is written again when no node has its ``Block`` any more: fresh memory costs
-    several times as much as the copy into it.
+    """Implements ``Publisher``. A buffer is reused when its ``Block`` was sent to all nodes: new memory costs several
+    times as much as the copy into it.
     """
 
     def __init__(self, nodes: Nodes, weights: Weights) -> None:
@@ -133,31 +133,31 @@ class NodesPublisher:
             self._nodes.publish(node, self._manifest, block)
 
     def catch_up(self) -> None:
-        """Sessions send what is newest, also to nodes that come back."""
+        """Does nothing: sessions send the newest weights, also to nodes that have joined again."""
 
     def ticket(self, worker: int) -> Ticket:
-        """Workers take their weights from their node."""
+        """Not available: workers take their weights from their node."""
         raise NotImplementedError
 
     def close(self) -> None: ...
 
 
 def nodes_transport(nodes: Nodes, given: Any) -> NodesTransport:
-    """The transport that is meant by ``weight_sync_schemes`` of a collector with nodes.
+    """The transport for ``weight_sync_schemes`` of a collector with nodes.
 
     Raises:
-        BadOption: it is neither what this collector's engine does anyway, nor "none" or ``NoSync()``.
+        BadOption: it is a scheme of another collector.
     """
     if given is None:
         return NodesTransport(nodes)
     names = [given] if isinstance(given, str) else class_names(given)
     if not {"none", "NoSync", "NoWeightSyncScheme"}.isdisjoint(names):
         return NodesTransport(nodes, once=True)
-    engine = nodes.carrier.name
-    fitting = _OF_ENGINE.get(engine, tuple(OF_NODES))
+    name = nodes.carrier.name
+    fitting = _SCHEMES.get(name, tuple(OF_NODES))
     if not set(fitting).isdisjoint(names):
         return NodesTransport(nodes)
     raise BadOption(
-        f"{given!r} is no way to send weights to nodes that {engine} connects: leave weight_sync_schemes out, or give "
+        f"{given!r} is no way to send weights to nodes that {name} connects: leave weight_sync_schemes out, or give "
         f"{' or '.join(fitting)}, which mean the same, or 'none'"
     )

@@ -1,7 +1,7 @@
 """Nodes as Ray actors: Ray finds a machine for each, and starts it there.
 
-The actor then joins as any other node does, and its link is its connection to this process. It gets the token as an
-argument, by Ray: who can read that, can run code in the cluster anyway.
+The actor then joins like any other node, and its link is its connection to this process. It gets the token as an
+argument, through Ray: a process that can read it can run code in the cluster anyway.
 """
 
 from __future__ import annotations
@@ -10,34 +10,36 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 from ray import exceptions
 
+from muster.cluster.authenticated_link import AuthenticatedLink
+from muster.cluster.carrier import Carrier
+from muster.cluster.joining import run_node
 from muster.cluster.launchers import Launcher
-from muster.cluster.link import AGENT, Block, Link, LinkLost, Received
+from muster.cluster.link import AGENT, LinkLost
 from muster.cluster.ray_runtime import Lease, actor_class, arrived, call, first_line, listens, search_path
 from muster.cluster.rendezvous import TOKEN_BYTES, Rendezvous
-from muster.cluster.torch_distributed import DistributedCarrier, run_node
 from muster.errors import BadOption
-from muster.memory.specs import Array
 from muster.utils.attributes import named
 
 DEFAULT_CONFIG = {"num_cpus": 1, "memory": 2 * 1024**3}
 DEFAULT_GPUS = 0.2
-OURS = {  # options of an actor that are no user's business
+OURS = {  # options of an actor that Muster sets
     "concurrency_groups", "get_if_exists", "lifetime", "max_concurrency", "max_pending_calls", "max_restarts",
     "max_task_retries", "name", "num_returns",
 }  # fmt: skip
-NODE_LABEL = "ray.io/node-id"  # that Ray gives to its nodes
-NODE_DIED = "its node has died"  # says Ray
-WHY_S = 1.0  # for Ray to say what has become of an actor whose connection has ended
+NODE_LABEL = "ray.io/node-id"  # Ray's own label
+NODE_DIED = "its node has died"  # in Ray's error
+WHY_S = 1.0  # for Ray to report the end of an actor whose connection has ended
 LOST = (exceptions.RayError, ValueError, RuntimeError)  # the latter two: of a Ray that was shut down
 
 
-class RayCarrier(DistributedCarrier):
+class RayCarrier(Carrier):
     """Nodes as actors of a Ray cluster, one per node and session; see ``RayCollector`` for the options.
 
     Ray is started or joined here (see ``ray_runtime.Lease``) and left by ``close``, unless the user did it before.
@@ -60,20 +62,27 @@ class RayCarrier(DistributedCarrier):
         try:
             address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
             rendezvous = Rendezvous(count, bind=address, token=secrets.token_hex(TOKEN_BYTES).encode())
-            super().__init__(count, launcher=launcher, rendezvous=rendezvous, deadline_s=deadline_s)
+            super().__init__(launcher, rendezvous, deadline_s)
         except BaseException:
             launcher.close()
             raise
 
-    def meet(self, channel: Link, node: int, epoch: int) -> Link:
-        actor = self._started[node]
-        assert isinstance(actor, NodeActor)
-        actor.ended()  # from now on it is known where it runs
-        return RayLink(channel, actor)
+    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> AuthenticatedLink:
+        link = super().connect(node, epoch, within_s, given_up)
+        actor = self._started.get(node)
+        if isinstance(actor, NodeActor):  # else it was ended meanwhile
+            actor.ended()  # from now on it is known where it runs
+            link.explain = actor.lost
+        return link
 
 
 class RayLauncher(Launcher):
-    """Starts nodes as actors."""
+    """Starts nodes as actors.
+
+    Attributes:
+        configs: options of the actor of each node.
+        used: Ray nodes on which actors have run.
+    """
 
     name = "ray"
     advice = ""
@@ -82,71 +91,71 @@ class RayLauncher(Launcher):
         self, configs: Sequence[dict[str, Any] | None], ray_init_config: Mapping[str, Any] | None, target: str
     ) -> None:
         self._target = target
-        self._used: set[str] = set()  # Ray nodes
+        self.used: set[str] = set()
         self._lease = Lease(ray_init_config)
         try:
             self._class = actor_class("muster.cluster.ray_nodes:ActorMain")
             self.configs = [_complete(config) for config in configs]
             for node, config in enumerate(self.configs):
-                _check_options(self._class, config, node)
+                try:
+                    self._class.options(**config)
+                except (ValueError, TypeError) as error:
+                    why = f"{first_line(error)} Ray's own options are expected"
+                    raise BadOption(f"remote_configs of node {node}: {why}") from error
         except BaseException:
             self._lease.close()
             raise
 
     def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> NodeActor:
-        def make() -> tuple[Any, Any, Any]:
-            try:
-                actor = self._elsewhere(node).remote(search_path(), self._target)
-                return actor, call(actor, "hello"), call(actor, "serve", rendezvous.address, node, rendezvous.token)
-            except LOST as error:
-                raise LinkLost(f"Node {node} could not be started: {first_line(error)}") from error
-
-        return NodeActor(f"node {node}", make, self._used, lambda: _lack(self.configs[node]))
+        return NodeActor(self, node, rendezvous)
 
     def close(self) -> None:
         self._lease.close()
 
-    def _elsewhere(self, node: int) -> Any:
-        """The class of the actor, kept off machines that are dead: it takes Ray a while to notice, 15 s or more."""
+    def actor(self, node: int) -> Any:
+        """A new actor, not on machines that are dead, which Ray notices only after 15 s or more."""
         listed = {one["NodeID"]: one for one in ray.nodes() if one["Alive"]}  # type: ignore[no-untyped-call]
-        dead = [one for one in self._used & listed.keys() if not _is_up(listed[one])]
+        dead = [
+            name
+            for name in self.used & listed.keys()
+            if not listens(listed[name]["NodeManagerAddress"], listed[name]["NodeManagerPort"])
+        ]
         config = self.configs[node]
         if dead:
             config = config | {
                 "label_selector": {NODE_LABEL: f"!in({','.join(dead)})"} | config.get("label_selector", {})
             }
-        return self._class.options(**config)
+        return self._class.options(**config).remote(search_path(), self._target)
 
 
 class NodeActor:
-    """An actor that is a node, or waits for a machine (``Started``).
+    """An actor that is a node, or waits for a machine; implements ``Started``."""
 
-    Args:
-        name: for people.
-        make: gives the actor, the call that says where it is, and the call that is the life of the node.
-        used: Ray nodes on which actors have run.
-        lack: why it is not there, for people.
-    """
-
-    def __init__(
-        self, name: str, make: Callable[[], tuple[Any, Any, Any]], used: set[str], lack: Callable[[], str]
-    ) -> None:
-        self._name, self._make, self._used, self._lack = name, make, used, lack
+    def __init__(self, launcher: RayLauncher, node: int, rendezvous: Rendezvous) -> None:
+        self._launcher, self._node, self._rendezvous = launcher, node, rendezvous
         self._where = ""
-        self._actor, self._hello, self._serving = make()
+        self._begin()
+
+    def _begin(self) -> None:
+        try:
+            self._actor = self._launcher.actor(self._node)
+            self._hello = call(self._actor, "hello")
+            self._serving = call(self._actor, "serve", self._rendezvous.address, self._node, self._rendezvous.token)
+        except LOST as error:
+            raise LinkLost(f"Node {self._node} could not be started: {first_line(error)}") from error
 
     def __str__(self) -> str:
         return "Ray actor"
 
     @property
     def state(self) -> str:
-        return f"on {self._where}" if self._where else self._lack()
+        return f"on {self._where}" if self._where else _lack(self._launcher.configs[self._node])
 
     def ended(self, within_s: float = 0.0) -> str | None:
         try:
             if not self._where and arrived(self._hello, within_s):
                 host, ray_node, pid = ray.get(self._hello)
-                self._used.add(ray_node)
+                self._launcher.used.add(ray_node)
                 self._where = f"{host}, Ray node {ray_node[:8]}, process {pid}"
             if not self._where or not arrived(self._serving, within_s):
                 return None
@@ -157,13 +166,13 @@ class NodeActor:
         except LOST as error:
             if self._where or NODE_DIED not in str(error):
                 return first_line(error).rstrip(".")
-            self._actor, self._hello, self._serving = self._make()
+            self._begin()
             return None
 
     def lost(self, why: LinkLost) -> LinkLost:
-        """The error of its link, with what Ray says of the actor, if it soon does."""
+        """The error of its lost link, with Ray's report on the actor, if that comes soon."""
         ended = self.ended(WHY_S)
-        return LinkLost(f"{self._name} ({self._where}) is lost: {ended or why}")
+        return LinkLost(f"node {self._node} ({self._where}) is lost: {ended or why}")
 
     def end(self) -> None:
         with contextlib.suppress(*LOST):
@@ -172,10 +181,10 @@ class NodeActor:
 
 
 class ActorMain:
-    """What runs in the actor's process."""
+    """The object in the actor's process."""
 
     def __init__(self, target: str) -> None:
-        named(target)  # what is wrong with it is said at once
+        named(target)  # raises at once if it does not exist
         self._target = target
 
     def hello(self) -> tuple[str, str, int]:
@@ -183,45 +192,12 @@ class ActorMain:
         return socket.gethostname(), ray.get_runtime_context().get_node_id(), os.getpid()
 
     def serve(self, address: str, node: int, token: bytes) -> bool:
-        """Be the node; see ``run_node``."""
+        """Run the node; see ``run_node``."""
         return run_node(address, node, token, target=self._target)
 
 
-class RayLink:
-    """A link whose errors say what has become of the actor."""
-
-    def __init__(self, channel: Link, actor: NodeActor) -> None:
-        self._channel, self._actor, self._closed = channel, actor, False
-
-    def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
-        try:
-            self._channel.send(message, block, tag)
-        except LinkLost as lost:
-            raise self._explained(lost) from lost
-
-    def expect(self, tag: int, memory: Array) -> None:
-        self._channel.expect(tag, memory)
-
-    def receive(self) -> Received:
-        try:
-            return self._channel.receive()
-        except LinkLost as lost:
-            raise self._explained(lost) from lost
-
-    def close(self) -> None:
-        self._closed = True
-        self._channel.close()
-
-    def _explained(self, lost: LinkLost) -> LinkLost:
-        return lost if self._closed else self._actor.lost(lost)
-
-
-def _is_up(ray_node: Mapping[str, Any]) -> bool:
-    return listens(ray_node["NodeManagerAddress"], ray_node["NodeManagerPort"])
-
-
 def _lack(config: Mapping[str, Any]) -> str:
-    """What a node asks for, and what there is."""
+    """The resources that a node requests, and those of the cluster."""
     wanted = {name: value for name, value in config.items() if name != "scheduling_strategy"}
     machines = [
         f"{one['NodeManagerAddress']} has " + ", ".join(f"{n} {v:g}" for n, v in _plain(one["Resources"]).items())
@@ -262,10 +238,3 @@ def _complete(config: dict[str, Any] | None) -> dict[str, Any]:
     if ours := OURS & config.keys():
         raise BadOption(f"remote_configs has {', '.join(sorted(ours))}, which Muster sets itself: leave it out")
     return {"scheduling_strategy": "SPREAD"} | config
-
-
-def _check_options(cls: Any, config: Mapping[str, Any], node: int) -> None:
-    try:
-        cls.options(**config)
-    except (ValueError, TypeError) as error:
-        raise BadOption(f"remote_configs of node {node}: {first_line(error)} Ray's own options are expected") from error

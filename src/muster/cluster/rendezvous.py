@@ -1,15 +1,15 @@
-"""Where nodes find the main process: a port, a token, and the epoch in which every node may join.
+"""The port at which nodes join the main process, with a token, and with the epoch in which each node may join.
 
-Both ends of every connection prove that they know the token (``authenticate``) before either acts on what the other
-says. So what a node is offered comes from a process that knows the token, belongs to this connection alone, and cannot
-be repeated in another one. The connection then is the link of the session. A process that reaches the port without the
+Both ends of every connection prove that they know the token (``authenticate``) before either acts on a message of the
+other. So an offer to a node comes from a process that knows the token, belongs to this connection alone, and cannot be
+repeated in another one. The connection then is the link of the session. A process that reaches the port without the
 token can keep nodes from joining, and nothing else.
 
 ::
 
-    node -> main   {"node": number or null}                            what it wants to be
-    main -> node   {"count", "engine", "deadline_s", "node", "epoch"}  an offer; "node" is null if there is none yet
-    node -> main   {"accepted": true}                                  afterwards the connection is the session's
+    node -> main   {"node": number or null}                  the number that it wants
+    main -> node   {"count", "deadline_s", "node", "epoch"}  an offer; "node" is null if there is none yet
+    node -> main   {"accepted": true}                        afterwards the connection is the session's
 """
 
 from __future__ import annotations
@@ -19,36 +19,30 @@ import json
 import os
 import secrets
 import select
-import shutil
 import socket
 import stat
-import tempfile
 import threading
-import time
-from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from muster.cluster.authenticated_link import WrongToken, authenticate
+from muster.cluster.authenticated_link import AuthenticatedLink, WrongToken, authenticate
 from muster.cluster.link import Link, LinkLost
 from muster.cluster.socket_link import SocketLink
 from muster.errors import BadOption
 from muster.utils.integers import integer
 
 TOKEN_BYTES = 32
-SHORTEST_TOKEN = 16  # bytes; what people make up is to be no shorter
+SHORTEST_TOKEN = 16  # bytes
 LONGEST_TOKEN = 4096
 TOKEN_FILE, TOKEN = "MUSTER_TOKEN_FILE", "MUSTER_TOKEN"
-ANSWER_S = 5.0  # within which a main process that can be reached answers
-PAUSE_S = 1.0  # after which a node without an offer is told that there is none
+ANSWER_S = 5.0  # for an answer of the other end
+PAUSE_S = 1.0  # after which a node without an offer is told so
 POLL_S = 0.1
-ACCEPT_MS = 1000  # after which the thread looks whether it was closed, where closing does not wake it
+ACCEPT_MS = 1000  # after which the thread checks for closing, on systems where closing does not wake it
 BACKLOG = 512
 HIGHEST_PORT = 65535
-STRANGERS = 128  # connections at a time that have not proved yet that they know the token
-DISTRIBUTED, RPC = "distributed", "rpc"  # engines
-ENGINES = {DISTRIBUTED: "torch.distributed", RPC: "torch RPC"}
+STRANGERS = 128  # connections at a time that have not yet proved that they know the token
 
 
 class Rendezvous:
@@ -56,24 +50,22 @@ class Rendezvous:
 
     Args:
         count: of nodes.
-        bind: address (or name) of this machine at which nodes find it; nothing listens anywhere else.
-        tcp_port: 0 takes a free one.
-        token: the secret that nodes must know. None: from the file that MUSTER_TOKEN_FILE names, or from
-            MUSTER_TOKEN, else a random one, if ``bind`` is loopback.
+        bind: address (or name) of this machine at which it listens.
+        tcp_port: port at which it listens; 0: a free one.
+        token: the secret that nodes must know. None: the contents of the file MUSTER_TOKEN_FILE, or MUSTER_TOKEN, else
+            a random one, if ``bind`` is loopback.
 
     Attributes:
         address: "host:port".
-        host: the address that ``bind`` stands for.
+        host: the address of ``bind``.
         token: the secret.
-        engine: that nodes must have been started for, "distributed" or "rpc"; set by the carrier.
         deadline_s: of the links of sessions, at both ends; set by the carrier.
 
     Raises:
-        BadOption: there is no such port, it is taken, ``bind`` is no address of this machine, or others can reach it
-            and no token was given.
+        BadOption: the port does not exist or is taken, ``bind`` is not an address of this machine, or other machines
+            can reach it and there is no token.
     """
 
-    engine = DISTRIBUTED
     deadline_s = ANSWER_S
 
     def __init__(
@@ -96,10 +88,9 @@ class Rendezvous:
         self.token = given or secrets.token_hex(TOKEN_BYTES).encode()
         self._open: dict[int, int] = {}  # by node, the epoch in which it may join
         self._offered: set[tuple[int, int] | None] = set()  # offers that a node has not accepted yet
-        self._joined: dict[tuple[int, int], Link] = {}  # by node and epoch, until ``joined`` takes it
+        self._joined: dict[tuple[int, int], AuthenticatedLink] = {}  # by node and epoch, until ``joined`` takes it
         self._connections: dict[SocketLink, bool] = {}  # and whether they know the token
         self._refused, self._last_refused = 0, ""
-        self._folder: Path | None = None
         self._closed = False
         self._changed = threading.Condition()
         self._listener = _listen(self.host, tcp_port)
@@ -108,59 +99,46 @@ class Rendezvous:
         threading.Thread(target=self._accept, name="muster-rendezvous", daemon=True).start()
 
     def admit(self, node: int, epoch: int) -> None:
-        """Let a node join with this epoch, and no other any more."""
+        """Let a node join with this epoch, and with no other epoch."""
         with self._changed:
             self._open[node] = epoch
             self._changed.notify_all()
 
     def withdraw(self, node: int) -> None:
-        """Refuse all who join as this node until it is admitted again."""
+        """Refuse this node until it is admitted again."""
         with self._changed:
             self._open.pop(node, None)
             unused = [self._joined.pop(key) for key in list(self._joined) if key[0] == node]
         for channel in unused:
             channel.close()
 
-    def joined(self, node: int, epoch: int, within_s: float) -> Link | None:
-        """The session's channel to a node that knows the token and has accepted the offer; to be closed by the
-        caller. None: there is none after so many seconds.
-        """
+    def joined(self, node: int, epoch: int, within_s: float) -> AuthenticatedLink | None:
+        """The link to a node that has joined, which the caller closes; None: it has not joined in this time."""
         with self._changed:
             self._changed.wait_for(lambda: (node, epoch) in self._joined or self._closed, within_s)
             return self._joined.pop((node, epoch), None)
 
     def refused(self) -> str:
-        """For people: which peers have tried to join without the token; empty: none."""
+        """A sentence for the user about peers without the token; empty if there were none."""
         with self._changed:
             if not self._refused:
                 return ""
             return f" {self._refused} connections were refused; the last one, {self._last_refused}"
 
-    def token_file(self) -> Path:
-        """A file with the token that only this user can read; removed by ``close``."""
-        with self._changed:
-            if self._folder is None:
-                self._folder = Path(tempfile.mkdtemp(prefix="muster-token-"))  # mode 0700
-                write_token(self._folder / "token", self.token)
-            return self._folder / "token"
-
     def close(self) -> None:
-        """Stop listening, and close the channels of sessions that have not begun. May be called again."""
+        """Stop listening, and close the links of sessions that have not begun. May be called again."""
         with self._changed:
             if self._closed:
                 return
             self._closed = True
-            folder, self._folder = self._folder, None
-            connections: list[SocketLink | Link] = [*self._connections, *self._joined.values()]
+            connections: list[Link] = [*self._connections, *self._joined.values()]
             self._joined.clear()
             self._changed.notify_all()
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts, where the system can
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread on Linux
         self._listener.close()
         for connection in connections:
             connection.close()
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
 
     # --- threads ----------------------------------------------------------------------------------
 
@@ -174,7 +152,7 @@ class Rendezvous:
                 connected, who = self._listener.accept()
             except BlockingIOError:
                 continue
-            except OSError:  # closed; or no descriptors are left, and those who wait have to wait
+            except OSError:  # closed; or no descriptors are left: try again
                 threading.Event().wait(POLL_S)
                 continue
             connection = SocketLink(connected, ANSWER_S)
@@ -188,7 +166,7 @@ class Rendezvous:
             threading.Thread(target=self._attend, args=arguments, name="muster-joining", daemon=True).start()
 
     def _attend(self, connection: SocketLink, where: str) -> None:
-        """To one connection, until it is the channel of a session, or ends."""
+        """Serve one connection until it is the link of a session, or ends."""
         keep = False
         try:
             channel = authenticate(connection, self.token, main=True)
@@ -210,11 +188,11 @@ class Rendezvous:
         with self._changed:
             self._refused, self._last_refused = self._refused + 1, whom
 
-    def _offer(self, connection: SocketLink, channel: Link) -> bool:
-        """Offer what is free, until something is accepted; False: it does not count any more."""
+    def _offer(self, connection: SocketLink, channel: AuthenticatedLink) -> bool:
+        """Offer free numbers until one is accepted; False: the offer was withdrawn meanwhile."""
         while True:
             found = self._claim(hear(channel)["node"])
-            told = {"count": self.count, "engine": self.engine, "deadline_s": self.deadline_s}
+            told = {"count": self.count, "deadline_s": self.deadline_s}
             node, epoch = found or (None, None)
             try:
                 say(channel, **told, node=node, epoch=epoch)
@@ -234,7 +212,7 @@ class Rendezvous:
                     self._changed.notify_all()
 
     def _claim(self, wanted: int | None) -> tuple[int, int] | None:
-        """A node that may join, with its epoch, of which no other connection has an offer."""
+        """A node that may join and is not offered to another connection, with its epoch; None: there is none."""
 
         def find() -> tuple[int, int] | None:
             free = sorted(item for item in self._open.items() if item not in self._offered)
@@ -248,126 +226,28 @@ class Rendezvous:
             return found
 
 
-@dataclass(frozen=True)
-class Membership:
-    """What a node needs for one session: among others the channel to the main process, which the caller closes."""
-
-    node: int
-    epoch: int
-    host: str
-    deadline_s: float
-    channel: Link
-
-
-class Member:
-    """A node's end.
-
-    Args:
-        address, token: as the main process has them.
-        node: its number; None: any that is free.
-        engine: "distributed" or "rpc". The main process cannot choose another one.
-        within_s: seconds until the main process must listen there.
-        patience_s: how long a main process that was met once may be out of reach (a network that is cut). One whose
-            machine says that its port is closed has ended.
-
-    Raises:
-        BadOption: the address or the engine is none.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        token: bytes,
-        node: int | None = None,
-        *,
-        engine: str = DISTRIBUTED,
-        within_s: float = 600.0,
-        patience_s: float = 600.0,
-    ) -> None:
-        host, colon, port = address.rpartition(":")
-        if not colon or not port.isdecimal():
-            raise BadOption(f"address={address!r} should be 'host:port'; the main process' Rendezvous.address is.")
-        if engine not in ENGINES:
-            raise BadOption(f"engine={engine!r} is unknown; there are {', '.join(ENGINES)}.")
-        self._endpoint, self._token, self._engine = (host.strip("[]"), int(port)), token, engine
-        self._node, self._within_s, self._patience_s = node, within_s, patience_s
-        self._met = False
-
-    def join(self) -> Membership | None:
-        """Wait until the main process admits this node to a session.
-
-        Returns:
-            None: the main process has ended.
-
-        Raises:
-            WrongToken: what listens there does not know the token.
-            BadOption: the main process has no node of this number, or another engine.
-            LinkLost: it was out of reach for too long.
-        """
-        reached = time.monotonic()
-        pause = threading.Event()
-        while True:
-            try:
-                with contextlib.ExitStack() as failed:
-                    connection = self._connected()
-                    failed.callback(connection.close)
-                    channel = authenticate(connection, self._token, main=False)
-                    self._met, reached = True, time.monotonic()
-                    while (found := self._ask(channel)) is None:
-                        reached = time.monotonic()
-                    connection.know(found.deadline_s)
-                    failed.pop_all()
-                    return found
-            except WrongToken:
-                raise
-            except ConnectionRefusedError:
-                if self._met:
-                    return None
-            except (LinkLost, OSError):  # it has just ended, or the network was cut, or something else listens there
-                pass
-            limit = self._patience_s if self._met else self._within_s
-            if time.monotonic() - reached > limit:
-                host, port = self._endpoint
-                raise LinkLost(f"The main process at {host}:{port} could not be reached for {limit:g} s.")
-            pause.wait(POLL_S)
-
-    def _connected(self) -> SocketLink:
-        return SocketLink(socket.create_connection(self._endpoint, timeout=1.0), ANSWER_S)
-
-    def _ask(self, channel: Link) -> Membership | None:
-        say(channel, node=self._node)
-        told = hear(channel)
-        if told["engine"] != self._engine:
-            theirs = ENGINES.get(told["engine"], told["engine"])
-            raise BadOption(
-                f"The collector connects its nodes by {theirs}, but this node was started for {ENGINES[self._engine]}: "
-                f"start it with `muster node --engine {told['engine']}`, or run_node(engine={told['engine']!r})."
-            )
-        if self._node is not None and self._node >= told["count"]:
-            raise BadOption(f"node={self._node}: the main process expects {told['count']} nodes, numbered from 0.")
-        if told["node"] is None:
-            return None
-        say(channel, accepted=True)
-        return Membership(told["node"], told["epoch"], self._endpoint[0], told["deadline_s"], channel)
-
-
 def say(channel: Link, **record: Any) -> None:
-    """Send a record through a session's channel; raises LinkLost."""
+    """Send a record; raises LinkLost."""
     channel.send(json.dumps(record).encode())
 
 
 def hear(channel: Link) -> dict[str, Any]:
-    """Receive one; raises LinkLost."""
+    """Receive a record; raises LinkLost."""
     record: dict[str, Any] = json.loads(channel.receive().message)
     return record
 
 
 def read_token(given: bytes | str | os.PathLike[str] | None) -> bytes | None:
-    """The secret: bytes as they are, else the contents of a file; None: as the environment says, or None. White space
-    around it does not count.
+    """The secret, without white space around it.
+
+    Args:
+        given: bytes, or the path of a file. None: MUSTER_TOKEN_FILE or MUSTER_TOKEN of the environment.
+
+    Returns:
+        None if it is not given and not in the environment.
 
     Raises:
-        BadOption: the file is missing or others may read it, or the secret is short.
+        BadOption: the file is missing or other users may read it, or the secret is too short or too long.
     """
     if given is None:
         if path := os.environ.get(TOKEN_FILE):
@@ -385,13 +265,13 @@ def read_token(given: bytes | str | os.PathLike[str] | None) -> bytes | None:
 
 
 def write_token(path: Path, token: bytes) -> None:
-    """Into a new file that only this user can read."""
+    """Write a token into a new file that only this user can read."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(token)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine can reach it."""
+    """Whether only processes of this machine can reach the address."""
     if host == "localhost":
         return True
     with contextlib.suppress(ValueError):
@@ -399,19 +279,11 @@ def is_loopback(host: str) -> bool:
     return False
 
 
-def local_address(host: str) -> str:
-    """The address of this machine from which ``host`` is reached."""
-    family, _, _, _, remote = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # nothing is sent
-        probe.connect(remote)
-        return str(probe.getsockname()[0])
-
-
 def _read_secret(path: Path) -> bytes:
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            text = file.read(LONGEST_TOKEN + 1).strip() if stat.S_ISREG(mode) else b""  # a pipe could give for ever
+            text = file.read(LONGEST_TOKEN + 1).strip() if stat.S_ISREG(mode) else b""  # a pipe may have no end
     except OSError as error:
         raise BadOption(
             f"The token file {path} cannot be read: {error.strerror}. (A token itself is given as bytes.)"
@@ -424,7 +296,7 @@ def _read_secret(path: Path) -> bytes:
 
 
 def _resolved(bind: str) -> str:
-    """The one address of this machine that is meant."""
+    """The IP address of ``bind``."""
     try:
         host = str(socket.getaddrinfo(bind, 0, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:

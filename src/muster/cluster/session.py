@@ -1,4 +1,4 @@
-"""A session with a node: the main process' end of it, from bringing the node to life until it is lost."""
+"""The main process' end of a session with a node."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from muster.cluster.link import Block, Carrier, Link, LinkLost
+from muster.cluster.carrier import Carrier
+from muster.cluster.link import Block, Link, LinkLost
 from muster.cluster.messages import WEIGHTS, Tell
 from muster.cluster.node_main import NodeMain
 from muster.cluster.session_end import Outgoing, SessionEnd
@@ -22,21 +23,21 @@ SHUT_DOWN = "the collector was shut down"
 
 @dataclass(frozen=True)
 class Newest:
-    """The weights that are newest for a node."""
+    """The newest weights of a node."""
 
     manifest: Manifest
     block: Block
 
 
 class Session(SessionEnd):
-    """See the module.
+    """Starts a node, waits until it has joined, and exchanges messages with it until it is lost.
 
     Args:
-        newest: the weights that are newest for the node when it is their turn to be sent.
+        newest: returns the newest weights of the node, when it is their turn to be sent.
         wake_up: see ``SessionEnd``.
 
     Attributes:
-        late: the node has not come in time.
+        late: the node did not join in time.
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class Session(SessionEnd):
     def post(
         self, message: Tell, block: Block | None = None, tag: int = 0, expects: Mapping[int, Array] | None = None
     ) -> None:
-        """Have it sent after all that was posted before. Raises what pickling it does."""
+        """Put a message into the outbox. Raises the error of pickling it."""
         self.put(lambda: _outgoing(message, block, tag, expects))
 
     def post_weights(self) -> None:
-        """Have the newest weights sent; those that are newest when it is their turn."""
+        """Send weights: the newest ones when it is their turn."""
         if not self.lost:
             self._outbox.put(self._newest_weights)
 
@@ -75,7 +76,7 @@ class Session(SessionEnd):
         super().lose(why)
 
     def end(self, *, bye: bool = True) -> None:
-        """Say goodbye; or let the node wait for the next session."""
+        """End the node, or only the session (``bye=False``): the node then waits for the next one."""
         is_there = self._link is not None and not self.lost
         if bye and is_there:
             self.post(Tell(NodeMain.bye, urgent=True))

@@ -1,4 +1,4 @@
-"""One end of a session, in the main process or in a node: a thread sends what is put, another takes what comes."""
+"""One end of a session, in the main process or in a node: one thread sends, another receives."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from muster.cluster.link import Block, Link, LinkLost
 from muster.memory.specs import Array
 from muster.workers.channel import WakeUp
 
-BEAT_S = 1.0  # seconds after which each end says something, if only that it is there
+BEAT_S = 1.0  # seconds after which an idle end sends a heartbeat
 END_S = 5.0  # for a thread whose link is closed
 
 
 @dataclass(frozen=True)
 class Outgoing:
-    """Something to be sent; ``expects`` is the memory that blocks will come back in, by tag."""
+    """A message to send. ``expects`` is the memory in which blocks will be received, by tag."""
 
     message: bytes
     block: Block | None = None
@@ -29,17 +29,17 @@ class Outgoing:
 
 
 class SessionEnd:
-    """From when its link is asked for until that is lost.
+    """Connects, then sends and receives until the link is lost.
 
     Args:
-        name: of its threads.
-        connect: gives the link; called by the thread that sends.
-        beat: what is sent when there is nothing else.
-        wake_up: rung when something has come, or the link is lost.
+        name: of the threads.
+        connect: returns the link; called by the thread that sends.
+        beat: returns the heartbeat, which is sent when the outbox is empty.
+        wake_up: rung when a message has arrived, or the link is lost.
 
     Attributes:
-        inbox: what has come: a message (or why it could not be unpickled), its block and tag.
-        lost: why nothing more goes through; empty before.
+        inbox: received messages (or the errors of unpickling them), each with its block and tag.
+        lost: why the link is lost; empty before.
     """
 
     def __init__(self, name: str, connect: Callable[[], Link], beat: Callable[[], Outgoing], wake_up: WakeUp) -> None:
@@ -54,13 +54,13 @@ class SessionEnd:
         self._sender.start()
 
     def put(self, make: Callable[[], Outgoing]) -> None:
-        """Have something sent after all that was put before. It is made at once, and no beat between."""
+        """Put a message into the outbox. It is made at once; no heartbeat is made at the same time."""
         with self._putting:
             made = make()
             self._outbox.put(lambda: made)
 
     def lose(self, why: str) -> None:
-        """Nothing that was sent or will be counts any more; when this returns, no expected memory is written."""
+        """Close the link. After this returns, no expected memory is written."""
         with self._losing:
             if self._link is not None:
                 self._link.close()
@@ -69,11 +69,11 @@ class SessionEnd:
         self._wake_up.ring()
 
     def finish(self, why: str, *, is_answered: bool = False) -> None:
-        """Send what was put, and end.
+        """Send all messages of the outbox, and end.
 
         Args:
-            why: see ``lose``.
-            is_answered: the other end closes the link: one that is closed at once may be so before that has read all.
+            why: the reason for ``lost``.
+            is_answered: wait until the other end has closed the link, so that it can read everything.
         """
         self._outbox.put(None)
         self._sender.join(END_S)
@@ -81,7 +81,7 @@ class SessionEnd:
             self._receiver.join(END_S)
         self.lose(why)
         for thread in (self._sender, self._receiver):
-            if thread.ident is not None:  # it was started; one that waits in C++ when the interpreter ends aborts it
+            if thread.ident is not None:  # it was started
                 thread.join(END_S)
 
     # --- threads ----------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class SessionEnd:
     def _send(self) -> None:
         try:
             link = self._connect()
-        except Exception as error:  # noqa: BLE001 (who waits for the other end raises it)
+        except Exception as error:  # noqa: BLE001 (``lost`` has it)
             self.lose(_text(error))
             return
         with self._losing:
@@ -103,12 +103,12 @@ class SessionEnd:
                     link.expect(tag, memory)
                 link.send(item.message, item.block, item.tag if item.block else 0)
         except LinkLost:
-            pass  # this is received as well, after what had come before: perhaps a goodbye
+            pass  # the receiving thread notices it too, after the messages that had arrived
         except Exception as error:  # noqa: BLE001
             self.lose(_text(error))
 
     def _next(self) -> Outgoing | None:
-        """What to send next, if only a beat; None: nothing more."""
+        """The next message, or a heartbeat; None: the session ends."""
         while True:
             try:
                 make = self._outbox.get(timeout=BEAT_S)
@@ -127,7 +127,7 @@ class SessionEnd:
                 received = self._link.receive()
                 try:
                     message = pickle.loads(received.message)
-                except Exception as error:  # noqa: BLE001 (raised by who looks into the inbox)
+                except Exception as error:  # noqa: BLE001 (raised by the reader of the inbox)
                     message = error
                 self.inbox.append((message, received.block, received.tag))
                 self._wake_up.ring()

@@ -1,7 +1,7 @@
-"""Links over a TCP connection: nodes meet the main process through one, and it then is the link of their session.
+"""Links over a TCP connection.
 
-A message travels as a header (its length, a tag, the length of its block), itself, and the block. Blocks are written
-from where they are, and read into the memory that was expected to take them.
+A message is sent as a header (its length, a tag, the length of its block), the message, and the block. Blocks are sent
+from their own memory, and received in the memory given to ``expect``.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import numpy as np
 from muster.cluster.link import Block, LinkLost, Received, allowed_s
 from muster.memory.specs import Array
 
-LONGEST = 1 << 16  # bytes of a message of an end that is not known yet; it may send no block
-LONGEST_KNOWN = 1 << 40  # a peer that announces more speaks something else
+LONGEST = 1 << 16  # bytes of a message before authentication; blocks are refused
+LONGEST_KNOWN = 1 << 40  # a peer that announces more speaks another protocol
 _HEADER = struct.Struct("<QQQ")
 
 
 class SocketLink:
-    """One end.
+    """Implements ``Link``.
 
     Args:
-        connection: is closed by ``close``.
-        deadline_s: seconds for which nothing may come.
+        connection: closed by ``close``.
+        deadline_s: seconds without a message after which the link is lost.
     """
 
     def __init__(self, connection: socket.socket, deadline_s: float) -> None:
@@ -43,7 +43,7 @@ class SocketLink:
         self._cause = ""  # why it is closed
 
     def know(self, deadline_s: float) -> None:
-        """The other end has proved who it is: messages and blocks may have any length, within this deadline."""
+        """The other end is authenticated: allow messages and blocks of any length, and set the deadline."""
         self._deadline_s, self._longest = deadline_s, LONGEST_KNOWN
 
     def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
@@ -64,7 +64,7 @@ class SocketLink:
                     sent -= part.nbytes - parts[number].nbytes
 
     def expect(self, tag: int, memory: Array) -> None:
-        """As in ``Link``; does nothing once the link is closed."""
+        """See ``Link``; does nothing after the link is closed."""
         with self._lock:
             if not self._cause:
                 self._expected[tag] = memory
@@ -95,14 +95,14 @@ class SocketLink:
                 return
             self._cause = cause
             self._expected.clear()
-            with contextlib.suppress(OSError):  # wakes the threads that wait; they leave, and the last one closes it
+            with contextlib.suppress(OSError):  # wakes the waiting threads; the last one closes the socket
                 self._socket.shutdown(socket.SHUT_RDWR)
             if not self._users:
                 self._socket.close()
 
     @contextlib.contextmanager
     def _used(self, late: str) -> Iterator[None]:
-        """By a thread; what goes wrong meanwhile closes the link, and is raised as ``LinkLost``."""
+        """A context for a thread that uses the socket. Errors close the link, and are raised as ``LinkLost``."""
         with self._lock:
             if self._cause:
                 raise LinkLost(self._cause)
@@ -152,7 +152,7 @@ class SocketLink:
                 rest = rest[count:]
 
     def _wait(self, event: int, deadline: float) -> None:
-        """Until it can go on, or the link is closed."""
+        """Wait until the socket is ready, or the link is closed."""
         poller = select.poll()
         poller.register(self._socket, event)
         if not poller.poll(1000 * max(0.0, deadline - time.monotonic())):

@@ -1,7 +1,7 @@
 """Nodes as SLURM jobs (``launcher="submitit"``), or as processes of this machine where there is no SLURM.
 
-The jobs' folder is readable by this user only. Jobs are told the path of a file with the token, not the token: what
-submitit pickles, what ``scontrol`` shows and the environment of a job hold nothing secret.
+Only this user can read the jobs' folder. Jobs get the path of a file with the token, not the token: the files that
+submitit pickles, the output of ``scontrol`` and the environment of a job contain no secret.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from muster.cluster.link import AGENT, LinkLost
 from muster.cluster.rendezvous import Rendezvous, is_loopback, write_token
 from muster.errors import BadOption
 from muster.restore.pickling import dumps, loads
-from muster.utils.whole_files import write_whole
 from muster.workers.channel import Channel
 from muster.workers.launch import fork_server_here
 
@@ -46,10 +45,9 @@ ENDED = {
 }
 GONE = "unknown to SLURM by now"
 COMMAND_S = 60.0  # for squeue, scancel, sinfo
-POLL_S, SLOWEST_POLL_S = 2.0, 30.0  # between two calls of squeue, for all jobs of a launcher together
+POLL_S, SLOWEST_POLL_S = 2.0, 30.0  # between two calls of squeue for all jobs of a launcher
 END_S = 5.0
 TAIL_BYTES, TAIL_LINES = 4096, 15
-LOCAL_FILES = "_submitted.pkl", "_result.pkl", "_log.err", "_log.out"  # as submitit's
 
 
 class SubmititLauncher(Launcher):
@@ -58,11 +56,11 @@ class SubmititLauncher(Launcher):
     Args:
         slurm_kwargs: of ``submitit.AutoExecutor.update_parameters``, over ``DEFAULT_SLURM_CONF``: "timeout_min",
             "slurm_partition", "slurm_cpus_per_task" (SLURM's default is 1: ask for as many as the node has workers),
-            "slurm_gpus_per_node", "slurm_mem", ... Jobs are not requeued by SLURM, since a lost node gets a new job.
-        folder: for the jobs' files and logs, each run in a folder of its own; on a file system that all hosts share.
-            None: "muster-jobs" in the current directory.
+            "slurm_gpus_per_node", "slurm_mem", ... SLURM does not requeue the jobs: a lost node gets a new job.
+        folder: for the jobs' files and logs, on a file system that all hosts share. Each run has a folder of its own
+            in it. None: "muster-jobs" in the current directory.
         cluster: "slurm", "local" (processes of this machine), or None: SLURM where ``srun`` is installed.
-        target: what a node runs, ``"module:function"``.
+        target: the function that a node runs, ``"module:function"``.
 
     Raises:
         BadOption: submitit or SLURM is missing, or a parameter is unknown.
@@ -86,14 +84,14 @@ class SubmititLauncher(Launcher):
 
     @property
     def folder(self) -> Path:
-        """Where the files and logs of this launcher's jobs are."""
+        """The folder of this launcher's jobs, with their files and logs."""
         return self._jobs.folder
 
     def check(self, host: str) -> None:
-        """Refuse an address at which the jobs' hosts cannot find this one.
+        """Refuse an address that the jobs' hosts cannot reach.
 
         Raises:
-            BadOption: it is loopback, and SLURM would start jobs on other hosts too.
+            BadOption: the address is loopback, and SLURM may start jobs on other hosts.
         """
         if self._hosts is None:
             self._hosts = self._jobs.hosts()
@@ -104,13 +102,13 @@ class SubmititLauncher(Launcher):
 
         Raises:
             BadOption: see ``check``.
-            LinkLost: SLURM takes no such job; with what it says.
+            LinkLost: SLURM refuses the job; with its message.
         """
         self.check(rendezvous.host)
         token = self.folder / f"token-{secrets.token_hex(8)}"
         write_token(token, rendezvous.token)
         try:
-            arguments = (rendezvous.address, node, str(token), self._target, rendezvous.engine)
+            arguments = (rendezvous.address, node, str(token), self._target)
             return self._jobs.submit(f"muster-node-{node}", node_job, *arguments, secret=token)
         except BaseException:
             token.unlink(missing_ok=True)
@@ -118,7 +116,7 @@ class SubmititLauncher(Launcher):
 
 
 class Jobs:
-    """Submits jobs of one kind, from a folder that ``private_folder`` has made. Threads may share it."""
+    """Submits jobs with the same parameters, with files in a folder of ``private_folder``. Threads may share it."""
 
     def __init__(self, parameters: dict[str, Any] | None, folder: Path, cluster: str | None) -> None:
         self.folder = folder
@@ -136,11 +134,14 @@ class Jobs:
         secret: Path | None = None,
         more: dict[str, Any] | None = None,
     ) -> Job | LocalJob:
-        """Raises LinkLost with what SLURM says if it takes no such job.
+        """Submit a job.
 
         Args:
             secret: a file to remove when the job has been ended.
             more: parameters of this job only.
+
+        Raises:
+            LinkLost: SLURM refuses the job; with its message.
         """
         if self.cluster == "local":
             return LocalJob(self.folder, name, (function, args), secret)
@@ -157,7 +158,7 @@ class Jobs:
         return Job(job, self._queue, secret)
 
     def hosts(self) -> list[str]:
-        """Where SLURM may start these jobs; none for local processes, or if it does not say."""
+        """The hosts on which SLURM may start these jobs; empty for local processes, or if SLURM does not answer."""
         if self.cluster != "slurm":
             return []
         options = {"slurm_partition": "--partition=", "slurm_nodelist": "--nodes="}
@@ -169,7 +170,7 @@ class Jobs:
 
 
 class Job:
-    """A job of SLURM (``Started``); ``secret`` is a file to remove at its end."""
+    """A job of SLURM; implements ``Started``. ``secret`` is a file to remove at its end."""
 
     def __init__(self, job: Any, queue: Queue, secret: Path | None) -> None:
         self.job_id: str = job.job_id
@@ -177,7 +178,7 @@ class Job:
 
     @property
     def state(self) -> str:
-        """As of SLURM, as it was known last."""
+        """The last known state, in SLURM's words."""
         return self._queue.state(self.job_id)
 
     def __str__(self) -> str:
@@ -193,11 +194,11 @@ class Job:
             self._secret.unlink(missing_ok=True)
 
     def has_result(self) -> bool:
-        """Whether its function has returned, or raised; seen before SLURM tells that the job has ended."""
+        """Whether its function has returned or raised. True before SLURM reports that the job has ended."""
         return bool(self._job.paths.result_pickle.exists())
 
     def result(self) -> Any:
-        """What its function has returned, of a job that has ended.
+        """The return value of the function of a job that has ended.
 
         Raises:
             RuntimeError: with the traceback of the job.
@@ -211,15 +212,15 @@ class LocalJob(Process):
     """A job as a process of this machine, where there is no SLURM; as ``Job`` otherwise."""
 
     def __init__(self, folder: Path, name: str, call: tuple[Callable[..., Any], Any], secret: Path | None) -> None:
-        self._secret = secret
-        self._files = [folder / f"{name}-{secrets.token_hex(4)}{end}" for end in LOCAL_FILES]
-        write_whole(self._files[0], [dumps(call, name)], mode=0o600)
-        super().__init__("muster.cluster.submitit:local_job", name, self._files)
+        self._secret, self._outcome = secret, b""
+        log = folder / f"{name}-{secrets.token_hex(4)}_log"
+        self._errors = log.with_suffix(".err")
+        super().__init__("muster.cluster.submitit:local_job", name, (dumps(call, name), log))
         self.job_id = str(self._child.pid)
 
     def ended(self) -> str | None:
         why = super().ended()
-        return None if why is None else f"{why}; {_tail(self._files[2])}"
+        return None if why is None else f"{why}; {_tail(self._errors)}"
 
     def end(self) -> None:
         super().end()
@@ -227,12 +228,15 @@ class LocalJob(Process):
             self._secret.unlink(missing_ok=True)
 
     def has_result(self) -> bool:
-        return self._files[1].exists()
+        if not self._outcome and self._channel.poll():
+            with contextlib.suppress(EOFError):
+                self._outcome = self._channel.receive()[0]
+        return bool(self._outcome)
 
     def result(self) -> Any:
         if not self.has_result():
             raise RuntimeError(self.ended())
-        value, why = loads(self._files[1].read_bytes(), "result of a job")
+        value, why = loads(self._outcome, "result of a job")
         self.end()
         if why:
             raise RuntimeError(why)
@@ -242,11 +246,11 @@ class LocalJob(Process):
 def local_job(channel: Channel) -> None:
     """The process of a ``LocalJob``."""
     fork_server_here()  # while there is one thread
-    (call, result, errors, output), _ = channel.receive()
-    for number, path in ((1, output), (2, errors)):
-        with path.open("ab") as file:
+    (call, log), _ = channel.receive()
+    for number, ending in ((1, ".out"), (2, ".err")):
+        with log.with_suffix(ending).open("ab") as file:
             os.dup2(file.fileno(), number)
-    function, args = loads(call.read_bytes(), "job")
+    function, args = loads(call, "job")
     outcome = None, ""
     try:
         outcome = function(*args), ""
@@ -254,13 +258,13 @@ def local_job(channel: Channel) -> None:
         outcome = None, traceback.format_exc()
         raise
     finally:
-        write_whole(result, [dumps(outcome, "result of a job")], mode=0o600)
+        channel.send(dumps(outcome, "result of a job"))
 
 
 class Queue:
-    """What SLURM says of some jobs: asked for all at once, less often the longer nothing was submitted.
+    """The states of jobs: one ``squeue`` for all of them, less often the longer ago the last job was submitted.
 
-    It is asked by threads, since a controller under load, or away, takes minutes to answer.
+    Threads call SLURM, because a controller that is busy or unreachable takes minutes to answer.
     """
 
     def __init__(self) -> None:
@@ -275,7 +279,7 @@ class Queue:
             self._added = time.monotonic()
 
     def state(self, job: str) -> str:
-        """As "RUNNING", "FAILED (NonZeroExitCode)", ..., or ``GONE``; as it was known last."""
+        """The last known state: "RUNNING", "FAILED (NonZeroExitCode)", ..., or ``GONE``."""
         with self._lock:
             now = time.monotonic()
             pause = min(SLOWEST_POLL_S, POLL_S + 0.1 * (now - self._added))
@@ -287,7 +291,7 @@ class Queue:
             return self._states[job]
 
     def cancel(self, job: str) -> None:
-        """Waits for SLURM's answer, but for the first only if there is none: the others may be many."""
+        """Cancel a job. Waits for SLURM's answer, unless SLURM has not answered the call before."""
         with self._lock:
             is_silent = self._cancelling.is_alive()
             command = ("scancel", "--quiet", job)
@@ -296,34 +300,34 @@ class Queue:
             self._cancelling.join(0.0 if is_silent else END_S)
 
     def _ask(self, jobs: list[str]) -> None:
-        """By ``squeue``, since ``sacct`` needs a database that small clusters lack."""
+        """Call ``squeue``; ``sacct`` needs a database that small clusters lack."""
         done = _command("squeue", "--noheader", "--states=all", "--format=%i|%T|%r", f"--jobs={','.join(jobs)}")
         with self._lock:
             self._asked = time.monotonic()
             if done is None or (done.returncode and "Invalid job id" not in done.stderr):
-                return  # SLURM's controller does not answer: what was known stays
+                return  # SLURM's controller does not answer: keep the known states
             rows = [line.strip().split("|", 2) for line in done.stdout.splitlines()]
             states = {job: state if reason == "None" else f"{state} ({reason})" for job, state, reason in rows}
             self._states.update({job: states.get(job, GONE) for job in jobs})
 
 
-def node_job(address: str, node: int, token: str, target: str, engine: str) -> bool:
-    """What the job of a node runs; see ``run_node``.
+def node_job(address: str, node: int, token: str, target: str) -> bool:
+    """The function of a node's job; see ``run_node``.
 
     Args:
         token: path of the file with the token.
     """
     die_when_told()
-    from muster.cluster.torch_distributed import run_node
+    from muster.cluster.joining import run_node
 
-    return run_node(address, node, token, target=target, engine=engine)
+    return run_node(address, node, token, target=target)
 
 
 def die_when_told() -> None:
-    """In a node's job: end at SIGTERM, which submitit ignores; else it would last until SLURM's SIGKILL.
+    """In a node's job: end at SIGTERM, which submitit ignores; otherwise the job would run until SLURM's SIGKILL.
 
-    The signal that submitit has sent some time before the end says nothing that a node could use; ignored, it also
-    does no harm to the node's workers, which get it too.
+    The signal that submitit requests before the time limit is of no use to a node. It is ignored, so that it does not
+    end the node's workers, which get it too.
     """
     from submitit import JobEnvironment
 
@@ -332,7 +336,7 @@ def die_when_told() -> None:
 
 
 def private_folder(parent: str | os.PathLike[str] | None) -> Path:
-    """A new folder with mode 0700 in ``parent``, which is made if need be."""
+    """A new folder with mode 0700 in ``parent``, which is created if it does not exist."""
     try:
         where = Path(FOLDER if parent is None else parent).expanduser().absolute()
         where.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -348,7 +352,7 @@ def private_folder(parent: str | os.PathLike[str] | None) -> Path:
 
 
 def _complete(parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """With defaults; BadOption for what would make more than one node of a job."""
+    """The parameters with defaults. Raises BadOption for parameters with which a job has several tasks."""
     complete = {**DEFAULT_SLURM_CONF, **(parameters or {})}
     for name in ("nodes", "tasks_per_node", "slurm_nodes", "slurm_ntasks_per_node"):
         if complete.get(name, 1) != 1:
@@ -396,7 +400,7 @@ def check_host(host: str, launcher: str, hosts: list[str]) -> None:
 
 
 def _command(*command: str) -> subprocess.CompletedProcess[str] | None:
-    """What it printed; None if it has not run to its end."""
+    """Run a command; None if it failed to start or did not end in time."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_S)
     return None
@@ -407,7 +411,7 @@ def _is_final(state: str) -> bool:
 
 
 def _tail(path: Path) -> str:
-    """The end of a job's standard error, for people."""
+    """The end of a job's standard error, for the user."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))

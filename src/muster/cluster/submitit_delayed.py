@@ -6,7 +6,7 @@
     main job:    DistributedCollector(launcher="submitit_delayed")  ->  writes its address into the jobs' folder
     node jobs:   wait for the address, then join
 
-The folder has mode 0700, and must be on a file system that all hosts share. It also has the token, in a file.
+The folder has mode 0700, and must be on a file system that all hosts share. It also contains a file with the token.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _R = TypeVar("_R")
 
 
 class DelayedLauncher(Launcher):
-    """Starts nothing, since the nodes' jobs have been submitted before; tells them the address.
+    """Starts nothing: the nodes' jobs have been submitted before. Writes the address into a file for them.
 
     Args:
-        target: what a node runs, ``"module:function"``.
+        target: the function that a node runs, ``"module:function"``.
 
     Raises:
-        BadOption: this process is no main job.
+        BadOption: this process is not a main job.
     """
 
     name = "submitit_delayed"
@@ -65,16 +65,16 @@ class DelayedLauncher(Launcher):
         check_host(host, self.name, json.loads((self._folder / HOSTS).read_bytes()))
 
     def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> None:
-        """Let the nodes know where the rendezvous is."""
+        """Write the address of the rendezvous."""
         with self._lock:
             if self._published != rendezvous.address:
                 self.check(rendezvous.host)
-                told = json.dumps([rendezvous.address, self._target, rendezvous.engine]).encode()
+                told = json.dumps([rendezvous.address, self._target]).encode()
                 write_whole(self._folder / ADDRESS, [told], mode=0o600)
                 self._published = rendezvous.address
 
     def close(self) -> None:
-        """Nodes that have not come yet need not come any more."""
+        """Remove the address: nodes that have not joined keep waiting."""
         with self._lock:
             if self._published:
                 (self._folder / ADDRESS).unlink(missing_ok=True)
@@ -99,9 +99,9 @@ def submitit_delayed_launcher(
 
     Args:
         num_jobs: nodes; as many as the collector has.
-        framework: "distributed" or "rpc"; taken for TorchRL's sake: nodes learn it from the main job.
-        backend: likewise.
-        tcpport: likewise.
+        framework: "distributed" or "rpc"; TorchRL's argument, without effect.
+        backend: the same.
+        tcpport: the same.
         submitit_main_conf: of the main job; see ``slurm_kwargs`` of ``SubmititLauncher``.
         submitit_collection_conf: of the nodes' jobs, which SLURM starts after the main job.
         folder: see ``SubmititLauncher``.
@@ -109,7 +109,7 @@ def submitit_delayed_launcher(
         restarts: how often the job of a node is submitted again after it has failed.
 
     Raises:
-        BadOption: an option is impossible (at once), or submitit is missing (when the program is called).
+        BadOption: an option is wrong (at once), or submitit is missing (when the program is called).
         MusterError: the main job failed; with its traceback.
     """
     if framework not in FRAMEWORKS:
@@ -132,7 +132,7 @@ def submitit_delayed_launcher(
 
 
 def _run(folder: Path, mains: Jobs, nodes: Jobs, left: list[int], call: tuple[Any, ...]) -> Any:
-    """Call a decorated program, from the login node; ``left`` says how often the job of each node may be repeated."""
+    """Call a decorated program, on the login node. ``left`` is the number of restarts left for each node's job."""
     token, job, started = folder / "token", None, list[Job | LocalJob]()
     write_token(token, secrets.token_hex(TOKEN_BYTES).encode())
 
@@ -149,7 +149,7 @@ def _run(folder: Path, mains: Jobs, nodes: Jobs, left: list[int], call: tuple[An
             for node, each in enumerate(started):
                 if left[node] and each.ended() is not None and not _done(folder, node).exists():
                     left[node] -= 1
-                    each.end()  # what it holds here
+                    each.end()  # frees its resources here
                     with contextlib.suppress(LinkLost):  # SLURM may take it the next time
                         started[node] = submit(node, {})
             pause.wait(POLL_S)
@@ -164,20 +164,20 @@ def _run(folder: Path, mains: Jobs, nodes: Jobs, left: list[int], call: tuple[An
 
 
 def main_job(folder: str, main: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What the main job runs: ``main``, in an environment that says where its nodes look."""
+    """The function of the main job: calls ``main`` with the folder in the environment."""
     os.environ[EXCHANGE] = folder
     os.environ[TOKEN_FILE] = str(Path(folder) / "token")
     return main(*args, **kwargs)
 
 
 def delayed_node_job(folder: str, node: int) -> None:
-    """What the job of a node runs. It waits for the address as long as SLURM lets it; ended with the main job."""
+    """The function of a node's job. It waits for the address until it is ended, at the latest with the main job."""
     die_when_told()
     here, pause = Path(folder), threading.Event()
     while not (here / ADDRESS).exists():
         pause.wait(POLL_S)
-    address, target, engine = json.loads((here / ADDRESS).read_bytes())
-    if node_job(address, node, str(here / "token"), target, engine):
+    address, target = json.loads((here / ADDRESS).read_bytes())
+    if node_job(address, node, str(here / "token"), target):
         _done(here, node).touch()
 
 

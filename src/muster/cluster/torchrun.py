@@ -1,8 +1,8 @@
-"""``launcher="torchrun"``: how the ranks that torchrun has started find the collector in rank 0.
+"""``launcher="torchrun"``: ranks that torchrun has started find the collector in rank 0.
 
-Rank 0 writes the address of its rendezvous into torchrun's store, with a signature under the token, since every process
-that reaches that store can write there, too. On one machine the token itself is in a file that only this user can read,
-at a path that all ranks know; the store says nothing about it.
+Rank 0 writes the address of its rendezvous into torchrun's store, signed with the token, because every process that
+reaches that store can write there. On one machine the token itself is in a file that only this user can read, at a path
+that all ranks know. The store does not contain it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from muster.utils.whole_files import read_json, write_whole
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-LONGEST = 1024  # bytes of what rank 0 writes
+LONGEST = 1024  # bytes of the record of rank 0
 _c10d: Any = torch.distributed
 
 
@@ -45,7 +45,7 @@ class TorchrunLauncher(Launcher):
     """
 
     name = "torchrun"
-    advice = "Ranks above 0 have to call muster.cluster.torch_distributed.run_node()."
+    advice = "Ranks above 0 have to call muster.cluster.joining.run_node()."
 
     def __init__(self) -> None:
         if torchrun_rank() != 0:
@@ -75,11 +75,11 @@ class TorchrunLauncher(Launcher):
 
 
 def find_rendezvous(token: bytes | None, within_s: float) -> tuple[str, int, bytes]:
-    """What a rank above 0 has to know: the address of rank 0's rendezvous, the number of this node, and the token.
+    """The address of rank 0's rendezvous, the number of this node, and the token, for a rank above 0.
 
     Args:
-        token: of this node. None: the one that rank 0 has left for this user on this machine.
-        within_s: seconds until rank 0 must have opened a collector.
+        token: of this node. None: the token that rank 0 has left for this user on this machine.
+        within_s: seconds for rank 0 to open a collector.
 
     Raises:
         BadOption: this is not a rank above 0 under torchrun.
@@ -119,14 +119,14 @@ def _check_count(nodes: int) -> None:
 
 
 def torchrun_rank() -> int | None:
-    """Of this process; None: it is not one of torchrun's."""
+    """The rank of this process; None: torchrun has not started it."""
     has_all = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
     return int(os.environ["RANK"]) if has_all else None
 
 
 def _next_key() -> str:
-    """Of the next collector of this process: the first one of rank 0 is the first that nodes serve. Ranks that
-    torchrun has started again have other keys than those before.
+    """The key of the next collector of this process: nodes serve the collectors of rank 0 in their order. Ranks that
+    torchrun has restarted use other keys.
     """
     run = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
     return "/".join(["muster", "rendezvous", *run, str(next(_collectors))])
@@ -137,7 +137,7 @@ def _signed(token: bytes, key: str, address: str) -> str:
 
 
 def _verified(token: bytes, key: str, record: bytes) -> str | None:
-    """The address in a record of this key; None: it is not signed with this token."""
+    """The address in a record; None: the record is not signed with this token."""
     if len(record) > LONGEST:
         return None
     with contextlib.suppress(ValueError, TypeError):
@@ -148,19 +148,19 @@ def _verified(token: bytes, key: str, record: bytes) -> str | None:
 
 
 def _left_token(key: str) -> bytes | None:
-    """The one that rank 0 has left on this machine, if it has."""
+    """The token that rank 0 has left on this machine, if any."""
     path = _token_path(key)
     return read_token(path) if path.exists() else None
 
 
 def _token_path(key: str) -> Path:
-    """Where rank 0 leaves the token for ranks on its machine."""
+    """The file in which rank 0 leaves the token for ranks on its machine."""
     place = [os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], key]
     return _own_folder() / ("torchrun-" + hashlib.sha256(json.dumps(place).encode()).hexdigest()[:32])
 
 
 def _own_folder() -> Path:
-    """A folder of this user's alone, the same one for all processes of this user on this machine."""
+    """A folder that only this user can read, the same for all of this user's processes on this machine."""
     above = os.environ.get("XDG_RUNTIME_DIR", "")
     if not (os.path.isdir(above) and os.stat(above).st_uid == os.getuid()):
         above = tempfile.gettempdir()
@@ -177,7 +177,7 @@ def _own_folder() -> Path:
 
 
 def _store() -> TCPStore:
-    """A connection to the store that torchrun (or the user's ``init_process_group``) keeps."""
+    """A connection to the store of torchrun (or of the user's ``init_process_group``)."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=ANSWER_S)
     store: TCPStore = _c10d.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)

@@ -9,7 +9,7 @@ from functools import cached_property
 from inspect import signature
 from typing import Any
 
-from muster.cluster.link import Carrier
+from muster.cluster.carrier import Carrier
 from muster.collectors.multi_options import PoolOptions
 from muster.collectors.setup import factories_of
 from muster.collectors.signatures import check_names
@@ -29,23 +29,23 @@ _OF_CLASS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions(PoolOptions, ABC):
-    """Checked options of collectors with nodes: how workers are spread over these.
+    """Checked options of collectors with nodes.
 
     Attributes:
         create_env_fn: one entry for each node.
         frames_per_batch: see ``CollectorOptions``; counts per node.
-        sync: every batch has the rollouts of all nodes, ``frames_per_batch`` times their number; else batches come
-            from one node each, as they are ready.
-        collector_class: "single", "sync" or "async", or the collector of that kind: whether a node has one worker,
-            several that share its batches, or several whose batches are their own. One for all nodes, or a list.
-        collector_kwargs: options of the workers, such as ``inference``: a dict, or one for each node. These may differ
-            in ``create_env_kwargs`` alone.
+        sync: True: every batch has the rollouts of all nodes, ``frames_per_batch`` times their number. False: every
+            batch has the rollouts of one node, the first that is ready.
+        collector_class: "single": a node has one worker. "sync": its workers share its batches. "async": each worker
+            has batches of its own. Or the collector of that kind. One for all nodes, or a list.
+        collector_kwargs: options of the workers, such as ``inference``: a dict, or one for each node, which may differ
+            only in ``create_env_kwargs``.
         num_workers_per_collector: workers of each node: one number, or a list.
         update_after_each_batch: publish the policy's weights to the nodes of a batch before the next one.
         max_weight_update_interval: the same, for nodes that have contributed to more batches than this since their last
             weights; -1: never.
-        min_nodes: collecting begins when so many have come, with ``sync=False``. The others are used from when they
-            come, and what a lost one had to do is done by others. None: all have to come first.
+        min_nodes: with ``sync=False``, the number of nodes with which collecting begins. Other nodes are used when
+            they join, and do the work of lost nodes. None: wait for all nodes.
     """
 
     sync: bool = False
@@ -79,7 +79,7 @@ class ClusterOptions(PoolOptions, ABC):
 
     @abstractmethod
     def carrier(self, nodes: int, workers: int, deadline_s: float) -> Carrier:
-        """Connects so many nodes with at most so many workers each; links have this deadline (seconds)."""
+        """Make the carrier for so many nodes with at most so many workers each; links have this deadline (seconds)."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Cluster:
 
     @property
     def create_env_fn(self) -> list[Any]:
-        """What makes the environments of every worker."""
+        """The environment factory of every worker."""
         return [self.factories[node] for node in self.of_leaf]
 
     @property
@@ -119,10 +119,10 @@ class Cluster:
 
 
 def over_nodes(options: ClusterOptions) -> tuple[Cluster, ClusterOptions]:
-    """The cluster that is asked for, and the options of all its workers together.
+    """The cluster, and the options of all its workers together.
 
     Raises:
-        BadOption: something is not as expected.
+        BadOption: an option is wrong.
     """
     factories = _factories(options.create_env_fn, options.num_nodes)
     kinds = [_kind(given) for given in spread("collector_class", options.collector_class, len(factories))]
@@ -181,7 +181,7 @@ def _node_keywords(collector_kwargs: Any, count: int) -> dict[str, Any]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Arrays are equal to themselves alone."""
+    """Whether two options are equal; different arrays never are."""
     try:
         return one is other or bool(one == other)
     except (ValueError, RuntimeError):

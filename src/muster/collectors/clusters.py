@@ -6,9 +6,13 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from inspect import signature
+from typing import Any
 
-from muster.cluster.link import Carrier
+import torch
+from torch.distributed import rpc
+
+from muster.cluster.carrier import Carrier
 from muster.cluster.nodes import Nodes
 from muster.collectors.base import BaseCollector
 from muster.collectors.cluster_options import ClusterOptions, over_nodes
@@ -20,12 +24,9 @@ from muster.errors import BadOption
 from muster.utils.attributes import optional
 from muster.workers.config import timeout_of
 
-if TYPE_CHECKING:
-    from muster.cluster.launchers import Place
-
 
 class ClusterCollector(MultiCollector):
-    """What collectors with nodes share: which worker is where, and when weights go to whom."""
+    """Collectors with nodes: places workers on nodes, and publishes weights to nodes."""
 
     options: ClusterOptions
 
@@ -80,11 +81,11 @@ class DistributedOptions(ClusterOptions):
         backend: "gloo": data goes through the hosts' memory. Others of torch's ("nccl", "ucc", "mpi") are refused until
             they have run once.
         launcher: "mp": processes of this machine. "submitit": SLURM jobs. "submitit_delayed": jobs of
-            ``submitit_delayed_launcher``. "torchrun": the other ranks, which call ``run_node()``. "manual": nodes come
-            by themselves (``muster node``). Or a ``Launcher`` (``muster.cluster.launchers``).
+            ``submitit_delayed_launcher``. "torchrun": the other ranks, which call ``run_node()``. "manual": nodes that
+            you start (``muster node``). Or a ``Launcher`` (``muster.cluster.launchers``).
         slurm_kwargs: of the jobs, for "submitit".
-        tcp_port: at which nodes find this process; None: a free one.
-        bind: address at which this process listens; others than loopback need a token.
+        tcp_port: port at which this process listens for nodes; None: a free one.
+        bind: address at which it listens; addresses other than loopback need a token.
         token: the secret that nodes must know: bytes, or the path of a file with mode 0600. None: of the environment
             variables MUSTER_TOKEN_FILE or MUSTER_TOKEN, else a random one.
     """
@@ -97,15 +98,14 @@ class DistributedOptions(ClusterOptions):
     token: Any = None
 
     def carrier(self, nodes: int, workers: int, deadline_s: float) -> Carrier:
-        from muster.cluster.torch_distributed import DistributedCarrier
-
-        return self._launched().carrier(nodes, workers, DistributedCarrier, deadline_s=deadline_s)
-
-    def _launched(self) -> Place:
-        from muster.cluster.launchers import Place, check_backend
+        from muster.cluster.launchers import check_backend, launcher_for
+        from muster.cluster.rendezvous import Rendezvous
 
         check_backend(self.backend)
-        return Place(self.launcher, self.slurm_kwargs, self.bind, self.tcp_port, self.token)
+        told = {"slurm_kwargs": self.slurm_kwargs, "bind": self.bind, "token": self.token}
+        launcher = launcher_for(self.launcher, **told, workers=workers)
+        rendezvous = Rendezvous(nodes, bind=self.bind, tcp_port=self.tcp_port or 0, token=self.token)
+        return Carrier(launcher, rendezvous, deadline_s)
 
 
 class DistributedCollector(ClusterCollector):
@@ -119,7 +119,7 @@ class DistributedCollector(ClusterCollector):
 
     Raises:
         BadOption: an option is wrong.
-        WorkerDied: a node did not come, or was lost.
+        WorkerDied: a node did not join, or was lost.
     """
 
     @takes(DistributedOptions)
@@ -129,41 +129,67 @@ class DistributedCollector(ClusterCollector):
 
 @dataclass(frozen=True, kw_only=True)
 class RPCOptions(DistributedOptions):
-    """Checked options of ``RPCCollector``.
+    """Checked options of ``RPCCollector``. All data goes through the hosts' memory, over Muster's own connection.
 
     Attributes:
-        backend: see ``DistributedCollector``, though weights and data go through RPC.
-        visible_devices: for each node, the device through which data travels; None is the host.
-        tensorpipe_options: keywords of ``torch.distributed.rpc.TensorPipeRpcBackendOptions``.
+        visible_devices: a device for each node: its number, "cuda:1", "cpu" or None. Checked, with no other effect.
+        tensorpipe_options: keywords of ``torch.distributed.rpc.TensorPipeRpcBackendOptions``. Checked, with no other
+            effect.
     """
 
     visible_devices: Sequence[Any] | None = None
     tensorpipe_options: Mapping[str, Any] | None = None
 
     def carrier(self, nodes: int, workers: int, deadline_s: float) -> Carrier:
-        from muster.cluster.torch_rpc import RpcCarrier
-
-        return self._launched().carrier(
-            nodes,
-            workers,
-            RpcCarrier,
-            tensorpipe_options=None if self.tensorpipe_options is None else dict(self.tensorpipe_options),
-            visible_devices=None if self.visible_devices is None else list(self.visible_devices),
-            deadline_s=deadline_s,
-        )
+        _check_devices(self.visible_devices, nodes)
+        _check_tensorpipe(dict(self.tensorpipe_options or {}))
+        return super().carrier(nodes, workers, deadline_s)
 
 
 class RPCCollector(ClusterCollector):
-    """Workers on nodes that torch RPC connects. What reaches its port can run code: private networks only.
+    """``DistributedCollector`` with the arguments of TorchRL's ``RPCCollector``. No RPC agent is made or used.
 
     Raises:
-        BadOption: an option is wrong; or this PyTorch was built without RPC.
-        WorkerDied: a node did not come, or was lost.
+        BadOption: an option is wrong.
+        WorkerDied: a node did not join, or was lost.
     """
 
     @takes(RPCOptions)
     def __init__(self, options: RPCOptions) -> None:
         super().__init__(options)
+
+
+def _check_devices(devices: Sequence[Any] | None, count: int) -> None:
+    if devices is not None and len(devices) != count:
+        raise BadOption(f"visible_devices has {len(devices)} devices for {count} nodes: name one for each")
+    for device in devices or ():
+        try:
+            one = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cpu")
+        except (RuntimeError, TypeError) as error:
+            raise BadOption(f"visible_devices has {device!r}, which is no device: {error}") from error
+        if one.type not in ("cpu", "cuda"):
+            raise BadOption(f"visible_devices has {device!r}: expected 'cpu', 'cuda:0', ... or the number of a GPU")
+
+
+def _check_tensorpipe(options: dict[str, Any]) -> None:
+    instead = {
+        "init_method": "nodes are found by tcp_port and bind",
+        "device_maps": "data goes through the hosts' memory",
+        "devices": "data goes through the hosts' memory",
+    }
+    for name in options.keys() & instead.keys():
+        raise BadOption(f"tensorpipe_options has {name!r}: leave it out, {instead[name]}")
+    if not (torch.distributed.is_available() and rpc.is_available()):
+        return  # this PyTorch does not know them
+    known = signature(rpc.TensorPipeRpcBackendOptions).parameters.keys() - instead.keys()
+    if unknown := sorted(options.keys() - known):
+        raise BadOption(f"tensorpipe_options has {', '.join(unknown)}: expected {', '.join(sorted(known))}")
+    try:
+        rpc.TensorPipeRpcBackendOptions(**options)
+    except TypeError as error:  # whose text is a page long
+        raise BadOption(f"tensorpipe_options={options!r}: a value has a wrong type") from error
+    except RuntimeError as error:
+        raise BadOption(f"tensorpipe_options={options!r}: {str(error).splitlines()[0]}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 BACK_OFF = (0.0, 0.1, 0.5, 2.0)  # seconds before a restart, by number of restarts since the last complete rollout
 FRUITLESS = 3  # maximum of restarts since the last complete rollout
+SLOW_S = 5.0  # seconds after which a construction logs what it waits for
+SLOW_AGAIN_S = 30.0  # seconds after which it logs the same again
+_log = logging.getLogger(__name__)
 
 
 class WorkerState(enum.Enum):
@@ -248,6 +252,7 @@ class Watcher(ABC):
         self.counters: Sequence[FrameCounters] = ()
         self.elastic, self.config = elastic, config
         self._lost: list[RolloutResult] = []
+        self._slow = SlowConstruction(self.missing)
 
     @abstractmethod
     def wait(self, timeout: float | None, *, revives: bool = True) -> None:
@@ -256,6 +261,10 @@ class Watcher(ABC):
         Args:
             revives: restart workers whose restart is due; return at once if losses were not taken yet.
         """
+
+    @abstractmethod
+    def missing(self) -> str:
+        """Return a description of what a construction waits for; empty if nothing is missing."""
 
     def take_lost(self) -> list[RolloutResult]:
         """Return the results made for requests of lost workers since the last call."""
@@ -271,6 +280,8 @@ class Watcher(ABC):
         """
         asked = handle.starts
         while not ready():
+            if not self.counters:
+                self._slow.look()
             if was_alive := handle.alive:
                 self.wait(None, revives=False)
             if handle.starts != asked:
@@ -340,6 +351,39 @@ class Watcher(ABC):
                 result.error = None
         assert handle.cause is not None
         raise handle.cause
+
+
+class SlowConstruction:
+    """Logs what the construction of a collector waits for, if it takes long.
+
+    Args:
+        missing: returns a description of what is missing; empty if nothing is.
+    """
+
+    def __init__(self, missing: Callable[[], str]) -> None:
+        self._missing = missing
+        self._begun = time.monotonic()
+        self._look_at = self._begun + SLOW_S
+        self._logged = ""
+        self._again_at = 0.0
+
+    def look(self) -> None:
+        """Log what is missing after ``SLOW_S``, again when it changes, and again after ``SLOW_AGAIN_S``."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + SLOW_S
+        missing = self._missing()
+        if missing and (missing != self._logged or now >= self._again_at):
+            _log.warning("Waiting for %s (%.0f s so far).", missing, now - self._begun)
+            self._logged = missing
+            self._again_at = now + SLOW_AGAIN_S
+
+
+def listed(noun: str, numbers: Sequence[int]) -> str:
+    """Return "worker 3" or "workers 3, 5", with at most ten numbers."""
+    shown = ", ".join(map(str, numbers[:10])) + (", ..." if len(numbers) > 10 else "")
+    return f"{noun} {shown}" if len(numbers) == 1 else f"{noun}s {shown}"
 
 
 def news(group: int, error: Exception | None = None) -> RolloutResult:

@@ -25,7 +25,7 @@ from muster.workers.config import PoolConfig, WorkerPlace
 from muster.workers.crash_notes import CrashNotes, Replay
 from muster.workers.inference import InferenceServer
 from muster.workers.launch import in_process
-from muster.workers.lives import Watcher
+from muster.workers.lives import Watcher, listed
 from muster.workers.messages import GroupInfo, RolloutResult
 from muster.workers.pool import WorkerPool
 from muster.workers.proxy import WorkerProxy
@@ -148,6 +148,12 @@ class Supervisor(Watcher):
             handle.end()
         if self.server is not None:
             self.server.close()
+
+    def missing(self) -> str:
+        absent = [handle.index for handle in self.handles if handle.infos is None]
+        where = f" on node {self.config.node}" if self.config.node else ""
+        of = f"{listed('worker', absent)} of {self.config.count}{where}"
+        return f"{of} to construct environments" if absent else ""
 
     # --- waiting ----------------------------------------------------------------------------------
 

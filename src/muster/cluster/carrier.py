@@ -1,0 +1,113 @@
+"""Starts the nodes of a collector, and waits until each has joined at the rendezvous.
+
+The connection through which a node has joined is the link of its session.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from muster.cluster.authenticated_link import AuthenticatedLink
+from muster.cluster.launchers import Launcher, Started
+from muster.cluster.link import LinkLost
+from muster.cluster.rendezvous import Rendezvous
+
+JOIN_POLL_S = 0.02
+
+
+class Carrier:
+    """Connects the nodes of a collector.
+
+    Args:
+        launcher: starts the nodes; closed by ``close``.
+        rendezvous: where they join; closed by ``close``.
+        deadline_s: seconds without a message after which a link is lost.
+
+    Attributes:
+        name: of the connection, for messages to the user.
+    """
+
+    name = "torch.distributed"
+
+    def __init__(self, launcher: Launcher, rendezvous: Rendezvous, deadline_s: float = 15.0) -> None:
+        self._launcher, self.rendezvous = launcher, rendezvous
+        self._started: dict[int, Started] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        rendezvous.deadline_s = deadline_s
+
+    @property
+    def address(self) -> str:
+        """Where nodes join, "host:port"."""
+        return self.rendezvous.address
+
+    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> AuthenticatedLink:
+        """Start a node, and wait until it has joined. Each node is connected by a thread of its own.
+
+        Args:
+            node: its number, from 0.
+            epoch: 0, and one more each time that the node has to be started again.
+            within_s: seconds for the node to join (infinity: no deadline).
+            given_up: set by the caller to end the waiting with LinkLost.
+
+        Raises:
+            LinkLost: the node did not join in time, exited, or was given up. The text says which, and what to do.
+        """
+        deadline = time.monotonic() + within_s
+        self._end(node)
+        self.rendezvous.admit(node, epoch)
+        try:
+            self._start(node, epoch)
+            return self._wait(node, epoch, deadline, within_s, given_up)
+        except BaseException:
+            self.rendezvous.withdraw(node)
+            self._end(node)
+            raise
+
+    def close(self) -> None:
+        """End the nodes that the launcher has started, by force if necessary, and free the port.
+
+        All links are closed before. May be called again.
+        """
+        with self._lock:
+            self._closed = True
+            nodes = list(self._started)
+        for node in nodes:
+            self._end(node)
+        self._launcher.close()
+        self.rendezvous.close()
+
+    def _start(self, node: int, epoch: int) -> None:
+        started = self._launcher.start(node, epoch, self.rendezvous)
+        with self._lock:
+            if started is not None:
+                self._started[node] = started
+            closed = self._closed
+        if closed:  # meanwhile
+            self._end(node)
+            raise LinkLost(f"Node {node} was given up: the collector is closed.")
+
+    def _end(self, node: int) -> None:
+        with self._lock:
+            started = self._started.pop(node, None)
+        if started is not None:
+            started.end()
+
+    def _wait(
+        self, node: int, epoch: int, deadline: float, within_s: float, given_up: threading.Event
+    ) -> AuthenticatedLink:
+        with self._lock:
+            started = self._started.get(node)
+        while (link := self.rendezvous.joined(node, epoch, JOIN_POLL_S)) is None:
+            if given_up.is_set():
+                raise LinkLost(f"Node {node} was given up before it had joined.")
+            if started is not None and (reason := started.ended()):
+                raise LinkLost(f"Node {node} has not joined: {reason}. {self._launcher.advice}".rstrip())
+            if time.monotonic() > deadline:
+                state = "" if started is None else f" Its {started} is {started.state}."
+                raise LinkLost(
+                    f"Node {node} has not joined at {self.address} within {within_s:g} s.{state} "
+                    f"{self._launcher.advice}{self.rendezvous.refused()}".rstrip()
+                )
+        return link

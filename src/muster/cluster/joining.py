@@ -1,0 +1,161 @@
+"""The node's end of the rendezvous: it joins, serves a session, and joins again."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike
+
+from muster.cluster.authenticated_link import WrongToken, authenticate
+from muster.cluster.link import AGENT, Link, LinkLost
+from muster.cluster.rendezvous import ANSWER_S, POLL_S, hear, read_token, say
+from muster.cluster.socket_link import SocketLink
+from muster.cluster.torchrun import find_rendezvous
+from muster.errors import BadOption
+from muster.utils.attributes import named
+from muster.workers.channel import Channel
+from muster.workers.launch import fork_server_here
+
+
+def run_node(
+    address: str | None = None,
+    node: int | None = None,
+    token: bytes | str | PathLike[str] | None = None,
+    *,
+    target: str = AGENT,
+    within_s: float = 600.0,
+    patience_s: float = 600.0,
+) -> bool:
+    """Run a node until the main process ends the collection or exits. After a lost link, the node joins again.
+
+    Args:
+        address: "host:port" of the main process. None: the address that rank 0 of torchrun has published.
+        node: number of this node. None: any free number (under torchrun: the rank less 1).
+        token: bytes, or the path of a file. None: the environment variable MUSTER_TOKEN_FILE or MUSTER_TOKEN.
+        target: the function that serves a session, ``"module:function"``.
+        within_s: seconds for the main process to listen.
+        patience_s: seconds for which the main process may be unreachable later.
+
+    Returns:
+        True if the main process ended the collection, False if it exited without that.
+
+    Raises:
+        WrongToken: this node has another token than the main process.
+        LinkLost: the main process was unreachable for too long.
+        BadOption: the token or the address is missing.
+    """
+    secret = read_token(token)
+    if address is None:
+        address, number, secret = find_rendezvous(secret, within_s)
+        node = number if node is None else node
+    if secret is None:
+        raise BadOption("A node needs the token of its main process: token=, or MUSTER_TOKEN_FILE (a file's path).")
+    serve: Callable[[Link, int], bool] = named(target)
+    member = Member(address, secret, node, within_s=within_s, patience_s=patience_s)
+    while (membership := member.join()) is not None:
+        try:
+            if serve(membership.channel, membership.node):
+                return True
+        finally:
+            membership.channel.close()
+    return False
+
+
+def node_main(channel: Channel) -> None:
+    """The process of a node that ``MpLauncher`` has started."""
+    fork_server_here()  # while there is one thread
+    (address, node, token, target), _ = channel.receive()
+    run_node(address, node, token, target=target)
+
+
+@dataclass(frozen=True)
+class Membership:
+    """A session that the node has joined. The caller closes ``channel``, which goes to the main process."""
+
+    node: int
+    epoch: int
+    deadline_s: float
+    channel: Link
+
+
+class Member:
+    """Joins sessions, one after another.
+
+    Args:
+        address, token: of the main process.
+        node: number of this node; None: any free number.
+        within_s: seconds for the main process to listen.
+        patience_s: seconds for which a main process that was reached once may be unreachable (a network that is cut).
+            If its machine refuses the connection, it has ended.
+
+    Raises:
+        BadOption: the address is not "host:port".
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: bytes,
+        node: int | None = None,
+        *,
+        within_s: float = 600.0,
+        patience_s: float = 600.0,
+    ) -> None:
+        host, colon, port = address.rpartition(":")
+        if not colon or not port.isdecimal():
+            raise BadOption(f"address={address!r} should be 'host:port'; the main process' Rendezvous.address is.")
+        self._endpoint, self._token = (host.strip("[]"), int(port)), token
+        self._node, self._within_s, self._patience_s = node, within_s, patience_s
+        self._met = False
+
+    def join(self) -> Membership | None:
+        """Wait until the main process admits this node to a session.
+
+        Returns:
+            None: the main process has ended.
+
+        Raises:
+            WrongToken: the process that listens there does not know the token.
+            BadOption: the main process has no node of this number.
+            LinkLost: it was unreachable for too long.
+        """
+        reached = time.monotonic()
+        pause = threading.Event()
+        while True:
+            try:
+                with contextlib.ExitStack() as failed:
+                    connection = SocketLink(socket.create_connection(self._endpoint, timeout=1.0), ANSWER_S)
+                    failed.callback(connection.close)
+                    channel = authenticate(connection, self._token, main=False)
+                    self._met, reached = True, time.monotonic()
+                    while (found := self._ask(channel)) is None:
+                        reached = time.monotonic()
+                    connection.know(found.deadline_s)
+                    failed.pop_all()
+                    return found
+            except WrongToken:
+                raise
+            except ConnectionRefusedError:
+                if self._met:
+                    return None
+            except (LinkLost, OSError):  # it has just ended, the network was cut, or another program listens there
+                pass
+            limit = self._patience_s if self._met else self._within_s
+            if time.monotonic() - reached > limit:
+                host, port = self._endpoint
+                raise LinkLost(f"The main process at {host}:{port} could not be reached for {limit:g} s.")
+            pause.wait(POLL_S)
+
+    def _ask(self, channel: Link) -> Membership | None:
+        say(channel, node=self._node)
+        told = hear(channel)
+        if self._node is not None and self._node >= told["count"]:
+            raise BadOption(f"node={self._node}: the main process expects {told['count']} nodes, numbered from 0.")
+        if told["node"] is None:
+            return None
+        say(channel, accepted=True)
+        return Membership(told["node"], told["epoch"], told["deadline_s"], channel)
