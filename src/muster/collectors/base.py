@@ -7,7 +7,7 @@ import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from muster.observing.loggers import CollectionLog
 from muster.observing.profiling import ProfileConfig
 from muster.observing.stats import CollectorStats
 from muster.utils.forks import Owner
+from muster.utils.tracebacks import trimmed
 from muster.weights.publish import PolicyWeights
 from muster.weights.receive import Receivers
 from muster.workers.requests import Profile
@@ -345,11 +346,11 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
         """Before a thread begins to collect."""
 
     def _exclusively(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._background is None else self._while_paused(self._background)
+        return trimmed if self._background is None else self._while_paused(self._background)
 
     @contextmanager
     def _while_paused(self, background: Background) -> Iterator[None]:
-        with background.paused():
+        with trimmed, background.paused():
             self._raise_from_background()  # the batch that was waited for may have failed
             yield
 

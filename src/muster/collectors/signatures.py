@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast, get_type_hints
 
 from muster.errors import UnknownOption
+from muster.utils.tracebacks import trimmed
 
 P = ParamSpec("P")
 Options = TypeVar("Options")
@@ -30,9 +31,10 @@ def takes(
 
     def decorate(init: Callable[[Any, Options], None]) -> Callable[Concatenate[Any, P], None]:
         def made(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
-            check_names(shown, kwargs)
-            shown.bind(self, *args, **kwargs)  # whose error is not about the dataclass
-            init(self, options(*args, **kwargs))
+            with trimmed:
+                check_names(shown, kwargs)
+                shown.bind(self, *args, **kwargs)  # whose error is not about the dataclass
+                init(self, options(*args, **kwargs))
 
         functools.update_wrapper(made, init)
         made.__signature__ = shown  # type: ignore[attr-defined]
@@ -56,8 +58,9 @@ def passes_on(options: Callable[..., Any], names: Sequence[str] | None = None) -
         shown = own.replace(parameters=[*before, *(p for p in more if p.name not in own.parameters)])
 
         def checked(*args: Any, **kwargs: Any) -> Any:
-            check_names(shown, kwargs)
-            return function(*args, **kwargs)
+            with trimmed:
+                check_names(shown, kwargs)
+                return function(*args, **kwargs)
 
         functools.update_wrapper(checked, function)
         checked.__signature__ = shown  # type: ignore[attr-defined]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import site
 import sys
-import sysconfig
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -28,6 +25,7 @@ from muster.errors import (
     shown,
     text_of,
 )
+from muster.utils.tracebacks import MUSTER, is_installed, is_muster, traceback_text
 
 if TYPE_CHECKING:
     from muster.restore.crash_report import CrashDirectory
@@ -40,18 +38,12 @@ CLASSES: dict[str, type[MusterError]] = {  # of what is none of Muster's errors,
 CRASHES = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT")
 
 _MUSTERS = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, MusterError)]
-_CAUSE, _TRACEBACK = (vars(BaseException)[name].__get__ for name in ("__cause__", "__traceback__"))  # not a subclass's
+_CAUSE = vars(BaseException)["__cause__"].__get__  # not a subclass's
 
 Kind = TypeVar("Kind", bound=MusterError)
 
 _FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+)(?: in (?P<name>.+))?$', re.MULTILINE)
-_MUSTER = str(Path(errors.__file__).parent)
 _WORKING = str(Path("workers", "main.py"))
-_INSTALLED = (
-    *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
-    *site.getsitepackages(),
-    site.getusersitepackages(),
-)
 
 
 @dataclass(frozen=True)
@@ -202,7 +194,8 @@ def pack(error: BaseException, *, phase: str, **where: Any) -> SentError:
     cause = None if original is None else SentCause.of(original)
     stack = f"Traceback in the worker:\n{cause.traceback}" if cause is not None and cause.traceback else ""
     message = _sections(f"{_sentence(text)} In {place}, phase {phase}.", stack)
-    return SentError(nearest.__name__, message, place.known(phase), cause)
+    full = "" if original is None else _traceback(original, full=True)
+    return SentError(nearest.__name__, message, place.known(phase) | {"traceback": full}, cause)
 
 
 def env_index_of(error: BaseException, phase: str) -> int | None:
@@ -321,11 +314,11 @@ def innermost_user_frame(stack: str) -> str | None:
     """
     threads = re.split(r"\n\s*\n", stack.strip())
     works = [t for t in threads if _WORKING in t]  # as opposed to a thread that listens
-    ours = works or [t for t in threads if _MUSTER in t]
+    ours = works or [t for t in threads if MUSTER in t]
     ours = ours or [t for t in threads if t.startswith("Current thread")] or threads
     frames = [found.groupdict() for found in _FRAME.finditer(ours[0])]
-    foreign = [frame for frame in frames if not _is_below(frame["file"], (_MUSTER,))]
-    own = [f for f in foreign if not _is_below(f["file"], _INSTALLED) and not f["file"].startswith("<frozen")]
+    foreign = [frame for frame in frames if not is_muster(frame["file"])]
+    own = [f for f in foreign if not is_installed(f["file"])]
     chosen = next(iter(own or foreign or frames), None)
     return None if chosen is None else f"{chosen['file']}:{chosen['line']} in {chosen['name'] or '?'}"
 
@@ -398,9 +391,8 @@ def _pickled(error: BaseException) -> bytes | None:
         return None
 
 
-def _traceback(error: BaseException) -> str:
-    """The user's frames last."""
-    return shown(lambda: "".join(traceback.format_exception(type(error), error, _TRACEBACK(error))).rstrip())
+def _traceback(error: BaseException, *, full: bool = False) -> str:
+    return shown(lambda: traceback_text(error, full=full))
 
 
 def _text(error: BaseException) -> str:
@@ -424,10 +416,6 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _is_below(file: str, directories: tuple[str, ...]) -> bool:
-    return any(file.startswith(directory + os.sep) for directory in directories)
 
 
 def _capital(where: Where) -> str:
