@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
@@ -333,14 +334,15 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
             self._updater = self._updater()
         if hasattr(self._updater, "register_collector"):
             self._updater.register_collector(self)
-        self._autosave = resume.Autosave(options.autosave, options.autosave_every)
+        self._saving, self._saved_at = options.saving, time.monotonic()
         if options.seed is not None:
             self.set_seed(options.seed)
 
     def _before_batch(self) -> None:
         """Whenever another batch is wanted, and the user is done with the one before."""
-        if self.options.autosave is not None:
-            self._autosave.now_and_then(self)
+        if self._saving is not None and time.monotonic() - self._saved_at >= self._saving.every:
+            resume.autosave(self, self._saving.folder)
+            self._saved_at = time.monotonic()
 
     def _go_into_background(self) -> None:
         """Before a thread begins to collect."""

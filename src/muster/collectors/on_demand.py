@@ -288,7 +288,7 @@ class OnDemand:
                 num_envs=engine.num_envs,
                 layout=options.traj_format or "cat",
                 rule=None,
-                on_policy_only=options.on_policy_only,
+                on_policy_only=options.trajectories is not None and options.trajectories.on_policy_only,
                 done_key=ENDED if options.traj_done_key is None else TRAJ_DONE,
             )
         return engine.kept

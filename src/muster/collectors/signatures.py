@@ -7,8 +7,8 @@ import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast, get_type_hints
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast, get_args, get_type_hints
 
 from muster.errors import UnknownOption
 from muster.utils.tracebacks import trimmed
@@ -38,7 +38,7 @@ def takes(
 
         functools.update_wrapper(made, init)
         made.__signature__ = shown  # type: ignore[attr-defined]
-        made.__doc__ = "\n".join(["Args:", *documented(options).values()])
+        made.__doc__ = "\n".join(["Args:", *documented(options).values(), *_details(options)])
         return made
 
     return decorate
@@ -75,6 +75,15 @@ def parameters(options: Callable[..., Any]) -> list[inspect.Parameter]:
     found = [p.replace(annotation=hints[p.name]) for p in inspect.signature(options).parameters.values()]
     made = {f.name: f.default_factory for f in dataclasses.fields(cast(Any, options)) if callable(f.default_factory)}
     return [p.replace(default=made[p.name]()) if p.name in made else p for p in found]
+
+
+def _details(options: Callable[..., Any]) -> Iterator[str]:
+    """What the dataclasses mean that are values of options."""
+    for p in parameters(options):
+        for cls in get_args(p.annotation):
+            if isinstance(cls, type) and dataclasses.is_dataclass(cls):
+                yield f"\n``muster.{cls.__name__}``, for {p.name}:"
+                yield from documented(cls).values()
 
 
 def check_names(signature: inspect.Signature, given: Iterable[str]) -> None:

@@ -38,7 +38,7 @@ from muster.weights.names import Weights
 ATTEMPTS = 3
 PASSED_ON = (
     *("device", "env_device", "policy_device", "executor", "inference_mode", "compile_policy", "cudagraph_policy"),
-    *("inference", "alternating", "max_batch", "max_wait_s", "start_method", "num_sub_threads", "timeouts"),
+    *("inference", "start_method", "num_sub_threads", "timeouts"),
     *("max_frames_per_traj", "obs_dtype", "prev_action_reward", "traj_done_key", "use_buffers", "validate"),
     *("crash_dir", "trust_policy"),
 )
@@ -164,7 +164,7 @@ class Evaluator:
         self.plan = Plan(episodes, max_frames, max_T, max_trajectories, rule)
         self.num_workers, self.on_failure, self.when_busy = num_workers, on_failure, when_busy
         self.seed, self.reseed = seed, reseed
-        self._served = options.get("inference") == "server"
+        self._served = options.get("inference", "worker") != "worker"
         self._policy = policy
         options |= {"exploration_type": exploration_type, "num_envs": num_envs}
         options |= {} if create_env_kwargs is None else {"create_env_kwargs": create_env_kwargs}
