@@ -16,7 +16,7 @@ import torch
 
 import muster
 from muster import Collector, DistributedCollector, Evaluator, MultiAsyncCollector, MultiSyncCollector
-from muster.errors import EnvError
+from muster.errors import EnvError, PolicyError
 from muster.restore.crash_report import CrashReport
 from muster.testing import CountingEnv
 from muster.workers.worker import Worker
@@ -266,5 +266,11 @@ def test_a_crash_report_has_all_frames(tmp_path):
     with pytest.raises(EnvError) as caught:
         iterate(MultiSyncCollector, make("step"), crash_dir=tmp_path)
     report = CrashReport.load(caught.value.crash_report, trust=True)
-    assert "stacked.py" in report.message
-    assert "stacked.py" not in str(caught.value)
+    assert report.message.endswith(caught.value.traceback)
+
+
+def test_errors_of_workers_have_all_frames_beside_their_message():
+    with pytest.raises(PolicyError) as caught:
+        iterate(MultiSyncCollector, policy=raising_policy)
+    assert "functions.py" in caught.value.traceback
+    assert "functions.py" not in str(caught.value)

@@ -25,7 +25,7 @@ from muster.errors import (
     shown,
     text_of,
 )
-from muster.utils.tracebacks import MUSTER, is_installed, is_muster, traceback_text
+from muster.utils.tracebacks import MUSTER, is_installed, is_muster, traceback_text, trim
 
 if TYPE_CHECKING:
     from muster.restore.crash_report import CrashDirectory
@@ -191,10 +191,13 @@ def pack(error: BaseException, *, phase: str, **where: Any) -> SentError:
     if nearest is None:
         nearest = CLASSES.get(phase, WorkerError)
         text = f"{_type_name(error)} was raised" + (f": {text}" if text else "")
+    full = ""
+    if original is not None:
+        full = _traceback(original)
+        trim(original)
     cause = None if original is None else SentCause.of(original)
     stack = f"Traceback in the worker:\n{cause.traceback}" if cause is not None and cause.traceback else ""
     message = _sections(f"{_sentence(text)} In {place}, phase {phase}.", stack)
-    full = "" if original is None else _traceback(original, full=True)
     return SentError(nearest.__name__, message, place.known(phase) | {"traceback": full}, cause)
 
 
@@ -284,8 +287,10 @@ def on_server(error: Exception, seen: MusterError) -> MusterError:
         seen: what became of it in the worker that it acted for, which knows where that was.
     """
     cls = _nearest(error) or PolicyError
+    full = _traceback(error)
+    trim(error)
     made = _made(cls, _sections(text_of(error), f"Traceback on the server:\n{_traceback(error)}"))
-    vars(made).update(vars(seen))
+    vars(made).update(vars(seen) | {"traceback": full})
     made.__cause__ = _CAUSE(error)
     return made
 
@@ -391,8 +396,8 @@ def _pickled(error: BaseException) -> bytes | None:
         return None
 
 
-def _traceback(error: BaseException, *, full: bool = False) -> str:
-    return shown(lambda: traceback_text(error, full=full))
+def _traceback(error: BaseException) -> str:
+    return shown(lambda: traceback_text(error))
 
 
 def _text(error: BaseException) -> str:
