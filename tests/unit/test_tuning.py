@@ -395,7 +395,7 @@ def test_setups_that_are_refused_are_listed_with_the_reason() -> None:
 
     found = muster.tune(Speaking, policy, seconds=0.3, num_envs=4, frames_per_batch=32)
     refused = [c for c in found.candidates if c.rate is None]
-    assert {c.setup.inference for c in refused} == {"server"}
+    assert {c.setup.inference for c in refused} == {"server", CentralInference(alternating=True)}
     assert all("Python objects" in (c.refused or "") for c in refused)
     assert found.best.rate
     assert found.candidates[-len(refused) :] == tuple(refused)

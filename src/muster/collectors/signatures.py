@@ -8,6 +8,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from textwrap import indent
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast, get_args, get_type_hints
 
 from muster.errors import UnknownOption
@@ -82,8 +83,8 @@ def _details(options: Callable[..., Any]) -> Iterator[str]:
     for p in parameters(options):
         for cls in get_args(p.annotation):
             if isinstance(cls, type) and dataclasses.is_dataclass(cls):
-                yield f"\n``muster.{cls.__name__}``, for {p.name}:"
-                yield from documented(cls).values()
+                yield f"\n    ``muster.{cls.__name__}``, for {p.name}:"
+                yield from (indent(entry, 4 * " ") for entry in documented(cls).values())
 
 
 def check_names(signature: inspect.Signature, given: Iterable[str]) -> None:
