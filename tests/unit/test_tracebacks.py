@@ -118,6 +118,19 @@ def torchrl(use: Callable[[Any], Any], envs: Any = CountingEnv, policy: Any = No
     use(compat.Collector(envs, policy, **options))
 
 
+def prt_rl(env: Any) -> None:
+    compat = pytest.importorskip("muster.compat.prt_rl")
+    compat.Collector(env).collect_experience(muster.policies.categorical(torch.nn.Linear(2, 2)), 8)
+
+
+def tianshou(env: Any) -> None:
+    compat, envs = (pytest.importorskip(name) for name in ("muster.compat.tianshou", "tianshou.env"))
+    from tests.parity.tianshou_envs import POLICIES
+
+    with compat.Collector(POLICIES["none"](env.action_space), envs.DummyVectorEnv([lambda: env])) as collector:
+        collector.collect(n_step=8, reset_before_collect=True)
+
+
 class Full:
     """A buffer that takes nothing."""
 
@@ -198,6 +211,8 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "torchrl: factory raises": lambda: torchrl(list, make("make")),
     "torchrl: step raises": lambda: torchrl(list, make("step")),
     "torchrl: policy raises": lambda: torchrl(list, policy=raising_policy),
+    "prt_rl: step raises": lambda: prt_rl(Raises("step")),
+    "tianshou: step raises": lambda: tianshou(Raises("step")),
 }
 
 

@@ -165,8 +165,6 @@ def _of_batches(o: CollectorOptions) -> tuple[Check, ...]:
 
 def _of_objects(o: CollectorOptions) -> tuple[Check, ...]:
     """Objects that lack what they are for, and what this machine lacks."""
-    buffer = o.replay_buffer is not None
-    extends, adds = (callable(getattr(o.replay_buffer, name, None)) for name in ("extend", "add"))
     return (
         (
             o.weight_sync_schemes is not None and not hasattr(o, "num_workers"),
@@ -176,14 +174,6 @@ def _of_objects(o: CollectorOptions) -> tuple[Check, ...]:
         (
             o.interruptor is not None and not callable(getattr(o.interruptor, "collection_stopped", None)),
             f"interruptor={o.interruptor!r}: expected an object with a method collection_stopped()",
-        ),
-        (
-            buffer and (isinstance(o.replay_buffer, type) or not (extends or adds)),
-            f"replay_buffer={o.replay_buffer!r}: expected an object with a method extend or add",
-        ),
-        (
-            buffer and not o.extend_buffer and not adds,
-            f"extend_buffer=False needs replay_buffer.add, which {type(o.replay_buffer).__name__} has not",
         ),
         (
             o.cudagraph_policy not in (None, False) and not torch.cuda.is_available(),

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from muster.collectors.contradictions import check_contradictions
+from muster.collectors.replay_buffer import ReplaySink
 from muster.episodes.rules import StreamRule, check_stream_rule
 from muster.errors import BadOption
 from muster.memory.views import Order
@@ -258,6 +259,8 @@ class CollectorOptions:
             raise BadOption(f"traj_done_key={self.traj_done_key!r}: expected the name of an entry of info, or None")
         if self.logger is not None:
             as_logger(self.logger)
+        if self.replay_buffer is not None:
+            ReplaySink(self.replay_buffer, extend=self.extend_buffer)
         check_contradictions(self)
         check_choice("layout", self.layout, ("batch_major", "time_major"))
         check_choice("traj_format", self.traj_format or "cat", ("cat", "pad"))

@@ -6,6 +6,7 @@ import os
 import site
 import sysconfig
 import traceback
+from contextlib import ContextDecorator
 from pathlib import Path
 from types import TracebackType
 
@@ -23,8 +24,8 @@ _CAUSE, _CONTEXT, _TRACEBACK = (  # a subclass's may do anything
 )
 
 
-class _Trimmed:
-    """A context for what the user has called: errors leave it without Muster's inner frames.
+class _Trimmed(ContextDecorator):
+    """A context, or decorator, for what the user has called: errors leave it without Muster's inner frames.
 
     An error that Muster did not raise on purpose, and no code of the user's, is a bug and keeps all frames.
     """

@@ -24,6 +24,7 @@ from muster.compat.tianshou.sampling import Sampling
 from muster.compat.tianshou.steps import StepByStep, Tally, add, takes_many
 from muster.episodes.rules import LastEven
 from muster.errors import BadOption
+from muster.utils.tracebacks import trimmed
 
 BUFFER_SIZE = 10_000  # of each environment, where no buffer is given
 ROWS_FOR_EPISODES = 64  # at a time: how many it takes is not known before
@@ -161,6 +162,7 @@ class Collector:
 
     # --- collecting -------------------------------------------------------------------------------
 
+    @trimmed
     def collect(
         self,
         n_step: int | None = None,
