@@ -20,6 +20,7 @@ import muster
 from benchmarks import report, runner
 from benchmarks.nets import PlainPolicy
 from benchmarks.workloads import Workload
+from muster import Restart
 
 WORKLOAD = Workload("kills", "CartPole-v1", 8, 128, "8 CartPoles on each of 4 nodes")
 NODES = 4
@@ -173,8 +174,7 @@ def main() -> None:
         frames_per_batch=WORKLOAD.frames,
         launcher="mp",
         sync=False,
-        on_failure="restart",
-        max_restarts=None,
+        on_failure=Restart(max_restarts=None),
         seed=0,
     ) as collector:
         found = summary(collector, kills(collector, options.kills))

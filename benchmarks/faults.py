@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import RESULTS, machine
-from muster import MultiAsyncCollector, MultiSyncCollector
+from muster import MultiAsyncCollector, MultiSyncCollector, Restart
 from muster.errors import WorkerDied, WorkerHung
 from muster.testing import CountingEnv, Fault, OracleEnv, TorchCartPole, check_stream
 from tests.fakes import faults
@@ -92,7 +92,7 @@ def kills(kind: str, count: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "counts"
         factories = [partial(OracleEnv, path, 3 * i, 3) for i in range(2)]
-        options = {"num_envs": 3, "frames_per_batch": 600, "seed": 1, "on_failure": "restart", "max_restarts": None}
+        options = {"num_envs": 3, "frames_per_batch": 600, "seed": 1, "on_failure": Restart(max_restarts=None)}
         collector = KINDS[kind](factories, None, **options)
         killer, begun = Killer(collector, count, count), time.monotonic()
         rows = check_stream(killer.batches())  # raises if anything is lost, doubled or shifted

@@ -15,6 +15,7 @@ from benchmarks.inference_cases import Case, spend
 from benchmarks.systems import SYSTEMS, System
 from benchmarks.systems.muster_ import head_for
 from benchmarks.workers_systems import BareTwice, Crewed
+from muster import CentralInference
 
 LOOK_S = 0.1
 
@@ -210,18 +211,24 @@ SYSTEMS.update(
         "bare-one": Part("workers_systems:bare_one", "bare loop of one env"),
         "worker": _part("Served", "inference in the workers"),
         "server": _part("Served", "inference on the server", **_SERVER),
-        "alternating": _part("Served", "... alternating", **_SERVER, alternating=True),
+        "alternating": _part("Served", "... alternating", inference=CentralInference(alternating=True)),
         "worker-wait": _part("Served", "inference in the workers, resets wait", **_WAIT),
         "server-wait": _part("Served", "inference on the server, resets wait", **_SERVER, **_WAIT),
         "free-worker": _part("Served", "inference in the workers", **_FREE),
         "free-threads": _part("Served", "... threads", **_FREE, backend="threads"),
         "free-server-0": _part("Served", "server, who is ready", **_FREE, **_SERVER),
-        "free-server-1ms": _part("Served", "server, max_wait_s=0.001", **_FREE, **_SERVER, max_wait_s=1e-3),
-        "free-server-3ms": _part("Served", "server, max_wait_s=0.003", **_FREE, **_SERVER, max_wait_s=3e-3),
+        "free-server-1ms": _part(
+            "Served", "server, max_wait_s=0.001", **_FREE, inference=CentralInference(max_wait_s=1e-3)
+        ),
+        "free-server-3ms": _part(
+            "Served", "server, max_wait_s=0.003", **_FREE, inference=CentralInference(max_wait_s=3e-3)
+        ),
         "free-threads-server": _part("Served", "server, threads", **_FREE, **_SERVER, backend="threads"),
         "cuda-worker": _part("Served", "GPU, inference in the workers", **_CUDA),
         "cuda-server": _part("Served", "GPU, server", **_CUDA, **_SERVER),
-        "cuda-alternating": _part("Served", "GPU, server, alternating", **_CUDA, **_SERVER, alternating=True),
+        "cuda-alternating": _part(
+            "Served", "GPU, server, alternating", **_CUDA, inference=CentralInference(alternating=True)
+        ),
         "cuda-graph": _part("Served", "GPU, server, CUDA graph", **_CUDA, **_SERVER, cudagraph_policy=True),
     }
 )

@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.faults import KINDS, quantiles
 from benchmarks.report import RESULTS, machine
+from muster import Restart
 from muster.testing import OracleEnv, check_stream
 from tests.faults.test_worker_resources import descendants
 
@@ -102,7 +103,7 @@ def measure(kind: str, count: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path, times = Path(folder) / "counts", Path(folder) / "times"
         factories = [partial(Timed, path, times, ENVS * i) for i in range(2)]
-        options = {"num_envs": ENVS, "frames_per_batch": 600, "seed": 1, "on_failure": "restart", "max_restarts": None}
+        options = {"num_envs": ENVS, "frames_per_batch": 600, "seed": 1, "on_failure": Restart(max_restarts=None)}
         with KINDS[kind](factories, None, **options) as collector:
             recoveries, load = Recoveries(collector, path, count), os.getloadavg()[0]
             begun, own, every = time.monotonic(), own_ticks(), busy_ticks()

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from benchmarks.report import RESULTS, machine
-from muster import Collector, load_state, policies, save_state
+from muster import Autosave, Collector, load_state, policies, save_state
 
 ENVS = ("CartPole-v1", "Pendulum-v1", "Acrobot-v1", "HalfCheetah-v5", "Hopper-v5")
 
@@ -76,7 +76,7 @@ def share_of_saving(env: str, rounds: int, every: float, **options: Any) -> floa
         common: dict[str, Any] = {"num_envs": 8, "frames_per_batch": 2048, "seed": 0, **options}
         with (
             Collector(env, actor(env), **common) as plain,
-            Collector(env, actor(env), **common, autosave=folder, autosave_every=every) as saving,
+            Collector(env, actor(env), **common, autosave=Autosave(folder, every=every)) as saving,
         ):
             iterators = [iter(plain), iter(saving)]
             for iterator in iterators:

@@ -29,6 +29,8 @@ _HOMES = {
     "AsyncCollector": "muster.collectors",
     "CollectStats": "muster.episodes.summary",
     "Collected": "muster.collectors.asked",
+    "Autosave": "muster.collectors.options",
+    "CentralInference": "muster.collectors.multi_options",
     "Collector": "muster.collectors",
     "CollectorOptions": "muster.collectors",
     "CollectorStats": "muster.observing.stats",
@@ -49,9 +51,11 @@ _HOMES = {
     "RayCollector": "muster.collectors.clusters",
     "Recorder": "muster.recording",
     "Recording": "muster.recording",
+    "Restart": "muster.collectors.multi_options",
     "ResumeReport": "muster.collectors.resume",
     "TensorBoardLogger": "muster.observing.loggers",
     "Timeline": "muster.observing.timeline",
+    "Trajectories": "muster.collectors.options",
     "Tuning": "muster.tuning",
     "UnfinishedEpisode": "muster.evaluation",
     "WorkerStats": "muster.observing.stats",
@@ -82,6 +86,10 @@ if TYPE_CHECKING:
     from muster.collectors.clusters import DistributedCollector as DistributedCollector
     from muster.collectors.clusters import RayCollector as RayCollector
     from muster.collectors.clusters import RPCCollector as RPCCollector
+    from muster.collectors.multi_options import CentralInference as CentralInference
+    from muster.collectors.multi_options import Restart as Restart
+    from muster.collectors.options import Autosave as Autosave
+    from muster.collectors.options import Trajectories as Trajectories
     from muster.collectors.resume import ResumeReport as ResumeReport
     from muster.episodes.record import EpisodeRecord as EpisodeRecord
     from muster.episodes.segment import split_trajectories as split_trajectories

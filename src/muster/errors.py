@@ -23,6 +23,7 @@ class MusterError(Exception):
         seed: the last seed of the environment.
         phase: "construct", "reset", "step", "policy", "weights", "call" or "close".
         crash_report: file for ``muster replay``.
+        traceback: of what was raised there, with Muster's frames, which the message leaves out.
     """
 
     worker: int | None = None
@@ -31,6 +32,7 @@ class MusterError(Exception):
     seed: int | None = None
     phase: str | None = None
     crash_report: Path | None = None
+    traceback: str = ""
 
 
 class BadOption(MusterError, ValueError):

@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import muster
-from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
+from muster import AsyncCollector, CentralInference, Collector, MultiAsyncCollector, MultiSyncCollector
 from muster.errors import BadOption, BadWeights, CollectorBusy, CollectorClosed, EnvError, PolicyError, SlotsExhausted
 from muster.testing import ChainEnv, CountingEnv, FaultyEnv
 from muster.weights import NoSync, Pipe, SharedMemory, VanillaWeightUpdater, WeightUpdaterBase
@@ -64,7 +64,7 @@ KINDS = [
     Kind("async-threads", MultiAsyncCollector, options={"backend": "threads"}),
     Kind("AsyncCollector", AsyncCollector, groups=1),
     Kind("sync-server", MultiSyncCollector, options={"num_workers": 2, "inference": "server"}),
-    Kind("sync-server-alternating", MultiSyncCollector, options={"inference": "server", "alternating": True}),
+    Kind("sync-server-alternating", MultiSyncCollector, options={"inference": CentralInference(alternating=True)}),
     Kind("sync-server-threads", MultiSyncCollector, options={"inference": "server", "backend": "threads"}),
     Kind("async-server", MultiAsyncCollector, options={"inference": "server"}),
     Kind("AsyncCollector-server", AsyncCollector, groups=1, options={"inference": "server"}),

@@ -15,7 +15,7 @@ import torch
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import nn
 
-from muster import Collector, MultiSyncCollector, policies
+from muster import CentralInference, Collector, MultiSyncCollector, policies
 from tests.tools import assert_same
 
 T = 6
@@ -166,7 +166,7 @@ def test_groups_that_take_turns_are_as_workers_that_act_by_themselves(script, ac
     run, options = SCRIPTS[script]
     with make(MultiSyncCollector, actor, 2, 4, **options) as c:
         expected = run(c)
-    with make(MultiSyncCollector, actor, 2, 4, inference="server", alternating=True, **options) as c:
+    with make(MultiSyncCollector, actor, 2, 4, inference=CentralInference(alternating=True), **options) as c:
         assert_all_same(run(c), expected)
 
 
@@ -194,7 +194,7 @@ ALONE = {"waiting", "waiting, short", "decorrelated", "whole episodes", "time fi
 def test_so_they_are_whatever_else_is_asked_for(options, actor):
     with make(MultiSyncCollector, actor, 2, 4, **options) as c:
         expected = take(c, 4)
-    with make(MultiSyncCollector, actor, 2, 4, inference="server", alternating=True, **options) as c:
+    with make(MultiSyncCollector, actor, 2, 4, inference=CentralInference(alternating=True), **options) as c:
         assert_all_same(take(c, 4), expected)
 
 
@@ -212,7 +212,7 @@ def test_groups_acted_for_together_are_as_one_whatever_else_is_asked_for(options
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "in process": (Collector, {}),
     "worker": (MultiSyncCollector, {}),
-    "server": (MultiSyncCollector, {"inference": "server", "alternating": True}),
+    "server": (MultiSyncCollector, {"inference": CentralInference(alternating=True)}),
 }
 
 
@@ -220,19 +220,19 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_a_team_that_takes_turns_with_another_draws_nothing_of_the_other(actor):
     with make(Collector, actor, 1, 4) as c:
         expected = take(c, 4)
-    with make(MultiSyncCollector, actor, 4, 2, inference="server", alternating=True) as c:
+    with make(MultiSyncCollector, actor, 4, 2, inference=CentralInference(alternating=True)) as c:
         for one, other in zip(take(c, 4), expected, strict=True):
             assert_same(one[:2].reshape(4, T), other[0], ignore=(("collector", "traj_ids"),))
 
 
 @acting
-@pytest.mark.parametrize("options", [{}, {"alternating": True}], ids=["", "alternating"])
+@pytest.mark.parametrize("options", [{}, {"inference": CentralInference(alternating=True)}], ids=["", "alternating"])
 def test_the_users_generators_go_on_as_if_nothing_had_been_collected(options, actor):
     def now() -> Any:
         numbers = np.random.get_state(legacy=False)["state"]
         return torch.get_rng_state().tolist(), numbers["pos"], numbers["key"].tolist(), random.getstate()
 
-    with make(MultiSyncCollector, actor, 2, 4, inference="server", **options) as c:
+    with make(MultiSyncCollector, actor, 2, 4, **({"inference": "server"} | options)) as c:
         before = now()
         for _ in range(3):
             c.rollout()
@@ -265,7 +265,11 @@ def test_a_state_goes_on_wherever_the_policy_acts(before, after, batches, actor)
 
 
 @some_actors
-@pytest.mark.parametrize("options", [{}, {"reset_when_done": False}, {"max_batch": 8}], ids=["", "waiting", "in one"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reset_when_done": False}, {"inference": CentralInference(max_batch=8)}],
+    ids=["", "waiting", "in one"],
+)
 def test_a_state_of_groups_that_are_acted_for_together_goes_on(options, actor):
     """Noise that was prepared, and not used since episodes ended, is nowhere."""
     common = {"inference": "server", **options}
@@ -279,12 +283,12 @@ def test_a_state_of_groups_that_are_acted_for_together_goes_on(options, actor):
 
 
 @pytest.mark.parametrize("actor", ["uniform", "categorical", "module", "recurrent"])
-@pytest.mark.parametrize("options", [{}, {"alternating": True}], ids=["", "alternating"])
+@pytest.mark.parametrize("options", [{}, {"inference": CentralInference(alternating=True)}], ids=["", "alternating"])
 def test_workers_are_processes(options, actor):
     with make(Collector, actor, 2, 4) as c:
         alone = take(c)
     with make(Collector, actor, 1, 8) as c:
         as_one = take(c)
-    with make(MultiSyncCollector, actor, 2, 4, backend="processes", inference="server", **options) as c:
+    with make(MultiSyncCollector, actor, 2, 4, **({"backend": "processes", "inference": "server"} | options)) as c:
         together = not options and actor != "uniform"
         assert_all_same(take(c), as_one if together else alone, 8 if together else None)

@@ -21,7 +21,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector, policies
+from muster import AsyncCollector, CentralInference, Collector, MultiAsyncCollector, MultiSyncCollector, policies
 from muster.errors import PolicyError
 from tests.fakes.matrix_env import ACTION_KINDS, ActionKind, MatrixEnv, Numbered
 from tests.fakes.matrix_policies import BIAS, STATE_KINDS, StateKind, Unsure, choose, policy_of
@@ -35,7 +35,7 @@ VERSION = ("collector", "policy_version")
 INFERENCE = {
     "worker": {},
     "server": {"inference": "server"},
-    "alternating": {"inference": "server", "alternating": True},
+    "alternating": {"inference": CentralInference(alternating=True)},
 }
 
 SCHEDULES = {"sync": MultiSyncCollector, "first-ready": MultiAsyncCollector}
@@ -176,14 +176,14 @@ def test_recurrent_policies_on_tensordicts_know_where_episodes_begin(inference, 
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_batch": 2},
-        {"max_batch": 3, "num_workers": 2},
-        {"max_batch": 1},
-        {"max_wait_s": 0.0},
-        {"max_wait_s": 0.001, "max_batch": 4},
-        {"num_workers": 2, "alternating": True},
+        {"inference": CentralInference(max_batch=2)},
+        {"inference": CentralInference(max_batch=3), "num_workers": 2},
+        {"inference": CentralInference(max_batch=1)},
+        {"inference": CentralInference(max_wait_s=0.0)},
+        {"inference": CentralInference(max_batch=4, max_wait_s=0.001)},
+        {"num_workers": 2, "inference": CentralInference(alternating=True)},
         {"num_workers": 1},
-        {"num_workers": 1, "alternating": True, "max_batch": 1},
+        {"num_workers": 1, "inference": CentralInference(alternating=True, max_batch=1)},
     ],
     ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
 )
@@ -192,7 +192,7 @@ def test_recurrent_policies_on_tensordicts_know_where_episodes_begin(inference, 
 def test_who_is_acted_for_together_changes_no_data(wait, schedule, options):
     told = told_of("dict", "dict", wait=wait)
     policy = policy_of("dict", "dict")
-    with make(SCHEDULES[schedule], told, policy, backend="threads", inference="server", **options) as c:
+    with make(SCHEDULES[schedule], told, policy, **({"backend": "threads", "inference": "server"} | options)) as c:
         check(c, Expected(told))
 
 
@@ -272,13 +272,17 @@ def test_a_batch_is_acted_on_with_the_weights_that_were_published_before_it(infe
             assert_equal(batch, expected.together(), f"batch {number}")
 
 
-@pytest.mark.parametrize("options", [{}, {"max_batch": 2}, {"alternating": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"inference": CentralInference(max_batch=2)}, {"inference": CentralInference(alternating=True)}],
+    ids=str,
+)
 def test_every_row_says_with_which_weights_it_was_acted_on(options):
     """``MultiAsyncCollector``: the server takes new weights when any worker begins a rollout."""
     told = told_of("tensor", "discrete")
     policy = policy_of("tensor", "discrete")
     common = {"backend": "threads", "inference": "server", "track_policy_version": True}
-    with make(MultiAsyncCollector, told, policy, **common, **options) as c:
+    with make(MultiAsyncCollector, told, policy, **(common | options)) as c:
         biases = [BIAS]
         for _, batch in zip(range(60), c, strict=False):
             obs = [part.numpy() for part in batch["observation"].long().unbind(-1)]
@@ -413,7 +417,7 @@ def test_observations_of_one_number(space, num_envs, kind):
     options = {"num_envs": num_envs, "frames_per_batch": 7 * (num_envs or 1), "seed": 0, "validate": "full"}
     with Collector(partial(NumberEnv, space), next_policy(kind, space), **options) as c:
         check_numbers(c, num_envs, kind)
-    for where in ({}, {"inference": "server"}, {"inference": "server", "alternating": True}):
+    for where in ({}, {"inference": "server"}, {"inference": CentralInference(alternating=True)}):
         options |= {"frames_per_batch": 14 * (num_envs or 1), "backend": "threads", **where}
         with MultiSyncCollector([partial(NumberEnv, space)] * 2, next_policy(kind, space), **options) as c:
             check_numbers(c, num_envs, kind)

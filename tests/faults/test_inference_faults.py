@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from muster import AsyncCollector, MultiAsyncCollector, MultiSyncCollector
+from muster import AsyncCollector, CentralInference, MultiAsyncCollector, MultiSyncCollector, Restart
 from muster.errors import EnvError, PolicyError, WorkerDied, WorkerHung
 from muster.policies import categorical
 from muster.testing import CountingEnv, Fault, OracleEnv, check_stream
@@ -118,8 +118,8 @@ def test_a_worker_may_die_while_it_waits_for_the_server(tmp_path, kind, watched,
     """Or while the server acts with its row, which then is nobody's."""
     path = tmp_path / "counts"
     factories = [partial(Known, path, number) for number in range(2)]
-    options = {"on_failure": on_failure, "max_batch": 1 if watched else None}
-    got = run(tmp_path, None, kind, create_env_fn=factories, policy=Mod5(Kills(path, watched)), **options, **SERVED)
+    options = {"on_failure": on_failure, "inference": CentralInference(max_batch=1 if watched else None)}
+    got = run(tmp_path, None, kind, create_env_fn=factories, policy=Mod5(Kills(path, watched)), **(SERVED | options))
     got.counts = OracleEnv.read(path)
     got.check()
     assert set(got.stats.discarded) <= {"worker_died"}
@@ -152,8 +152,11 @@ def test_a_death_elsewhere_says_so(tmp_path, undisturbed, kind, on):
 def test_a_death_at_the_same_step_gives_the_same_streams(tmp_path):
     """Where calls are for the same workers: here for one at a time, each with its own random numbers."""
     for kind in KINDS:
-        fault, options = Fault(DIES, at=AT, runs=2), {"on_failure": "restart", "alternating": True}
-        first, second = (run(tmp_path, fault, kind, policy=categorical(Logits()), **options, **SERVED) for _ in "ab")
+        fault, options = (
+            Fault(DIES, at=AT, runs=2),
+            {"on_failure": "restart", "inference": CentralInference(alternating=True)},
+        )
+        first, second = (run(tmp_path, fault, kind, policy=categorical(Logits()), **(SERVED | options)) for _ in "ab")
         first.check()
         if first.in_lockstep:  # else the other worker may make all there is
             assert first.stats.restarts == 2
@@ -176,8 +179,8 @@ class Logits(nn.Module):
 def test_random_kills_lose_nothing_and_double_nothing(tmp_path, kind):
     kills, path = 12, tmp_path / "counts"
     factories = [partial(OracleEnv, path, 3 * i, 3) for i in range(3)]
-    options = {"num_envs": 3, "frames_per_batch": 450, "seed": 1, "on_failure": "restart", "max_restarts": None}
-    collector = kind(factories, Mod5(), **options, **SERVED)
+    options = {"num_envs": 3, "frames_per_batch": 450, "seed": 1, "on_failure": Restart(max_restarts=None)}
+    collector = kind(factories, Mod5(), **(SERVED | options))
     killer = Killer(collector, kills, random.Random(kills))
     rows = check_stream(killer.until_done())
     collector.shutdown()
@@ -213,7 +216,7 @@ def test_who_waits_with_others_for_one_that_hangs_is_not_blamed(tmp_path, undist
     """The server waits for all, and so for the one."""
     timeouts = {**deadlines(60.0), "step": 0.5}
     options = {"on_failure": on_failure, "backend": backend, "timeouts": timeouts, "policy": Mod5()}
-    got = run(tmp_path, Fault(faults.waits, at=AT), **options, **SERVED)
+    got = run(tmp_path, Fault(faults.waits, at=AT), **(SERVED | options))
     got.check(undisturbed=undisturbed[MultiSyncCollector])
     assert got.stats.discarded == {"worker_hung": AT - T}
     assert got.counts[1, 0] == 1
@@ -346,7 +349,7 @@ def test_a_policy_that_hangs_is_named_with_its_line_and_nobody_is_killed_for_it(
     path = tmp_path / "counts"
     factories = [partial(OracleEnv, path, number) for number in range(2)]
     options = {"frames_per_batch": 2 * T, "timeouts": {**deadlines(60.0), "policy": 0.5}, "on_failure": on_failure}
-    with kind(factories, Mod5(Waits(30)), **options, **SERVED) as collector:
+    with kind(factories, Mod5(Waits(30)), **(SERVED | options)) as collector:
         pids = [worker.pid for worker in collector.stats().workers]
         batches, random_state = [], torch.random.get_rng_state()
         for _ in range(2):  # and again, as long as it does
@@ -490,8 +493,8 @@ def test_nothing_is_left_of_collectors_that_were_shut_down(kind, backend):
 
 
 def test_nothing_is_left_of_workers_that_were_restarted():
-    options = {"frames_per_batch": 20, "on_failure": "restart", "max_restarts": None}
-    with MultiSyncCollector([CountingEnv] * 2, categorical(nn.Linear(2, 2)), **options, **SERVED) as collector:
+    options = {"frames_per_batch": 20, "on_failure": Restart(max_restarts=None)}
+    with MultiSyncCollector([CountingEnv] * 2, categorical(nn.Linear(2, 2)), **(SERVED | options)) as collector:
         collector.next()
         before = resources()
         for turn in range(10):

@@ -20,7 +20,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from muster import MultiSyncCollector
+from muster import MultiSyncCollector, Restart
 from muster.cluster.launchers import MpLauncher
 from muster.cluster.rendezvous import write_token
 from muster.errors import CollectorTimeout, WorkerDied
@@ -347,7 +347,7 @@ def test_the_other_node_goes_on_while_one_is_away(tmp_path):
 def test_a_node_that_dies_again_and_again_is_given_up(tmp_path, kind):
     path = tmp_path / "counts"
     fault = Fault(KILLS, at=5, runs=None)
-    with kind(factories(path, fault), frames_per_batch=T, on_failure="restart", max_restarts=10) as collector:
+    with kind(factories(path, fault), frames_per_batch=T, on_failure=Restart(max_restarts=10)) as collector:
         assert_said(drain(collector, match="restart 3"), 0)
         assert OracleEnv.read(path)[0, 0] == 4  # three restarts without a batch
         collector.shutdown()
@@ -357,7 +357,7 @@ def test_a_node_that_dies_again_and_again_is_given_up(tmp_path, kind):
 
 def test_a_node_that_dies_too_often_within_a_minute_is_given_up(tmp_path):
     fault = Fault(KILLS, at=AT, runs=None)
-    options = {"on_failure": "restart", "max_restarts": 1}
+    options = {"on_failure": Restart(max_restarts=1)}
     with sync_nodes(factories(tmp_path / "counts", fault), frames_per_batch=T, **options) as collector:
         drain(collector, match="restart 1")
 
@@ -458,7 +458,7 @@ def free_port():
 def test_random_kills_of_nodes_and_workers_lose_nothing_and_double_nothing(tmp_path, kind):
     kills, path = 12, tmp_path / "counts"
     killer = Killer(kills, random.Random(7))
-    options = {"on_failure": "restart", "max_restarts": None, "seed": 1}
+    options = {"on_failure": Restart(max_restarts=None), "seed": 1}
     with kind(factories(path), frames_per_batch=200, **options) as collector:
         rows = check_stream(killer.until_done(collector))
     stats, counts = collector.stats(), OracleEnv.read(path)

@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 
-from muster import MultiAsyncCollector, MultiSyncCollector
+from muster import MultiAsyncCollector, MultiSyncCollector, Restart
 from muster.errors import EnvError, WorkerDied
 from muster.restore.crash_report import CrashReport
 from muster.testing import Fault, OracleEnv, check_stream
@@ -171,7 +171,7 @@ def test_a_successor_does_not_live_through_the_same_episodes_again(tmp_path):
 def test_a_worker_that_dies_at_once_every_time_is_given_up_with_its_last_cause(tmp_path, kind):
     path = tmp_path / "counts"
     factories = [partial(OracleEnv, path, 0, 1, Fault(WAYS["SIGSEGV"][0], runs=None)), partial(OracleEnv, path, 1)]
-    with kind(factories, None, frames_per_batch=2 * T, on_failure="restart", max_restarts=10) as collector:
+    with kind(factories, None, frames_per_batch=2 * T, on_failure=Restart(max_restarts=10)) as collector:
         with pytest.raises(WorkerDied, match=r"restart 3\b.*killed by SIGSEGV during step"):
             drain(collector)
         assert OracleEnv.read(path)[0, 0] == 4  # three restarts without a batch
@@ -183,7 +183,7 @@ def test_a_worker_that_dies_too_often_within_a_minute_is_given_up(tmp_path):
         partial(OracleEnv, path, 0, 1, Fault(WAYS["SIGKILL"][0], at=AT, runs=None)),
         partial(OracleEnv, path, 1),
     ]
-    with MultiSyncCollector(factories, None, frames_per_batch=2 * T, on_failure="restart", max_restarts=2) as collector:
+    with MultiSyncCollector(factories, None, frames_per_batch=2 * T, on_failure=Restart(max_restarts=2)) as collector:
         batches = []
         with pytest.raises(WorkerDied, match=r"restart 2\), .*killed by SIGKILL during step"):
             batches.extend(batch.clone() for batch in collector)
@@ -351,7 +351,7 @@ def test_a_death_after_a_rollout_that_was_repeated_and_that_nobody_has_taken(tmp
 def test_random_kills_lose_nothing_and_double_nothing(tmp_path, kind):
     kills, path = 30, tmp_path / "counts"
     factories = [partial(OracleEnv, path, 3 * i, 3) for i in range(2)]
-    collector = kind(factories, None, num_envs=3, frames_per_batch=600, seed=1, on_failure="restart", max_restarts=None)
+    collector = kind(factories, None, num_envs=3, frames_per_batch=600, seed=1, on_failure=Restart(max_restarts=None))
     killer = Killer(collector, kills, random.Random(kills))
     rows = check_stream(killer.until_done())
     collector.shutdown()

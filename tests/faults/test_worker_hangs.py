@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from muster import MultiSyncCollector
+from muster import MultiSyncCollector, Restart
 from muster.errors import WorkerHung
 from muster.testing import Fault, OracleEnv, check_stream
 from tests.fakes import faults
@@ -337,7 +337,7 @@ def test_hangs_that_end_about_when_they_are_found(tmp_path, kind, backend):
         env.step = slow_step
         return env
 
-    options = {"on_failure": "restart", "max_restarts": None, "timeouts": {**deadlines(60.0), "step": DEADLINE_S}}
+    options = {"on_failure": Restart(max_restarts=None), "timeouts": {**deadlines(60.0), "step": DEADLINE_S}}
     with kind(make, None, frames_per_batch=T, total_frames=20 * T, backend=backend, **options) as collector:
         batches = [batch.clone() for batch in collector]
     assert_accounted(collector.stats(), batches, path, kills=collector.stats().restarts + 1)

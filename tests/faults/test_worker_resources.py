@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from muster import MultiAsyncCollector, MultiSyncCollector
+from muster import MultiAsyncCollector, MultiSyncCollector, Restart
 from muster.testing import CountingEnv, OracleEnv, TorchCartPole
 from tests.fakes.fault_runs import KINDS, alive, all_gone
 from tests.waits import wait_until
@@ -97,7 +97,7 @@ def test_nothing_is_left_of_collectors_that_were_shut_down(kind, backend):
 
 
 def test_nothing_is_left_of_workers_that_were_restarted(tmp_path):
-    with MultiSyncCollector([CountingEnv] * 2, None, frames_per_batch=20, on_failure="restart", max_restarts=None) as c:
+    with MultiSyncCollector([CountingEnv] * 2, None, frames_per_batch=20, on_failure=Restart(max_restarts=None)) as c:
         c.next()
         before = resources()
         for turn in range(CYCLES):

@@ -12,7 +12,7 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict
 
-from muster import Collector
+from muster import Collector, Trajectories
 from muster.errors import BadOption, EnvError
 from muster.testing import FaultyEnv
 from tests.tools import assert_accounted, column, counting, stable
@@ -180,13 +180,12 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"return_same_td": True, "split_trajs": True}, "leave return_same_td out"),
     ({"split_trajs": True, "trajs_per_batch": 2}, "give one"),
     ({"set_truncated": True, "trajs_per_batch": 2}, "waits for real ones"),
-    ({"replay_buffer": 3}, "extend or add"),
-    ({"replay_buffer": Extends}, "an object with a method"),
+    ({"replay_buffer": 3}, "replay_buffer is a int: expected an object with extend"),
+    ({"replay_buffer": Extends}, "replay_buffer is the class Extends: expected an object with extend"),
     ({"interruptor": 3}, "collection_stopped"),
     ({"weight_sync_schemes": {}}, "weight_recv_schemes"),
     ({"postproc": 3}, "expected a function"),
-    ({"trajs_per_batch": 2, "traj_rule": "shortest"}, "first_begun"),
-    ({"trajs_per_batch": 2, "traj_rule": "fair"}, r"traj_rule='fair': this rule is called 'first_begun'"),
+    ({"trajs_per_batch": 0}, "trajs_per_batch=0: expected an integer of at least 1"),
 ]
 
 
@@ -197,6 +196,15 @@ def test_what_contradicts_itself_is_refused_before_an_environment_is_made(option
 
     with pytest.raises(BadOption, match=message):
         Collector(make, None, frames_per_batch=8, **options)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [("shortest", "first_begun"), ("fair", r"rule='fair': this rule is called 'first_begun'")],
+)
+def test_rules_that_do_not_exist_are_refused(rule, message):
+    with pytest.raises(BadOption, match=message):
+        Trajectories(2, rule=rule)
 
 
 # --- TorchRL's buffers -----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tensordict.nn import TensorDictModule
 
-from muster import MultiAsyncCollector
+from muster import MultiAsyncCollector, Restart
 from muster.cluster.node_main import NodeMain
 from muster.errors import BadOption, EnvError, WorkerDied
 from tests.fakes.late_nodes import GatedCarrier, elastic, gated, nodes_of, second_waits
@@ -263,7 +263,7 @@ class TestWaiting:
 
     def test_a_restart_budget_is_not_used_up_by_waiting(self):
         carrier = GatedCarrier(2, 0)
-        with elastic(carrier, timeouts={"join": 0.2}, on_failure="restart", max_restarts=1) as collector:
+        with elastic(carrier, timeouts={"join": 0.2}, on_failure=Restart(max_restarts=1)) as collector:
             batches = iter(collector)
             wait_until(lambda: next(batches) is not None and carrier.asked[1] > 4)
             carrier.gates[1].set()

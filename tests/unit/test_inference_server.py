@@ -19,7 +19,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from torch import nn
 
-from muster import MultiAsyncCollector, MultiSyncCollector
+from muster import CentralInference, MultiAsyncCollector, MultiSyncCollector
 from muster.errors import BadOption, BadPolicyOutput, BadWeights, PolicyError, UnsupportedEnv
 from muster.policies import categorical
 from muster.testing import CountingEnv, OracleEnv, SpaceEnv, TorchCartPole
@@ -175,22 +175,24 @@ def test_who_has_finished_is_not_waited_for():
     """Rollouts that end with their environment's episode."""
     factories = [partial(Numbered, number, length) for number, length in enumerate([3, 9, 5])]
     options: dict[str, Any] = {"frames_per_batch": 3 * 12, "reset_when_done": False}
-    with MultiSyncCollector(factories, Logged(), **options, **THREADS) as collector:
+    with MultiSyncCollector(factories, Logged(), **(THREADS | options)) as collector:
         batch = collector.next()
     assert batch["collector", "valid"].sum(1).tolist() == [3, 9, 5]
     assert [len(call) for call in calls() if len(call) < 3][-4:] == [1] * 4
 
 
 def test_a_call_is_for_so_many_environments_at_most():
-    with MultiSyncCollector(numbered(5), Logged(), frames_per_batch=50, max_batch=2, **THREADS) as collector:
+    with MultiSyncCollector(
+        numbered(5), Logged(), frames_per_batch=50, **(THREADS | {"inference": CentralInference(max_batch=2)})
+    ) as collector:
         collector.next()
         assert collector.stats().inference.rows == 50
     assert max(map(len, calls())) == 2
 
 
 def test_a_group_that_is_more_than_that_is_acted_for_alone():
-    options: dict[str, Any] = {"num_envs": 3, "frames_per_batch": 30, "max_batch": 2}
-    with MultiSyncCollector(numbered(2), Logged(), **options, **THREADS) as collector:
+    options: dict[str, Any] = {"num_envs": 3, "frames_per_batch": 30, "inference": CentralInference(max_batch=2)}
+    with MultiSyncCollector(numbered(2), Logged(), **(THREADS | options)) as collector:
         collector.next()
     assert {tuple(call) for call in calls()} == {(0, 0, 0), (1, 1, 1)}
 
@@ -215,25 +217,27 @@ class Opens(Logged):
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        (MultiSyncCollector, {"max_wait_s": 0.001}),
-        (MultiSyncCollector, {"max_wait_s": 0}),
-        (MultiSyncCollector, {"max_batch": 1}),
-        (MultiSyncCollector, {"alternating": True}),
+        (MultiSyncCollector, {"inference": CentralInference(max_wait_s=0.001)}),
+        (MultiSyncCollector, {"inference": CentralInference(max_wait_s=0)}),
+        (MultiSyncCollector, {"inference": CentralInference(max_batch=1)}),
+        (MultiSyncCollector, {"inference": CentralInference(alternating=True)}),
         (MultiAsyncCollector, {}),
-        (MultiAsyncCollector, {"alternating": True}),
-        (MultiAsyncCollector, {"max_wait_s": 0.001}),
+        (MultiAsyncCollector, {"inference": CentralInference(alternating=True)}),
+        (MultiAsyncCollector, {"inference": CentralInference(max_wait_s=0.001)}),
     ],
 )
 def test_nobody_waits_longer_than_that_for_one_who_steps(kind, options):
     """Environment 1 does not get on before environment 0 has."""
     factories = [partial(Numbered, 0), partial(Numbered, 1, waits=True)]
-    with kind(factories, Opens(), frames_per_batch=20, **options, **THREADS) as collector:
+    with kind(factories, Opens(), frames_per_batch=20, **(THREADS | options)) as collector:
         assert collector.next() is not None
     assert GATE.is_set() or kind is MultiAsyncCollector
 
 
 def test_first_ready_workers_can_be_made_to_wait_for_each_other():
-    with MultiAsyncCollector(numbered(2), Logged(), frames_per_batch=10, max_wait_s=30.0, **THREADS) as collector:
+    with MultiAsyncCollector(
+        numbered(2), Logged(), frames_per_batch=10, **(THREADS | {"inference": CentralInference(max_wait_s=30.0)})
+    ) as collector:
         for _ in range(4):
             collector.next()
         stats = collector.stats().inference
@@ -244,7 +248,10 @@ def test_first_ready_workers_can_be_made_to_wait_for_each_other():
 def test_alternating_halves_are_acted_for_by_themselves(workers):
     halves = [[*range(-(-workers // 2))], [*range(-(-workers // 2), workers)]]
     with MultiSyncCollector(
-        numbered(workers), Logged(), frames_per_batch=10 * workers, alternating=True, **THREADS
+        numbered(workers),
+        Logged(),
+        frames_per_batch=10 * workers,
+        **(THREADS | {"inference": CentralInference(alternating=True)}),
     ) as collector:
         collector.next()
         collector.next()
@@ -352,7 +359,7 @@ def test_compiling_is_done_on_the_server():
             return obs.sum(-1).long().remainder(2)
 
     options: dict[str, Any] = {"frames_per_batch": 8, "compile_policy": {"backend": backend}}
-    with MultiSyncCollector([counting()] * 2, Plain(), **options, **THREADS) as collector:
+    with MultiSyncCollector([counting()] * 2, Plain(), **(THREADS | options)) as collector:
         batch = collector.next()
     assert "compiled" in CALLS
     assert torch.equal(batch["action"], batch["observation"].sum(-1).long().remainder(2))
@@ -379,7 +386,7 @@ def test_the_servers_number_of_threads_is_its_own():
         for given, seen in ((1, 1), (3, 3), (None, 2)):
             CALLS.clear()
             options: dict[str, Any] = {"frames_per_batch": 8, "num_sub_threads": given}
-            with MultiSyncCollector([counting()] * 2, Threads(), **options, **THREADS) as collector:
+            with MultiSyncCollector([counting()] * 2, Threads(), **(THREADS | options)) as collector:
                 collector.next()
                 assert (torch.get_num_threads(), of_new_thread()) == (2, 2)
             assert set(CALLS) == {seen}
@@ -491,7 +498,7 @@ def test_data_is_that_of_workers_that_act(name):
     with MultiSyncCollector([make] * 2, policy(), backend="threads", **options) as collector:
         expected = [batch.clone() for batch in collector]
     assert len(expected) > 1
-    with MultiSyncCollector([make] * 2, policy(), **options, **THREADS) as collector:
+    with MultiSyncCollector([make] * 2, policy(), **(THREADS | options)) as collector:
         for batch, other in zip(collector, expected, strict=True):
             assert_same(batch, other)
             assert batch.names == other.names
@@ -502,7 +509,7 @@ def test_data_is_that_of_workers_that_act(name):
 @pytest.mark.parametrize("kind", KINDS)
 def test_data_of_an_interrupted_rollout_is_marked(kind):
     options: dict[str, Any] = {"frames_per_batch": 40, "interruptor": Stops(), "total_frames": 400}
-    with kind([counting(4)] * 2, Parity(), **options, **THREADS) as collector:
+    with kind([counting(4)] * 2, Parity(), **(THREADS | options)) as collector:
         rows = 0
         for batch in collector:
             valid = batch["collector", "valid"]
@@ -523,8 +530,12 @@ def test_a_preempted_batch_has_what_was_acted_for():
             return got
 
     factories = [partial(Last, 0), partial(Last, 1, waits=True)]
-    options: dict[str, Any] = {"frames_per_batch": 20, "preemptive_threshold": 0.5, "max_wait_s": 0}
-    with MultiSyncCollector(factories, Logged(), **options, **THREADS) as collector:
+    options: dict[str, Any] = {
+        "frames_per_batch": 20,
+        "preemptive_threshold": 0.5,
+        "inference": CentralInference(max_wait_s=0),
+    }
+    with MultiSyncCollector(factories, Logged(), **(THREADS | options)) as collector:
         batch = collector.next()
         valid = batch["collector", "valid"]
         assert valid[0].all()
@@ -561,12 +572,18 @@ def text() -> Any:
     return SpaceEnv(spaces.Text(5), spaces.Discrete(2))
 
 
-REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "alternating": ([counting()], {"inference": "worker", "alternating": True}, "alternating: .* inference='server'"),
-    "max_batch": ([counting()], {"inference": "worker", "max_batch": 3}, "max_batch: .* inference='server'"),
-    "no environment": ([counting()], {"max_batch": 0}, "max_batch=0: expected a number, at least 1, or None"),
-    "half": ([counting()], {"max_batch": 1.5}, "max_batch=1.5: expected"),
-    "before": ([counting()], {"max_wait_s": -1}, "max_wait_s=-1: expected a number, at least 0, or None"),
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "no environment": (
+        [counting()],
+        lambda: CentralInference(max_batch=0),
+        "max_batch=0: expected a number, at least 1, or None",
+    ),
+    "half": ([counting()], lambda: CentralInference(max_batch=1.5), "max_batch=1.5: expected"),
+    "before": (
+        [counting()],
+        lambda: CentralInference(max_wait_s=-1),
+        "max_wait_s=-1: expected a number, at least 0, or None",
+    ),
     "where": ([counting()], {"inference": "gpu"}, "inference='gpu'.*worker.*server"),
     "objects": ([text], {}, "needs fixed shapes, and .* has Python objects in .*observation"),
     "kinds": (
@@ -580,9 +597,9 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_fit_is_refused_with_the_way_out(name):
     factories, options, said = REFUSED[name]
-    given = {"policy": Parity(), "frames_per_batch": 20, "inference": "server", **options}
     with pytest.raises((BadOption, UnsupportedEnv), match=said):
-        MultiSyncCollector(factories, **given)
+        given = options if isinstance(options, dict) else {"inference": options()}
+        MultiSyncCollector(factories, **({"policy": Parity(), "frames_per_batch": 20, "inference": "server"} | given))
     wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "muster-inference"])
 
 
@@ -689,12 +706,17 @@ def test_streams_of_workers_stay_right_when_they_wait_for_each_other_at_random(t
     """Every pairing is decided by the data."""
     from muster.testing import check_stream
 
-    for options in ({"max_batch": 2}, {"max_wait_s": 0.0005}, {"alternating": True}, {"max_batch": 3, "max_wait_s": 0}):
+    for options in (
+        {"inference": CentralInference(max_batch=2)},
+        {"inference": CentralInference(max_wait_s=0.0005)},
+        {"inference": CentralInference(alternating=True)},
+        {"inference": CentralInference(max_batch=3, max_wait_s=0)},
+    ):
         path = tmp_path / str(len(options)) / str(options)
         path.parent.mkdir(exist_ok=True)
         factories = [partial(OracleEnv, path, 2 * number, 2) for number in range(4)]
         for kind in KINDS:
-            with kind(factories, Mod5(), num_envs=2, frames_per_batch=160, **options, **THREADS) as collector:
+            with kind(factories, Mod5(), num_envs=2, frames_per_batch=160, **(THREADS | options)) as collector:
                 batches = [collector.next().clone() for _ in range(4)]
             for batch in batches:
                 assert torch.equal(batch["action"], batch["observation"][..., 5] % 5)

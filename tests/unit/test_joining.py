@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from muster import Collector, MultiAsyncCollector, MultiSyncCollector
+from muster import Collector, MultiAsyncCollector, MultiSyncCollector, Trajectories
 from muster.episodes import whole as episodes_module
 from muster.episodes.whole import WholeEpisodes
 from muster.errors import BadOption
@@ -63,7 +63,7 @@ def following(c: Any) -> Any:
 
 @pytest.mark.parametrize("rule", ["first_begun", "per_env", "first_done"])
 def test_groups_of_episodes(rule):
-    survives(partial(alone, frames_per_batch=28, trajs_per_batch=4, traj_rule=rule), [following] * 3)
+    survives(partial(alone, frames_per_batch=28, trajs_per_batch=Trajectories(4, rule=rule)), [following] * 3)
 
 
 def test_trajectories_that_are_split():
@@ -263,7 +263,8 @@ def test_long_episodes_that_were_reported_come_when_they_end(impatient):
 def test_first_done_waits_for_any(impatient):
     lengths = [[2], [10**6]]
     options = {"num_envs": 2, "frames_per_batch": 8, "trajs_per_batch": 2, "seed": 0}
-    with Collector(partial(PatternEnv, lengths), None, traj_rule="first_done", **options) as c:
+    first_done = options | {"trajs_per_batch": Trajectories(2, rule="first_done")}
+    with Collector(partial(PatternEnv, lengths), None, **first_done) as c:
         for _ in range(40):
             assert len(c.next()) == 4
     with (

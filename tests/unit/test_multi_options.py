@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import muster
-from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiOptions, MultiSyncCollector
+from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiOptions, MultiSyncCollector, Restart
 from muster.collectors.workers import count_workers
 from muster.errors import BadOption, MusterError, UnknownOption
 from muster.testing import CountingEnv
@@ -42,7 +42,6 @@ def test_defaults_are_those_of_the_seed():
         ({"num_workers": 1.5}, "num_workers=1.5"),
         ({"num_sub_threads": 0}, "num_sub_threads=0"),
         ({"num_threads": 0}, "num_threads=0"),
-        ({"max_restarts": -1}, "max_restarts=-1: expected an integer of at least 0"),
         ({"max_policy_lag": -1}, "max_policy_lag=-1"),
         ({"max_policy_lag": True}, "max_policy_lag=True"),
         ({"backend": "ray"}, "backend='ray': expected one of 'processes', 'threads'"),
@@ -69,6 +68,12 @@ def test_impossible_values_are_refused_before_anything_is_made(cls, wrong, messa
     with pytest.raises(BadOption, match=message):
         cls([factory], None, frames_per_batch=4, **wrong)
     assert made == []
+
+
+@pytest.mark.parametrize("wrong", [{"max_restarts": -1}, {"max_restarts": 1.5}, {"max_restarts": True}])
+def test_impossible_numbers_of_restarts_are_refused(wrong):
+    with pytest.raises(BadOption, match="max_restarts=.*: expected an integer of at least 0"):
+        Restart(**wrong)
 
 
 def test_options_of_workers_are_unknown_to_a_collector_without():

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import muster
-from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
+from muster import AsyncCollector, Autosave, Collector, MultiAsyncCollector, MultiSyncCollector
 from muster.errors import BadCheckpoint, BadWeights, EnvError, PolicyError
 from muster.testing import ChainEnv, CountingEnv, FaultyEnv
 from tests.tools import assert_accounted, assert_same, column, counting
@@ -472,7 +472,7 @@ def test_a_state_changes_nothing_of_what_comes_next(calls):
 
 
 def test_a_state_in_the_middle_leaves_total_frames_exact(tmp_path):
-    for options in ({}, {"autosave": tmp_path, "autosave_every": 1e-9}, {"max_policy_lag": 1}):
+    for options in ({}, {"autosave": Autosave(tmp_path, every=1e-9)}, {"max_policy_lag": 1}):
         with in_threads(AsyncCollector, total_frames=20, **options) as c:
             seen = []
             for number, batch in enumerate(c):
@@ -620,7 +620,7 @@ def test_autosave_writes_a_state_from_which_it_goes_on(tmp_path):
     def of(**options: Any) -> Collector:
         return make(counting(5, noise=True), POLICIES["head"](3), total_frames=30, **options)
 
-    with of(autosave=tmp_path / "new" / "folder", autosave_every=1e-9) as first:
+    with of(autosave=Autosave(tmp_path / "new" / "folder", every=1e-9)) as first:
         batches = [batch.clone() for batch in first]
     with of() as second:
         assert second.load_state_dict(tmp_path / "new" / "folder").exact
@@ -631,7 +631,7 @@ def test_autosave_writes_a_state_from_which_it_goes_on(tmp_path):
 
 
 def test_autosave_not_more_often_than_asked(tmp_path):
-    with make(counting(5), None, total_frames=30, autosave=tmp_path, autosave_every=3600.0) as c:
+    with make(counting(5), None, total_frames=30, autosave=Autosave(tmp_path, every=3600.0)) as c:
         list(c)
     assert list(tmp_path.iterdir()) == []
 

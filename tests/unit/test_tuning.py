@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import muster
-from muster import Collector, MultiAsyncCollector, MultiOptions, MultiSyncCollector
+from muster import CentralInference, Collector, MultiAsyncCollector, MultiOptions, MultiSyncCollector
 from muster.collectors.auto import Load, auto_workers, choose_workers, measure, usable_cores
 from muster.collectors.options import CollectorOptions
 from muster.errors import BadOption, EnvError, PolicyError
@@ -54,11 +54,8 @@ def test_more_workers_than_cores_and_threads_are_tried_where_environments_wait()
 
 
 def test_central_inference_is_tried_where_there_is_a_policy() -> None:
-    assert {(s.inference, s.alternating) for s in setups_of(policy=True) if s.workers} == {
-        ("worker", False),
-        ("server", False),
-        ("server", True),
-    }
+    alternating = CentralInference(alternating=True)
+    assert {s.inference for s in setups_of(policy=True) if s.workers} == {"worker", "server", alternating}
     assert {s.inference for s in setups_of()} == {"worker"}
 
 
@@ -335,9 +332,11 @@ def with_best(tuning: muster.Tuning, setup: Setup) -> muster.Tuning:
             "MultiSyncCollector([f] * 2, p, num_envs=8, frames_per_batch=64)",
         ),
         (
-            Setup(num_envs=8, groups=4, workers=2, T=4, inference="server", alternating=True, backend="threads"),
+            Setup(
+                num_envs=8, groups=4, workers=2, T=4, inference=CentralInference(alternating=True), backend="threads"
+            ),
             "MultiSyncCollector([f] * 4, p, num_workers=2, num_envs=8, frames_per_batch=128, "
-            "backend='threads', inference='server', alternating=True)",
+            "backend='threads', inference=CentralInference(alternating=True))",
         ),
     ],
 )
@@ -348,8 +347,8 @@ def test_constructor_calls(tuning: muster.Tuning, setup: Setup, call: str) -> No
 def test_with_a_policy_a_server_is_timed_too() -> None:
     policy = muster.policies.categorical(nn.Linear(2, 2))
     found = muster.tune(counting(9), policy, seconds=0.5, num_envs=4, frames_per_batch=64)
-    served = [c for c in found.candidates if c.setup.inference == "server"]
-    assert {c.setup.alternating for c in served} == {False, True}
+    served = [c for c in found.candidates if c.setup.inference != "worker"]
+    assert {c.setup.inference for c in served} == {"server", CentralInference(alternating=True)}
     assert all(c.rate for c in served)
 
 
@@ -396,7 +395,7 @@ def test_setups_that_are_refused_are_listed_with_the_reason() -> None:
 
     found = muster.tune(Speaking, policy, seconds=0.3, num_envs=4, frames_per_batch=32)
     refused = [c for c in found.candidates if c.rate is None]
-    assert {c.setup.inference for c in refused} == {"server"}
+    assert {c.setup.inference for c in refused} == {"server", CentralInference(alternating=True)}
     assert all("Python objects" in (c.refused or "") for c in refused)
     assert found.best.rate
     assert found.candidates[-len(refused) :] == tuple(refused)

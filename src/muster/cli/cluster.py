@@ -120,8 +120,7 @@ def make_collector(command: Collect, policy: Any, options: dict[str, Any]) -> Ba
         "collector_class": "single" if workers == 1 else "sync" if sync else "async",
         "num_workers_per_collector": workers,
         "frames_per_batch": options["frames_per_batch"] // (nodes if sync else 1),  # per node
-        "inference": command.inference,
-        "alternating": command.alternating,
+        "inference": inference_of(command),
         "on_failure": command.on_failure,
         "timeouts": {"join": command.join_timeout},
         "min_nodes": command.min_nodes,
@@ -137,6 +136,13 @@ def make_collector(command: Collect, policy: Any, options: dict[str, Any]) -> Ba
         at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         print(f"muster: waiting for {nodes} times `muster node {at}`, with the same token.", file=sys.stderr)
     return DistributedCollector(envs, policy, launcher=command.backend, bind=host, tcp_port=port or None, **options)
+
+
+def inference_of(command: Collect) -> Any:
+    """Where the policy acts, as collectors take it."""
+    from muster.collectors.multi_options import CentralInference
+
+    return CentralInference(alternating=True) if command.alternating else command.inference
 
 
 def endpoint(bind: str | None) -> tuple[str, int]:

@@ -175,8 +175,7 @@ def _make_collector(command: Collect, policy: Any, frames: int) -> BaseCollector
         [command.env] * command.workers,
         policy,
         backend="threads" if command.threads else "processes",
-        inference=command.inference,
-        alternating=command.alternating,
+        inference=cluster.inference_of(command),
         on_failure=command.on_failure,
         **options,
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from muster.observing.loggers import CollectionLog
 from muster.observing.profiling import ProfileConfig
 from muster.observing.stats import CollectorStats
 from muster.utils.forks import Owner
+from muster.utils.tracebacks import trimmed
 from muster.weights.publish import PolicyWeights
 from muster.weights.receive import Receivers
 from muster.workers.requests import Profile
@@ -332,24 +334,25 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
             self._updater = self._updater()
         if hasattr(self._updater, "register_collector"):
             self._updater.register_collector(self)
-        self._autosave = resume.Autosave(options.autosave, options.autosave_every)
+        self._saving, self._saved_at = options.saving, time.monotonic()
         if options.seed is not None:
             self.set_seed(options.seed)
 
     def _before_batch(self) -> None:
         """Whenever another batch is wanted, and the user is done with the one before."""
-        if self.options.autosave is not None:
-            self._autosave.now_and_then(self)
+        if self._saving is not None and time.monotonic() - self._saved_at >= self._saving.every:
+            resume.autosave(self, self._saving.folder)
+            self._saved_at = time.monotonic()
 
     def _go_into_background(self) -> None:
         """Before a thread begins to collect."""
 
     def _exclusively(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._background is None else self._while_paused(self._background)
+        return trimmed if self._background is None else self._while_paused(self._background)
 
     @contextmanager
     def _while_paused(self, background: Background) -> Iterator[None]:
-        with background.paused():
+        with trimmed, background.paused():
             self._raise_from_background()  # the batch that was waited for may have failed
             yield
 

@@ -59,14 +59,17 @@ def check_multi(o: PoolOptions, *, alone: bool) -> None:
             "extend_buffer=False adds single steps, and here every batch is a rollout of a worker: leave it out",
         ),
         (
-            o.on_failure == "drop" and o.traj_rule == "per_env",
-            "traj_rule='per_env' needs episodes of every environment, and on_failure='drop' can lose some: give one",
+            o.on_failure == "drop" and o.trajectories is not None and o.trajectories.rule == "per_env",
+            "rule='per_env' needs episodes of every environment, and on_failure='drop' can lose some: give one",
         ),
         (
             o.in_threads and o.start_method is not None,
             "start_method is about processes, and backend='threads' has none: leave it out",
         ),
-        *_of_inference(o),
+        (
+            o.server is not None and isinstance(getattr(o.track_policy_version, "version", None), str),
+            "versions that are text cannot be stamped on single rows, as inference='server' does: count with integers",
+        ),
     ):
         if wrong:
             raise BadOption(message)
@@ -108,22 +111,6 @@ def check_cat(o: PoolOptions, infos: Sequence[GroupInfo]) -> None:
             raise BadOption(message)
 
 
-def _of_inference(o: PoolOptions) -> tuple[Check, ...]:
-    """Where the policy acts."""
-    served = [name for name in ("alternating", "max_batch", "max_wait_s") if getattr(o, name) not in (None, False)]
-    version = getattr(o.track_policy_version, "version", None)
-    return (
-        (
-            o.inference == "worker" and served,
-            f"{', '.join(served)}: that is about inference='server', which is not given",
-        ),
-        (
-            o.inference == "server" and isinstance(version, str),
-            "versions that are text cannot be stamped on single rows, as inference='server' does: count with integers",
-        ),
-    )
-
-
 def _of_batches(o: CollectorOptions) -> tuple[Check, ...]:
     """What a batch is and where it goes."""
     buffer = o.replay_buffer is not None
@@ -161,12 +148,8 @@ def _of_batches(o: CollectorOptions) -> tuple[Check, ...]:
             "split_trajs and trajs_per_batch: give one; traj_format='pad' pads too",
         ),
         (
-            not o.trajs_per_batch and o.traj_rule,
-            "traj_rule is about trajs_per_batch, which is not given (collect(n_episode=...) has a rule of its own)",
-        ),
-        (
-            o.on_policy_only and not (o.trajs_per_batch and o.track_policy_version),
-            "on_policy_only looks at the versions of whole episodes: it needs trajs_per_batch and track_policy_version",
+            o.trajectories is not None and o.trajectories.on_policy_only and not o.track_policy_version,
+            "on_policy_only looks at the versions of whole episodes: it needs track_policy_version",
         ),
         (
             o.max_decorrelation_steps and o.reset_at_each_iter,
@@ -182,8 +165,6 @@ def _of_batches(o: CollectorOptions) -> tuple[Check, ...]:
 
 def _of_objects(o: CollectorOptions) -> tuple[Check, ...]:
     """Objects that lack what they are for, and what this machine lacks."""
-    buffer = o.replay_buffer is not None
-    extends, adds = (callable(getattr(o.replay_buffer, name, None)) for name in ("extend", "add"))
     return (
         (
             o.weight_sync_schemes is not None and not hasattr(o, "num_workers"),
@@ -193,14 +174,6 @@ def _of_objects(o: CollectorOptions) -> tuple[Check, ...]:
         (
             o.interruptor is not None and not callable(getattr(o.interruptor, "collection_stopped", None)),
             f"interruptor={o.interruptor!r}: expected an object with a method collection_stopped()",
-        ),
-        (
-            buffer and (isinstance(o.replay_buffer, type) or not (extends or adds)),
-            f"replay_buffer={o.replay_buffer!r}: expected an object with a method extend or add",
-        ),
-        (
-            buffer and not o.extend_buffer and not adds,
-            f"extend_buffer=False needs replay_buffer.add, which {type(o.replay_buffer).__name__} has not",
         ),
         (
             o.cudagraph_policy not in (None, False) and not torch.cuda.is_available(),
@@ -213,7 +186,6 @@ def _of_objects(o: CollectorOptions) -> tuple[Check, ...]:
             and o.compile_policy.get("mode") == "reduce-overhead",
             "compile_policy with mode='reduce-overhead' makes CUDA graphs itself: leave cudagraph_policy out",
         ),
-        (not o.autosave_every > 0, f"autosave_every={o.autosave_every!r}: expected seconds, more than 0"),
         (
             not isinstance(o.track_policy_version, bool) and not hasattr(o.track_policy_version, "increment_version"),
             f"track_policy_version={o.track_policy_version!r}: expected True, False or a PolicyVersion",

@@ -28,6 +28,7 @@ from muster.protocols import Policy
 from muster.rollout.group import Group
 from muster.rollout.marks import Final
 from muster.utils.interrupts import allowed, postponed
+from muster.utils.tracebacks import trimmed
 from muster.weights.publish import PolicyWeights
 from muster.workers.messages import RolloutResult
 from muster.workers.requests import Reset, Seed
@@ -131,17 +132,18 @@ class Engine:
             after: called when it has been collected.
         """
         total, pipeline = self.options.total_frames, self.pipeline
-        while total < 0 or self.counted < total or not pipeline.is_empty:
-            check_open()
-            if not pipeline.is_empty:
-                pipeline.go_on()  # with what an error has kept
-            if not pipeline.ready:
-                before()
-                self.put_batch()
-                if after is not None:
-                    after()
-            if pipeline.ready:
-                yield pipeline.take()  # the user's alone while the next one is collected
+        with trimmed:
+            while total < 0 or self.counted < total or not pipeline.is_empty:
+                check_open()
+                if not pipeline.is_empty:
+                    pipeline.go_on()  # with what an error has kept
+                if not pipeline.ready:
+                    before()
+                    self.put_batch()
+                    if after is not None:
+                        after()
+                if pipeline.ready:
+                    yield pipeline.take()  # the user's alone while the next one is collected
 
     def put_batch(self) -> None:
         """One batch through hooks into the pipeline."""

@@ -44,7 +44,7 @@ class MultiCollector(BaseCollector):
         if wanted == "auto":
             factories, count = count_workers(envs, auto_workers(envs, policy, options, alone=self._alone))
         transport = one_transport(options.weight_sync_schemes)
-        acting = 1 if options.inference == "server" and policy is not None else count
+        acting = 1 if options.server is not None and policy is not None else count
         nodes, bundles = self._place(made)
         if nodes is not None:
             transport, acting = nodes_transport(nodes, transport), nodes.count

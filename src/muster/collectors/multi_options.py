@@ -7,13 +7,53 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from muster.collectors.options import CollectorOptions, check_choice
+from muster.collectors.options import CollectorOptions, Details, check_bool, check_choice
 from muster.errors import BadOption
+from muster.utils.integers import integer
 from muster.workers.config import TIMEOUTS, OnFailure
 
 Backend = Literal["processes", "threads"]
-Inference = Literal["worker", "server"]
 StartMethod = Literal["forkserver", "spawn"]
+
+
+@dataclass(frozen=True, repr=False)
+class Restart(Details):
+    """``on_failure``: start a worker again at once.
+
+    Attributes:
+        max_restarts: of one worker within a minute; with more, or three without a batch, its error is raised. None: any
+            number.
+    """
+
+    max_restarts: int | None = 10
+
+    def __post_init__(self) -> None:
+        if self.max_restarts is not None:
+            object.__setattr__(self, "max_restarts", integer("max_restarts", self.max_restarts, 0))
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class CentralInference(Details):
+    """``inference``: a thread of the collector's process acts for all workers.
+
+    Attributes:
+        alternating: half of the workers step while the other half is acted for.
+        max_batch: environments of one call of the policy, at most. None: no bound.
+        max_wait_s: seconds that the first worker to ask waits for others. None: in ``MultiSyncCollector`` until all
+            that are at work ask, else not at all.
+    """
+
+    alternating: bool = False
+    max_batch: int | None = None
+    max_wait_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_bool("alternating", self.alternating)
+        for name, least in (("max_batch", 1), ("max_wait_s", 0)):
+            value = getattr(self, name)
+            number = int if name == "max_batch" else (int, float)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, number) or value < least):
+                raise BadOption(f"{name}={value!r}: expected a number, at least {least}, or None")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +73,10 @@ class PoolOptions(CollectorOptions):
         num_sub_threads: torch's threads in each worker process. None: torch's own choice.
         num_threads: torch's threads in this process, until ``shutdown``. None: your setting.
         on_failure: when a worker dies or hangs, or its environment raises: "raise" the error, and start it again with
-            the next batch; "restart" it at once; "drop" it and go on with the others, its part of batches blank.
+            the next batch; "restart" it at once (``muster.Restart(...)`` says how often); "drop" it and go on with the
+            others, its part of batches blank.
         timeouts: seconds after which a worker that does not get on is taken to hang, by phase: "construct", "reset",
             "step", "policy", "weights", "call" or "close"; None is for ever.
-        max_restarts: of one worker within a minute; with more, or three without a batch, its error is raised. None: any
-            number.
         max_policy_lag: weights that act in a batch are at most so many publishes old when it is yielded, if weights are
             published once per batch. Workers wait for that where they have to. None: no bound.
         crash_dir: folder for files with which ``muster replay`` repeats a failure. None: a temporary one.
@@ -45,10 +84,7 @@ class PoolOptions(CollectorOptions):
         inference: "worker": each worker acts with a copy of the policy. "server": workers only step environments, and
             a thread of this process acts for all that are ready, in one call of the policy: for policies that cost more
             than the environments, or compute on a GPU (``policy_device``). Worker processes then do not import torch.
-        alternating: with "server", half of the workers step while the other half is acted for.
-        max_batch: with "server", environments of one call of the policy, at most. None: no bound.
-        max_wait_s: with "server", seconds that the first worker to ask waits for others. None: in
-            ``MultiSyncCollector`` until all that are at work ask, else not at all.
+            ``muster.CentralInference(...)`` is the same with details.
     """
 
     cat_results: Literal["stack", "cat"] | int = "stack"
@@ -56,26 +92,19 @@ class PoolOptions(CollectorOptions):
     preemptive_threshold: float | None = 1.0
     num_sub_threads: int | None = 1
     num_threads: int | None = None
-    on_failure: OnFailure = "raise"
+    on_failure: OnFailure | Restart = "raise"
     timeouts: Mapping[str, float | None] = field(default_factory=dict)
-    max_restarts: int | None = 10
     max_policy_lag: int | None = None
     crash_dir: Any = None
     start_method: StartMethod | None = None
-    inference: Inference = "worker"
-    alternating: bool = False
-    max_batch: int | None = None
-    max_wait_s: float | None = None
+    inference: Literal["worker", "server"] | CentralInference = "worker"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("inference", self.inference, ("worker", "server"))
-        for name, least in (("max_batch", 1), ("max_wait_s", 0)):
-            value = getattr(self, name)
-            number = int if name == "max_batch" else (int, float)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, number) or value < least):
-                raise BadOption(f"{name}={value!r}: expected a number, at least {least}, or None")
-        check_choice("on_failure", self.on_failure, ("raise", "restart", "drop"))
+        if not isinstance(self.inference, CentralInference):
+            check_choice("inference", self.inference, ("worker", "server"))
+        if not isinstance(self.on_failure, Restart):
+            check_choice("on_failure", self.on_failure, ("raise", "restart", "drop"))
         if self.start_method is not None:
             check_choice("start_method", self.start_method, ("forkserver", "spawn"))
         if isinstance(self.cat_results, bool) or not isinstance(self.cat_results, int):
@@ -103,6 +132,20 @@ class PoolOptions(CollectorOptions):
         if isinstance(self.cat_results, int):
             return self.cat_results
         return 0 if self.cat_results == "cat" else None
+
+    @property
+    def server(self) -> CentralInference | None:
+        """Of ``inference``; None where the workers act."""
+        if isinstance(self.inference, CentralInference):
+            return self.inference
+        return CentralInference() if self.inference == "server" else None
+
+    @property
+    def restart(self) -> Restart | None:
+        """Of ``on_failure``."""
+        if isinstance(self.on_failure, Restart):
+            return self.on_failure
+        return Restart() if self.on_failure == "restart" else None
 
     @property
     def in_threads(self) -> bool:

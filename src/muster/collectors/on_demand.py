@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from muster.collectors.asked import Asked, Collected
-from muster.collectors.choice import Choice
 from muster.collectors.contradictions import NEEDS_ENVS
 from muster.collectors.engine import Engine
-from muster.collectors.next_values import add_next_values
-from muster.collectors.on_demand_parts import CollectedRollout, Made, Part, joined
-from muster.collectors.pipeline import PipelineItem
+from muster.collectors.pipeline import PipelineItem, Stage
 from muster.episodes.record import Episodes, join_episodes
-from muster.episodes.rules import NobodyLetGo, PerEnv, Rule, RuleName
-from muster.episodes.segment import ENDED, find_pieces, split_trajectories
+from muster.episodes.rules import NobodyLetGo, PerEnv, Rule, RuleName, make_rule
+from muster.episodes.segment import ENDED, find_pieces, split_trajectories, time_last
 from muster.episodes.summary import CollectStats
 from muster.episodes.whole import WholeEpisodes
 from muster.errors import BadOption, CollectorTimeout, UnsupportedEnv, WorkerDied
-from muster.keys import TERMINATED, TRAJ_DONE, TRUNCATED, VALID, next_of
+from muster.keys import TERMINATED, TRAJ_DONE, TRUNCATED, VALID, Key, next_of
 from muster.memory.specs import Array
 from muster.rollout.bootstrap import check_bootstrap
 from muster.utils.interrupts import postponed
+from muster.workers.messages import RolloutResult
+from muster.workers.pool import WorkerPool
 from muster.workers.requests import Call, EnableGrad
 from muster.workers.worker import Worker, running
 
@@ -36,6 +35,62 @@ if TYPE_CHECKING:
 
 RULE: RuleName = "per_env"  # makes no steps that are not needed, and is never biased
 ROWS = 32  # time steps of rollouts for episodes, where frames_per_batch does not say it
+NEXT_VALUE: Key = ("next", "state_value")
+
+
+class CollectedRollout(NamedTuple):
+    """What ``Engine.collect`` has made, and what the engine says of it."""
+
+    batch: TensorDict
+    hidden: list[Any]
+    frames: int
+    episodes: Episodes
+    env_ids: Array
+    results: list[RolloutResult]
+
+
+class Part(NamedTuple):
+    """A rollout of a call."""
+
+    batch: TensorDict
+    episodes: Episodes
+    last: torch.Tensor | None
+    first: list[Stage]
+
+
+class Made(NamedTuple):
+    """What a call has collected; what its statistics say besides, and what is done first with it."""
+
+    batch: TensorDict
+    episodes: Episodes
+    frames: int
+    native: dict[str, Any]
+    first: list[Stage]
+
+
+class Choice:
+    """The episodes that a rule has chosen, by their numbers in the store."""
+
+    def __init__(self, name: RuleName, n: int) -> None:
+        self._name, self._n = name, n
+        self.rule: Rule
+        self.envs: list[int]
+        self.numbers: list[int]
+
+    def begin(self, envs: list[int], store: WholeEpisodes) -> None:
+        """From the beginning, with these environments, and what is held of them."""
+        self.rule, self.numbers = make_rule(self._name, self._n, len(envs)), []
+        self.envs, self._store, self._place = envs, store, {env: place for place, env in enumerate(envs)}
+        self.take([[number] for number in store.held])
+        store.new_ends()
+
+    def take(self, steps: Sequence[Sequence[int]]) -> None:
+        """Episodes ended, time step by time step."""
+        num_envs = self._store.num_envs
+        for step in steps:
+            numbers = {self._place[n % num_envs]: n for n in step if n % num_envs in self._place}
+            if not self.rule.complete:
+                self.numbers += [numbers[place] for place in self.rule.ended(sorted(numbers))]
 
 
 class OnDemand:
@@ -288,7 +343,7 @@ class OnDemand:
                 num_envs=engine.num_envs,
                 layout=options.traj_format or "cat",
                 rule=None,
-                on_policy_only=options.on_policy_only,
+                on_policy_only=options.trajectories is not None and options.trajectories.on_policy_only,
                 done_key=ENDED if options.traj_done_key is None else TRAJ_DONE,
             )
         return engine.kept
@@ -370,3 +425,54 @@ class OnDemand:
         pool.call(EnableGrad(on))
         if pool.server is not None:
             pool.server.ask("enable_grad", on)
+
+
+def joined(parts: Sequence[Part]) -> TensorDict:
+    """Rollouts side by side; one after another if their shapes differ."""
+    batches = [part.batch for part in parts]
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    whole: TensorDict
+    if len({batch.shape for batch in batches}) == 1 and first.ndim > 1:
+        whole = torch.cat(batches, next(dim for dim, name in enumerate(first.names) if name != "time"))
+        whole.names = first.names
+    else:
+        whole = torch.cat([time_last(batch).reshape(-1) for batch in batches])
+        whole.names = ["time"]
+    return whole
+
+
+def add_next_values(batch: TensorDict, results: Sequence[RolloutResult], pool: WorkerPool) -> torch.Tensor:
+    """Add ``("next", "state_value")``, what the policy says of next observations, to a rollout.
+
+    It is ``[*batch, 1]``, and 0 where nothing was asked.
+
+    Args:
+        results: of the rollout, by group.
+
+    Returns:
+        the values after the last rows, ``[*lead, 1]``; 0 where an episode has terminated there.
+    """
+    groups = [(pool.counters[result.group].info.num_envs, result.group, result.values) for result in results]
+    num_envs, time_dim = sum(B for B, *_ in groups), batch.names.index("time")
+    T = batch.shape[time_dim]
+    if batch.numel() != num_envs * T:
+        raise BadOption("bootstrap: the batch is concatenated over time, and its last rows are not last: leave cat out")
+    values, last = np.zeros((num_envs, T), np.float32), np.zeros(num_envs, np.float32)
+    first = 0
+    for B, number, made in groups:
+        if made is not None:  # else its group was dropped
+            if made.values is None and len(made.t):
+                assert pool.server is not None
+                made = pool.server.ask("value", number, made, group=number)
+            found = made.values if len(made.t) else np.empty(0, np.float32)
+            values[first + made.env, made.t] = found
+            at_last = made.t == made.last[made.env]
+            last[first + made.env[at_last]] = found[at_last]
+        first += B
+    lead = [size for dim, size in enumerate(batch.shape) if dim != time_dim]
+    device = batch.device or "cpu"
+    shown = torch.from_numpy(values).reshape(*lead, T).movedim(-1, time_dim)
+    batch.set(NEXT_VALUE, shown.unsqueeze(-1).to(device))
+    return torch.from_numpy(last).reshape(*lead, 1).to(device)

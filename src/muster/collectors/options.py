@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from muster.collectors.contradictions import check_contradictions
+from muster.collectors.replay_buffer import ReplaySink
 from muster.episodes.rules import StreamRule, check_stream_rule
 from muster.errors import BadOption
 from muster.memory.views import Order
@@ -23,6 +24,55 @@ Device = torch.device | str | int | None
 ObsDtype = torch.dtype | Literal["env"] | None
 TrajFormat = Literal["cat", "pad"]
 EXPLORATION = ("random", "mode", "mean", "median", "deterministic")
+
+
+class Details:
+    """Base of the dataclasses that are values of an option; shows what is not the default."""
+
+    def __repr__(self) -> str:
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields if getattr(self, f.name) != f.default]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Trajectories(Details):
+    """Which complete episodes ``trajs_per_batch`` yields.
+
+    Attributes:
+        per_batch: number of episodes in a batch.
+        rule: which episodes come first: "first_begun" in the order of their beginnings, so that the long ones are not
+            late; "per_env" the same number from each environment; "first_done" in the order of their ends, biased
+            towards short ones.
+        on_policy_only: drop (and count) episodes in which several policy versions acted. What is left is biased
+            towards short ones. Needs ``track_policy_version``.
+    """
+
+    per_batch: int
+    rule: StreamRule = "first_begun"
+    on_policy_only: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "per_batch", integer("trajs_per_batch", self.per_batch))
+        check_stream_rule("rule", self.rule)
+        check_bool("on_policy_only", self.on_policy_only)
+
+
+@dataclass(frozen=True, repr=False)
+class Autosave(Details):
+    """Where and how often a collector saves its state.
+
+    Attributes:
+        folder: of the file. It is made if it does not exist.
+        every: seconds between two saves, at least.
+    """
+
+    folder: str | os.PathLike[str]
+    every: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not self.every > 0:
+            raise BadOption(f"every={self.every!r}: expected seconds, more than 0")
 
 
 @dataclass(frozen=True)
@@ -62,13 +112,9 @@ class CollectorOptions:
         postproc: called with every batch; what it returns is yielded (the batch itself if that is None).
         split_trajs: one trajectory per row, ``[n, T_max]``, zero-padded, with ``collector/mask``; pad ids are -1.
         trajs_per_batch: yield so many complete episodes at a time, joined over batches, instead of the batches.
+            ``muster.Trajectories(n, ...)`` says which ones.
         traj_format: of episodes: "cat" one after another, ``[sum of lengths]``, or "pad" ``[n, T_max]`` with
             ``collector/mask``. Default "cat".
-        traj_rule: which episodes come first: "first_begun" in the order of their beginnings, so that the long ones
-            are not late; "per_env" the same number from each environment; "first_done" in the order of their ends,
-            biased towards short ones. Default "first_begun".
-        on_policy_only: of these, drop (and count) episodes in which several policy versions acted. What is left is
-            biased towards short ones.
         compact_obs: leave out ``next`` observations; ``Collector.final_observations`` has those that no row shows.
         obs_dtype: in which floating observations are stored, and given to the policy. None: the dtype of the policy's
             first floating parameter (float32 for bfloat16, which NumPy lacks); the environment's if it has none, as
@@ -93,7 +139,7 @@ class CollectorOptions:
         worker_idx: number of this collector among its parent's.
         no_cuda_sync: accepted for TorchRL's sake; Muster waits for a GPU only where it copies to the host.
         autosave: folder for ``state_dict``, written between batches; ``load_state_dict(path)`` goes on from there.
-        autosave_every: seconds between two of these.
+            ``muster.Autosave(folder, every=60.0)`` says how often, in seconds.
         device: fills in for the three devices below.
         storing_device: of the batches; None leaves them where they are (the CPU).
         policy_device: of the policy; another one than its own makes a copy of it. None: where it is.
@@ -146,10 +192,8 @@ class CollectorOptions:
     cudagraph_policy: bool | dict[str, Any] | None = None
     postproc: Callable[[Any], Any] | None = None
     split_trajs: bool | None = None
-    trajs_per_batch: int | None = None
+    trajs_per_batch: int | Trajectories | None = None
     traj_format: TrajFormat | None = None
-    traj_rule: StreamRule | None = None
-    on_policy_only: bool = False
     compact_obs: bool = False
     obs_dtype: ObsDtype = None
     use_buffers: bool | None = None
@@ -167,8 +211,7 @@ class CollectorOptions:
     weight_recv_schemes: Mapping[str, Any] | None = None
     worker_idx: int | None = None
     no_cuda_sync: bool = False
-    autosave: str | os.PathLike[str] | None = None
-    autosave_every: float = 60.0
+    autosave: str | os.PathLike[str] | Autosave | None = None
     device: Device = None
     storing_device: Device = None
     policy_device: Device = None
@@ -208,20 +251,19 @@ class CollectorOptions:
             )
         for f in dataclasses.fields(self):
             value = getattr(self, f.name, None)
-            boolean = isinstance(value, bool) or (value is None and f.type == "bool | None")
-            if f.type in ("bool", "bool | None") and not boolean:
-                raise BadOption(f"{f.name}={value!r}: expected True or False")
+            if f.type == "bool" or (f.type == "bool | None" and value is not None):
+                check_bool(f.name, value)
             if value is not None and str(f.type).startswith("Callable") and not callable(value):
                 raise BadOption(f"{f.name}={value!r}: expected a function")
         if self.traj_done_key is not None and not (isinstance(self.traj_done_key, str) and self.traj_done_key):
             raise BadOption(f"traj_done_key={self.traj_done_key!r}: expected the name of an entry of info, or None")
         if self.logger is not None:
             as_logger(self.logger)
+        if self.replay_buffer is not None:
+            ReplaySink(self.replay_buffer, extend=self.extend_buffer)
         check_contradictions(self)
         check_choice("layout", self.layout, ("batch_major", "time_major"))
         check_choice("traj_format", self.traj_format or "cat", ("cat", "pad"))
-        if self.trajs_per_batch:
-            check_stream_rule("traj_rule", self.traj_rule or "first_begun")
         check_choice("validate", self.validate, ("off", "fast", "full"))
         if self.obs_dtype not in (None, "env", *STORED):
             raise BadOption(
@@ -235,6 +277,18 @@ class CollectorOptions:
         object.__setattr__(self, "devices", self._resolve_devices())
         if self.slot_memory_limit is None:
             object.__setattr__(self, "slot_memory_limit", _half_of_memory())
+
+    @property
+    def trajectories(self) -> Trajectories | None:
+        """Of ``trajs_per_batch``."""
+        given = self.trajs_per_batch
+        return given if given is None or isinstance(given, Trajectories) else Trajectories(given)
+
+    @property
+    def saving(self) -> Autosave | None:
+        """Of ``autosave``."""
+        given = self.autosave
+        return given if given is None or isinstance(given, Autosave) else Autosave(given)
 
     @property
     def version_counter(self) -> Any:
@@ -264,12 +318,10 @@ _INTEGERS = {  # and the least value that makes sense
     "num_threads": 1,
     "slot_memory_limit": 1,
     "seed": 0,
-    "trajs_per_batch": 1,
     "worker_idx": 0,
     "max_decorrelation_steps": 0,
     "num_workers": 1,
     "num_sub_threads": 1,
-    "max_restarts": 0,
     "max_policy_lag": 0,
     "max_frames_per_traj": None,
     "init_random_frames": None,
@@ -282,6 +334,12 @@ def _integer(name: str, value: Any, at_least: int | None) -> int | None:
     if name == "num_workers" and isinstance(value, str) and value == "auto":
         return value  # type: ignore[return-value]
     return integer(name, value, at_least)
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Raise ``BadOption`` unless the value is a truth value."""
+    if not isinstance(value, bool):
+        raise BadOption(f"{name}={value!r}: expected True or False")
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -75,14 +75,14 @@ class Pipeline:
         done_key = ENDED if options.traj_done_key is None else TRAJ_DONE
         self.episodes = (
             WholeEpisodes(
-                options.trajs_per_batch,
+                wanted.per_batch,
                 num_envs=num_envs,
                 layout=options.traj_format or "cat",
-                rule=options.traj_rule or "first_begun",
-                on_policy_only=options.on_policy_only,
+                rule=wanted.rule,
+                on_policy_only=wanted.on_policy_only,
                 done_key=done_key,
             )
-            if options.trajs_per_batch
+            if (wanted := options.trajectories) is not None
             else None
         )
         self.episode_hook: EpisodeHook | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,21 +128,10 @@ def _load_groups(engine: Engine, state: dict[str, Any], trust: bool) -> dict[int
     return failed
 
 
-class Autosave:
-    """Writes a collector's state into a folder, not more often than every so many seconds."""
-
-    def __init__(self, folder: str | os.PathLike[str] | None, every: float) -> None:
-        self._folder = None if folder is None else Path(folder)
-        self._every = every
-        self._last = time.monotonic()
-
-    def now_and_then(self, collector: BaseCollector) -> None:
-        """Called before a batch, when the user is done with the one before."""
-        if self._folder is None or time.monotonic() - self._last < self._every:
-            return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        checkpoint.save(self._folder / STATE_FILE, state_of(collector))
-        self._last = time.monotonic()
+def autosave(collector: BaseCollector, folder: str | os.PathLike[str]) -> None:
+    """Write a collector's state into a folder, which is made if it does not exist."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    checkpoint.save(Path(folder) / STATE_FILE, state_of(collector))
 
 
 def _fingerprint(collector: BaseCollector) -> dict[str, Any]:

@@ -7,10 +7,12 @@ import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast, get_type_hints
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from textwrap import indent
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast, get_args, get_type_hints
 
 from muster.errors import UnknownOption
+from muster.utils.tracebacks import trimmed
 
 P = ParamSpec("P")
 Options = TypeVar("Options")
@@ -30,13 +32,14 @@ def takes(
 
     def decorate(init: Callable[[Any, Options], None]) -> Callable[Concatenate[Any, P], None]:
         def made(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
-            check_names(shown, kwargs)
-            shown.bind(self, *args, **kwargs)  # whose error is not about the dataclass
-            init(self, options(*args, **kwargs))
+            with trimmed:
+                check_names(shown, kwargs)
+                shown.bind(self, *args, **kwargs)  # whose error is not about the dataclass
+                init(self, options(*args, **kwargs))
 
         functools.update_wrapper(made, init)
         made.__signature__ = shown  # type: ignore[attr-defined]
-        made.__doc__ = "\n".join(["Args:", *documented(options).values()])
+        made.__doc__ = "\n".join(["Args:", *documented(options).values(), *_details(options)])
         return made
 
     return decorate
@@ -56,8 +59,9 @@ def passes_on(options: Callable[..., Any], names: Sequence[str] | None = None) -
         shown = own.replace(parameters=[*before, *(p for p in more if p.name not in own.parameters)])
 
         def checked(*args: Any, **kwargs: Any) -> Any:
-            check_names(shown, kwargs)
-            return function(*args, **kwargs)
+            with trimmed:
+                check_names(shown, kwargs)
+                return function(*args, **kwargs)
 
         functools.update_wrapper(checked, function)
         checked.__signature__ = shown  # type: ignore[attr-defined]
@@ -72,6 +76,15 @@ def parameters(options: Callable[..., Any]) -> list[inspect.Parameter]:
     found = [p.replace(annotation=hints[p.name]) for p in inspect.signature(options).parameters.values()]
     made = {f.name: f.default_factory for f in dataclasses.fields(cast(Any, options)) if callable(f.default_factory)}
     return [p.replace(default=made[p.name]()) if p.name in made else p for p in found]
+
+
+def _details(options: Callable[..., Any]) -> Iterator[str]:
+    """What the dataclasses mean that are values of options."""
+    for p in parameters(options):
+        for cls in get_args(p.annotation):
+            if isinstance(cls, type) and dataclasses.is_dataclass(cls):
+                yield f"\n    ``muster.{cls.__name__}``, for {p.name}:"
+                yield from (indent(entry, 4 * " ") for entry in documented(cls).values())
 
 
 def check_names(signature: inspect.Signature, given: Iterable[str]) -> None:

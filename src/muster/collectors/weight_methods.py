@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from muster.errors import BadOption
+from muster.utils.tracebacks import trimmed
 
 if TYPE_CHECKING:
     from muster.collectors.options import CollectorOptions
@@ -63,12 +64,13 @@ class WeightMethods:
             self._updater.push_weights(given, worker_ids)
             given, weights_dict = None, {}  # what it has changed is in the policy
         parts = {model_id or "policy": given} if weights_dict is None else weights_dict
-        sources = [(source, self._part(name)) for name, source in parts.items()]
-        if self._weights.workers is None:
-            self._weights.publish_all(sources)
-        else:
-            several = worker_ids is None or isinstance(worker_ids, Collection)
-            self._weights.publish_all(sources or [(None, None)], workers=worker_ids if several else [worker_ids])
+        with trimmed:
+            sources = [(source, self._part(name)) for name, source in parts.items()]
+            if self._weights.workers is None:
+                self._weights.publish_all(sources)
+            else:
+                several = worker_ids is None or isinstance(worker_ids, Collection)
+                self._weights.publish_all(sources or [(None, None)], workers=worker_ids if several else [worker_ids])
 
     def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
         """Take the weights that the registered schemes have received; without schemes, those that are given.

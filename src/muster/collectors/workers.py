@@ -13,7 +13,7 @@ import numpy as np
 
 from muster.cluster.node_pool import NodePool
 from muster.cluster.nodes import Nodes
-from muster.collectors.multi_options import PoolOptions
+from muster.collectors.multi_options import CentralInference, PoolOptions, Restart
 from muster.collectors.setup import factories_of, keywords_of, marks_valid, worker_options
 from muster.envs.build import is_environment
 from muster.errors import BadOption
@@ -152,7 +152,7 @@ class Workers:
     def _config(self, parts: Sequence[Sequence[int]]) -> PoolConfig:
         """Of a worker pool whose workers have these groups. What goes to processes is pickled, to threads as it is."""
         options, threads = self._options, self._options.in_threads
-        served = options.inference == "server" and self._policy is not None  # else actions are drawn at random
+        served = options.server is not None and self._policy is not None  # else actions are drawn at random
         served &= not self._weights.lazy
         told = worker_options(options, self._policy, shared_frames=not self._alone)
         in_worker = None if threads else options.num_sub_threads
@@ -193,25 +193,25 @@ class Workers:
             workers,
             policy,
             self._count,
-            self._server_config(told, len(parts)) if served else None,
+            self._server_config(options.server, told, len(parts)) if served and options.server else None,
             [origins[number] for groups in parts for number in groups],
             options.max_frames_per_traj,
             options.crash_dir,
-            options.on_failure,
+            "restart" if isinstance(options.on_failure, Restart) else options.on_failure,
             options.timeouts,
-            options.max_restarts,
+            None if options.restart is None else options.restart.max_restarts,
             options.start_method,
         )
 
-    def _server_config(self, told: WorkerOptions, count: int) -> ServerConfig:
+    def _server_config(self, server: CentralInference, told: WorkerOptions, count: int) -> ServerConfig:
         options, away = self._options, self._nodes is not None
-        wait = 0.0 if self._alone and options.max_wait_s is None else options.max_wait_s
+        wait = 0.0 if self._alone and server.max_wait_s is None else server.max_wait_s
         return ServerConfig(
             range(count),
             dumps(told, "the options") if away else told,
             options.policy_factory is not None,
-            options.alternating,
-            options.max_batch,
+            server.alternating,
+            server.max_batch,
             wait,
             options.num_sub_threads,
             timeout_of(options.timeouts, "policy"),

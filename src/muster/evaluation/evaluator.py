@@ -32,12 +32,13 @@ from muster.evaluation.stage import Stage, weights_of
 from muster.utils.attributes import name_of
 from muster.utils.forks import Owner
 from muster.utils.integers import integer
+from muster.utils.tracebacks import trimmed
 from muster.weights.names import Weights
 
 ATTEMPTS = 3
 PASSED_ON = (
     *("device", "env_device", "policy_device", "executor", "inference_mode", "compile_policy", "cudagraph_policy"),
-    *("inference", "alternating", "max_batch", "max_wait_s", "start_method", "num_sub_threads", "timeouts"),
+    *("inference", "start_method", "num_sub_threads", "timeouts"),
     *("max_frames_per_traj", "obs_dtype", "prev_action_reward", "traj_done_key", "use_buffers", "validate"),
     *("crash_dir", "trust_policy"),
 )
@@ -163,7 +164,7 @@ class Evaluator:
         self.plan = Plan(episodes, max_frames, max_T, max_trajectories, rule)
         self.num_workers, self.on_failure, self.when_busy = num_workers, on_failure, when_busy
         self.seed, self.reseed = seed, reseed
-        self._served = options.get("inference") == "server"
+        self._served = options.get("inference", "worker") != "worker"
         self._policy = policy
         options |= {"exploration_type": exploration_type, "num_envs": num_envs}
         options |= {} if create_env_kwargs is None else {"create_env_kwargs": create_env_kwargs}
@@ -200,7 +201,8 @@ class Evaluator:
         self._check_open()
         if self.is_running():
             raise CollectorBusy("an evaluation is going on in the background: wait() for it, or trigger() another one")
-        return self._evaluate(self._job(policy_or_weights, version, copied=False), progress)
+        with trimmed:
+            return self._evaluate(self._job(policy_or_weights, version, copied=False), progress)
 
     def trigger(self, policy_or_weights: Any = None, version: int | str | None = None) -> int:
         """Take a snapshot of the weights and evaluate it in the background; returns at once.
@@ -234,7 +236,7 @@ class Evaluator:
     def poll(self) -> Evaluation | None:
         """The oldest evaluation of a trigger that is done and was not fetched yet, or None; raises what it raised."""
         self._check_here()
-        return self._triggered.popleft().result() if self._triggered and self._triggered[0].done() else None
+        return self._fetch() if self._triggered and self._triggered[0].done() else None
 
     def wait(self, timeout: float | None = None) -> Evaluation:
         """``poll``, when it is done.
@@ -248,7 +250,7 @@ class Evaluator:
             raise BadOption("there is nothing to wait for: every result was taken, so trigger() another one")
         if not wait([self._triggered[0]], timeout).done:
             raise CollectorTimeout(f"the evaluation is not done after {timeout} s; it goes on: wait() again")
-        return self._triggered.popleft().result()
+        return self._fetch()
 
     def is_running(self) -> bool:
         """An evaluation is going on in the background, or about to."""
@@ -290,6 +292,10 @@ class Evaluator:
         return f"Evaluator({names}, episodes={self.plan.episodes}, rule={self.plan.rule_name!r}, {state})"
 
     # --- parts ------------------------------------------------------------------------------------
+
+    def _fetch(self) -> Evaluation:
+        with trimmed:
+            return self._triggered.popleft().result()
 
     def _job(self, source: Any, version: int | str | None, *, copied: bool) -> _Job:
         if self._stage.shared and source is not None:

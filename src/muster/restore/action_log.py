@@ -14,7 +14,7 @@ import numpy as np
 
 from muster.envs.previous import previous_of
 from muster.envs.stacked import StackedEnvs
-from muster.errors import text_of
+from muster.errors import MusterError, text_of
 from muster.keys import Key
 from muster.memory.specs import Array
 from muster.protocols import EnvBatch
@@ -236,6 +236,7 @@ class ActionLog:
         chunks = [*self._chunks, _Recorded(self._next, dict(actions), log)]
         anchor = self._anchor(index, phase, log)
         chosen = slice(index, index + 1) if self.alone and index is not None else slice(None)
+        full = error.traceback if isinstance(error, MusterError) else ""
         crash_report = CrashReport(
             name=self.name,
             factory=self.factory,
@@ -243,7 +244,7 @@ class ActionLog:
             alone=self.alone,
             phase=phase,
             kind=type(error).__name__,
-            message=text_of(error),
+            message="\n\n".join(filter(None, (text_of(error), full))),
             max_frames_per_traj=self.max_frames_per_traj,
             observation={key: np.array(array[chosen]) for key, array in (observation or {}).items()},
         )

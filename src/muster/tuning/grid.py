@@ -11,6 +11,7 @@ from muster.collectors.auto import MOST_WORKERS, Load, busy_workers
 from muster.collectors.base import BaseCollector
 from muster.collectors.collector import Collector
 from muster.collectors.multi import MultiSyncCollector
+from muster.collectors.multi_options import CentralInference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +25,7 @@ class Setup:
         T: time steps per batch.
         workers: number of processes or threads; 0: this process collects.
         backend: kind of workers.
-        inference: "worker": the policy runs in every worker; "server": once, in this process.
-        alternating: one half of the workers steps while the policy acts for the other half.
+        inference: "worker": the policy runs in every worker; else once, in this process, see ``CentralInference``.
     """
 
     num_envs: int
@@ -34,8 +34,7 @@ class Setup:
     T: int = 128
     workers: int = 0
     backend: Literal["processes", "threads"] = "processes"
-    inference: Literal["worker", "server"] = "worker"
-    alternating: bool = False
+    inference: Literal["worker", "server"] | CentralInference = "worker"
 
     @property
     def frames(self) -> int:
@@ -47,7 +46,7 @@ class Setup:
         """The setup in words, without numbers."""
         if not self.workers:
             return "in process"
-        return f"{self.backend}, {'alternating ' * self.alternating}{self.inference}"
+        return f"{self.backend}, {self.inference if isinstance(self.inference, str) else 'alternating server'}"
 
     @property
     def collector_class(self) -> type[Collector | MultiSyncCollector]:
@@ -62,7 +61,7 @@ class Setup:
         chosen["frames_per_batch"] = self.frames
         if self.workers:
             defaults = Setup(num_envs=1)
-            names = ("backend", "inference", "alternating")
+            names = ("backend", "inference")
             chosen |= {n: getattr(self, n) for n in names if getattr(self, n) != getattr(defaults, n)}
         return chosen
 
@@ -83,9 +82,9 @@ def grid(
     """
     wanted = {2, max(1, math.floor(cores)), 2 * max(1, math.floor(cores)), busy_workers(load, cores)} - {1}
     backends: tuple[Literal["processes", "threads"], ...] = ("processes", "threads") if load.waits else ("processes",)
-    inferences: list[tuple[Literal["worker", "server"], bool]] = [("worker", False)]
+    inferences: list[Literal["worker", "server"] | CentralInference] = ["worker"]
     if policy:
-        inferences += [("server", False), ("server", True)]
+        inferences += ["server", CentralInference(alternating=True)]
     found: list[Setup] = []
     for total in dict.fromkeys(totals):
         most = min(MOST_WORKERS, groups or max(1, total // load.env_batch))
@@ -104,8 +103,8 @@ def grid(
                 found.append(Setup(**common))
                 continue
             found += [
-                Setup(**common, backend=backend, inference=inference, alternating=alternating)
+                Setup(**common, backend=backend, inference=inference)
                 for backend in backends
-                for inference, alternating in inferences
+                for inference in inferences
             ]
     return found

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import site
 import sys
-import sysconfig
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -28,6 +25,7 @@ from muster.errors import (
     shown,
     text_of,
 )
+from muster.utils.tracebacks import MUSTER, is_installed, is_muster, traceback_text, trim
 
 if TYPE_CHECKING:
     from muster.restore.crash_report import CrashDirectory
@@ -40,18 +38,12 @@ CLASSES: dict[str, type[MusterError]] = {  # classes for foreign errors, by phas
 CRASHES = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT")
 
 _MUSTERS = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, MusterError)]
-_CAUSE, _TRACEBACK = (vars(BaseException)[name].__get__ for name in ("__cause__", "__traceback__"))  # no overrides
+_CAUSE = vars(BaseException)["__cause__"].__get__  # no overrides
 
 Kind = TypeVar("Kind", bound=MusterError)
 
 _FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+)(?: in (?P<name>.+))?$', re.MULTILINE)
-_MUSTER = str(Path(errors.__file__).parent)
 _WORKING = str(Path("workers", "main.py"))
-_INSTALLED = (
-    *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
-    *site.getsitepackages(),
-    site.getusersitepackages(),
-)
 
 
 @dataclass(frozen=True)
@@ -199,10 +191,14 @@ def pack(error: BaseException, *, phase: str, **where: Any) -> SentError:
     if nearest is None:
         nearest = CLASSES.get(phase, WorkerError)
         text = f"{_type_name(error)} was raised" + (f": {text}" if text else "")
+    full = ""
+    if original is not None:
+        full = _traceback(original)
+        trim(original)
     cause = None if original is None else SentCause.of(original)
     stack = f"Traceback in the worker:\n{cause.traceback}" if cause is not None and cause.traceback else ""
     message = _sections(f"{_sentence(text)} In {place}, phase {phase}.", stack)
-    return SentError(nearest.__name__, message, place.known(phase), cause)
+    return SentError(nearest.__name__, message, place.known(phase) | {"traceback": full}, cause)
 
 
 def env_index_of(error: BaseException, phase: str) -> int | None:
@@ -291,8 +287,10 @@ def on_server(error: Exception, seen: MusterError) -> MusterError:
         seen: error raised by the server's answer in a worker; its attributes give the place.
     """
     cls = _nearest(error) or PolicyError
+    full = _traceback(error)
+    trim(error)
     made = _made(cls, _sections(text_of(error), f"Traceback on the server:\n{_traceback(error)}"))
-    vars(made).update(vars(seen))
+    vars(made).update(vars(seen) | {"traceback": full})
     made.__cause__ = _CAUSE(error)
     return made
 
@@ -321,11 +319,11 @@ def innermost_user_frame(stack: str) -> str | None:
     """
     threads = re.split(r"\n\s*\n", stack.strip())
     works = [t for t in threads if _WORKING in t]  # not Muster's helper threads
-    ours = works or [t for t in threads if _MUSTER in t]
+    ours = works or [t for t in threads if MUSTER in t]
     ours = ours or [t for t in threads if t.startswith("Current thread")] or threads
     frames = [found.groupdict() for found in _FRAME.finditer(ours[0])]
-    foreign = [frame for frame in frames if not _is_below(frame["file"], (_MUSTER,))]
-    own = [f for f in foreign if not _is_below(f["file"], _INSTALLED) and not f["file"].startswith("<frozen")]
+    foreign = [frame for frame in frames if not is_muster(frame["file"])]
+    own = [f for f in foreign if not is_installed(f["file"])]
     chosen = next(iter(own or foreign or frames), None)
     return None if chosen is None else f"{chosen['file']}:{chosen['line']} in {chosen['name'] or '?'}"
 
@@ -400,7 +398,7 @@ def _pickled(error: BaseException) -> bytes | None:
 
 def _traceback(error: BaseException) -> str:
     """Return the formatted traceback, innermost frame last."""
-    return shown(lambda: "".join(traceback.format_exception(type(error), error, _TRACEBACK(error))).rstrip())
+    return shown(lambda: traceback_text(error))
 
 
 def _text(error: BaseException) -> str:
@@ -424,10 +422,6 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _is_below(file: str, directories: tuple[str, ...]) -> bool:
-    return any(file.startswith(directory + os.sep) for directory in directories)
 
 
 def _capital(where: Where) -> str:

@@ -18,6 +18,7 @@ from muster.observing.metrics import MetricsTracker
 from muster.policies.heads import Head
 from muster.rng import GroupRng
 from muster.utils.integers import integer
+from muster.utils.tracebacks import trimmed
 
 ROWS = 128  # of memory, if the number of steps is not known before
 TERMINATED, TRUNCATED = next_of(("terminated",)), next_of(("truncated",))
@@ -55,6 +56,7 @@ class Collector:
         self._actor: PrtRlActor | HeadActor | None = None
         self._failure: HookError | None = None
 
+    @trimmed
     def collect_experience(self, policy: Any, num_steps: int = 1, bootstrap: bool = True) -> Tensors:
         """Collect ``T = ceil(num_steps / N)`` steps in each of N environments, from their present state.
 
@@ -82,6 +84,7 @@ class Collector:
             found["last_value_est"] = actor.last_value(*last)
         return self._logged(found)
 
+    @trimmed
     def collect_trajectory(
         self, policy: Any, num_trajectories: int | None = None, min_num_steps: int | None = None
     ) -> Tensors:

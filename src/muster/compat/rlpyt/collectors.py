@@ -12,6 +12,7 @@ from muster.compat.rlpyt.actors import actor_of, check_actor
 from muster.compat.rlpyt.sampling import AgentInputs, RlpytRunner, envs_of, options, store
 from muster.compat.rlpyt.trees import overwrite
 from muster.errors import MusterError
+from muster.utils.tracebacks import trimmed
 
 
 class BaseCollector(ABC):
@@ -125,6 +126,7 @@ class DecorrelatingStartCollector(BaseCollector):
                 overwrite(getattr(self.step_buffer_np, name), row)
         return runner.inputs, envs.traj_infos
 
+    @trimmed
     def collect_batch(
         self, agent_inputs: Any, traj_infos: list[Any], itr: int = 0
     ) -> tuple[AgentInputs, list[Any], list[Any]]:

@@ -24,6 +24,7 @@ from muster.compat.tianshou.sampling import Sampling
 from muster.compat.tianshou.steps import StepByStep, Tally, add, takes_many
 from muster.episodes.rules import LastEven
 from muster.errors import BadOption
+from muster.utils.tracebacks import trimmed
 
 BUFFER_SIZE = 10_000  # per environment, if no buffer is given
 ROWS_FOR_EPISODES = 64  # at a time: the number for a number of episodes is not known before
@@ -161,6 +162,7 @@ class Collector:
 
     # --- collecting -------------------------------------------------------------------------------
 
+    @trimmed
     def collect(
         self,
         n_step: int | None = None,

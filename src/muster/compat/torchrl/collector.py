@@ -28,6 +28,7 @@ from muster.policies.adapt import place
 from muster.policies.random import RandomPolicy as UniformPolicy
 from muster.utils.attributes import resolve
 from muster.utils.interrupts import postponed
+from muster.utils.tracebacks import trimmed
 from muster.workers.build import build_policy
 
 
@@ -340,10 +341,11 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
 @contextlib.contextmanager
 def _original_errors() -> Iterator[None]:
     """What an environment or policy raised reaches the user as it was raised; Muster's error says where."""
-    try:
-        yield
-    except (EnvError, PolicyError) as error:
-        if error.__cause__ is None:
-            raise
-        original, error.__cause__ = error.__cause__, None
-        raise original from error
+    with trimmed:
+        try:
+            yield
+        except (EnvError, PolicyError) as error:
+            if error.__cause__ is None:
+                raise
+            original, error.__cause__ = error.__cause__, None
+            raise original from error

@@ -1,0 +1,117 @@
+"""Tracebacks that show the user's frames, and of Muster's only the one that the user has called."""
+
+from __future__ import annotations
+
+import os
+import site
+import sysconfig
+import traceback
+from contextlib import ContextDecorator
+from pathlib import Path
+from types import TracebackType
+
+from muster import errors
+from muster.errors import MusterError
+
+MUSTER = str(Path(errors.__file__).parent)
+INSTALLED = (
+    *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *site.getsitepackages(),
+    site.getusersitepackages(),
+)
+_CAUSE, _CONTEXT, _TRACEBACK = (  # a subclass's may do anything
+    vars(BaseException)[name] for name in ("__cause__", "__context__", "__traceback__")
+)
+
+
+class _Trimmed(ContextDecorator):
+    """A context, or decorator, for what the user has called: errors leave it without Muster's inner frames.
+
+    An error that Muster did not raise on purpose, and no code of the user's, is a bug and keeps all frames.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            files = [file for file in map(_file, _entries(error)) if is_muster(file) or not is_installed(file)]
+            if issubclass(type(error), MusterError) or (files and not is_muster(files[-1])):
+                trim(error)
+
+
+trimmed = _Trimmed()
+
+
+def trim(error: BaseException) -> None:
+    """Take Muster's inner frames out of the tracebacks of an error and of those that led to it.
+
+    Of Muster's frames the outermost stays. Frames of the user's environment, policy and hooks stay, and those of
+    libraries that these have called. Ctrl-C and other exceptions that are no errors keep all frames, and all do with
+    ``MUSTER_TRACEBACK=full`` in the environment.
+    """
+    if not issubclass(type(error), Exception) or os.environ.get("MUSTER_TRACEBACK") == "full":
+        return
+    chain: list[BaseException] = []
+    left: list[BaseException | None] = [error]
+    while left:
+        if (one := left.pop()) is not None and not any(one is other for other in chain):
+            chain.append(one)
+            left += [_CAUSE.__get__(one), _CONTEXT.__get__(one)]
+    for one in chain:
+        shown = None
+        for entry in reversed(_shown(_entries(one), keep_first=one is error)):
+            entry.tb_next = shown
+            shown = entry
+        _TRACEBACK.__set__(one, shown)
+
+
+def traceback_text(error: BaseException) -> str:
+    """The traceback of an error as Python prints it."""
+    return "".join(traceback.format_exception(type(error), error, _TRACEBACK.__get__(error))).rstrip()
+
+
+def is_muster(file: str) -> bool:
+    """The source file is one of Muster's."""
+    return file.startswith(os.path.join(MUSTER, ""))
+
+
+def is_installed(file: str) -> bool:
+    """The source file is one of Python's or of an installed package."""
+    return file.startswith(("<frozen", *(os.path.join(folder, "") for folder in INSTALLED)))
+
+
+def _shown(entries: list[TracebackType], *, keep_first: bool) -> list[TracebackType]:
+    """Without the frames of Muster, and those of libraries between two of these.
+
+    Args:
+        keep_first: show the first of Muster's. Else the innermost is, where there are no others.
+    """
+    shown = []
+    leads_to_muster = False
+    for entry in reversed(entries):
+        file = _file(entry)
+        if is_muster(file) or not is_installed(file):
+            leads_to_muster = is_muster(file)
+        if not leads_to_muster:
+            shown.append(entry)
+    first = next((entry for entry in entries if is_muster(_file(entry))), None)
+    if keep_first and first is not None:
+        shown = [entry for entry in entries if entry is first or entry in shown][::-1]
+    return shown[::-1] or entries[-1:]
+
+
+def _entries(error: BaseException) -> list[TracebackType]:
+    """Of its traceback, outermost first."""
+    found: list[TracebackType] = []
+    entry = _TRACEBACK.__get__(error)
+    while entry is not None:
+        found.append(entry)
+        entry = entry.tb_next
+    return found
+
+
+def _file(entry: TracebackType) -> str:
+    return entry.tb_frame.f_code.co_filename
