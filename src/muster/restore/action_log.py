@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from muster.envs.previous import previous_of
 from muster.envs.stacked import StackedEnvs
+from muster.envs.wrapped import innermost
 from muster.episodes.clock import TrajectoryClock
 from muster.errors import text_of
 from muster.keys import Key
@@ -52,7 +52,7 @@ class ResetLog:
 
 def replays_alone(env: EnvBatch) -> bool:
     """Whether each environment of the batch can be replayed without the others."""
-    return isinstance(previous_of(env), StackedEnvs)
+    return isinstance(innermost(env), StackedEnvs)
 
 
 def random_state(env: Any) -> dict[str, Any] | None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from muster.envs.build import BuiltEnv, build_env
+from muster.envs.build import BuiltEnv, build_env, is_environment
+from muster.envs.infos import look_at, with_infos
 from muster.envs.previous import with_previous
 from muster.errors import BadOption
-from muster.keys import STEP_COUNT, TRUNCATED, dotted, next_of
+from muster.keys import STEP_COUNT, TRUNCATED, Key, dotted, next_of
+from muster.memory.slots import Layout, Slot
+from muster.memory.specs import ArraySpec
 from muster.protocols import EnvBatch, Policy
 from muster.rng import GroupRng
-from muster.rollout.columns import RolloutOptions
+from muster.rollout.columns import RolloutOptions, lane_columns
 from muster.rollout.group import Group
 from muster.rollout.hooks import watching
 from muster.rollout.marks import nested_truncations
@@ -33,6 +38,7 @@ class WorkerOptions:
     Attributes:
         shared_frames: ``frames_per_batch`` where all groups together fill a batch; None where each fills its own.
         obs_dtype: in which floating observations are stored; None is the environments'.
+        info: False; else which infos are stored.
     """
 
     frames_per_batch: int
@@ -47,6 +53,7 @@ class WorkerOptions:
     cudagraph_policy: bool | dict[str, Any] | None
     rollout: RolloutOptions
     obs_dtype: np.dtype[Any] | None = None
+    info: Any = False
 
 
 def build_envs(
@@ -63,12 +70,46 @@ def build_envs(
             env.observation_specs = {key: s if key in env.own_dtype else s.stored_as(dtype) for key, s in specs}
         if env.casts is not None:
             env.casts.refused = options.rollout.validate == "full"
+        if options.info is not False:
+            look = partial(_infos_of, built[-1], factory, keywords, options)
+            built[-1] = replace(built[-1], env=with_infos(env, options.info, look))
         if options.rollout.prev_action_reward:
-            built[-1] = replace(built[-1], env=with_previous(env, dtype))
+            built[-1] = replace(built[-1], env=with_previous(built[-1].env, dtype))
     objects = [id(_innermost(env)) for b in built for env in b.env.objects()]
     if len(set(objects)) < len(objects):
         raise BadOption("create_env_fn has the same environment object twice; give functions that make one")
     return built
+
+
+def _infos_of(
+    built: BuiltEnv, factory: Any, kwargs: Mapping[str, Any] | None, options: WorkerOptions
+) -> dict[Key, ArraySpec | None]:
+    """What infos look like: of a reset and a random step of an environment that is made for this and closed.
+
+    An environment that exists already is only reset.
+    """
+    mine = {id(_innermost(env)) for env in built.env.objects()}
+    seen: dict[Key, ArraySpec | None] = {}
+    with ExitStack() as made:
+        env, steps = built.env, False
+        if not is_environment(factory):
+            probe = build_env(factory, None if options.num_envs is None else 1, kwargs, options.env_device).env
+            if steps := mine.isdisjoint(id(_innermost(each)) for each in probe.objects()):
+                env = probe
+                made.callback(env.close)
+                env.keeps_infos = True
+        (lane,) = Slot(Layout(1, env.num_envs, lane_columns(env, (), RolloutOptions()))).lanes
+        rng = GroupRng(0)
+        # Threads of the user's process must not exchange its generators.
+        made.enter_context(rng.as_global() if current_thread() is main_thread() else nullcontext())
+        env.reset(lane.arrays, 0, range(env.num_envs), range(env.num_envs))
+        look_at(env, seen)
+        if steps:
+            for key, drawn in env.sample(rng, (1, env.num_envs)).items():
+                lane.arrays[key][:1] = drawn
+            env.start(lane)(0)
+            look_at(env, seen)
+    return seen
 
 
 def make_group(
