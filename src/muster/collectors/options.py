@@ -125,7 +125,7 @@ class CollectorOptions:
             True: all fields that a reset and a step show; a list of names, or a dict of ``gymnasium.spaces`` by name
             (None: as seen). A flag ``("info", "_name")`` says where a field is present; elsewhere it is zero. Without
             spaces, the env id or function is called once more, for an environment that makes one random step and is
-            closed; environment objects are only reset. docs/batches.md has the details.
+            closed; environment objects are only reset. docs/environments.md has the details.
         prev_action_reward: add the observations ``prev_action`` and ``prev_reward``, zero where an agent's episode
             begins. Modules and heads get a dict of all observations then.
         logger: gets numbers after every batch; whatever ``muster.observing.loggers.as_logger`` takes: TensorBoard's

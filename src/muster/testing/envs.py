@@ -73,9 +73,8 @@ class CountingEnv(gymnasium.Env[Any, Any]):
 class InfoEnv(CountingEnv):
     """A ``CountingEnv`` with infos of every kind.
 
-    ``reset`` gives ``t`` (0) and the text ``stage``. Steps give both, ``half`` (``t / 2``), ``place`` (float32 ``[2]``),
-    ``goal`` (a dict with the bool ``near``), ``even`` where ``t`` is even, and at the end ``success``: ``length`` is
-    even.
+    ``reset`` returns ``t`` (0) and the text ``stage``. Steps return both, ``half`` (``t / 2``), ``place`` (two floats)
+    and ``goal`` (a dict with the bool ``near``), ``even`` where ``t`` is even, and ``success`` at the end.
 
     Attributes:
         SPACES: of those that one reset and one step do not show.

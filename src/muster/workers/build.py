@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from muster.envs.build import BuiltEnv, build_env, is_environment
-from muster.envs.infos import look_at, with_infos
+from muster.envs.infos import Seen, look_at, with_infos
 from muster.envs.previous import with_previous
 from muster.errors import BadOption
-from muster.keys import STEP_COUNT, TRUNCATED, Key, dotted, next_of
+from muster.keys import STEP_COUNT, TRUNCATED, dotted, next_of
 from muster.memory.slots import Layout, Slot
-from muster.memory.specs import ArraySpec
 from muster.protocols import EnvBatch, Policy
 from muster.rng import GroupRng
 from muster.rollout.columns import RolloutOptions, lane_columns
@@ -61,6 +61,7 @@ def build_envs(
 ) -> list[BuiltEnv]:
     """An env batch for each factory; ``made`` closes them if anything fails later."""
     built: list[BuiltEnv] = []
+    looks: dict[tuple[int, int], Callable[[], Seen]] = {}
     for factory, keywords in zip(factories, kwargs, strict=True):
         built.append(build_env(factory, options.num_envs, keywords, options.env_device))
         made.callback(built[-1].env.close)
@@ -71,8 +72,10 @@ def build_envs(
         if env.casts is not None:
             env.casts.refused = options.rollout.validate == "full"
         if options.info is not False:
-            look = partial(_infos_of, built[-1], factory, keywords, options)
-            built[-1] = replace(built[-1], env=with_infos(env, options.info, look))
+            source = id(factory), id(keywords)
+            if source not in looks:
+                looks[source] = cache(partial(_infos_of, built[-1], factory, keywords, options))
+            built[-1] = replace(built[-1], env=with_infos(env, options.info, looks[source]))
         if options.rollout.prev_action_reward:
             built[-1] = replace(built[-1], env=with_previous(built[-1].env, dtype))
     objects = [id(_innermost(env)) for b in built for env in b.env.objects()]
@@ -81,15 +84,13 @@ def build_envs(
     return built
 
 
-def _infos_of(
-    built: BuiltEnv, factory: Any, kwargs: Mapping[str, Any] | None, options: WorkerOptions
-) -> dict[Key, ArraySpec | None]:
+def _infos_of(built: BuiltEnv, factory: Any, kwargs: Mapping[str, Any] | None, options: WorkerOptions) -> Seen:
     """What infos look like: of a reset and a random step of an environment that is made for this and closed.
 
     An environment that exists already is only reset.
     """
     mine = {id(_innermost(env)) for env in built.env.objects()}
-    seen: dict[Key, ArraySpec | None] = {}
+    seen: Seen = {}
     with ExitStack() as made:
         env, steps = built.env, False
         if not is_environment(factory):
@@ -100,9 +101,11 @@ def _infos_of(
                 env.keeps_infos = True
         (lane,) = Slot(Layout(1, env.num_envs, lane_columns(env, (), RolloutOptions()))).lanes
         rng = GroupRng(0)
-        # Threads of the user's process must not exchange its generators.
-        made.enter_context(rng.as_global() if current_thread() is main_thread() else nullcontext())
-        env.reset(lane.arrays, 0, range(env.num_envs), range(env.num_envs))
+        if current_thread() is main_thread():  # what belongs to the process is not for other threads to exchange
+            made.enter_context(rng.as_global())
+            made.enter_context(warnings.catch_warnings())  # the environments that are kept warn of the same
+            warnings.simplefilter("ignore")
+        env.reset(lane.arrays, 0, range(env.num_envs), range(env.num_envs) if steps else None)
         look_at(env, seen)
         if steps:
             for key, drawn in env.sample(rng, (1, env.num_envs)).items():
