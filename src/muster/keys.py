@@ -23,6 +23,7 @@ POLICY_VERSION: Key = ("collector", "policy_version")
 RESUMED: Key = ("collector", "resumed")
 TEAM_REWARD: Key = ("collector", "team_reward")  # hidden: sum of several rewards, for episode records
 IS_INIT: Key = ("is_init",)
+INFO = "info"  # the first name of columns of infos
 TRAJ_DONE: Key = ("next", "traj_done")  # the environment's own episode is over, not only the agent's
 
 FLAGS = (DONE, TERMINATED, TRUNCATED)
@@ -32,6 +33,11 @@ RESERVED = frozenset({"action", "next", "collector", "done", "terminated", "trun
 def next_of(key: Key) -> Key:
     """The key of the same quantity after the step."""
     return ("next", *key)
+
+
+def mask_of(key: Key) -> Key:
+    """``("info", "success")`` as ``("info", "_success")``: the flags that are True where a field is present."""
+    return (*key[:-1], f"_{key[-1]}")
 
 
 def nested(leaves: Mapping[Key, Any]) -> dict[str, Any]:

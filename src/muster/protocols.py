@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from muster.memory.specs import Array, Column, Specs
     from muster.rng import GroupRng
 
+ALL = slice(None)  # environments of a batch
 Act = Callable[[int], None]
 Step = Callable[[int], "Sequence[int] | None"]
 
@@ -60,6 +61,7 @@ class EnvBatch(Protocol):
             before the first reset (``obs_dtype``); writing into rows then casts.
         own_dtype: keys of observations whose dtype must not be changed.
         bookkeeping: keys of observations that only policies on TensorDicts get: counters, flags, state.
+        info_specs: columns of infos; written and carried as observations are, and hidden from policies.
         action_specs: the policy's actions.
         step_specs: other results of a step, stored below ``next``, for instance rewards per agent.
         flags: the flags among done, terminated and truncated in the user's batch; Muster stores all three.
@@ -79,6 +81,10 @@ class EnvBatch(Protocol):
         repeats: observations that repeat another column of the row before, and that column; zero at the start of an
             agent's episode.
         casts: rules for values in another dtype than their space's. None: they are refused.
+        keeps_infos: True: reset and step set ``new_infos``. To be set before the first reset. None: there are no infos.
+        new_infos: infos of the last reset or step, as pairs of infos and the indices (or ``ALL``) of their
+            environments. Infos are a list with a dict per environment (None: not stepped), or a dict of arrays as in
+            ``gymnasium.vector``. An environment in two pairs was reset in the same step; the first pair is the reset's.
     """
 
     num_envs: int
@@ -87,6 +93,7 @@ class EnvBatch(Protocol):
     observation_specs: Specs
     own_dtype: frozenset[Key] = frozenset()
     bookkeeping: frozenset[Key] = frozenset()
+    info_specs: Specs = {}  # noqa: RUF012
     action_specs: Specs
     step_specs: Specs = {}  # noqa: RUF012 (a default, never changed)
     flags: tuple[Key, ...] = FLAGS
@@ -102,6 +109,8 @@ class EnvBatch(Protocol):
     lives_lost: Collection[int] = ()
     repeats: Mapping[Key, Key] = MappingProxyType({})
     casts: Casts | None = None
+    keeps_infos: bool | None = None
+    new_infos: Sequence[tuple[Any, Any]] = ()
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         """Draw random actions, ``[*shape, *leaf shape]`` per leaf; tensors on a device."""
@@ -171,6 +180,11 @@ class EnvBatch(Protocol):
     def close(self) -> None:
         """Close the environments, if the adapter owns them."""
         return
+
+
+def carried_specs(env: Any) -> Specs:
+    """What an env batch (or a ``GroupInfo``) carries over from row to row."""
+    return {**env.observation_specs, **env.info_specs}
 
 
 class Policy(Protocol):

@@ -26,6 +26,7 @@ class VecEnv:
         self.metadata: dict[str, Any] = {"render_modes": []}
         self._seeds: list[int | None] = [None] * num_envs
         self._options: list[dict[str, Any]] = [{}] * num_envs
+        self.reset_infos: list[dict[str, Any]] = [{} for _ in range(num_envs)]
 
     def seed(self, seed: int) -> Any:
         self._seeds = [seed + i for i in range(self.num_envs)]
@@ -58,7 +59,7 @@ class DummyVecEnv(VecEnv):
             info["TimeLimit.truncated"] = truncated and not terminated
             if dones[i]:
                 info["terminal_observation"] = obs
-                obs, _ = env.reset()
+                obs, self.reset_infos[i] = env.reset()
             self.buf[i] = deepcopy(obs)
             infos.append(info)
         return self._observe(), rewards, dones, deepcopy(infos)
@@ -66,7 +67,8 @@ class DummyVecEnv(VecEnv):
     def reset(self) -> Any:
         for i, env in enumerate(self.envs):
             options = {"options": self._options[i]} if self._options[i] else {}
-            self.buf[i] = deepcopy(env.reset(seed=self._seeds[i], **options)[0])
+            obs, self.reset_infos[i] = env.reset(seed=self._seeds[i], **options)
+            self.buf[i] = deepcopy(obs)
         self._seeds, self._options = [None] * self.num_envs, [{}] * self.num_envs
         return self._observe()
 

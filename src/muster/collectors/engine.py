@@ -322,6 +322,7 @@ class Engine:
             episodes=self.window.count,
             return_mean=self.window.return_mean,
             length_mean=self.window.length_mean,
+            success_rate=self.window.success_rate,
             frames_per_s=self._rate(frames, total),
             env_s=env,
             policy_s=policy,

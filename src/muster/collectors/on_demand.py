@@ -15,14 +15,15 @@ from muster.collectors.asked import Asked, Collected
 from muster.collectors.contradictions import NEEDS_ENVS
 from muster.collectors.engine import Engine
 from muster.collectors.pipeline import PipelineItem, Stage
-from muster.episodes.record import Episodes, join_episodes
+from muster.episodes.record import Episodes, info_records, join_episodes
 from muster.episodes.rules import NobodyLetGo, PerEnv, Rule, RuleName, make_rule
 from muster.episodes.segment import ENDED, find_pieces, split_trajectories, time_last
 from muster.episodes.summary import CollectStats
 from muster.episodes.whole import WholeEpisodes
 from muster.errors import BadOption, CollectorTimeout, UnsupportedEnv, WorkerDied
-from muster.keys import TERMINATED, TRAJ_DONE, TRUNCATED, VALID, Key, next_of
+from muster.keys import INFO, TERMINATED, TRAJ_DONE, TRUNCATED, VALID, Key, next_of
 from muster.memory.specs import Array
+from muster.protocols import carried_specs
 from muster.rollout.bootstrap import check_bootstrap
 from muster.utils.interrupts import postponed
 from muster.workers.messages import RolloutResult
@@ -374,7 +375,9 @@ class OnDemand:
         rewards = column(reward_key)[pieces.rows, 0].astype(np.float64)
         flags = [column(next_of(flag))[rows, 0] for flag in (TERMINATED, TRUNCATED)]
         returns = np.add.reduceat(rewards, pieces.first)
-        return Episodes(pieces.traj_id, pieces.traj_id % self._engine.num_envs, returns, pieces.length, *flags)
+        traj_id, env_id = pieces.traj_id, pieces.traj_id % self._engine.num_envs
+        infos = _infos_at(batch, rows) if self._options.info is not False else None
+        return Episodes(traj_id, env_id, returns, pieces.length, flags[0], flags[1], infos)
 
     def _give_up(self, reason: str, frames: int) -> None:
         """Count frames that were collected and will not be delivered."""
@@ -387,7 +390,7 @@ class OnDemand:
         options, info = self._options, self._engine.source.pool.counters[0].info
         if asked.bootstrap:
             columns = self._engine.layout().columns
-            check_bootstrap(columns, tuple(info.observation_specs), reset_when_done=options.reset_when_done)
+            check_bootstrap(columns, tuple(carried_specs(info)), reset_when_done=options.reset_when_done)
         if options.trajs_per_batch and asked.n_step:
             raise BadOption(
                 "trajs_per_batch makes batches of episodes, and n_step of steps: use collect(n_episode=...)"
@@ -476,3 +479,15 @@ def add_next_values(batch: TensorDict, results: Sequence[RolloutResult], pool: W
     shown = torch.from_numpy(values).reshape(*lead, T).movedim(-1, time_dim)
     batch.set(NEXT_VALUE, shown.unsqueeze(-1).to(device))
     return torch.from_numpy(last).reshape(*lead, 1).to(device)
+
+
+def _infos_at(batch: TensorDict, rows: Array) -> Array:
+    """See ``info_records``; of these rows of the flattened batch."""
+    from tensordict import is_leaf_nontensor
+
+    flat, columns = batch["next", INFO].reshape(-1), dict[Key, Any]()
+    for key in flat.keys(True, True, is_leaf=is_leaf_nontensor):
+        column = flat.get(key)
+        values = column.cpu().numpy()[rows] if torch.is_tensor(column) else [column[row].data for row in rows.tolist()]
+        columns[key if isinstance(key, tuple) else (key,)] = values
+    return info_records(columns, len(rows))

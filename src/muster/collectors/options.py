@@ -12,6 +12,7 @@ import torch
 
 from muster.collectors.contradictions import check_contradictions
 from muster.collectors.replay_buffer import ReplaySink
+from muster.envs.infos import wanted_infos
 from muster.episodes.rules import StreamRule, check_stream_rule
 from muster.errors import BadOption
 from muster.memory.views import Order
@@ -166,6 +167,11 @@ class CollectorOptions:
             ``done`` does not reset the environment: recurrent states start again; trajectory, ``step_count`` and
             episode record go on. True without an end truncates. Adds ``("next", "traj_done")``. For single Gymnasium
             environments.
+        info: columns ``("info", name)`` and ``("next", "info", name)`` of what ``reset`` and ``step`` return besides.
+            True: all fields that a reset and a step show; a list of names, or a dict of ``gymnasium.spaces`` by name
+            (None: as seen). A flag ``("info", "_name")`` says where a field is present; elsewhere it is zero. Without
+            spaces, the env id or function is called once more, for an environment that makes one random step and is
+            closed; environment objects are only reset. docs/environments.md has the details.
         prev_action_reward: add the observations ``prev_action`` and ``prev_reward``, zero where an agent's episode
             begins. Modules and heads get a dict of all observations then.
         logger: gets numbers after every batch; whatever ``muster.observing.loggers.as_logger`` takes: TensorBoard's
@@ -227,6 +233,7 @@ class CollectorOptions:
     own_rng: bool = True
     max_decorrelation_steps: int = 0
     traj_done_key: str | None = None
+    info: Any = False
     prev_action_reward: bool = False
     logger: Any = None
     slot_memory_limit: int | None = None
@@ -257,6 +264,7 @@ class CollectorOptions:
                 raise BadOption(f"{f.name}={value!r}: expected a function")
         if self.traj_done_key is not None and not (isinstance(self.traj_done_key, str) and self.traj_done_key):
             raise BadOption(f"traj_done_key={self.traj_done_key!r}: expected the name of an entry of info, or None")
+        wanted_infos(self.info)
         if self.logger is not None:
             as_logger(self.logger)
         if self.replay_buffer is not None:

@@ -104,7 +104,7 @@ def leaf_problem(value: Any, spec: ArraySpec) -> str | None:
         kind = "iub" if spec.dtype.kind in "iub" else "iubf"
         if np.asarray(value).dtype.kind in kind:
             return None
-    return f"{_describe(value)}"
+    return f"{described_value(value)}"
 
 
 def as_flag(value: Any, name: str, who: str) -> bool:
@@ -113,7 +113,7 @@ def as_flag(value: Any, name: str, who: str) -> bool:
         return bool(value)
     if isinstance(value, np.ndarray) and value.shape == () and value.dtype.kind in "biu" and value in (0, 1):
         return bool(value)
-    raise BadEnvOutput(f"{who}: {name} is {_describe(value)}, expected a bool. {FIX}")
+    raise BadEnvOutput(f"{who}: {name} is {described_value(value)}, expected a bool. {FIX}")
 
 
 def reward_problem(value: Any) -> str | None:
@@ -121,7 +121,7 @@ def reward_problem(value: Any) -> str | None:
     scalar = isinstance(value, (bool, int, float, np.generic)) or (isinstance(value, np.ndarray) and value.shape == ())
     if scalar and np.asarray(value).dtype.kind in NUMBERS:
         return None
-    return f"reward is {_describe(value)}, expected a number"
+    return f"reward is {described_value(value)}, expected a number"
 
 
 class Casts:
@@ -134,7 +134,7 @@ class Casts:
     def __init__(self, name: str) -> None:
         self.refused, self.any = False, False
         self._name = name
-        self._causes: set[str] = set()
+        self._texts: set[str] = set()
         self._new: list[str] = []
 
     def problem(self, value: Any, spec: ArraySpec, what: str) -> str | None:
@@ -166,9 +166,13 @@ class Casts:
     def note(self, cause: str) -> None:
         """Something was cast; ``cause`` says what, without what differs between environments or steps."""
         self.any = True
-        if cause not in self._causes:
-            self._causes.add(cause)
-            self._new.append(f"{self._name}: {cause}. It is cast. {FIX}")
+        self.warn(f"{self._name}: {cause}. It is cast. {FIX}")
+
+    def warn(self, text: str) -> None:
+        """Let the user's process warn of something, once."""
+        if text not in self._texts:
+            self._texts.add(text)
+            self._new.append(text)
 
     def take_warnings(self) -> list[str]:
         new, self._new = self._new, []
@@ -220,7 +224,8 @@ def _bound(bound: Array) -> str:
     return str(bound.min()) if (bound == bound.flat[0]).all() else f"{bound.min()} to {bound.max()}"
 
 
-def _describe(value: Any) -> str:
+def described_value(value: Any) -> str:
+    """A value in an error message: its type and text, or its shape."""
     if isinstance(value, np.ndarray):
         return f"an array of shape {value.shape} and dtype {value.dtype}"
     text = shown(lambda: repr(value))

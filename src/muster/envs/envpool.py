@@ -116,6 +116,11 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
         self._newest, columns = self._in_order(self._all, info, self._flatten(obs), columns)
         return self._codec.build(self._newest), columns[0], columns[1], columns[2], info
 
+    def muster_infos(self, info: dict[str, Any]) -> Any:
+        """Infos that a call has returned, with a row for every environment, in their order."""
+        ids = np.asarray(info["env_id"])
+        return info if np.array_equal(ids, self._all) else _by_env(info, ids, self.num_envs)
+
     def close_extras(self, **kwargs: Any) -> None:
         self.pool.close()
 
@@ -145,6 +150,17 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
             f"too, and make a new pool to restart.",
             stacklevel=2,
         )
+
+
+def _by_env(info: Any, ids: Array, num_envs: int) -> Any:
+    """Arrays of the environments ``ids``, with a row for every environment."""
+    if isinstance(info, dict):
+        return {name: _by_env(part, ids, num_envs) for name, part in info.items()}
+    if np.shape(info)[:1] != ids.shape:
+        return info
+    rows = np.zeros((num_envs, *np.shape(info)[1:]), np.asarray(info).dtype)
+    rows[ids] = info
+    return rows
 
 
 def _unbounded(space: Any) -> Any:

@@ -34,7 +34,7 @@ from muster.errors import BadEnvOutput, UnsupportedEnv, UnsupportedSpace
 from muster.keys import FLAGS, RESERVED, TEAM_REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec, Specs
-from muster.protocols import EnvBatch, Step
+from muster.protocols import ALL, EnvBatch, Step
 from muster.rng import GroupRng
 
 BOOL, FLOAT = np.dtype(bool), np.dtype(np.float32)
@@ -116,6 +116,9 @@ class ParallelEnvs(EnvBatch):
             if team.choices
         }
         self._drawing: GroupRng | None = None
+        self.keeps_infos = False
+        self._told: list[Any] = [None] * self.num_envs  # infos by agent
+        self.new_infos = [(self._told, ALL)]
 
     # --- what Muster calls ------------------------------------------------------------------------
 
@@ -133,7 +136,7 @@ class ParallelEnvs(EnvBatch):
         options, self.reset_options = self.reset_options or {}, None
         for n, b in enumerate(which):
             obs, infos = self._reset(b, seed=None if seeds is None else int(seeds[n]), **options)
-            self._acting[b], self._left[b] = list(self.envs[b].agents), {}
+            self._acting[b], self._left[b], self._told[b] = list(self.envs[b].agents), {}, infos
             self._write(arrays, row, b, obs, infos, "reset")
 
     def start(self, lane: Lane) -> Step:
@@ -152,12 +155,12 @@ class ParallelEnvs(EnvBatch):
                 self.executed_in_row = b
                 got = self._call(b, "step", self._action(arrays, t, b))
                 self.executed_in_row = b + 1
-                obs, reward, ended, cut, infos = self._checked(got, b)
+                obs, reward, ended, cut, self._told[b] = self._checked(got, b)
                 total[t, b] = self._put_rewards(rewards, t, b, reward)
                 still = [a for a in self.envs[b].agents if not (ended.get(a) or cut.get(a))]
                 self._left[b] |= {a: (ended[a], cut[a]) for a in self._acting[b] if a not in still}
                 self._acting[b] = still
-                self._write(arrays, t + 1, b, obs, infos, "step")
+                self._write(arrays, t + 1, b, obs, self._told[b], "step")
                 if not still:
                     by_end = all(left[0] for left in self._left[b].values())
                     terminated[t, b], truncated[t, b] = by_end, not by_end

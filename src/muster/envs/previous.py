@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 
+from muster.envs.wrapped import WrappedEnvs
 from muster.errors import BadOption
 from muster.keys import REWARD, Key, dotted
 from muster.memory.slots import Lane
 from muster.memory.specs import ArraySpec, Specs
-from muster.protocols import EnvBatch, Step
+from muster.protocols import EnvBatch
 
 PREV_ACTION, PREV_REWARD = "prev_action", ("prev_reward",)
 
@@ -28,28 +29,19 @@ def with_previous(env: EnvBatch, dtype: np.dtype[Any] | None = None) -> EnvBatch
     return cast(EnvBatch, _WithPrevious(env, dtype))
 
 
-class _WithPrevious:
-    """Implements ``EnvBatch``; all that is not here is the inner one's, to read and to set."""
-
-    inner: EnvBatch
+class _WithPrevious(WrappedEnvs):
     observation_specs: Specs
     repeats: Mapping[Key, Key]
 
     def __init__(self, inner: EnvBatch, dtype: np.dtype[Any] | None) -> None:
-        own = self.__dict__  # past ``__setattr__``
-        own["inner"], own["_out"] = inner, []
+        super().__init__(inner)
+        own = self.__dict__
         own["repeats"] = {_previous(key): key for key in inner.action_specs} | {PREV_REWARD: REWARD}
         added = {_previous(key): ArraySpec(spec.shape, spec.dtype) for key, spec in inner.action_specs.items()}
         added[PREV_REWARD] = ArraySpec((), inner.reward_dtype)
         if dtype is not None:
             added = {key: spec.stored_as(dtype) for key, spec in added.items()}
         own["observation_specs"] = {**inner.observation_specs, **added}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["inner"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.inner, name, value)
 
     def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         self.inner.reset(arrays, row, which, seeds)
@@ -59,28 +51,17 @@ class _WithPrevious:
         for key in self.repeats:
             arrays[key][row, which] = 0
 
-    def bypass(self, which: Collection[int]) -> None:
-        self.__dict__["_out"] = list(which)
-        self.inner.bypass(which)
-
-    def start(self, lane: Lane) -> Step:
-        step, data = self.inner.start(lane), lane.data
+    def after_step(self, lane: Lane) -> Callable[[int], None]:
+        data = lane.data
         pairs = [(data[key], data[source]) for key, source in self.repeats.items()]
-        own = self.__dict__
 
-        def step_and_note(t: int) -> Sequence[int] | None:
-            finished = step(t)
-            try:
-                for after, before in pairs:
-                    after[t + 1] = before[t]
-                if out := own["_out"]:
-                    self.restart_agent(data, t + 1, out)
-            except BaseException:  # Ctrl-C, after the step
-                self.executed_in_row = self.num_envs - len(own["_out"])
-                raise
-            return finished
+        def note(t: int) -> None:
+            for after, before in pairs:
+                after[t + 1] = before[t]
+            if self.bypassed:
+                self.restart_agent(data, t + 1, self.bypassed)
 
-        return step_and_note
+        return note
 
 
 def _previous(key: Key) -> Key:
@@ -100,8 +81,3 @@ def _problem(env: EnvBatch) -> str:
         return "resets itself on a device, where Muster does not see in time what begins: leave it out"
     objects = [dotted(key) for key, spec in env.action_specs.items() if not spec.is_tensor or spec.ragged]
     return f"has actions that are no arrays ({', '.join(objects)}): leave it out" if objects else ""
-
-
-def previous_of(env: Any) -> EnvBatch:
-    """What ``with_previous`` was given; any other environment batch is what it is."""
-    return cast(EnvBatch, getattr(env, "inner", env) if isinstance(env, _WithPrevious) else env)

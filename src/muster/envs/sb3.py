@@ -21,6 +21,7 @@ from muster.errors import BadOption, UnsupportedEnv
 from muster.memory.specs import Array
 from muster.protocols import EnvBatch
 
+TOLD = "infos"  # in the info of a batch: one for each environment
 PACKAGE = "stable_baselines3.common.vec_env."
 
 
@@ -82,12 +83,12 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
                 self.env.seed(int(seed))
             if given:
                 self.env.set_options(given)
-            return self.env.reset(), {}
+            return self.env.reset(), {TOLD: self._reset_infos()}
         seeds = [None if seed is None else seed + i for i in range(self.num_envs)] if np.ndim(seed) == 0 else list(seed)
         if len(seeds) != self.num_envs:
             raise BadOption(f"reset() got {len(seeds)} seeds for {self.num_envs} environments; give one for each")
         rows = np.flatnonzero(np.ones(self.num_envs, bool) if mask is None else mask)
-        return self._reset_rows(rows, seeds, {"options": given} if given else {}), {}
+        return self._reset_rows(rows, seeds, {"options": given} if given else {})
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         if isinstance(self.single_action_space, (spaces.Dict, spaces.Tuple)):
@@ -96,17 +97,31 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         done = np.asarray(done, bool)
         cut = done & [bool(info.get("TimeLimit.truncated", False)) for info in infos]
         if not done.any():
-            return obs, reward, done, cut, {}
+            return obs, reward, done, cut, {TOLD: infos}
         final = np.empty(self.num_envs, object)
         for i in np.flatnonzero(done):
             final[i] = infos[i].get("terminal_observation")
-        return obs, reward, done & ~cut, cut, {"final_obs": final, "_final_obs": done}
+        told = [first if over else info for info, first, over in zip(infos, self._reset_infos(), done, strict=True)]
+        ends = {"final_obs": final, "_final_obs": done, "final_info": infos, TOLD: told}
+        return obs, reward, done & ~cut, cut, ends
+
+    def muster_infos(self, info: dict[str, Any]) -> list[Any]:
+        """The infos that a call has returned, one for each environment."""
+        told: list[Any] = info[TOLD]
+        return told
 
     def close_extras(self, **kwargs: Any) -> None:
         self.env.close()
 
-    def _reset_rows(self, rows: Array, seeds: list[Any], extra: dict[str, Any]) -> Any:
-        """Reset these environments, which SB3 has no word for: one by one, and what each wrapper knows of them."""
+    def _reset_infos(self) -> list[dict[str, Any]]:
+        """Of the last reset of each environment, as SB3 keeps them."""
+        return list(getattr(_layers(self.env)[-1], "reset_infos", [{}] * self.num_envs))
+
+    def _reset_rows(self, rows: Array, seeds: list[Any], extra: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Reset these environments, which SB3 has no word for: one by one, and what each wrapper knows of them.
+
+        Returns: observations, and infos.
+        """
         if self._strange is not None:
             raise UnsupportedEnv(
                 f"{type(self.env).__name__}: environments {rows.tolist()} are to be reset alone (max_frames_per_traj, "
@@ -115,7 +130,11 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
                 f"themselves (gymnasium.wrappers.TimeLimit), or wrap the single environments instead of the VecEnv."
             )
         *wrappers, base = _layers(self.env)
-        first = [base.env_method("reset", indices=[i], seed=seeds[i], **extra)[0][0] for i in rows.tolist()]
+        pairs = [base.env_method("reset", indices=[i], seed=seeds[i], **extra)[0] for i in rows.tolist()]
+        first = [obs for obs, _ in pairs]
+        told: list[Any] = [None] * self.num_envs
+        for i, (_, info) in zip(rows.tolist(), pairs, strict=True):
+            told[i] = info
         codec = observation_codec(base.observation_space)
         obs = codec.build([np.stack(leaf) for leaf in zip(*map(codec.flatten, first), strict=True)])
         for wrapper in reversed(wrappers):
@@ -125,7 +144,7 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         for leaf in codec.flatten(obs):
             leaves.append(np.zeros((self.num_envs, *leaf.shape[1:]), leaf.dtype))
             leaves[-1][rows] = leaf
-        return codec.build(leaves)
+        return codec.build(leaves), {TOLD: told}
 
 
 def _name(cls: type) -> str:

@@ -15,7 +15,7 @@ from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv, described, sho
 from muster.keys import REWARD, Key, dotted, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
-from muster.protocols import EnvBatch, Step
+from muster.protocols import ALL, EnvBatch, Step
 from muster.rng import GroupRng
 
 Arrays = Mapping[Key, Array]
@@ -52,6 +52,9 @@ class StackedEnvs(EnvBatch):
         self.lives_lost: set[int] = set()
         self._bypassed: frozenset[int] = frozenset()
         self._lives_key: str | None = None
+        self.keeps_infos = False
+        self._told: list[Any] = [None] * self.num_envs
+        self.new_infos = [(self._told, ALL)]
         self._steps: list[Callable[[Any], Any]] = []  # what a row calls, environment by environment
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
@@ -62,7 +65,8 @@ class StackedEnvs(EnvBatch):
         options, self.reset_options = self.reset_options or {}, None
         for n, i in enumerate(which):
             who, seed = f"{self.name}[{i}]", None if seeds is None else seeds[n]
-            obs, _ = checks.reset_pair(checks.call(self.envs[i], "reset", who, index=i, seed=seed, **options), who)
+            got = checks.call(self.envs[i], "reset", who, index=i, seed=seed, **options)
+            obs, self._told[i] = checks.reset_pair(got, who)
             if plain and type(obs) is np.ndarray and obs.shape == shape and obs.dtype == dtype:
                 arrays[key][row, i] = obs
             else:
@@ -171,6 +175,10 @@ class StackedEnvs(EnvBatch):
         array = self.observations.single and spec.is_tensor and spec.shape
         blank: Any = (np.zeros(spec.shape, spec.dtype) if array else BLANK, 0.0, False, False, {})
         steps: list[Callable[[Any], Any]] = [env.step for env in self.envs]
+        if self.keeps_infos:
+            steps = [_keeping_info(step, i, self._told) for i, step in enumerate(steps)]
+            for i in self._bypassed:
+                self._told[i] = None
         if (key := self._lives_key) is not None:
             steps = [
                 _counting_lives(step, f"{self.name}[{i}]", key, i, self.lives_lost) for i, step in enumerate(steps)
@@ -273,6 +281,17 @@ class _Refused:
 
     def __init__(self, error: BadEnvOutput) -> None:
         self.error = error
+
+
+def _keeping_info(step: Callable[[Any], Any], i: int, told: list[Any]) -> Callable[[Any], Any]:
+    """``step``, which keeps the info of environment ``i`` in ``told``."""
+
+    def keeping(action: Any) -> Any:
+        got = step(action)
+        told[i] = got[4] if isinstance(got, tuple) and len(got) == 5 else None  # the caller says what is wrong
+        return got
+
+    return keeping
 
 
 def _counting_lives(step: Callable[[Any], Any], who: str, key: str, i: int, lost: set[int]) -> Callable[[Any], Any]:

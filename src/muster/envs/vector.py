@@ -8,7 +8,7 @@ environment has been reset already and hands the true last observation over in `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -22,7 +22,7 @@ from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv
 from muster.keys import NEXT_OBS_VALID, REWARD, Key, dotted, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec
-from muster.protocols import EnvBatch, Step
+from muster.protocols import ALL, EnvBatch, Step
 from muster.rng import GroupRng
 
 TERMINATED, TRUNCATED = next_of(("terminated",)), next_of(("truncated",))
@@ -51,6 +51,8 @@ class VectorEnvBatch(EnvBatch):
         self._masks = self._known or self.mode is AutoresetMode.SAME_STEP or self.num_envs == 1  # as far as one knows
         # SAME_STEP: environments whose new episodes have not begun for us, and rows with their first observations.
         self._fresh: tuple[list[int], list[Array]] = [], []
+        self.keeps_infos, self._reset_info = False, dict[str, Any]()
+        self._infos_of: Callable[[Any], Any] = getattr(env, "muster_infos", lambda info: info)
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         return self.actions.sample(rng, shape)
@@ -65,9 +67,12 @@ class VectorEnvBatch(EnvBatch):
             for target, leaf in zip(targets, first, strict=True):
                 target[waiting] = leaf[waiting]
         rest = [i for i in which if i not in waiting] if len(waiting) < len(which) else []
+        self.new_infos = []
         if not rest:
             return
         leaves = self._leaves(self._masked_reset(rest, seeds), f"{self.name}.reset")
+        if self.keeps_infos:
+            self.new_infos = [(self._infos_of(self._reset_info), rest)]
         if not self._known and len(rest) < self.num_envs:
             self._check_mask_respected(targets, leaves, rest)
         for target, leaf in zip(targets, leaves, strict=True):
@@ -91,6 +96,8 @@ class VectorEnvBatch(EnvBatch):
             terminated[t] = self._column(ended, "terminated", "b")
             truncated[t] = self._column(cut, "truncated", "b")
             finished: list[int] = np.flatnonzero(terminated[t] | truncated[t]).tolist()
+            if self.keeps_infos:
+                self._take_infos(info, finished)
             if finished and self.mode is AutoresetMode.SAME_STEP:
                 self._fresh = finished, leaves
                 rows = [array[t + 1] for array in obs_arrays]
@@ -113,6 +120,17 @@ class VectorEnvBatch(EnvBatch):
 
     def close(self) -> None:
         self.env.close()
+
+    def _take_infos(self, info: Any, finished: list[int]) -> None:
+        """See ``EnvBatch.new_infos``. SAME_STEP: of those that finished, ``final_info`` has the infos of the step."""
+        told = self._infos_of(info)
+        self.new_infos = [(told, ALL)]
+        if finished and self.mode is AutoresetMode.SAME_STEP:
+            final = info.get("final_info", {})
+            if isinstance(final, Mapping):  # and wrappers of the batch put statistics of the step beside it
+                final = {**{name: info[name] for name in ("episode", "_episode") if name in info}, **final}
+                told = {name: value for name, value in told.items() if name not in ("episode", "_episode")}
+            self.new_infos = [(told, ALL), (final, finished)]
 
     def _take_final(self, i: int, info: Any, rows: list[Array], known: Array | None, t: int) -> None:
         """SAME_STEP: put the true last observation into row ``t + 1``."""
@@ -175,7 +193,8 @@ class VectorEnvBatch(EnvBatch):
         return np.asarray(list(seeds)) if _is_ale(self.env.unwrapped) else checks.batch_seed(seeds)
 
     def _reset(self, **given: Any) -> Any:
-        return checks.reset_pair(checks.call(self.env, "reset", self.name, **given), self.name)[0]
+        obs, self._reset_info = checks.reset_pair(checks.call(self.env, "reset", self.name, **given), self.name)
+        return obs
 
     def _leaves(self, obs: Any, who: str) -> list[Array]:
         """The batched observation as checked arrays ``[B, *shape]``."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
-from muster.memory.specs import Array
+from muster.keys import Key, mask_of, nested
+from muster.memory.specs import OBJECT, Array
 
 
 class EpisodeRecord(NamedTuple):
@@ -20,6 +21,7 @@ class EpisodeRecord(NamedTuple):
         episode_return: undiscounted sum of rewards as stored (float32), added up in float64.
         length: steps.
         terminated, truncated: how it ended. What ``reset()`` cuts has no record.
+        info: of its last step, the fields that the option ``info`` stores and that were present; None without it.
     """
 
     traj_id: int
@@ -28,6 +30,7 @@ class EpisodeRecord(NamedTuple):
     length: int
     terminated: bool
     truncated: bool
+    info: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,14 +43,16 @@ class Episodes(Sequence[EpisodeRecord]):
     length: Array
     terminated: Array
     truncated: Array
+    info: Array | None = None  # of dicts
 
     @overload
     def __getitem__(self, index: int) -> EpisodeRecord: ...
     @overload
     def __getitem__(self, index: slice) -> Sequence[EpisodeRecord]: ...
     def __getitem__(self, index: int | slice) -> EpisodeRecord | Sequence[EpisodeRecord]:
-        columns = (c[index].tolist() for c in self.columns())
-        return list(map(EpisodeRecord, *columns)) if isinstance(index, slice) else EpisodeRecord(*columns)
+        if isinstance(index, slice):
+            return list(map(EpisodeRecord, *(column[index].tolist() for column in self.columns())))
+        return EpisodeRecord(*(column.item(index) for column in self.columns()))
 
     def __len__(self) -> int:
         return len(self.traj_id)
@@ -59,7 +64,8 @@ class Episodes(Sequence[EpisodeRecord]):
         return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
 
     def columns(self) -> tuple[Array, ...]:
-        return self.traj_id, self.env_id, self.episode_return, self.length, self.terminated, self.truncated
+        own = self.traj_id, self.env_id, self.episode_return, self.length, self.terminated, self.truncated
+        return own if self.info is None else (*own, self.info)
 
 
 NO_EPISODES = Episodes(*(np.empty(0, d) for d in (np.int64, np.int64, float, np.int64, bool, bool)))
@@ -68,7 +74,22 @@ NO_EPISODES = Episodes(*(np.empty(0, d) for d in (np.int64, np.int64, float, np.
 
 def join_episodes(parts: Sequence[Episodes]) -> Episodes:
     """The episodes of several groups, group by group."""
+    parts = [part for part in parts if len(part)]
     if len(parts) == 1:
         return parts[0]
     columns = zip(*(part.columns() for part in parts), strict=True)
     return Episodes(*map(np.concatenate, columns)) if parts else NO_EPISODES
+
+
+def info_records(columns: Mapping[Key, Sequence[Any] | Array], n: int) -> Array:
+    """The infos of ``n`` steps as dicts, from columns of values and of flags by name, ``[n, ...]`` each."""
+    records = np.empty(n, OBJECT)
+    fields = [(path, values, columns[mask_of(path)]) for path, values in columns.items() if mask_of(path) in columns]
+    for row in range(n):
+        records[row] = nested({path: _plain(values[row]) for path, values, there in fields if there[row]})
+    return records
+
+
+def _plain(value: Any) -> Any:
+    """A number or text as such; an array as a copy."""
+    return value.item() if isinstance(value, np.generic) else value.copy() if isinstance(value, np.ndarray) else value

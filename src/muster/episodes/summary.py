@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import Self
 
-from muster.episodes.record import Episodes
+from muster.episodes.record import EpisodeRecord, Episodes
 from muster.errors import BadOption
 from muster.memory.specs import Array
 
@@ -146,6 +146,16 @@ class CollectStats(CollectStatsBase):
         return cls(returns=returns, returns_stat=returns_stat, lens=lens, lens_stat=lens_stat, **others)
 
 
+def successes(episodes: Sequence[EpisodeRecord]) -> list[float]:
+    """``is_success``, else ``success``, of the infos of those episodes that have one which is a number."""
+    if isinstance(episodes, Episodes):  # without making records
+        infos = [] if episodes.info is None else episodes.info.tolist()
+    else:
+        infos = [episode.info or {} for episode in episodes]
+    found = (info.get("is_success", info.get("success")) for info in infos)
+    return [float(value) for value in found if isinstance(value, (bool, int, float))]
+
+
 class EpisodeWindow:
     """The number of all episodes, and means over the last ``WINDOW`` of them."""
 
@@ -153,11 +163,13 @@ class EpisodeWindow:
         self.count = 0
         self._returns: deque[float] = deque(maxlen=WINDOW)
         self._lengths: deque[int] = deque(maxlen=WINDOW)
+        self._successes: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, episodes: Episodes) -> None:
         self.count += len(episodes)
         self._returns.extend(episodes.episode_return[-WINDOW:].tolist())
         self._lengths.extend(episodes.length[-WINDOW:].tolist())
+        self._successes.extend(successes(episodes))
 
     @property
     def return_mean(self) -> float | None:
@@ -167,10 +179,20 @@ class EpisodeWindow:
     def length_mean(self) -> float | None:
         return sum(self._lengths) / len(self._lengths) if self._lengths else None
 
+    @property
+    def success_rate(self) -> float | None:
+        return sum(self._successes) / len(self._successes) if self._successes else None
+
     def state_dict(self) -> dict[str, object]:
-        return {"count": self.count, "returns": list(self._returns), "lengths": list(self._lengths)}
+        return {
+            "count": self.count,
+            "returns": list(self._returns),
+            "lengths": list(self._lengths),
+            "successes": list(self._successes),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.count = state["count"]
         self._returns = deque(state["returns"], maxlen=WINDOW)
         self._lengths = deque(state["lengths"], maxlen=WINDOW)
+        self._successes = deque(state.get("successes", ()), maxlen=WINDOW)

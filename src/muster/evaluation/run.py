@@ -138,7 +138,7 @@ class Run:
         began, number = list(self._began), list(self._number)
         records = []
         for episode in episodes:
-            _, i, value, length, terminated, truncated = episode
+            _, i, value, length, terminated, truncated, _ = episode
             seed = self._seed_of(i, number[i])
             record = EvaluatedEpisode(i, number[i], seed, began[i], value, length, terminated, truncated, self.version)
             began[i], number[i] = began[i] + length, number[i] + 1

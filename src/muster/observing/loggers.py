@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 from typing_extensions import Self
 
 from muster.episodes.record import EpisodeRecord, Episodes
-from muster.episodes.summary import SequenceSummaryStats
+from muster.episodes.summary import SequenceSummaryStats, successes
 from muster.errors import BadOption, HookError, described
 from muster.memory.specs import Array
 from muster.observing.stats import CollectorStats
@@ -329,4 +329,6 @@ def _summary(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
         if stat := SequenceSummaryStats.from_sequence(column):
             record[f"{name}_mean"], record[f"{name}_std"] = stat.mean, stat.std
             record[f"{name}_max"], record[f"{name}_min"] = stat.max, stat.min
+    if succeeded := successes(episodes):
+        record["success_rate"] = sum(succeeded) / len(succeeded)
     return record

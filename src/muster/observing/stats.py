@@ -78,6 +78,8 @@ class CollectorStats:
             episodes that are not complete or wait for others.
         batches, episodes: delivered; episodes count with the batch in which they ended.
         return_mean, length_mean: over the last 100 episodes; None before the first.
+        success_rate: over the last 100 episodes whose last ``info`` has ``is_success`` or ``success``; None before the
+            first, and where the option ``info`` stores neither.
         frames_per_s: delivered frames per second of collecting. The user's own time does not count, except where
             workers go on meanwhile.
         env_s, policy_s, copy_s, rest_s: where the time of rollouts went, added up over workers; env and policy from
@@ -120,6 +122,7 @@ class CollectorStats:
     workers: tuple[WorkerStats, ...] = ()
     inference: InferenceStats | None = None
     ended_by: str = ""
+    success_rate: float | None = None
 
     @property
     def nodes(self) -> int:

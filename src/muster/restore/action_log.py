@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from muster.envs.previous import previous_of
 from muster.envs.stacked import StackedEnvs
+from muster.envs.wrapped import innermost
 from muster.errors import MusterError, text_of
 from muster.keys import Key
 from muster.memory.specs import Array
@@ -51,7 +51,7 @@ class ResetLog:
 
 def replays_alone(env: EnvBatch) -> bool:
     """Whether each environment of the batch can be replayed without the others."""
-    return isinstance(previous_of(env), StackedEnvs)
+    return isinstance(innermost(env), StackedEnvs)
 
 
 def random_state(env: Any) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from muster.errors import BadOption, PolicyError, described
 from muster.keys import IS_INIT, TERMINATED, TRAJ_IDS, TRUNCATED, Key, next_of
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import Array, Column
-from muster.protocols import Policy
+from muster.protocols import Policy, carried_specs
 from muster.rng import GroupRng
 from muster.rollout.acting import is_own
 from muster.rollout.context import RolloutContext
@@ -70,7 +70,7 @@ class After:
     def __init__(self, group: Group, lane: Lane, wanted: Bootstrap) -> None:
         self._group, self._lane, self._wanted = group, lane, wanted
         columns = lane.layout.columns
-        self._states = [c.key for c in columns if c.carry and c.key not in group.env.observation_specs]
+        self._states = [c.key for c in columns if c.carry and c.key not in carried_specs(group.env)]
         self._kept: dict[tuple[int, int], dict[Key, Any]]  # recurrent states that resets would overwrite
         self._kept = lane.cache.setdefault(KEPT, {})
         for cell in [cell for cell in self._kept if cell[0] >= lane.done_steps]:  # of rows that will be others

@@ -10,7 +10,7 @@ import numpy as np
 from muster.keys import IS_INIT, Key
 from muster.memory.slots import torch_dtype
 from muster.memory.specs import ArraySpec, Column
-from muster.protocols import EnvBatch
+from muster.protocols import EnvBatch, carried_specs
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,9 @@ else:
 
 
 class Carry(dict[Key, Any]):
-    """Observations and recurrent states before the next step, ``[1, B, *shape]`` each: arrays, or tensors on a device.
+    """Observations, infos and recurrent states before the next step, ``[1, B, *shape]`` each.
+
+    They are arrays, or tensors on a device.
 
     Args:
         env: whose observations these are.
@@ -28,7 +30,8 @@ class Carry(dict[Key, Any]):
 
     def __init__(self, env: EnvBatch, batch_shape: tuple[int, ...]) -> None:
         self._env, self._batch_shape = env, batch_shape
-        super().__init__({key: self._zeros(spec) for key, spec in env.observation_specs.items()})
+        self._by_env = carried_specs(env)
+        super().__init__({key: self._zeros(spec) for key, spec in self._by_env.items()})
 
     def of(self, column: Column) -> Any:
         """Of a carried column; a recurrent state is made when it is first asked for."""
@@ -49,7 +52,7 @@ class Carry(dict[Key, Any]):
     def begin_anew(self, which: Sequence[int]) -> None:
         """Recurrent states of ``which`` as at the beginning of an episode."""
         for key, row in self.items():
-            if key not in self._env.observation_specs:
+            if key not in self._by_env:
                 row[0, which] = key == IS_INIT
 
     def seen(self, key: Key) -> torch.Tensor:

@@ -22,7 +22,7 @@ from muster.keys import (
     next_of,
 )
 from muster.memory.specs import OBJECT, Column
-from muster.protocols import EnvBatch
+from muster.protocols import EnvBatch, carried_specs
 
 Validate = Literal["off", "fast", "full"]
 
@@ -66,7 +66,7 @@ def lane_columns(
     """
     by_policy = {column.key for column in policy}
     columns = []
-    for key, spec in env.observation_specs.items():
+    for key, spec in carried_specs(env).items():
         column = Column(key, spec.shape, spec.dtype, ragged=spec.ragged, inner=spec.inner)
         columns.append(replace(column, carry=True, by_policy=key in by_policy))
         if not options.compact_obs:

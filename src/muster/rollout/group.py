@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -16,7 +17,7 @@ from muster.errors import BadEnvOutput, BadPolicyOutput
 from muster.keys import IS_INIT, POLICY_VERSION, RESUMED, STEP_COUNT, TRAJ_DONE, TRAJ_IDS, VALID, Key, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
-from muster.protocols import EnvBatch, Outputs, Policy
+from muster.protocols import EnvBatch, Outputs, Policy, carried_specs
 from muster.rng import GroupRng
 from muster.rollout.acting import call_policy, env_error, keep, store_outputs
 from muster.rollout.carry import Carry
@@ -54,7 +55,7 @@ class LaneViews:
         for column in carried:
             group.carry.of(column)  # which makes it
         self.carried = [(column.key, data[column.key]) for column in carried]
-        own = [(key, rows) for key, rows in self.carried if key not in group.env.observation_specs]
+        own = [(key, rows) for key, rows in self.carried if key not in carried_specs(group.env)]
         self.states = [(rows, key == IS_INIT) for key, rows in own]
         self.is_fine = quick_check(lane, group.env, group.options.validate)
         self.marks = marks_of(lane)
@@ -120,9 +121,8 @@ class Group:
         self.frame_limit: int | None = None
         self.carry = Carry(env, batch_shape)
         self.resumed: list[int] | None = None  # environments whose next row is the first after a load; None: no load
-        self._obs_keys = list(env.observation_specs)
         row_bytes, shown = sum(row.nbytes for row in self.carry.values()), not (env.writes_next or options.compact_obs)
-        self._next = NextObservations(self._obs_keys, shown=shown, row_bytes=row_bytes)
+        self._next = NextObservations(list(carried_specs(env)), shown=shown, row_bytes=row_bytes)
         self._primed: tuple[Policy, Outputs, int | str] | None = None
         self.due = Due(range(self.B))
         self._deadline = np.full(self.B, NEVER, np.int64)  # row at which max_frames_per_traj is reached
@@ -180,7 +180,7 @@ class Group:
 
     def observations(self) -> dict[Key, torch.Tensor]:
         """What the policy acts on next, ``[*batch_shape, *shape]`` per leaf."""
-        return {key: self.carry.seen(key) for key in self._obs_keys}
+        return {key: self.carry.seen(key) for key in self.env.observation_specs}
 
     def context(self, *, first: bool = False) -> RolloutContext:
         """What environments and policies run in; not in inference mode for the ``first`` call."""
@@ -263,6 +263,8 @@ class Group:
             self.clock.fill_step_counts(counts[:n], over)
             np.add(counts, 1, out=lane.arrays[next_of(STEP_COUNT)])
         self.episodes = self.clock.advance(reward, terminated, truncated, over)
+        if self.env.info_specs and len(self.episodes):
+            self.episodes = replace(self.episodes, info=self._next.infos(lane, over))
         if late is not None:
             self._begin_late(late, over)
         if options.compact_obs and n:

@@ -8,7 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from muster.keys import DONE, FLAGS, NEXT_OBS_VALID, TERMINATED, TRAJ_DONE, TRAJ_IDS, TRUNCATED, VALID, Key, next_of
+from muster.episodes.record import info_records
+from muster.keys import (
+    DONE,
+    FLAGS,
+    INFO,
+    NEXT_OBS_VALID,
+    TERMINATED,
+    TRAJ_DONE,
+    TRAJ_IDS,
+    TRUNCATED,
+    VALID,
+    Key,
+    next_of,
+)
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, Specs
 from muster.protocols import EnvBatch
@@ -74,6 +87,16 @@ class NextObservations:
         """Keep what comes after row ``t`` in ``envs``, but for those that are ``known``."""
         index = [i for i in envs if i not in known]
         self.finals.append(Final(t, index, {key: lane.arrays[key][t + 1, index].copy() for key in self._keys}))
+
+    def infos(self, lane: Lane, over: Array) -> Array:
+        """What environments said besides in the last steps of episodes, in order, as dicts (``over``: ``[n, B]``)."""
+        t, env = over.nonzero()
+        keys = [key for key in self._keys if key[0] == INFO]
+        if self._shown:
+            return info_records({key[1:]: lane.arrays[next_of(key)][t, env] for key in keys}, len(t))
+        cells = {(f.t, i): (f.leaves, place) for f in self.finals for place, i in enumerate(f.envs)}
+        found = [cells[cell] for cell in zip(t.tolist(), env.tolist(), strict=True)]
+        return info_records({key[1:]: [leaves[key][place] for leaves, place in found] for key in keys}, len(t))
 
     def take_back(self, begin: int) -> None:
         """Rows from ``begin`` on are not complete."""

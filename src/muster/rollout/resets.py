@@ -13,7 +13,7 @@ from muster.errors import BadOption
 from muster.keys import Key
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import Array
-from muster.protocols import Act, EnvBatch, Policy
+from muster.protocols import Act, EnvBatch, Policy, carried_specs
 from muster.rng import GroupRng
 from muster.rollout.columns import RolloutOptions, lane_columns
 from muster.rollout.progress import ACTING, KNOWN, STEPPING, Phase, Progress
@@ -121,7 +121,7 @@ class Waiting:
         new = [i for i in which if i not in self.since]
         self.since.update(dict.fromkeys(new, t))
         if self._env.bypasses:
-            specs = self._env.observation_specs
+            specs = carried_specs(self._env)
             for i in new:
                 if i in going_on:
                     self._kept[i] = {key: lane.arrays[key][t + 1, i].copy() for key in specs}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from muster.testing.envs import ChainEnv, CountingEnv, FaultyEnv, SpaceEnv, TorchCartPole
+from muster.testing.envs import ChainEnv, CountingEnv, FaultyEnv, InfoEnv, SpaceEnv, TorchCartPole
 from muster.testing.oracle import Fault, OracleEnv, check_stream
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ __all__ = [
     "EnvContract",
     "Fault",
     "FaultyEnv",
+    "InfoEnv",
     "OracleEnv",
     "SpaceEnv",
     "TorchCartPole",

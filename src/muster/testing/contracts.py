@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from muster.collectors import Collector
+from muster.errors import BadOption
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -46,7 +47,10 @@ class EnvContract:
         return torch.cat(parts, parts[0].names.index("time"))
 
     def test_next_observation_is_the_observation_of_the_next_row_unless_the_episode_ended(self) -> None:
-        batch = self.collect()
+        try:
+            batch = self.collect(info=True)  # infos go with observations
+        except BadOption:  # there are none
+            batch = self.collect()
         going_on = ~_ended(batch)[..., :-1]
         for key in _observation_keys(batch):
             after, before = _without(batch, ("next", *key), last=True), _without(batch, key, last=False)

@@ -70,6 +70,36 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         return self._buffer
 
 
+class InfoEnv(CountingEnv):
+    """A ``CountingEnv`` with infos of every kind.
+
+    ``reset`` returns ``t`` (0) and the text ``stage``. Steps return both, ``half`` (``t / 2``), ``place`` (two floats)
+    and ``goal`` (a dict with the bool ``near``), ``even`` where ``t`` is even, and ``success`` at the end.
+
+    Attributes:
+        SPACES: of those that one reset and one step do not show.
+    """
+
+    SPACES: Mapping[str, spaces.Space[Any]] = {"even": spaces.Discrete(2), "success": spaces.Discrete(2)}
+
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
+        return super().reset(seed=seed, options=options)[0], {"t": 0, "stage": "begin"}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, Info]:
+        obs, reward, terminated, truncated, _ = super().step(action)
+        return obs, reward, terminated, truncated, self.info_of(self.t)
+
+    def info_of(self, t: int) -> Info:
+        """What step ``t`` of an episode gives."""
+        place = np.array([self.length, t], np.float32)
+        info: Info = {"t": t, "stage": "on", "half": t / 2, "place": place, "goal": {"near": t + 1 >= self.length}}
+        if t % 2 == 0:
+            info["even"] = True
+        if t == self.length:
+            info |= {"stage": "end", "success": self.length % 2 == 0}
+        return info
+
+
 class ChainEnv(gymnasium.Env[Any, Any]):
     """Observation ``[episode, t, state]`` (int64); every state is computed from the last state and the action.
 

@@ -312,8 +312,8 @@ class Actor:
     def _buffer(self, B: int, T: int, like: Layout) -> Lane:
         """Return the buffer for ``B`` environments, with at most ``T`` steps; pinned if the policy is on a GPU."""
         if (B, T) not in self._buffers:
-            written = self._written()
-            columns = tuple(c for c in like.columns if c.carry or c.key in written)
+            written, infos = self._written(), next(iter(self._infos.values())).info_specs
+            columns = tuple(c for c in like.columns if c.key in written or (c.carry and c.key not in infos))
             row_bytes = B * sum(math.prod(c.shape) * c.dtype.itemsize for c in columns)
             steps = min(T, max(1, GATHER_BYTES // row_bytes))
             pinned = self._device is not None and self._device.type == "cuda"

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache, partial
+from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from muster.envs.build import BuiltEnv, build_env
+from muster.envs.build import BuiltEnv, build_env, is_environment
+from muster.envs.infos import Seen, look_at, with_infos
 from muster.envs.previous import with_previous
 from muster.errors import BadOption
 from muster.keys import STEP_COUNT, TRUNCATED, dotted, next_of
+from muster.memory.slots import Layout, Slot
 from muster.protocols import EnvBatch, Policy
 from muster.rng import GroupRng
-from muster.rollout.columns import RolloutOptions
+from muster.rollout.columns import RolloutOptions, lane_columns
 from muster.rollout.group import Group
 from muster.rollout.hooks import watching
 from muster.rollout.marks import nested_truncations
@@ -33,6 +38,7 @@ class WorkerOptions:
     Attributes:
         shared_frames: all groups fill a batch together; False: each group fills batches of its own.
         obs_dtype: dtype in which floating-point observations are stored; None: the dtype of the environments.
+        info: infos to store; False: none.
     """
 
     frames_per_batch: int
@@ -47,6 +53,7 @@ class WorkerOptions:
     cudagraph_policy: bool | dict[str, Any] | None
     rollout: RolloutOptions
     obs_dtype: np.dtype[Any] | None = None
+    info: Any = False
 
 
 def build_envs(
@@ -54,6 +61,7 @@ def build_envs(
 ) -> list[BuiltEnv]:
     """Make an env batch for each factory, and register its ``close`` with ``made``."""
     built: list[BuiltEnv] = []
+    looks: dict[tuple[int, int], Callable[[], Seen]] = {}
     for factory, keywords in zip(factories, kwargs, strict=True):
         built.append(build_env(factory, options.num_envs, keywords, options.env_device))
         made.callback(built[-1].env.close)
@@ -63,12 +71,48 @@ def build_envs(
             env.observation_specs = {key: s if key in env.own_dtype else s.stored_as(dtype) for key, s in specs}
         if env.casts is not None:
             env.casts.refused = options.rollout.validate == "full"
+        if options.info is not False:
+            source = id(factory), id(keywords)
+            if source not in looks:
+                looks[source] = cache(partial(_infos_of, built[-1], factory, keywords, options))
+            built[-1] = replace(built[-1], env=with_infos(env, options.info, looks[source]))
         if options.rollout.prev_action_reward:
-            built[-1] = replace(built[-1], env=with_previous(env, dtype))
+            built[-1] = replace(built[-1], env=with_previous(built[-1].env, dtype))
     objects = [id(_innermost(env)) for b in built for env in b.env.objects()]
     if len(set(objects)) < len(objects):
         raise BadOption("create_env_fn has the same environment object twice; give functions that make one")
     return built
+
+
+def _infos_of(built: BuiltEnv, factory: Any, kwargs: Mapping[str, Any] | None, options: WorkerOptions) -> Seen:
+    """What infos look like: of a reset and a random step of an environment that is made for this and closed.
+
+    An environment that exists already is only reset.
+    """
+    mine = {id(_innermost(env)) for env in built.env.objects()}
+    seen: Seen = {}
+    with ExitStack() as made:
+        env, steps = built.env, False
+        if not is_environment(factory):
+            probe = build_env(factory, None if options.num_envs is None else 1, kwargs, options.env_device).env
+            if steps := mine.isdisjoint(id(_innermost(each)) for each in probe.objects()):
+                env = probe
+                made.callback(env.close)
+                env.keeps_infos = True
+        (lane,) = Slot(Layout(1, env.num_envs, lane_columns(env, (), RolloutOptions()))).lanes
+        rng = GroupRng(0)
+        if current_thread() is main_thread():  # what belongs to the process is not for other threads to exchange
+            made.enter_context(rng.as_global())
+            made.enter_context(warnings.catch_warnings())  # the environments that are kept warn of the same
+            warnings.simplefilter("ignore")
+        env.reset(lane.arrays, 0, range(env.num_envs), range(env.num_envs) if steps else None)
+        look_at(env, seen)
+        if steps:
+            for key, drawn in env.sample(rng, (1, env.num_envs)).items():
+                lane.arrays[key][:1] = drawn
+            env.start(lane)(0)
+            look_at(env, seen)
+    return seen
 
 
 def make_group(

@@ -128,7 +128,7 @@ def result_of(saved: Mapping[str, Any], number: int) -> RolloutResult:
     return RolloutResult(
         number,
         **{name: saved[name] for name in PARTS},
-        episodes=None if saved["episodes"] is None else Episodes(*saved["episodes"]),
+        episodes=None if saved["episodes"] is None else Episodes(*map(_leaf, saved["episodes"])),
         finals=[Final(f["t"], f["envs"], {k: _leaf(v) for k, v in f["leaves"].items()}) for f in saved["finals"]],
         entered=True,
     )
@@ -144,7 +144,7 @@ def _result(result: RolloutResult) -> dict[str, Any]:
         {"t": f.t, "envs": [int(i) for i in f.envs], "leaves": {key: plain(leaf) for key, leaf in f.leaves.items()}}
         for f in result.finals
     ]
-    episodes = None if result.episodes is None else [column.copy() for column in result.episodes.columns()]
+    episodes = None if result.episodes is None else [plain(column) for column in result.episodes.columns()]
     return {**{name: getattr(result, name) for name in PARTS}, "episodes": episodes, "finals": finals}
 
 

@@ -10,6 +10,7 @@ from muster.episodes.record import Episodes
 from muster.episodes.rules import Rule
 from muster.keys import Key, dotted
 from muster.memory.specs import Array, Specs
+from muster.protocols import carried_specs
 from muster.rollout.bootstrap import Bootstrap
 from muster.rollout.marks import Final
 from muster.rollout.progress import Timing
@@ -24,7 +25,7 @@ class GroupInfo:
         num_envs: number of environments, B.
         batch_shape: batch dimensions for the policy and the user; see ``Layout``.
         device: device of the rows; None: the host.
-        observation_specs, action_specs, bookkeeping, reward_key: see ``EnvBatch``.
+        observation_specs, action_specs, info_specs, bookkeeping, reward_key: see ``EnvBatch``.
         replays_alone: each environment can be replayed without the others.
     """
 
@@ -34,14 +35,15 @@ class GroupInfo:
     device: Any
     observation_specs: Specs
     action_specs: Specs
+    info_specs: Specs
     bookkeeping: frozenset[Key]
     reward_key: Key
     replays_alone: bool
 
     @property
     def observations(self) -> dict[str, str]:
-        """Observation specs as text, by key."""
-        return {dotted(key): str(spec) for key, spec in self.observation_specs.items()}
+        """Observation and info specs as text, by key."""
+        return {dotted(key): str(spec) for key, spec in carried_specs(self).items()}
 
     @property
     def actions(self) -> dict[str, str]:

@@ -343,6 +343,7 @@ def describe(env: EnvBatch, batch_shape: tuple[int, ...]) -> GroupInfo:
         env.device,
         dict(env.observation_specs),
         dict(env.action_specs),
+        dict(env.info_specs),
         env.bookkeeping,
         env.reward_key,
         replays_alone(env),

@@ -1,0 +1,61 @@
+"""An env batch that writes more into the rows of another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from muster.memory.slots import Lane
+from muster.protocols import EnvBatch, Step
+
+
+class WrappedEnvs:
+    """Implements ``EnvBatch`` by delegating to ``inner``, whose attributes are read and set; except those named here.
+
+    Derived classes write after each step (``after_step``) and reset.
+
+    Attributes:
+        bypassed: environments that are not stepped; see ``EnvBatch.bypass``.
+    """
+
+    inner: EnvBatch
+    bypassed: Sequence[int]
+
+    def __init__(self, inner: EnvBatch) -> None:
+        self.__dict__.update(inner=inner, bypassed=[])  # past ``__setattr__``
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.inner, name, value)
+
+    def bypass(self, which: Collection[int]) -> None:
+        self.__dict__["bypassed"] = list(which)
+        self.inner.bypass(which)
+
+    def start(self, lane: Lane) -> Step:
+        step, note = self.inner.start(lane), self.after_step(lane)
+
+        def step_and_note(t: int) -> Sequence[int] | None:
+            finished = step(t)
+            try:
+                note(t)
+            except BaseException:  # also Ctrl-C, after the step
+                self.executed_in_row = self.num_envs - len(self.bypassed)
+                raise
+            return finished
+
+        return step_and_note
+
+    def after_step(self, lane: Lane) -> Callable[[int], None]:
+        """A function to be called after row ``t`` has been stepped."""
+        raise NotImplementedError
+
+
+def innermost(env: Any) -> EnvBatch:
+    """The env batch inside all ``WrappedEnvs``."""
+    while isinstance(env, WrappedEnvs):
+        env = env.inner
+    inner: EnvBatch = env
+    return inner
