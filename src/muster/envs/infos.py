@@ -18,21 +18,21 @@ from muster.memory.slots import Lane
 from muster.memory.specs import OBJECT, Array, ArraySpec
 from muster.protocols import ALL, EnvBatch
 
-Seen = dict[Key, "ArraySpec | None"]  # by the path of names; None: of a kind that is not stored
-Cells = list[tuple["InfoField", Array, Array]]  # with values ``[rows, B, *shape]``, and flags where there are any
+Seen = dict[Key, "ArraySpec | None"]  # specs by path of names; None: a kind of value that is not stored
+Cells = list[tuple["InfoField", Array, Array]]  # with values ``[rows, B, *shape]``, and flags of present values
 
 OF_ADAPTERS = {"final_obs", "final_info", "final_observation", "terminal_observation"}
 FLAG, FLOAT, INTEGER = (ArraySpec((), np.dtype(kind)) for kind in (bool, np.float64, np.int64))
-# Of ``RecordEpisodeStatistics`` and of SB3's ``Monitor``, which show it at the end of an episode only.
+# Fields of ``RecordEpisodeStatistics`` and SB3's ``Monitor``, which add them at the end of an episode only.
 STATISTICS: Seen = {("episode", "r"): FLOAT, ("episode", "l"): INTEGER, ("episode", "t"): FLOAT}
 FITTING = {"b": "b", "i": "iub", "u": "iub", "f": "iubf"}  # kinds of values by the kind of a column
 
 
 def wanted_infos(info: Any) -> dict[Key, Any]:
-    """The paths that the option ``info`` lists, with their spaces (None: to be inferred). Empty for True and False.
+    """Return the paths that the option ``info`` lists, with their spaces (None: inferred). Empty for True and False.
 
     Raises:
-        BadOption: anything else than a bool, names, or spaces by name.
+        BadOption: ``info`` is not a bool, a list of names, or a dict of spaces by name.
     """
     if isinstance(info, bool):
         return {}
@@ -61,14 +61,14 @@ def _opened(path: Key, space: Any) -> dict[Key, Any]:
 
 
 def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
-    """``env``, which also writes its infos.
+    """Return an env batch that writes the infos of ``env``, too.
 
     Args:
         info: the option; not False.
-        look: what infos look like; called if the option does not say it.
+        look: returns the specs of infos; called if the option does not contain all of them.
 
     Raises:
-        BadOption: ``env`` has no infos, or a field was not seen that has no space.
+        BadOption: ``env`` has no infos, or ``look`` has not found a field without a space.
     """
     if env.keeps_infos is None:
         raise BadOption(
@@ -105,10 +105,10 @@ def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
 
 
 def look_at(env: EnvBatch, seen: Seen) -> None:
-    """Add what ``env.new_infos`` are like to ``seen``.
+    """Add the specs of ``env.new_infos`` to ``seen``.
 
     Raises:
-        BadOption: something that was seen before is of another kind now.
+        BadOption: a field has another shape or kind of dtype than before.
     """
     found: list[tuple[Key, ArraySpec | None]] = []
     for told, _ in env.new_infos:
@@ -124,7 +124,7 @@ def look_at(env: EnvBatch, seen: Seen) -> None:
 
 
 def _look(info: Mapping[Any, Any], path: Key, mask: Any, found: list[Any], *, many: bool) -> None:
-    """Note names and specs; of ``many`` environments values are ``[B, ...]``, and present by the mask."""
+    """Append names and specs to ``found``; with ``many``, values are ``[B, ...]``, and ``mask`` has those present."""
     for name, value in info.items():
         if not isinstance(name, str) or name[:1] in "_" or name in OF_ADAPTERS or value is None:
             continue
@@ -147,14 +147,14 @@ def _spec_of(value: Any) -> ArraySpec | None:
 
 @dataclass(eq=False)
 class InfoField:
-    """One value of infos, where ``path`` leads; ``fitting`` are types of numbers that were found to fit."""
+    """One field of infos, at ``path``; ``fitting``: types of numbers that are known to fit."""
 
     path: Key
     spec: ArraySpec
     fitting: set[type] = field(default_factory=set)
 
     def stored(self) -> dict[Key, ArraySpec]:
-        """The columns of values, and of flags that say where there are any."""
+        """Return the specs of the columns: values, and flags of present values."""
         return {(INFO, *self.path): self.spec, (INFO, *mask_of(self.path)): FLAG}
 
     @property
@@ -162,7 +162,7 @@ class InfoField:
         return 0 if self.spec.is_tensor else ""
 
     def fits(self, value: Any, lead: tuple[int, ...] = ()) -> bool:
-        """``value``, ``[*lead, *shape]``, can be stored."""
+        """Return whether ``value``, ``[*lead, *shape]``, can be stored."""
         if not self.spec.is_tensor:
             return isinstance(value, str)
         array = np.asarray(value)
@@ -175,13 +175,13 @@ class InfoField:
 class _WithInfos(WrappedEnvs):
     """
     Args:
-        watched: warn of fields that are not among ``fields``.
+        watched: warn about fields that are not in ``fields``.
     """
 
     def __init__(self, inner: EnvBatch, fields: Sequence[InfoField], *, watched: bool) -> None:
         super().__init__(inner)
         specs = {key: spec for each in fields for key, spec in each.stored().items()}
-        known: dict[Key, set[str]] = {}  # names, by the dict that they are in
+        known: dict[Key, set[str]] = {}  # known names, by path of the dict that contains them
         for path in [each.path[: i + 1] for each in fields for i in range(len(each.path)) if watched]:
             known.setdefault(path[:-1], set(OF_ADAPTERS)).update((path[-1], f"_{path[-1]}"))
         self.__dict__.update(info_specs=specs, _fields=fields, _known=known, _first={})
@@ -204,7 +204,7 @@ class _WithInfos(WrappedEnvs):
 
         def note(t: int) -> None:
             for number, (told, some) in enumerate(inner.new_infos):
-                for key in self.info_specs if number else ():  # what is there belongs to the first observations
+                for key in self.info_specs if number else ():  # the row has the infos of the first observations
                     self._first.setdefault(key, np.zeros_like(arrays[key][0]))[some] = arrays[key][t + 1, some]
                 self._put(cells, t + 1, some, told)
 
@@ -257,9 +257,9 @@ class _WithInfos(WrappedEnvs):
         values[i], flags[i] = value, True
 
     def _put_many(self, each: InfoField, values: Array, flags: Array, some: Any, info: Mapping[str, Any]) -> None:
-        """Write a row, ``[B, *shape]``, of what a dict of arrays has."""
+        """Write a field of a dict of arrays into a row, ``[B, *shape]``."""
         column: Any = info
-        mask: Any = True  # of the dicts around it where it has none
+        mask: Any = True  # a field without a mask has that of the dict around it
         for name in each.path:
             mask = mask if column is None else column.get(f"_{name}", mask)
             column = self._part(column, name, each, None)
@@ -279,7 +279,7 @@ class _WithInfos(WrappedEnvs):
             values[~flags] = each.blank
 
     def _check_names(self, info: Mapping[str, Any]) -> None:
-        """Warn, once, of what was not seen when columns were made."""
+        """Warn once about each field that ``look`` has not found."""
         for path, known in self._known.items():
             part: Any = info
             for name in path:
