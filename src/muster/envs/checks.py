@@ -1,6 +1,6 @@
 """Checks of returned values against the spaces: shape and dtype always, bounds by option.
 
-Values of another dtype than that of the space are cast if no value changes; ``Casts`` decides that for all adapters.
+Values of another dtype than that of the space are cast if it can hold them; ``Casts`` decides that for all adapters.
 """
 
 from __future__ import annotations

@@ -42,10 +42,9 @@ class DmEnv(gymnasium.Env[Any, Any]):
         env = DmEnv(suite.load("cartpole", "swingup"))
         env.observation_space  # Dict('position': Box(-inf, inf, (3,), float64), 'velocity': ...)
 
-    A ``LAST`` step with discount 0 is ``terminated``, with any other discount ``truncated``. Discounts are
-    available as ``info["discount"]`` only. Spaces have the dtypes of the specs, float64
-    included, except ``DiscreteArray`` (Discrete, int64) and bool (MultiBinary, int8). Actions are passed in the dtype
-    of the spec, and in its lists and tuples.
+    A ``LAST`` step with discount 0 is ``terminated``, with any other discount ``truncated``. Discounts are available
+    as ``info["discount"]`` only. Spaces have the dtypes of the specs, float64 included, except ``DiscreteArray``
+    (Discrete, int64) and bool (MultiBinary, int8). Actions are passed in the dtype, lists and tuples of the spec.
 
     dm_env has no seeds. ``reset(seed=s)`` calls ``env.seed(s)`` if that method exists. Otherwise it reseeds, in place,
     the NumPy generators ``env.random_state`` (dm_control's composer), ``env.task.random`` (its suite) and ``env._rng``

@@ -23,7 +23,7 @@ from muster.protocols import EnvBatch
 
 
 def takes(obj: Any) -> bool:
-    """Return whether ``obj`` is an EnvPool. Must precede other adapters: pools are also gymnasium or dm_env envs."""
+    """Return whether ``obj`` is an EnvPool. Test this first: pools are also gymnasium or dm_env environments."""
     return any(f"{cls.__module__}.{cls.__name__}" == "envpool.python.envpool.EnvPoolMixin" for cls in type(obj).__mro__)
 
 

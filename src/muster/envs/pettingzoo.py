@@ -109,7 +109,7 @@ class ParallelEnvs(EnvBatch):
         checks.check_arrays(self.name, self.observation_specs, self.action_specs)
         self._acting: list[list[str]] = [[] for _ in envs]
         self._left: list[dict[str, tuple[bool, bool]]] = [{} for _ in envs]  # terminated, truncated
-        # Present action masks, [B, k, n] per team that has them; and the generators for random legal actions.
+        # Current action masks, [B, k, n] per team that has them; and the generators for random legal actions.
         self._legal = {
             team.name: np.ones((self.num_envs, len(team.agents), team.choices), bool)
             for team in self.teams
@@ -120,7 +120,7 @@ class ParallelEnvs(EnvBatch):
         self._told: list[Any] = [None] * self.num_envs  # infos by agent
         self.new_infos = [(self._told, ALL)]
 
-    # --- what Muster calls ------------------------------------------------------------------------
+    # --- EnvBatch ---------------------------------------------------------------------------------
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         """Draw uniform actions. Legal ones depend on the state: ``step`` draws them, except for a single row."""

@@ -85,7 +85,7 @@ class TorchEnvs(EnvBatch):
         self._self_resetting = self._mode() is AutoresetMode.SAME_STEP
         self._how = _partial_reset(env)
         exact = bool(getattr(base, "muster_exact", False))
-        # An environment can ignore this convention without an error.
+        # Only with this convention can an environment ignore the mask without an error.
         self._mask_untried = self._how is not None and self._how.option == "reset_mask" and not exact
         cfg = getattr(base, "cfg", None)
         gives_final = exact or _is_from(env, MANI_SKILL)

@@ -239,7 +239,7 @@ class VectorEnvBatch(EnvBatch):
 def autoreset_mode(env: Any) -> AutoresetMode | None:
     """Return the autoreset mode that a batch of environments declares; None if it declares none.
 
-    Shared ``metadata`` are ignored: some packages write into the dict of all classes that do not define their own.
+    Shared ``metadata`` is ignored: some packages write into the dict of all classes that do not define their own.
     """
     metadata = getattr(env, "metadata", None) or {}
     shared = metadata is gymnasium.Env.metadata or metadata is VectorEnv.metadata

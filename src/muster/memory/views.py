@@ -114,7 +114,7 @@ class BatchView:
         return _Node(path, torch.Size((*self.batch_size, *inner)), self.names + [None] * len(inner))
 
     def refresh_objects(self, batch: TensorDict, slot: Slot) -> None:
-        """Replace the non-tensor entries of ``batch`` by the present ones of ``slot``."""
+        """Replace the non-tensor entries of ``batch`` by the current ones of ``slot``."""
         for column in self._objects:
             batch.set(column.key, self._non_tensor(column, slot))
 

@@ -45,7 +45,7 @@ def policy_error(policy: Policy, error: BaseException, t: int = 0) -> PolicyErro
 
 
 def env_error(name: str, method: str, error: BaseException) -> BaseException:
-    """Return the error to raise for an environment's error: the adapter's own, which says more, or an ``EnvError``."""
+    """Return the error to raise for an environment's error: the adapter's own, with its details, or an ``EnvError``."""
     if issubclass(type(error), MusterError) and not issubclass(type(error), (PolicyError, BadPolicyOutput)):
         return error
     return EnvError(f"{name}.{method} raised {described(error)}")

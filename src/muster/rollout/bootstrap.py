@@ -38,7 +38,7 @@ class BootstrapRows:
     Attributes:
         rows: observations and recurrent states by key, ``[k, *shape]``.
         last: index of each environment's last row, ``[B]``; -1: no row.
-        values: values, ``[k]``; None: not evaluated yet.
+        values: values of the rows, ``[k]``; None: not evaluated yet.
     """
 
     t: Array
@@ -126,7 +126,7 @@ class After:
 def rollout_and_values(
     group: Group, policy: Policy, lane: Lane, wanted: Bootstrap, asked: Policy | None
 ) -> BootstrapRows:
-    """Run ``rollout`` unless it is complete, and return ``After.values`` with the policy ``asked``."""
+    """Run ``rollout`` unless it is complete, and return ``After.values``, evaluated by the policy ``asked``."""
     if lane.done_steps == 0:
         lane.cache.pop(COMPLETE, None)
     with _noting(group, lane, wanted) as after:

@@ -307,7 +307,7 @@ class Group:
         self.begin()
         with self.context(first=True):
             obs = self.observations()
-            if IS_INIT in self.carry:  # an earlier policy may have acted in the running episodes
+            if IS_INIT in self.carry:  # the episodes may have begun with an earlier policy
                 obs[IS_INIT] = self.carry.seen(IS_INIT)
             return keep(call_policy(policy, lambda: policy.first(obs, self.rng)))
 

@@ -64,7 +64,7 @@ class StepView:
 
     @property
     def valid(self) -> Array:
-        """``[B]`` bool: environments that made a step. Others wait for the next rollout, and their cells are blank."""
+        """``[B]`` bool: environments that made a step. Others wait; the batch has blank cells for them."""
         valid = np.ones(self._lane.B, bool)
         valid[[i for i, t in self._waiting.since.items() if t < self.t]] = False
         valid[list(self._waiting.absent)] = False
@@ -136,7 +136,7 @@ def check_pause(seconds: Any) -> None:
 
 
 def rendering(group: Group, seconds: float) -> Watch:
-    """Return a ``Group.watch`` that calls the group's present one, renders every environment, and waits ``seconds``.
+    """Return a ``Group.watch`` that calls the group's current one, renders every environment, and waits ``seconds``.
 
     Raises:
         BadOption: ``seconds`` is not a number, or below 0.

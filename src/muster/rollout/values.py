@@ -89,7 +89,7 @@ def _first(values: Array, spec: ArraySpec, made: Array | None) -> tuple[int, int
     """Return row and environment of the first value outside the bounds of ``spec``, and the reason.
 
     Args:
-        values: values, ``[n, B, *shape]``.
+        values: array, ``[n, B, *shape]``.
         made: mask of cells to check, ``[n, B]``; None: all.
     """
     if made is None:
