@@ -29,10 +29,10 @@ FITTING = {"b": "b", "i": "iub", "u": "iub", "f": "iubf"}  # kinds of values by 
 
 
 def wanted_infos(info: Any) -> dict[Key, Any]:
-    """Return the paths that the option ``info`` lists, with their spaces (None: inferred). Empty for True and False.
+    """The paths that the option ``info`` lists, with their spaces (None: to be inferred). Empty for True and False.
 
     Raises:
-        BadOption: ``info`` is not a bool, a list of names, or a dict of spaces by name.
+        BadOption: anything else than a bool, names, or spaces by name.
     """
     if isinstance(info, bool):
         return {}
@@ -61,14 +61,14 @@ def _opened(path: Key, space: Any) -> dict[Key, Any]:
 
 
 def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
-    """Return an env batch that writes the infos of ``env``, too.
+    """``env``, which also writes its infos.
 
     Args:
         info: the option; not False.
-        look: returns the specs of infos; called if the option does not contain all of them.
+        look: what infos look like; called if the option does not say it.
 
     Raises:
-        BadOption: ``env`` has no infos, or ``look`` has not found a field without a space.
+        BadOption: ``env`` has no infos, or a field was not seen that has no space.
     """
     if env.keeps_infos is None:
         raise BadOption(
@@ -105,10 +105,10 @@ def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
 
 
 def look_at(env: EnvBatch, seen: Seen) -> None:
-    """Add the specs of ``env.new_infos`` to ``seen``.
+    """Add what ``env.new_infos`` are like to ``seen``.
 
     Raises:
-        BadOption: a field has another shape or kind of dtype than before.
+        BadOption: something that was seen before is of another kind now.
     """
     found: list[tuple[Key, ArraySpec | None]] = []
     for told, _ in env.new_infos:
@@ -124,7 +124,7 @@ def look_at(env: EnvBatch, seen: Seen) -> None:
 
 
 def _look(info: Mapping[Any, Any], path: Key, mask: Any, found: list[Any], *, many: bool) -> None:
-    """Append names and specs to ``found``; with ``many``, values are ``[B, ...]``, and ``mask`` has those present."""
+    """Note names and specs; of ``many`` environments values are ``[B, ...]``, and present by the mask."""
     for name, value in info.items():
         if not isinstance(name, str) or name[:1] in "_" or name in OF_ADAPTERS or value is None:
             continue
@@ -175,13 +175,13 @@ class InfoField:
 class _WithInfos(WrappedEnvs):
     """
     Args:
-        watched: warn about fields that are not in ``fields``.
+        watched: warn of fields that are not among ``fields``.
     """
 
     def __init__(self, inner: EnvBatch, fields: Sequence[InfoField], *, watched: bool) -> None:
         super().__init__(inner)
         specs = {key: spec for each in fields for key, spec in each.stored().items()}
-        known: dict[Key, set[str]] = {}  # known names, by path of the dict that contains them
+        known: dict[Key, set[str]] = {}  # names, by the dict that they are in
         for path in [each.path[: i + 1] for each in fields for i in range(len(each.path)) if watched]:
             known.setdefault(path[:-1], set(OF_ADAPTERS)).update((path[-1], f"_{path[-1]}"))
         self.__dict__.update(info_specs=specs, _fields=fields, _known=known, _first={})
@@ -257,9 +257,9 @@ class _WithInfos(WrappedEnvs):
         values[i], flags[i] = value, True
 
     def _put_many(self, each: InfoField, values: Array, flags: Array, some: Any, info: Mapping[str, Any]) -> None:
-        """Write a field of a dict of arrays into a row, ``[B, *shape]``."""
+        """Write a row, ``[B, *shape]``, of what a dict of arrays has."""
         column: Any = info
-        mask: Any = True  # a field without a mask has that of the dict around it
+        mask: Any = True  # of the dicts around it where it has none
         for name in each.path:
             mask = mask if column is None else column.get(f"_{name}", mask)
             column = self._part(column, name, each, None)
@@ -279,7 +279,7 @@ class _WithInfos(WrappedEnvs):
             values[~flags] = each.blank
 
     def _check_names(self, info: Mapping[str, Any]) -> None:
-        """Warn once about each field that ``look`` has not found."""
+        """Warn, once, of what was not seen when columns were made."""
         for path, known in self._known.items():
             part: Any = info
             for name in path:

@@ -21,7 +21,7 @@ from muster.errors import BadOption, UnsupportedEnv
 from muster.memory.specs import Array
 from muster.protocols import EnvBatch
 
-TOLD = "infos"  # key in the info of a batch: list with the info of each environment
+TOLD = "infos"  # in the info of a batch: one for each environment
 PACKAGE = "stable_baselines3.common.vec_env."
 
 
@@ -106,7 +106,7 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         return obs, reward, done & ~cut, cut, ends
 
     def muster_infos(self, info: dict[str, Any]) -> list[Any]:
-        """Return the infos of a call, one for each environment."""
+        """The infos that a call has returned, one for each environment."""
         told: list[Any] = info[TOLD]
         return told
 
@@ -118,7 +118,7 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         return list(getattr(_layers(self.env)[-1], "reset_infos", [{}] * self.num_envs))
 
     def _reset_rows(self, rows: Array, seeds: list[Any], extra: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Reset these environments one by one, and the state of each wrapper for them: SB3 has no method for that.
+        """Reset these environments, which SB3 has no word for: one by one, and what each wrapper knows of them.
 
         Returns: observations, and infos.
         """

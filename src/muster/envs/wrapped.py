@@ -10,9 +10,9 @@ from muster.protocols import EnvBatch, Step
 
 
 class WrappedEnvs:
-    """Implements ``EnvBatch`` by delegating to ``inner``: all attributes but those below are read and set there.
+    """Implements ``EnvBatch`` by delegating to ``inner``, whose attributes are read and set; except those named here.
 
-    Derived classes write additional entries after each step (``after_step``) and reset.
+    Derived classes write after each step (``after_step``) and reset.
 
     Attributes:
         bypassed: environments that are not stepped; see ``EnvBatch.bypass``.

@@ -292,7 +292,7 @@ class Group:
             self.reset()
 
     def fail(self, lane: Lane, t: int, reason: str, executed: int) -> None:
-        """Discard the steps of the incomplete row ``t``, and reset all environments: their states are unknown."""
+        """Discard the ``executed`` steps of row ``t``, and reset all environments: their states are unknown."""
         lane.done_steps = max(lane.done_steps, t)
         self.discarded[reason] += executed
         self.executed += executed
@@ -390,7 +390,7 @@ class Group:
         return stop
 
     def _unwanted(self, which: Sequence[int]) -> list[int]:
-        """Return those of ``which`` that need no steps; none if another process counts the steps of all."""
+        """Return those of ``which`` that need no steps; none with watched ``progress``, which counts steps of all."""
         if self.rule is None or not self.env.bypasses or self.progress.watched:
             return []
         return [i for i in which if self.rule.complete or not self.rule.awaits(i)]

@@ -64,7 +64,7 @@ class Due:
         return [(part, seeds) for part, seeds in parts if part]
 
     def undone(self, *, again: bool) -> list[int]:
-        """Return the environments that still need a reset: not those that were reset early, unless ``again``.
+        """Return the environments that still need a reset; not those reset early, unless they have a seed or ``again``.
 
         Raises:
             BaseException: ``error``, once.
@@ -221,7 +221,7 @@ def _step(group: Group, lane: Lane, absent: list[int]) -> int:
 
 
 class _Uniform:
-    """A random policy with streams of its own. Implements only the part of ``Policy`` that ``fill`` uses."""
+    """Acts at random, with streams of its own. As much of a ``Policy`` as ``fill`` needs."""
 
     name = "random"
 
