@@ -117,7 +117,7 @@ class Lane:
         done_steps: number of rows with complete transitions; a rollout continues there after an error.
         stopped: the rollout ended before row T.
         acts_from: row of the policy's first ``act`` in this rollout.
-        cache: objects that policies, environments and groups keep per lane.
+        cache: objects that policies, environments and groups keep per lane; the key is the owner, or a name.
     """
 
     def __init__(self, layout: Layout, block: Array | torch.Tensor) -> None:
