@@ -1,4 +1,4 @@
-"""From what the user gave (id, factory, environment) to an env batch."""
+"""Builds an env batch from the user's env id, factory or environment."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Adapt = Callable[[list[Any], "torch.device | None"], EnvBatch]
 
 @dataclass(frozen=True)
 class BuiltEnv:
-    """An env batch, and B as the user and the policy see it."""
+    """An env batch, and its batch dimensions for user and policy."""
 
     env: EnvBatch
     batch_shape: tuple[int, ...]
@@ -46,12 +46,12 @@ def build_env(
     kwargs: Mapping[str, Any] | None = None,
     device: torch.device | None = None,
 ) -> BuiltEnv:
-    """Make the env batch of one group, of ``num_envs`` environments from an id or a factory (None: one, unbatched).
+    """Make the env batch of one group, with ``num_envs`` environments of an id or factory (None: one, unbatched).
 
     Raises:
-        UnsupportedEnv: nothing an adapter takes.
-        BadOption: ``num_envs`` or ``kwargs`` for an environment that exists already.
-        EnvError: the factory raised; the original is the cause.
+        UnsupportedEnv: no adapter supports the environment.
+        BadOption: ``num_envs`` or ``kwargs`` with an environment object.
+        EnvError: the factory raised an error; that is the cause.
     """
     if isinstance(source, str):
         return _make(lambda: gymnasium.make(source, **(kwargs or {})), num_envs, source, device)
@@ -74,12 +74,12 @@ def build_env(
 
 
 def is_environment(source: Any) -> bool:
-    """An environment object, as opposed to what makes one."""
+    """Return whether ``source`` is an environment object, not an env id or factory."""
     return not isinstance(source, str) and _adapter(source) is not None
 
 
 def is_single(env: Any) -> bool:
-    """One Gymnasium environment that no adapter of a third party takes."""
+    """Return whether ``env`` is a single Gymnasium environment without a third-party adapter."""
     return _adapter(env) is _stacked
 
 
@@ -122,8 +122,8 @@ def _vector(envs: list[Any], device: torch.device | None) -> EnvBatch:
 
 def _adapter(env: Any) -> Adapt | None:
     for package, module in _THIRD_PARTY.items():
-        # First, since some of these are gymnasium environments by name only. An object of a package that was never
-        # imported cannot exist.
+        # First, since the classes of some are derived from gymnasium's, but behave differently. A package that was
+        # not imported has no objects.
         if package in sys.modules and (home := import_module(module)).takes(env):
             adapt: Adapt = home.adapt
             return adapt
@@ -132,9 +132,9 @@ def _adapter(env: Any) -> Adapt | None:
     return _stacked if isinstance(env, gymnasium.Env) else None
 
 
-# Modules with takes(obj) -> bool and adapt(envs, device) -> EnvBatch, by the package that such objects come from.
+# Modules with takes(obj) -> bool and adapt(envs, device) -> EnvBatch, by the package that defines the objects.
 _THIRD_PARTY: dict[str, str] = {
-    "envpool": "muster.envs.envpool",  # before what its pools claim to be as well
+    "envpool": "muster.envs.envpool",  # first, since its pools are also gymnasium or dm_env environments
     "stable_baselines3": "muster.envs.sb3",
     "dm_env": "muster.envs.dm_env",
     "torchrl": "muster.envs.torchrl",
@@ -148,10 +148,10 @@ _THIRD_PARTY: dict[str, str] = {
 
 
 class EpisodeSeeds(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """After ``reset(seed=s)``, resets without a seed have ``s + stride``, ``s + 2 * stride`` and so on.
+    """After ``reset(seed=s)``, resets without a seed use ``s + stride``, ``s + 2 * stride`` and so on.
 
-    Episodes then depend neither on those before them nor on how many environments share the work, and each can be
-    repeated by itself.
+    An episode then depends neither on earlier episodes nor on the number of environments, and can be repeated without
+    the others.
     """
 
     seeds_episodes = True
@@ -159,7 +159,7 @@ class EpisodeSeeds(gymnasium.Wrapper[Any, Any, Any, Any]):
     def __init__(self, env: gymnasium.Env[Any, Any], stride: int) -> None:
         super().__init__(env)
         self._stride, self._next = stride, None  # type: int, int | None
-        self.step = env.step  # type: ignore[method-assign]  # without a call in between
+        self.step = env.step  # type: ignore[method-assign]  # avoids a call
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         seed = self._next if seed is None else seed
@@ -167,13 +167,13 @@ class EpisodeSeeds(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self.env.reset(seed=seed, options=options)
 
     @property
-    def spec(self) -> Any:  # type: ignore[override]  # which is one there, too
+    def spec(self) -> Any:  # type: ignore[override]  # a property there, too
         return self.env.spec
 
 
 @dataclass(frozen=True)
 class SeedingFactory:
-    """Makes what ``source`` makes, with ``EpisodeSeeds`` around single Gymnasium environments."""
+    """Makes environments from ``source``, with ``EpisodeSeeds`` around single Gymnasium environments."""
 
     source: Any
     stride: int

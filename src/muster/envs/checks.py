@@ -1,6 +1,6 @@
-"""Is what an environment returned what its spaces promise? Shape and dtype always, values by option.
+"""Checks of returned values against the spaces: shape and dtype always, bounds by option.
 
-Values in another dtype than the space says are cast where that keeps them; ``Casts`` decides it for all adapters.
+Values of another dtype than that of the space are cast if it can hold them; ``Casts`` decides that for all adapters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FIX = "Fix the environment, or correct its space with a gymnasium wrapper."
 
 
 def the_only(envs: Sequence[Any]) -> Any:
-    """The one environment object, where it is a batch already; ``BadOption`` if there are several."""
+    """Return the only environment object, which is a batch itself; ``BadOption`` if there are several."""
     if len(envs) > 1:
         raise BadOption(
             f"num_envs={len(envs)} was given, but {type(envs[0]).__name__} is a batch of environments already: say how "
@@ -30,32 +30,32 @@ def the_only(envs: Sequence[Any]) -> Any:
 
 
 def env_name(env: Any) -> str:
-    """What messages call it: its id, or its class."""
+    """Return the name for messages: the env id, or the class."""
     return getattr(getattr(env, "spec", None), "id", None) or type(getattr(env, "unwrapped", env)).__name__
 
 
 def check_distinct(envs: Sequence[Any], name: str) -> None:
-    """Raise ``UnsupportedEnv`` if an environment is there twice."""
+    """Raise ``UnsupportedEnv`` if an environment object occurs twice."""
     if len({id(env) for env in envs}) < len(envs):
         raise UnsupportedEnv(f"{name}: the factory returned the same object twice; return a new env per call")
 
 
 def check_arrays(name: str, *specs: Specs) -> None:
-    """Raise ``UnsupportedSpace`` if a leaf is no array; for adapters that cannot store Python objects."""
+    """Raise ``UnsupportedSpace`` if a leaf is not an array; for adapters that cannot store Python objects."""
     for key, spec in (item for part in specs for item in part.items()):
         if not spec.is_tensor:
             raise UnsupportedSpace(f"{name}: {dotted(key)} has a space whose values are no arrays")
 
 
 def close_all(closes: Sequence[Callable[[], Any]]) -> None:
-    """Call them all, the last one first, whatever one of them raises."""
+    """Call all functions, the last one first, even if some of them raise errors."""
     with ExitStack() as stack:
         for close in closes:
             stack.callback(close)
 
 
 def call(env: Any, method: str, who: str, *args: Any, index: int | None = None, **kwargs: Any) -> Any:
-    """What a method of the user's environment returns; what it raises becomes an ``EnvError`` of ``who``."""
+    """Call a method of the user's environment and return its result; an error becomes an ``EnvError`` of ``who``."""
     try:
         return getattr(env, method)(*args, **kwargs)
     except Exception as error:
@@ -65,20 +65,20 @@ def call(env: Any, method: str, who: str, *args: Any, index: int | None = None, 
 
 
 def is_explained(error: BaseException, env: Any) -> bool:
-    """Whether ``error`` comes from an adapter of Muster's that checks values itself, and so is passed on as it is."""
+    """Return whether ``error`` is from an adapter of Muster that checks values itself; it is then raised unchanged."""
     ours = type(env).__module__.startswith("muster.envs.")
     return ours and issubclass(type(error), (BadEnvOutput, UnsupportedEnv))
 
 
 def reset_pair(got: Any, who: str) -> tuple[Any, Any]:
-    """Observations and infos, if that is what ``reset`` returned; else raise ``BadEnvOutput``."""
+    """Return observation and info from the result of ``reset``; raise ``BadEnvOutput`` if it is not such a pair."""
     if not isinstance(got, tuple) or len(got) != 2 or not isinstance(got[1], Mapping):
         raise BadEnvOutput(f"{who}.reset returned {type(got).__name__}, expected (observation, info). {FIX}")
     return got
 
 
 def step_values(got: Any, who: str) -> tuple[Any, Any, Any, Any, Any]:
-    """What ``step`` returned, if it is five values; else raise ``BadEnvOutput``."""
+    """Return the result of ``step``; raise ``BadEnvOutput`` unless it is a tuple of five values."""
     if not isinstance(got, tuple) or len(got) != 5:
         size = f" of {len(got)}" if isinstance(got, tuple) else ""
         raise BadEnvOutput(
@@ -89,13 +89,13 @@ def step_values(got: Any, who: str) -> tuple[Any, Any, Any, Any, Any]:
 
 
 def batch_seed(seeds: Sequence[int]) -> Any:
-    """Seeds in Gymnasium's convention for batches: an int s means s, s + 1, ..."""
+    """Return seeds in Gymnasium's convention for batches: an int s stands for s, s + 1, ..."""
     first = int(seeds[0])
     return first if list(seeds) == list(range(first, first + len(seeds))) else list(seeds)
 
 
 def leaf_problem(value: Any, spec: ArraySpec) -> str | None:
-    """What is wrong with ``value``, as the end of "it is ...", or None."""
+    """Describe the problem of ``value``, as the end of "it is ..."; None: no problem."""
     if isinstance(value, np.ndarray):
         if value.shape != spec.shape:
             return f"an array of shape {value.shape} and dtype {value.dtype}"
@@ -108,7 +108,7 @@ def leaf_problem(value: Any, spec: ArraySpec) -> str | None:
 
 
 def as_flag(value: Any, name: str, who: str) -> bool:
-    """``value`` (True, False, 0, 1, or a zero-dimensional array of those) as a bool; else raise ``BadEnvOutput``."""
+    """Convert True, False, 0, 1, or a zero-dimensional array of those to a bool; else raise ``BadEnvOutput``."""
     if isinstance(value, (bool, np.bool_)) or (isinstance(value, (int, np.integer)) and value in (0, 1)):
         return bool(value)
     if isinstance(value, np.ndarray) and value.shape == () and value.dtype.kind in "biu" and value in (0, 1):
@@ -117,7 +117,7 @@ def as_flag(value: Any, name: str, who: str) -> bool:
 
 
 def reward_problem(value: Any) -> str | None:
-    """What is wrong with a reward, or None; finiteness is checked once per rollout."""
+    """Describe the problem of a reward; None: no problem. Finiteness is checked once per rollout."""
     scalar = isinstance(value, (bool, int, float, np.generic)) or (isinstance(value, np.ndarray) and value.shape == ())
     if scalar and np.asarray(value).dtype.kind in NUMBERS:
         return None
@@ -125,10 +125,10 @@ def reward_problem(value: Any) -> str | None:
 
 
 class Casts:
-    """Decides about values in another dtype than their space says, and about rewards of shape ``(1,)``.
+    """Decides about values of another dtype than that of their space, and about rewards of shape ``(1,)``.
 
-    They are taken (``any``) where the dtype of the space can hold their values: floats and integers as a wider or
-    narrower float of the same range, whole numbers as integers. Each cause is warned of once. ``refused``: take none.
+    They are cast (then ``any`` is True) if the space's dtype can hold their values: floats and integers as a wider or
+    narrower float of the same range, whole numbers as integers. One warning per cause. ``refused``: cast nothing.
     """
 
     def __init__(self, name: str) -> None:
@@ -138,7 +138,7 @@ class Casts:
         self._new: list[str] = []
 
     def problem(self, value: Any, spec: ArraySpec, what: str) -> str | None:
-        """What is wrong with the leaf ``what``, as the end of "it is ..."; None where it can be assigned to a row."""
+        """Describe the problem of the leaf ``what``, as the end of "it is ..."; None if it can be assigned to a row."""
         problem = leaf_problem(value, spec)
         if problem is None or not _keeps_values(value, spec):
             return problem
@@ -148,12 +148,12 @@ class Casts:
         return None
 
     def check(self, value: Any, spec: ArraySpec, what: str, who: str) -> None:
-        """Raise ``BadEnvOutput`` where ``problem`` finds one with what ``who`` returned."""
+        """Raise ``BadEnvOutput`` if the leaf ``what``, returned by ``who``, has a ``problem``."""
         if problem := self.problem(value, spec, what):
             raise BadEnvOutput(f"{who}: {what} is {problem}, but its space says {spec}. {FIX}")
 
     def reward_problem(self, value: Any) -> str | None:
-        """What is wrong with the reward of one environment, or None where ``number`` takes it."""
+        """Describe the problem of one environment's reward; None if ``number`` can convert it."""
         problem = reward_problem(value)
         one = isinstance(value, np.ndarray) and value.shape == (1,) and value.dtype.kind in NUMBERS
         if problem is None or not one:
@@ -164,12 +164,12 @@ class Casts:
         return None
 
     def note(self, cause: str) -> None:
-        """Something was cast; ``cause`` says what, without what differs between environments or steps."""
+        """Record a cast, and warn of ``cause``, a text that does not depend on environment or step."""
         self.any = True
         self.warn(f"{self._name}: {cause}. It is cast. {FIX}")
 
     def warn(self, text: str) -> None:
-        """Let the user's process warn of something, once."""
+        """Add a warning for the user's process, once per text."""
         if text not in self._texts:
             self._texts.add(text)
             self._new.append(text)
@@ -180,12 +180,12 @@ class Casts:
 
 
 def number(value: Any) -> Any:
-    """A reward that ``Casts.reward_problem`` accepts, as a number."""
+    """Convert a reward that ``Casts.reward_problem`` accepts to a number."""
     return value.item() if isinstance(value, np.ndarray) else value
 
 
 def _keeps_values(value: Any, spec: ArraySpec) -> bool:
-    """Can ``value`` be assigned to an array of ``spec`` without losing more than digits of a float?"""
+    """Return whether ``value`` can be assigned to an array of ``spec`` with no loss but digits of floats."""
     if not isinstance(value, (np.ndarray, np.generic, int, float)):
         return False
     array = np.asarray(value)
@@ -203,10 +203,10 @@ def _keeps_values(value: Any, spec: ArraySpec) -> bool:
 
 
 def values_problem(array: Array, spec: ArraySpec) -> tuple[tuple[int, ...], str] | None:
-    """First place at which ``array`` (``[..., *shape]``) leaves the bounds of ``spec``, and why."""
+    """Return the first index at which ``array`` (``[..., *shape]``) is out of bounds of ``spec``, and the reason."""
     if spec.dtype == OBJECT:
         return None
-    if array.dtype.kind == "f" and 0 in np.isfinite(array).tobytes():  # ``all``, in a sixth of the time where small
+    if array.dtype.kind == "f" and 0 in np.isfinite(array).tobytes():  # like ``all``, six times as fast if small
         return _first(~np.isfinite(array), array, "not finite")
     if spec.low is not None and 1 in (array < spec.low).tobytes():
         return _first(array < spec.low, array, f"below the space's low {_bound(spec.low)}")
@@ -225,7 +225,7 @@ def _bound(bound: Array) -> str:
 
 
 def described_value(value: Any) -> str:
-    """A value in an error message: its type and text, or its shape."""
+    """Describe a value for an error message: by type and text, or by shape and dtype."""
     if isinstance(value, np.ndarray):
         return f"an array of shape {value.shape} and dtype {value.dtype}"
     text = shown(lambda: repr(value))

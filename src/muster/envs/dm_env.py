@@ -1,6 +1,6 @@
 """``dm_env.Environment`` as a ``gymnasium.Env``: time steps become transitions, specs become spaces.
 
-Nothing here imports ``dm_env``: specs are known by their attributes.
+This module does not import ``dm_env``: it recognizes specs by their attributes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ FIRST, LAST = 0, 2  # dm_env.StepType
 
 
 def takes(obj: Any) -> bool:
-    """Is it a ``dm_env.Environment``? There is none before ``dm_env`` is imported, so this does not import it."""
+    """Return whether ``obj`` is a ``dm_env.Environment``; does not import ``dm_env``."""
     module = sys.modules.get("dm_env")
     return module is not None and isinstance(obj, module.Environment)
 
 
 def adapt(envs: list[Any], device: Any) -> EnvBatch:
-    """The env batch of B ``dm_env`` environments, stepped one after another; ``device`` has no effect."""
+    """Return the env batch of B ``dm_env`` environments, stepped one after another; ``device`` has no effect."""
     check_distinct(envs, type(envs[0]).__name__)
     return StackedEnvs([DmEnv(env) for env in envs])
 
@@ -42,22 +42,21 @@ class DmEnv(gymnasium.Env[Any, Any]):
         env = DmEnv(suite.load("cartpole", "swingup"))
         env.observation_space  # Dict('position': Box(-inf, inf, (3,), float64), 'velocity': ...)
 
-    A ``LAST`` step with discount 0 is ``terminated``, with a discount above 0 ``truncated``. A batch has no
-    place for other discounts: they are in ``info["discount"]`` only. Spaces keep the dtypes of the specs, float64
-    included, but for ``DiscreteArray`` (Discrete, int64) and bool (MultiBinary, int8); actions go back in the spec's
-    own dtype, and as the lists and tuples it is made of.
+    A ``LAST`` step with discount 0 is ``terminated``, with any other discount ``truncated``. Discounts are available
+    as ``info["discount"]`` only. Spaces have the dtypes of the specs, float64 included, except ``DiscreteArray``
+    (Discrete, int64) and bool (MultiBinary, int8). Actions are passed in the dtype, lists and tuples of the spec.
 
-    dm_env does not know seeds. ``reset(seed=s)`` calls ``env.seed(s)`` where there is such a method, else it reseeds in
-    place the NumPy generators it finds as ``env.random_state`` (dm_control's composer), ``env.task.random`` (its suite)
-    and ``env._rng`` (bsuite). Where it finds nothing it says so once in a warning, and the environment goes on
-    unseeded: its randomness, if any, is then what the function that makes it gave it.
+    dm_env has no seeds. ``reset(seed=s)`` calls ``env.seed(s)`` if that method exists. Otherwise it reseeds, in place,
+    the NumPy generators ``env.random_state`` (dm_control's composer), ``env.task.random`` (its suite) and ``env._rng``
+    (bsuite). If there are none, it warns once, and the environment remains unseeded: its factory determines its
+    randomness, if any.
 
     Args:
-        env: owned (and closed) by this object.
+        env: environment, owned (and closed) by this object.
 
     Raises:
-        UnsupportedEnv: rewards or discounts that are not one number per step.
-        UnsupportedSpace: a spec without a fixed-size dtype, such as ``StringArray``.
+        UnsupportedEnv: a reward or discount is not a single number per step.
+        UnsupportedSpace: a spec has no fixed-size dtype, such as ``StringArray``.
     """
 
     def __init__(self, env: Any) -> None:
@@ -109,7 +108,7 @@ class DmEnv(gymnasium.Env[Any, Any]):
         self.env.close()
 
     def _observe(self, value: Any) -> Any:
-        """The observation in the dtypes of its space, where that loses nothing."""
+        """Return the observation in the dtypes of its space, where that is lossless."""
         leaves = self._codec.flatten(value)
         return self._codec.build([_cast(v, s.dtype) for v, s in zip(leaves, self._codec.specs.values(), strict=True)])
 
@@ -137,18 +136,18 @@ def _as_spec(spec: Any, action: Any) -> Any:
     if isinstance(spec, (list, tuple)):
         parts = [_as_spec(part, value) for part, value in zip(spec, action, strict=True)]
         return type(spec)(*parts) if hasattr(spec, "_fields") else type(spec)(parts)
-    return np.asarray(action, spec.dtype)[()]  # a scalar where the shape is (): it can be hashed, and index
+    return np.asarray(action, spec.dtype)[()]  # for shape () a scalar, which is hashable and an index
 
 
 def _cast(value: Any, dtype: np.dtype[Any]) -> Array:
-    """``value`` as an array, of ``dtype`` if nothing is lost; else the adapter behind says what is wrong with it."""
+    """Convert ``value`` to an array, of ``dtype`` if that is lossless; else ``StackedEnvs`` reports the problem."""
     array = np.asarray(value)
-    scalar = not isinstance(value, np.ndarray) and array.ndim == 0  # Python's numbers have no dtype to insist on
+    scalar = not isinstance(value, np.ndarray) and array.ndim == 0  # the dtype of a Python number is arbitrary
     return array.astype(dtype) if np.can_cast(array.dtype, dtype, "same_kind" if scalar else "safe") else array
 
 
 def _reseed(env: Any, seed: int) -> bool:
-    """Seed what can be seeded; was there anything?"""
+    """Seed all generators that are found, and return whether there are any."""
     if callable(own := getattr(env, "seed", None)):
         own(seed)
         return True

@@ -1,6 +1,6 @@
 """EnvPool as a ``gymnasium.vector.VectorEnv`` that leaves resets to the caller.
 
-Nothing here imports ``envpool``: its objects are known by the class that all of them have.
+This module does not import ``envpool``: it recognizes pools by their common base class.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from muster.protocols import EnvBatch
 
 
 def takes(obj: Any) -> bool:
-    """Is it an EnvPool, of any type? Ask this first: EnvPools are Gymnasium or dm_env environments by class too."""
+    """Return whether ``obj`` is an EnvPool. Test this first: pools are also gymnasium or dm_env environments."""
     return any(f"{cls.__module__}.{cls.__name__}" == "envpool.python.envpool.EnvPoolMixin" for cls in type(obj).__mro__)
 
 
 def adapt(envs: list[Any], device: Any) -> EnvBatch:
-    """The env batch of one EnvPool; ``device`` has no effect."""
+    """Return the env batch of one EnvPool; ``device`` has no effect."""
     return VectorEnvBatch(EnvPoolVectorEnv(the_only(envs)))
 
 
@@ -37,24 +37,24 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
 
         env = EnvPoolVectorEnv(envpool.make_gymnasium("Pong-v5", num_envs=64, seed=0))
 
-    EnvPool resets an environment in the step after its episode ended, which is no transition. A reset by mask right
-    after the end, which is what Muster does, begins the same new episode without that step. Rows are in the order of
-    the environments, observations in the dtypes of their spaces (EnvPool gives int32 for Discrete, bool for
-    MultiBinary); bounds that are C++'s smallest positive and largest number mean that there are none. What a call
-    returned does not change in later ones.
+    EnvPool resets an environment in the step after the end of its episode; that step is no transition. Muster resets
+    it by mask right after the end, which starts the same new episode without such a step. Rows are in the order of the
+    environments. Observations have the dtypes of their spaces (EnvPool returns int32 for Discrete, bool for
+    MultiBinary). If the bounds are C++'s smallest positive and largest number, the space is unbounded. Later calls do
+    not change returned arrays.
 
     **Seeds** are fixed when a pool is made: environment i has ``seed + i``. ``reset(seed=s)`` cannot change that, and
-    warns once, unless ``s`` is the seed of this pool and nothing has run yet. So say it twice:
+    warns once, unless ``s`` is the seed of this pool and this is the first reset. So pass the seed twice:
     ``Collector(lambda: envpool.make_gymnasium(..., seed=3), policy, seed=3, ...)``.
 
-    An episode that ends with step ``max_episode_steps`` is truncated; EnvPool does not tell whether it would have ended
-    anyway. With Atari's ``episodic_life``, a reset in the middle of a life goes on with the same game.
+    An episode that ends with step ``max_episode_steps`` is truncated; EnvPool does not report whether it also
+    terminated. With Atari's ``episodic_life``, a reset within a life continues the same game.
 
     Args:
-        pool: owned (and closed) by this object.
+        pool: pool, owned (and closed) by this object.
 
     Raises:
-        UnsupportedEnv: not of type "gymnasium", ``batch_size < num_envs`` (asynchronous), or several players.
+        UnsupportedEnv: not a pool of type "gymnasium", asynchronous (``batch_size < num_envs``), or several players.
     """
 
     muster_exact = True
@@ -89,10 +89,10 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
         self._warned = False
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin new episodes, in the environments of ``options["reset_mask"]`` (``[B]`` bool) or in all.
+        """Start new episodes in the environments of ``options["reset_mask"]`` (``[B]`` bool, default all).
 
         Returns:
-            the newest observation of every environment, and EnvPool's info, in which only those that began have rows.
+            the newest observation of each environment, and EnvPool's info, with rows for reset environments only.
         """
         given = dict(options or {})
         mask = given.pop("reset_mask", None)
@@ -105,7 +105,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
         obs, info = self.pool.reset(rows.astype(np.int32))
         (leaves,) = self._in_order(rows, info, self._flatten(obs))
         if not whole:
-            begun, leaves = leaves, [leaf.copy() for leaf in self._newest]  # the old ones were handed out
+            begun, leaves = leaves, [leaf.copy() for leaf in self._newest]  # the caller has the old arrays
             for leaf, part in zip(leaves, begun, strict=True):
                 leaf[rows] = part
         self._newest = leaves
@@ -117,7 +117,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
         return self._codec.build(self._newest), columns[0], columns[1], columns[2], info
 
     def muster_infos(self, info: dict[str, Any]) -> Any:
-        """Infos that a call has returned, with a row for every environment, in their order."""
+        """Return the infos of a call with a row for each environment, in their order."""
         ids = np.asarray(info["env_id"])
         return info if np.array_equal(ids, self._all) else _by_env(info, ids, self.num_envs)
 
@@ -125,12 +125,12 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
         self.pool.close()
 
     def _flatten(self, obs: Any) -> list[Array]:
-        """The leaves of an observation, in the dtypes of their spaces where that loses nothing."""
+        """Return the leaves of an observation, in the dtypes of their spaces where that is lossless."""
         pairs = zip(self._codec.flatten(obs), self._codec.specs.values(), strict=True)
         return [v.astype(s.dtype, copy=False) if np.can_cast(v.dtype, s.dtype) else v for v, s in pairs]
 
     def _in_order(self, rows: Array, info: Any, *groups: list[Array]) -> list[list[Array]]:
-        """Arrays whose rows belong to ``info["env_id"]``, with the rows in the order of ``rows``."""
+        """Sort arrays with rows for ``info["env_id"]`` into the order of ``rows``."""
         ids = np.asarray(info["env_id"])
         if np.array_equal(ids, rows):
             return list(groups)
@@ -153,7 +153,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
 
 
 def _by_env(info: Any, ids: Array, num_envs: int) -> Any:
-    """Arrays of the environments ``ids``, with a row for every environment."""
+    """Expand arrays with rows for the environments ``ids`` to a row for each environment."""
     if isinstance(info, dict):
         return {name: _by_env(part, ids, num_envs) for name, part in info.items()}
     if np.shape(info)[:1] != ids.shape:
@@ -164,7 +164,7 @@ def _by_env(info: Any, ids: Array, num_envs: int) -> Any:
 
 
 def _unbounded(space: Any) -> Any:
-    """The space without the bounds by which EnvPool means none: ``numeric_limits<float>::min()``, which is above 0."""
+    """Remove the bounds that mean unbounded in EnvPool: low is ``numeric_limits<float>::min()``, which is above 0."""
     if isinstance(space, spaces.Dict):
         return spaces.Dict({key: _unbounded(part) for key, part in space.spaces.items()})
     if not isinstance(space, spaces.Box) or space.dtype.kind != "f":

@@ -18,12 +18,12 @@ from muster.memory.slots import Lane
 from muster.memory.specs import OBJECT, Array, ArraySpec
 from muster.protocols import ALL, EnvBatch
 
-Seen = dict[Key, "ArraySpec | None"]  # by the path of names; None: of a kind that is not stored
-Cells = list[tuple["InfoField", Array, Array]]  # with values ``[rows, B, *shape]``, and flags where there are any
+Seen = dict[Key, "ArraySpec | None"]  # specs by path of names; None: a kind of value that is not stored
+Cells = list[tuple["InfoField", Array, Array]]  # with values ``[rows, B, *shape]``, and flags of present values
 
 OF_ADAPTERS = {"final_obs", "final_info", "final_observation", "terminal_observation"}
 FLAG, FLOAT, INTEGER = (ArraySpec((), np.dtype(kind)) for kind in (bool, np.float64, np.int64))
-# Of ``RecordEpisodeStatistics`` and of SB3's ``Monitor``, which show it at the end of an episode only.
+# Fields of ``RecordEpisodeStatistics`` and SB3's ``Monitor``, which add them at the end of an episode only.
 STATISTICS: Seen = {("episode", "r"): FLOAT, ("episode", "l"): INTEGER, ("episode", "t"): FLOAT}
 FITTING = {"b": "b", "i": "iub", "u": "iub", "f": "iubf"}  # kinds of values by the kind of a column
 
@@ -147,14 +147,14 @@ def _spec_of(value: Any) -> ArraySpec | None:
 
 @dataclass(eq=False)
 class InfoField:
-    """One value of infos, where ``path`` leads; ``fitting`` are types of numbers that were found to fit."""
+    """One field of infos, at ``path``; ``fitting``: types of numbers that are known to fit."""
 
     path: Key
     spec: ArraySpec
     fitting: set[type] = field(default_factory=set)
 
     def stored(self) -> dict[Key, ArraySpec]:
-        """The columns of values, and of flags that say where there are any."""
+        """Return the specs of the columns: values, and flags of present values."""
         return {(INFO, *self.path): self.spec, (INFO, *mask_of(self.path)): FLAG}
 
     @property
@@ -162,7 +162,7 @@ class InfoField:
         return 0 if self.spec.is_tensor else ""
 
     def fits(self, value: Any, lead: tuple[int, ...] = ()) -> bool:
-        """``value``, ``[*lead, *shape]``, can be stored."""
+        """Return whether ``value``, ``[*lead, *shape]``, can be stored."""
         if not self.spec.is_tensor:
             return isinstance(value, str)
         array = np.asarray(value)
@@ -204,7 +204,7 @@ class _WithInfos(WrappedEnvs):
 
         def note(t: int) -> None:
             for number, (told, some) in enumerate(inner.new_infos):
-                for key in self.info_specs if number else ():  # what is there belongs to the first observations
+                for key in self.info_specs if number else ():  # the row has the infos of the first observations
                     self._first.setdefault(key, np.zeros_like(arrays[key][0]))[some] = arrays[key][t + 1, some]
                 self._put(cells, t + 1, some, told)
 

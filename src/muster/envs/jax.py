@@ -1,12 +1,12 @@
-"""JAX environments: many at once, compiled as one function, on JAX's device, with rows handed over by dlpack.
+"""Batches of JAX environments: compiled as one function, on JAX's device, with rows passed by DLPack.
 
 ::
 
     env = muster.envs.jax.JaxEnvs(gymnax_or_brax_env, num_envs=1024)
     with Collector(env, policy, frames_per_batch=65_536) as collector: ...
 
-``Collector(lambda: gymnax_or_brax_env, num_envs=1024, ...)`` does the same. To Muster a ``JaxEnvs`` is a batch of
-environments on tensors, see ``muster.envs.torch_batch``.
+``Collector(lambda: gymnax_or_brax_env, num_envs=1024, ...)`` does the same. Muster treats a ``JaxEnvs`` as a batch of
+environments on tensors; see ``muster.envs.torch_batch``.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ NO_LIMIT = 2**31 - 1
 
 
 def takes(obj: Any) -> bool:
-    """A ``JaxEnvs``, or one environment in the style of gymnax, brax or MuJoCo Playground."""
+    """Return whether ``obj`` is a ``JaxEnvs``, or an environment with the API of gymnax, brax or Playground."""
     return isinstance(obj, JaxEnvs) or _is_gymnax(obj) or _is_brax(obj)
 
 
 def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
-    """The env batch of one ``JaxEnvs``, or of as many environments as were made (they are functions, and alike)."""
+    """Return the env batch of a ``JaxEnvs``, or of ``len(envs)`` copies of the first environment (all are alike)."""
     if not isinstance(envs[0], JaxEnvs):
         batch = TorchEnvs(JaxEnvs(envs[0], len(envs)), device)
         batch.batch_shape = None
@@ -51,25 +51,25 @@ def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
 class JaxEnvs:
     """B copies of a JAX environment that step together, on tensors; finished ones are reset in the same step.
 
-    Environment i has a key of its own: what happens in it does not depend on B. gymnax: ``step_env`` and
-    ``reset_env``; what ends at ``params.max_steps_in_episode`` only is truncated. brax and Playground:
-    ``info["truncation"]`` says what is truncated. The environment must not reset itself.
+    Environment i has a key of its own, so its episodes do not depend on B. gymnax: uses ``step_env`` and
+    ``reset_env``; an episode that ends only because of ``params.max_steps_in_episode`` is truncated. brax and
+    Playground: ``info["truncation"]`` marks truncated episodes. The environment must not reset itself.
 
     Args:
         env: the environment, not vectorised.
         num_envs: B.
-        params: of a gymnax environment; None: its ``default_params``.
-        device: a ``jax.Device``; None is JAX's default.
+        params: parameters of a gymnax environment; None: its ``default_params``.
+        device: a ``jax.Device``; None: JAX's default.
 
     Attributes:
-        state: the environments' own, B in front.
+        state: states of the environments, with B as the first dimension.
 
     Raises:
-        UnsupportedEnv: neither API, or an environment that resets itself.
-        UnsupportedSpace: actions that are neither Discrete nor Box, observations that are no arrays.
+        UnsupportedEnv: the environment has neither API, or resets itself.
+        UnsupportedSpace: actions are neither Discrete nor Box, or observations are not arrays.
     """
 
-    muster_exact = True  # masks are respected, and every last observation is handed over
+    muster_exact = True  # masks are respected, and every last observation is returned
 
     def __init__(self, env: Any, num_envs: int, params: Any = None, device: Any = None) -> None:
         self.num_envs = num_envs
@@ -101,11 +101,11 @@ class JaxEnvs:
         self.state: Any = None
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin new episodes.
+        """Start new episodes.
 
         Args:
-            seed: s gives environment i the key of ``s + i``; a list has one for each. None goes on.
-            options: ``reset_mask`` (bool ``[B]``) says where; default everywhere.
+            seed: an int s gives environment i the key of ``s + i``; a list has a seed for each. None: keep the keys.
+            options: ``reset_mask`` (bool ``[B]``): environments to reset; default all.
         """
         mask = (options or {}).get("reset_mask")
         with jax.default_device(self._home):
@@ -119,7 +119,7 @@ class JaxEnvs:
         return _to_torch(self._obs), {}
 
     def step(self, action: Any) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """One step of all environments; ``info["final_obs"]`` has the observations before resets."""
+        """Step all environments; ``info["final_obs"]`` has the observations before resets."""
         with jax.default_device(self._home):
             (self._obs, self.state, self._keys), last = self._advance(self.state, self._keys, _to_jax(action))
         final, *columns = (_to_torch(part) for part in last)
@@ -127,11 +127,11 @@ class JaxEnvs:
         return _to_torch(self._obs), reward, terminated, truncated, {"final_obs": final}
 
     def get_state(self) -> dict[str, Any]:
-        """For exact resume: all arrays, as NumPy arrays of their own."""
+        """Return copies of all arrays as NumPy arrays, for exact resume."""
         return {"leaves": [np.array(leaf) for leaf in jax.tree.leaves((self._obs, self.state, self._keys))]}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Take over what ``get_state`` gave."""
+        """Restore the result of ``get_state``."""
         self._obs = self.state = self._keys = None
         if state["leaves"]:
             keys = jax.ShapeDtypeStruct((self.num_envs, 2), jnp.uint32)
@@ -150,7 +150,7 @@ class JaxEnvs:
 
 
 def _compiled(reset: Reset, step: Advance) -> tuple[Any, Any, Any]:
-    """All environments at once: ``begin(keys)``, ``begin_some(now, mask)`` and ``advance(state, keys, action)``."""
+    """Compile ``begin(keys)``, ``begin_some(now, mask)`` and ``advance(state, keys, action)`` for all environments."""
 
     def begin(key: Any) -> Any:
         key, for_reset = jax.random.split(key)
@@ -170,7 +170,7 @@ def _compiled(reset: Reset, step: Advance) -> tuple[Any, Any, Any]:
 
 
 def _select(where: Any, new: Any, old: Any) -> Any:
-    """``new`` where it is true, in the types of ``old``, which a reset may not have (Python numbers, for instance)."""
+    """Select ``new`` or ``old``, in the dtypes of ``old``; a reset may return others (Python numbers, for instance)."""
     return jax.tree.map(lambda a, b: jnp.where(where, a, b).astype(jnp.asarray(b).dtype), new, old)
 
 
@@ -236,7 +236,7 @@ def _action_space(space: Any) -> spaces.Space[Any]:
 
 
 def _space_of(obs: Any) -> spaces.Space[Any]:
-    """The space of what has these shapes and dtypes; gymnax's own have bounds that environments leave."""
+    """Return the widest space for these shapes and dtypes: observations leave the bounds of gymnax's own spaces."""
     if isinstance(obs, Mapping):
         return spaces.Dict({str(key): _space_of(part) for key, part in obs.items()})
     dtype = getattr(obs, "dtype", None)
@@ -253,12 +253,12 @@ def _space_of(obs: Any) -> spaces.Space[Any]:
 
 
 def _to_torch(tree: Any) -> Any:
-    """Tensors over JAX's memory, which must not be changed."""
+    """Return tensors over JAX's memory; do not write to them."""
     if isinstance(tree, Mapping):
         return {key: _to_torch(part) for key, part in tree.items()}
     return from_dlpack(tree)
 
 
 def _to_jax(tensor: torch.Tensor) -> Any:
-    """An array over the tensor's memory; integers as JAX's default has them."""
+    """Return an array over the tensor's memory; int64 is copied to int32, JAX's default."""
     return jnp.from_dlpack(tensor.to(torch.int32) if tensor.dtype == torch.int64 else tensor)

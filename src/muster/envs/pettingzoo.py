@@ -1,17 +1,17 @@
-"""``pettingzoo.ParallelEnv`` as an env batch: agents in groups, with a mask for those that are not there.
+"""``pettingzoo.ParallelEnv`` as an env batch: agents in groups, with a mask for absent agents.
 
-Keys are TorchRL's (``PettingZooWrapper(use_mask=True, done_on_any=False)``). Agents ``name_0``, ``name_1``, ... of
-equal spaces are the group ``name``, any other agent is one by itself. For a group of k agents::
+Keys are TorchRL's (``PettingZooWrapper(use_mask=True, done_on_any=False)``). Agents ``name_0``, ``name_1``, ... with
+equal spaces form the group ``name``; any other agent is a group by itself. For a group of k agents::
 
     (group, "observation")                        [k, *shape]; below it the keys of a Dict space
     (group, "action")                             [k, *shape]
     ("next", group, "reward")                     [k, 1] float32
-    (group, "done" | "terminated" | "truncated")  [k, 1]: how the agent left; True while it is away
+    (group, "done" | "terminated" | "truncated")  [k, 1]: how the agent left; ``done`` is True while it is absent
     (group, "mask")                               [k]: the agent acts
-    (group, "action_mask")                        [k, n], from Dict observations or infos; True while it is away
-    "state"                                       the global state, of environments with a ``state_space``
+    (group, "action_mask")                        [k, n], from Dict observations or infos; True for an absent agent
+    "state"                                       the global state, if the environment has a ``state_space``
 
-An agent's last observation is in the row after its last step. After that, and before it comes, it has zeros.
+An agent's last observation is in the row after its last step. Agents without an observation have zeros.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from muster.protocols import ALL, EnvBatch, Step
 from muster.rng import GroupRng
 
 BOOL, FLOAT = np.dtype(bool), np.dtype(np.float32)
-AWAY = (True, False)  # terminated and truncated of an agent that has not come yet
+AWAY = (True, False)  # terminated and truncated of an agent that has not acted yet
 
 
 def takes(obj: Any) -> bool:
-    """A PettingZoo environment of either kind."""
+    """Return whether ``obj`` is a PettingZoo environment, parallel or AEC."""
     return isinstance(obj, (ParallelEnv, AECEnv))
 
 
 def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
-    """The env batch of B environments that are alike; ``device`` has no effect."""
+    """Return the env batch of B environments of the same kind; ``device`` has no effect."""
     return ParallelEnvs([_parallel(env) for env in envs])
 
 
@@ -57,10 +57,10 @@ class Team:
 
     name: str
     agents: list[str]
-    observation: SpaceCodec  # of one agent, without its action mask
+    observation: SpaceCodec  # for one agent, without its action mask
     action: SpaceCodec
-    choices: int | None = None  # entries of an action mask
-    start: int = 0  # what the first choice is called
+    choices: int | None = None  # number of entries of an action mask
+    start: int = 0  # number of the first action
     mask_in_obs: bool = False
     keys: dict[str, Key] = field(default_factory=dict)
 
@@ -69,10 +69,10 @@ class Team:
 
 
 class ParallelEnvs(EnvBatch):
-    """B parallel environments with the same agents and spaces behind ``EnvBatch``; owns (and closes) them.
+    """Implements ``EnvBatch`` for B parallel environments with the same agents and spaces; owns (and closes) them.
 
-    An episode ends when no agent is left; by termination if all of them ended by it. Episode records add up the rewards
-    of all agents. Random actions respect action masks. The first environment is reset once here, to see its infos.
+    An episode ends when no agent is left; it is terminated if all agents were, else truncated. Episode records sum the
+    rewards of all agents. Random actions respect action masks. The constructor resets environment 0 to see its infos.
     """
 
     reward_key = TEAM_REWARD
@@ -109,7 +109,7 @@ class ParallelEnvs(EnvBatch):
         checks.check_arrays(self.name, self.observation_specs, self.action_specs)
         self._acting: list[list[str]] = [[] for _ in envs]
         self._left: list[dict[str, tuple[bool, bool]]] = [{} for _ in envs]  # terminated, truncated
-        # What agents may do now, [B, k, n] per team with action masks; and who draws random actions of those.
+        # Current action masks, [B, k, n] per team that has them; and the generators for random legal actions.
         self._legal = {
             team.name: np.ones((self.num_envs, len(team.agents), team.choices), bool)
             for team in self.teams
@@ -120,13 +120,13 @@ class ParallelEnvs(EnvBatch):
         self._told: list[Any] = [None] * self.num_envs  # infos by agent
         self.new_infos = [(self._told, ALL)]
 
-    # --- what Muster calls ------------------------------------------------------------------------
+    # --- EnvBatch ---------------------------------------------------------------------------------
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
-        """Uniform actions. Legal ones depend on the state: ``step`` draws those, except for the row that is next."""
+        """Draw uniform actions. Legal ones depend on the state: ``step`` draws them, except for a single row."""
         drawn = self._actions.sample(rng, shape)
         if self._legal and len(shape) > 1:
-            self._drawing = rng  # until the rollout that begins now ends
+            self._drawing = rng  # for the next rollout
         elif self._legal:
             for key, values in self._draw_legal(rng).items():
                 drawn[key][...] = values.reshape(drawn[key].shape)
@@ -187,7 +187,7 @@ class ParallelEnvs(EnvBatch):
     # --- rows -------------------------------------------------------------------------------------
 
     def _action(self, arrays: Mapping[Key, Array], t: int, b: int) -> dict[str, Any]:
-        """What each agent that is there does; copies, which the environment may keep."""
+        """Return the action of each acting agent: copies, which the environment may keep."""
         actions, acting = {}, set(self._acting[b])
         for team in self.teams:
             leaves = [arrays[key][t, b] for key in team.action.specs]
@@ -208,7 +208,7 @@ class ParallelEnvs(EnvBatch):
         return total
 
     def _write(self, arrays: Mapping[Key, Array], row: int, b: int, obs: Any, infos: Any, method: str) -> None:
-        """Write row ``row`` of environment ``b`` from what its agents see, who acts next, and who has left how."""
+        """Write row ``row`` of environment ``b``: observations, flags and masks of all agents, and the state."""
         acting = set(self._acting[b])
         for team in self.teams:
             targets = [arrays[key][row, b] for key in team.observation.specs]
@@ -233,7 +233,7 @@ class ParallelEnvs(EnvBatch):
                 arrays[key][row, b] = leaf
 
     def _put(self, targets: list[Array], i: int, team: Team, seen: Any, who: str) -> None:
-        """Write what agent ``i`` of the team sees; zeros for None."""
+        """Write the observation of the team's agent ``i``; zeros for None."""
         if seen is None:
             for target in targets:
                 target[i] = 0
@@ -247,7 +247,7 @@ class ParallelEnvs(EnvBatch):
             target[i] = leaf
 
     def _draw_legal(self, rng: GroupRng) -> dict[Key, Array]:
-        """Uniform legal actions now, ``[B, k]`` per team that has action masks; any action where none is legal."""
+        """Draw uniform legal actions, ``[B, k]`` per team with action masks; all actions if none is legal."""
         drawn: dict[Key, Array] = {}
         for place, team in enumerate(self.teams):
             if team.choices:
@@ -286,7 +286,7 @@ class ParallelEnvs(EnvBatch):
     def _call(self, b: int, method: str, *args: Any, **given: Any) -> Any:
         return checks.call(self.envs[b], method, f"{self.name}[{b}]", *args, index=b, **given)
 
-    # --- what there is ----------------------------------------------------------------------------
+    # --- teams and specs --------------------------------------------------------------------------
 
     def _team(self, env: Any, name: str, agents: list[str], infos: Mapping[str, Any]) -> Team:
         if name in RESERVED | {"state"}:
@@ -318,7 +318,7 @@ class ParallelEnvs(EnvBatch):
 
 
 def _action_mask(team: Team, seen: Any, info: Any) -> Any:
-    """What an agent may do, ``[n]``; None if the environment does not say it."""
+    """Return the action mask of an agent, ``[n]``; None if the environment has none."""
     source = seen if team.mask_in_obs else (info or {})
     mask = source.get("action_mask")
     if mask is not None and np.shape(mask) != (team.choices,):
@@ -327,7 +327,7 @@ def _action_mask(team: Team, seen: Any, info: Any) -> Any:
 
 
 def _group(env: Any) -> dict[str, list[str]]:
-    """Agents by group: those called ``name_<number>`` together if their spaces are equal, others alone."""
+    """Return agents by group: those named ``name_<number>`` with equal spaces together, others alone."""
     agents, groups = [str(agent) for agent in env.possible_agents], dict[str, list[str]]()
     for agent in agents:
         name, _, number = agent.rpartition("_")

@@ -1,4 +1,4 @@
-"""The action and the reward of the step before, as observations: ``prev_action_reward=True``."""
+"""The action and the reward of the previous step as observations: ``prev_action_reward=True``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PREV_ACTION, PREV_REWARD = "prev_action", ("prev_reward",)
 
 
 def with_previous(env: EnvBatch, dtype: np.dtype[Any] | None = None) -> EnvBatch:
-    """``env``, whose observations also have ``prev_action`` (shaped as the action; parts of it are below it, as in
-    ``("prev_action", "left")``) and ``prev_reward`` (``[B]``). Both are zero where an agent's episode begins.
+    """Add the observations ``prev_action`` (shaped as the action; parts have keys like ``("prev_action", "left")``)
+    and ``prev_reward`` (``[B]``) to ``env``. Both are zero at the start of an agent's episode.
 
-    ``dtype`` is that in which floats are stored. Raises ``BadOption`` for environments that cannot have them.
+    ``dtype`` is the dtype for floats. Raises ``BadOption`` for environments that do not support these observations.
     """
     problem = _problem(env)
     if problem:
@@ -65,7 +65,7 @@ class _WithPrevious(WrappedEnvs):
 
 
 def _previous(key: Key) -> Key:
-    """``("action", "left")`` as ``("prev_action", "left")``; an agent's action stays the agent's."""
+    """Return ``("prev_action", "left")`` for ``("action", "left")``; keeps the name of an agent before ``action``."""
     if "action" not in key:
         return (PREV_ACTION, *key)
     return tuple(PREV_ACTION if part == "action" else part for part in key)

@@ -1,6 +1,6 @@
 """Stable-Baselines3's ``VecEnv`` as a ``gymnasium.vector.VectorEnv``.
 
-Nothing here imports ``stable_baselines3``: its classes are known by their names.
+This module does not import ``stable_baselines3``: it recognizes classes by their names.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ PACKAGE = "stable_baselines3.common.vec_env."
 
 
 def takes(obj: Any) -> bool:
-    """Is it a ``VecEnv`` of ``stable_baselines3``, wrapped or not?"""
+    """Return whether ``obj`` is a ``VecEnv`` of ``stable_baselines3``, wrapped or not."""
     return _derives(obj, "base_vec_env.VecEnv")
 
 
 def adapt(envs: list[Any], device: Any) -> EnvBatch:
-    """The env batch of one ``VecEnv``; ``device`` has no effect."""
+    """Return the env batch of one ``VecEnv``; ``device`` has no effect."""
     return VectorEnvBatch(Sb3VectorEnv(the_only(envs)))
 
 
@@ -39,17 +39,17 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
     """A ``VecEnv`` behind Gymnasium's interface, in SAME_STEP mode::
 
         env = Sb3VectorEnv(VecNormalize(DummyVecEnv([make] * 8)))
-        obs, reward, terminated, truncated, info = env.step(actions)  # info["final_obs"][i] where i is done
+        obs, reward, terminated, truncated, info = env.step(actions)  # info["final_obs"][i] if i is done
 
-    SB3 has one flag and a mark: ``done`` is ``truncated`` where ``TimeLimit.truncated`` is set, else ``terminated``;
-    what ended both ways at once is ``terminated``. Last observations are SB3's ``terminal_observation``, normalized
-    and stacked as its wrappers do it. Arrays are what SB3 returned, not copies.
+    SB3 has one flag: ``done`` is ``truncated`` if ``TimeLimit.truncated`` is set in the info, else ``terminated``. SB3
+    does not set it if an episode also terminated. Last observations are SB3's ``terminal_observation``, normalized
+    and stacked by its wrappers. Returned arrays are those of SB3, not copies.
 
     Args:
-        env: owned (and closed) by this object.
+        env: environments, owned (and closed) by this object.
 
     Attributes:
-        muster_exact: only classes of SB3 itself are involved, whose last observations can be relied on.
+        muster_exact: all classes are SB3's own, whose last observations are reliable.
     """
 
     def __init__(self, env: Any) -> None:
@@ -65,16 +65,16 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         self.muster_exact = self._strange is None
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin new episodes.
+        """Start new episodes.
 
         Args:
-            seed: an int is the seed of environment 0, environment i gets ``seed + i``; or one per environment
-                (None: its generator goes on).
-            options: ``reset_mask``, ``[B]`` bool, resets those environments only, and only their rows of what is
-                returned have a meaning. The others go to ``VecEnv.set_options``.
+            seed: an int s seeds environment i with ``s + i``; a list has one seed per environment (None: the
+                environment is not reseeded).
+            options: ``reset_mask``, ``[B]`` bool: environments to reset; only their rows of the returned observations
+                are valid. Other options are passed to the environments.
 
         Raises:
-            UnsupportedEnv: a mask or a list of seeds, and a class is involved that is not SB3's own.
+            UnsupportedEnv: ``reset_mask`` or a list of seeds is given, and one of the classes is not SB3's own.
         """
         given = dict(options or {})
         mask = given.pop("reset_mask", None)
@@ -114,7 +114,7 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         self.env.close()
 
     def _reset_infos(self) -> list[dict[str, Any]]:
-        """Of the last reset of each environment, as SB3 keeps them."""
+        """Return the infos of the last reset of each environment, which SB3 keeps."""
         return list(getattr(_layers(self.env)[-1], "reset_infos", [{}] * self.num_envs))
 
     def _reset_rows(self, rows: Array, seeds: list[Any], extra: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -148,7 +148,7 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
 
 
 def _name(cls: type) -> str:
-    """``module.Class`` within SB3's package; empty elsewhere."""
+    """Return ``module.Class`` for a class of SB3's package; empty for other classes."""
     name = f"{cls.__module__}.{cls.__qualname__}"
     return name[len(PACKAGE) :] if name.startswith(PACKAGE) else ""
 
@@ -162,7 +162,7 @@ def _layers(env: Any) -> list[Any]:
 
 
 def _observation_space(env: Any) -> Any:
-    """What observations really are: ``VecNormalize`` goes on declaring the dtype and bounds of what it normalizes."""
+    """Return the space of the observations; ``VecNormalize`` declares the dtype and bounds of its inputs instead."""
     for layer in _layers(env):
         if _name(type(layer)) == "vec_normalize.VecNormalize" and layer.norm_obs:
             space, clip = layer.observation_space, float(layer.clip_obs)
@@ -175,7 +175,7 @@ def _observation_space(env: Any) -> Any:
     return env.observation_space
 
 
-# What a wrapper does with the first observations ``obs`` (leaves [len(rows), *shape]) of environments ``rows``.
+# Process the first observations ``obs`` (leaves [len(rows), *shape]) of environments ``rows`` as the wrapper does.
 
 
 def _keep(wrapper: Any, obs: Any, rows: Array) -> Any:
@@ -190,7 +190,7 @@ def _recount(wrapper: Any, obs: Any, rows: Array) -> Any:
 
 def _normalize(wrapper: Any, obs: Any, rows: Array) -> Any:
     wrapper.returns[rows] = 0
-    if wrapper.training and wrapper.norm_obs:  # first observations count, as in its own reset
+    if wrapper.training and wrapper.norm_obs:  # first observations update the statistics, as in its own reset
         many = isinstance(wrapper.obs_rms, dict)
         for key, statistics in wrapper.obs_rms.items() if many else [(None, wrapper.obs_rms)]:
             statistics.update(obs[key] if many else obs)
@@ -207,7 +207,7 @@ def _restack(stack: Any, obs: Any, rows: Array) -> Any:
     some = copy.copy(stack)
     some.stacked_obs = stack.stacked_obs[rows]
     first = some.reset(obs)
-    stack.stacked_obs = stack.stacked_obs.copy()  # the old one was handed out
+    stack.stacked_obs = stack.stacked_obs.copy()  # the caller has the old array
     stack.stacked_obs[rows] = first
     return first
 

@@ -1,4 +1,4 @@
-"""Gymnasium spaces: what they store, how their values come apart, and how they are drawn at random."""
+"""Gymnasium spaces: their specs, leaves of their values, and random values."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Leaves = list[Any]
 
 
 class SpaceCodec:
-    """How the values of one space are taken apart into leaves, and put together again.
+    """Splits the values of one space into leaves, and builds values from leaves.
 
-    Dict and Tuple are opened, however deep. What has no fixed shape (Text, Sequence, Graph, OneOf, your own) becomes
-    one object leaf. ``root`` is the key of a space that is neither Dict nor Tuple.
+    Nested Dict and Tuple spaces are split at all levels. A space without a fixed shape (Text, Sequence, Graph, OneOf,
+    custom spaces) becomes one object leaf. ``root`` is the key of a space that is neither Dict nor Tuple.
 
     Attributes:
-        specs: the leaves by key, in the order of ``flatten`` and ``build``.
-        single: there is exactly one leaf, and the value is that leaf.
+        specs: specs of the leaves by key, in the order of ``flatten`` and ``build``.
+        single: the value itself is the only leaf.
     """
 
     def __init__(self, space: spaces.Space[Any], root: Key) -> None:
@@ -39,7 +39,7 @@ class SpaceCodec:
         self.single = not isinstance(space, (spaces.Dict, spaces.Tuple))
 
     def flatten(self, value: Any, who: str = "") -> Leaves:
-        """The leaves of ``value``, which ``who`` returned; only number and keys are checked (``BadEnvOutput``)."""
+        """Return the leaves of ``value``, returned by ``who``; checks only number and keys (``BadEnvOutput``)."""
         leaves: Leaves = []
         try:
             self._flatten(value, leaves)
@@ -52,7 +52,7 @@ class SpaceCodec:
         return _build(self.space, source)
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
-        """Uniform values (where unbounded: as ``Box.sample`` does), ``[*shape, *leaf shape]`` per leaf."""
+        """Draw uniform values (if unbounded: like ``Box.sample``), ``[*shape, *leaf shape]`` per leaf."""
         leaves = zip(self.specs.items(), self._spaces, strict=True)
         return {key: _sample(space, spec, rng.stream(i), shape) for i, ((key, spec), space) in enumerate(leaves)}
 
@@ -71,7 +71,7 @@ class SpaceCodec:
 
 
 def observation_codec(space: spaces.Space[Any]) -> SpaceCodec:
-    """Keys of observations: ``observation``, or the space's own keys where it is a Dict."""
+    """Return the codec of observations, with the key ``observation``, or the keys of a Dict space."""
     if not isinstance(space, spaces.Dict):
         return SpaceCodec(space, OBSERVATION)
     taken = sorted(RESERVED.intersection(map(str, space.spaces)))
@@ -84,12 +84,12 @@ def observation_codec(space: spaces.Space[Any]) -> SpaceCodec:
 
 
 def action_codec(space: spaces.Space[Any]) -> SpaceCodec:
-    """Keys of actions: ``action``, or ``("action", name)`` where the space is a Dict or Tuple."""
+    """Return the codec of actions, with the key ``action``, or ``("action", name)`` for a Dict or Tuple space."""
     return SpaceCodec(space, ACTION)
 
 
 def leaf_spec(space: spaces.Space[Any]) -> ArraySpec:
-    """What one value of a space without parts takes to store."""
+    """Return the spec of a space without parts."""
     if isinstance(space, spaces.Box):
         return ArraySpec(space.shape, space.dtype, space.low, space.high)
     if isinstance(space, spaces.Discrete):
@@ -144,36 +144,36 @@ def _sample(space: spaces.Space[Any], spec: ArraySpec, rng: np.random.Generator,
 
 
 def draw(spec: ArraySpec, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """Uniform values of a leaf with bounds, ``[*shape, *leaf shape]``; where they are infinite as by ``Box.sample``."""
+    """Draw uniform values of a bounded leaf, ``[*shape, *leaf shape]``; like ``Box.sample`` for infinite bounds."""
     size = (*shape, *spec.shape)
     if spec.dtype.kind not in "iub":
         return _sample_box(spec, rng, size).astype(spec.dtype)
     low, high, choices = _whole_numbers(spec)
     if choices is None:
         return rng.integers(low, high, size, dtype=low.dtype.type, endpoint=True).astype(spec.dtype)
-    drawn = (rng.random(size) * choices).astype(low.dtype)  # ``integers`` takes ten times as long for a few of them
+    drawn = (rng.random(size) * choices).astype(low.dtype)  # ``integers`` takes ten times as long for small sizes
     drawn += low
     return drawn.astype(spec.dtype, copy=False)
 
 
 @lru_cache(maxsize=64)
 def _whole_numbers(spec: ArraySpec) -> tuple[Array, Array, Array | None]:
-    """Bounds of integers, and how many there are; None: too many for a float to be as good as any of them."""
+    """Return the bounds of integers, and their number; None: too many to draw them evenly from a float."""
     assert spec.low is not None and spec.high is not None
-    wide: Any = np.uint64 if spec.dtype == np.uint64 else np.int64  # narrower ones draw several from one word
+    wide: Any = np.uint64 if spec.dtype == np.uint64 else np.int64  # narrower: several per word
     choices = spec.high.astype(np.float64) - spec.low.astype(np.float64) + 1.0
     return spec.low.astype(wide), spec.high.astype(wide), choices if np.all(choices <= 1 << 31) else None
 
 
 def _sample_box(spec: ArraySpec, rng: np.random.Generator, size: tuple[int, ...]) -> Array:
-    """Uniform where bounded on both sides, shifted exponential on one, normal on none (as ``Box.sample``)."""
+    """Draw like ``Box.sample``: uniform with two bounds, shifted exponential with one, normal without bounds."""
     low, high = np.asarray(spec.low, np.float64), np.asarray(spec.high, np.float64)
     below, above = np.isfinite(low), np.isfinite(high)
     if below.all() and above.all():
         too_wide = 0.5 * high - 0.5 * low > 0.5 * np.finfo(np.float64).max  # high - low would overflow
         scale = np.where(too_wide, 0.5, 1.0)
         return np.asarray(rng.uniform(scale * low, scale * high, size)) / scale
-    u, v = np.moveaxis(rng.random((*size, 2)), -1, 0)  # two per entry whatever it becomes: see GroupRng.stream
+    u, v = np.moveaxis(rng.random((*size, 2)), -1, 0)  # two per entry of any kind: see GroupRng.stream
     tail = -np.log1p(-u)
     normal = np.sqrt(2 * tail) * np.cos(2 * np.pi * v)  # Box and Muller
     low0, high0 = np.where(below, low, 0.0), np.where(above, high, 0.0)

@@ -1,4 +1,4 @@
-"""B single Gymnasium environments as one env batch, written straight into the rows of a slot."""
+"""B single Gymnasium environments as one env batch, which writes directly into the rows of a slot."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from muster.protocols import ALL, EnvBatch, Step
 from muster.rng import GroupRng
 
 Arrays = Mapping[Key, Array]
-RowStep = Callable[..., "Sequence[int] | None"]  # a ``Step`` that can go on in the middle of a row
+RowStep = Callable[..., "Sequence[int] | None"]  # a ``Step`` that can continue within a row
 FlagRecorder = Callable[[int, int, Any, Any, "list[int] | None"], "list[int] | None"]
 TERMINATED, TRUNCATED = next_of(("terminated",)), next_of(("truncated",))
-BLANK = object()  # in the place of an observation
+BLANK = object()  # instead of the observation of a bypassed environment
 
 
 class StackedEnvs(EnvBatch):
-    """B ``gymnasium.Env`` with equal spaces, owned and stepped one after another; implements ``EnvBatch``."""
+    """Implements ``EnvBatch`` for B ``gymnasium.Env`` with equal spaces: owns them, steps them one after another."""
 
     def __init__(self, envs: Sequence[gymnasium.Env[Any, Any]]) -> None:
         self.envs = list(envs)
@@ -47,7 +47,7 @@ class StackedEnvs(EnvBatch):
         self.casts: Casts = Casts(self.name)
         (key, spec), *_ = self.observation_specs.items()
         self._plain = self.observations.single and spec.is_tensor, key, spec.shape, spec.dtype
-        self.executed_in_row = 0  # environments stepped in a row that an error cut short
+        self.executed_in_row = 0  # environments stepped in a row that an error interrupted
         self.bypasses = True
         self.lives_lost: set[int] = set()
         self._bypassed: frozenset[int] = frozenset()
@@ -55,7 +55,7 @@ class StackedEnvs(EnvBatch):
         self.keeps_infos = False
         self._told: list[Any] = [None] * self.num_envs
         self.new_infos = [(self._told, ALL)]
-        self._steps: list[Callable[[Any], Any]] = []  # what a row calls, environment by environment
+        self._steps: list[Callable[[Any], Any]] = []  # functions that step the environments
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         return self.actions.sample(rng, shape)
@@ -93,7 +93,7 @@ class StackedEnvs(EnvBatch):
         checks.close_all([env.close for env in self.envs])
 
     def _make_step(self, lane: Lane) -> Step:
-        self._fill_steps()  # also where an environment has come to hold other objects
+        self._fill_steps()  # inner objects of environments may have been replaced
         (obs_spec,), (act_spec,) = (list(specs.values())[:1] for specs in (self.observation_specs, self.action_specs))
         vector = self._plain[0] and len(obs_spec.shape) == 1 and obs_spec.dtype == self._plain[3]
         if vector and self.actions.single and act_spec.dtype == np.int64 and not act_spec.shape and not self.casts.any:
@@ -101,14 +101,14 @@ class StackedEnvs(EnvBatch):
         return self._make_general_step(lane)
 
     def _make_general_step(self, lane: Lane) -> RowStep:
-        """For all kinds of observations and actions; what has to be cast is cast."""
+        """Make the step for all kinds of observations and actions, with casts where necessary."""
         steps, actions, put = self._steps, self._action_rows(lane), self._observation_writer(lane)
         B, record = self.num_envs, self._flag_recorder(lane)
         rewards: Any = _flat(lane.arrays[REWARD])
 
         def step(t: int, b: int = 0, finished: list[int] | None = None, first: Any = ...) -> Sequence[int] | None:
             nonlocal rewards
-            k = t * B + b  # of the transition; its next observation is B further
+            k = t * B + b  # index of the transition; its next observation is at k + B
             got: Any = ...  # nothing yet
             try:
                 todo = zip(steps, actions(t))  # noqa: B905 (strict costs 0.3 us per step)
@@ -132,10 +132,10 @@ class StackedEnvs(EnvBatch):
         return step
 
     def _make_plain_step(self, lane: Lane, width: int) -> Step:
-        """The same for vector observations and integer actions, without a call or an object per transition.
+        """Make the step for vector observations and integer actions, without a call or object per transition.
 
-        A memoryview refuses another dtype or shape by itself, and gives plain ints, which environments
-        index fastest with. Once something has to be cast, the general step takes over.
+        A memoryview rejects other dtypes and shapes, and returns plain ints, the fastest index for
+        environments. Once a cast is necessary, the general step is used instead.
         """
         steps, B = self._steps, self.num_envs
         ((obs_key,), (act_key,)) = self.observation_specs, self.action_specs
@@ -170,7 +170,7 @@ class StackedEnvs(EnvBatch):
         return step
 
     def _fill_steps(self) -> None:
-        """Choose what a row calls; in place, since functions that run rows hold the list."""
+        """Set the functions that step the environments; in place, since steps of lanes refer to the list."""
         spec = next(iter(self.observations.specs.values()))
         array = self.observations.single and spec.is_tensor and spec.shape
         blank: Any = (np.zeros(spec.shape, spec.dtype) if array else BLANK, 0.0, False, False, {})
@@ -186,7 +186,7 @@ class StackedEnvs(EnvBatch):
         self._steps[:] = [(lambda _: blank) if i in self._bypassed else step for i, step in enumerate(steps)]
 
     def _observation_writer(self, lane: Lane) -> Callable[[int, Any], None]:
-        """``put(k, obs)``: write an observation into entry ``k`` of the ``(T + 1) * B``."""
+        """Return ``put(k, obs)``, which writes an observation into entry ``k`` of the ``(T + 1) * B``."""
         arrays = {key: lane.arrays[key].reshape(-1, *spec.shape) for key, spec in self.observation_specs.items()}
         ((key, spec),) = list(self.observations.specs.items())[:1]
         if not (self.observations.single and spec.is_tensor and spec.shape):
@@ -217,7 +217,7 @@ class StackedEnvs(EnvBatch):
             raise BadEnvOutput(f"{self.name}[{at[-1]}].{method}: {error}. {FIX}") from None
 
     def _action_rows(self, lane: Lane) -> Callable[[int], Sequence[Any]]:
-        """``actions(t)``: what the environments get. Copies: an env may keep or change what it is given."""
+        """Return ``actions(t)``, which copies the actions of row t: environments may keep or change them."""
         keys, specs = list(self.action_specs), list(self.action_specs.values())
         if self.actions.single:
             rows = lane.arrays[keys[0]]
@@ -249,9 +249,9 @@ class StackedEnvs(EnvBatch):
         return record
 
     def _explain(self, error: BaseException, got: Any, t: int, b: int, *, again: bool = False) -> None:
-        """Turn what went wrong in env ``b`` at row ``t`` into the error that says so.
+        """Raise an error that explains the failure in env ``b`` at row ``t``.
 
-        Returns where what the environment returned can be cast, and this was not tried (``again``) yet.
+        Return without an error if the returned values can be cast, and that was not tried yet (``again``).
         """
         self.executed_in_row = b + (got is not ...) - sum(i < b for i in self._bypassed)
         if not issubclass(type(error), Exception):  # Ctrl-C
@@ -277,30 +277,30 @@ class StackedEnvs(EnvBatch):
 
 
 class _Refused:
-    """In the place of what a step returned, which says nothing about lives."""
+    """Replaces the result of a step that has an invalid info or flag, for ``track_lives``."""
 
     def __init__(self, error: BadEnvOutput) -> None:
         self.error = error
 
 
 def _keeping_info(step: Callable[[Any], Any], i: int, told: list[Any]) -> Callable[[Any], Any]:
-    """``step``, which keeps the info of environment ``i`` in ``told``."""
+    """Return a ``step`` that keeps the info of environment ``i`` in ``told``."""
 
     def keeping(action: Any) -> Any:
         got = step(action)
-        told[i] = got[4] if isinstance(got, tuple) and len(got) == 5 else None  # the caller says what is wrong
+        told[i] = got[4] if isinstance(got, tuple) and len(got) == 5 else None  # the caller reports the problem
         return got
 
     return keeping
 
 
 def _counting_lives(step: Callable[[Any], Any], who: str, key: str, i: int, lost: set[int]) -> Callable[[Any], Any]:
-    """``step``, with a note in ``lost`` of whether environment ``i`` goes on after the end of an agent's episode."""
+    """Return a ``step`` that keeps ``i`` in ``lost`` if the environment continues after the agent's episode ended."""
 
     def counting(action: Any) -> Any:
         got = step(action)
         if not isinstance(got, tuple) or len(got) != 5:
-            return got  # the caller says what is wrong
+            return got  # the caller reports the problem
         obs, reward, terminated, truncated, info = got
         if not isinstance(info, dict):
             problem = f"{who}.step returned an info that is {type(info).__name__}, expected a dict. {FIX}"

@@ -1,8 +1,8 @@
 """B environments that step together on tensors, as Isaac Lab, ManiSkill and other simulators on a GPU do.
 
-What is taken: ``num_envs``, ``device``, Gymnasium spaces (``single_observation_space``, or batched ones),
+Required are ``num_envs``, ``device``, Gymnasium spaces (``single_observation_space``, or batched ones),
 ``reset(seed=...) -> (obs, info)`` and ``step(action) -> (obs, reward, terminated, truncated, info)`` on tensors.
-Nothing waits for the device to say where episodes ended: everything is done in all environments, and chosen by mask.
+The host never waits for flags of the device: each operation runs for all environments, and a mask selects results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from muster.rng import GroupRng
 
 Leaves = list[torch.Tensor]
 Draw = Callable[[torch.Generator], torch.Tensor]
-FINAL = ("final_obs", "final_observation")  # where the true last observations are, newest convention first
+FINAL = ("final_obs", "final_observation")  # keys of the true last observations, newest convention first
 MANI_SKILL, ISAAC_LAB = "mani_skill", ("isaaclab", "omni.isaac.lab")
 DO_ONE = (
     "let reset() take mask= (bool [num_envs]) or options={'reset_mask': mask} with metadata['autoreset_mode'] set, "
@@ -41,9 +41,9 @@ DO_ONE = (
 
 
 def takes(obj: Any) -> bool:
-    """A batch of environments on tensors; of a class that is a ``gymnasium.Env`` or ``VectorEnv`` too, perhaps."""
+    """Return whether ``obj`` is a batch of environments on tensors; it may be a ``gymnasium.Env`` or ``VectorEnv``."""
     if isinstance(obj, type) or any(cls.__module__.startswith("torchrl.") for cls in type(obj).__mro__):
-        return False  # a class; TorchRL's pass on whatever the wrapped environment has
+        return False  # a class, or a TorchRL wrapper, which has all attributes of the wrapped environment
     base = getattr(obj, "unwrapped", obj)
     device = getattr(obj, "device", getattr(base, "device", None))
     number = getattr(obj, "num_envs", getattr(base, "num_envs", None))
@@ -52,16 +52,16 @@ def takes(obj: Any) -> bool:
 
 
 def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
-    """The env batch, with rows on ``device``; None is the environments' own."""
+    """Return the env batch, with rows on ``device``; None: the environments' device."""
     return TorchEnvs(checks.the_only(envs), device)
 
 
 class TorchEnvs(EnvBatch):
-    """A batch of environments on tensors behind ``EnvBatch``; owns (and closes) it. Rows lie on ``device``.
+    """Implements ``EnvBatch`` for a batch of environments on tensors; owns (and closes) it. Rows are on ``device``.
 
-    ``SAME_STEP`` environments have reset themselves and hand the true last observations over as ``info["final_obs"]``
-    or ``info["final_observation"]``, for all environments at once; where they do not, ``collector/next_obs_valid`` is
-    False. ``DISABLED`` ones are reset by mask at every step. Isaac Lab's ``cfg.compute_final_obs`` is switched on.
+    ``SAME_STEP`` environments reset themselves, and return the true last observations as ``info["final_obs"]`` or
+    ``info["final_observation"]``, batched; if they do not, ``collector/next_obs_valid`` is False. ``DISABLED``
+    environments are reset by mask at every step. Isaac Lab's ``cfg.compute_final_obs`` is set to True.
     """
 
     writes_next = True
@@ -85,7 +85,7 @@ class TorchEnvs(EnvBatch):
         self._self_resetting = self._mode() is AutoresetMode.SAME_STEP
         self._how = _partial_reset(env)
         exact = bool(getattr(base, "muster_exact", False))
-        # Only this convention can be ignored by an environment without an error.
+        # Only with this convention can an environment ignore the mask without an error.
         self._mask_untried = self._how is not None and self._how.option == "reset_mask" and not exact
         cfg = getattr(base, "cfg", None)
         gives_final = exact or _is_from(env, MANI_SKILL)
@@ -93,7 +93,7 @@ class TorchEnvs(EnvBatch):
             cfg.compute_final_obs = gives_final = True
         self.final_obs_certain = gives_final or not self._self_resetting
         self._limit: int | None = None
-        self._count = torch.zeros(self.num_envs, dtype=torch.int64, device=self._on)  # steps of running episodes
+        self._count = torch.zeros(self.num_envs, dtype=torch.int64, device=self._on)  # steps of current episodes
         rows_on = self.device or torch.device("cpu")
         self._generator = torch.Generator(rows_on)
         self._draws = [_drawing(spec, self.num_envs, rows_on) for spec in self.action_specs.values()]
@@ -102,7 +102,7 @@ class TorchEnvs(EnvBatch):
 
     @property
     def max_steps(self) -> int | None:
-        """Episodes are truncated there, which takes a reset by mask."""
+        """Number of steps after which episodes are truncated, which requires resets by mask."""
         return self._limit
 
     @max_steps.setter
@@ -117,8 +117,8 @@ class TorchEnvs(EnvBatch):
         self._limit = limit
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Any]:
-        """As ``SpaceCodec.sample``, drawn where the rows lie; row by row, each from a seed of its own, so that the
-        numbers do not depend on how the steps are cut into batches.
+        """Draw like ``SpaceCodec.sample``, on the device of the rows. Each row has a seed of its own, so the numbers do
+        not depend on the division of steps into batches.
         """
         rows = []
         for _ in range(math.prod(shape[:-1])):
@@ -212,7 +212,7 @@ class TorchEnvs(EnvBatch):
                 if waiting is not None:
                     for rows, leaf in zip(observations, self._reset_some(waiting, {}), strict=True):
                         rows[t + 1].copy_(_where(waiting, leaf, rows[t + 1].to(on)))
-                for rows, is_init in states:  # of the policy, where an episode begins
+                for rows, is_init in states:  # recurrent states at the start of an episode
                     if is_init:
                         rows[t + 1].copy_(done)
                     else:
@@ -230,7 +230,7 @@ class TorchEnvs(EnvBatch):
         return leaves, self._column(reward, "reward"), *flags, info
 
     def _last(self, obs: Leaves, done: torch.Tensor, info: Any) -> tuple[Leaves, torch.Tensor]:
-        """The true last observations where ``done``, else ``obs``; NaN or 0 where unknown, and where that is."""
+        """Return the true last observations if ``done``, else ``obs``, and the mask of unknown ones (NaN or 0)."""
         name = next((name for name in FINAL if isinstance(info, Mapping) and info.get(name) is not None), None)
         if name is None:
             last, unknown = obs, done
@@ -245,7 +245,7 @@ class TorchEnvs(EnvBatch):
         return [leaf.masked_fill(_like(unknown, leaf), x) for leaf, x in zip(last, blank, strict=True)], unknown
 
     def _leaves(self, obs: Any, who: str) -> Leaves:
-        """The observation as checked tensors ``[B, *shape]``; checks look at shapes and dtypes only."""
+        """Return the leaves of the observation, ``[B, *shape]``, after a check of shapes and dtypes."""
         leaves = self.observations.flatten(obs, who)
         for (key, expected, dtype), leaf in zip(self._expected, leaves, strict=True):
             if not torch.is_tensor(leaf) or tuple(leaf.shape) != expected or not self._fits(leaf.dtype, dtype, key):
@@ -256,7 +256,7 @@ class TorchEnvs(EnvBatch):
         return leaves
 
     def _fits(self, got: torch.dtype, dtype: torch.dtype, key: Key) -> bool:
-        """As ``Casts.problem``, but for values, which only the device knows: any float for any other one."""
+        """Decide like ``Casts.problem``, without the values, which are on the device: accept any float for a float."""
         if got == dtype:
             return True
         cast = got.is_floating_point and dtype.is_floating_point and not self.casts.refused
@@ -265,7 +265,7 @@ class TorchEnvs(EnvBatch):
         return cast
 
     def _column(self, value: Any, name: str) -> torch.Tensor:
-        """``[B]``: a reward as it is, a flag as bool."""
+        """Return a reward, or a flag as bool, ``[B]``."""
         flag = name != "reward"
         if not torch.is_tensor(value) or value.numel() != self.num_envs or (flag and value.is_floating_point()):
             raise BadEnvOutput(
@@ -282,7 +282,7 @@ class TorchEnvs(EnvBatch):
         return self._leaves(obs, f"{self.name}.reset")
 
     def _reset_some(self, mask: torch.Tensor, given: dict[str, Any], which: Sequence[int] = ()) -> Leaves:
-        """Reset where ``mask``; ``which`` says the same to environments that want indices."""
+        """Reset the environments in ``mask``; ``which`` has their indices, for environments that need these."""
         how = self._how
         self.check_partial_reset()
         assert how is not None
@@ -301,7 +301,7 @@ class TorchEnvs(EnvBatch):
             )
 
     def _try_mask(self, given: dict[str, Any]) -> Leaves:
-        """Reset the first environment after a step, to see that the others stay as they are; then begin as asked."""
+        """Test that a reset of environment 0 after a step leaves the others unchanged; then reset all as requested."""
         self._mask_untried = False
         self._generator.manual_seed(0)
         before, *_ = self._step([draw(self._generator).to(self._on) for draw in self._draws], 0)
@@ -338,11 +338,11 @@ class TorchEnvs(EnvBatch):
 
 @dataclass(frozen=True)
 class _Partial:
-    """How ``reset`` is told which environments are meant: by keyword, perhaps in a dict under ``option``."""
+    """How to pass environments to ``reset``: by keyword, or as an entry ``option`` of a dict passed by keyword."""
 
     keyword: str
     option: str | None = None
-    indices: bool = False  # instead of a mask; the host must know them
+    indices: bool = False  # pass indices instead of a mask; the host must know them
 
 
 def _partial_reset(env: Any) -> _Partial | None:
@@ -363,13 +363,13 @@ def _is_from(obj: Any, *packages: str) -> bool:
 
 @contextmanager
 def _no_grad() -> Iterator[None]:
-    """Not inference mode, in which rollouts run: environments keep the tensors they make, and change them later."""
+    """Disable gradients, but leave inference mode: environments keep their tensors, and change them later."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def _like(mask: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """A mask ``[B]`` that broadcasts over ``leaf``."""
+    """Reshape a mask ``[B]`` so that it broadcasts over ``leaf``."""
     return mask.reshape(-1, *[1] * (leaf.ndim - 1))
 
 
@@ -411,7 +411,7 @@ def _drawing(spec: ArraySpec, B: int, on: torch.device) -> Draw:
 
 
 def _single_space(env: Any, name: str, B: int) -> spaces.Space[Any]:
-    """The space of one environment; wrappers know the batch's only."""
+    """Return the space of one environment; wrappers have the space of the batch only."""
     base, batched = getattr(env, "unwrapped", env), getattr(env, name, None)
     if hasattr(env, f"single_{name}") or batched is getattr(base, name, None):
         space = getattr(env, f"single_{name}", getattr(base, f"single_{name}", None))

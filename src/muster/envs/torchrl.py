@@ -1,8 +1,7 @@
-"""TorchRL environments as an env batch: what TorchRL's own collector would store, written into a slot's rows.
+"""TorchRL environments as an env batch: writes the data that TorchRL's collector would store into a slot's rows.
 
-A step calls ``env._step``, which is what authors and transforms of TorchRL environments write, and does by itself
-what ``EnvBase.step`` does around it. Resets are TorchRL's own: ``step_mdp`` and ``maybe_reset`` after the end of an
-episode, ``reset`` otherwise.
+A step calls ``env._step``, which environments and transforms implement, and does the other work of ``EnvBase.step``
+itself. Resets are TorchRL's own: ``step_mdp`` and ``maybe_reset`` after the end of an episode, ``reset`` otherwise.
 """
 
 from __future__ import annotations
@@ -29,28 +28,28 @@ from muster.utils.private_names import require
 
 
 def takes(obj: Any) -> bool:
-    """Is ``obj`` an environment for ``adapt``?"""
+    """Return whether ``obj`` is a TorchRL environment."""
     return isinstance(obj, EnvBase)
 
 
 def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
-    """An env batch of one environment of any batch size, or of several without one; it owns and closes them."""
+    """Return the env batch of one environment of any batch size, or several without; it owns and closes them."""
     require("torchrl", extra="torchrl")
     return TorchRLEnvs([env if device is None else env.to(device) for env in envs])
 
 
-COUNTERS = {"step_count", "is_init", "episode_reward", "traj_count"}  # what TorchRL's transforms add to observations
+COUNTERS = {"step_count", "is_init", "episode_reward", "traj_count"}  # observations that TorchRL's transforms add
 
 
 class TorchRLEnvs(EnvBatch):
     """One ``EnvBase`` of any batch size, or several without a batch size, stepped one after another.
 
-    Seeds: an environment without a batch size gets ``set_seed(seed)`` and is reset; so does each one in a
-    ``SerialEnv`` or ``ParallelEnv``. Any other batch of environments draws from one generator, which gets the first
-    seed. Resets with ``reset_options`` pass them to ``env.reset`` by keyword.
+    Seeds: ``set_seed(seed)`` is called before the reset of an environment without a batch size, and for each part of a
+    ``SerialEnv`` or ``ParallelEnv`` that is reset as a whole. Any other batch has one generator, which gets the first
+    seed. ``reset_options`` are passed to ``env.reset`` by keyword.
 
-    A row's episode ends where TorchRL resets: where ``done`` at the root is set, or else any of the flags nearest to
-    the root. Flags below are carried like observations.
+    An episode ends where TorchRL resets: if ``done`` at the root is set, or without such a flag, if any of the flags
+    nearest to the root is set. Flags further below are carried like observations.
     """
 
     def __init__(self, envs: Sequence[EnvBase]) -> None:
@@ -75,13 +74,13 @@ class TorchRLEnvs(EnvBatch):
         self.flags, self.reward_key, self.reward_dtype = specs.flags, specs.reward_key, specs.reward_dtype
         self.final_obs_certain = not first.__dict__.get("_torchrl_native_autoreset", False)
         self._draw = drawers(first.full_action_spec, len(specs.lead))
-        self._chooses = False  # the environments choose the actions of the next rollout themselves
+        self._chooses = False  # in the next rollout, environments choose actions themselves
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
-        """Random actions as ``env.rand_action`` draws them.
+        """Draw random actions like ``env.rand_action``.
 
-        Where that depends on the state (a mask, a ``rand_action`` of the environment's own), actions of more than the
-        next step are zeros, which the next rollout's steps replace.
+        If that depends on the state (a mask, or the environment's own ``rand_action``), actions for more than one step
+        are zeros, which the steps of the next rollout replace.
         """
         if self._stateful():
             return self._sample_stateful(shape)
@@ -200,7 +199,7 @@ class TorchRLEnvs(EnvBatch):
 
 
 def _chain(env: Any) -> Iterator[Any]:
-    """The environment, and what is inside of transforms."""
+    """Yield the environment, and the environments inside of ``TransformedEnv``."""
     yield env
     while isinstance(env, TransformedEnv):
         env = env.base_env

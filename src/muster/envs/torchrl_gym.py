@@ -1,8 +1,8 @@
-"""A plain ``GymEnv`` without TorchRL's step around it: the same data from the inner environment, at its own speed.
+"""Steps of a plain ``GymEnv`` without TorchRL's step: the same data from the inner environment, at its own speed.
 
-Plain is ``GymEnv`` or ``GymWrapper`` itself, neither derived from nor patched, around one environment with vectors or
-images for observations and one discrete or continuous action. Such environments in a ``SerialEnv`` are stepped one by
-one, and one below a ``TransformedEnv`` is stepped directly too. Everything else goes through ``env._step``.
+An environment is plain if its class is ``GymEnv`` or ``GymWrapper`` (no derived class, not patched), around a single
+environment with vectors or images as observations, and one discrete or continuous action. Plain environments in a
+``SerialEnv`` or ``TransformedEnv`` are stepped directly, too. All others are stepped by ``env._step``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TERMINATED, TRUNCATED = next_of(("terminated",)), next_of(("truncated",))
 
 
 def is_plain_gym(env: EnvBase, specs: Declared) -> bool:
-    """Does ``PlainGym`` give what ``env`` gives?"""
+    """Return whether ``PlainGym`` produces the same data as ``env``."""
     own = (value for name, value in env.__dict__.items() if name in PATCHABLE)
     patched = any(not str(getattr(value, "__module__", "")).startswith("torchrl.") for value in own)
     if type(env) not in (GymEnv, GymWrapper) or patched:
@@ -50,7 +50,7 @@ def is_plain_gym(env: EnvBase, specs: Declared) -> bool:
 
 
 def plain_parts(env: EnvBase) -> list[Any] | None:
-    """The environments in a ``SerialEnv``, if they are plain."""
+    """Return the environments in a ``SerialEnv`` if all are plain; else None."""
     if type(env) is not SerialEnv or "_step" in env.__dict__:
         return None
     if env.is_closed:
@@ -60,7 +60,7 @@ def plain_parts(env: EnvBase) -> list[Any] | None:
 
 
 def fast_step(env: EnvBase) -> Callable[[Any], Any] | None:
-    """``env._step`` of a ``TransformedEnv`` around a plain environment, without the latter's own; None for others."""
+    """Return a faster ``_step`` for a ``TransformedEnv`` around a plain environment; None for other environments."""
     if type(env) is not TransformedEnv or "_step" in env.__dict__ or env.base_env.device != env.device:
         return None
     base: Any = env.base_env
@@ -94,7 +94,7 @@ def fast_step(env: EnvBase) -> Callable[[Any], Any] | None:
 
 
 class PlainGym(OneEnv):
-    """Steps and resets the environment inside of a ``GymEnv``."""
+    """Steps and resets the environment inside a ``GymEnv``."""
 
     def start(self, lane: Lane) -> Advance:
         env, i, name = self.env, self.columns.start, self.name
@@ -147,7 +147,7 @@ class PlainGym(OneEnv):
         arrays[key][row, self.columns.start] = self._read(obs, key, "reset")
 
     def _read(self, obs: Any, key: Key, method: str) -> Any:
-        """The observation as TorchRL would read it."""
+        """Return the observation as TorchRL reads it."""
         spec = self.specs.observations[key]
 
         def misfit() -> BadEnvOutput:
@@ -164,7 +164,7 @@ class PlainGym(OneEnv):
 
 
 def _action_reader(env: Any) -> Callable[[Any], Any] | None:
-    """From an action's row to what the inner environment takes, as ``env.read_action`` does; None if unknown."""
+    """Return a function from an action row to an action of the inner environment, like ``env.read_action``, or None."""
     spec, space = env.full_action_spec[env.action_keys[0]], env._env.action_space
     if isinstance(space, spaces.Discrete) and space.start == 0:
         if type(spec) is OneHot and len(spec.shape) == 1:

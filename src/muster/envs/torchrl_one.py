@@ -1,4 +1,4 @@
-"""One TorchRL environment on its rows of a lane."""
+"""Steps and resets one TorchRL environment in its columns of a lane."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ FIX = "Fix the environment, or correct its specs (torchrl.envs.check_env_specs f
 class OneEnv:
     """Steps and resets one ``EnvBase``, whose first column in the group is ``offset``, and writes the results.
 
-    ``executed`` is True once a step came back; the caller of ``advance`` sets it to False. ``choosing``: the
-    environment chooses actions itself (``rand_action``). ``step`` is called instead of ``env._step``.
+    ``executed``: the step has returned; the caller of ``advance`` resets it. ``choosing``: the environment
+    chooses actions itself (``rand_action``). ``step`` is called instead of ``env._step``.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class OneEnv:
         self._own_step = type(env).step is not EnvBase.step or "step" in env.__dict__
         self._native = bool(env.__dict__.get("_torchrl_native_autoreset", False))
         self._stepped: tuple[Any, Any] | None = (
-            None  # the last step's TensorDict and what it gave; None: reset or failed since
+            None  # the last step's TensorDict and result; None: it failed, or a reset followed
         )
-        self._current: Any = None  # what the last reset gave (or the environment's own, with the last step)
-        self._fresh: list[int] = []  # columns that the environment has reset by itself
+        self._current: Any = None  # result of the last reset, or of the last step if the environment resets itself
+        self._fresh: list[int] = []  # columns that the environment has reset itself
 
     def start(self, lane: Lane) -> Advance:
-        """``advance(t)`` steps row t and returns the columns whose episodes ended, or None."""
+        """Return ``advance(t)``, which steps row t and returns the columns whose episodes ended, or None."""
         specs = self.specs
         make = self._input(lane)
         carried = {column.key for column in lane.layout.columns if column.by_policy}
@@ -111,7 +111,7 @@ class OneEnv:
         seeds: Sequence[int] | None,
         options: dict[str, Any] | None,
     ) -> None:
-        """Begin new episodes in the columns ``which`` (of the group) and write their first observations."""
+        """Start new episodes in the columns ``which`` (of the group) and write their first observations."""
         rows = np.asarray(which) - self.columns.start
         with self._explained("reset"):
             if seeds is not None:
@@ -134,7 +134,7 @@ class OneEnv:
             target[rows] = value.detach().cpu().numpy().reshape(self.count, *spec.shape)[rows]
 
     def now(self) -> Any:
-        """What the environment would be given next, but for the action."""
+        """Return the input of the next step, without the action."""
         if self._stepped is None or self._native:
             return self._current
         td, after = self._stepped
@@ -172,7 +172,7 @@ class OneEnv:
                 self._rows(lane.arrays[key])[t][...] = take(td, key, self.specs.lead)
 
     def _complete(self, after: Any) -> None:
-        """Add done flags that the environment left out, and give all of them their shape, as ``EnvBase.step`` does."""
+        """Add missing done flags, and give all of them the shapes of their specs, as ``EnvBase.step`` does."""
         try:
             self.env._complete_done(self.env.full_done_spec, after)
         except Exception as error:
@@ -198,12 +198,12 @@ class OneEnv:
         if not done.any():
             return None
         finished: list[int] = (np.flatnonzero(done) + self.columns.start).tolist()
-        if self._native:  # the next episode's observation came instead of the last one
+        if self._native:  # the environment returned the next episode's observation instead of the last one
             lane.arrays[NEXT_OBS_VALID][t, finished], self._fresh = False, finished
         return finished
 
     def _any(self, td: Any, keys: Sequence[Key]) -> Any:
-        """Where one of the flags is set, ``[count]``."""
+        """Return whether any of the flags is set, ``[count]``."""
         found = np.zeros(self.count, bool)
         for key in keys:
             flag = td.get(_name(key), None)
@@ -213,7 +213,7 @@ class OneEnv:
         return found
 
     def _write_team_reward(self, row: Any, after: Any, t: int) -> None:
-        """``[count]``: the sum of all rewards."""
+        """Write the sum of all rewards, ``[count]``."""
         for i, key in enumerate(self.specs.rewards):
             value = after.get(_name(key), None) if self._corrected[key].is_tensor else take(after, key, self.specs.lead)
             if torch.is_tensor(value) and value.numel() % self.count == 0:
@@ -235,9 +235,9 @@ class OneEnv:
     def _fitted(
         self, name: Any, td: Any, after: Any, shape: torch.Size, dtype: torch.dtype, method: str
     ) -> torch.Tensor:
-        """What an environment returned that does not fit at once, if ``EnvBase.step`` would make it fit.
+        """Return a value that did not fit its column, corrected as by ``EnvBase.step``; raise if it still does not fit.
 
-        It completes done flags, and gives them and rewards their shape; state that is not returned stays.
+        Completes done flags, reshapes them and rewards, and keeps state that is not returned.
         """
         key = (name,) if isinstance(name, str) else name
         if key in self.specs.done:
@@ -279,7 +279,7 @@ class OneEnv:
             return env.reset(**options)
         td = td.copy()
         cut = torch.from_numpy((wanted & ~ended).reshape(self.specs.lead))
-        for key in env.done_keys:  # what maybe_reset acts on
+        for key in env.done_keys:  # maybe_reset uses these flags
             flag = td.get(key)
             td.set(key, flag | cut.to(flag.device).reshape((*cut.shape, *(1,) * (flag.ndim - cut.ndim))))
         if not options:
@@ -299,15 +299,15 @@ class OneEnv:
     # --- TensorDicts of rows ----------------------------------------------------------------------
 
     def _rows(self, column: Any) -> Any:
-        """``[R, B, *shape]`` as this environment's rows, ``[*lead, *shape]`` each."""
+        """Return this environment's rows of a column ``[R, B, *shape]``, each ``[*lead, *shape]``."""
         mine = column[:, self.columns]
         mine = mine.reshape(len(mine), *self.specs.lead, *mine.shape[2:])
-        if not torch.is_tensor(mine):  # of objects: a row of one is an array too
+        if not torch.is_tensor(mine):  # objects; a row with one object is an array, too
             return [mine[t : t + 1].reshape(self.specs.lead) for t in range(len(mine))]
         return mine.unbind(0) if len(mine) <= MAX_ROW_VIEWS else mine
 
     def _input(self, lane: Lane) -> Callable[[int], Any]:
-        """``make(t)``: what the environment is given at row t. Copies: it may keep or change what it gets."""
+        """Return ``make(t)``, the environment's input at row t. It is a copy: environments may keep or change it."""
         specs = self.specs
         leaves: dict[Key, tuple[Any, int]] = {}
         for column in lane.layout.columns:
@@ -358,7 +358,7 @@ class OneEnv:
 
 
 class _InOwnDtype:
-    """Rows of an observation that is stored in another dtype, as the environment knows it."""
+    """Rows of an observation in the environment's dtype, from a column of another dtype."""
 
     def __init__(self, rows: Any, dtype: torch.dtype) -> None:
         self._rows, self._dtype = rows, dtype
@@ -377,9 +377,9 @@ def _total(cell: Any) -> float:
 
 
 def _seed(env: EnvBase, seeds: list[int], *, whole: bool) -> None:
-    """Seed the environments of ``env``, one by one where it is made of several: TorchRL would chain hashes.
+    """Seed the parts of a ``SerialEnv`` or ``ParallelEnv`` one by one if ``whole``: TorchRL would chain hashes.
 
-    Another batch of environments has one generator, which gets the first seed.
+    Any other environment gets the first seed.
     """
     base = env
     while isinstance(base, TransformedEnv):

@@ -1,4 +1,4 @@
-"""What a TorchRL environment declares, as Muster's specs of one environment; and random actions from it."""
+"""The specs of a TorchRL environment as Muster's specs of one environment, and random actions from them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Draw = Callable[[np.random.Generator, tuple[int, ...]], Array]
 
 @dataclass(frozen=True)
 class Nesting:
-    """A nested TensorDict: its dimensions besides the batch's, and the tensorclass it is, if any."""
+    """A nested TensorDict: its dimensions besides those of the batch, and its tensorclass, if any."""
 
     shape: tuple[int, ...] = ()
     kind: Any = None
@@ -42,14 +42,14 @@ class Nesting:
 
 @dataclass(frozen=True)
 class Declared:
-    """Everything that the environment's specs say; ``lead`` is its batch size.
+    """The specs of an environment; ``lead`` is its batch size.
 
     Attributes:
-        observations: leaves before and after a step: observations, state, done flags that are not at the root.
-        steps: leaves after a step only: rewards, but for a single ordinary one.
-        state, state_only: those observations which a step takes, and those of them that it need not return.
-        ends: the done flags that end a row's episode.
-        nodes: nested TensorDicts that are not simply ``[*lead]``.
+        observations: leaves before and after a step: observations, state, and done flags below the root.
+        steps: leaves after a step only: rewards, except a single ordinary one.
+        state, state_only: keys of observations that are inputs of a step, and those of them that it need not return.
+        ends: done flags that end an episode.
+        nodes: nested TensorDicts with further dimensions or a tensorclass.
     """
 
     lead: tuple[int, ...]
@@ -67,7 +67,7 @@ class Declared:
     nodes: dict[Key, Nesting]
 
     def same_as(self, other: Declared) -> bool:
-        """Can environments with these specs share columns?"""
+        """Return whether environments with these specs can share columns."""
         return self._signature() == other._signature()
 
     def _signature(self) -> tuple[Any, ...]:
@@ -78,7 +78,7 @@ class Declared:
 
 
 def declared(env: EnvBase) -> Declared:
-    """Read the specs of ``env``; ``UnsupportedEnv`` for a key that a batch needs for itself."""
+    """Read the specs of ``env``. Raises ``UnsupportedEnv`` for a reserved key."""
     lead = tuple(env.batch_size)
     nodes: dict[Key, Nesting] = {}
 
@@ -89,7 +89,7 @@ def declared(env: EnvBase) -> Declared:
 
     done, rewards = specs(env.full_done_spec), specs(env.full_reward_spec)
     flags = tuple(key for key in FLAGS if key in done and done[key].shape == (1,))
-    # A reward may be a state too, and is then carried from step to step like one.
+    # A reward that is also a state is carried from step to step.
     state, returned = specs(env.full_state_spec), specs(env.full_observation_spec)
     observations = {**state, **returned}
     observations |= {key: spec for key, spec in done.items() if key not in flags}
@@ -119,7 +119,7 @@ def declared(env: EnvBase) -> Declared:
 
 
 def _ends(done: Specs) -> tuple[Key, ...]:
-    """The flags nearest to the root, which TorchRL lets prevail over those below; ``done`` at the root over all."""
+    """Return the flags that decide in TorchRL: ``done`` at the root, or else the flags nearest to the root."""
     if ("done",) in done and ("terminated",) in done:
         return (("done",),)
     parents = {key[:-1] for key in done}
@@ -129,7 +129,7 @@ def _ends(done: Specs) -> tuple[Key, ...]:
 def _leaves(
     composite: Composite, dims: int, nodes: dict[Key, Nesting], path: Key = ()
 ) -> Iterator[tuple[Key, TensorSpec | None]]:
-    """Leaves by key; None stands for one that only some of the parts stacked here have."""
+    """Yield leaves by key; None for a leaf that only some parts of a stack have."""
     if path:
         nodes[path] = Nesting(tuple(composite.shape[dims:]), getattr(composite, "data_cls", None))
     if isinstance(composite, StackedComposite):
@@ -154,7 +154,7 @@ def _array_spec(spec: TensorSpec | None, dims: int) -> ArraySpec:
         return ragged
     try:
         dtype = torch.empty(0, dtype=spec.dtype).numpy().dtype
-    except TypeError:  # bfloat16, for one, which NumPy has not
+    except TypeError:  # a dtype that NumPy lacks, such as bfloat16
         return ragged
     shape = tuple(spec.shape[dims:])
     low, high = _bounds(spec, dims)
@@ -165,7 +165,7 @@ def _array_spec(spec: TensorSpec | None, dims: int) -> ArraySpec:
 
 
 def _bounds(spec: TensorSpec, dims: int) -> tuple[Any, Any]:
-    """Inclusive; the widest of all environments of a batch."""
+    """Return inclusive bounds: the widest ones of all environments of a batch."""
     if isinstance(spec, (OneHot, Binary)) or spec.dtype == torch.bool:
         return 0, 1
     if isinstance(spec, MultiCategorical):
@@ -184,9 +184,9 @@ def _bounds(spec: TensorSpec, dims: int) -> tuple[Any, Any]:
 
 
 def drawers(composite: Composite, dims: int) -> dict[Key, Draw] | None:
-    """For each action leaf a function that draws ``[*shape, *leaf shape]`` as ``spec.rand`` would be distributed.
+    """Return a function per action leaf that draws ``[*shape, *leaf shape]`` from the distribution of ``spec.rand``.
 
-    None if some leaf is not among the kinds known here, or does not draw all environments alike.
+    None if the kind of a leaf is unknown, or the distributions of the environments differ.
     """
     found = {}
     for key, spec in _leaves(composite, dims, {}):
@@ -198,7 +198,7 @@ def drawers(composite: Composite, dims: int) -> dict[Key, Draw] | None:
 
 
 def masked(composite: Composite) -> bool:
-    """Is some action forbidden at the moment?"""
+    """Return whether a spec has an action mask."""
     return any(getattr(spec, "mask", None) is not None for _, spec in _leaves(composite, 0, {}))
 
 

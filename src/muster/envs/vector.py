@@ -1,9 +1,9 @@
-"""``gymnasium.vector.VectorEnv`` as an env batch: three autoreset modes, one set of transitions.
+"""``gymnasium.vector.VectorEnv`` as an env batch: the same transitions in all three autoreset modes.
 
-Muster resets a finished environment itself, with a masked reset right after the step in which its
-episode ended. With ``DISABLED`` that is what the caller has to do; with ``NEXT_STEP`` it clears the
-pending autoreset, so that the row which is no transition never happens; with ``SAME_STEP`` the
-environment has been reset already and hands the true last observation over in ``info``.
+Muster resets a finished environment itself, by a masked reset right after the step in which its
+episode ended. With ``DISABLED`` the caller must do that. With ``NEXT_STEP`` it clears the pending
+autoreset, so no row without a transition occurs. With ``SAME_STEP`` the environment has been reset
+already, and returns the true last observation in ``info``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TERMINATED, TRUNCATED = next_of(("terminated",)), next_of(("truncated",))
 
 
 class VectorEnvBatch(EnvBatch):
-    """A ``VectorEnv`` with a declared autoreset mode behind ``EnvBatch``; owns (and closes) it."""
+    """Implements ``EnvBatch`` for a ``VectorEnv`` with a declared autoreset mode; owns (and closes) it."""
 
     def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
         self.env = env
@@ -43,13 +43,13 @@ class VectorEnvBatch(EnvBatch):
         self.observations: SpaceCodec = observation_codec(env.single_observation_space)
         self.actions: SpaceCodec = action_codec(env.single_action_space)
         self.observation_specs, self.action_specs = self.observations.specs, self.actions.specs
-        self._batched = [  # specs of what the environment returns
+        self._batched = [  # specs of the returned observations
             ArraySpec((self.num_envs, *spec.shape), spec.dtype) for spec in self.observation_specs.values()
         ]
         self.casts: Casts = Casts(self.name)
         self.executed_in_row = 0
-        self._masks = self._known or self.mode is AutoresetMode.SAME_STEP or self.num_envs == 1  # as far as one knows
-        # SAME_STEP: environments whose new episodes have not begun for us, and rows with their first observations.
+        self._masks = self._known or self.mode is AutoresetMode.SAME_STEP or self.num_envs == 1  # else ``_try_mask``
+        # SAME_STEP: environments that have reset themselves and await ``reset``, and rows with first observations.
         self._fresh: tuple[list[int], list[Array]] = [], []
         self.keeps_infos, self._reset_info = False, dict[str, Any]()
         self._infos_of: Callable[[Any], Any] = getattr(env, "muster_infos", lambda info: info)
@@ -122,18 +122,18 @@ class VectorEnvBatch(EnvBatch):
         self.env.close()
 
     def _take_infos(self, info: Any, finished: list[int]) -> None:
-        """See ``EnvBatch.new_infos``. SAME_STEP: of those that finished, ``final_info`` has the infos of the step."""
+        """Set ``EnvBatch.new_infos``. SAME_STEP: for finished environments, ``final_info`` has the step's infos."""
         told = self._infos_of(info)
         self.new_infos = [(told, ALL)]
         if finished and self.mode is AutoresetMode.SAME_STEP:
             final = info.get("final_info", {})
-            if isinstance(final, Mapping):  # and wrappers of the batch put statistics of the step beside it
+            if isinstance(final, Mapping):  # wrappers of the batch add the step's statistics outside of it
                 final = {**{name: info[name] for name in ("episode", "_episode") if name in info}, **final}
                 told = {name: value for name, value in told.items() if name not in ("episode", "_episode")}
             self.new_infos = [(told, ALL), (final, finished)]
 
     def _take_final(self, i: int, info: Any, rows: list[Array], known: Array | None, t: int) -> None:
-        """SAME_STEP: put the true last observation into row ``t + 1``."""
+        """For SAME_STEP: write the true last observation into row ``t + 1``."""
         final = info.get("final_obs") if isinstance(info, dict) else None
         if final is not None and final[i] is not None:
             leaves = [final[i]] if self.observations.single else self.observations.flatten(final[i])
@@ -145,11 +145,11 @@ class VectorEnvBatch(EnvBatch):
         if known is None:
             raise BadEnvOutput(f"{self.name}[{i}]: an episode ended in SAME_STEP mode without info['final_obs']. {FIX}")
         known[t, i] = False
-        for row in rows:  # unknown is unknown: nothing that could be taken for an observation
+        for row in rows:  # the last observation is unknown: write no value that looks like one
             row[i] = np.nan if row.dtype.kind == "f" else 0
 
     def _try_mask(self, seeds: Sequence[int] | None) -> None:
-        """Reset the first environment of a class that Muster does not know, to see before the first batch."""
+        """Test before the first batch, with environment 0, whether a class unknown to Muster respects masks."""
         before = [leaf.copy() for leaf in self._leaves(self._reset(seed=self._seeds(seeds)), f"{self.name}.reset")]
         after = self._leaves(self._masked_reset([0], None), f"{self.name}.reset")
         self._check_mask_respected(before, after, [0])
@@ -197,7 +197,7 @@ class VectorEnvBatch(EnvBatch):
         return obs
 
     def _leaves(self, obs: Any, who: str) -> list[Array]:
-        """The batched observation as checked arrays ``[B, *shape]``."""
+        """Return the leaves of a batched observation as checked arrays ``[B, *shape]``."""
         leaves = self.observations.flatten(obs, who)
         for n, (key, spec) in enumerate(zip(self.observation_specs, self._batched, strict=True)):
             if spec.is_tensor:
@@ -237,9 +237,9 @@ class VectorEnvBatch(EnvBatch):
 
 
 def autoreset_mode(env: Any) -> AutoresetMode | None:
-    """How a batch of environments says it resets finished ones; None if it does not say.
+    """Return the autoreset mode that a batch of environments declares; None if it declares none.
 
-    Only its own word counts: some packages write into the ``metadata`` that all classes without their own share.
+    Shared ``metadata`` is ignored: some packages write into the dict of all classes that do not define their own.
     """
     metadata = getattr(env, "metadata", None) or {}
     shared = metadata is gymnasium.Env.metadata or metadata is VectorEnv.metadata
@@ -250,7 +250,7 @@ def autoreset_mode(env: Any) -> AutoresetMode | None:
 
 
 def _same(row: Array, new: Array) -> bool:
-    """A stored row shows these observations."""
+    """Return whether a stored row contains these observations."""
     return np.array_equal(row, new.astype(row.dtype, copy=False), equal_nan=True)
 
 

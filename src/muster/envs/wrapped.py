@@ -1,4 +1,4 @@
-"""An env batch that writes more into the rows of another one."""
+"""An env batch that adds entries to the rows of another env batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class WrappedEnvs:
     bypassed: Sequence[int]
 
     def __init__(self, inner: EnvBatch) -> None:
-        self.__dict__.update(inner=inner, bypassed=[])  # past ``__setattr__``
+        self.__dict__.update(inner=inner, bypassed=[])  # bypasses ``__setattr__``
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["inner"], name)
@@ -41,7 +41,7 @@ class WrappedEnvs:
             finished = step(t)
             try:
                 note(t)
-            except BaseException:  # also Ctrl-C, after the step
+            except BaseException:  # also Ctrl-C; the step was made
                 self.executed_in_row = self.num_envs - len(self.bypassed)
                 raise
             return finished
@@ -49,12 +49,12 @@ class WrappedEnvs:
         return step_and_note
 
     def after_step(self, lane: Lane) -> Callable[[int], None]:
-        """A function to be called after row ``t`` has been stepped."""
+        """Return a function to call with row ``t`` after its step."""
         raise NotImplementedError
 
 
 def innermost(env: Any) -> EnvBatch:
-    """The env batch inside all ``WrappedEnvs``."""
+    """Return the env batch inside all ``WrappedEnvs``."""
     while isinstance(env, WrappedEnvs):
         env = env.inner
     inner: EnvBatch = env

@@ -1,7 +1,7 @@
-"""Cells: what a column of objects holds for one environment at one time, and TensorDicts made of them.
+"""Cells: the entries of object columns for one environment at one time, and TensorDicts made of them.
 
-A cell is a Python object; in a ragged column a tensor whose shape varies or, where parts that are stacked differ in
-shape (agents with observations of their own), a TensorDict with that stack and nothing but the column's last key.
+A cell is a Python object. In a ragged column it is a tensor of varying shape, or a TensorDict if it is a stack whose
+parts differ in shape (agents with different observations); that contains the stack only, by the column's last key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from muster.memory.specs import OBJECT, Array
 
 
 def take(td: Any, key: Key, lead: tuple[int, ...]) -> Array | None:
-    """The cells of one leaf, ``[*lead]``; owned by this object alone. None if no environment has it."""
+    """Return the cells of one leaf, ``[*lead]``, with copies of tensors; None if no environment has the leaf."""
     out = np.empty(lead, OBJECT)
     for index in np.ndindex(lead):
         out[index] = _cell(td[index] if lead else td, key)
@@ -32,22 +32,22 @@ def assemble(
     device: torch.device | None = None,
     inner: Mapping[Key, tuple[int, ...]] | None = None,
 ) -> Any:
-    """A TensorDict ``[*lead]`` of tensors ``[*lead, *shape]`` and arrays of cells ``[*lead]``.
+    """Make a TensorDict ``[*lead]`` of tensors ``[*lead, *shape]`` and arrays of cells ``[*lead]``.
 
-    It is lazily stacked where cells are tensors, since their shapes may differ.
+    The TensorDict is a lazy stack if cells are tensors, since their shapes may differ.
 
     Args:
-        leaves: by key; nested keys make nested TensorDicts.
-        lead: its batch size.
-        device: its device.
-        inner: further dimensions of nested TensorDicts.
+        leaves: leaves by key; nested keys make nested TensorDicts.
+        lead: batch size.
+        device: device of the TensorDict.
+        inner: further dimensions of nested TensorDicts, by their keys.
     """
     cells = {key: value for key, value in leaves.items() if not torch.is_tensor(value)}
     if lead and any(torch.is_tensor(cell) for value in cells.values() for cell in value.flat):
         parts = [{key: _part(value, i) for key, value in leaves.items()} for i in range(lead[0])]
         return LazyStackedTensorDict.lazy_stack([assemble(part, lead[1:], device, inner) for part in parts])
     td = TensorDict({}, batch_size=lead, device=device)
-    for key, value in cells.items():  # first: stacks are whole nodes, which others are set into
+    for key, value in cells.items():  # first, since a stack is a whole node, and other leaves are set into it
         if isinstance(value.flat[0], TensorDictBase):
             add_stack(td, key, joined(value))
     for path, shape in (inner or {}).items():
@@ -63,7 +63,7 @@ def assemble(
 
 
 def add_stack(td: Any, key: Key, stack: Any) -> None:
-    """Put ``stack``, whose one leaf is the last part of ``key``, where ``key`` says."""
+    """Add ``stack``, whose only leaf has the last part of ``key`` as its name, to ``td`` at ``key``."""
     if any(td.names):  # TensorDict (0.14) fails to name the dimensions of a stack in a TensorDict with a device
         stack.names = [*td.names, *[None] * (stack.ndim - td.ndim)]
     node = td.get(key[:-1], None)
@@ -78,7 +78,7 @@ def add_stack(td: Any, key: Key, stack: Any) -> None:
 
 
 def is_uneven(td: Any, key: Key) -> bool:
-    """Does a leaf of ``td`` differ in shape from one part to another, so that it cannot be had as one tensor?"""
+    """Return whether a leaf of ``td`` differs in shape between parts, so that it is not available as one tensor."""
     try:
         td.get(key)
     except (RuntimeError, KeyError):
@@ -87,7 +87,7 @@ def is_uneven(td: Any, key: Key) -> bool:
 
 
 def joined(cells: Array) -> Any:
-    """Stacks as one with the dimensions of ``cells`` in front."""
+    """Join cells that are stacks into one stack; the dimensions of ``cells`` come first."""
     if not cells.ndim:
         return cells.item().copy()
     return torch.stack([joined(_part(cells, i)) for i in range(len(cells))], 0)

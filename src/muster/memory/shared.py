@@ -1,7 +1,7 @@
-"""Shared memory without a name: a descriptor goes from process to process, nothing in ``/dev/shm`` can be left behind.
+"""Shared memory without a name: processes pass a descriptor to each other, so no file can remain in ``/dev/shm``.
 
-On Linux a ``memfd``: bounded by the machine's memory only, and sealed against shrinking, so that no process can take
-away what others have mapped. Elsewhere an unlinked temporary file.
+On Linux it is a ``memfd``: only the machine's memory limits its size, and a seal prevents shrinking, so no process can
+remove memory that others have mapped. Elsewhere it is an unlinked temporary file.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 class Arena:
     """Ranges of bytes in one block of memory that processes share.
 
-    The process that created the arena allocates; others view what they are told of. ``allocate`` belongs to one thread,
-    ``release`` may come from any (finalizers). Costs one descriptor, however many ranges and views there are.
+    Only the process that created the arena allocates ranges; other processes view ranges by offset. Call ``allocate``
+    in one thread only; ``release`` may be called in any thread (finalizers). An arena uses a single descriptor.
 
     Attributes:
-        fd: owned by this object, closed with it.
+        fd: descriptor, owned by this object.
     """
 
     def __init__(self, fd: int, *, name: str = "", creator: bool = False) -> None:
@@ -49,7 +49,7 @@ class Arena:
 
     @classmethod
     def create(cls, name: str) -> Arena:
-        """An empty arena; ``name`` is for people who look at ``/proc``."""
+        """Create an empty arena; ``name`` is its name in ``/proc``."""
         if sys.platform != "linux":
             with tempfile.TemporaryFile(prefix=name) as file:
                 return cls(os.dup(file.fileno()), name=name, creator=True)
@@ -61,21 +61,21 @@ class Arena:
 
     @classmethod
     def attach(cls, fd: int) -> Arena:
-        """The arena of another process, by a descriptor of it that this object then owns."""
+        """Open the arena of another process by its descriptor, which the new object owns."""
         return cls(fd)
 
     def allocate(self, nbytes: int) -> int:
-        """The offset of ``nbytes`` zeros, at the start of a page; a released range of that size is used first.
+        """Allocate ``nbytes`` zeros at the start of a page, if possible in a released range, and return the offset.
 
         Raises:
-            SlotsExhausted: there is not enough memory. Memory that was given is there: writing to it never fails.
+            SlotsExhausted: not enough memory is available. Writing to allocated memory never fails.
         """
         if self._creator is None or not self._creator.is_here():
             raise ValueError("This process did not create the arena; only the one that did can allocate in it.")
         size = _pages(nbytes)
         reusable = self._released[size]
         offset = reusable[-1] if reusable else self._end
-        if size > (room := _room()):  # asking for it would wake the out-of-memory killer
+        if size > (room := _room()):  # allocating it would start the out-of-memory killer
             raise SlotsExhausted(self._lack(size, f"about {room:,} are available"))
         try:
             if hasattr(os, "posix_fallocate"):
@@ -91,10 +91,10 @@ class Arena:
         return offset
 
     def release(self, offset: int, nbytes: int) -> None:
-        """Give the memory of an allocated range back to the system; views of it read zeros from now on."""
-        if self.fd < 0:  # the finalizer of a batch that outlived the arena
+        """Return the memory of an allocated range to the system; views of it read zeros from now on."""
+        if self.fd < 0:  # called by the finalizer of a batch that outlived the arena
             return
-        if self._creator is not None and not self._creator.is_here():  # in a fork, whose parent still uses it
+        if self._creator is not None and not self._creator.is_here():  # in a fork: the parent still uses the range
             return
         size = _pages(nbytes)
         if self._in_use.get(offset) != size:
@@ -105,7 +105,7 @@ class Arena:
         self._released[size].append(offset)
 
     def view(self, offset: int, nbytes: int) -> Array:
-        """``uint8 [nbytes]`` at ``offset`` (a multiple of the page size); it stays valid without the arena."""
+        """Return ``uint8 [nbytes]`` at ``offset`` (a multiple of the page size); it stays valid without the arena."""
         if offset < 0 or offset + nbytes > os.fstat(self.fd).st_size:
             raise ValueError(f"Bytes {offset} to {offset + nbytes} lie outside of arena {self.name!r}.")
         mapping = _Mapping(self.fd, offset, nbytes)
@@ -113,17 +113,17 @@ class Arena:
         return np.asarray(mapping)
 
     def isolate(self) -> None:
-        """Give all views of this object memory of their own: later writes do not reach other processes."""
+        """Make all views of this object private: other processes do not see later writes."""
         for mapping in list(self._mappings):
             mapping.isolate(self.fd)
 
     @property
     def is_open(self) -> bool:
-        """The descriptor is; at the end of the program it may be closed before other things end."""
+        """Whether the descriptor is open; when the program exits, it may be closed before other objects."""
         return self._close.alive
 
     def close(self) -> None:
-        """Close the descriptor. Views stay valid; closing twice is nothing."""
+        """Close the descriptor; views stay valid. Idempotent."""
         self._close()
         self.fd = -1
 
@@ -135,9 +135,9 @@ class Arena:
 
 
 class _Mapping:
-    """A mapping of part of a file, for as long as an array looks at it.
+    """A mapping of part of a file, which lives as long as an array over it.
 
-    Python's own ``mmap`` keeps a duplicate of the descriptor per mapping (before 3.13), which would be one per slot.
+    Python's own ``mmap`` (before 3.13) duplicates the descriptor for each mapping, so each slot would need one.
     """
 
     def __init__(self, fd: int, offset: int, nbytes: int) -> None:
@@ -147,10 +147,10 @@ class _Mapping:
         self._place = ctypes.c_void_p(address), ctypes.c_size_t(length), protection, ctypes.c_int64(offset)
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
         end = weakref.finalize(self, _call, "munmap", ctypes.c_void_p(address), ctypes.c_size_t(length))
-        end.atexit = False  # arrays may be looked at until the very end
+        end.atexit = False  # arrays may be used until the process exits
 
     def isolate(self, fd: int) -> None:
-        """See ``Arena.isolate``; copied page by page when written to."""
+        """See ``Arena.isolate``; the kernel copies pages when they are written."""
         address, length, protection, offset = self._place
         _call("mmap", address, length, protection, mmap.MAP_PRIVATE | _MAP_FIXED, fd, offset)
 
@@ -175,7 +175,7 @@ def _pages(nbytes: int) -> int:
 
 
 def _room() -> int:
-    """Bytes that this machine, and the container (cgroup v2) around this process, can still give."""
+    """Return the number of bytes available in this machine and in the container (cgroup v2) of this process."""
     machine = _numbers("/proc/meminfo")
     room = (machine["MemAvailable"] + machine["SwapFree"]) * 1024 if "MemAvailable" in machine else sys.maxsize
     used = _numbers("/sys/fs/cgroup/memory.stat")

@@ -1,12 +1,12 @@
-"""Slots: one preallocated block per rollout, lent to the user and taken back by the garbage collector.
+"""Slots: preallocated blocks of memory, lent to the user and reclaimed when the user drops them.
 
 A slot is in exactly one state::
 
     FREE --take--> FILLING --complete--> FULL --lend--> LENT --last tensor over it collected--> FREE
-                      '--give_back (nothing worth delivering)--> FREE
+                      '--give_back (nothing to deliver)--> FREE
 
-A slot has one *lane* per group; a lane is what one rollout writes into. All lanes of a slot lie in
-one block with a constant distance, so that the stack over groups is a view.
+A slot has one *lane* per group; one rollout writes into one lane. The lanes of a slot are at equal
+distances in one block, so the stack over groups is a view.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ else:
 
 
 ALIGNMENT = 64  # bytes: one cache line, and a multiple of every item size
-MAX_ROW_VIEWS = 1 << 14  # beyond this many, row views are made when used instead of kept
-_loans: dict[int, Any] = {}  # references to the owners of lent slots; one that is gone calls nothing
-KEPT_FREE = 2  # one being filled while the user holds another; more than that is given back
+MAX_ROW_VIEWS = 1 << 14  # with more rows, row views are made when used instead of kept
+_loans: dict[int, Any] = {}  # keeps the weak references to owners of lent slots alive, since only living ones call back
+KEPT_FREE = 2  # one to fill while the user holds another; further free slots are dropped
 
 
 class SlotState(enum.Enum):
-    """Where a slot is; see the module's picture."""
+    """The state of a slot; see the diagram above."""
 
     FREE = "free"
     FILLING = "filling"
@@ -55,14 +55,14 @@ class SlotState(enum.Enum):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each column lies in a block of memory.
+    """The positions of columns in a block of memory.
 
     Args:
         T: time steps per rollout.
         B: environments per group.
-        columns: what is stored; keys are unique.
+        columns: columns to store, with unique keys.
         lanes: groups per slot.
-        batch_shape: B as policy and user see it: ``(B,)``, ``()`` for one environment, ``(2, 3)`` for six.
+        batch_shape: batch dimensions for policy and user: ``(B,)``, ``()`` for one environment, ``(2, 3)`` for six.
     """
 
     T: int
@@ -110,14 +110,14 @@ class Lane:
     """The memory of one rollout: time-major arrays, and views of their rows made once.
 
     Attributes:
-        tensors: ``[T, B, *shape]`` per column (``[T + 1, ...]`` where carried); tensor columns only.
-        arrays: the same memory as NumPy arrays, and the object columns. On a device only ``host`` columns have an
-            array, which ``pull`` and ``push`` copy.
-        data: arrays where all of the lane has them, else tensors (and arrays of objects).
-        done_steps: rows that hold complete transitions; where a rollout continues after an error.
+        tensors: ``[T, B, *shape]`` per tensor column (``[T + 1, ...]`` if carried).
+        arrays: the same memory as NumPy arrays, and the object columns. On a device, only ``host`` columns have an
+            array, in host memory; ``pull`` and ``push`` copy it.
+        data: arrays if the lane is in host memory, else tensors (and arrays of objects).
+        done_steps: number of rows with complete transitions; a rollout continues there after an error.
         stopped: the rollout ended before row T.
         acts_from: row of the policy's first ``act`` in this rollout.
-        cache: what policies and environments keep per lane, by themselves as key.
+        cache: objects that policies, environments and groups keep per lane; the key is the owner, or a name.
     """
 
     def __init__(self, layout: Layout, block: Array | torch.Tensor) -> None:
@@ -147,19 +147,19 @@ class Lane:
 
     @cached_property
     def tensors(self) -> dict[Key, torch.Tensor]:
-        """See the class."""
-        with torch.inference_mode(False):  # rollouts run in it, but environments write outside
+        """See ``Lane``."""
+        with torch.inference_mode(False):  # rollouts run in it, but environments also write outside of it
             return {column.key: torch.from_numpy(self.arrays[column.key]) for column in self.layout.tensor_columns}
 
     def rows(self, key: Key) -> Sequence[torch.Tensor] | torch.Tensor:
-        """Torch views of the rows, as policies see them: ``[*batch_shape, *shape]``."""
+        """Return torch views of the rows in the shape for policies: ``[*batch_shape, *shape]``."""
         tensor = self.tensors[key]
         if len(self.layout.lead) != 1:
             tensor = tensor.reshape(len(tensor), *self.layout.lead, *tensor.shape[2:])
         return tensor.unbind(0) if len(tensor) <= MAX_ROW_VIEWS else tensor
 
     def np_rows(self, key: Key) -> Sequence[Array] | Array:
-        """NumPy views of the rows, as policies see them: ``[*batch_shape, *shape]``.
+        """Return NumPy views of the rows in the shape for policies: ``[*batch_shape, *shape]``.
 
         A row is never a scalar: an unbatched row of scalars is ``[1]``.
         """
@@ -183,11 +183,11 @@ class Slot:
     """One block of memory with a lane per group.
 
     Attributes:
-        offset: where it lies in an ``Arena``.
+        offset: offset in the ``Arena``.
     """
 
     def __init__(self, layout: Layout, memory: Memory = "heap") -> None:
-        self.block: Any  # bytes: a NumPy array, on a device a tensor
+        self.block: Any  # bytes: a NumPy array, or a tensor on a device
         self.offset = 0
         if isinstance(memory, Arena):
             self.offset = memory.allocate(layout.nbytes)
@@ -205,41 +205,41 @@ class Slot:
         self.lanes = [Lane(layout, self.block[i * step : (i + 1) * step]) for i in range(layout.lanes)]
 
     def begin(self) -> Self:
-        """Fill it from the first row on."""
+        """Prepare all lanes to be filled from the first row on."""
         for lane in self.lanes:
             lane.done_steps, lane.stopped = 0, False
         return self
 
 
 class SlotRing:
-    """The slots of one layout: reused when no tensor refers to them any more, more of them when needed.
+    """The slots of one layout: reused once no tensor refers to them; grows on demand.
 
     Args:
-        layout: of every slot.
-        limit_bytes: the ring refuses to grow beyond this.
-        memory: ``"heap"``, ``"pinned"`` for transfers to a GPU, the device that slots lie on, or what is shared with
-            other processes.
+        layout: layout of every slot.
+        limit_bytes: maximum size of all slots.
+        memory: ``"heap"``, ``"pinned"`` for transfers to a GPU, a device, or an ``Arena`` shared with other
+            processes.
     """
 
     def __init__(self, layout: Layout, *, limit_bytes: int, memory: Memory = "heap") -> None:
         self.layout = layout
         self.limit_bytes = limit_bytes
         self.memory: Memory = memory
-        self._free: deque[Slot] = deque()  # appended to by finalizers, from whatever thread collects
+        self._free: deque[Slot] = deque()  # finalizers append to it, in any thread
         self._live: weakref.WeakSet[Slot] = weakref.WeakSet()
 
     def count(self, state: SlotState) -> int:
-        """How many slots are in ``state``."""
+        """Return the number of slots in ``state``."""
         return sum(slot.state is state for slot in self._live)
 
     def take(self) -> Slot:
-        """A slot to fill.
+        """Return a slot to fill.
 
         Raises:
-            SlotsExhausted: if all slots are lent and another one would pass ``limit_bytes``.
+            SlotsExhausted: no slot is free, and another one would exceed ``limit_bytes``.
         """
         if not self._free and not self._fits():
-            gc.collect()  # a batch in a reference cycle is as good as dropped
+            gc.collect()  # frees the slots of batches in reference cycles
             if not self._free and not self._fits():
                 raise SlotsExhausted(
                     f"{self.count(SlotState.LENT)} batches of {self.layout.nbytes:,} bytes are still referenced, "
@@ -256,34 +256,34 @@ class SlotRing:
         return slot.begin()
 
     def lend(self, slot: Slot) -> torch.Tensor:
-        """The slot's memory as flat bytes, for the user; it comes back when no tensor shares it any more.
+        """Return the slot's memory as flat bytes, for the user; the slot is free once no tensor shares the memory.
 
-        Of a slot on a device it is a copy there, and the slot is free at once: its rows keep their addresses, as CUDA
-        graphs need them, and nothing there tells when the last tensor dies.
+        For a slot on a device, return a copy there and free the slot at once: CUDA graphs need rows with constant
+        addresses, and the end of the last tensor's life cannot be observed there.
         """
         if not isinstance(slot.block, np.ndarray):
             memory: torch.Tensor = slot.block.clone()
             self.give_back(slot)
             return memory
-        owner = slot.block.view()  # a new array object: its death is the death of the last tensor over it
+        owner = slot.block.view()  # a new array object, which lives as long as the last tensor over it
         slot.state = SlotState.LENT
         loan = weakref.ref(owner, partial(self._end, slot))  # ``weakref.finalize`` takes 5 us longer
         _loans[id(loan)] = loan
         return torch.from_numpy(owner)
 
     def _end(self, slot: Slot, loan: Any) -> None:
-        """The last tensor over a lent slot is gone."""
+        """Free a lent slot after the end of the last tensor over it."""
         del _loans[id(loan)]
         self.give_back(slot)
 
     def give_back(self, slot: Slot) -> None:
-        """Make a slot free again, or drop it when enough are free."""
+        """Make a slot free again, or drop it if enough slots are free."""
         slot.state = SlotState.FREE
         if len(self._free) < KEPT_FREE:
             self._free.append(slot)
 
     def forget_views(self) -> None:
-        """Let policies and environments prepare their views of all lanes again."""
+        """Clear the caches of all lanes, so policies and environments prepare their views again."""
         for slot in self._live:
             for lane in slot.lanes:
                 lane.cache.clear()
@@ -293,12 +293,12 @@ class SlotRing:
 
 
 def _aligned(nbytes: int) -> Array:
-    """Zeroed bytes that start at a multiple of ``ALIGNMENT``."""
+    """Return zeros that start at a multiple of ``ALIGNMENT``."""
     raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes]
 
 
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    """The torch dtype with the same memory."""
+    """Return the torch dtype with the same memory format."""
     return torch.from_numpy(np.empty(0, dtype)).dtype

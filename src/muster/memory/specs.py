@@ -1,4 +1,4 @@
-"""Shape, dtype and bounds of one array, and what it takes to store it."""
+"""Specs of arrays (shape, dtype, bounds), and the columns that store them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ OBJECT = np.dtype(object)
 class ArraySpec:
     """One leaf of an observation or action, for one environment.
 
-    ``dtype`` is ``object`` for what has no fixed shape (text, sequences, graphs); such leaves
-    are kept as Python objects. ``ragged`` says that these are tensors or TensorDicts, of shapes that
-    differ. ``low`` and ``high`` are inclusive bounds, ``None`` if unbounded.
-    ``one_hot``: exactly one entry is 1. ``inner``: so many leading dimensions of
-    the shape belong to the nested TensorDict that the leaf is in, besides the batch's (agents, for instance).
+    ``dtype`` is ``object`` for values without a fixed shape (text, sequences, graphs); such leaves
+    are stored as Python objects. ``ragged``: these objects are tensors or TensorDicts of varying shape.
+    ``low`` and ``high`` are inclusive bounds, ``None`` if unbounded. ``one_hot``: exactly one entry is 1.
+    ``inner``: number of leading dimensions of the shape that belong to the nested TensorDict of the leaf
+    (agents, for instance), besides the batch dimensions.
     """
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class ArraySpec:
         return self.dtype != OBJECT
 
     def stored_as(self, dtype: np.dtype[Any]) -> ArraySpec:
-        """The same leaf in another floating dtype; itself where it is not floating."""
+        """Return the same leaf in another floating dtype; itself if its dtype is not floating."""
         if self.dtype.kind != "f" or self.dtype == dtype:
             return self
         with np.errstate(over="ignore"):
@@ -57,12 +57,12 @@ Specs = dict[Key, ArraySpec]
 class Column:
     """One named array of a rollout: ``[T, B, *shape]``, or ``[T + 1, B, *shape]`` with ``carry``.
 
-    A carried column (observations, recurrent states) has one row more than there are steps:
-    row ``t`` is what the policy saw before step ``t``, row ``T`` what it will see next.
-    ``trailing`` adds TorchRL's trailing dimension in the user's view (flags and rewards).
-    ``hidden`` columns are not in that view; ``host`` columns are Muster's bookkeeping, which also has an array
-    in the host's memory where the slot lies on another device. ``ragged`` and ``inner`` are as in ``ArraySpec``.
-    ``by_policy``: a recurrent state that the environment declares too; it writes only what the state is after a reset.
+    A carried column (observations, recurrent states) has one row more than the rollout has steps:
+    row ``t`` is the policy's input at step ``t``, row ``T`` its next input.
+    ``trailing``: the user's view has TorchRL's trailing dimension (flags and rewards).
+    ``hidden``: the column is not in that view. ``host``: Muster's bookkeeping, which also has an array
+    in host memory if the slot is on another device. ``ragged`` and ``inner``: see ``ArraySpec``.
+    ``by_policy``: a recurrent state that the environment declares, too; the environment writes it at resets only.
     """
 
     key: Key

@@ -1,4 +1,4 @@
-"""What the user gets: a ``TensorDict`` over a slot's memory, batch dimensions first, time last."""
+"""The user's batch: a ``TensorDict`` over a slot's memory, with batch dimensions first and time last."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Order = Literal["batch_major", "time_major"]
 
 
 class _Leaf(NamedTuple):
-    path: Key  # of the nested TensorDict that it is in
+    path: Key  # key of the nested TensorDict that contains the leaf
     name: str
     dtype: np.dtype[Any]
     offset: int  # in bytes
@@ -31,7 +31,7 @@ class _Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class _Node:
-    """A nested TensorDict, or the whole; those below it come before it."""
+    """A TensorDict: the root or a nested one. Its children come before it in ``BatchView._nodes``."""
 
     path: Key
     batch_size: torch.Size
@@ -42,11 +42,11 @@ class BatchView:
     """Turns the bytes of a slot into a ``TensorDict``, without copying.
 
     Args:
-        layout: of the slots.
-        stacked: the batch has a leading dimension for the groups.
+        layout: layout of the slots.
+        stacked: the batch has a dimension for the groups, W.
         order: ``"batch_major"`` is ``[W, B, T]``, ``"time_major"`` is ``[T, W, B]``.
-        device: the batch's stated device (``batch.device``), or None.
-        hidden: show hidden columns too.
+        device: value of ``batch.device``.
+        hidden: include hidden columns.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class BatchView:
         self._nodes = [self._node(path, inner.get(path, ())) for path in (*sorted(paths, key=len, reverse=True), ())]
 
     def tensordict(self, memory: torch.Tensor, slot: Slot) -> TensorDict:
-        """The batch over ``memory`` (flat bytes, from ``SlotRing.lend`` or a copy of them)."""
-        if torch.is_inference_mode_enabled():  # what is made in it stays an inference tensor
+        """Return the batch over ``memory`` (flat bytes, from ``SlotRing.lend`` or a copy of them)."""
+        if torch.is_inference_mode_enabled():  # tensors made in it would remain inference tensors
             with torch.inference_mode(False):
                 return self.tensordict(memory, slot)
         entries: dict[Key, dict[str, Any]] = {node.path: {} for node in self._nodes}
-        # Not as_strided: its results would share one version counter, and a change of one leaf would
-        # look to autograd like a change of all. A storage each: ``set_`` takes twice as long.
+        # Not as_strided: its results share one version counter, so autograd would take a change of one leaf
+        # for a change of all. Each leaf has a storage of its own, as ``set_`` takes twice as long.
         if memory.device.type == "cpu":
             array, view, from_numpy = memory.numpy(), np.ndarray, torch.from_numpy
             for path, name, dtype, offset, size, stride in self._leaves:
@@ -97,7 +97,7 @@ class BatchView:
         for column in self._objects:
             if not column.ragged:
                 entries[column.key[:-1]][column.key[-1]] = self._non_tensor(column, slot)
-        # Without TensorDict's checks: the shapes were made here, and a batch of few steps would be mostly checking.
+        # Without TensorDict's checks: the shapes are known, and checks would dominate the time of a short batch.
         make: Any = tensordict_maker()
         batch: Any = None
         for node in self._nodes:
@@ -107,14 +107,14 @@ class BatchView:
         for column in self._objects:
             if column.ragged:
                 batch = _add_ragged(batch, column.key, _filled(self._cells(column, slot)), self.time_dim)
-                batch.names = self.names  # which stacking parts has lost
+                batch.names = self.names  # stacking loses them
         return batch
 
     def _node(self, path: Key, inner: tuple[int, ...]) -> _Node:
         return _Node(path, torch.Size((*self.batch_size, *inner)), self.names + [None] * len(inner))
 
     def refresh_objects(self, batch: TensorDict, slot: Slot) -> None:
-        """Replace the non-tensor entries of ``batch`` by what ``slot`` holds now."""
+        """Replace the non-tensor entries of ``batch`` by the current ones of ``slot``."""
         for column in self._objects:
             batch.set(column.key, self._non_tensor(column, slot))
 
@@ -141,14 +141,14 @@ class BatchView:
         )
 
     def _non_tensor(self, column: Column, slot: Slot) -> Any:
-        """Python objects as a stack of ``NonTensorData``; a shallow copy, since lists cannot be lent."""
+        """Return Python objects as a stack of ``NonTensorData``: a shallow copy, since lists cannot be lent."""
         from tensordict import NonTensorStack
 
         stack = NonTensorStack.from_list(self._cells(column, slot).tolist())
         return stack if self.device is None else stack.to(self.device)
 
     def _cells(self, column: Column, slot: Slot) -> Array:
-        """The objects of a column in the shape of the batch."""
+        """Return the objects of a column in the shape of the batch."""
         T, dims = self.layout.T, self.layout.lead
         stack = np.stack([lane.arrays[column.key][:T].reshape(T, *dims) for lane in slot.lanes], axis=1)  # [T, W, ...]
         if not self._stacked:
@@ -157,10 +157,10 @@ class BatchView:
 
 
 def _add_ragged(batch: Any, key: Key, cells: Array, time: int) -> Any:
-    """The batch with a column whose cells differ in shape: lazily stacked, as TorchRL does.
+    """Add a column whose cells differ in shape to the batch, as a lazy stack like TorchRL's.
 
-    Cells that are TensorDicts (see ``cells``) become a nested lazy stack; tensors make the whole batch one, since a
-    dense TensorDict holds nothing but dense tensors.
+    Cells that are TensorDicts (see ``cells``) become a nested lazy stack. With tensors, the whole batch becomes a lazy
+    stack, since a dense TensorDict can contain dense tensors only.
     """
     from tensordict import LazyStackedTensorDict, TensorDictBase
 
@@ -176,7 +176,7 @@ def _add_ragged(batch: Any, key: Key, cells: Array, time: int) -> Any:
 
 
 def _filled(cells: Array) -> Array:
-    """Zeros of some shape where there was no step."""
+    """Fill cells without a step with zeros, in the shape of the first other cell."""
     some = next((cell for cell in cells.flat if cell is not None), None)
     for index in np.ndindex(cells.shape):
         if cells[index] is None and some is not None:
@@ -185,6 +185,6 @@ def _filled(cells: Array) -> Array:
 
 
 def _parts(cells: Array, dim: int) -> list[Array]:
-    """``unbind`` for arrays of objects, which NumPy would look into."""
+    """Unbind an array of objects along ``dim``, without NumPy's conversion of the objects."""
     moved = np.moveaxis(cells, dim, 0)
     return [moved[i : i + 1].reshape(moved.shape[1:]) for i in range(len(moved))]

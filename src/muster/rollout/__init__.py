@@ -1,1 +1,1 @@
-"""The only loop from policy to environment, and what it needs: groups, resets, hooks, rows of a lane."""
+"""The only loop over policy and environments, with groups, resets, hooks and rows of a lane."""

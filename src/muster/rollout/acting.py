@@ -1,4 +1,4 @@
-"""Errors of policies and environments as the user should see them, and a policy's first outputs into a lane."""
+"""Errors of policies and environments as the user sees them, and storing a policy's first outputs in a lane."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from muster.memory.slots import Lane
 from muster.protocols import Outputs, Policy
 
 Result = TypeVar("Result")
-OWN: tuple[type[Exception], ...] = (PolicyError, BadPolicyOutput, BadOption)  # what the adapters of policies raise
+OWN: tuple[type[Exception], ...] = (PolicyError, BadPolicyOutput, BadOption)  # errors of policy adapters
 OBS_DTYPE_HINT = (
     "Observations have the dtype of the policy's first floating parameter, or the environment's if it has none or with "
     "obs_dtype='env': pass obs_dtype=torch.float32, or cast in the policy (bfloat16 networks have to). "
@@ -18,7 +18,7 @@ OBS_DTYPE_HINT = (
 
 
 def call_policy(policy: Policy, call: Callable[[], Result]) -> Result:
-    """What ``call`` returns; what it raises as a ``PolicyError``."""
+    """Return the result of ``call``; its errors are raised as ``PolicyError``, except those of the adapter."""
     try:
         return call()
     except Exception as error:
@@ -28,14 +28,14 @@ def call_policy(policy: Policy, call: Callable[[], Result]) -> Result:
 
 
 def is_own(policy: Policy, error: BaseException) -> bool:
-    """It is what the adapter says, and not the user's policy: one of its ``raises``, where it has that, or ``OWN``."""
+    """Return whether the policy's adapter raised the error: its type is in ``policy.raises`` (default ``OWN``)."""
     return issubclass(type(error), getattr(policy, "raises", OWN))
 
 
 def policy_error(policy: Policy, error: BaseException, t: int = 0) -> PolicyError:
-    """The error that says which policy raised what, at which row.
+    """Return the error that names the policy, its error and the row.
 
-    Whatever it is: a policy can raise any of Muster's errors, too, for instance by collecting with Muster itself.
+    ``error`` can be of any type: a policy that uses Muster can also raise Muster's errors.
     """
     hint = OBS_DTYPE_HINT if "same dtype" in text_of(error) else ""
     return PolicyError(
@@ -45,14 +45,14 @@ def policy_error(policy: Policy, error: BaseException, t: int = 0) -> PolicyErro
 
 
 def env_error(name: str, method: str, error: BaseException) -> BaseException:
-    """The error that says what environments raised: that of their adapter, which knows more, if there is one."""
+    """Return the error to raise for an environment's error: the adapter's own, with its details, or an ``EnvError``."""
     if issubclass(type(error), MusterError) and not issubclass(type(error), (PolicyError, BadPolicyOutput)):
         return error
     return EnvError(f"{name}.{method} raised {described(error)}")
 
 
 def keep(outputs: Outputs) -> Outputs:
-    """Outputs of a first call in memory of their own: a policy may return views on its weights."""
+    """Copy the outputs of a first call: a policy may return views of its weights."""
     action, extras, state = (
         {key: value.clone() for key, value in part.items()} for part in (outputs.action, outputs.extras, outputs.state)
     )

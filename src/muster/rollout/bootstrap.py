@@ -1,7 +1,7 @@
 """Values of next observations, evaluated by the policy that acted, with RNG and recurrent state restored.
 
-Where a rollout ends in the middle of an episode, or an episode was truncated, learners go on with the value of the
-true next observation (not of the one after the reset): V(s_T) in n-step returns and GAE (Schulman et al. 2016).
+If a rollout ends within an episode, or an episode was truncated, learners need the value of the true next
+observation (not of the one after the reset): V(s_T) in n-step returns and GAE (Schulman et al. 2016).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from muster.rollout.progress import Phase
 from muster.utils.interrupts import allowed
 
 Bootstrap = Literal["last", "truncations"]
-SPARE, KEPT, COMPLETE = "bootstrap", "bootstrap: kept states", "bootstrap: complete"  # in a lane's cache
-VALUES: tuple[Key, ...] = (("state_value",), ("value",))  # what policies call them
+SPARE, KEPT, COMPLETE = "bootstrap", "bootstrap: kept states", "bootstrap: complete"  # keys of a lane's cache
+VALUES: tuple[Key, ...] = (("state_value",), ("value",))  # keys of values in the outputs of policies
 
 
 @dataclass
 class BootstrapRows:
-    """Rows that a policy would act on next: ``t`` and ``env`` of the steps before them, ``[k]``, and their columns.
+    """Rows that need values: ``t`` and ``env`` of the steps before them, ``[k]``, and their columns.
 
     Attributes:
         rows: observations and recurrent states by key, ``[k, *shape]``.
-        last: number of each environment's last row, ``[B]``; -1: it has none.
-        values: ``[k]``, as soon as they are known.
+        last: index of each environment's last row, ``[B]``; -1: no row.
+        values: values of the rows, ``[k]``; None: not evaluated yet.
     """
 
     t: Array
@@ -50,7 +50,7 @@ class BootstrapRows:
 
 
 def check_bootstrap(columns: Sequence[Column], observed: Collection[Key], *, reset_when_done: bool) -> None:
-    """Raise ``BadOption`` if there is no telling values where these columns are written."""
+    """Raise ``BadOption`` if values cannot be evaluated with these columns."""
     if not any(column.key in VALUES for column in columns):
         raise BadOption(
             f"bootstrap: the policy gives no {' or '.join(repr(key[0]) for key in VALUES)}. Let it return one beside "
@@ -61,10 +61,10 @@ def check_bootstrap(columns: Sequence[Column], observed: Collection[Key], *, res
 
 
 class After:
-    """What comes after the rows of a rollout that ended; where it goes on after an error, also of those before it.
+    """Collects the next observations and states of a rollout, also of its rows before an error, for their values.
 
     Args:
-        wanted: "last": after the last row of each environment; "truncations": also after every truncation.
+        wanted: "last": those after the last row of each environment; "truncations": also those after truncations.
     """
 
     def __init__(self, group: Group, lane: Lane, wanted: Bootstrap) -> None:
@@ -73,17 +73,17 @@ class After:
         self._states = [c.key for c in columns if c.carry and c.key not in carried_specs(group.env)]
         self._kept: dict[tuple[int, int], dict[Key, Any]]  # recurrent states that resets would overwrite
         self._kept = lane.cache.setdefault(KEPT, {})
-        for cell in [cell for cell in self._kept if cell[0] >= lane.done_steps]:  # of rows that will be others
+        for cell in [cell for cell in self._kept if cell[0] >= lane.done_steps]:  # the rollout writes these rows again
             del self._kept[cell]
 
     def keep(self, row: int, which: Sequence[int]) -> None:
-        """Environments ``which`` are about to be reset, and observe ``row`` then."""
+        """Keep the recurrent states of environments ``which`` before a reset overwrites them in ``row``."""
         for i in which if row else ():
-            if (row - 1, i) not in self._kept:  # else it is reset again, after an error, and its states are new ones
+            if (row - 1, i) not in self._kept:  # else it is reset again after an error: ``row`` has the new states
                 self._kept[row - 1, i] = {key: _copy(self._lane.data[key][row, i]) for key in self._states}
 
     def values(self, policy: Policy | None) -> BootstrapRows:
-        """What ``wanted`` says, when the rollout is over; without a policy others have to fill in the values."""
+        """Return the ``wanted`` rows of a complete rollout; without a policy, the caller must fill in their values."""
         made = self._gather()
         if policy is not None and len(made.t):
             group, cache = self._group, self._lane.cache
@@ -126,13 +126,13 @@ class After:
 def rollout_and_values(
     group: Group, policy: Policy, lane: Lane, wanted: Bootstrap, asked: Policy | None
 ) -> BootstrapRows:
-    """``rollout``, and ``After.values`` of ``asked``; where only the values are missing, only these."""
+    """Run ``rollout`` unless it is complete, and return ``After.values``, evaluated by the policy ``asked``."""
     if lane.done_steps == 0:
         lane.cache.pop(COMPLETE, None)
     with _noting(group, lane, wanted) as after:
         if COMPLETE not in lane.cache:
             rollout(group, policy, lane)
-            lane.cache[COMPLETE] = True  # the group's time has moved on: it must not do so again
+            lane.cache[COMPLETE] = True  # the group's clock has advanced, and must not do so again
         phase = group.progress.begin(Phase.POLICY)
         with allowed():
             made = after.values(asked)
@@ -142,7 +142,7 @@ def rollout_and_values(
 
 @contextmanager
 def _noting(group: Group, lane: Lane, wanted: Bootstrap) -> Iterator[After]:
-    """Around a rollout: takes note of what is needed for ``After.values``."""
+    """Record the states for ``After.values`` during a rollout."""
     after, before = After(group, lane, wanted), group.before_reset
 
     def before_reset(row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
@@ -158,17 +158,17 @@ def _noting(group: Group, lane: Lane, wanted: Bootstrap) -> Iterator[After]:
 
 
 def spare_lane(columns: tuple[Column, ...], B: int, batch_shape: tuple[int, ...], device: Any = None) -> Lane:
-    """Memory for one row of such columns."""
+    """Allocate a lane with one row of these columns."""
     return Slot(Layout(1, B, columns, batch_shape=batch_shape), "heap" if device is None else device).lanes[0]
 
 
 def fill_values(
     made: BootstrapRows, policy: Policy, rng: GroupRng, lane: Lane, around: AbstractContextManager[None]
 ) -> None:
-    """Ask the policy, a row of ``lane`` at a time; random streams are as before afterwards.
+    """Evaluate the policy with one row of ``lane`` at a time; restores the random streams.
 
     Args:
-        around: what policies run in.
+        around: context in which the policy runs.
     """
     key, B = next(c.key for c in made.columns if c.key in VALUES), lane.B
     values = np.zeros(len(made.t), np.float32)
@@ -182,7 +182,7 @@ def fill_values(
             lane.done_steps = lane.acts_from = 0
             _ask(policy, lane, rng)
             values[begin : begin + k] = lane.tensors[key][0].reshape(B)[:k].cpu().numpy()
-    made.values = values  # all of them, or none
+    made.values = values  # all values or none
 
 
 def _ask(policy: Policy, lane: Lane, rng: GroupRng) -> None:

@@ -1,4 +1,4 @@
-"""The rows that a group acts on next."""
+"""The rows for the next step of a group."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Carry(dict[Key, Any]):
     They are arrays, or tensors on a device.
 
     Args:
-        env: whose observations these are.
-        batch_shape: B as policies see it.
+        env: env batch that writes the observations.
+        batch_shape: batch dimensions for policies.
     """
 
     def __init__(self, env: EnvBatch, batch_shape: tuple[int, ...]) -> None:
@@ -34,14 +34,14 @@ class Carry(dict[Key, Any]):
         super().__init__({key: self._zeros(spec) for key, spec in self._by_env.items()})
 
     def of(self, column: Column) -> Any:
-        """Of a carried column; a recurrent state is made when it is first asked for."""
+        """Return the rows of a carried column; allocates those of a recurrent state in the first call."""
         if column.key not in self:
             self[column.key] = self._zeros(ArraySpec(column.shape, column.dtype))
             self[column.key][...] = column.key == IS_INIT
         return self[column.key]
 
     def take(self, key: Key, row: Any, but: Collection[int]) -> None:
-        """The next row of a carried column, ``[B, *shape]``; environments ``but`` stay where they are."""
+        """Set the next row of a carried column, ``[B, *shape]``, for all environments except ``but``."""
         here = self[key][0]
         if but:
             which = [i for i in range(len(here)) if i not in but]
@@ -50,13 +50,13 @@ class Carry(dict[Key, Any]):
             here[...] = row
 
     def begin_anew(self, which: Sequence[int]) -> None:
-        """Recurrent states of ``which`` as at the beginning of an episode."""
+        """Set the recurrent states of ``which`` to their values at the start of an episode."""
         for key, row in self.items():
             if key not in self._by_env:
                 row[0, which] = key == IS_INIT
 
     def seen(self, key: Key) -> torch.Tensor:
-        """A row as policies get it: ``[*batch_shape, *shape]``; objects as an array."""
+        """Return a row as policies get it: ``[*batch_shape, *shape]``; an array for objects."""
         row = self[key][0]
         if isinstance(row, np.ndarray) and row.dtype == object:
             return row  # type: ignore[return-value]
@@ -67,5 +67,5 @@ class Carry(dict[Key, Any]):
         shape = (1, self._env.num_envs, *spec.shape)
         if self._env.device is None or not spec.is_tensor:
             return np.zeros(shape, spec.dtype)
-        with torch.inference_mode(False):  # rollouts run in it, but carried rows are written after them, too
+        with torch.inference_mode(False):  # rollouts run in it, but carried rows are also written outside of rollouts
             return torch.zeros(shape, dtype=torch_dtype(spec.dtype), device=self._env.device)

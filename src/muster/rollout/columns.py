@@ -1,4 +1,4 @@
-"""Which columns a rollout stores: those of the environment, of the policy, and Muster's own."""
+"""The columns that a rollout stores: those of the environment, those of the policy, and Muster's own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FLAG, INTEGER = np.dtype(bool), np.dtype(np.int64)
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """What a rollout does besides stepping; see ``CollectorOptions`` for the words.
+    """Options of a rollout; see ``CollectorOptions``.
 
     Attributes:
         marks_valid: store ``collector/valid``.
@@ -58,11 +58,11 @@ class RolloutOptions:
 def lane_columns(
     env: EnvBatch, policy: Sequence[Column], options: RolloutOptions, *, resumed: bool = False
 ) -> tuple[Column, ...]:
-    """The columns of a lane.
+    """Return the columns of a lane.
 
     Args:
-        policy: of the policy's extras and recurrent state.
-        resumed: also ``collector/resumed``.
+        policy: columns of the policy's extras and recurrent state.
+        resumed: add ``collector/resumed``.
     """
     by_policy = {column.key for column in policy}
     columns = []

@@ -1,4 +1,4 @@
-"""What environments and policies run in."""
+"""The context in which environments and policies run."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ else:
 
 
 class RolloutContext:
-    """The group's generators as global ones, torch's threads, no gradients; may be entered again when it was left.
+    """Makes the group's generators global, sets torch's threads, and disables gradients. Reusable, not reentrant.
 
-    In a thread beside the user's, generators and threads of the process are left alone.
+    In a thread beside the user's thread, it does not change the process's generators and threads.
 
     Args:
-        own_rng: False leaves generators alone, too.
-        first: not in inference mode: a module may make things in its first call that it keeps, such as lazy
-            parameters, and what is made in inference mode cannot be trained.
+        own_rng: False: do not change the generators.
+        first: disable gradients without inference mode: a module may create tensors in its first call and keep them,
+            such as lazy parameters, and tensors created in inference mode cannot be trained.
     """
 
     def __init__(self, group: Group, *, own_rng: bool = True, first: bool = False) -> None:
         self._group, self._own_rng, self._first = group, own_rng, first
-        self._modes: dict[bool, Any] = {}  # ``inference_mode`` and ``no_grad``, which take 5 us to make
+        self._modes: dict[bool, Any] = {}  # kept, since ``inference_mode()`` and ``no_grad()`` take 5 us
         self._user: Any = None
         self._grad: Any = None
         self._threads_before: int | None = None
@@ -36,7 +36,7 @@ class RolloutContext:
         try:
             if self._own_rng and options.own_rng and not background:
                 self._user = self._group.rng.install()
-            if "torch" in sys.modules:  # else environments do without, and the policy acts elsewhere
+            if "torch" in sys.modules:  # else no environment uses it, and the policy acts in another process
                 if not background and options.num_threads not in (None, threads := torch.get_num_threads()):
                     self._threads_before = threads
                     torch.set_num_threads(options.num_threads)

@@ -1,4 +1,4 @@
-"""A group: an env batch with its random streams, its time, and the rows it will act on next."""
+"""A group: an env batch with its random streams, its clock, and the rows for the next step."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
     import torch
 
 TERMINATED, TRUNCATED, DONE = next_of(("terminated",)), next_of(("truncated",)), next_of(("done",))
-STOP = -1  # instead of a row: the rollout ends here
+STOP = -1  # returned instead of a row: the rollout ends here
 
 
 class LaneViews:
-    """What a group reads and writes of a lane in every rollout; made once per slot.
+    """The parts of a lane that a group reads and writes in every rollout; made once per slot.
 
     Attributes:
         next_rows: see ``NextObservations.columns_of``.
-        carried: keys of columns with what comes after the last row, and their rows.
-        states: rows of those that the environments do not write, and their value at a reset.
+        carried: keys and rows of carried columns.
+        states: rows of carried columns that the environments do not write, and their values at a reset.
         marks: see ``marks_of``.
-        fills: what writes all of each, and that value.
-        is_fine: see ``quick_check``; None: values have to be looked at one by one.
-        mirrored: columns to be copied to the device, after a rollout.
+        fills: for each of ``marks``, a function that fills the column, and the value.
+        is_fine: see ``quick_check``; None: every rollout needs ``first_bad_value``.
+        mirrored: keys of columns to copy to the device after a rollout.
     """
 
     def __init__(self, group: Group, lane: Lane) -> None:
@@ -53,7 +53,7 @@ class LaneViews:
         self.next_rows = group._next.columns_of(lane)
         carried = [column for column in columns if column.carry]
         for column in carried:
-            group.carry.of(column)  # which makes it
+            group.carry.of(column)  # allocates it
         self.carried = [(column.key, data[column.key]) for column in carried]
         own = [(key, rows) for key, rows in self.carried if key not in carried_specs(group.env)]
         self.states = [(rows, key == IS_INIT) for key, rows in own]
@@ -67,30 +67,30 @@ class LaneViews:
 
 
 class Group:
-    """An env batch with its random streams, its time, and the rows it will act on next.
+    """An env batch with its random streams, its clock, and the rows for the next step.
 
     Args:
-        env: owned by the group.
-        batch_shape: B as policy and user see it.
-        env_ids: global numbers of its environments.
-        total_envs: over all groups.
-        rng: the group's own.
+        env: env batch, owned by the group.
+        batch_shape: batch dimensions for policy and user.
+        env_ids: global numbers of the group's environments.
+        total_envs: number of environments over all groups.
+        rng: random streams of the group.
 
     Attributes:
-        version: of the policy, for ``collector/policy_version``.
+        version: version of the policy, for ``collector/policy_version``.
         closes_batch: the next rollout is the last one of a batch.
-        frame_limit: number of this batch's steps over all groups that are valid; None is all.
-        delivered, rows: valid steps, and rows, of the last rollout.
-        spans: an object with ``Timeline.add``, while a timeline is running.
-        in_background: says whether this thread runs beside the user's.
-        places: numbers of its environments within a batch, and how many there are; for ``frame_limit``.
-        progress: cells that say what it is doing, read by the parent process; see ``muster.rollout.progress``.
-        before_reset: called with the arguments of ``EnvBatch.reset``, but for the arrays.
-        lost_track: called with environments that have made steps which no rollout shows.
-        waiting: who has ended in this rollout and is not stepped on, without ``reset_when_done`` or by the ``rule``.
-        rule: which episodes are wanted: the rollout ends with the last of them; None: all.
-        watch: called after every step with the lane and its row, which is complete.
-        started, unreported: the first rollout has begun; random steps before it that none has counted yet.
+        frame_limit: number of valid steps in the current batch, over all groups; None: all steps.
+        delivered, rows: number of valid steps, and number of rows, in the last rollout.
+        spans: object with the method ``Timeline.add`` while a timeline is recorded; else None.
+        in_background: returns whether this thread runs beside the user's thread.
+        places: indices of the environments among those of the same batch, and their number; for ``frame_limit``.
+        progress: state of the worker, read by the parent process; see ``muster.rollout.progress``.
+        before_reset: called before each reset with the arguments of ``EnvBatch.reset``, except the arrays.
+        lost_track: called with environments that have made steps outside of all rollouts.
+        waiting: environments that ended in this rollout and are left out of it (no ``reset_when_done``, or ``rule``).
+        rule: chooses the episodes to collect; the rollout ends with the last of them; None: all episodes.
+        watch: called after every step with the lane and the row, which is complete.
+        started, unreported: the first rollout has begun; number of random steps before it that are not counted yet.
     """
 
     def __init__(
@@ -113,9 +113,9 @@ class Group:
         self.timing = Timing()
         self.spans: Any = None
         self.in_background: Callable[[], bool] = bool
-        self.executed = 0  # environment steps, whatever became of them
-        self.discarded: Counter[str] = Counter()  # environment steps that no batch will show, by reason
-        self.episodes: Episodes  # ended in the last rollout
+        self.executed = 0  # all environment steps
+        self.discarded: Counter[str] = Counter()  # environment steps that are in no batch, by reason
+        self.episodes: Episodes  # those that ended in the last rollout
         self.version: int | str = 0
         self.closes_batch = True
         self.frame_limit: int | None = None
@@ -133,40 +133,40 @@ class Group:
         self.watch: Callable[[Lane, int], object] | None = None
         self.started, self.delivered, self.rows, self.unreported = False, 0, 0, 0
         self._traj_done = () if options.traj_done_key is None else (TRAJ_DONE,)
-        self._states: list[tuple[Any, bool]] = []  # see ``LaneViews``, of the lane
+        self._states: list[tuple[Any, bool]] = []  # ``LaneViews.states`` of the current lane
         self._contexts = RolloutContext(self), RolloutContext(self, first=True)
 
     @property
     def pending(self) -> list[int]:
-        """Environments that are reset before the next step."""
+        """The environments that are reset before the next step."""
         return [i for i in self.due.which if i not in self.waiting.absent]
 
     @property
     def finals(self) -> list[Final]:
-        """With ``compact_obs``, what the last rollout's rows do not show."""
+        """With ``compact_obs``, the observations that are missing from the last rollout's rows."""
         return self._next.finals
 
     def reset(self, which: Sequence[int] | None = None, seeds: Sequence[int] | None = None) -> None:
-        """Let the environments ``which`` (default all) be reset before the next step."""
+        """Schedule a reset of the environments ``which`` (default all) before the next step."""
         self.due.add(range(self.B) if which is None else sorted(set(which)), seeds)
 
     def prime(self, policy: Policy) -> Outputs:
-        """Make the policy's first real call, which shows its columns; ``rollout`` goes on from it."""
+        """Make the policy's first call, which determines its columns; ``rollout`` uses the outputs for row 0."""
         if self._primed is None or self._primed[0] is not policy:
             self._primed = policy, self._first(policy), self.version
         return self._primed[1]
 
     def probe(self, policy: Policy) -> Outputs:
-        """Call the policy as ``prime`` does, only to see what it returns: random streams are as before afterwards."""
+        """Return the outputs of a first call as in ``prime``, without using them; restores the random streams."""
         self.begin()
         with self.rng.unmoved():
             return self._first(policy)
 
     def begin(self, *, early: bool = False) -> None:
-        """Do now the resets that would be done before the next step.
+        """Execute the scheduled resets now.
 
         Args:
-            early: no caller waits for it: only what has waited for the next rollout, which raises an error of it.
+            early: do nothing with ``reset_when_done``, and keep an error for the next rollout to raise.
         """
         if early and (self.options.reset_when_done or self.due.error is not None):
             return
@@ -179,17 +179,17 @@ class Group:
             self.due.error = error
 
     def observations(self) -> dict[Key, torch.Tensor]:
-        """What the policy acts on next, ``[*batch_shape, *shape]`` per leaf."""
+        """Return the observations for the policy's next call, ``[*batch_shape, *shape]`` per leaf."""
         return {key: self.carry.seen(key) for key in self.env.observation_specs}
 
     def context(self, *, first: bool = False) -> RolloutContext:
-        """What environments and policies run in; not in inference mode for the ``first`` call."""
+        """Return the context for environments and policies; without inference mode for the ``first`` call."""
         return self._contexts[first]
 
     # --- the beginning and the end of a rollout ---------------------------------------------------
 
     def enter(self, lane: Lane) -> None:
-        """Make row ``lane.done_steps`` the one to act on."""
+        """Prepare the lane for a rollout from row ``lane.done_steps`` on."""
         views = self._views_of(lane)
         if (begin := lane.done_steps) == 0:
             self._enter_first(lane, views)
@@ -201,7 +201,7 @@ class Group:
             views.version[begin:] = self.version
 
     def take_primed(self, lane: Lane) -> bool:
-        """Write what ``prime`` left for row 0, if anything."""
+        """Write the outputs of ``prime`` into row 0, and return whether there were any."""
         if self._primed is None:
             return False
         store_outputs(self._primed[1], lane)
@@ -211,7 +211,7 @@ class Group:
         return True
 
     def after_step(self, lane: Lane, t: int, finished: Sequence[int] | None) -> int:
-        """Whatever is due after row ``t`` besides the next step; returns the row at which to call again, or STOP."""
+        """Do all work due after row ``t`` except the next step; return the row of the next call, or STOP."""
         lane.done_steps = t + 1
         late: list[int] = []
         if self._limit and (late := np.flatnonzero(self._deadline <= t).tolist()):
@@ -232,14 +232,14 @@ class Group:
         return STOP if lane.stopped else self.next_call(t + 1)
 
     def next_call(self, t: int) -> int:
-        """The next row, from ``t`` on, after which ``after_step`` is due even if no episode ends."""
+        """Return the first row, from ``t`` on, after which ``after_step`` is due even if no episode ends."""
         if self.options.interruptor is not None or self.watch is not None:
             return t
         due = self._next.due
         return min(due, int(self._deadline.min())) if self._limit else due
 
     def leave(self, lane: Lane) -> None:
-        """Complete all columns of a lane whose rows have been stepped."""
+        """Complete all columns of a lane after its last step."""
         n, options, waiting, views = lane.done_steps, self.options, self.waiting, lane.cache[self]
         if self.progress.watched:
             cells = self.progress.cells
@@ -269,7 +269,7 @@ class Group:
             self._begin_late(late, over)
         if options.compact_obs and n:
             self._next.keep(lane, n - 1, np.flatnonzero(~done[-1]).tolist(), waiting.bypassed)
-        if options.set_truncated and self.closes_batch and n:  # a mark for the learner; the episode goes on
+        if options.set_truncated and self.closes_batch and n:  # a mark for the learner; the episode continues
             mark_end(lane, n - 1, self.env, limited=bool(options.max_frames_per_traj))
         for key, rows in views.carried:
             self.carry.take(key, rows[n], waiting.absent)
@@ -286,13 +286,13 @@ class Group:
             self.discarded["surplus"] += surplus
         elif views.valid is not None:
             views.valid[...] = True
-        if lane.mirrored:  # the reward came from there
+        if lane.mirrored:  # the reward was copied from the device
             lane.push(key for key in views.mirrored if late is not None or key != self.env.reward_key)
         if options.reset_at_each_iter and self.closes_batch:
             self.reset()
 
     def fail(self, lane: Lane, t: int, reason: str, executed: int) -> None:
-        """Row ``t`` did not come about and the environments cannot be trusted: reset them there."""
+        """Discard the ``executed`` steps of row ``t``, and reset all environments: their states are unknown."""
         lane.done_steps = max(lane.done_steps, t)
         self.discarded[reason] += executed
         self.executed += executed
@@ -303,11 +303,11 @@ class Group:
     # --- parts ------------------------------------------------------------------------------------
 
     def _first(self, policy: Policy) -> Outputs:
-        """The policy's first call, for the rows that it would act on next."""
+        """Make the policy's first call, on the rows for the next step."""
         self.begin()
         with self.context(first=True):
             obs = self.observations()
-            if IS_INIT in self.carry:  # episodes may have begun under a policy that acted before
+            if IS_INIT in self.carry:  # the episodes may have begun with an earlier policy
                 obs[IS_INIT] = self.carry.seen(IS_INIT)
             return keep(call_policy(policy, lambda: policy.first(obs, self.rng)))
 
@@ -323,7 +323,7 @@ class Group:
             let_go = self._unwanted(range(self.B))
             held = self.due.leave_out(let_go)
             self._begin()
-            self.due.done(held)  # also what was reset early is going to be stepped
+            self.due.done(held)  # environments that were reset early are stepped in this rollout
         if not self.started:
             self.executed += self.unreported
             self.discarded["decorrelation"] += self.unreported
@@ -346,13 +346,13 @@ class Group:
         self._states = views.states
         for array, is_init in self._states:
             if is_init:
-                array[1:] = False  # reset rows set it; the slot may have been used before
+                array[1:] = False  # resets set it; the slot may hold values of an earlier rollout
         if self._limit:
             self._deadline = self._limit - 1 - self.clock.steps
             self._deadline[list(waiting.absent)] = NEVER
 
     def _begin_late(self, late: Array, over: Array) -> None:
-        """Environments that have ended and waited for the others are reset with the next batch."""
+        """Correct the clock of environments that ended and waited for others; reset them before the next batch."""
         self.clock.steps -= late.sum(axis=0)
         ended = [i for i, t in self.waiting.since.items() if over[t, i]]
         self.clock.steps[ended], self.clock.returns[ended] = 0, 0.0
@@ -361,9 +361,9 @@ class Group:
             self.discarded["after_done"] += int(late.sum())
 
     def _end(self, lane: Lane, t: int, finished: Sequence[int], late: Sequence[int]) -> bool:
-        """Agents' episodes ended at row ``t``, those of ``late`` by the limit: reset, go on, or let wait.
+        """Reset, continue or leave out the environments ``finished`` at row ``t``; the limit ended those in ``late``.
 
-        Returns: the rollout is over.
+        Returns: whether the rollout is over.
         """
         lost = self.env.lives_lost
         going_on = [i for i in finished if i in lost and i not in late] if lost else []
@@ -390,17 +390,17 @@ class Group:
         return stop
 
     def _unwanted(self, which: Sequence[int]) -> list[int]:
-        """Those of ``which`` that need no step; but counters read from outside take all to be stepped."""
+        """Return those of ``which`` that need no steps; none with watched ``progress``, which counts steps of all."""
         if self.rule is None or not self.env.bypasses or self.progress.watched:
             return []
         return [i for i in which if self.rule.complete or not self.rule.awaits(i)]
 
     def _begin(self, *, early: bool = False) -> None:
-        """Do the resets that are due before a lane's first row."""
+        """Execute the resets that are due before a lane's first row."""
         if not (which := self.due.which):
             return
         if self.due.error is not None:
-            self.progress.begin(Phase.RESET)  # it was raised there
+            self.progress.begin(Phase.RESET)  # the phase of the error
         undone = self.due.undone(again=bool(self.env.reset_options))
         self.clock.abandon(which)
         self.carry.begin_anew(which)
@@ -412,7 +412,7 @@ class Group:
             decorrelate(self, which)
 
     def _cut(self, lane: Lane, t: int) -> None:
-        """Resets that are due in the middle of a lane: end the episodes at row ``t``, begin new ones after it."""
+        """Execute the resets that are due within a lane: end episodes at row ``t``, and start new ones after it."""
         done = lane.data[TERMINATED][t] | lane.data[TRUNCATED][t]
         waits = self.env.bypasses and not self.options.reset_when_done
         over = [i for i in self.pending if not (waits and i in self.waiting.since)]
@@ -456,11 +456,11 @@ class Group:
         self.progress.begin(phase)
 
     def _check_values(self, lane: Lane, late: Array | None) -> None:
-        """What is cheaper to check once per rollout than once per step."""
+        """Check values, which is cheaper once per rollout than once per step."""
         found = first_bad_value(lane, self.env, self.options.validate, late)
         if found is None:
             return
-        t, message, by_policy = found  # take back the row and all after it: their values are wrong
+        t, message, by_policy = found  # discard this row and all later ones
         self.discarded["bad_policy_output" if by_policy else "bad_env_output"] += self.waiting.made(t, lane.done_steps)
         lane.done_steps, lane.stopped = t, False
         self.progress.begin(Phase.POLICY if by_policy else Phase.STEP)
@@ -470,7 +470,7 @@ class Group:
         raise error(f"{message}. The {t} rows before it are kept; the environments are reset.")
 
     def _unmark(self, lane: Lane) -> None:
-        """Take back what was written about rows that are not complete."""
+        """Undo the entries of incomplete rows."""
         begin = lane.done_steps
         self._next.take_back(begin)
         self.waiting.take_back(lane)

@@ -1,4 +1,4 @@
-"""The user's functions that look on while experience is collected, and what those see that are called at every step."""
+"""The user's hooks, which are called during collection, and the view of a step that ``on_step`` gets."""
 
 from __future__ import annotations
 
@@ -38,33 +38,33 @@ Watch = Callable[[Lane, int], object]
 Value = TypeVar("Value")
 Result = TypeVar("Result")
 
-LATER = {DONE, next_of(DONE), TRAJ_IDS, STEP_COUNT, next_of(STEP_COUNT), VALID}  # filled when a rollout is complete
+LATER = {DONE, next_of(DONE), TRAJ_IDS, STEP_COUNT, next_of(STEP_COUNT), VALID}  # written at the end of a rollout
 FIXED = {*FLAGS, *map(next_of, FLAGS), TRAJ_DONE, IS_INIT, NEXT_OBS_VALID, POLICY_VERSION, RESUMED}
 
 
 class StepView:
-    """What ``on_step`` gets: one time step of a group of environments, to be used during the call only.
+    """The argument of ``on_step``: one time step of a group of environments, valid during the call only.
 
     ``step["observation"]``, ``step["action"]``, ``step["next", "reward"]`` are rows of the batch's columns: views
-    ``[B, *shape]`` (of NumPy; tensors where environments step on a device), flags and rewards ``[B]``. What is written
-    into them is in the batch, and in the returns of episodes; a reward or an action also in the ``prev_reward`` or
-    ``prev_action`` of the next row. Flags, these two and Muster's own columns can only be read.
+    ``[B, *shape]`` (NumPy arrays, or tensors if environments step on a device), flags and rewards ``[B]``. Values
+    written into them are in the batch and in the returns of episodes; written rewards and actions are also in
+    ``prev_reward`` and ``prev_action`` of the next row. Flags, these two and Muster's own columns are read-only.
 
     Attributes:
         t: row of the rollout.
-        env_ids: ``[B]``, global numbers of the environments.
+        env_ids: global numbers of the environments, ``[B]``.
     """
 
     def __init__(self, lane: Lane, t: int, env_ids: Array, waiting: Waiting, repeats: Mapping[Key, Key]) -> None:
         self.t, self.env_ids, self._lane, self._waiting, self._repeats = t, env_ids, lane, waiting, repeats
 
     def keys(self) -> list[Key]:
-        """Of all columns that can be looked at."""
+        """Return the keys of all readable columns."""
         return [key for key in self._lane.data if key not in LATER]
 
     @property
     def valid(self) -> Array:
-        """``[B]`` bool: environments that made a step; others wait for the next rollout, and their cells are blank."""
+        """``[B]`` bool: environments that made a step. Others wait; the batch has blank cells for them."""
         valid = np.ones(self._lane.B, bool)
         valid[[i for i, t in self._waiting.since.items() if t < self.t]] = False
         valid[list(self._waiting.absent)] = False
@@ -72,7 +72,7 @@ class StepView:
 
     @property
     def finished(self) -> Array:
-        """``[n]``, ascending: environments whose episode ended with this step, by their places in the row."""
+        """``[n]``, ascending: indices in the row of the environments whose episode ended with this step."""
         ended = self[next_of(TERMINATED)] | self[next_of(TRUNCATED)]
         return np.flatnonzero(np.asarray(ended if isinstance(ended, np.ndarray) else ended.cpu()) & self.valid)
 
@@ -101,7 +101,7 @@ class StepView:
 
 
 def watching(group: Group, on_step: Callable[[StepView], object]) -> Watch:
-    """A ``Group.watch`` that calls ``on_step``."""
+    """Return a ``Group.watch`` that calls ``on_step``."""
     env_ids, waiting, repeats = group.clock.env_ids, group.waiting, group.env.repeats
 
     def watch(lane: Lane, t: int) -> None:
@@ -116,7 +116,7 @@ def watching(group: Group, on_step: Callable[[StepView], object]) -> Watch:
 
 
 def _repeat(step: StepView, lane: Lane, repeats: Mapping[Key, Key], finals: Sequence[Final]) -> None:
-    """Show what a hook has written in the observations after the row: where no episode begins, and in last ones."""
+    """Copy values written by a hook into the next observations, except the first ones of an episode."""
     t, data, stepped = step.t, lane.data, np.flatnonzero(step.valid)
     going_on = np.setdiff1d(stepped, step.finished)
     for key, source in repeats.items():
@@ -130,16 +130,16 @@ def _repeat(step: StepView, lane: Lane, repeats: Mapping[Key, Key], finals: Sequ
 
 
 def check_pause(seconds: Any) -> None:
-    """Raise ``BadOption`` unless it is a time that ``rendering`` can wait."""
+    """Raise ``BadOption`` unless ``seconds`` is a number of at least 0."""
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
         raise BadOption(f"render={seconds!r}: expected seconds to wait after every step, at least 0")
 
 
 def rendering(group: Group, seconds: float) -> Watch:
-    """A ``Group.watch`` that does what the group's own does, lets every environment render, and waits ``seconds``.
+    """Return a ``Group.watch`` that calls the group's current one, renders every environment, and waits ``seconds``.
 
     Raises:
-        BadOption: ``seconds`` is no number, or below 0.
+        BadOption: ``seconds`` is not a number, or below 0.
     """
     check_pause(seconds)
     env, before, pause = group.env, group.watch, Event()
@@ -158,10 +158,10 @@ def rendering(group: Group, seconds: float) -> Watch:
 
 
 def call_hook(name: str, function: Callable[[Value], Result], value: Value, advice: str) -> Result:
-    """Call a function of the user's.
+    """Call a function of the user.
 
     Raises:
-        HookError: whatever it raised is the cause.
+        HookError: the function raised an error; that is the cause.
     """
     try:
         return function(value)

@@ -12,21 +12,21 @@ from muster.rollout.group import STOP, Group
 from muster.rollout.progress import ACTING, PHASE, STEPPING, Phase
 from muster.utils.interrupts import allowed
 
-IN_POLICY, IN_STEP, AFTER_STEP = range(3)  # where in a row the loop is
-TIMED_EVERY = 16  # a power of two; steps between two that are timed, so that timing costs next to nothing
+IN_POLICY, IN_STEP, AFTER_STEP = range(3)  # positions of the loop within a row
+TIMED_EVERY = 16  # a power of two; only one of so many steps is timed, so timing is almost free
 
 
 def rollout(group: Group, policy: Policy, lane: Lane) -> None:
     """Fill ``lane`` with T steps of ``group``, from row ``lane.done_steps`` on; fewer if something stops it.
 
-    On entry the group holds what to act on first; on exit what to act on next, so rollouts of 3 and 4
-    steps give the same data as one of 7. After an error ``lane.done_steps`` rows are complete and the next
-    call with the same lane goes on after them.
+    On entry and on exit the group holds the rows for the next step, so rollouts of 3 and 4 steps contain
+    the same data as one of 7. After an error, ``lane.done_steps`` rows are complete, and the next call with
+    the same lane continues after them.
 
     Raises:
-        EnvError, BadEnvOutput: the environments are reset by the next call.
-        PolicyError, BadPolicyOutput: nothing was stepped since the last complete row. The next call repeats the
-            policy's call.
+        EnvError, BadEnvOutput: the environments failed. The next call resets them.
+        PolicyError, BadPolicyOutput: the policy failed. The next call repeats its call for the first incomplete row
+            (if the check after the rollout found a bad value: after a reset of the environments).
     """
     started = time.perf_counter_ns()
     cells = group.progress.cells
@@ -34,7 +34,7 @@ def rollout(group: Group, policy: Policy, lane: Lane) -> None:
     with group.context(), allowed():
         act, step, acted = _start(group, policy, lane)
         if acted:
-            _run(group, policy, lambda t: None, step, lane, lane.done_steps, lane.acts_from)  # ``prime`` has acted
+            _run(group, policy, lambda t: None, step, lane, lane.done_steps, lane.acts_from)  # uses ``prime``'s action
         if not lane.stopped:
             _run(group, policy, act, step, lane, lane.acts_from, lane.T)
     completing = time.perf_counter_ns()
@@ -50,16 +50,14 @@ def rollout(group: Group, policy: Policy, lane: Lane) -> None:
 
 
 def fill(group: Group, policy: Policy, lane: Lane) -> None:
-    """The steps of ``rollout`` for a policy without a first call, within ``Group.context``; ``Group.leave`` completes
-    them.
-    """
+    """Make the steps of ``rollout`` for a policy without a first call, in ``Group.context``, before ``Group.leave``."""
     act, step, _ = _start(group, policy, lane)
     if not lane.stopped:
         _run(group, policy, act, step, lane, lane.acts_from, lane.T)
 
 
 def _start(group: Group, policy: Policy, lane: Lane) -> tuple[Act, Step, bool]:
-    """What acts and steps in this lane, and whether the policy has acted for the first row."""
+    """Return the functions that act and step in this lane, and whether the first row's action is written already."""
     group.enter(lane)
     begin = lane.done_steps
     acted = begin == 0 and not lane.stopped and group.take_primed(lane)
@@ -120,7 +118,7 @@ def _run(group: Group, policy: Policy, act: Act, step: Step, lane: Lane, begin: 
                 raise
             raise raised from error
         finally:
-            del raised  # it refers to this frame, which refers to the lane: the slot would wait for the cycle collector
+            del raised  # it refers to this frame, and this to the lane: only the cycle collector would free the slot
     finally:
         steps = lane.done_steps - begin
         group.executed += steps * group.B if group.waiting.idle else group.waiting.made(begin, lane.done_steps)
@@ -130,10 +128,10 @@ def _run(group: Group, policy: Policy, act: Act, step: Step, lane: Lane, begin: 
 
 
 def _cut_short(group: Group, policy: Policy, lane: Lane, t: int, at: int, error: BaseException) -> BaseException:
-    """Enter what was executed when ``error`` was raised in row ``t``; returns the error to raise.
+    """Count the steps executed in row ``t`` before ``error``, and return the error to raise.
 
-    What was executed is decided by where that was (``at``, and the phase of a reset), and never by what was raised:
-    an environment can raise the error of a policy, and a policy that of an environment.
+    The number of steps depends on the place of the error (``at``, and the phase of a reset), never on its type:
+    an environment can raise a policy's error, and a policy an environment's error.
     """
     resetting = at == AFTER_STEP and group.progress.cells[PHASE] == Phase.RESET
     if at == IN_POLICY:
@@ -145,14 +143,14 @@ def _cut_short(group: Group, policy: Policy, lane: Lane, t: int, at: int, error:
         lane.done_steps = max(lane.done_steps, t)
         return error if is_own(policy, error) else policy_error(policy, error, t)
     if at == AFTER_STEP and lane.done_steps > t and not resetting:
-        return error  # of the user's functions that look on: the row is complete, and the next call goes on after it
+        return error  # raised by a hook of the user: the row is complete, and the next call continues after it
     reason = "bad_env_output" if issubclass(type(error), BadEnvOutput) else "env_error"
     group.fail(lane, t, reason, _executed(group, lane, t, at))
     return env_error(group.env.name, f"{'reset' if resetting else 'step'} (row {t} of the batch)", error)
 
 
 def _executed(group: Group, lane: Lane, t: int, at: int) -> int:
-    """Environments that were stepped in row ``t``, if it is not among the complete ones."""
+    """Return the number of environments stepped in row ``t``; 0 if the row is complete."""
     if at == IN_STEP:
         return group.env.executed_in_row
     return group.waiting.made(t, t + 1) if at == AFTER_STEP and lane.done_steps <= t else 0

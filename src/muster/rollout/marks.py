@@ -1,4 +1,4 @@
-"""Rows and cells of a lane that are no transitions: after an episode that is not followed by another, after a stop."""
+"""Rows and cells of a lane without a transition: those after an episode that no other follows, and after a stop."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ else:
     from muster.utils import lazy_torch as torch
 
 NEVER = 1 << 62
-CACHE_BYTES = 1 << 18  # pieces of this size are still in the cache when they are copied
+CACHE_BYTES = 1 << 18  # pieces of this size are still in the CPU's cache when they are copied
 
 
 @dataclass
 class Final:
-    """Observations after row ``t`` of the environments ``envs``, where the next row does not show them."""
+    """Observations after row ``t`` of the environments ``envs``, if the next row does not contain them."""
 
     t: int
     envs: Sequence[int]
@@ -45,15 +45,15 @@ class Final:
 
 
 class NextObservations:
-    """``next`` observations: copied from the rows after, in pieces, before resets overwrite these.
+    """Writes ``next`` observations: copies the rows after each step, in pieces, before resets overwrite them.
 
     Args:
-        keys: of observations.
-        shown: a lane has columns for them.
-        row_bytes: of one row of observations.
+        keys: keys of observations.
+        shown: lanes have columns for ``next`` observations.
+        row_bytes: size of one row of observations.
 
     Attributes:
-        finals: observations that no row shows.
+        finals: observations that are in no row.
     """
 
     def __init__(self, keys: Sequence[Key], *, shown: bool, row_bytes: int) -> None:
@@ -64,32 +64,32 @@ class NextObservations:
         self.finals: list[Final] = []
 
     def columns_of(self, lane: Lane) -> list[tuple[Any, Any]]:
-        """``next`` observations, and the observations that they are copied from."""
+        """Return the columns of ``next`` observations, and the rows that are copied into them."""
         return [(lane.data[next_of(key)], lane.data[key][1:]) for key in self._keys if self._shown]
 
     def begin(self, columns: list[tuple[Any, Any]]) -> None:
-        """A rollout begins, into a lane with these ``columns_of``."""
+        """Start a rollout into a lane with these ``columns_of``."""
         self._copied, self.finals, self._columns = 0, [], columns
 
     @property
     def due(self) -> int:
-        """The row after which to copy."""
+        """The row after which the next copy is due."""
         return self._copied + self._every - 1
 
     def copy(self, end: int) -> None:
-        """Complete the rows before ``end``."""
+        """Copy the rows before ``end`` that have not been copied yet."""
         begin, self._copied = self._copied, end
         if begin < end:
             for after, before in self._columns:
                 after[begin:end] = before[begin:end]
 
     def keep(self, lane: Lane, t: int, envs: Sequence[int], known: Collection[int]) -> None:
-        """Keep what comes after row ``t`` in ``envs``, but for those that are ``known``."""
+        """Keep the observations after row ``t`` of ``envs``, except those of ``known`` environments."""
         index = [i for i in envs if i not in known]
         self.finals.append(Final(t, index, {key: lane.arrays[key][t + 1, index].copy() for key in self._keys}))
 
     def infos(self, lane: Lane, over: Array) -> Array:
-        """What environments said besides in the last steps of episodes, in order, as dicts (``over``: ``[n, B]``)."""
+        """Return the infos of the last steps of episodes (``over``: ``[n, B]``) as dicts, in order."""
         t, env = over.nonzero()
         keys = [key for key in self._keys if key[0] == INFO]
         if self._shown:
@@ -99,13 +99,13 @@ class NextObservations:
         return info_records({key[1:]: [leaves[key][place] for leaves, place in found] for key in keys}, len(t))
 
     def take_back(self, begin: int) -> None:
-        """Rows from ``begin`` on are not complete."""
+        """Discard the rows from ``begin`` on, which are not complete."""
         self._copied = min(self._copied, begin)
         self.finals = [final for final in self.finals if final.t < begin]
 
 
 def marks_of(lane: Lane) -> list[tuple[Any, bool]]:
-    """Columns that say what a row is, and what they say where nothing has ended and all counts."""
+    """Return the columns of flags and marks, with their values in valid rows without an end."""
     flags = [key for key in (*FLAGS, *map(next_of, FLAGS), TRAJ_DONE) if key in lane.data]
     marks: list[tuple[Any, bool]] = [(lane.data[key], False) for key in flags]
     if lane.mirrored:
@@ -114,7 +114,7 @@ def marks_of(lane: Lane) -> list[tuple[Any, bool]]:
 
 
 def nested_truncations(specs: Specs) -> list[Key]:
-    """The flags ``truncated`` below the root among observations; each has a ``done`` beside it."""
+    """Return the nested ``truncated`` flags among observations that have a ``done`` beside them."""
     return [
         key
         for key, spec in specs.items()
@@ -123,13 +123,13 @@ def nested_truncations(specs: Specs) -> list[Key]:
 
 
 def mark_end(lane: Lane, t: int, env: EnvBatch, *, limited: bool) -> None:
-    """``set_truncated``: row ``t`` is the last one, and truncated where nothing else has ended there.
+    """For ``set_truncated``: mark the last row ``t`` as truncated where no episode ended.
 
-    What is below the root is marked in the ``next`` columns only: the episode goes on. The root is not marked if only
-    flags below it can say ``truncated``.
+    Nested flags are marked in the ``next`` columns only, since the episode continues. The root is not marked if only
+    nested flags can be truncated.
 
     Args:
-        limited: with ``max_frames_per_traj``, the root says it too.
+        limited: ``max_frames_per_traj`` is set, so the root can be truncated, too.
     """
     nested = nested_truncations(env.observation_specs)
     pairs = [(next_of(key), next_of((*key[:-1], "done"))) for key in nested]
@@ -143,15 +143,15 @@ def mark_end(lane: Lane, t: int, env: EnvBatch, *, limited: bool) -> None:
 
 
 def cut_after_end(lane: Lane, done: Array, reward_key: Key) -> Array:
-    """Forget what happened after the end of each environment's first episode (``reset_when_done=False``).
+    """Discard steps after the end of each environment's first episode (``reset_when_done=False``).
 
-    Environments had to be stepped there as long as others were going on.
+    They were made only because the episodes of other environments continued.
 
     Args:
-        done: ``[n, B]``, of the rows that were stepped; changed too.
+        done: done flags of the stepped rows, ``[n, B]``; changed in place.
 
     Returns:
-        where that is, ``[n, B]``.
+        mask of the discarded cells, ``[n, B]``.
     """
     late = np.zeros_like(done)
     np.logical_or.accumulate(done[:-1], axis=0, out=late[1:])
@@ -162,10 +162,10 @@ def cut_after_end(lane: Lane, done: Array, reward_key: Key) -> Array:
 
 
 def blank(lane: Lane, valid: Array, *, repeat_flags: bool) -> None:
-    """Zeros (None for objects) in all cells but the ``valid`` ones (``[n, B]``, the first rows); no id, not valid.
+    """Write zeros (None for objects, id -1, not valid) into all cells but the ``valid`` ones (``[n, B]``, first rows).
 
     Args:
-        repeat_flags: where an episode has ended, its flags go on to the end of the lane.
+        repeat_flags: repeat the flags of an ended episode up to the end of the lane.
     """
     cells = np.ones((lane.T, lane.B), bool)
     cells[: len(valid)] = ~valid
@@ -182,16 +182,16 @@ def blank(lane: Lane, valid: Array, *, repeat_flags: bool) -> None:
 def mark_valid(
     lane: Lane, n: int, late: Array | None, *, repeat_flags: bool, shared: tuple[Array, int, int] | None
 ) -> tuple[int, int]:
-    """Blank what is no transition, and say what is one.
+    """Blank the cells without a transition, and write the column of valid cells.
 
     Args:
-        late: ``[n, B]``, of the rows that were stepped, those that are none; None: all are.
+        late: mask of cells without a transition among the n stepped rows, ``[n, B]``; None: all have one.
         repeat_flags: see ``blank``.
-        shared: places of the environments among those that share the frames of a batch, how many share them, and how
-            many frames there are; what is beyond is not valid. None: all is.
+        shared: indices of the environments among those that share a batch, their number, and the number of frames of
+            the batch; cells beyond it are not valid. None: no limit.
 
     Returns:
-        number of valid cells, and of those beyond.
+        number of valid cells, and number of cells beyond the limit.
     """
     valid = np.ones((n, lane.B), bool) if late is None else ~late
     surplus = 0

@@ -1,4 +1,4 @@
-"""What a worker is doing, in memory that others can read, also after its sudden death."""
+"""The state of a worker, in memory that other processes can read, even after the worker has died."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ if TYPE_CHECKING:
     from muster.memory.slots import Lane
 
 CELLS = 64
-PHASE, ORDER, ACTING, STEPPING, KNOWN, STOP, BEFORE, WAITS = range(8)  # what the cells are for
-ALL_ORDERS = 1 << 62  # in STOP: this worker's results are not awaited any more
+PHASE, ORDER, ACTING, STEPPING, KNOWN, STOP, BEFORE, WAITS = range(8)  # indices of the cells
+ALL_ORDERS = 1 << 62  # value of STOP: no result of this worker is awaited any more
 
-UNWRITTEN: dict[np.dtype[Any], Array] = {  # rewards that no environment writes: NaNs of our own making
+UNWRITTEN: dict[np.dtype[Any], Array] = {  # marks of unwritten rewards: NaNs that no environment writes
     np.dtype(np.float32): np.array([0x7FC0DEAD], np.uint32),
     np.dtype(np.float64): np.array([0x7FF80000DEADBEEF], np.uint64),
 }
 
 
 class Phase(enum.IntEnum):
-    """What a worker is in the middle of."""
+    """The phases of a worker."""
 
     IDLE = 0
     CONSTRUCT = 1
     RESET = 2
     POLICY = 3
-    STEP = 4  # a rollout; the cells ACTING and STEPPING say more
+    STEP = 4  # a rollout; see the cells ACTING and STEPPING
     WEIGHTS = 5
     CALL = 6
     CLOSE = 7
-    WAIT = 9  # another thread has the policy: it may take as long as that one may
+    WAIT = 9  # another thread uses the policy; that thread's deadline applies
 
 
 @dataclass
 class Timing:
-    """Nanoseconds by what they went to; environment and policy are extrapolated from timed steps."""
+    """Nanoseconds by kind of work; those of environment and policy are extrapolated from timed steps."""
 
     env: float = 0.0
     policy: float = 0.0
@@ -49,20 +49,20 @@ class Timing:
 
 
 class Progress:
-    """The cells of one worker, and how they are written.
+    """Writes the cells of one worker.
 
-    Which steps of a rollout were made can be read from its rewards: a watched rollout fills them with marks first,
-    which costs nothing per step.
+    The rewards of a rollout show which steps were made: a watched rollout first fills them with marks, which
+    costs nothing per step.
 
     Args:
-        cells: 64 integers that other processes read, too; None: they are not shared.
+        cells: 64 integers that other processes read, too; None: not shared.
 
     Attributes:
-        cells: ``ORDER`` is the number of the request at work, ``ACTING`` and ``STEPPING`` the last row that the policy
-            was asked for and that the environments were given, ``KNOWN`` the steps of a rollout that is over (else
-            -1), and ``STOP`` is written from outside: requests up to this number end after their current step.
-            ``BEFORE`` are steps before the first row, and ``WAITS`` says that an environment that has ended makes no
-            more of them.
+        cells: ``ORDER``: number of the current request. ``ACTING`` and ``STEPPING``: last row for which the policy
+            and the environments were called. ``KNOWN``: number of steps of a complete rollout; -1: see the rewards.
+            ``STOP``: written by other threads and processes; requests up to this number end after their current
+            step. ``BEFORE``: number of steps before the first row. ``WAITS``: environments make no steps after the
+            end of an episode.
     """
 
     def __init__(self, cells: Any = None) -> None:
@@ -70,13 +70,13 @@ class Progress:
         self.cells: Any = [0] * CELLS if cells is None else cells
 
     def begin(self, phase: int) -> int:
-        """Enter a phase; returns the one before."""
+        """Enter a phase, and return the previous one."""
         before = self.cells[PHASE]
         self.cells[PHASE] = phase
         return int(before)
 
     def take_up(self, number: int) -> None:
-        """A request begins, with no step until ``count``: what lies in its lane can be of a request before."""
+        """Start a request, with 0 steps until ``count``: its lane may hold rewards of an earlier request."""
         self.cells[KNOWN] = self.cells[BEFORE] = 0
         self.cells[ACTING] = self.cells[STEPPING] = -1
         self.cells[ORDER] = number
@@ -88,24 +88,24 @@ class Progress:
             lane.arrays[reward_key][begin:].view(mark.dtype)[...] = mark
 
     def count(self, *, waits: bool = False) -> None:
-        """From now on the steps are those that have been written, and ``BEFORE``."""
+        """From now on, the written rewards (and ``BEFORE``) show the number of steps."""
         self.cells[WAITS] = waits
         self.cells[KNOWN] = -1
 
 
 def reward_key(lane: Lane) -> Key:
-    """Of the column that ``step`` writes."""
+    """Return the key of the reward column that ``step`` writes."""
     return next(c.key for c in lane.layout.columns if c.key[-1] in ("reward", "team_reward") and c.host)
 
 
 def steps_made(cells: Any, lane: Lane, reward_key: Key) -> int:
-    """Steps of the request that a dead worker was at, in all rows of its lane from the first on."""
+    """Return the number of steps of a dead worker's current request, in all rows of its lane."""
     if cells[KNOWN] >= 0:
         return int(cells[KNOWN])
     rewards = lane.arrays[reward_key]
     mark = UNWRITTEN.get(rewards.dtype)
     if mark is None:
-        made = np.arange(lane.T)[:, None] < np.full(lane.B, cells[ACTING])  # without those of a row that was begun
+        made = np.arange(lane.T)[:, None] < np.full(lane.B, cells[ACTING])  # without an incomplete row
     else:
         made = np.ascontiguousarray(rewards).view(mark.dtype) != mark
     if cells[WAITS]:
@@ -115,7 +115,7 @@ def steps_made(cells: Any, lane: Lane, reward_key: Key) -> int:
 
 
 def stepped_in_row(cells: Any, lane: Lane, reward_key: Key) -> int | None:
-    """How many environments the newest row has got to, also those that are left out; None if that cannot be seen."""
+    """Return the number of rewards in the newest row, including bypassed environments; None if unknown."""
     rewards, row = lane.arrays[reward_key], cells[ACTING]
     mark = UNWRITTEN.get(rewards.dtype)
     if mark is None or cells[KNOWN] >= 0 or not 0 <= row < lane.T:

@@ -1,4 +1,4 @@
-"""When environments are reset: those that wait for the next batch, and the random steps before the first one."""
+"""Scheduled resets, environments that wait for the next batch, and random steps before the first batch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from muster.rollout.progress import ACTING, KNOWN, STEPPING, Phase, Progress
 if TYPE_CHECKING:
     from muster.rollout.group import Group
 
-FIRST_STREAM = 1 << 20  # of those that draw the random steps; see ``GroupRng.stream``
+FIRST_STREAM = 1 << 20  # first stream for random steps; see ``GroupRng.stream``
 
 
 def check_resets(env: EnvBatch, options: RolloutOptions) -> None:
-    """Raise ``BadOption`` (``UnsupportedEnv`` where single resets are the matter) for what an env batch cannot do."""
+    """Raise ``BadOption`` if the env batch does not support an option, ``UnsupportedEnv`` if it lacks single resets."""
     if options.traj_done_key is not None:
         env.track_lives(options.traj_done_key)
     if options.max_decorrelation_steps and (env.writes_next or env.device is not None):
@@ -38,13 +38,13 @@ def check_resets(env: EnvBatch, options: RolloutOptions) -> None:
 
 
 class Due:
-    """Environments that are to be reset before the next step.
+    """Environments that must be reset before the next step.
 
     Attributes:
-        which: ascending.
-        seeds: for some of them.
-        error: of a reset that was not raised yet.
-        begun: those that were reset early, and not stepped since.
+        which: indices of the environments, ascending.
+        seeds: seeds by environment; not every environment has one.
+        error: error of an early reset that has not been raised yet.
+        begun: environments that were reset early and have not been stepped since.
     """
 
     def __init__(self, which: Sequence[int], seeds: Mapping[int, int] | None = None) -> None:
@@ -53,18 +53,18 @@ class Due:
         self.begun: set[int] = set()
 
     def add(self, which: Sequence[int], seeds: Sequence[int] | None = None) -> None:
-        """Reset ``which``, too."""
+        """Add the environments ``which``."""
         self.which = sorted({*self.which, *which})
         self.seeds.update(zip(which, seeds, strict=True) if seeds is not None else ())
 
     def parts(self, which: Sequence[int]) -> list[tuple[list[int], list[int] | None]]:
-        """``which`` to be reset with seeds, and these; and which without."""
+        """Split ``which`` into environments with seeds, and those without (None); omits empty parts."""
         seeded, others = [i for i in which if i in self.seeds], [i for i in which if i not in self.seeds]
         parts = (seeded, [self.seeds[i] for i in seeded]), (others, None)
         return [(part, seeds) for part, seeds in parts if part]
 
     def undone(self, *, again: bool) -> list[int]:
-        """Those that are not at the beginning of an episode already, or are to begin in another way (``again``).
+        """Return the environments that still need a reset; not those reset early, unless they have a seed or ``again``.
 
         Raises:
             BaseException: ``error``, once.
@@ -75,25 +75,25 @@ class Due:
         return [i for i in self.which if again or i in self.seeds or i not in self.begun]
 
     def leave_out(self, which: Collection[int]) -> Self:
-        """Do not reset these for now; returns what ``done`` takes back."""
+        """Remove these environments, and return them with their seeds, for ``done``."""
         due = [i for i in self.which if i in which]
         held = type(self)(due, {i: self.seeds.pop(i) for i in due if i in self.seeds})
         self.which = [i for i in self.which if i not in which]
         return held
 
     def done(self, held: Self | None = None, *, early: bool = False) -> None:
-        """They have been reset, and ``held`` are next; ``early``: to be stepped some time later."""
+        """Replace the environments, which were reset (``early``: before their rollout), by ``held``."""
         self.begun = {*self.begun, *self.which} if early else set()
         self.which, self.seeds = (held.which, held.seeds) if held else ([], {})
 
 
 class Waiting:
-    """Environments that have ended in this rollout and wait for the next one (``reset_when_done=False``).
+    """Environments that ended in this rollout and wait for the next one (``reset_when_done=False``, or a rule).
 
-    Where the batch can bypass them it does; else they are reset and stepped on, and what they do is thrown away.
+    They are bypassed if the env batch supports that; else they are reset and stepped, and these steps are discarded.
 
     Attributes:
-        since: row at which each of them ended.
+        since: row at which each environment ended.
         absent: environments that are bypassed from the first row on.
         idle: no environment has waited in this rollout, and none is bypassed.
     """
@@ -103,19 +103,19 @@ class Waiting:
         self.since: dict[int, int] = {}
         self.absent: Collection[int] = ()
         self.idle = False
-        self._kept: dict[int, dict[Key, Any]] = {}  # what those whose life was lost observe next
+        self._kept: dict[int, dict[Key, Any]] = {}  # next observations of environments that continue
 
     def begin(self, absent: Collection[int] = ()) -> None:
-        """A rollout begins, in which none waits any more but those who are ``absent``."""
+        """Start a rollout in which only the ``absent`` environments are bypassed; empty: the same as before."""
         self.since, self._kept, self.absent = {}, {}, absent or self.absent
         self._bypass()
         self.idle = not self.absent
 
     def add(self, lane: Lane, t: int, which: Sequence[int], going_on: Collection[int] = ()) -> bool:
-        """The agent's episode ended at row ``t`` in ``which``, and ``going_on`` are not to be reset after it.
+        """Add environments whose agent's episode ended at row ``t``; those in ``going_on`` continue without a reset.
 
         Returns:
-            all are waiting.
+            whether all environments wait.
         """
         self.idle = False
         new = [i for i in which if i not in self.since]
@@ -132,25 +132,25 @@ class Waiting:
         return len(self.since) + len(self.absent) == lane.B
 
     def resume(self, carry: Mapping[Key, Any]) -> list[int]:
-        """Write what environments that are not reset observe next into the carried rows; returns which these are."""
+        """Write next observations of environments that continue into the carried rows; return these environments."""
         for i, leaves in self._kept.items():
             for key, value in leaves.items():
                 carry[key][0, i] = value
         return list(self._kept)
 
     def take_back(self, lane: Lane) -> None:
-        """Rows after ``lane.done_steps`` are not complete."""
+        """Remove the entries of incomplete rows: those from ``lane.done_steps`` on."""
         self.since = {i: t for i, t in self.since.items() if t < lane.done_steps}
         self._kept = {i: leaves for i, leaves in self._kept.items() if i in self.since}
         self._bypass()
 
     @property
     def bypassed(self) -> Collection[int]:
-        """Who is not stepped on, or need not be."""
+        """The environments that need no steps; the env batch bypasses them if it can."""
         return {*self.since, *self.absent}
 
     def late(self, n: int) -> Array | None:
-        """Which of ``n`` rows are no transitions, ``[n, B]``, of environments that were bypassed; None: none."""
+        """Return a mask of the cells without a transition, ``[n, B]``; None if no environment waits."""
         if not self.since and not self.absent:
             return None
         late = np.zeros((n, self._env.num_envs), bool)
@@ -160,7 +160,7 @@ class Waiting:
         return late
 
     def made(self, begin: int, end: int) -> int:
-        """Environment steps in rows ``begin`` to ``end``."""
+        """Return the number of environment steps in rows ``begin`` to ``end`` (exclusive)."""
         steps = (end - begin) * (self._env.num_envs - len(self.absent))
         if self.since and self._env.bypasses:
             steps -= sum(max(0, end - max(begin, t + 1)) for t in self.since.values())
@@ -172,11 +172,11 @@ class Waiting:
 
 
 def decorrelate(group: Group, which: Sequence[int]) -> None:
-    """Take 1 to ``max_decorrelation_steps`` random steps in each environment of ``which``, which have just been reset.
+    """Make 1 to ``max_decorrelation_steps`` random steps in each environment of ``which``, after a reset.
 
-    What ends meanwhile is reset and has no record; what goes on keeps its steps and rewards. Environments with fewer
-    steps join later: the others are bypassed, or where that cannot be done, reset once more when they join. To be
-    called within ``group.context()``.
+    Episodes that end are not recorded, and their environments are reset. Episodes that continue keep their steps and
+    rewards. Environments with fewer steps join later: they are bypassed until then or, if the env batch cannot bypass,
+    reset again when they join. Call this within ``group.context()``.
     """
     env, options, track = group.env, group.options, group.progress
     rng = group.rng.stream(FIRST_STREAM)
@@ -197,7 +197,7 @@ def decorrelate(group: Group, which: Sequence[int]) -> None:
                 group.reset(np.flatnonzero(steps == left).tolist())
             made += _step(group, lane, np.flatnonzero(steps < left).tolist() if env.bypasses else [])
             track.cells[KNOWN] = made
-            track.cells[STEPPING] -= 1  # a sign of life
+            track.cells[STEPPING] -= 1  # a change shows that the worker is alive
     finally:
         group.executed -= made
         group.unreported += made
@@ -211,8 +211,8 @@ def decorrelate(group: Group, which: Sequence[int]) -> None:
 
 
 def _step(group: Group, lane: Lane, absent: list[int]) -> int:
-    """One random step of all but those who are absent; returns how many that were."""
-    from muster.rollout.loop import fill  # which imports the group
+    """Make one random step of all environments but ``absent``, and return their number."""
+    from muster.rollout.loop import fill  # here, since it imports the group
 
     lane.done_steps, lane.stopped, group.waiting.absent = 0, False, absent
     fill(group, cast(Policy, _Uniform(group.env)), lane)
@@ -239,7 +239,7 @@ class _Uniform:
 
 
 class _Streams:
-    """Streams of its own."""
+    """The streams of a ``GroupRng`` after ``FIRST_STREAM``."""
 
     def __init__(self, rng: GroupRng) -> None:
         self._rng = rng

@@ -1,4 +1,4 @@
-"""The values of a whole rollout, checked at once: rewards finite, actions and observations in their spaces."""
+"""Checks of the values of a whole rollout at once: finite rewards, actions and observations within their spaces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from muster.rollout.columns import Validate
 
 
 def quick_check(lane: Lane, env: EnvBatch, mode: Validate) -> Callable[[], bool] | None:
-    """A function that says, of all rows, whether ``first_bad_value`` would find nothing; None: ask that one."""
+    """Return a function that tests whether all rows are free of bad values; None: use ``first_bad_value``."""
     if mode != "fast" or lane.mirrored:
         return None
     isfinite, floats, bounds = np.isfinite, [lane.arrays[env.reward_key]], list[tuple[Any, Array, Array]]()
@@ -30,9 +30,9 @@ def quick_check(lane: Lane, env: EnvBatch, mode: Validate) -> Callable[[], bool]
 
     def is_fine() -> bool:
         for rows in floats:
-            if 0 in isfinite(rows).tobytes():  # ``all``, in a sixth of the time where small
+            if 0 in isfinite(rows).tobytes():  # like ``all``, six times as fast for small arrays
                 return False
-        for leaves, rows, bound in bounds:  # noqa: SIM110 (asked after every rollout)
+        for leaves, rows, bound in bounds:  # noqa: SIM110 (called after every rollout)
             if 1 in leaves(rows, bound).tobytes():
                 return False
         return True
@@ -43,15 +43,15 @@ def quick_check(lane: Lane, env: EnvBatch, mode: Validate) -> Callable[[], bool]
 def first_bad_value(
     lane: Lane, env: EnvBatch, mode: Validate, late: Array | None = None
 ) -> tuple[int, str, bool] | None:
-    """The first row with a value that cannot be right.
+    """Find the first row with an invalid value.
 
-    On a device, columns other than the reward are copied to the host for it, in mode ``"full"`` only.
+    For a lane on a device, columns other than the reward are checked in mode ``"full"`` only, by a copy to the host.
 
     Args:
-        late: cells that are no transitions, ``[n, B]``: their rewards are 0, and their other values are not checked.
+        late: mask of cells without a transition, ``[n, B]``: their rewards are 0, their other values are not checked.
 
     Returns:
-        the row, what is wrong, and whether the policy did it; None if all is well or ``mode`` is ``"off"``.
+        row, description of the problem, and whether the policy caused it; None: no problem, or ``mode`` is ``"off"``.
     """
     if mode == "off":
         return None
@@ -71,11 +71,11 @@ def first_bad_value(
             t, b, what = found
             return t, f"{dotted(key)} for env {b} (row {t} of the batch): {what}", True
     for key, spec in env.observation_specs.items() if mode == "full" else ():
-        # A bad observation shows after the step that gave it, and again before the next one.
+        # An observation occurs twice: after the step that returned it, and before the next step.
         shown = [_first(_host(lane, key)[:n], spec, made)]
         if next_of(key) in lane.data:
             known = made
-            if NEXT_OBS_VALID in lane.data:  # else NaN or 0
+            if NEXT_OBS_VALID in lane.data:  # where False, the observation is NaN or 0
                 certain = _host(lane, NEXT_OBS_VALID)[:n]
                 known = certain if made is None else certain & made
             shown.append(_first(_host(lane, next_of(key))[:n], spec, known))
@@ -86,11 +86,11 @@ def first_bad_value(
 
 
 def _first(values: Array, spec: ArraySpec, made: Array | None) -> tuple[int, int, str] | None:
-    """Row and environment of the first value that leaves the bounds of ``spec``, and why.
+    """Return row and environment of the first value outside the bounds of ``spec``, and the reason.
 
     Args:
-        values: ``[n, B, *shape]``.
-        made: cells to look at, ``[n, B]``; None: all.
+        values: array, ``[n, B, *shape]``.
+        made: mask of cells to check, ``[n, B]``; None: all.
     """
     if made is None:
         found = values_problem(values, spec)
