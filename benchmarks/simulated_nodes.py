@@ -89,6 +89,7 @@ class Pairs:
     """Implements ``Carrier`` with links that are there from the beginning."""
 
     name = "socket pairs"
+    address = "sockets of this process"
 
     def __init__(self, links: list[Link]) -> None:
         self._links = links

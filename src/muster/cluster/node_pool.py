@@ -127,8 +127,8 @@ class NodePool(Watcher):
         building = [proxy.index for proxy in absent if proxy.phase != "join"]
         found = [f"{listed('node', joining)} to join at {self.nodes.carrier.address}"] if joining else []
         found += [f"{listed('node', building)} to construct environments"] if building else []
-        lack = (self.nodes.enough or 0) - len(self.proxies) + len(absent)
-        return f"{lack} of " * self.elastic + " and ".join(found) if found else ""
+        lack = (self.nodes.enough or len(self.proxies)) - len(self.proxies) + len(absent)
+        return (f"{lack} of " if lack < len(absent) else "") + " and ".join(found)
 
     # --- Watch ------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from muster.cluster.link import Block
 from muster.cluster.messages import Answered, Joined, LaneRun, NodeSetup, Tell, Told, WorkerTold
 from muster.cluster.node_main import NodeMain
-from muster.cluster.session import Session
+from muster.cluster.nodes import Session
 from muster.cluster.session_end import BEAT_S
 from muster.memory.slots import Slot
 from muster.memory.specs import Array

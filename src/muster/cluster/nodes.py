@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import threading
+import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from muster.cluster.carrier import Carrier
-from muster.cluster.link import Block
-from muster.cluster.session import Newest, Session
-from muster.cluster.session_end import END_S
+from muster.cluster.link import Block, Link, LinkLost
+from muster.cluster.messages import WEIGHTS, Tell
+from muster.cluster.node_main import NodeMain
+from muster.cluster.session_end import END_S, Outgoing, SessionEnd
 from muster.errors import BadOption
+from muster.memory.specs import Array
 from muster.weights.buffer import WRITING, Buffer, Manifest
 from muster.weights.choice import OF_NODES, class_names
 from muster.weights.transport import NoPublisher, Publisher, Ticket, chosen
@@ -28,11 +32,20 @@ if TYPE_CHECKING:
     from muster.weights.transport import Weights
 
 
+SHUT_DOWN = "the collector was shut down"
 KEPT = 2  # free buffers; one is written while the other is being sent
 _SCHEMES = {  # by ``Carrier.name``
     "torch.distributed": ("DistributedWeightSyncScheme", "RPCWeightSyncScheme"),
     "ray": ("RayWeightSyncScheme",),
 }
+
+
+@dataclass(frozen=True)
+class Newest:
+    """The newest weights of a node."""
+
+    manifest: Manifest
+    block: Block
 
 
 class Nodes:
@@ -45,7 +58,7 @@ class Nodes:
     Attributes:
         buffer: a replay buffer into which nodes write directly; None: the main process receives the batches.
         enough: number of nodes with which collecting begins; None: all.
-        newest: the newest weights, by node.
+        newest: weights, by node.
         wake_up: rung when a message of a node has arrived, or a node is lost.
     """
 
@@ -56,17 +69,15 @@ class Nodes:
         self.carrier, self.of_leaf, self.count = carrier, list(of_leaf), max(of_leaf) + 1
         self.wake_up = WakeUp()
         self.newest: dict[int, Newest] = {}
-        self._join_s = float("inf") if join_s is None else join_s
+        self.join_s = float("inf") if join_s is None else join_s
         self._owner = os.getpid()
         self._epochs: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         self._sessions: dict[int, Session] = {}
 
     def session(self, node: int) -> Session:
         """Start a session with a node."""
-        epoch = next(self._epochs[node])
-        session = Session(self.carrier, node, epoch, self._join_s, lambda: self.newest.get(node), self.wake_up)
-        self._sessions[node] = session
-        return session
+        self._sessions[node] = Session(self, node, next(self._epochs[node]))
+        return self._sessions[node]
 
     def publish(self, node: int, manifest: Manifest, block: Block) -> None:
         """Send these weights to a node, in this session and later ones."""
@@ -92,6 +103,71 @@ class Nodes:
         self.end_sessions(bye=True)
         self.carrier.close()
         self.wake_up.close()
+
+
+class Session(SessionEnd):
+    """The main process' end of a session: starts a node, and exchanges messages with it until it is lost.
+
+    Attributes:
+        late: the node did not join in time.
+    """
+
+    def __init__(self, nodes: Nodes, node: int, epoch: int) -> None:
+        self._nodes, self._node, self._epoch = nodes, node, epoch
+        self.late = False
+        self._sent: Newest | None = None
+        self._weights_tags = itertools.count(WEIGHTS)
+        self._tags = itertools.count(1)
+        self._given_up = threading.Event()
+        super().__init__(f"muster-node-{node}", self._called, lambda: _outgoing(Tell(NodeMain.beat)), nodes.wake_up)
+
+    def next_tag(self) -> int:
+        return next(self._tags)
+
+    def post(
+        self, message: Tell, block: Block | None = None, tag: int = 0, expects: Mapping[int, Array] | None = None
+    ) -> None:
+        """Put a message into the outbox. Raises the error of pickling it."""
+        self.put(lambda: _outgoing(message, block, tag, expects))
+
+    def post_weights(self) -> None:
+        """Send weights: the newest ones when it is their turn."""
+        if not self.lost:
+            self._outbox.put(self._newest_weights)
+
+    def lose(self, why: str) -> None:
+        self._given_up.set()
+        super().lose(why)
+
+    def end(self, *, bye: bool = True) -> None:
+        """End the node, or only the session (``bye=False``): the node then waits for the next one."""
+        is_there = self._link is not None and not self.lost
+        if bye and is_there:
+            self.post(Tell(NodeMain.bye, urgent=True))
+        else:
+            self.lose(SHUT_DOWN)
+        self.finish(SHUT_DOWN, is_answered=bye and is_there)
+
+    def _called(self) -> Link:
+        began, within_s = time.monotonic(), self._nodes.join_s
+        try:
+            return self._nodes.carrier.connect(self._node, self._epoch, within_s, self._given_up)
+        except LinkLost:
+            self.late = time.monotonic() - began >= within_s
+            raise
+
+    def _newest_weights(self) -> Outgoing | None:
+        newest = self._nodes.newest.get(self._node)
+        if newest is None or newest is self._sent:
+            return None
+        self._sent = newest
+        return _outgoing(Tell(NodeMain.take_weights, (newest.manifest,)), newest.block, next(self._weights_tags))
+
+
+def _outgoing(
+    message: Tell, block: Block | None = None, tag: int = 0, expects: Mapping[int, Array] | None = None
+) -> Outgoing:
+    return Outgoing(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), block, tag, expects or {})
 
 
 @dataclass(frozen=True)
