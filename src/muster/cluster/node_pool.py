@@ -128,7 +128,7 @@ class NodePool(Watcher):
         found = [f"{listed('node', joining)} to join at {self.nodes.carrier.address}"] if joining else []
         found += [f"{listed('node', building)} to construct environments"] if building else []
         lack = (self.nodes.enough or len(self.proxies)) - len(self.proxies) + len(absent)
-        return (f"{lack} of " if lack < len(absent) else "") + " and ".join(found)
+        return (f"{lack} of " if 0 < lack < len(absent) else "") + " and ".join(found)
 
     # --- Watch ------------------------------------------------------------------------------------
 
