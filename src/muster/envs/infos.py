@@ -120,7 +120,7 @@ def _leaves(
         if value is None or not isinstance(name, str) or name[:1] in "_" or name in OF_ADAPTERS:
             continue
         there = info.get(f"_{name}", mask) if many else True
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):  # a check of other mappings takes ten times as long
             found.update(_leaves(value, (*path, name), there, many=many))
         else:
             leaf = (*path, name)
@@ -213,17 +213,22 @@ class _WithInfos(WrappedEnvs):
     def _put(self, cells: Cells, row: int, some: Any, told: Any) -> None:
         """Write infos of the environments ``some`` into a row; see ``EnvBatch.new_infos``."""
         if isinstance(told, Mapping):
-            leaves = self._known_leaves(told, many=True)
+            leaves = _leaves(told, many=True)
+            self._warn_of_unknown(leaves)
             for each, values, flags in cells:
                 self._put_many(each, values[row], flags[row], some, *leaves.get(each.path, (None, True)))
             return
         for i in range(self.num_envs) if some is ALL else some:
             info = {} if told[i] is None else told[i]
-            if not isinstance(info, Mapping):
+            if not isinstance(info, dict):
                 raise BadEnvOutput(f"{self.name}[{i}] returned the info {described_value(info)}, expected a dict")
-            leaves = self._known_leaves(info, many=False)
+            if self._known is not None:
+                self._warn_of_unknown(_leaves(info))
             for each, values, flags in cells:
-                self._put_one(each, values[row], flags[row], i, leaves.get(each.path, (None, True))[0])
+                value: Any = info
+                for name in each.path:
+                    value = value.get(name) if isinstance(value, dict) else None
+                self._put_one(each, values[row], flags[row], i, value)
 
     def _put_one(self, each: InfoField, values: Array, flags: Array, i: int, value: Any) -> None:
         if value is None:
@@ -250,14 +255,12 @@ class _WithInfos(WrappedEnvs):
         if mask is not True:
             values[~flags] = each.blank
 
-    def _known_leaves(self, info: Mapping[str, Any], *, many: bool) -> dict[Key, tuple[Any, Any]]:
-        """Warns, once, of what was not seen when columns were made."""
-        leaves = _leaves(info, many=many)
+    def _warn_of_unknown(self, leaves: Mapping[Key, Any]) -> None:
+        """Warn, once, of what was not seen when columns were made."""
         if self._known is not None and not leaves.keys() <= self._known:
             for path in sorted(leaves.keys() - self._known):
                 _warn_of(self, path, "the first reset and step did not have it")
             self._known.update(leaves)
-        return leaves
 
     def _misfit(self, each: InfoField, value: Any, i: int | None) -> EnvError:
         name, expected = _shown(each.path), each.spec if each.spec.is_tensor else "text"
