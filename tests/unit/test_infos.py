@@ -17,8 +17,12 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorWrapper
 import muster
 from muster import Collector, DistributedCollector, MultiSyncCollector
 from muster.envs.envpool import EnvPoolVectorEnv
+from muster.envs.infos import with_infos
+from muster.envs.stacked import StackedEnvs
 from muster.errors import BadOption, EnvError
+from muster.memory.slots import Layout, Slot
 from muster.recording import Recorder, load
+from muster.rollout.columns import RolloutOptions, lane_columns
 from muster.testing import CountingEnv, InfoEnv, TorchCartPole
 from tests.fakes.envpool import GymnasiumEnvPool
 from tests.tools import assert_accounted, assert_same, collect, recorded
@@ -127,6 +131,18 @@ def test_the_users_generators_stay_where_they_are() -> None:
     with Collector(told(drawing), None, frames_per_batch=3, info=True) as c:
         c.rollout()
     assert (np.random.rand(), random.random(), torch.rand(())) == expected
+
+
+def test_environments_that_are_left_out_of_a_step_have_none() -> None:
+    env = with_infos(StackedEnvs([InfoEnv(), InfoEnv()]), {"t": spaces.Discrete(9)}, dict)
+    (lane,) = Slot(Layout(2, 2, lane_columns(env, (), RolloutOptions()))).lanes
+    env.reset(lane.arrays, 0, [0, 1], None)
+    step = env.start(lane)
+    step(0)
+    env.bypass([1])
+    step(1)
+    assert lane.arrays["info", "t"].tolist() == [[0, 0], [1, 1], [2, 0]]
+    assert lane.arrays["info", "_t"].tolist() == [[True, True], [True, True], [True, False]]
 
 
 # --- refusals and errors ---------------------------------------------------------------------------

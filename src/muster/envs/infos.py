@@ -165,13 +165,13 @@ class InfoField:
 
 
 class _WithInfos(WrappedEnvs):
-    """``watched``: warn of infos that are not among ``fields``."""
+    """``watched``: warn of infos that are not among ``fields``. ``begun``: rows of infos of resets within a step."""
 
     def __init__(self, inner: EnvBatch, fields: Sequence[InfoField], *, watched: bool) -> None:
         super().__init__(inner)
         specs = {key: spec for each in fields for key, spec in each.stored().items()}
         known = {each.path for each in fields} if watched else None
-        self.__dict__.update(info_specs=specs, _fields=fields, _known=known, _first={})
+        self.__dict__.update(info_specs=specs, _fields=fields, _known=known, begun={})
 
     def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         self.inner.reset(arrays, row, which, seeds)
@@ -180,7 +180,7 @@ class _WithInfos(WrappedEnvs):
             now = [i for i in which if some is ALL or i in some]
             self._put(self._cells(arrays), row, now, told)
             waiting = [i for i in waiting if i not in now]
-        for key, first in self._first.items():
+        for key, first in self.begun.items():
             arrays[key][row, waiting] = first[waiting]
 
     def after_step(self, lane: Lane) -> Callable[[int], None]:
@@ -192,19 +192,19 @@ class _WithInfos(WrappedEnvs):
         def note(t: int) -> None:
             for number, (told, some) in enumerate(inner.new_infos):
                 for key in self.info_specs if number else ():  # the row has the infos of the first observations
-                    self._first.setdefault(key, np.zeros_like(arrays[key][0]))[some] = arrays[key][t + 1, some]
+                    self.begun.setdefault(key, np.zeros_like(arrays[key][0]))[some] = arrays[key][t + 1, some]
                 self._put(cells, t + 1, some, told)
 
         return note
 
     def snapshot(self) -> dict[str, Any]:
-        first = {key: array.tolist() if array.dtype == OBJECT else array.copy() for key, array in self._first.items()}
+        first = {key: array.tolist() if array.dtype == OBJECT else array.copy() for key, array in self.begun.items()}
         return {**self.inner.snapshot(), **({"first_infos": first} if first else {})}
 
     def restore(self, state: dict[str, Any]) -> None:
         rest = dict(state)
         first = rest.pop("first_infos", {})
-        self.__dict__["_first"] = {key: np.array(rows, self.info_specs[key].dtype) for key, rows in first.items()}
+        self.__dict__["begun"] = {key: np.array(rows, self.info_specs[key].dtype) for key, rows in first.items()}
         self.inner.restore(rest)
 
     def _cells(self, arrays: Mapping[Key, Array]) -> Cells:
