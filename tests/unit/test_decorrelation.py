@@ -187,3 +187,19 @@ def test_a_death_in_the_first_batch_counts_the_random_steps(tmp_path):
         assert_accounted(c)
         assert c.stats().executed == OracleEnv.read(tmp_path / "counts")[:, 2].sum()
         assert c.stats().discarded["decorrelation"] > 0
+
+
+def test_legal_actions_of_random_steps_are_not_those_of_the_policy():
+    """Agents with action masks draw random actions in ``step``; only while actions are random."""
+    pytest.importorskip("pettingzoo")
+    from tests.unit.test_pettingzoo import Shifts
+
+    def ones(tensordict):
+        for name, agents in (("cook", 2), ("waiter", 1)):
+            tensordict[name, "action"] = torch.ones(agents, dtype=torch.int64)
+        return tensordict
+
+    with Collector(lambda: Shifts(masks="info"), ones, frames_per_batch=12, max_decorrelation_steps=3, seed=0) as c:
+        batch = c.rollout()
+    assert (batch["cook", "action"] == 1).all()
+    assert (batch["waiter", "action"] == 1).all()

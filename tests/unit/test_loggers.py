@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from muster import Collector, CollectorStats, EpisodeRecord, JsonlLogger, TensorBoardLogger, WorkerStats
+from muster import Collector, CollectorStats, JsonlLogger, TensorBoardLogger, WorkerStats
 from muster.episodes.record import Episodes
 from muster.errors import BadOption, HookError
 from muster.observing.loggers import CollectionLog, as_logger
@@ -354,13 +354,11 @@ def test_a_batch_without_episodes_is_logged_with_rates_counts_and_shares():
     ]
 
 
-EPISODES = [EpisodeRecord(0, 0, 2.0, 3, True, False), EpisodeRecord(1, 1, 6.0, 9, False, True)]
+EPISODES = Episodes(*map(np.array, ([0, 1], [0, 1], [2.0, 6.0], [3, 9], [True, False], [False, True])))
 
 
-@pytest.mark.parametrize("as_columns", [False, True])
-def test_the_episodes_of_the_batch_are_summarised(as_columns):
-    given = Episodes(*map(np.array, zip(*EPISODES, strict=True))) if as_columns else EPISODES
-    [(record, _)] = logged((STATS, given), prefix="")
+def test_the_episodes_of_the_batch_are_summarised():
+    [(record, _)] = logged((STATS, EPISODES), prefix="")
     of_episodes = {name: value for name, value in record.items() if name.startswith(("return", "length"))}
     assert of_episodes == {
         "return_mean": 4.0,

@@ -29,13 +29,9 @@ FITTING = {"b": "b", "i": "iub", "u": "iub", "f": "iubf"}  # kinds of values by 
 
 
 def wanted_infos(info: Any) -> dict[Key, Any]:
-    """The paths that the option ``info`` lists, with their spaces (None: to be inferred). Empty for True and False.
-
-    Raises:
-        BadOption: anything else than a bool, names, or spaces by name.
-    """
+    """The paths in the option ``info``, with their spaces (None: as seen); () is for all. Or ``BadOption``."""
     if isinstance(info, bool):
-        return {}
+        return {(): None} if info else {}
     wanted: dict[Key, Any] = {}
     try:
         for name, space in info.items() if isinstance(info, Mapping) else ((name, None) for name in info):
@@ -61,14 +57,10 @@ def _opened(path: Key, space: Any) -> dict[Key, Any]:
 
 
 def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
-    """``env``, which also writes its infos.
-
-    Args:
-        info: the option; not False.
-        look: what infos look like; called if the option does not say it.
+    """Wrap ``env``, so that it also writes its infos; ``look`` says what those look like that have no space.
 
     Raises:
-        BadOption: ``env`` has no infos, or a field was not seen that has no space.
+        BadOption: ``env`` has no infos, or a field without a space was not seen.
     """
     if env.keeps_infos is None:
         raise BadOption(
@@ -79,42 +71,38 @@ def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
         raise BadOption(f"info: {env.name} has the observation {taken[0]} already. Rename it, or remove the option")
     env.keeps_infos = True
     wanted = wanted_infos(info)
-    given = {path: leaf_spec(space) for path, space in wanted.items() if space is not None}
-    seen = look() if len(given) < len(wanted) or not wanted else {}
-    if not wanted:
-        given = {path: spec for path, spec in seen.items() if spec is not None}
-        for path in seen.keys() - given.keys():
-            _warn_of(env, path, "it is no number, array or text")
-    for path in wanted.keys() - given.keys():
-        known: Seen = {**STATISTICS, **seen}
+    specs = {path: leaf_spec(space) for path, space in wanted.items() if space is not None}
+    seen = look() if len(specs) < len(wanted) else {}
+    for path in wanted.keys() - specs.keys():
+        known: Seen = {**STATISTICS, **seen} if path else seen
         found = {leaf: spec for leaf, spec in known.items() if leaf[: len(path)] == path and spec is not None}
         if not found:
             raise BadOption(
-                f"info: {env.name}: no number, array or text {_shown(path)} was in the infos of a reset and a random "
-                f"step. Give its space: info={{{_shown(path)}: spaces.Box(...)}}"
+                f"info: {env.name}: no number, array or text {_shown(path) if path else 'at all'} was in the infos of "
+                f"a reset and a random step. Give the spaces of what comes later, as in "
+                f"info={{{_shown(path or ('success',))}: spaces.Discrete(2)}}, or remove it"
             )
-        given |= found
-    if not given:
-        raise BadOption(
-            f"info=True: {env.name} returned no infos from a reset and a random step. Give the spaces of those that "
-            f"come later, as in info={{'success': spaces.Discrete(2)}}, or remove the option"
-        )
-    if nested := [path for path in given for i in range(1, len(path)) if path[:i] in given]:
+        specs |= found
+    for path in [path for path, spec in seen.items() if spec is None and () in wanted]:
+        _warn_of(env, path, "it is no number, array or text")
+    if nested := [path for path in specs for i in range(1, len(path)) if path[:i] in specs]:
         raise BadOption(f"info: {env.name}: {nested[0][:-1]} is a dict, and also a value. Name one of them only")
-    return cast(EnvBatch, _WithInfos(env, [InfoField(path, given[path]) for path in sorted(given)], watched=not wanted))
+    fields = [InfoField(path, specs[path]) for path in sorted(specs)]
+    return cast(EnvBatch, _WithInfos(env, fields, watched=() in wanted))
 
 
 def look_at(env: EnvBatch, seen: Seen) -> None:
-    """Add what ``env.new_infos`` are like to ``seen``.
-
-    Raises:
-        BadOption: something that was seen before is of another kind now.
-    """
-    found: list[tuple[Key, ArraySpec | None]] = []
+    """Add what ``env.new_infos`` look like to ``seen``; ``BadOption`` for what changes its kind."""
+    found: list[tuple[Key, Any]] = []
     for told, _ in env.new_infos:
-        for info in (told,) if isinstance(told, Mapping) else told:
-            _look(info or {}, (), None, found, many=isinstance(told, Mapping))
-    for path, spec in found:
+        if isinstance(told, Mapping):
+            for path, (column, mask) in _leaves(told, many=True).items():
+                there = np.ones(env.num_envs, bool) if mask is True else mask
+                found += [(path, value) for value in np.asarray(column)[there][:1]]
+        else:
+            found += [(path, value) for info in told for path, (value, _) in _leaves(info or {}).items()]
+    for path, value in found:
+        spec = _spec_of(value)
         before = seen.setdefault(path, spec)
         if spec is None or before is None or str(spec) == str(before):
             continue
@@ -123,17 +111,21 @@ def look_at(env: EnvBatch, seen: Seen) -> None:
         seen[path] = ArraySpec(spec.shape, np.result_type(spec.dtype, before.dtype))
 
 
-def _look(info: Mapping[Any, Any], path: Key, mask: Any, found: list[Any], *, many: bool) -> None:
-    """Note names and specs; of ``many`` environments values are ``[B, ...]``, and present by the mask."""
+def _leaves(
+    info: Mapping[Any, Any], path: Key = (), mask: Any = True, *, many: bool = False
+) -> dict[Key, tuple[Any, Any]]:
+    """Values by path, and True; of ``many`` environments ``[B, ...]``, and the mask of where they are present."""
+    found: dict[Key, tuple[Any, Any]] = {}
     for name, value in info.items():
-        if not isinstance(name, str) or name[:1] in "_" or name in OF_ADAPTERS or value is None:
+        if value is None or not isinstance(name, str) or name[:1] in "_" or name in OF_ADAPTERS:
             continue
-        there = info.get(f"_{name}", mask) if many else None
-        if isinstance(value, Mapping):
-            _look(value, (*path, name), there, found, many=many)
-            continue
-        shown = [value] if not many else np.asarray(value)[... if there is None else there][:1]
-        found += [((*path, name), _spec_of(each)) for each in shown if each is not None]
+        there = info.get(f"_{name}", mask) if many else True
+        if isinstance(value, dict):  # a check of other mappings takes ten times as long
+            found.update(_leaves(value, (*path, name), there, many=many))
+        else:
+            leaf = (*path, name)
+            found[leaf] = value, there
+    return found
 
 
 def _spec_of(value: Any) -> ArraySpec | None:
@@ -173,18 +165,13 @@ class InfoField:
 
 
 class _WithInfos(WrappedEnvs):
-    """
-    Args:
-        watched: warn of fields that are not among ``fields``.
-    """
+    """``watched``: warn of infos that are not among ``fields``. ``begun``: rows of infos of resets within a step."""
 
     def __init__(self, inner: EnvBatch, fields: Sequence[InfoField], *, watched: bool) -> None:
         super().__init__(inner)
         specs = {key: spec for each in fields for key, spec in each.stored().items()}
-        known: dict[Key, set[str]] = {}  # names, by the dict that they are in
-        for path in [each.path[: i + 1] for each in fields for i in range(len(each.path)) if watched]:
-            known.setdefault(path[:-1], set(OF_ADAPTERS)).update((path[-1], f"_{path[-1]}"))
-        self.__dict__.update(info_specs=specs, _fields=fields, _known=known, _first={})
+        known = {each.path for each in fields} if watched else None
+        self.__dict__.update(info_specs=specs, _fields=fields, _known=known, begun={})
 
     def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         self.inner.reset(arrays, row, which, seeds)
@@ -193,7 +180,7 @@ class _WithInfos(WrappedEnvs):
             now = [i for i in which if some is ALL or i in some]
             self._put(self._cells(arrays), row, now, told)
             waiting = [i for i in waiting if i not in now]
-        for key, first in self._first.items():
+        for key, first in self.begun.items():
             arrays[key][row, waiting] = first[waiting]
 
     def after_step(self, lane: Lane) -> Callable[[int], None]:
@@ -205,19 +192,19 @@ class _WithInfos(WrappedEnvs):
         def note(t: int) -> None:
             for number, (told, some) in enumerate(inner.new_infos):
                 for key in self.info_specs if number else ():  # the row has the infos of the first observations
-                    self._first.setdefault(key, np.zeros_like(arrays[key][0]))[some] = arrays[key][t + 1, some]
+                    self.begun.setdefault(key, np.zeros_like(arrays[key][0]))[some] = arrays[key][t + 1, some]
                 self._put(cells, t + 1, some, told)
 
         return note
 
     def snapshot(self) -> dict[str, Any]:
-        first = {key: array.tolist() if array.dtype == OBJECT else array.copy() for key, array in self._first.items()}
+        first = {key: array.tolist() if array.dtype == OBJECT else array.copy() for key, array in self.begun.items()}
         return {**self.inner.snapshot(), **({"first_infos": first} if first else {})}
 
     def restore(self, state: dict[str, Any]) -> None:
         rest = dict(state)
         first = rest.pop("first_infos", {})
-        self.__dict__["_first"] = {key: np.array(rows, self.info_specs[key].dtype) for key, rows in first.items()}
+        self.__dict__["begun"] = {key: np.array(rows, self.info_specs[key].dtype) for key, rows in first.items()}
         self.inner.restore(rest)
 
     def _cells(self, arrays: Mapping[Key, Array]) -> Cells:
@@ -226,76 +213,61 @@ class _WithInfos(WrappedEnvs):
     def _put(self, cells: Cells, row: int, some: Any, told: Any) -> None:
         """Write infos of the environments ``some`` into a row; see ``EnvBatch.new_infos``."""
         if isinstance(told, Mapping):
-            self._check_names(told)
+            leaves = _leaves(told, many=True)
+            self._warn_of_unknown(leaves)
             for each, values, flags in cells:
-                self._put_many(each, values[row], flags[row], some, told)
+                self._put_many(each, values[row], flags[row], some, *leaves.get(each.path, (None, True)))
             return
         for i in range(self.num_envs) if some is ALL else some:
             info = {} if told[i] is None else told[i]
-            if not isinstance(info, Mapping):
-                raise BadEnvOutput(
-                    f"{self.name}[{i}] returned an info that is {described_value(info)}, expected a dict"
-                )
-            self._check_names(info)
+            if not isinstance(info, dict):
+                raise BadEnvOutput(f"{self.name}[{i}] returned the info {described_value(info)}, expected a dict")
+            if self._known is not None:
+                self._warn_of_unknown(_leaves(info))
             for each, values, flags in cells:
                 value: Any = info
                 for name in each.path:
-                    value = self._part(value, name, each, i)
+                    value = value.get(name) if isinstance(value, dict) else None
                 self._put_one(each, values[row], flags[row], i, value)
-
-    def _part(self, info: Any, name: str, each: InfoField, i: int | None) -> Any:
-        if info is None or isinstance(info, Mapping):
-            return None if info is None else info.get(name)
-        raise self._misfit(each.path[:-1], "a dict", info, i)
 
     def _put_one(self, each: InfoField, values: Array, flags: Array, i: int, value: Any) -> None:
         if value is None:
             values[i], flags[i] = each.blank, False
             return
         if type(value) not in each.fitting and not each.fits(value):
-            raise self._misfit(each.path, str(each.spec) if each.spec.is_tensor else "text", value, i)
+            raise self._misfit(each, value, i)
         values[i], flags[i] = value, True
 
-    def _put_many(self, each: InfoField, values: Array, flags: Array, some: Any, info: Mapping[str, Any]) -> None:
-        """Write a row, ``[B, *shape]``, of what a dict of arrays has."""
-        column: Any = info
-        mask: Any = True  # of the dicts around it where it has none
-        for name in each.path:
-            mask = mask if column is None else column.get(f"_{name}", mask)
-            column = self._part(column, name, each, None)
+    def _put_many(self, each: InfoField, values: Array, flags: Array, some: Any, column: Any, mask: Any) -> None:
+        """Write a row, ``[B, *shape]``."""
         if column is None:
             values[some], flags[some] = each.blank, False
             return
         column = np.asarray(column)
-        flags[some] = mask if mask is True else mask[some]
         if column.dtype.kind in "OU":
             for i in range(self.num_envs) if some is ALL else some:
-                self._put_one(each, values, flags, i, column[i] if flags[i] else None)
+                self._put_one(each, values, flags, i, column[i] if mask is True or mask[i] else None)
             return
         if not each.fits(column, (self.num_envs,)):
-            raise self._misfit(each.path, f"{each.spec}, {self.num_envs} times", column, None)
+            raise self._misfit(each, column, None)
         values[some] = column[some]
+        flags[some] = mask if mask is True else mask[some]
         if mask is not True:
             values[~flags] = each.blank
 
-    def _check_names(self, info: Mapping[str, Any]) -> None:
+    def _warn_of_unknown(self, leaves: Mapping[Key, Any]) -> None:
         """Warn, once, of what was not seen when columns were made."""
-        for path, known in self._known.items():
-            part: Any = info
-            for name in path:
-                part = part.get(name) if isinstance(part, Mapping) else None
-            if not isinstance(part, Mapping) or part.keys() <= known:
-                continue
-            for name in sorted(name for name in part.keys() - known if isinstance(name, str) and name[:1] not in "_"):
-                _warn_of(self, (*path, name), "the first reset and step did not have it")
-            known.update(part)
+        if self._known is not None and not leaves.keys() <= self._known:
+            for path in sorted(leaves.keys() - self._known):
+                _warn_of(self, path, "the first reset and step did not have it")
+            self._known.update(leaves)
 
-    def _misfit(self, path: Key, expected: str, value: Any, i: int | None) -> EnvError:
-        who = self.name if i is None else f"{self.name}[{i}]"
+    def _misfit(self, each: InfoField, value: Any, i: int | None) -> EnvError:
+        name, expected = _shown(each.path), each.spec if each.spec.is_tensor else "text"
         return EnvError(
-            f"{who}: info {_shown(path)} is {described_value(value)}, expected {expected}, as in its space or when it "
-            f"was first seen. Let the environment always return the same shape and kind, or give a space that holds "
-            f"all its values: info={{{_shown(path)}: spaces.Box(...)}}",
+            f"{self.name}{'' if i is None else f'[{i}]'}: info {name} is {described_value(value)}, expected "
+            f"{expected}, as in its space or when it was first seen. Let the environment always return the same shape "
+            f"and kind, or give a space that holds all its values: info={{{name}: spaces.Box(...)}}",
             env_index=i,
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from muster.errors import BadOption, UnsupportedEnv
 from muster.memory.specs import Array
 from muster.protocols import EnvBatch
 
-TOLD = "infos"  # in the info of a batch: one for each environment
 PACKAGE = "stable_baselines3.common.vec_env."
 
 
@@ -51,6 +51,8 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
     Attributes:
         muster_exact: all classes are SB3's own, whose last observations are reliable.
     """
+
+    muster_infos = itemgetter("infos")  # of what ``reset`` and ``step`` return: a dict for each environment
 
     def __init__(self, env: Any) -> None:
         self.env = env
@@ -83,7 +85,7 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
                 self.env.seed(int(seed))
             if given:
                 self.env.set_options(given)
-            return self.env.reset(), {TOLD: self._reset_infos()}
+            return self.env.reset(), {"infos": self._reset_infos()}
         seeds = [None if seed is None else seed + i for i in range(self.num_envs)] if np.ndim(seed) == 0 else list(seed)
         if len(seeds) != self.num_envs:
             raise BadOption(f"reset() got {len(seeds)} seeds for {self.num_envs} environments; give one for each")
@@ -97,18 +99,13 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         done = np.asarray(done, bool)
         cut = done & [bool(info.get("TimeLimit.truncated", False)) for info in infos]
         if not done.any():
-            return obs, reward, done, cut, {TOLD: infos}
+            return obs, reward, done, cut, {"infos": infos}
         final = np.empty(self.num_envs, object)
         for i in np.flatnonzero(done):
             final[i] = infos[i].get("terminal_observation")
         told = [first if over else info for info, first, over in zip(infos, self._reset_infos(), done, strict=True)]
-        ends = {"final_obs": final, "_final_obs": done, "final_info": infos, TOLD: told}
+        ends = {"final_obs": final, "_final_obs": done, "final_info": infos, "infos": told}
         return obs, reward, done & ~cut, cut, ends
-
-    def muster_infos(self, info: dict[str, Any]) -> list[Any]:
-        """The infos that a call has returned, one for each environment."""
-        told: list[Any] = info[TOLD]
-        return told
 
     def close_extras(self, **kwargs: Any) -> None:
         self.env.close()
@@ -118,10 +115,7 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         return list(getattr(_layers(self.env)[-1], "reset_infos", [{}] * self.num_envs))
 
     def _reset_rows(self, rows: Array, seeds: list[Any], extra: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Reset these environments, which SB3 has no word for: one by one, and what each wrapper knows of them.
-
-        Returns: observations, and infos.
-        """
+        """Reset these environments, which SB3 has no word for: one by one, and what each wrapper knows of them."""
         if self._strange is not None:
             raise UnsupportedEnv(
                 f"{type(self.env).__name__}: environments {rows.tolist()} are to be reset alone (max_frames_per_traj, "
@@ -144,7 +138,7 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         for leaf in codec.flatten(obs):
             leaves.append(np.zeros((self.num_envs, *leaf.shape[1:]), leaf.dtype))
             leaves[-1][rows] = leaf
-        return codec.build(leaves), {TOLD: told}
+        return codec.build(leaves), {"infos": told}
 
 
 def _name(cls: type) -> str:

@@ -19,12 +19,13 @@ from muster.envs import checks
 from muster.envs.checks import FIX, Casts
 from muster.envs.spaces import SpaceCodec, action_codec, observation_codec
 from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv
-from muster.keys import NEXT_OBS_VALID, REWARD, Key, dotted, next_of
+from muster.keys import NEXT_OBS_VALID, REWARD, Key, dotted, mask_of, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec
 from muster.protocols import ALL, EnvBatch, Step
 from muster.rng import GroupRng
 
+STATISTICS = ("episode", *mask_of(("episode",)))  # what Gymnasium's wrapper of batches adds
 TERMINATED, TRUNCATED = next_of(("terminated",)), next_of(("truncated",))
 
 
@@ -128,8 +129,8 @@ class VectorEnvBatch(EnvBatch):
         if finished and self.mode is AutoresetMode.SAME_STEP:
             final = info.get("final_info", {})
             if isinstance(final, Mapping):  # wrappers of the batch add the step's statistics outside of it
-                final = {**{name: info[name] for name in ("episode", "_episode") if name in info}, **final}
-                told = {name: value for name, value in told.items() if name not in ("episode", "_episode")}
+                final = {**{name: info[name] for name in STATISTICS if name in info}, **final}
+                told = {name: value for name, value in told.items() if name not in STATISTICS}
             self.new_infos = [(told, ALL), (final, finished)]
 
     def _take_final(self, i: int, info: Any, rows: list[Array], known: Array | None, t: int) -> None:

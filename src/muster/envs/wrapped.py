@@ -10,12 +10,9 @@ from muster.protocols import EnvBatch, Step
 
 
 class WrappedEnvs:
-    """Implements ``EnvBatch`` by delegating to ``inner``, whose attributes are read and set; except those named here.
+    """Implements ``EnvBatch`` by delegating to ``inner``, whose attributes are read and set.
 
-    Derived classes write after each step (``after_step``) and reset.
-
-    Attributes:
-        bypassed: environments that are not stepped; see ``EnvBatch.bypass``.
+    Derived classes write after each step (``after_step``) and reset; ``bypassed`` environments are not stepped.
     """
 
     inner: EnvBatch

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import Self
 
-from muster.episodes.record import EpisodeRecord, Episodes
+from muster.episodes.record import Episodes
 from muster.errors import BadOption
 from muster.memory.specs import Array
 
@@ -146,53 +146,37 @@ class CollectStats(CollectStatsBase):
         return cls(returns=returns, returns_stat=returns_stat, lens=lens, lens_stat=lens_stat, **others)
 
 
-def successes(episodes: Sequence[EpisodeRecord]) -> list[float]:
+def successes(episodes: Episodes) -> list[float]:
     """``is_success``, else ``success``, of the infos of those episodes that have one which is a number."""
-    if isinstance(episodes, Episodes):  # without making records
-        infos = [] if episodes.info is None else episodes.info.tolist()
-    else:
-        infos = [episode.info or {} for episode in episodes]
+    infos = [] if episodes.info is None else episodes.info.tolist()
     found = (info.get("is_success", info.get("success")) for info in infos)
     return [float(value) for value in found if isinstance(value, (bool, int, float))]
 
 
 class EpisodeWindow:
-    """The number of all episodes, and means over the last ``WINDOW`` of them."""
+    """The number of all episodes, and means over the last ``WINDOW``: of "returns", "lengths" and "successes"."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._returns: deque[float] = deque(maxlen=WINDOW)
-        self._lengths: deque[int] = deque(maxlen=WINDOW)
-        self._successes: deque[float] = deque(maxlen=WINDOW)
+        names = "returns", "lengths", "successes"
+        self._last: dict[str, deque[float]] = {name: deque(maxlen=WINDOW) for name in names}
 
     def add(self, episodes: Episodes) -> None:
         self.count += len(episodes)
-        self._returns.extend(episodes.episode_return[-WINDOW:].tolist())
-        self._lengths.extend(episodes.length[-WINDOW:].tolist())
-        self._successes.extend(successes(episodes))
+        self._last["returns"].extend(episodes.episode_return[-WINDOW:].tolist())
+        self._last["lengths"].extend(episodes.length[-WINDOW:].tolist())
+        self._last["successes"].extend(successes(episodes))
 
-    @property
-    def return_mean(self) -> float | None:
-        return sum(self._returns) / len(self._returns) if self._returns else None
+    def mean(self, name: str) -> float | None:
+        """None before the first."""
+        values = self._last[name]
+        return sum(values) / len(values) if values else None
 
-    @property
-    def length_mean(self) -> float | None:
-        return sum(self._lengths) / len(self._lengths) if self._lengths else None
-
-    @property
-    def success_rate(self) -> float | None:
-        return sum(self._successes) / len(self._successes) if self._successes else None
-
-    def state_dict(self) -> dict[str, object]:
-        return {
-            "count": self.count,
-            "returns": list(self._returns),
-            "lengths": list(self._lengths),
-            "successes": list(self._successes),
-        }
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, **{name: list(values) for name, values in self._last.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.count = state["count"]
-        self._returns = deque(state["returns"], maxlen=WINDOW)
-        self._lengths = deque(state["lengths"], maxlen=WINDOW)
-        self._successes = deque(state.get("successes", ()), maxlen=WINDOW)
+        for name, values in self._last.items():
+            values.clear()
+            values.extend(state.get(name, ()))

@@ -10,17 +10,16 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from typing_extensions import Self
 
-from muster.episodes.record import EpisodeRecord, Episodes
+from muster.episodes.record import Episodes
 from muster.episodes.summary import SequenceSummaryStats, successes
 from muster.errors import BadOption, HookError, described
-from muster.memory.specs import Array
 from muster.observing.stats import CollectorStats
 from muster.utils.whole_files import read_json, try_lock
 
@@ -286,7 +285,7 @@ class CollectionLog:
         self._log, self._prefix = as_logger(logger), prefix
         self._lags: Mapping[int, int] = {}
 
-    def wrote(self, stats: CollectorStats, episodes: Sequence[EpisodeRecord]) -> None:
+    def wrote(self, stats: CollectorStats, episodes: Episodes) -> None:
         """Log a batch.
 
         Args:
@@ -317,15 +316,9 @@ class CollectionLog:
         self._log({self._prefix + name: value for name, value in record.items()}, stats.frames)
 
 
-def _summary(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
-    returns: Sequence[float] | Array
-    lengths: Sequence[int] | Array
-    if isinstance(episodes, Episodes):  # without making records
-        returns, lengths = episodes.episode_return, episodes.length
-    else:
-        returns, lengths = [e.episode_return for e in episodes], [e.length for e in episodes]
+def _summary(episodes: Episodes) -> dict[str, float]:
     record = {}
-    for name, column in (("return", returns), ("length", lengths)):
+    for name, column in (("return", episodes.episode_return), ("length", episodes.length)):
         if stat := SequenceSummaryStats.from_sequence(column):
             record[f"{name}_mean"], record[f"{name}_std"] = stat.mean, stat.std
             record[f"{name}_max"], record[f"{name}_min"] = stat.max, stat.min

@@ -13,7 +13,8 @@ from muster.errors import BadOption
 from muster.keys import Key
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import Array
-from muster.protocols import Act, EnvBatch, Policy, carried_specs
+from muster.policies.random import RandomPolicy
+from muster.protocols import EnvBatch, carried_specs
 from muster.rng import GroupRng
 from muster.rollout.columns import RolloutOptions, lane_columns
 from muster.rollout.progress import ACTING, KNOWN, STEPPING, Phase, Progress
@@ -215,27 +216,10 @@ def _step(group: Group, lane: Lane, absent: list[int]) -> int:
     from muster.rollout.loop import fill  # here, since it imports the group
 
     lane.done_steps, lane.stopped, group.waiting.absent = 0, False, absent
-    fill(group, cast(Policy, _Uniform(group.env)), lane)
+    streams = cast(GroupRng, _Streams(group.rng))
+    fill(group, RandomPolicy(lambda _, shape: group.env.sample(streams, shape), group.batch_shape), lane)
     group.leave(lane)
     return group.waiting.made(0, 1)
-
-
-class _Uniform:
-    """Acts at random, with streams of its own. As much of a ``Policy`` as ``fill`` needs."""
-
-    name = "random"
-
-    def __init__(self, env: EnvBatch) -> None:
-        self._env = env
-
-    def start(self, lane: Lane, rng: GroupRng) -> Act:
-        streams = cast(GroupRng, _Streams(rng))
-
-        def act(t: int) -> None:
-            for key, drawn in self._env.sample(streams, (1, lane.B)).items():
-                lane.data[key][t : t + 1] = drawn
-
-        return act
 
 
 class _Streams:
