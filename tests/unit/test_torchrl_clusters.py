@@ -22,7 +22,7 @@ from torch import nn
 from torchrl.envs.libs.gym import GymEnv
 
 import muster
-import muster.compat.torchrl.distributed as ours
+import muster.compat.torchrl.collectors.distributed as ours
 from muster.errors import BadOption
 from tests.fakes.ray_cluster import needs_ray, ray_cluster
 
@@ -111,7 +111,7 @@ def test_batches_look_like_those_of_torchrl(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", str(tmp_path / "shapes.py")]
     runs = [
         subprocess.Popen([*command, module, name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for module in ("muster.compat.torchrl.distributed", "torchrl.collectors.distributed")
+        for module in ("muster.compat.torchrl.collectors.distributed", "torchrl.collectors.distributed")
     ]
     try:
         said = [run.communicate(timeout=280)[0] for run in runs]
