@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import importlib
 import multiprocessing
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -106,7 +109,12 @@ RANDOM = {
 }  # what acts at random: keys, shapes and flags of the end are equal
 
 
-@pytest.mark.parametrize("name", SYNC)
+QUICK = {"frames that do not divide", "split", "hooks"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SYNC]
+)
 def test_batches_are_equal(name: str) -> None:
     options = SYNC[name]
     stacked = not {"cat_results", "split_trajs", "trajs_per_batch"} & options.keys()
@@ -174,7 +182,7 @@ def look(collector: Any, policy: Any, folder: Any) -> Iterator[Any]:
     yield next(batches).shape  # it goes on after the error
 
 
-@pytest.mark.parametrize("name", ["MultiAsyncCollector", "AsyncCollector"])
+@pytest.mark.parametrize("name", ["MultiAsyncCollector", pytest.param("AsyncCollector", marks=pytest.mark.slow)])
 def test_batches_of_each_worker_are_equal(name: str) -> None:
     """How many batches there are of each worker is a matter of time: those that both have are compared."""
     one = name == "AsyncCollector"
@@ -200,7 +208,7 @@ def test_batches_of_each_worker_are_equal(name: str) -> None:
             assert_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("extend", [True, False])
+@pytest.mark.parametrize("extend", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_workers_fill_a_shared_replay_buffer(extend: bool) -> None:
     def program(source: Any) -> Any:
         buffer = ReplayBuffer(storage=LazyTensorStorage(64), batch_size=4, shared=True)
@@ -220,6 +228,7 @@ def test_workers_fill_a_shared_replay_buffer(extend: bool) -> None:
     both(program)
 
 
+@pytest.mark.slow
 def test_the_last_row_is_marked_in_workers() -> None:
     """TorchRL's workers raise where a batch of a device is marked as truncated."""
     collector = made(muster.compat.torchrl.collectors, set_truncated=True, max_frames_per_traj=9, device="cpu")
@@ -231,6 +240,7 @@ def test_the_last_row_is_marked_in_workers() -> None:
         collector.shutdown()
 
 
+@pytest.mark.slow
 def test_the_slower_worker_is_cut_short() -> None:
     collector = made(muster.compat.torchrl.collectors, preemptive_threshold=0.5, frames_per_batch=16)
     try:
@@ -242,6 +252,26 @@ def test_the_slower_worker_is_cut_short() -> None:
             assert mask.any(-1).all()
     finally:
         collector.shutdown()
+
+
+FORGOTTEN = """
+    from muster.compat.torchrl.collectors import MultiSyncCollector
+    from tests.parity.torchrl_workers import ENVS, Weighted
+
+    if __name__ == "__main__":
+        collector = MultiSyncCollector(ENVS, Weighted(), frames_per_batch=8)
+        print("collected", next(iter(collector)).numel(), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_ends_that_does_not_shut_down(tmp_path: Any) -> None:
+    """TorchRL's waits for its workers, which wait for it."""
+    (tmp_path / "forgotten.py").write_text(textwrap.dedent(FORGOTTEN))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(tmp_path / "forgotten.py")], capture_output=True, text=True, timeout=200
+    )
+    assert (done.returncode, done.stdout.split()[:2]) == (0, ["collected", "8"]), done.stderr
 
 
 # --- arguments --------------------------------------------------------------------------------------
@@ -302,6 +332,7 @@ def test_a_collector_chooses_its_class_by_arguments() -> None:
     both(program)
 
 
+@pytest.mark.slow
 def test_sync_chooses_a_class() -> None:
     ours = muster.compat.torchrl.collectors
     with pytest.raises(ValueError, match="one value per worker"):
@@ -328,7 +359,7 @@ def test_our_weight_sync_schemes_change_weights_between_batches(name: str) -> No
         collector.shutdown()
 
 
-@pytest.mark.parametrize("backend", ["thread", "process"])
+@pytest.mark.parametrize("backend", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_evaluations_are_equal(backend: str) -> None:
     def program(source: Any) -> Any:
         evaluator = source.Evaluator(
