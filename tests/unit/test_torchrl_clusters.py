@@ -55,6 +55,10 @@ def printed(name: str) -> dict[str, Any]:
 def test_every_argument_of_torchrl_with_its_default(name: str) -> None:
     options = printed(name) | {"launcher": "mp", "total_frames": 50}
     with getattr(ours, name)([env_maker] * 2, linear(), frames_per_batch=20, **options) as collector:
+        assert (collector.total_frames, collector.frames_per_batch, collector.num_workers) == (50, 20, 2)
+        assert collector.requested_frames_per_batch == 20
+        assert collector.device == collector.storing_device == [None, None]
+        assert collector.post_collect_hook is collector.postproc is None
         assert [batch.numel() for batch in collector] == [20, 20, 20], "the last batch is whole"
 
 
