@@ -208,6 +208,8 @@ def depths(trees: dict[Path, ast.Module]) -> list[Size]:
             here = classes.get((path, name))
             here = None if here is node else here  # a compat layer's class may have the name of its base
             elsewhere = [(p, c) for (p, n), c in classes.items() if n == name and c is not node]
+            if OF_OTHERS not in path.parts:  # nothing is built on a compat layer
+                elsewhere = [(p, c) for p, c in elsewhere if OF_OTHERS not in p.parts]
             if here is not None:
                 yield path, here
             elif len(elsewhere) == 1:

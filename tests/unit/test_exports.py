@@ -74,7 +74,11 @@ def test_without_extras_every_public_name_is_there_and_says_what_it_needs_when_i
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     # What stands in for another library says which one is missing, as that library's own import would.
-    assert told["absent"] == {"muster.compat.tianshou": "tianshou", "muster.compat.torchrl": "torchrl"}
+    assert told["absent"] == {
+        "muster.compat.tianshou": "tianshou",
+        "muster.compat.torchrl": "torchrl",
+        "muster.compat.torchrl.collectors": "torchrl",
+    }
     assert {"muster", "muster.weights", "muster.policies", "muster.compat.rlpyt"} <= set(told["shown"])
     assert len(told["refused"]) == 4
     assert all("pip install 'muster-rl[" in message for message in told["refused"]), told["refused"]

@@ -22,7 +22,7 @@ from torch import nn
 from torchrl.envs.libs.gym import GymEnv
 
 import muster
-import muster.compat.torchrl.distributed as ours
+import muster.compat.torchrl.collectors.distributed as ours
 from muster.errors import BadOption
 from tests.fakes.ray_cluster import needs_ray, ray_cluster
 
@@ -55,6 +55,10 @@ def printed(name: str) -> dict[str, Any]:
 def test_every_argument_of_torchrl_with_its_default(name: str) -> None:
     options = printed(name) | {"launcher": "mp", "total_frames": 50}
     with getattr(ours, name)([env_maker] * 2, linear(), frames_per_batch=20, **options) as collector:
+        assert (collector.total_frames, collector.frames_per_batch, collector.num_workers) == (50, 20, 2)
+        assert collector.requested_frames_per_batch == 20
+        assert collector.device == collector.storing_device == [None, None]
+        assert collector.post_collect_hook is collector.postproc is None
         assert [batch.numel() for batch in collector] == [20, 20, 20], "the last batch is whole"
 
 
@@ -111,7 +115,7 @@ def test_batches_look_like_those_of_torchrl(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", str(tmp_path / "shapes.py")]
     runs = [
         subprocess.Popen([*command, module, name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for module in ("muster.compat.torchrl.distributed", "torchrl.collectors.distributed")
+        for module in ("muster.compat.torchrl.collectors.distributed", "torchrl.collectors.distributed")
     ]
     try:
         said = [run.communicate(timeout=280)[0] for run in runs]

@@ -28,8 +28,9 @@ from torchrl.envs import GymEnv, TransformedEnv
 from torchrl.modules import LSTMModule
 
 from muster import policies
-from muster.compat.torchrl import Collector
+from muster.compat.torchrl import Collector, VanillaWeightUpdater
 from muster.compat.torchrl.numbering import Numbering, TrajectoryPool
+from muster.compat.torchrl.weight_update import MultiProcessWeightSyncScheme
 from muster.errors import BadOption, CollectorClosed
 from muster.testing import CountingEnv
 from tests.tools import assert_same, column, counting
@@ -139,12 +140,6 @@ def test_policies_and_environments_are_told_of_the_collector():
 # --- what is raised ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"backend": "process"}, {"num_collectors": 2}, {"num_collectors": 1}])
-def test_what_is_not_in_this_process_is_refused(options):
-    with pytest.raises(BadOption, match=r"torchrl\.collectors\.Collector"):
-        collect(**options)
-
-
 @pytest.mark.parametrize(
     "options", [{"frames_per_batch": 0}, {"frames_per_batch": 2.5}, {"total_frames": True}], ids=str
 )
@@ -214,6 +209,30 @@ def test_weights_come_in_any_form(form):
     expected = new.module(batch["observation"]).clamp(-2, 2)
     torch.testing.assert_close(batch["action"].clamp(-2, 2), expected)
     assert collector.policy_version == 1
+
+
+def test_weights_by_model_act_without_schemes():
+    policy = linear()
+    collector = Collector(pendulum(), policy, frames_per_batch=5, track_policy_version=True)
+    collector.update_policy_weights_(weights_dict={"policy": TensorDict.from_module(linear()).data * 0 + 3})
+    assert (policy.module.weight == 3).all()
+    assert collector.next()["policy_version"].unique().tolist() == [1]
+    with pytest.raises(KeyError, match="critic"):
+        collector.update_policy_weights_(weights_dict={"critic": linear()})
+    assert collector.policy_version == 1
+
+
+def test_schemes_and_updaters_of_this_package_fit():
+    policy, given = linear(), TensorDict.from_module(linear()).data * 0 + 2
+    schemes = {"policy": MultiProcessWeightSyncScheme()}
+    collector = Collector(pendulum(), policy, frames_per_batch=5, weight_sync_schemes=schemes)
+    collector.update_policy_weights_(given)
+    assert (policy.module.weight == 2).all()
+    with pytest.warns(DeprecationWarning, match="VanillaWeightUpdater"):
+        updater = VanillaWeightUpdater.from_policy(policy)
+    collector = Collector(pendulum(), policy, frames_per_batch=5, weight_updater=updater)
+    collector.update_policy_weights_(given + 1)
+    assert (policy.module.weight == 3).all()
 
 
 def test_a_weight_updater_updates():

@@ -2,7 +2,7 @@
 
 ::
 
-    from muster.compat.torchrl import Collector  # was: from torchrl.collectors import Collector
+    from muster.compat.torchrl.collectors import Collector  # was: from torchrl.collectors import Collector
     from muster.compat.torchrl.weight_update import WeightSyncScheme  # was: from torchrl.weight_update import ...
 
 What is equal and what differs: docs/torchrl.md.
@@ -10,22 +10,48 @@ What is equal and what differs: docs/torchrl.md.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from muster.compat.torchrl.updaters import VanillaWeightUpdater, WeightUpdaterBase
-from muster.utils.private_names import require
+from muster.compat.torchrl.updaters import RayWeightUpdater, VanillaWeightUpdater, WeightUpdaterBase
 
-__all__ = ["Collector", "VanillaWeightUpdater", "WeightUpdaterBase"]
+__all__ = [
+    "AsyncBatchedCollector",
+    "AsyncCollector",
+    "BaseCollector",
+    "Collector",
+    "Evaluator",
+    "MultiAsyncCollector",
+    "MultiCollector",
+    "MultiProcessedWeightUpdater",
+    "MultiSyncCollector",
+    "ProfileConfig",
+    "RandomPolicy",
+    "RayWeightUpdater",
+    "RemoteModuleWeightUpdater",
+    "VanillaWeightUpdater",
+    "WeightUpdaterBase",
+]
 
 if TYPE_CHECKING:
-    from muster.compat.torchrl.collector import Collector as Collector
+    from muster.compat.torchrl.collectors import (
+        AsyncBatchedCollector,
+        AsyncCollector,
+        BaseCollector,
+        Collector,
+        Evaluator,
+        MultiAsyncCollector,
+        MultiCollector,
+        MultiProcessedWeightUpdater,
+        MultiSyncCollector,
+        ProfileConfig,
+        RandomPolicy,
+        RemoteModuleWeightUpdater,
+    )
 
 
 def __getattr__(name: str) -> Any:
     """Load what needs TorchRL when it is used: weight sync schemes and updaters do not."""
-    if name != "Collector":
+    if name not in __all__:
         raise AttributeError(f"module 'muster.compat.torchrl' has no attribute {name!r}")
-    require("torchrl", extra="torchrl")  # before the modules that look for its private names
-    from muster.compat.torchrl.collector import Collector
-
-    return Collector
+    return getattr(importlib.import_module("muster.compat.torchrl.collectors"), name)

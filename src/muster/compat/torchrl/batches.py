@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from muster.compat.torchrl.policies import AHEAD
 from muster.keys import IS_INIT, POLICY_VERSION, STEP_COUNT, TRAJ_IDS, TRUNCATED, Key, next_of
 from muster.policies.tensordict_program import as_key
 
@@ -27,6 +28,8 @@ def tidy(batch: TensorDictBase, *, track_traj_ids: bool, limit: int | None, drop
     batch = batch.exclude("collector", *dropped)
     if track_traj_ids:
         batch.set(TRAJ_IDS, ids)
+    if (ahead := batch.pop(AHEAD, None)) is not None:
+        batch.get("next").update(ahead)
     if version is not None:
         batch.set("policy_version", version)
         batch.set(("next", "policy_version"), version.clone())

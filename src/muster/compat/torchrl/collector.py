@@ -47,9 +47,18 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
     _exclude_private_keys = True
     _ignore_rb = False  # set while BaseCollector assembles whole trajectories, and writes them itself
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """With ``backend`` or ``num_collectors``: another collector."""
+        if cls is Collector:
+            from muster.compat.torchrl.multi import made_elsewhere
+
+            if (other := made_elsewhere(args, kwargs)) is not None:
+                return other
+        return super().__new__(cls)
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.closed = True
-        given = setup.parse(self.__signature__, args, kwargs, type(self).__name__)
+        given = setup.parse(type(self), args, kwargs)
         super().__init__(pre_collect_hook=given.pre_collect_hook, post_collect_hook=given.post_collect_hook)
         for name in setup.KEPT:
             setattr(self, name, getattr(given, name))
@@ -296,8 +305,8 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
             batch = self._tidy(engine.collect(engine.num_envs * engine.source.T[0])[0])
         if self.track_traj_ids:
             self._numbering.write(batch)
-        if self.return_same_td:
-            batch = self._same = batch if self._same is None else self._same.update(batch)
+        if self.return_same_td and self._use_buffers:
+            batch = self._same = batch if self._same is None else _overwritten(self._same, batch)
         return batch
 
     def _add_steps(self) -> None:
@@ -336,6 +345,11 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
     def _check_open(self) -> None:
         if self.closed:
             raise CollectorClosed("this collector was shut down; make a new one")
+
+
+def _overwritten(same: Any, batch: Any) -> Any:
+    """The TensorDict of before, in whose memory, which processes may share, the batch is now."""
+    return same.update_(batch.select(*same.keys(True, True), strict=False))
 
 
 @contextlib.contextmanager

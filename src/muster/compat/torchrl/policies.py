@@ -17,6 +17,8 @@ from muster.memory.specs import ArraySpec
 from muster.policies.tensordict_program import as_key
 from muster.rollout.group import Group
 
+AHEAD = "ahead"  # has on its way what a policy writes below "next" that is no state of its own; see ``batches.tidy``
+
 
 def make_policy(policy: Any, factory: Callable[[], Any] | None, env: Any) -> Any:
     """The policy as the user means it, before it is moved or wrapped; None for an environment of Muster's."""
@@ -80,7 +82,8 @@ def as_torchrl_calls(policy: Any, group: Group, device: torch.device | None) -> 
     """A policy that finds what TorchRL's collector has for it besides observations.
 
     These are its own outputs of the step before, if nothing else has their names; ``done`` and its like, which are
-    False, since it never acts on an episode that is over; and the name of the device.
+    False, since it never acts on an episode that is over; and the name of the device. What it writes below ``next`` and
+    does not read is stored there.
     """
     if isinstance(policy, RandomPolicy):
         return policy
@@ -91,7 +94,8 @@ def as_torchrl_calls(policy: Any, group: Group, device: torch.device | None) -> 
     own = [k for k in reads or () if k in writes and k not in env.observation_specs and next_of(k) not in writes]
     foreign = not type(policy).__module__.startswith(("tensordict.", "torchrl."))
     remembers = own or any(part.startswith("_") for key in writes for part in key)
-    return _Called(policy, flags, own, group, device) if flags or remembers or foreign else policy
+    ahead = any(key[0] == "next" and key[1:] not in (reads or ()) for key in writes)
+    return _Called(policy, flags, own, group, device) if flags or remembers or ahead or foreign else policy
 
 
 class _Called:
@@ -101,10 +105,16 @@ class _Called:
         self._policy, self._device, self._lead = policy, device, group.batch_shape
         self._flags = [key[0] for key in flags]
         self._kept: dict[str, Any] = {}
-        self._fresh = {"next", *(key[0] for key in (*FLAGS, *group.env.observation_specs, *group.env.action_specs))}
+        reads = [as_key(key) for key in getattr(policy, "in_keys", None) or ()]
+        self._states = {next_of(key) for key in reads}
+        self._fresh = {
+            "next",
+            AHEAD,
+            *(key[0] for key in (*FLAGS, *group.env.observation_specs, *group.env.action_specs)),
+        }
         if hasattr(policy, "in_keys"):
             self.in_keys = [key for key in policy.in_keys if as_key(key) not in (*FLAGS, *own)]
-            self.out_keys = policy.out_keys
+            self.out_keys = [self._stored(as_key(key)) for key in policy.out_keys]
         self.__name__ = getattr(policy, "__name__", type(policy).__name__)
 
     def __call__(self, td: Any) -> Any:
@@ -118,7 +128,15 @@ class _Called:
         out = self._policy(td)
         out = td if out is None else out
         self._kept = {name: out.get(name) for name in set(out.keys()) - fresh}
-        return out.exclude(*self._flags)
+        out = out.exclude(*self._flags)
+        below = out.get("next", None)
+        for key in [] if below is None else [("next", *as_key(key)) for key in below.keys(True, True)]:
+            if self._stored(key) != key:
+                out.set(self._stored(key), out.pop(key))
+        return out
+
+    def _stored(self, key: Key) -> Key:
+        return key if key[0] != "next" or key in self._states else (AHEAD, *key[1:])
 
 
 class RandomWithZeros:

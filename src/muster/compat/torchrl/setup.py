@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from torchrl.envs import EnvBase, StepCounter, TransformedEnv
 from torchrl.envs.batched_envs import BatchedEnvBase
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import RandomPolicy
+from torchrl.modules.utils.utils import _compute_missing_env_transforms
 
 from muster.collectors.engine import Engine
 from muster.collectors.options import CollectorOptions
@@ -35,15 +35,16 @@ KEPT = (  # arguments that are attributes of a TorchRL collector
 )
 
 
-def parse(signature: inspect.Signature, args: Any, kwargs: Any, name: str) -> SimpleNamespace:
-    """TorchRL's arguments with TorchRL's defaults, checked as TorchRL does."""
+def parse(cls: Any, args: Any, kwargs: Any) -> SimpleNamespace:
+    """TorchRL's arguments with TorchRL's defaults, checked as TorchRL does, for a class like ``Collector``."""
+    signature, name, ignore_buffer = cls.__signature__, cls.__name__, cls._ignore_rb
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     given = SimpleNamespace(**bound.arguments)
     given.traj_pool = given.kwargs.pop("traj_pool", None)
     if given.kwargs:
         raise TypeError(f"Keys {list(given.kwargs)} are unknown to {name}.")
-    _check_backend(given)
+    _check_backend(given, name)
     if not given.reset_when_done:
         raise ValueError("reset_when_done is deprecated.")
     for option in ("frames_per_batch", "total_frames", "max_frames_per_traj", "init_random_frames"):
@@ -61,7 +62,7 @@ def parse(signature: inspect.Signature, args: Any, kwargs: Any, name: str) -> Si
         given.total_frames = float("inf")
     given.exploration_type = given.exploration_type or ExplorationType.RANDOM
     given.compact_obs, given.split_trajs = bool(given.compact_obs), bool(given.split_trajs)
-    _check_buffer(given)
+    _check_buffer(given, ignored=ignore_buffer)
     if given.split_trajs:
         if not given.track_traj_ids:
             raise ValueError("split_trajs=True requires track_traj_ids=True.")
@@ -102,7 +103,6 @@ def options_of(
         storing_device=given.storing_device,
         policy_device=given.policy_device,
         exploration_type=given.exploration_type,
-        return_same_td=given.return_same_td,
         # As in TorchRL: values are not looked at, and torch's generator is everybody's, as the program seeds it.
         validate="off",
         obs_dtype="env",  # a network of another dtype fails there, too
@@ -141,11 +141,23 @@ def resolve_devices(given: SimpleNamespace) -> None:
 
 def add_transforms(env: Any, policy: Any, wanted: bool | None) -> Any:
     """``auto_register_policy_transforms``. Left out, nothing is added: Muster keeps recurrent states by itself."""
-    if not wanted or not isinstance(env, EnvBase):
+    if wanted is False or not isinstance(env, EnvBase):
         return env
-    from torchrl.modules.utils.utils import _maybe_append_env_transforms_from_module
-
-    return _maybe_append_env_transforms_from_module(env, policy)
+    missing = _compute_missing_env_transforms(env, policy)
+    if wanted:
+        for transform in missing:
+            env = env.append_transform(transform)
+    elif missing:
+        names = ", ".join(type(transform).__name__ for transform in missing)
+        warnings.warn(
+            f"The env passed to Collector is missing transforms required by the policy ({names}). From torchrl v0.15 "
+            "the collector will append them automatically. To enable that behavior now (and silence this warning), "
+            "pass `auto_register_policy_transforms=True`. To opt out permanently, pass "
+            "`auto_register_policy_transforms=False`.",
+            FutureWarning,
+            stacklevel=3,
+        )
+    return env
 
 
 def limit_steps(env: Any, policy: Any, limit: int) -> tuple[Any, int | None]:
@@ -221,22 +233,24 @@ def classes_of(env: EnvBatch) -> dict[Key, Any]:
     return {path: node.kind for path, node in nodes.items() if node.kind is not None}
 
 
-def _check_backend(given: SimpleNamespace) -> None:
-    """Only collecting in this process is available here."""
-    backend, count = given.backend, given.num_collectors
-    if backend not in (None, "direct") or count not in (None, 1) or (backend is None and count):
-        raise BadOption(
-            f"backend={backend!r}, num_collectors={count!r}: this Collector collects in its own process "
-            f"(backend='direct'). Leave both out, or use torchrl.collectors.Collector for them."
+def _check_backend(given: SimpleNamespace, name: str) -> None:
+    """Collecting in this process: what chooses another collector is not for this one."""
+    selectors = (given.backend, given.num_collectors, given.sync, given.backend_options)
+    if name != "Collector" and any(value is not None for value in selectors):
+        raise TypeError(
+            "backend, backend_options, num_collectors, and sync are only supported when constructing Collector "
+            "directly."
         )
+    if given.num_collectors not in (None, 1):
+        raise ValueError("backend='direct' supports at most one collector.")
     if given.sync is not None:
         raise ValueError("sync is only valid for non-direct collectors.")
     if given.backend_options:
         raise ValueError("backend_options are only valid for non-direct collectors.")
 
 
-def _check_buffer(given: SimpleNamespace) -> None:
-    if given.replay_buffer is None:
+def _check_buffer(given: SimpleNamespace, *, ignored: bool) -> None:
+    if given.replay_buffer is None or ignored:
         return
     for wrong, what in (
         (given.postproc is not None and not given.extend_buffer, "postproc must be None"),

@@ -49,7 +49,9 @@ class TorchRLState:
         """Take over a ``state_dict``; the environment goes on where it is, under new trajectory ids."""
         strict = kwargs.get("strict", True)
         if (strict or "env_state_dict" in state_dict) and isinstance(self.env, EnvBase):
-            self.env.load_state_dict(state_dict["env_state_dict"], **kwargs)
+            saved = state_dict["env_state_dict"]
+            if saved or isinstance(self.env, (TransformedEnv, BatchedEnvBase)):  # else nothing is saved
+                self.env.load_state_dict(saved, **kwargs)
         if strict or "policy_state_dict" in state_dict:
             if not isinstance(self.policy, torch.nn.Module):
                 raise ValueError("Underlying policy does not have state_dict to load policy_state_dict into.")

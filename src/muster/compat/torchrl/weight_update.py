@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Collection
 from typing import Any, ClassVar
 
+import torch
+
 from muster.compat.torchrl.scheme_ends import ReceivingEnd, SendingEnd
 from muster.errors import BadOption, CollectorClosed
 from muster.weights.names import Weights, check_finite, named_weights, overwrite
@@ -108,6 +110,7 @@ class WeightSyncScheme:
         weights: Any = None,
         num_workers: int | None = None,
         devices: Collection[Any] | None = None,
+        ctx: Any = None,
     ) -> None:
         """Make this the sending end.
 
@@ -118,11 +121,13 @@ class WeightSyncScheme:
             weights: a TensorDict or dict with the first ones.
             num_workers: receivers, numbered from 0.
             devices: one for each receiver, instead of their number. (Weights come to any device.)
+            ctx: TorchRL's, of ``multiprocessing``; not needed here.
 
         Raises:
             BadOption: contradicting or missing arguments.
             BadWeights: what was given has no weights that can be sent.
         """
+        del ctx
         if self._sender is not None or self.initialized_on_receiver:
             raise BadOption(f"{self} is initialized already: one object is one end, for one model")
         if context is not None and model is None and weights is None:
@@ -164,7 +169,8 @@ class WeightSyncScheme:
         Args:
             model_id: for ``context``.
             context: what has the model, ``get_model(model_id)``, and is told by ``update_policy_weights_``.
-            model: a module, or a TensorDict or dict of tensors, to write the weights to.
+            model: a module, or a TensorDict or dict of tensors, to write the weights to. A module without memory (of
+                device "meta", as TorchRL sends it to workers) gets some.
             worker_idx: which of the sender's receivers this is; by default the context's.
 
         Raises:
@@ -181,6 +187,8 @@ class WeightSyncScheme:
         self.model = self.model if model is None else model
         if self.model is None:
             raise BadOption("init_on_receiver needs what gets the weights: give a model or a context")
+        if isinstance(self.model, torch.nn.Module) and any(parameter.is_meta for parameter in self.model.parameters()):
+            self.model.to_empty(device="cpu")
         self.worker_idx = getattr(context, "worker_idx", None) if worker_idx is None else worker_idx
         self.initialized_on_receiver = True
 
@@ -248,10 +256,7 @@ class WeightSyncScheme:
             end.close()
             raise
         self._receiver, self.synchronized_on_receiver = end, True
-        if self.context is not None:
-            args = (end, weakref.ref(self))
-            self._following = threading.Thread(target=_follow, args=args, name="muster-weights", daemon=True)
-            self._following.start()
+        self._follow_for_context()
 
     def shutdown(self) -> None:
         """Close this end; the other keeps what it has. May be called again."""
@@ -276,6 +281,7 @@ class WeightSyncScheme:
     def context(self, context: Any) -> None:
         self._context = None if context is None else weakref.ref(context)
         self.model = None if context is None else context.get_model(self.model_id)
+        self._follow_for_context()
 
     def __getstate__(self) -> dict[str, Any]:
         """What a receiver needs to know."""
@@ -289,6 +295,13 @@ class WeightSyncScheme:
         return f"{type(self).__name__}()"
 
     # --- parts --------------------------------------------------------------------------------------
+
+    def _follow_for_context(self) -> None:
+        """Receive in a thread, once there are both a sender and what to hand weights to."""
+        if self._receiver is not None and self.context is not None and self._following is None:
+            args = (self._receiver, weakref.ref(self))
+            self._following = threading.Thread(target=_follow, args=args, name="muster-weights", daemon=True)
+            self._following.start()
 
     def _publish(self, sender: SendingEnd, weights: Any, worker_ids: Any) -> None:
         given = self._source if weights is None else weights
@@ -308,13 +321,16 @@ class WeightSyncScheme:
 
     def _take(self, end: ReceivingEnd, *, announce: bool = True) -> Weights | None:
         with self._lock:
-            weights = named_weights(self.model)
+            context = self.context
+            # TorchRL's workers set `model` to what acts, which changes between rollouts only.
+            model = self.model if context is None else context.get_model(self.model_id)
+            weights = named_weights(model)
             version = end.take(weights)
             if version is None:
                 return None
-            self.version, context = version, self.context
+            self.version = version
             if context is not None and announce:
-                context.update_policy_weights_(self.model, model_id=self.model_id)
+                context.update_policy_weights_(model, model_id=self.model_id)
             end.answer(version)
             return weights
 

@@ -6,12 +6,19 @@ import warnings
 from typing import Any
 
 import torch
+import torchrl.weight_update
 from torchrl.collectors import WeightUpdaterBase
 from torchrl.envs.llm.transforms import PolicyVersion
 
 from muster.collectors.weight_methods import WeightMethods
+from muster.compat.torchrl import updaters
+from muster.compat.torchrl.weight_update import WeightSyncScheme
 from muster.weights.publish import PolicyWeights
 from muster.weights.receive import Receivers
+
+# TorchRL's collectors, and those derived from them, take our schemes and updaters, too.
+torchrl.weight_update.WeightSyncScheme.register(WeightSyncScheme)
+WeightUpdaterBase.register(updaters.WeightUpdaterBase)
 
 
 class TorchRLWeights:
@@ -28,11 +35,18 @@ class TorchRLWeights:
         Args:
             policy_or_weights: None takes those of the policy that the collector was made with.
             worker_ids: for weight updaters and schemes.
-            **kwargs: ``weights``, ``policy``, ``model_id``, ``weights_dict``, as in TorchRL.
+            **kwargs: ``weights``, ``policy``, ``model_id``, ``weights_dict``, as in TorchRL. Without schemes, TorchRL
+                drops a ``weights_dict``; here its "policy" acts from the next batch on.
         """
         if "policy_weights" in kwargs:
             warnings.warn("`policy_weights` is deprecated. Use `policy_or_weights` instead.", DeprecationWarning, 2)
             policy_or_weights = kwargs.pop("policy_weights")
+        named = {name: value for name, value in kwargs.items() if value is not None}
+        direct = not self._weight_sync_schemes and self.weight_updater is None
+        if direct and policy_or_weights is None and named.keys() == {"weights_dict"}:
+            if unknown := kwargs.pop("weights_dict").keys() - {"policy"}:
+                raise KeyError(f"Collector has no local weight target for model_id={sorted(unknown)[0]!r}.")
+            policy_or_weights = named["weights_dict"]["policy"]
         super().update_policy_weights_(policy_or_weights, worker_ids=worker_ids, **kwargs)  # type: ignore[misc]
         if self._weight_sync_schemes or self.weight_updater is not None:
             self._weights.publish_all([])
@@ -73,6 +87,10 @@ class TorchRLWeights:
     def _set_up_schemes(self, updater: Any, sending: Any, receiving: Any) -> None:
         self._weight_sync_schemes, self.weight_updater = sending, None
         if sending is not None:
+            # A scheme of ours that names a transport is for workers, and there are none.
+            self._weight_sync_schemes = sending = {
+                model_id: scheme for model_id, scheme in sending.items() if not _is_for_workers(scheme)
+            }
             for model_id, scheme in sending.items():
                 if not scheme.initialized_on_sender:
                     scheme.init_on_sender(model_id=model_id, context=self)
@@ -93,3 +111,7 @@ class TorchRLWeights:
                 "Collector cannot update policy weights without explicit weights or an original policy module."
             )
         self._weights.publish(policy_or_weights)
+
+
+def _is_for_workers(scheme: Any) -> bool:
+    return isinstance(scheme, WeightSyncScheme) and scheme.transport is not None and not scheme.initialized_on_sender

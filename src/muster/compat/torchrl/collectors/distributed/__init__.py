@@ -2,7 +2,7 @@
 
 ::
 
-    from muster.compat.torchrl.distributed import RayCollector  # was: from torchrl.collectors.distributed import ...
+    from muster.compat.torchrl.collectors.distributed import RayCollector  # was: torchrl.collectors.distributed
 
 What differs: docs/torchrl.md.
 """
@@ -52,6 +52,7 @@ class DistributedCollector(clusters.DistributedCollector):
     ) -> None:
         options = _published_every(update_interval, options)
         super().__init__(create_env_fn, policy, **_translated(create_env_fn, frames_per_batch, options))
+        _show(self, create_env_fn, frames_per_batch, options)
 
 
 class DistributedSyncCollector(DistributedCollector):
@@ -77,6 +78,7 @@ class RPCCollector(clusters.RPCCollector):
         if options.get("sync"):
             options.setdefault("cat_results", "cat")
         super().__init__(create_env_fn, policy, **_translated(create_env_fn, frames_per_batch, options))
+        _show(self, create_env_fn, frames_per_batch, options)
 
 
 class RayCollector(clusters.RayCollector):
@@ -103,6 +105,7 @@ class RayCollector(clusters.RayCollector):
         if options.get("num_collectors") is None and counts and not isinstance(create_env_fn, list):
             options["num_collectors"] = max(counts)
         super().__init__(create_env_fn, policy, **_translated(create_env_fn, frames_per_batch, options))
+        _show(self, create_env_fn, frames_per_batch, options)
 
 
 def _translated(create_env_fn: Any, frames_per_batch: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -114,12 +117,30 @@ def _translated(create_env_fn: Any, frames_per_batch: int, options: dict[str, An
     if (total := told.get("total_frames", -1)) > 0:
         told["total_frames"] = -(-total // frames) * frames  # TorchRL's last batch is whole, too
     if told.get("sync"):
-        several = len(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else 1
-        nodes = told.get("num_collectors") or several
+        nodes = _nodes(create_env_fn, told)
         if frames % nodes:
             raise BadOption(f"frames_per_batch={frames} cannot be shared equally by {nodes} nodes: use a multiple")
         frames //= nodes
     return {"obs_dtype": "env", **told, "frames_per_batch": frames}
+
+
+def _nodes(create_env_fn: Any, options: dict[str, Any]) -> int:
+    several = len(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else 1
+    return options.get("num_collectors") or several
+
+
+def _show(collector: Any, create_env_fn: Any, frames_per_batch: int, options: dict[str, Any]) -> None:
+    """Set TorchRL's attributes that programs read, as the arguments were given; devices by node."""
+    nodes = _nodes(create_env_fn, options)
+    collector.num_workers = collector.num_collectors = nodes
+    collector.frames_per_batch = collector.requested_frames_per_batch = frames_per_batch
+    collector.total_frames = options.get("total_frames", -1)
+    for name in ("postproc", "pre_collect_hook", "post_collect_hook"):
+        setattr(collector, name, options.get(name))
+    collector.split_trajs = bool(options.get("split_trajs"))
+    for name in ("device", "storing_device", "env_device", "policy_device"):
+        given = options.get(name)
+        setattr(collector, name, list(given) if isinstance(given, (list, tuple)) else [given] * nodes)
 
 
 def _one(name: str, given: Any) -> Any:

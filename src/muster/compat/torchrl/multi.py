@@ -1,0 +1,168 @@
+"""TorchRL's collectors with worker processes: Muster collects in each worker, TorchRL joins the batches.
+
+A worker of TorchRL's has a collector of its own, whose class may be chosen (``collector_class``). Here it is Muster's.
+The rest is TorchRL's code, so that batches, hooks, states, attributes and weights of workers are the same.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torchrl.collectors
+from torchrl._comm.backends import _get_service_backend, normalize_service_backend
+
+from muster.compat.torchrl.collector import Collector
+
+_SELECTORS = ("backend", "backend_options", "num_collectors", "sync")  # arguments of Collector that choose another one
+_BACKENDS = ("direct", "distributed", "process", "ray", "rpc", "submitit")
+
+
+class _ByArgument(type(torchrl.collectors.MultiCollector)):  # type: ignore[misc]
+    """``MultiCollector(sync=...)`` makes one of its subclasses."""
+
+    def __call__(cls, *args: Any, sync: bool | None = None, **kwargs: Any) -> Any:
+        chosen = cls
+        if cls is MultiCollector and sync is not None:
+            chosen = MultiSyncCollector if sync else MultiAsyncCollector
+        return type.__call__(chosen, *args, **kwargs)
+
+
+class MultiCollector(torchrl.collectors.MultiCollector, metaclass=_ByArgument):  # type: ignore[misc]
+    """TorchRL 0.14's ``MultiCollector``: its arguments, defaults, attributes and results.
+
+    ``torchrl.collectors.MultiCollector`` documents them. ``sync=True`` makes a ``MultiSyncCollector``, ``sync=False`` a
+    ``MultiAsyncCollector``.
+
+    Args:
+        *args: TorchRL's.
+        collector_class: what collects in the workers: ``Collector`` of this package, or a class derived from it.
+        **kwargs: TorchRL's.
+    """
+
+    __signature__ = inspect.signature(torchrl.collectors.MultiCollector.__init__)
+
+    def __init__(self, *args: Any, collector_class: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, collector_class=collector_class or Collector, **kwargs)
+        atexit.register(_shutdown, weakref.ref(self))  # else Python waits at its end for workers that wait for it
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """End the workers; see TorchRL's. Weight sync schemes end too, which otherwise can hang at Python's end."""
+        super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
+        for scheme in (self._weight_sync_schemes or {}).values():
+            scheme.shutdown()
+
+
+class MultiSyncCollector(MultiCollector, torchrl.collectors.MultiSyncCollector):  # type: ignore[misc]
+    """TorchRL 0.14's ``MultiSyncCollector``; see ``MultiCollector``."""
+
+
+class MultiAsyncCollector(MultiCollector, torchrl.collectors.MultiAsyncCollector):  # type: ignore[misc]
+    """TorchRL 0.14's ``MultiAsyncCollector``; see ``MultiCollector``."""
+
+
+class AsyncCollector(MultiAsyncCollector, torchrl.collectors.AsyncCollector):  # type: ignore[misc]
+    """TorchRL 0.14's ``AsyncCollector``; see ``MultiCollector``."""
+
+    __signature__ = inspect.signature(torchrl.collectors.AsyncCollector.__init__)
+
+
+class Evaluator(torchrl.collectors.Evaluator):  # type: ignore[misc]
+    """TorchRL 0.14's ``Evaluator``, which documents it; what collects is ``Collector`` of this package.
+
+    Args:
+        *args: TorchRL's.
+        collector_cls: another class, or the name of one in this package.
+        collector_kwargs: TorchRL's.
+        **options: TorchRL's.
+    """
+
+    __signature__ = inspect.signature(torchrl.collectors.Evaluator)
+
+    def __init__(
+        self, *args: Any, collector_cls: Any = None, collector_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        if isinstance(collector_cls, str):
+            collector_cls = globals()[collector_cls]
+        if options.get("backend") == "process" or options.get("weight_sync_schemes") is not None:
+            collector_kwargs = {"collector_class": Collector} | (collector_kwargs or {})
+        super().__init__(*args, collector_cls=collector_cls or Collector, collector_kwargs=collector_kwargs, **options)
+
+
+def _shutdown(reference: weakref.ref[MultiCollector]) -> None:
+    if (collector := reference()) is not None:
+        collector.shutdown(raise_on_error=False)
+
+
+def made_elsewhere(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The collector that ``Collector(backend=..., num_collectors=...)`` is; None: one in this process."""
+    given = {"backend": None, "num_collectors": None, **kwargs}
+    count, backend = given["num_collectors"], given["backend"]
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
+        raise TypeError("num_collectors must be a positive integer.")
+    if count is not None and count < 1:
+        raise ValueError("num_collectors must be a positive integer.")
+    if backend is not None:
+        backend = normalize_service_backend(backend)
+    else:
+        backend = _get_service_backend() or ("direct" if count is None else "process")
+    if backend not in _BACKENDS:
+        raise ValueError(f"Collector does not support backend={backend!r}. Expected one of {list(_BACKENDS)}.")
+    if backend == "direct":
+        return None
+    if len(args) > 2:
+        raise TypeError("Collector accepts at most create_env_fn and policy positionally.")
+    sync = given.get("sync")
+    if sync is not None and not isinstance(sync, bool):
+        raise TypeError("sync must be a boolean or None.")
+    options = dict(zip(("create_env_fn", "policy"), args, strict=False))
+    options |= {name: value for name, value in kwargs.items() if name not in _SELECTORS}
+    extra = given.get("backend_options") or {}
+    if reserved := {"backend_options", "num_collectors", "num_workers", "sync"} & extra.keys():
+        raise ValueError(f"backend_options contains reserved selector keys: {sorted(reserved)}.")
+    if twice := extra.keys() & options.keys():
+        raise ValueError(f"Backend options duplicate top-level collector arguments: {sorted(twice)}.")
+    if "create_env_fn" in options:
+        options["create_env_fn"] = _one_for_each(options["create_env_fn"], count)
+    if backend == "process":
+        return MultiCollector(sync=bool(sync), **_without_defaults(MultiCollector, options), **extra)
+    from muster.compat.torchrl.collectors import distributed
+
+    cls = {"ray": distributed.RayCollector, "rpc": distributed.RPCCollector}.get(
+        backend, distributed.DistributedCollector
+    )
+    if backend == "submitit":
+        extra = {"launcher": "submitit", **extra}
+        if extra["launcher"] != "submitit":
+            raise ValueError("backend='submitit' requires launcher='submitit'.")
+    return cls(sync=bool(sync), **_without_defaults(cls, options), **extra)
+
+
+def _one_for_each(create_env_fn: Any, count: int | None) -> list[Any]:
+    """A list with what makes the environments of each of ``count`` collectors."""
+    if not isinstance(create_env_fn, Sequence) or isinstance(create_env_fn, (str, bytes)):
+        return [create_env_fn] * (count or 1)
+    if not create_env_fn:
+        raise ValueError("create_env_fn must contain at least one environment.")
+    if count not in (None, len(create_env_fn)):
+        raise ValueError(
+            f"num_collectors does not match the number of environment constructors: {count} != {len(create_env_fn)}."
+        )
+    return list(create_env_fn)
+
+
+def _without_defaults(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what ``Collector`` would do anyway, where ``cls`` has another default or no such argument."""
+    ours, theirs = (inspect.signature(each).parameters for each in (Collector, cls))
+
+    def is_said(name: str, value: Any) -> bool:
+        if name not in ours or ours[name].default is inspect.Parameter.empty:
+            return True
+        default = ours[name].default
+        agrees = name in theirs and theirs[name].default == default
+        return agrees or not (value is default or value == default)
+
+    return {name: value for name, value in options.items() if is_said(name, value)}
