@@ -314,10 +314,7 @@ class BaseCollector(CollectMethods, WeightMethods, RemoteAccess, ABC):
 
     def _log(self) -> None:
         if self._logged is not None:
-            stats, ready = (
-                self._engine.stats(),
-                self._engine.pipeline.frames_ready,
-            )
+            stats, ready = self._engine.stats(), self._engine.pipeline.frames_ready
             stats = replace(stats, frames=stats.frames + ready, in_flight=stats.in_flight - ready)
             self._logged.wrote(stats, self._engine.episodes)
 

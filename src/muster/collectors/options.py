@@ -240,8 +240,15 @@ class CollectorOptions:
     devices: dict[str, torch.device | None] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in [f.name for f in dataclasses.fields(self) if f.name in _INTEGERS]:
-            object.__setattr__(self, name, _integer(name, getattr(self, name), _INTEGERS[name]))
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name, None)
+            allowed = (value is None and "None" in f.type) or (isinstance(value, str) and f'"{value}"' in f.type)
+            if f.name in _INTEGERS and not allowed:
+                object.__setattr__(self, f.name, integer(f.name, value, _INTEGERS[f.name]))
+            if f.type == "bool" or (f.type == "bool | None" and value is not None):
+                check_bool(f.name, value)
+            if value is not None and str(f.type).startswith("Callable") and not callable(value):
+                raise BadOption(f"{f.name}={value!r}: expected a function")
         for name in ("max_frames_per_traj", "init_random_frames"):
             if (getattr(self, name) or 0) <= 0:
                 object.__setattr__(self, name, None)
@@ -256,12 +263,6 @@ class CollectorOptions:
                 f"total_frames={self.total_frames} is not a multiple of frames_per_batch={self.frames_per_batch}; "
                 f"the nearest possible are {' and '.join(map(str, near))}"
             )
-        for f in dataclasses.fields(self):
-            value = getattr(self, f.name, None)
-            if f.type == "bool" or (f.type == "bool | None" and value is not None):
-                check_bool(f.name, value)
-            if value is not None and str(f.type).startswith("Callable") and not callable(value):
-                raise BadOption(f"{f.name}={value!r}: expected a function")
         if self.traj_done_key is not None and not (isinstance(self.traj_done_key, str) and self.traj_done_key):
             raise BadOption(f"traj_done_key={self.traj_done_key!r}: expected the name of an entry of info, or None")
         wanted_infos(self.info)
@@ -318,7 +319,6 @@ class CollectorOptions:
         return {name: _device(name, getattr(self, name)) or general for name in names}
 
 
-_REQUIRED = ("total_frames", "max_decorrelation_steps")
 _INTEGERS = {  # and the least value that makes sense
     "frames_per_batch": 1,
     "total_frames": -1,
@@ -334,14 +334,6 @@ _INTEGERS = {  # and the least value that makes sense
     "max_frames_per_traj": None,
     "init_random_frames": None,
 }
-
-
-def _integer(name: str, value: Any, at_least: int | None) -> int | None:
-    if value is None and name not in _REQUIRED:
-        return None
-    if name == "num_workers" and isinstance(value, str) and value == "auto":
-        return value  # type: ignore[return-value]
-    return integer(name, value, at_least)
 
 
 def check_bool(name: str, value: Any) -> None:
