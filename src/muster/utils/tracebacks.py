@@ -27,7 +27,8 @@ _CAUSE, _CONTEXT, _TRACEBACK = (  # a subclass's may do anything
 class _Trimmed(ContextDecorator):
     """A context, or decorator, for what the user has called: errors leave it without Muster's inner frames.
 
-    An error that Muster did not raise on purpose, and no code of the user's, is a bug and keeps all frames.
+    An error that neither Muster raised on purpose nor code of the user's raised is a bug, and keeps all frames. So do
+    Ctrl-C and other exceptions that are no errors.
     """
 
     def __enter__(self) -> None:
@@ -36,7 +37,7 @@ class _Trimmed(ContextDecorator):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
+        if error is not None and issubclass(type(error), Exception):
             files = [file for file in map(_file, _entries(error)) if is_muster(file) or not is_installed(file)]
             if issubclass(type(error), MusterError) or (files and not is_muster(files[-1])):
                 trim(error)
@@ -49,10 +50,9 @@ def trim(error: BaseException) -> None:
     """Take Muster's inner frames out of the tracebacks of an error and of those that led to it.
 
     Of Muster's frames the outermost stays. Frames of the user's environment, policy and hooks stay, and those of
-    libraries that these have called. Ctrl-C and other exceptions that are no errors keep all frames, and all do with
-    ``MUSTER_TRACEBACK=full`` in the environment.
+    libraries that these have called. ``MUSTER_TRACEBACK=full`` in the environment keeps all frames.
     """
-    if not issubclass(type(error), Exception) or os.environ.get("MUSTER_TRACEBACK") == "full":
+    if os.environ.get("MUSTER_TRACEBACK") == "full":
         return
     chain: list[BaseException] = []
     left: list[BaseException | None] = [error]
