@@ -28,7 +28,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AsyncCollector": "muster.collectors",
     "CollectStats": "muster.episodes.summary",
-    "Collected": "muster.collectors.asked",
+    "Collected": "muster.collectors.collect_methods",
     "Autosave": "muster.collectors.options",
     "CentralInference": "muster.collectors.multi_options",
     "Collector": "muster.collectors",
@@ -81,11 +81,11 @@ if TYPE_CHECKING:
     from muster.collectors import MultiAsyncCollector as MultiAsyncCollector
     from muster.collectors import MultiOptions as MultiOptions
     from muster.collectors import MultiSyncCollector as MultiSyncCollector
-    from muster.collectors.asked import Collected as Collected
     from muster.collectors.cluster_options import ClusterOptions as ClusterOptions
     from muster.collectors.clusters import DistributedCollector as DistributedCollector
     from muster.collectors.clusters import RayCollector as RayCollector
     from muster.collectors.clusters import RPCCollector as RPCCollector
+    from muster.collectors.collect_methods import Collected as Collected
     from muster.collectors.multi_options import CentralInference as CentralInference
     from muster.collectors.multi_options import Restart as Restart
     from muster.collectors.options import Autosave as Autosave

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from muster.collectors.asked import Asked, Collected
+from muster.collectors.collect_methods import Asked, Collected
 from muster.collectors.contradictions import NEEDS_ENVS
 from muster.collectors.engine import Engine
 from muster.collectors.pipeline import PipelineItem, Stage
