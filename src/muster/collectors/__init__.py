@@ -1,4 +1,4 @@
-"""What the user holds."""
+"""Collectors and their options."""
 
 from muster.collectors.collector import Collector
 from muster.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiSyncCollector

@@ -1,4 +1,4 @@
-"""``num_workers="auto"``: as many workers as keep the cores busy, measured for about a second."""
+"""``num_workers="auto"``: the number of workers that keeps the cores busy, measured for about a second."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from muster.rollout.columns import lane_columns
 from muster.rollout.loop import rollout
 from muster.workers.build import build_envs, build_policy, make_group
 
-SECONDS = 1.0  # of measuring
-ROWS = 32  # of each measured rollout
+SECONDS = 1.0  # duration of a measurement
+ROWS = 32  # rows of each measured rollout
 MOST_WORKERS = 64
-WAITING = 0.5  # CPU share below which environments count as waiting for something else
-_PLAIN: dict[str, Any] = {  # the measured rollouts go on until the time is over, with random streams of their own
+WAITING = 0.5  # environments with a smaller CPU share count as waiting
+_PLAIN: dict[str, Any] = {  # measured rollouts run until the time is over, and have their own random streams
     "on_step": None,
     "own_rng": False,
     "reset_when_done": True,
@@ -36,12 +36,12 @@ _PLAIN: dict[str, Any] = {  # the measured rollouts go on until the time is over
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """How one worker uses its core.
+    """Measured use of a core by one worker.
 
     Attributes:
-        cpu_share: CPU time divided by wall time of rollouts, in (0, 1]. Small: the environment waits for a simulator, a
-            network or a timer, and leaves its core to other workers.
-        env_batch: environments that one entry of ``create_env_fn`` makes, e.g. those of a vector environment.
+        cpu_share: CPU time divided by wall time of rollouts, in (0, 1]. A small share: the environment waits for
+            a simulator, a network or a timer, and leaves its core to other workers.
+        env_batch: number of environments that one entry of ``create_env_fn`` makes, e.g. a vector environment.
     """
 
     cpu_share: float
@@ -53,15 +53,15 @@ class Load:
 
 
 def auto_workers(create_env_fn: Any, policy: Any, options: PoolOptions, *, alone: bool) -> int:
-    """The number of workers that keeps the cores of this machine busy.
+    """Return the number of workers that keeps the cores of this machine busy.
 
-    Makes the environments of one group in this process (one environment where ``num_envs`` is given), runs rollouts for
-    about a second with a copy of the policy, and closes them. The user's random streams, and those of the groups, do
-    not move.
+    Makes the environments of one group in this process (a single one if ``num_envs`` is set), runs rollouts for
+    about a second with a copy of the policy, and closes them. The random streams of the user and of the groups
+    do not change.
 
     Args:
-        create_env_fn: see ``MultiSyncCollector``; of a list, the first entry is measured.
-        policy: that acts, or None.
+        create_env_fn: see ``MultiSyncCollector``. Of a list, the first entry is measured.
+        policy: policy to measure, or None.
         alone: every group fills batches of its own.
     """
     load = measure(create_env_fn, policy, options, SECONDS)
@@ -70,24 +70,24 @@ def auto_workers(create_env_fn: Any, policy: Any, options: PoolOptions, *, alone
 
 
 def choose_workers(load: Load, options: PoolOptions, groups: int | None, cores: float, *, alone: bool) -> int:
-    """The number of workers for a measured load.
+    """Return the number of workers for a measured load.
 
     Args:
-        groups: number of groups; None: one for each worker.
-        cores: that this process may use.
+        groups: number of groups; None: as many as workers.
+        cores: number of cores that this process may use.
     """
     B = load.env_batch if load.env_batch > 1 else options.num_envs or 1
-    most = groups or (MOST_WORKERS if alone else max(1, options.frames // B))  # one step for each environment
+    most = groups or (MOST_WORKERS if alone else max(1, options.frames // B))  # at least one step for each environment
     return min(most, busy_workers(load, 1.0 if options.in_threads else cores))
 
 
 def busy_workers(load: Load, cores: float) -> int:
-    """Workers that together use all cores, at most ``MOST_WORKERS``."""
+    """Return the number of workers that together use all cores, at most ``MOST_WORKERS``."""
     return min(MOST_WORKERS, max(1, math.floor(cores / load.cpu_share + 0.1)))
 
 
 def measure(create_env_fn: Any, policy: Any, options: CollectorOptions, seconds: float) -> Load:
-    """Runs rollouts of the first group, or of one environment of it, for about ``seconds``.
+    """Measure rollouts of the first group, or of one environment of it, for about ``seconds``.
 
     Raises:
         MusterError: the environments or the policy raised; the environments are closed.
@@ -119,7 +119,7 @@ def measure(create_env_fn: Any, policy: Any, options: CollectorOptions, seconds:
                     return
 
         B = built.env.num_envs
-        run(0.1 * seconds)  # the first reset and the first calls of a policy take longer
+        run(0.1 * seconds)  # the first reset and the first policy calls are slower
         wall, cpu, waited = time.perf_counter(), time.process_time(), queued.seconds()
         run(0.9 * seconds)
         cpu = time.process_time() - cpu
@@ -138,17 +138,17 @@ class _Until:
 
 
 def usable_cores(root: Path = Path("/")) -> float:
-    """Cores that this process may run on, or the share of them that its container may use.
+    """Return the number of cores that this process may run on, limited by the CPU quota of its container.
 
     Args:
-        root: where ``proc`` and ``sys`` are.
+        root: parent folder of ``proc`` and ``sys``.
     """
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     return min([cores, *(quota for folder in _cpu_cgroups(root) if (quota := _quota(folder)) > 0)])
 
 
 class _QueuedTime:
-    """How long this thread has waited for a core that other programs used. 0 if the system does not say."""
+    """Measures how long this thread has waited for a core that other programs used; 0 if this is unknown."""
 
     def __init__(self) -> None:
         try:
@@ -160,13 +160,13 @@ class _QueuedTime:
         return int(os.pread(self._fd, 64, 0).split()[1]) * 1e-9 if self._fd >= 0 else 0.0
 
     def close(self) -> None:
-        """Called once."""
+        """Close the file. Must be called once."""
         if self._fd >= 0:
             os.close(self._fd)
 
 
 def _quota(folder: Path) -> float:
-    """Cores by a cgroup's limit; 0: no limit."""
+    """Return a cgroup's limit as a number of cores; 0: no limit."""
     text = _read(folder / "cpu.max").split()  # version 2: "200000 100000", or "max 100000"
     if not text:
         text = [_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")]
@@ -175,7 +175,7 @@ def _quota(folder: Path) -> float:
 
 
 def _cpu_cgroups(root: Path) -> list[Path]:
-    """The folders of this process's CPU cgroup and of those around it, of both versions."""
+    """Return the folders of this process's CPU cgroup and of its ancestors, for cgroups of both versions."""
     found: list[Path] = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

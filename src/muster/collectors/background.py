@@ -1,4 +1,4 @@
-"""A collector that runs in a thread of its own, into a replay buffer."""
+"""Collection in a background thread, into a replay buffer."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from muster.errors import CollectorTimeout, described
 from muster.rollout.group import Group
 from muster.utils.forks import Owner
 
-PATIENCE = 600.0  # seconds for one batch, before the caller that waits for its end gets an error
+PATIENCE = 600.0  # timeout in seconds of a caller that waits for the end of a batch
 
 
 class Background:
     """Calls ``step`` again and again in a daemon thread, until it returns False, raises, or ``stop`` is called.
 
     Args:
-        step: one batch.
-        name: of the thread.
-        groups: that it runs.
+        step: function that collects one batch.
+        name: name of the thread.
+        groups: groups that run in the thread.
 
     Attributes:
-        error: what ``step`` raised, until it is raised in another thread.
-        ended_by: type and message of what ``step`` raised; empty while nothing was.
-        owner: the process that the thread is in.
+        error: exception raised by ``step``, until it is raised in another thread.
+        ended_by: type and message of that exception; empty if there was none.
+        owner: process that owns the thread.
     """
 
     def __init__(self, step: Callable[[], bool], name: str, groups: Sequence[Group] = ()) -> None:
         self._step, self._stopping = step, False
         self.owner = Owner("collector", "background thread")
         self._changed = threading.Condition()
-        self._busy = False  # in the middle of a batch
-        self._pauses = 0  # how many want it to be in none
+        self._busy = False  # a batch is being collected
+        self._pauses = 0  # number of ``paused`` contexts
         self.error: BaseException | None = None
         self.ended_by = ""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -45,12 +45,12 @@ class Background:
         return self._thread.is_alive()
 
     def here(self) -> bool:
-        """The caller is this thread itself."""
+        """Return whether this is called from the background thread."""
         return threading.current_thread() is self._thread
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """No batch is being collected inside; waits for the current one to end. May be nested."""
+        """Wait until the current batch is complete; no batch is collected inside this context. May be nested."""
         if self.here():
             yield
             return
@@ -71,10 +71,10 @@ class Background:
                 self._changed.notify_all()
 
     def stop(self, timeout: float | None) -> None:
-        """End after the current batch.
+        """End the thread after the current batch.
 
         Raises:
-            CollectorTimeout: it did not end in time; it will at the end of its batch.
+            CollectorTimeout: it did not end in time. It will end after its batch.
         """
         with self._changed:
             self._stopping = True
@@ -92,17 +92,17 @@ class Background:
             while more and self._may_begin():
                 more = self._step()
                 self._rest()
-        except BaseException as error:  # noqa: BLE001 (handed to the user's thread)
+        except BaseException as error:  # noqa: BLE001 (raised again in the user's thread)
             self.error, self.ended_by = error, described(error)
             self._warn()
         finally:
             self._rest()
 
     def _warn(self) -> None:
-        """Tell a user who only looks at the buffer, and so makes no call that could raise."""
-        if self._stopping or not threading.main_thread().is_alive():  # it is raised now; or the program ends
+        """Warn a user who only reads the buffer, and so calls no method that would raise the error."""
+        if self._stopping or not threading.main_thread().is_alive():  # ``stop`` raises it, or the program is exiting
             return
-        with suppress(Warning):  # where filters make it an exception: ``error`` is there all the same
+        with suppress(Warning):  # filters may turn it into an exception; ``error`` is set in any case
             warnings.warn(
                 f"The background thread {self._thread.name} stopped collecting, because of {self.ended_by}\n"
                 f"The replay buffer gets no more data. The next call of a method of the collector raises this error; "

@@ -1,4 +1,4 @@
-"""What all collectors have in common: iteration, background thread, state, closing."""
+"""The base of all collectors: iteration, background thread, state, closing."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 
 
 class NoWorkerIndex(BadOption, RuntimeError):
-    """``worker_idx`` was asked for and never set."""
+    """``worker_idx`` was read, but never set."""
 
 
 class BaseCollector(CollectMethods, WeightMethods, ABC):
-    """What all collectors have in common; they differ in where environments run, and in what comes when.
+    """Base of all collectors. Subclasses choose where environments run and how rollouts become batches.
 
     Attributes:
-        options: with all defaults filled in.
-        policy: that acts in this process, or whose copies act elsewhere.
+        options: options with all defaults filled in.
+        policy: policy that acts in this process, or whose copies act elsewhere.
         timeline: see ``muster.Timeline``.
     """
 
@@ -65,14 +65,14 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         self._background: Background | None = None
         self._iterator: weakref.ref[Generator[Any, None, None]] | None = None
         self.profile_config: ProfileConfig | None = None
-        with ExitStack() as made:  # closes what was made, if anything below fails
+        with ExitStack() as made:  # closes everything made so far if a line below fails
             self._engine = self._connect(made)
             self._set_up()
             self._made = made.pop_all()
 
     @abstractmethod
     def _connect(self, made: ExitStack) -> Engine:
-        """Make environments, ``policy`` and ``_weights``; ``made`` closes them if anything fails later."""
+        """Make environments, ``policy`` and ``_weights``; ``made`` closes them after an error."""
 
     # --- collecting -------------------------------------------------------------------------------
 
@@ -80,9 +80,9 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         return self.iterator()
 
     def iterator(self) -> Iterator[Any]:
-        """Batches until ``total_frames``; after a ``break``, another iterator goes on where this one stopped.
+        """Return an iterator over batches until ``total_frames``. After a ``break``, the next iterator continues there.
 
-        Yields None for what a replay buffer took.
+        Yields None for batches written to a replay buffer.
 
         Raises:
             CollectorClosed: after ``shutdown``.
@@ -102,18 +102,18 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         return batches
 
     def next(self) -> Any:
-        """The next batch; None when there is none left."""
+        """Return the next batch, or None after the last one."""
         return next(self.iterator(), None)
 
     def rollout(self) -> TensorDict:
-        """One more batch, now and as it is (no postproc, no buffer); it does not count towards ``total_frames``."""
+        """Collect an extra batch without postproc and buffer; it does not count towards ``total_frames``."""
         self._check_open()
         self._check_amount()
         with self._exclusively():
             return self._engine.rollout()
 
     def __len__(self) -> int:
-        """Batches over the collector's life.
+        """Return the number of batches up to ``total_frames``.
 
         Raises:
             TypeError: for an endless collector.
@@ -123,24 +123,24 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         return math.ceil(self.options.total_frames / self.options.frames)
 
     def reset(self, index: Sequence[int] | int | None = None, **kwargs: Any) -> None:
-        """Begin new episodes with the next batch, in all environments or those of ``index`` (global numbers).
+        """Reset all environments, or those in ``index`` (global numbers), before the next batch.
 
-        The running ones are cut without a flag; their last batch ends as a batch does.
+        Their episodes are cut without a flag, as an episode is at the end of a batch.
 
         Args:
-            index: environments; None is all.
-            **kwargs: given to the environments' own reset, once (Gymnasium: ``options={...}``).
+            index: numbers of environments, or a bool array over all of them; None: all.
+            **kwargs: arguments of the environments' own reset, used once (Gymnasium: ``options={...}``).
         """
         self._check_open()
         with self._exclusively():
             self._engine.reset(index, kwargs)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed all environments and Muster's own draws, and begin new episodes with the next batch.
+        """Seed all environments and Muster's own draws, and reset all environments before the next batch.
 
         Args:
-            seed: environment i gets ``seed + i``.
-            static_seed: all get ``seed``.
+            seed: seed of environment 0; environment i gets ``seed + i``.
+            static_seed: all environments get ``seed``.
 
         Returns:
             the seed of the last environment.
@@ -152,18 +152,18 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
     # --- in the background ------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Collect in a thread of its own, into the replay buffer, until ``total_frames`` or ``async_shutdown``.
+        """Collect in a background thread, into the replay buffer, until ``total_frames`` or ``async_shutdown``.
 
         The thread acts with a copy of the policy, so training does not change weights in the middle of a batch:
-        ``update_policy_weights_()`` takes them over for the next one. What environments and policies draw from the
-        process's global generators they share with you then.
+        ``update_policy_weights_()`` copies new ones for the next. Environments and policies that draw from the
+        process's global generators then share these with your thread.
 
-        An error ends the thread. It is announced at once with a ``RuntimeWarning``, shown by ``stats().ended_by``, and
-        raised once by the next call of a method that does or changes something, at the latest by ``shutdown()``.
-        ``is_running()``, ``stats()`` and the properties never raise it. ``start()`` goes on after that.
+        An error ends the thread. A ``RuntimeWarning`` reports it at once, ``stats().ended_by`` shows it, and the next
+        method that collects or changes something raises it once, at the latest ``shutdown()``. ``is_running()``,
+        ``stats()`` and the properties never raise it. After that ``start()`` continues.
 
         Raises:
-            BadOption: without a replay buffer.
+            BadOption: there is no replay buffer.
         """
         self._check_open()
         if self.options.replay_buffer is None:
@@ -176,33 +176,33 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         self._background = Background(lambda: next(batches, self) is not self, name, self._groups)
 
     def is_running(self) -> bool:
-        """The background thread is at work."""
+        """Return whether the background thread runs."""
         return self._background is not None and self._background.is_running()
 
     def pause(self) -> AbstractContextManager[None]:
-        """A context in which the background thread does not collect; entered when its current batch is complete."""
+        """Return a context in which the background thread does not collect. Entering waits for the end of its batch."""
         self._check_open()
         return self._exclusively()
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """End the background thread after its current batch, and shut down; raises what the thread raised.
+        """End the background thread after its current batch, and shut down. Raises the error of the thread.
 
         Raises:
-            CollectorTimeout: it did not end within ``timeout`` seconds; nothing was closed.
+            CollectorTimeout: the thread did not end within ``timeout`` seconds; nothing was closed.
         """
         if not self._is_forked():
             self._stop_background(timeout)
         self.shutdown(close_env=close_env)
 
-    # --- looking at it ----------------------------------------------------------------------------
+    # --- observing --------------------------------------------------------------------------------
 
     @property
     def episodes(self) -> Sequence[EpisodeRecord]:
-        """The episodes that ended in the last batch."""
+        """Records of the episodes that ended in the last batch."""
         return self._engine.episodes
 
     def stats(self) -> CollectorStats:
-        """A snapshot; cheap, also after ``shutdown``."""
+        """Return a snapshot of all counters. It is cheap, and available after ``shutdown``."""
         stats = self._engine.stats()
         ended_by = "" if self._background is None else self._background.ended_by
         return replace(stats, ended_by=ended_by) if ended_by else stats
@@ -217,26 +217,26 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
 
     @property
     def env(self) -> Any:
-        """The environment object, or the list of them."""
+        """The environment object, or a list if there are several."""
         objects = [env for group in self._groups for env in group.env.objects()]
         return objects[0] if len(objects) == 1 else objects
 
     @property
     def worker_idx(self) -> int:
-        """Number of this collector among its parent's.
+        """Index of this collector among its parent's.
 
         Raises:
-            BadOption: (a ``RuntimeError`` too) it was not given.
+            BadOption: it was not set. The error is a ``RuntimeError``, too.
         """
         if self.options.worker_idx is None:
             raise NoWorkerIndex("worker_idx was not set: pass worker_idx= when this collector is one of several")
         return self.options.worker_idx
 
     def get_model(self, model_id: str) -> Any:
-        """A model by its id: "policy", a part of it ("policy.module[0]", "actor"), or of the environment ("env...").
+        """Return a model by id: "policy", a part of it ("policy.module[0]", "actor") or of the environment ("env...").
 
         Raises:
-            BadOption: there is no such model.
+            BadOption: the model does not exist.
         """
         if model_id == "policy":
             return self.policy
@@ -247,30 +247,30 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
             raise BadOption(f"model_id={model_id!r} is not known here: {error}") from error
 
     def getattr_env(self, attr: str) -> Any:
-        """An attribute of the environment (a list with one for each, where there are several)."""
+        """Return an attribute of the environment, or a list of them if there are several environments."""
         self._raise_from_background()
         env = self.env
         return [getattr(one, attr) for one in env] if isinstance(env, list) else getattr(env, attr)
 
     def getattr_policy(self, attr: str) -> Any:
-        """An attribute of the policy."""
+        """Return an attribute of the policy."""
         self._raise_from_background()
         return getattr(self.policy, attr)
 
     def getattr_rb(self, attr: str) -> Any:
-        """An attribute of the replay buffer."""
+        """Return an attribute of the replay buffer."""
         self._raise_from_background()
         if self.options.replay_buffer is None:
             raise BadOption(f"getattr_rb({attr!r}): this collector has no replay buffer")
         return getattr(self.options.replay_buffer, attr)
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
-        """Call what a path from this collector names, such as ``"policy.module[0].reset_parameters"``.
+        """Call a function by its path from this collector, such as ``"policy.module[0].reset_parameters"``.
 
         Only attributes and subscripts with a literal are followed; nothing is evaluated.
 
         Raises:
-            BadOption: it names nothing, or nothing that can be called.
+            BadOption: the path does not exist, or is not callable.
         """
         self._raise_from_background()
         found = resolve(self, attr_path)
@@ -278,26 +278,26 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
             raise BadOption(f"cascade_execute({attr_path!r}): that is {type(found).__name__}, which cannot be called")
         return found(*args, **kwargs)
 
-    # --- the end ----------------------------------------------------------------------------------
+    # --- special batches, profiling -----------------------------------------------------------------
 
     def final_observations(self) -> TensorDict:
-        """With ``compact_obs``: the observations after the last batch that none of its rows shows, ``[n]``.
+        """Return the observations of the last batch that ``compact_obs`` omits and none of its rows contains, ``[n]``.
 
-        ``env`` and ``row`` say where: after the last step of every episode that ended, and after the last row.
+        ``env`` and ``row`` are their places: the last step of every episode that ended, and the batch's last row.
         """
         self._raise_from_background()
         return final_observations(self._engine.finals)
 
     def fake_tensordict(self) -> TensorDict:
-        """Zeros of the shape of a batch; nothing is collected, but the policy is called once to see its outputs."""
+        """Return zeros of the shape of a batch. Nothing is collected; the policy is called once to find its outputs."""
         self._check_open()
         with self._exclusively():
             return self._engine.blank()
 
     def enable_profile(self, **config: Any) -> None:
-        """Profile the next rollouts with ``torch.profiler``; ``muster.ProfileConfig`` has the keywords.
+        """Profile the next rollouts with ``torch.profiler``. ``muster.ProfileConfig`` documents the keywords.
 
-        ``collector.timeline`` is Muster's own picture of where the time goes, which costs next to nothing.
+        ``collector.timeline`` is Muster's own record of where time is spent, at almost no cost.
         """
         self._check_open()
         self.disable_profile()
@@ -305,7 +305,7 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         self._engine.source.pool.call(Profile(self.profile_config))
 
     def disable_profile(self) -> None:
-        """End profiling; what was recorded is written."""
+        """End profiling, and write the recorded profile."""
         self._raise_from_background()
         if self.profile_config is not None:
             self._engine.source.pool.call(Profile(None))
@@ -314,29 +314,29 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
     # --- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on exactly from here, as plain data; ``muster.save_state`` writes it to a file.
+        """Return everything needed to continue exactly from here, as plain data for ``muster.save_state``.
 
-        ``policy_state_dict`` and ``env_state_dict`` (one entry per environment object) besides Muster's own. What of
-        it can be restored, ``load_state_dict`` says.
+        Contains ``policy_state_dict`` and ``env_state_dict`` (one entry per environment object) and Muster's own state.
+        The report of ``load_state_dict`` lists what was restored.
         """
         self._check_open()
         with self._exclusively():
             return resume.state_of(self)
 
     def load_state_dict(self, state_dict: Any, *, trust: bool = False) -> resume.ResumeReport:
-        """Go on from where ``state_dict()`` was called, also in another process.
+        """Restore the state from ``state_dict()``, also in another process, and continue from there.
 
         Args:
-            state_dict: that, or a path that ``muster.save_state`` or ``autosave`` wrote. The collector has to be made
-                in the same way.
-            trust: unpickle environments. Only for states that you have written: a pickle can run any code.
+            state_dict: the state, or the path of a file written by ``muster.save_state`` or ``autosave``. The collector
+                must have been made in the same way.
+            trust: unpickle environments. Use it only for states that you have written: a pickle can run any code.
 
         Returns:
-            what was restored. Environments that were not begin new episodes, whose first row has
+            a report of what was restored. Environments that were not restored start new episodes, whose first row has
             ``("collector", "resumed")`` set.
 
         Raises:
-            BadCheckpoint: the state is of another kind of collector, or damaged. Nothing was changed.
+            BadCheckpoint: the state is damaged, or from a different collector. Nothing was changed.
         """
         self._check_open()
         with self._exclusively():
@@ -345,19 +345,19 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
     # --- the end ----------------------------------------------------------------------------------
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Close the environments. Batches stay valid; ``stats()`` still works. May be called again.
+        """Close the environments. Batches and ``stats()`` stay valid. May be called again.
 
         Args:
-            timeout: seconds for the current batch of the background thread; None waits for its end.
-            close_env: False leaves the environments open.
-            raise_on_error: False hides errors of the environments' ``close`` and of the background thread.
+            timeout: seconds to wait for the current batch of the background thread; None: no limit.
+            close_env: False: leave the environments open.
+            raise_on_error: False: ignore errors of the environments' ``close`` and of the background thread.
 
         Raises:
             CollectorTimeout: the background thread did not end in time; nothing was closed.
         """
         if self._closed:
             return
-        if self._is_forked():  # nothing of it is this process's to end
+        if self._is_forked():  # a fork must not end its parent's workers
             self._closed = True
             return
         try:
@@ -406,13 +406,13 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
             self.set_seed(options.seed)
 
     def _before_batch(self) -> None:
-        """Whenever another batch is wanted, and the user is done with the one before."""
+        """Run before each batch, when the user is done with the previous one."""
         if self._saving is not None and time.monotonic() - self._saved_at >= self._saving.every:
             resume.autosave(self, self._saving.folder)
             self._saved_at = time.monotonic()
 
     def _go_into_background(self) -> None:
-        """Before a thread begins to collect."""
+        """Prepare for collecting in a background thread."""
 
     def _exclusively(self) -> AbstractContextManager[None]:
         return trimmed if self._background is None else self._while_paused(self._background)
@@ -420,7 +420,7 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
     @contextmanager
     def _while_paused(self, background: Background) -> Iterator[None]:
         with trimmed, background.paused():
-            self._raise_from_background()  # the batch that was waited for may have failed
+            self._raise_from_background()  # the batch that ended just now may have failed
             yield
 
     def _stop_background(self, timeout: float | None) -> None:
@@ -430,7 +430,7 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         self._raise_from_background()
 
     def _raise_from_background(self) -> None:
-        """What the background thread raised reaches the user at the next call, once."""
+        """Raise the background thread's error in the user's thread, once."""
         if self._background is not None and not self._background.here() and self._background.error is not None:
             error, self._background.error = self._background.error, None
             raise error
@@ -448,18 +448,18 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
             self._release()
 
     def _release(self) -> None:
-        """What there is besides environments."""
+        """Release resources besides environments."""
 
     def _check_amount(self) -> None:
         if not self.options.frames_per_batch:
             raise BadOption("frames_per_batch is not set: pass it to the constructor, or call collect(n_step=...)")
 
     def _is_forked(self) -> bool:
-        """This is a fork of the process that has its workers, or its background thread."""
+        """Return whether this is a fork of the process that has the workers or the background thread."""
         return not all(owner.is_here() for owner in self._owners())
 
     def _owners(self) -> list[Owner]:
-        """Of what no fork has."""
+        """Return the owners of the workers and of the background thread, which no fork has."""
         owners = self._engine.source.pool.owner, self._background and self._background.owner
         return [owner for owner in owners if owner]
 

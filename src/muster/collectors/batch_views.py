@@ -1,4 +1,4 @@
-"""From a filled slot to the TensorDict that the user gets."""
+"""From filled slots to the user's TensorDicts."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 
-VIEWS = 1024  # kept; one per ring
+VIEWS = 1024  # maximum number of cached views, one per ring
 
 
 class BatchViews:
-    """Lends slots as TensorDicts, where the user wants them.
+    """Lends slots as TensorDicts, on the storing device.
 
     Args:
         stacked: batches have a leading dimension for the groups.
-        cat_dim: along which slots are concatenated; None: a batch is one slot.
-        hidden: batches show hidden columns; ``hidden_keys`` names them.
+        cat_dim: dimension along which slots are concatenated; None: a batch is one slot.
+        hidden: batches show hidden columns; ``hidden_keys`` returns their keys.
 
     Attributes:
-        reused: with ``return_same_td``, the slot to fill again.
+        reused: the slot to fill again with ``return_same_td``, else None.
         shows_hidden: batches show hidden columns.
     """
 
@@ -42,8 +42,8 @@ class BatchViews:
     ) -> None:
         self._options, self._stacked, self._cat_dim, self.shows_hidden = options, stacked, cat_dim, hidden
         self._storing = options.devices["storing_device"]
-        self._views: dict[int, BatchView] = {}  # by the identity of their layouts, which they keep alive
-        # Lent slots whose batch has not been handed out, by their identity, which the memory keeps.
+        self._views: dict[int, BatchView] = {}  # by the id of their layouts, which the views keep alive
+        # Lent slots whose batch was not returned yet, by id. Their memory keeps the slots alive.
         self._prepared: dict[int, tuple[torch.Tensor, TensorDict | None]] = {}
         self._same: tuple[Slot, torch.Tensor, TensorDict] | None = None
 
@@ -52,9 +52,9 @@ class BatchViews:
         return self._same[0] if self._same else None
 
     def batch(self, filled: FilledSlot) -> TensorDict:
-        """The batch in filled slots; ``[..., rows]`` without ``use_buffers``, if the rollout ended early.
+        """Return the batch in filled slots; with ``use_buffers=False`` without the rows that none of its rollouts has.
 
-        If it cannot be made (no memory for a copy, for instance), call again, or ``give_up``.
+        If the batch cannot be made (no memory for a copy, for instance), call this again, or ``give_up``.
         """
         if self._cat_dim is not None:
             return self._concatenated(filled, self._cat_dim)
@@ -79,7 +79,7 @@ class BatchViews:
         return batch
 
     def prepare(self, ring: SlotRing, slot: Slot) -> None:
-        """Make the batch of a slot while it is being filled, where that can be done."""
+        """Make the batch of a slot while the slot is being filled, if that is possible."""
         late = ring.layout.object_columns or self._storing is not None or self._options.return_same_td
         if not late and self._cat_dim is None and id(slot) not in self._prepared:
             state, memory = slot.state, ring.lend(slot)
@@ -87,17 +87,17 @@ class BatchViews:
             self._prepared[id(slot)] = memory, self._view_of(ring.layout).tensordict(memory, slot)
 
     def drop(self, slot: Slot) -> bool:
-        """A slot will never be full; whether it had been prepared, and comes back to its ring by itself."""
+        """Forget a slot that will never be full. Return whether it was prepared: it then returns to its ring."""
         return self._prepared.pop(id(slot), None) is not None
 
     def give_up(self, filled: FilledSlot) -> None:
-        """The batch in these slots will not be delivered."""
+        """Release slots whose batch will not be delivered."""
         for ring, slot in filled.slots:
             self._lent(ring, slot)
             self.drop(slot)
 
     def _concatenated(self, filled: FilledSlot, dim: int) -> TensorDict:
-        """A copy; the slots are free at once."""
+        """Return a copy of the slots, concatenated; the slots are free at once."""
         parts = []
         for (ring, slot), result in zip(filled.slots, filled.results, strict=True):
             view = self._view_of(ring.layout)
@@ -112,7 +112,7 @@ class BatchViews:
         return batch
 
     def _lent(self, ring: SlotRing, slot: Slot) -> tuple[torch.Tensor, TensorDict | None]:
-        """A full slot's memory, and its batch if that was prepared; lent until what is made of it is complete."""
+        """Return a full slot's memory and its prepared batch, if any; it stays lent until its batch is complete."""
         if id(slot) in self._prepared:
             slot.state = SlotState.LENT
         else:
@@ -120,13 +120,13 @@ class BatchViews:
         return self._prepared[id(slot)]
 
     def blank(self, layout: Layout, device: torch.device | None) -> TensorDict:
-        """A batch of zeros, in memory of its own; on the ``device`` if there is no storing device."""
+        """Return a batch of zeros in its own memory, on the storing device, else on ``device``, else on the CPU."""
         slot = Slot(layout)
         memory = torch.from_numpy(slot.block).to(self._storing or device or "cpu")
         return self._view_of(layout).tensordict(memory, slot)
 
     def show_hidden(self) -> None:
-        """From now on."""
+        """Show hidden columns in all later batches."""
         self.shows_hidden = True
         self._views.clear()
 
@@ -153,7 +153,7 @@ class BatchViews:
         return self._views[id(layout)]
 
     def _refresh(self, view: BatchView) -> TensorDict:
-        """``return_same_td``: the slot was filled again in place; only copies of it need to be renewed."""
+        """``return_same_td``: the slot was filled in place again, so only copies of its values are renewed."""
         assert self._same is not None
         slot, memory, batch = self._same
         if memory.device.type != "cpu":
@@ -163,14 +163,14 @@ class BatchViews:
 
 
 def final_observations(finals: Sequence[tuple[Array, Sequence[Final]]]) -> TensorDict:
-    """What ``compact_obs`` leaves out and no later row shows, ``[n]``.
+    """Return the observations that ``compact_obs`` omits and no later row contains, ``[n]``.
 
     Args:
-        finals: by group, with the global numbers of its environments.
+        finals: last observations of each group, with the global numbers of its environments.
 
     Returns:
-        the observations, ``env`` (global number) and ``row`` (time step in the batch): those after the last step of
-        every episode that ended in the batch, and after the batch's last row.
+        the observations, ``env`` (global number) and ``row`` (time step in the batch): of the last step of every
+        episode that ended in the batch, and of the batch's last row.
     """
     from tensordict import NonTensorStack, TensorDict
 

@@ -1,4 +1,4 @@
-"""The methods of collectors that collect when asked, and what these take and return."""
+"""The methods for collecting on demand, their arguments and results."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ Surplus = Literal["discard", "keep"]
 
 
 class Collected(NamedTuple):
-    """What ``collect_batch`` returns.
+    """The result of ``collect_batch``.
 
     Attributes:
-        batch: as ``collector.buffer`` shows it; yours.
-        stats: of the call.
+        batch: the collected batch, as in ``collector.buffer``. It stays valid.
+        stats: statistics of the call.
     """
 
     batch: TensorDict
     stats: CollectStats
 
 
-@dataclass  # not frozen, which would make each one ten times as expensive
+@dataclass  # not frozen: a frozen dataclass takes ten times as long to make
 class Asked:
-    """The arguments of ``BaseCollector.collect``, where they are explained. It is not changed.
+    """The arguments of ``BaseCollector.collect``, which documents them; never changed.
 
     Raises:
-        BadOption: not exactly one amount, or an impossible value.
+        BadOption: both or neither of ``n_step`` and ``n_episode``, or an impossible value.
     """
 
     n_step: int | None
@@ -88,19 +88,19 @@ class Asked:
 
     @property
     def special(self) -> bool:
-        """What workers have begun for other calls is of no use for this one, or the other way round."""
+        """Whether rollouts started ahead for this call are of no use to other calls, and the reverse."""
         return bool(
             self.random or self.reset_before_collect or not self.no_grad or self.render is not None or self.values
         )
 
     @property
     def values(self) -> Bootstrap | None:
-        """Of which next observations."""
+        """Return which next observations need values."""
         return "truncations" if self.bootstrap == "truncations" else "last" if self.bootstrap else None
 
 
 class CollectMethods:
-    """See the module."""
+    """Mixin of collectors: ``collect``, ``collect_batch`` and ``buffer``."""
 
     options: CollectorOptions
     _on_demand: OnDemand
@@ -119,33 +119,33 @@ class CollectMethods:
         surplus: Surplus | None = None,
         bootstrap: bool | Literal["truncations"] = False,
     ) -> CollectStats:
-        """Collect so many steps or episodes now, into ``buffer``; the next call goes on from there.
+        """Collect a number of steps or episodes into ``buffer``. The next call continues from there.
 
         Args:
-            n_step: over all environments: a batch ``[B, T]`` as in iteration, where ``collector/valid`` marks exactly
-                so many if ``B`` does not divide it. Where workers do not wait for each other, rollouts of those that
-                are ready, side by side; there can be more steps than asked.
-            n_episode: complete ones: a batch ``[frames]``, one after another in the order of their ends (with
-                ``traj_format="pad"`` one per line). Environments in the middle of an episode are reset first.
-            random: uniformly random actions. The policy's other columns are NaN, integers 0, flags False; its
-                recurrent states begin again after it. It is called once, to see its columns, if it never acted.
-            render: call the environments' ``render`` after every step, and wait so many seconds then.
-            no_grad: False calls your module or function with gradients enabled; the batch has none.
-            reset_before_collect: begin new episodes in all environments.
-            reset_kwargs: for the environments' own reset then.
+            n_step: number of steps over all environments. Makes a batch ``[B, T]`` as in iteration; ``collector/valid``
+                marks exactly this number if ``B`` does not divide it. Where workers do not wait for each other, joins
+                the rollouts of those that are ready, which can have more steps.
+            n_episode: number of complete episodes. Makes a batch ``[frames]`` of them, in the order of their ends (with
+                ``traj_format="pad"`` one per row). Resets environments in the middle of an episode first.
+            random: take uniformly random actions. The policy's other columns are NaN, 0 or False, and its recurrent
+                states start again afterwards. A policy that has never acted is called once, to find its columns.
+            render: call the environments' ``render`` after every step, and then wait this number of seconds.
+            no_grad: False: call your module or function with gradients enabled; the batch has none.
+            reset_before_collect: reset all environments first.
+            reset_kwargs: arguments of the environments' own reset before collecting.
             rule: which episodes count: "per_env" (default), "last_even", "fair", or "first_done", which favours short
-                ones; docs/collect.md compares them.
-            surplus: what becomes of other steps that were made: "discard" counts them as discarded, "keep" holds them
-                for the next call, with whatever weights have acted. Default: "keep" where workers do not wait for each
-                other, else "discard".
-            bootstrap: what the policy says of the observations after the last rows, as ``stats.last_value_est`` and
-                ``("next", "state_value")``; "truncations": there also after truncated episodes. The policy has to give
-                ``state_value``. Random streams and recurrent states are as without it.
+                ones. See docs/collect.md.
+            surplus: use of the other collected steps. "discard": count them as discarded. "keep": keep them for the
+                next call, whichever weights acted in them. Default: "keep" where workers do not wait for each other,
+                else "discard".
+            bootstrap: add the policy's values of the observations after the last rows, as ``stats.last_value_est`` and
+                ``("next", "state_value")``. "truncations": also after truncated episodes, in the latter. The policy
+                must return ``state_value``. Random streams and recurrent states are the same without it.
 
         Raises:
-            BadOption: not exactly one amount, or an impossible combination; nothing was done.
-            MusterError: what went wrong meanwhile; the same call goes on from there. If a hook of yours or the buffer
-                failed, the next call delivers what was collected, and does nothing else.
+            BadOption: both or neither of ``n_step`` and ``n_episode``, or an impossible combination. Nothing was done.
+            MusterError: an error while collecting; the same call continues from there. After an error of a hook or
+                of the buffer, the next call delivers the collected batch, and does nothing else.
         """
         asked = Asked(
             n_step, n_episode, random, render, no_grad, reset_before_collect, reset_kwargs, rule, surplus, bootstrap
@@ -153,12 +153,12 @@ class CollectMethods:
         return self._collect(asked).stats
 
     def collect_batch(self, n_step: int | None = None, n_episode: int | None = None, **others: Any) -> Collected:
-        """``collect``, and what it has collected: ``batch, stats = collector.collect_batch(n_step=64)``."""
+        """Call ``collect`` and return its batch, too: ``batch, stats = collector.collect_batch(n_step=64)``."""
         return self._collect(Asked(n_step, n_episode, **others))
 
     @property
     def buffer(self) -> Any:
-        """The replay buffer; without one the batch of the last ``collect``, None before."""
+        """The replay buffer. Without one, the batch of the last ``collect``; None before the first."""
         given = self.options.replay_buffer
         return self._on_demand.batch if given is None else given
 
@@ -167,7 +167,7 @@ class CollectMethods:
         with self._exclusively():
             if (made := self._on_demand.unreported) is None:
                 made = self._on_demand.unreported = self._on_demand.collect(asked)
-                self._log()  # if that fails, the next call reports this one
+                self._log()  # after an error here, the next call reports this result
             self._on_demand.unreported = None
             return made
 

@@ -1,4 +1,4 @@
-"""``Collector``: environments and a policy in, exact batches of experience out, in this process."""
+"""``Collector``: collects exact batches of experience in this process."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Collector(BaseCollector):
                 loss = learn(batch)
                 collector.update_policy_weights_(net)
 
-    A batch has TorchRL's keys: ``observation`` (or the environment's own), ``action``, the policy's extras,
+    A batch has TorchRL's keys: ``observation`` (or the environment's own keys), ``action``, the policy's extras,
     ``done``, ``terminated``, ``truncated``, ``("next", ...)`` of these and ``reward``, and
-    ``("collector", "traj_ids")``. Its shape is ``[num_envs, T]``, ``[T]`` without ``num_envs``, with the number
-    of groups in front where ``create_env_fn`` is a list. It is a view on Muster's memory that is yours for as
-    long as you hold any tensor of it; ``batch.reshape(-1)`` copies.
+    ``("collector", "traj_ids")``. Its shape is ``[num_envs, T]``, or ``[T]`` without ``num_envs``; if ``create_env_fn``
+    is a list, the number of groups comes first. It is a view of Muster's memory, which is not reused while you hold
+    any tensor of it. ``batch.reshape(-1)`` copies.
 
-    After an error in an environment or policy the next iteration goes on with the rows collected so far.
+    After an error in an environment or policy, the next iteration continues with the rows collected so far.
 
     Raises:
-        BadOption, UnknownOption: before any environment is made.
-        UnsupportedEnv, UnsupportedSpace, EnvError: while making them; what was made is closed again.
+        BadOption, UnknownOption: an option is wrong. No environment was made.
+        UnsupportedEnv, UnsupportedSpace, EnvError: making the environments failed. All were closed again.
     """
 
     @takes(CollectorOptions)
@@ -56,7 +56,7 @@ class Collector(BaseCollector):
         return Engine(options, source, self._weights, stacked=stacked, local=worker)
 
     def _go_into_background(self) -> None:
-        """Give the background thread weights of its own, which training does not change."""
+        """Give the background thread its own copy of the weights, which training does not change."""
         if isinstance(self.policy, torch.nn.Module) and self._weights.original is None:
             own = copy.deepcopy(self.policy)
             self._weights.original, self._weights.policy, self.policy = self.policy, own, own

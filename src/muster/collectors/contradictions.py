@@ -1,4 +1,4 @@
-"""Options that exclude each other: a table of what, with what, and the way out."""
+"""Options that exclude each other: a table of conditions and error messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEEDS_ENVS = (
     "needs the rows of each environment for itself, and cat_results along time puts those of one after those of "
     "another: leave cat_results out, or, with num_envs, give the dimension of the environments"
 )
-Check = tuple[object, str]  # what is wrong if true, and the message
+Check = tuple[object, str]  # whether there is an error, and its message
 
 
 def check_contradictions(o: CollectorOptions) -> None:
@@ -30,7 +30,7 @@ def check_contradictions(o: CollectorOptions) -> None:
 
 
 def check_multi(o: PoolOptions, *, alone: bool) -> None:
-    """The same for what only collectors with workers have.
+    """Raise ``BadOption`` for the first contradiction in the options of collectors with workers.
 
     Args:
         alone: every group fills batches of its own.
@@ -76,7 +76,7 @@ def check_multi(o: PoolOptions, *, alone: bool) -> None:
 
 
 def joins_time(o: CollectorOptions, cat_dim: int | None, batch_shape: Sequence[int]) -> bool:
-    """Rollouts of groups (``[*batch_shape, T]``) are concatenated along time."""
+    """Return whether the rollouts of groups (``[*batch_shape, T]``) are concatenated along time."""
     ndim = len(batch_shape) + 1
     return cat_dim is not None and cat_dim % ndim == (0 if o.layout == "time_major" else ndim - 1)
 
@@ -112,7 +112,7 @@ def check_cat(o: PoolOptions, infos: Sequence[GroupInfo]) -> None:
 
 
 def _of_batches(o: CollectorOptions) -> tuple[Check, ...]:
-    """What a batch is and where it goes."""
+    """Checks of the contents and destination of batches."""
     buffer = o.replay_buffer is not None
     per_step = not o.extend_buffer
     waits = "trajs_per_batch" if o.trajs_per_batch else "on_episode_done"
@@ -164,7 +164,7 @@ def _of_batches(o: CollectorOptions) -> tuple[Check, ...]:
 
 
 def _of_objects(o: CollectorOptions) -> tuple[Check, ...]:
-    """Objects that lack what they are for, and what this machine lacks."""
+    """Checks of the user's objects, and of the devices of this machine."""
     return (
         (
             o.weight_sync_schemes is not None and not hasattr(o, "num_workers"),

@@ -1,4 +1,4 @@
-"""What collects behind a ``Collector``: groups, schedule, batch views and pipeline, and the counting."""
+"""The engine of a collector: groups, schedule, batch views, pipeline and counters."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ from muster.workers.worker import Worker
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-OWN_TRACK = -1  # of the timeline: what is not in a group
+OWN_TRACK = -1  # timeline track of spans outside of groups
 
 
 class Engine:
-    """Collects batches and sends them where the options say.
+    """Collects batches, and passes them through the pipeline.
 
     Args:
-        source: whose workers do it; owned by the engine.
-        weights: of the policy.
+        source: schedule whose workers collect; owned by the engine.
+        weights: weights of the policy.
         stacked: batches have a leading dimension for the groups.
-        cat_dim: along which the rollouts of a batch are concatenated; None: they are not.
-        local: the worker, where it is in this process.
+        cat_dim: dimension along which the rollouts of a batch are concatenated; None: they are not.
+        local: the worker, if it is in this process.
 
     Attributes:
-        frames, batches: delivered.
-        counted: frames of batches that count towards ``total_frames``.
-        env_ids: of the environments in the last batch.
-        episodes: that ended in it.
-        lag: how many batches acted with weights so many publishes old.
-        in_batch: the last rollout was not the end of a batch.
-        hidden: keys of the last batch that are for the pipeline only.
+        frames, batches: numbers of delivered frames and batches.
+        counted: number of frames in batches that count towards ``total_frames``.
+        env_ids: numbers of the environments in the last batch.
+        episodes: episodes that ended in the last batch.
+        lag: number of batches by the age of their weights in publications.
+        in_batch: the batch of the last rollout is not complete.
+        hidden: keys of the last batch that only the pipeline uses.
         joins_time: rows of different environments follow each other in a batch.
-        rollouts: collected; of one group each, or of all.
-        results: of the last rollouts, by group.
+        rollouts: number of collected rollouts, each of one group or of all.
+        results: results of the last rollouts, by group.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class Engine:
         self.timeline = Timeline()
         self.timeline.tracks[OWN_TRACK] = "collector"
         self.window = EpisodeWindow()
-        self.undelivered = 0  # frames of a call of ``collect`` that has not ended
-        self.kept: WholeEpisodes | None = None  # episodes of ``collect(n_episode=...)``, once it was called
+        self.undelivered = 0  # frames of an unfinished call of ``collect``
+        self.kept: WholeEpisodes | None = None  # episodes of ``collect(n_episode=...)``, after its first call
         self.episodes = NO_EPISODES
         self.env_ids: Array = np.arange(self.num_envs)
         self.contributors: list[int] = []  # groups of the last batch
         self.frames = self.counted = self.batches = self.rollouts = 0
         self.results: list[RolloutResult] = []
         self.lag: Counter[int] = Counter()
-        self._retired: set[int] = set()  # groups that were dropped
+        self._retired: set[int] = set()  # dropped groups
         self.acting = "random" if options.init_random_frames else "policy"
         self._first_path = local.policies[self.acting].path if local is not None else ""
         self._elapsed = 0  # ns
@@ -102,17 +102,17 @@ class Engine:
         self._ended_at = 0
         self.in_batch = False
         self.hidden: list[Key] = []
-        self._step: tuple[TensorDict, int] | None = None  # that is not in the buffer yet, and its frames
-        self._unmade: tuple[object, FilledSlot] | None = None  # slots that are full and no batch yet, and for what call
+        self._step: tuple[TensorDict, int] | None = None  # a step that is not in the buffer yet, and its frames
+        self._unmade: tuple[object, FilledSlot] | None = None  # the request and slots of a batch that is not made yet
 
     @property
     def groups(self) -> list[Group]:
-        """Those in this process."""
+        """The groups in this process."""
         return self.local.groups if self.local is not None else []
 
     @property
     def policy(self) -> Policy:
-        """As the loop calls it; may be replaced between batches."""
+        """The policy adapted to the loop; may be replaced between batches."""
         assert self.local is not None
         return self.local.policies["policy"]
 
@@ -124,29 +124,29 @@ class Engine:
     def iterate(
         self, check_open: Callable[[], None], before: Callable[[], None], after: Callable[[], None] | None
     ) -> Generator[Any, None, None]:
-        """What iteration yields, until ``total_frames``.
+        """Yield batches until ``total_frames``.
 
         Args:
-            check_open: raises if nothing can be collected any more.
-            before: called when the user is done with the batch before, and another one is wanted.
-            after: called when it has been collected.
+            check_open: raises if the collector is closed.
+            before: called before collecting, when the user is done with the previous batch.
+            after: called after collecting.
         """
         total, pipeline = self.options.total_frames, self.pipeline
         with trimmed:
             while total < 0 or self.counted < total or not pipeline.is_empty:
                 check_open()
                 if not pipeline.is_empty:
-                    pipeline.go_on()  # with what an error has kept
+                    pipeline.go_on()  # continue with batches that an error has kept
                 if not pipeline.ready:
                     before()
                     self.put_batch()
                     if after is not None:
                         after()
                 if pipeline.ready:
-                    yield pipeline.take()  # the user's alone while the next one is collected
+                    yield pipeline.take()  # the pipeline has no reference to it while the next one is collected
 
     def put_batch(self) -> None:
-        """One batch through hooks into the pipeline."""
+        """Collect a batch, and put it through the hooks into the pipeline."""
         limit = self.options.frames
         if self.options.total_frames > 0:
             limit = min(limit, self.options.total_frames - self.counted)
@@ -191,16 +191,16 @@ class Engine:
     def collect(
         self, limit: int | None, *, closes: bool = True, acting: str | None = None, **others: Any
     ) -> tuple[TensorDict, list[Any]]:
-        """One rollout of every group. To be called within ``postponed()``.
+        """Collect one rollout of every group. To be called within ``postponed()``.
 
         Args:
-            limit: valid steps, at most.
-            closes: it ends a batch.
-            acting: who, "policy" or "random"; None: as the options say.
+            limit: maximum number of valid steps.
+            closes: the rollout ends a batch.
+            acting: "policy" or "random"; None: as the options say.
             **others: see ``CollectRequest``.
 
         Returns:
-            the batch, and the keys in it that are for the pipeline only.
+            the batch, and the keys in it that only the pipeline uses.
         """
         began, timeline = time.perf_counter_ns(), self.timeline
         if timeline.running and self._ended_at:
@@ -224,7 +224,7 @@ class Engine:
             self._retire_dropped()
         if self.source.preempts:
             self._cut_short += sum(filled.layout.T - result.rows for result in filled.results) * filled.layout.B
-        overlaps = self.source.overlaps and self._ended_at  # the workers went on meanwhile
+        overlaps = self.source.overlaps and self._ended_at  # the workers continued meanwhile
         since, self._ended_at = self._ended_at if overlaps else began, time.perf_counter_ns()
         self._elapsed += self._ended_at - since
         if timeline.running:
@@ -241,7 +241,7 @@ class Engine:
         groups = [result.group for result in results]
         for result in results:
             self.frames += result.frames
-            if result.episodes is not None:  # else its group was dropped
+            if result.episodes is not None:  # otherwise its group was dropped
                 if result.episodes is not NO_EPISODES:
                     episodes.append(result.episodes)
                 counters[result.group].lag = lag = self.weights.lag(result.version)
@@ -257,17 +257,17 @@ class Engine:
 
     @property
     def finals(self) -> list[tuple[Array, Sequence[Final]]]:
-        """Of the last batch, see ``Group.finals``; with the global numbers of the environments."""
+        """``Group.finals`` of the last batch, with the global numbers of the environments."""
         counters = self.source.pool.counters
         return [(counters[result.group].env_ids, result.finals) for result in self.results]
 
     def layout(self) -> Layout:
-        """Of rollouts in which the policy acts; it is called once for it, if it never was."""
+        """Return the layout of rollouts of the policy. A policy that was never called is called once for it."""
         with self.weights.acting() as version:
             return self.source.layout("policy", version)
 
     def blank(self) -> TensorDict:
-        """A batch of zeros."""
+        """Return a batch of zeros."""
         layout = dataclasses.replace(self.layout(), T=self.rows)
         return self.views.blank(layout, self.source.pool.counters[0].info.device)
 
@@ -300,7 +300,7 @@ class Engine:
         return seed if static else seed + self.num_envs - 1
 
     def discard(self, reason: str, frames: int) -> None:
-        """Count frames that were collected and will not be delivered."""
+        """Count collected frames that will not be delivered."""
         self.source.pool.counters[0].discarded[reason] += frames
         self.frames -= frames
 
@@ -341,7 +341,7 @@ class Engine:
         )
 
     def _discarded(self) -> Counter[str]:
-        """Steps that no batch shows, by reason."""
+        """Return the number of steps that no batch contains, by reason."""
         counted = self._dropped()
         for counts in self.source.pool.counters:
             counted.update(counts.discarded)
@@ -349,7 +349,7 @@ class Engine:
 
     @property
     def discarded_steps(self) -> int:
-        """All of these."""
+        """The sum of ``_discarded()``."""
         steps = sum(self.pipeline.dropped.values())
         if self.kept is not None:
             steps += sum(self.kept.dropped.values())
@@ -358,33 +358,33 @@ class Engine:
         return steps
 
     def _dropped(self) -> Counter[str]:
-        """Those of them that the source has delivered."""
+        """Return those of ``_discarded()`` that the source has delivered."""
         return Counter(self.pipeline.dropped) + (Counter() if self.kept is None else self.kept.dropped)
 
     @property
     def unsaved(self) -> int:
-        """Frames on their way that a state does not hold: of a call that has not ended, or that a buffer refused."""
+        """Frames in flight that a state does not include: of an unfinished call, or refused by a buffer."""
         return self.undelivered + (0 if self._step is None else self._step[1])
 
     @property
     def frames_unmade(self) -> int:
-        """Frames of full slots that are no batch yet, because making it has failed; in no other number."""
+        """Frames of full slots whose batch could not be made yet; no other counter includes them."""
         return 0 if self._unmade is None else self._unmade[1].frames
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, and who acts, as plain data."""
+        """Return counters and episode statistics as plain data."""
         counted = {"frames": self.frames - self.unsaved, "counted": self.counted, "batches": self.batches}
         return {**counted, "window": self.window.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state_dict()``. Policy and environments may be used once for it: load their state afterwards."""
+        """Restore ``state_dict()``."""
         self.frames, self.counted, self.batches = state["frames"], state["counted"], state["batches"]
         self.window.load_state_dict(state["window"])
         self.episodes, self.in_batch, self._step = NO_EPISODES, False, None
         self._give_up_unmade()
 
     def _next(self, request: CollectRequest) -> tuple[FilledSlot, TensorDict]:
-        """The next slots and the batch in them. If that cannot be made, another call like this one tries again."""
+        """Collect the next slots, and return them and their batch. If making it fails, an equal request tries again."""
         like = request.limit, request.rows, request.closes, request.bootstrap
         if self._unmade is not None and self._unmade[0] != like:
             self.source.pool.counters[0].discarded["interrupted"] += self._give_up_unmade()
@@ -403,7 +403,7 @@ class Engine:
         return filled, batch
 
     def _give_up_unmade(self) -> int:
-        """Its frames."""
+        """Discard slots whose batch could not be made, and return their number of frames."""
         frames = self.frames_unmade
         if self._unmade is not None:
             self.views.give_up(self._unmade[1])
@@ -411,7 +411,7 @@ class Engine:
         return frames
 
     def _retire_dropped(self) -> None:
-        """Do not wait for episodes of groups that are gone."""
+        """Stop waiting for episodes of dropped groups."""
         for number, counts in enumerate(self.source.pool.counters):
             if counts.dropped and number not in self._retired:
                 self._retired.add(number)
@@ -421,24 +421,24 @@ class Engine:
                     self.kept.flush(counts.env_ids.tolist())
 
     def _rate(self, frames: int, in_rollouts: float) -> float:
-        """Frames per second; in this thread, of rollouts alone."""
+        """Return frames per second: of collecting time, or of the rollouts alone if they run in this thread."""
         seconds = in_rollouts if self.local is not None else self._elapsed / 1e9
         return frames / seconds if seconds else 0.0
 
     def _who_acts(self, ahead: int) -> str:
-        """The policy of the batch after so many others."""
+        """Return which policy acts in the batch after ``ahead`` others, and set ``acting``."""
         random = self.frames + ahead * self.options.frames < (self.options.init_random_frames or 0)
         self.acting = "random" if random else "policy"
         return self.acting
 
     def _batches_left(self) -> int | None:
-        """How many may still be begun; one more is requested, whatever was counted."""
+        """Return the number of batches up to ``total_frames``, at least 1 since one is requested; None: no limit."""
         left = self.options.total_frames - self.counted
         return None if self.options.total_frames < 0 else max(1, left // self.options.frames)
 
     def _put_steps(self, limit: int) -> None:
-        """``extend_buffer=False``: every time step is a rollout of its own, and in the buffer before the next one."""
-        self._write_step()  # that the buffer has refused
+        """``extend_buffer=False``: collect each time step as a rollout, and write it to the buffer before the next."""
+        self._write_step()  # a step that the buffer has refused
         steps = self._steps(limit)
         while self._take_step(steps):
             self._write_step()

@@ -1,4 +1,4 @@
-"""Whole episodes for the user's function ``on_episode_done``, and its columns into batches of them."""
+"""``on_episode_done``: complete episodes for the user's function, and its columns in batches of whole episodes."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ TOO_LATE = (
 
 
 class EpisodeHook:
-    """Shows every whole episode to ``function``, once. After an error, call again with the same: it goes on.
+    """Calls ``function`` with every complete episode, once. After an error, repeat the call: it continues there.
 
     Args:
-        function: gets an episode, ``[L]``; returns None, or columns by key, ``[L, ...]`` each.
-        num_envs: over all groups.
-        done_key: the column that says that an episode ended.
+        function: function of an episode, ``[L]``; returns None, or a dict of columns, ``[L, ...]`` each.
+        num_envs: number of environments over all groups.
+        done_key: column that marks the ends of episodes.
     """
 
     def __init__(self, function: Callable[[TensorDict], Any], num_envs: int, done_key: Key = ENDED) -> None:
         self._function, self._num_envs, self._done_key = function, num_envs, done_key
-        self._known: dict[Key, tuple[Any, ...]] | None = None  # the columns: shape and dtype of the first episode's
+        self._known: dict[Key, tuple[Any, ...]] | None = None  # shape and dtype of each column of the first episode
         self._episodes = self._nothing_yet()
-        self._taken: TensorDict | None = None  # the batch of which ``watch`` was interrupted by an error
+        self._taken: TensorDict | None = None  # the batch whose ``watch`` an error interrupted
         self._ended: TensorDict | None = None  # the episodes that end in it
-        self._under_way: TensorDict | None = None  # the batch of whole episodes that an error interrupted
-        self._left: deque[TensorDict] = deque()  # those of them that are to be shown
-        self._made: list[Columns] = []  # of the others
+        self._under_way: TensorDict | None = None  # the batch whose ``whole`` an error interrupted
+        self._left: deque[TensorDict] = deque()  # its episodes that ``function`` has not had yet
+        self._made: list[Columns] = []  # the columns of its other episodes
 
     def begin_anew(self) -> None:
-        """Forget what is going on: environments may be in the middle of episodes, which are not shown then."""
+        """Forget open episodes. The environments may be in the middle of others, which are not shown."""
         self._episodes, self._under_way = self._nothing_yet(from_resets=False), None
 
     def watch(self, batch: TensorDict, envs: Envs = None, hidden: Sequence[Key] = ()) -> deque[TensorDict]:
-        """Take the next batch of ``envs`` (None: all), ``[*lead, T]``; it is copied. After an error, call again with
-        the same.
+        """Record the next batch of ``envs`` (None: all), ``[*lead, T]``, as a copy. After an error, repeat the call
+        with the same batch.
 
         Args:
-            hidden: columns that episodes are shown without.
+            hidden: columns to leave out of the episodes.
 
         Returns:
-            the episodes that end in it, for ``show``.
+            the episodes that end in the batch, for ``show``.
 
         Raises:
             BadOption: see ``WholeEpisodes.push``.
@@ -75,10 +75,10 @@ class EpisodeHook:
         return episodes
 
     def show(self, episodes: deque[TensorDict]) -> None:
-        """Show episodes whose rows go to the user as they come, and take them out.
+        """Show and remove episodes whose rows may have been delivered already.
 
         Raises:
-            HookError: the function raised, or returned columns, which no batch would have.
+            HookError: the function raised, or returned columns, which no batch could contain.
         """
         while episodes:
             returned = self._call(episodes[0])
@@ -87,13 +87,13 @@ class EpisodeHook:
                 raise HookError(TOO_LATE)
 
     def whole(self, batch: TensorDict) -> TensorDict:
-        """Show the episodes of a batch, ``[frames]`` or ``[n, longest]``, in its order, and give it their columns.
+        """Show the episodes of a batch, ``[frames]`` or ``[n, longest]``, in its order, and add their columns to it.
 
         Returns:
             the batch.
 
         Raises:
-            HookError: the function raised, or returned what is no column for these episodes.
+            HookError: the function raised, or its result is not a dict of columns for the episode.
         """
         pieces = find_pieces(batch, self._done_key)
         if batch is not self._under_way:
@@ -111,7 +111,7 @@ class EpisodeHook:
         return batch
 
     def skip(self, batch: TensorDict, envs: Envs = None) -> None:
-        """Take note of a batch that is not shown: episodes with a part in it are not either."""
+        """Record a batch whose episodes are not shown, not even those with rows in other batches."""
         self._episodes.skip(_with_all_steps(batch), envs)
 
     # --- parts ------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class EpisodeHook:
         return call_hook("on_episode_done", self._function, episode, KEPT)
 
     def _checked(self, returned: Any, length: int) -> Columns:
-        """What was returned as tensors ``[length, ...]``."""
+        """Return the function's result as tensors ``[length, ...]``."""
         if not (returned is None or isinstance(returned, Mapping)):
             kind = type(returned).__name__
             raise HookError(f"on_episode_done returned a {kind}: expected None, or a dict of arrays by column. {KEPT}")
@@ -150,13 +150,13 @@ class EpisodeHook:
 
 
 def _with_all_steps(batch: TensorDict) -> TensorDict:
-    """Time last, with what is beyond ``frames_per_batch``: it belongs to its episodes, too."""
+    """Return the batch with time last, and with rows beyond ``frames_per_batch``: their episodes need them."""
     all_steps: TensorDict = time_last(batch).exclude(VALID)
     return all_steps
 
 
 def _cut(batch: TensorDict, pieces: Pieces) -> Iterator[TensorDict]:
-    """The episodes of ``[frames]`` or ``[n, longest]``, as views."""
+    """Yield the episodes of a batch ``[frames]`` or ``[n, longest]``, as views."""
     T = batch.shape[-1]
     for row, length in zip(pieces.rows[pieces.first].tolist(), pieces.length.tolist(), strict=True):
         line = batch[row // T] if batch.ndim == 2 else batch
@@ -164,5 +164,5 @@ def _cut(batch: TensorDict, pieces: Pieces) -> Iterator[TensorDict]:
 
 
 def _text(kinds: Mapping[Key, tuple[Any, ...]]) -> str:
-    """Columns for messages."""
+    """Describe columns in messages."""
     return ", ".join(f"{dotted(key)} {list(kind[:-1])} {kind[-1]}" for key, kind in kinds.items()) or "no columns"

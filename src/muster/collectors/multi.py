@@ -26,7 +26,7 @@ from muster.workers.worker import env_attributes
 
 
 class MultiCollector(BaseCollector):
-    """What ``MultiSyncCollector`` and ``MultiAsyncCollector`` share."""
+    """Base of ``MultiSyncCollector`` and ``MultiAsyncCollector``."""
 
     options: PoolOptions
     _alone: bool  # every group fills batches of its own
@@ -51,11 +51,11 @@ class MultiCollector(BaseCollector):
         self._weights = PolicyWeights.of_workers(policy, acting, transport, options.version_counter)
         made.callback(self._weights.close)
         for name in options.weight_sync_schemes or ():
-            self._part(name)  # raises where it is no part of the policy
+            self._part(name)  # raises for an unknown part of the policy
         workers = Workers(
             options, factories, count, policy, self._weights, made, alone=self._alone, nodes=nodes, bundles=bundles
         )
-        weakref.finalize(self, workers.end)  # also without shutdown()
+        weakref.finalize(self, workers.end)  # for collectors that are dropped without shutdown()
         check_cat(options, [counts.info for counts in workers.pool.counters])
         if options.num_threads is not None:
             made.callback(torch.set_num_threads, torch.get_num_threads())
@@ -66,12 +66,12 @@ class MultiCollector(BaseCollector):
         return engine
 
     def _place(self, made: ExitStack) -> tuple[Nodes | None, Sequence[Sequence[int]] | None]:
-        """Where workers are, and which groups share batches; see ``Workers``."""
+        """Return the nodes of the workers, and the groups that share batches; see ``Workers``."""
         return None, None
 
     @property
     def env(self) -> Any:
-        """Not available: the environments live in the workers.
+        """Not available: the environments live in worker processes or threads.
 
         Raises:
             BadOption: always.
@@ -82,20 +82,20 @@ class MultiCollector(BaseCollector):
         )
 
     def getattr_env(self, attr: str) -> Any:
-        """An attribute of every environment, in the order of ``create_env_fn``; it has to be picklable."""
+        """Return an attribute of every environment, in the order of ``create_env_fn``. It must be picklable."""
         found = self._ask(Call(env_attributes, (attr,)))
         return [value for of_worker in found for value in of_worker]
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
-        """Call what a path such as ``"policy.reset_noise"`` or ``"env.render"`` names, in every worker.
+        """Call a function by its path, such as ``"policy.reset_noise"`` or ``"env.render"``, in every worker.
 
-        Where a worker has several environments, ``env`` is a list: ``"env[0].render"``.
+        In a worker with several environments, ``env`` is a list: ``"env[0].render"``.
 
         Returns:
-            what each worker returned.
+            a list with the result of each worker.
 
         Raises:
-            BadOption: the path names nothing.
+            BadOption: the path does not exist.
         """
         return self._ask(Execute(attr_path, args, kwargs))
 
@@ -105,7 +105,7 @@ class MultiCollector(BaseCollector):
             return self._engine.source.pool.call(request)
 
     def _part(self, model_id: str) -> torch.nn.Module | None:
-        """Of the copy of the policy that weights are checked against."""
+        """Return this part of the policy's copy against which weights are checked; None: the whole policy."""
         if model_id == "policy":
             return None
         try:
@@ -126,7 +126,7 @@ class MultiCollector(BaseCollector):
 
 
 class MultiSyncCollector(MultiCollector):
-    """Batches of exactly ``frames_per_batch`` steps from workers that all act with the same weights.
+    """Collects batches of exactly ``frames_per_batch`` steps in workers that all act with the same weights.
 
     ::
 
@@ -135,20 +135,20 @@ class MultiSyncCollector(MultiCollector):
                 loss = learn(batch)
                 collector.update_policy_weights_()
 
-    Workers act with copies of the policy: they see what the optimizer has changed after ``update_policy_weights_()``.
-    They rest while you train. The data is that of ``Collector`` with the same ``create_env_fn``, options and seed.
+    Workers act with copies of the policy; ``update_policy_weights_()`` sends them the optimizer's changes. They are
+    idle while you train. The data equals that of ``Collector`` with the same ``create_env_fn``, options and seed.
 
     Raises:
-        BadOption, UnknownOption: before any worker is started.
-        UnsupportedEnv, EnvError: what making an environment raised in a worker; all workers are ended.
-        WorkerDied, WorkerHung: a worker did that; from here, or while iterating.
+        BadOption, UnknownOption: an option is wrong. No worker was started.
+        UnsupportedEnv, EnvError: making an environment failed in a worker. All workers were ended.
+        WorkerDied, WorkerHung: a worker died or hangs. Also raised by iteration.
     """
 
     _alone = False
 
 
 class MultiAsyncCollector(MultiCollector):
-    """Batches of ``frames_per_batch`` steps, each from one group, as they are ready. Workers go on while you train.
+    """Collects batches of ``frames_per_batch`` steps, each from one group, as they are ready, also while you train.
 
     ::
 
@@ -157,18 +157,18 @@ class MultiAsyncCollector(MultiCollector):
                 replay_buffer.extend(batch)
                 ...
 
-    Every group is at most two rollouts ahead; then its worker sleeps. Weights are taken at the beginning of a rollout,
-    so those in a batch can be some publishes old: ``stats().policy_lag`` shows it, ``max_policy_lag`` bounds it. What
-    ``reset()`` and ``set_seed()`` change comes after the rollouts that have been begun.
+    Every group is at most two rollouts ahead; then its worker sleeps. A rollout acts with the newest weights at its
+    start, so weights in a batch can be several publications old: ``stats().policy_lag`` counts them, ``max_policy_lag``
+    limits them. Changes by ``reset()`` and ``set_seed()`` take effect after the rollouts that have been started.
     """
 
     _alone = True
 
 
 class AsyncCollector(MultiAsyncCollector):
-    """``MultiAsyncCollector`` with one worker: collects while you train.
+    """``MultiAsyncCollector`` with one worker, which collects while you train.
 
-    With ``replay_buffer=`` and ``start()`` it fills the buffer by itself, until ``pause()`` or ``async_shutdown()``.
+    With ``replay_buffer=`` and ``start()`` it fills the buffer until ``async_shutdown()``, except during ``pause()``.
     """
 
     def _connect(self, made: ExitStack) -> Engine:

@@ -1,4 +1,4 @@
-"""The options that only collectors with workers have."""
+"""The additional options of collectors with workers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ StartMethod = Literal["forkserver", "spawn"]
 
 @dataclass(frozen=True, repr=False)
 class Restart(Details):
-    """``on_failure``: start a worker again at once.
+    """``on_failure``: restart failed workers at once.
 
     Attributes:
-        max_restarts: of one worker within a minute; with more, or three without a batch, its error is raised. None: any
-            number.
+        max_restarts: maximum number of restarts of a worker within a minute. Beyond it, or after
+            three restarts without a batch, the worker's error is raised. None: no limit of either kind.
     """
 
     max_restarts: int | None = 10
@@ -34,13 +34,13 @@ class Restart(Details):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class CentralInference(Details):
-    """``inference``: a thread of the collector's process acts for all workers.
+    """``inference``: a thread of the collector's process calls the policy for all workers.
 
     Attributes:
-        alternating: half of the workers step while the other half is acted for.
-        max_batch: environments of one call of the policy, at most. None: no bound.
-        max_wait_s: seconds that the first worker to ask waits for others. None: in ``MultiSyncCollector`` until all
-            that are at work ask, else not at all.
+        alternating: half of the workers step while the policy is called for the other half.
+        max_batch: maximum number of environments in one call of the policy. None: no limit.
+        max_wait_s: maximum time in seconds that the first ready worker waits for others. None: in
+            ``MultiSyncCollector`` until all workers with an unfinished rollout are ready, else no wait.
     """
 
     alternating: bool = False
@@ -58,33 +58,33 @@ class CentralInference(Details):
 
 @dataclass(frozen=True, kw_only=True)
 class PoolOptions(CollectorOptions):
-    """Checked options of collectors with a worker pool, here or on nodes; ``CollectorOptions`` has the others.
+    """The options of collectors with a worker pool, on this machine or on nodes, checked. Extends ``CollectorOptions``.
 
     Attributes:
-        create_env_fn: an id, a function that makes an environment, or a list of these: one group each. No environment
-            objects: those live in this process.
-        policy: see ``Collector``; it has to be picklable (lambdas and notebook classes are), or made by
+        create_env_fn: an env id, a function that makes an environment, or a list of these, one per group. Environment
+            objects are refused: they live in this process.
+        policy: see ``Collector``. It must be picklable (lambdas and classes of a notebook are), or be made by
             ``policy_factory``.
-        cat_results: how the rollouts of a batch are joined: "stack" gives them a dimension of their own and copies
-            nothing, "cat" or a dimension of the batch (-1 is time) concatenates, which copies.
+        cat_results: how the rollouts of a batch are joined. "stack": along a new first dimension, without a copy.
+            "cat": along their first dimension, with a copy. An integer: along this dimension, with a copy.
         update_at_each_batch: publish the policy's weights before every batch.
-        preemptive_threshold: when this share of the groups is done, the others end after their current step. What they
-            lack is blank, with ``collector/valid`` False; it is left out where time is concatenated. None or 1: all.
-        num_sub_threads: torch's threads in each worker process. None: torch's own choice.
-        num_threads: torch's threads in this process, until ``shutdown``. None: your setting.
-        on_failure: when a worker dies or hangs, or its environment raises: "raise" the error, and start it again with
-            the next batch; "restart" it at once (``muster.Restart(...)`` says how often); "drop" it and go on with the
-            others, its part of batches blank.
-        timeouts: seconds after which a worker that does not get on is taken to hang, by phase: "construct", "reset",
-            "step", "policy", "weights", "call" or "close"; None is for ever.
-        max_policy_lag: weights that act in a batch are at most so many publishes old when it is yielded, if weights are
-            published once per batch. Workers wait for that where they have to. None: no bound.
-        crash_dir: folder for files with which ``muster replay`` repeats a failure. None: a temporary one.
-        start_method: of processes: "forkserver" (in milliseconds) or "spawn". None: as the system allows.
-        inference: "worker": each worker acts with a copy of the policy. "server": workers only step environments, and
-            a thread of this process acts for all that are ready, in one call of the policy: for policies that cost more
-            than the environments, or compute on a GPU (``policy_device``). Worker processes then do not import torch.
-            ``muster.CentralInference(...)`` is the same with details.
+        preemptive_threshold: share of the groups, from 0 to 1; when it is complete, the others end after their current
+            step. Missing rows are blank, with ``collector/valid`` False, or left out if time is concatenated. None: 1.
+        num_sub_threads: number of torch's threads in each worker process. None: torch's own choice.
+        num_threads: number of torch's threads in this process, until ``shutdown``. None: your setting.
+        on_failure: reaction to a worker that dies or hangs, or whose environment raises. "raise": raise the error,
+            restart the worker with the next batch. "restart": restart it at once (``muster.Restart(...)`` sets how
+            often). "drop": continue without the worker; its part of batches is blank.
+        timeouts: seconds without progress after which a worker counts as hanging, by phase: "construct", "call"
+            (default 300), "reset", "step", "policy", "weights" (60), "close" (5). None: no limit.
+        max_policy_lag: maximum age of the weights that acted in a yielded batch, as a number of publications, if
+            weights are published once per batch. Workers wait if necessary. None: no limit.
+        crash_dir: folder for crash reports, with which ``muster replay`` repeats a failure. None: a temporary folder.
+        start_method: how worker processes start: "forkserver" (in milliseconds) or "spawn". None: as the system allows.
+        inference: "worker": each worker acts with a copy of the policy. "server": workers only step environments, and a
+            thread of this process calls the policy once for all ready workers. Worker processes do not import torch
+            then. For policies that cost more than the environments, or run on a GPU (``policy_device``).
+            ``muster.CentralInference(...)`` sets its details.
     """
 
     cat_results: Literal["stack", "cat"] | int = "stack"
@@ -121,54 +121,54 @@ class PoolOptions(CollectorOptions):
                 raise BadOption(f"timeouts[{phase!r}]={seconds!r}: expected seconds, more than 0, or None for ever")
 
     def enough(self, groups: int) -> int | None:
-        """How many groups need to be done before the others are stopped; None is all of them."""
+        """Return the number of complete groups at which the others are stopped; None: all groups."""
         if self.preemptive_threshold is None or self.preemptive_threshold >= 1:
             return None
         return max(1, int(groups * self.preemptive_threshold))
 
     @property
     def cat_dim(self) -> int | None:
-        """The dimension along which rollouts are concatenated; None: they are stacked."""
+        """Return the dimension along which rollouts are concatenated; None: they are stacked."""
         if isinstance(self.cat_results, int):
             return self.cat_results
         return 0 if self.cat_results == "cat" else None
 
     @property
     def server(self) -> CentralInference | None:
-        """Of ``inference``; None where the workers act."""
+        """Return the details of ``inference="server"``; None: the workers act."""
         if isinstance(self.inference, CentralInference):
             return self.inference
         return CentralInference() if self.inference == "server" else None
 
     @property
     def restart(self) -> Restart | None:
-        """Of ``on_failure``."""
+        """Return the details of ``on_failure="restart"``; None: another reaction."""
         if isinstance(self.on_failure, Restart):
             return self.on_failure
         return Restart() if self.on_failure == "restart" else None
 
     @property
     def in_threads(self) -> bool:
-        """Workers are threads of this process."""
+        """Whether workers are threads of this process."""
         return False
 
     @property
     def num_workers(self) -> int | Literal["auto"] | None:
-        """On this machine; None: as many as groups."""
+        """Return the number of workers on this machine; None: one for each group."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class MultiOptions(PoolOptions):
-    """Checked options of a collector with workers on this machine; ``PoolOptions`` has the others.
+    """The options of a collector with workers on this machine, checked. Extends ``PoolOptions``.
 
     Attributes:
-        num_workers: processes or threads for the groups of ``create_env_fn``, at most one for each. Of a
-            ``create_env_fn`` that is no list, so many groups are made. None: one for each entry. "auto": as many as
-            keep the cores busy, measured for a second on an environment made for that purpose (docs/tuning.md).
-        backend: "processes", or "threads" for environments that mostly wait (for a simulator or a network): hundreds of
-            them at once. In threads, environments that draw from the global generators of NumPy, ``random`` or torch
-            do not give the same data each time, and move your generators; ``MultiSyncCollector`` warns of that.
+        num_workers: number of worker processes or threads, at most one per group. If ``create_env_fn`` is not a list,
+            this many groups are made. None: one worker per group. "auto": as many as keep the cores busy, measured for
+            a second on an environment made for it (docs/tuning.md).
+        backend: "processes", or "threads" for environments that mostly wait (for a simulator or a network), even
+            hundreds. In threads, environments that draw from the global generators of NumPy, ``random`` or torch are
+            not reproducible, and change your generators; ``MultiSyncCollector`` warns about it.
     """
 
     num_workers: int | Literal["auto"] | None = None

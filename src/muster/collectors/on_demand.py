@@ -1,4 +1,4 @@
-"""``collect``: so many steps or episodes, when asked."""
+"""``collect``: a given number of steps or episodes on demand."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from muster.workers.worker import Worker, running
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-RULE: RuleName = "per_env"  # makes no steps that are not needed, and is never biased
-ROWS = 32  # time steps of rollouts for episodes, where frames_per_batch does not say it
+RULE: RuleName = "per_env"  # makes no unneeded steps, and is never biased
+ROWS = 32  # time steps of rollouts for episodes without frames_per_batch
 NEXT_VALUE: Key = ("next", "state_value")
 
 
 class CollectedRollout(NamedTuple):
-    """What ``Engine.collect`` has made, and what the engine says of it."""
+    """A batch of ``Engine.collect``, and the engine's attributes for it."""
 
     batch: TensorDict
     hidden: list[Any]
@@ -51,7 +51,7 @@ class CollectedRollout(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A rollout of a call."""
+    """One rollout of a call, with the values after its last rows, and the first stages of its pipeline."""
 
     batch: TensorDict
     episodes: Episodes
@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What a call has collected; what its statistics say besides, and what is done first with it."""
+    """The result of a call: batch, episodes, frames, further statistics, and the first stages of its pipeline."""
 
     batch: TensorDict
     episodes: Episodes
@@ -70,7 +70,7 @@ class Made(NamedTuple):
 
 
 class Choice:
-    """The episodes that a rule has chosen, by their numbers in the store."""
+    """The episodes chosen by a rule, by their numbers in the store."""
 
     def __init__(self, name: RuleName, n: int) -> None:
         self._name, self._n = name, n
@@ -79,14 +79,14 @@ class Choice:
         self.numbers: list[int]
 
     def begin(self, envs: list[int], store: WholeEpisodes) -> None:
-        """From the beginning, with these environments, and what is held of them."""
+        """Start with these environments, and with their episodes in the store."""
         self.rule, self.numbers = make_rule(self._name, self._n, len(envs)), []
         self.envs, self._store, self._place = envs, store, {env: place for place, env in enumerate(envs)}
         self.take([[number] for number in store.held])
         store.new_ends()
 
     def take(self, steps: Sequence[Sequence[int]]) -> None:
-        """Episodes ended, time step by time step."""
+        """Show ended episodes to the rule, time step by time step."""
         num_envs = self._store.num_envs
         for step in steps:
             numbers = {self._place[n % num_envs]: n for n in step if n % num_envs in self._place}
@@ -95,11 +95,11 @@ class Choice:
 
 
 class OnDemand:
-    """Implements ``collect`` with a collector's engine.
+    """Implements ``collect`` by means of a collector's engine.
 
     Attributes:
-        batch: of the last call.
-        unreported: what it has collected and not returned yet.
+        batch: batch of the last call.
+        unreported: result that was not returned yet, because of an error.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -107,14 +107,14 @@ class OnDemand:
         self._source = engine.source
         self.batch: TensorDict | None = None
         self.unreported: Collected | None = None
-        self._waiting: tuple[PipelineItem, CollectStats] | None = None  # that a hook or buffer has refused
-        self._seen = -1  # number of the last rollout that went into the store
-        self._interrupted: Asked | None = None  # by an error
-        self._choice: Choice  # of the call that collects episodes
-        self._parts: list[Part] = []  # of the call that collects steps
-        self._rollout: CollectedRollout | None = None  # that is to be one, and has no values of next observations yet
-        self._unkept: tuple[TensorDict, Array, int] | None = None  # a rollout for the store: its environments, frames
-        self._random = False  # what is in the store
+        self._waiting: tuple[PipelineItem, CollectStats] | None = None  # refused by a hook or buffer
+        self._seen = -1  # number of the last rollout in the store
+        self._interrupted: Asked | None = None  # the call that an error interrupted
+        self._choice: Choice  # of the call for episodes
+        self._parts: list[Part] = []  # of the call for steps
+        self._rollout: CollectedRollout | None = None  # the next part, still without values of next observations
+        self._unkept: tuple[TensorDict, Array, int] | None = None  # rollout not yet in store: batch, env ids, frames
+        self._random = False  # the store has random actions
 
     def collect(self, asked: Asked) -> Collected:
         """See ``BaseCollector.collect_batch``."""
@@ -150,7 +150,7 @@ class OnDemand:
         return engine.pipeline.begin(batch, first), made
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Episodes that are held for the next call, as plain data."""
+        """Return episodes that are kept for the next call, as plain data."""
         if self._unkept is not None:
             self._keep()
         kept = self._engine.kept
@@ -159,7 +159,7 @@ class OnDemand:
         return {"kept": kept.state_dict(), "goes_on": self._goes_on, "random": self._random}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from ``state_dict()``."""
+        """Restore ``state_dict()``."""
         self._waiting, self._interrupted, self._parts, self._rollout, self._unkept = None, None, [], None, None
         self._engine.kept, self._engine.undelivered = None, 0
         if state is not None:
@@ -170,7 +170,7 @@ class OnDemand:
     # --- steps ------------------------------------------------------------------------------------
 
     def _steps(self, asked: Asked) -> Made:
-        """``n_step``: one rollout of all groups; of first-ready groups as many as it takes."""
+        """``n_step``: collect one rollout of all groups, or as many rollouts of first-ready groups as necessary."""
         engine, n, parts = self._engine, asked.n_step or 0, self._parts
         while self._rollout is not None or not parts or (self._source.overlaps and engine.undelivered < n):
             if self._rollout is None:
@@ -181,11 +181,11 @@ class OnDemand:
         native = {"last_value_est": torch.cat(values)} if values else {}
         episodes, first = join_episodes([part.episodes for part in parts]), [f for part in parts for f in part.first]
         made = Made(joined(parts), episodes, engine.undelivered, native, first)
-        self._parts, self._interrupted = [], None  # only now: if they cannot be joined, the next call tries again
+        self._parts, self._interrupted = [], None  # not before: if joining them fails, the next call tries again
         return made
 
     def _roll_out(self, asked: Asked, missing: int) -> CollectedRollout:
-        """One of those that make up ``missing`` steps."""
+        """Collect one of the rollouts for ``missing`` steps."""
         engine, n = self._engine, asked.n_step or 0
         others: dict[str, Any] = {"acting": "random" if asked.random else None, "bootstrap": asked.values}
         before = engine.frames
@@ -203,11 +203,11 @@ class OnDemand:
         return CollectedRollout(batch, hidden, frames, engine.episodes, engine.env_ids, engine.results)
 
     def _part(self, asked: Asked, rollout: CollectedRollout) -> Part:
-        """What is shown of a rollout. If the policy fails when it is asked for values, the next call asks again."""
+        """Return the visible part of a rollout. If the policy fails to return values, the next call repeats this."""
         engine, batch, hidden = self._engine, rollout.batch, rollout.hidden
         try:
             last = add_next_values(batch, rollout.results, engine.source.pool) if asked.bootstrap else None
-        except (WorkerDied, CollectorTimeout):  # of a server that knew recurrent states, and is gone
+        except (WorkerDied, CollectorTimeout):  # the lost server had the recurrent states
             self._give_up("worker_died", rollout.frames)
             self._rollout = None
             raise
@@ -216,7 +216,7 @@ class OnDemand:
         return Part(batch.exclude(*hidden) if hidden else batch, rollout.episodes, last, first)
 
     def _valid(self, batch: TensorDict, n: int) -> torch.Tensor:
-        """Marks exactly ``n`` cells, time step by time step."""
+        """Return a mask of the first ``n`` cells, in order of time."""
         counters = self._engine.source.pool.counters
         living = np.concatenate([np.full(a.info.num_envs, not a.dropped) for a in counters])
         time_dim = batch.names.index("time")
@@ -231,7 +231,7 @@ class OnDemand:
     # --- episodes ---------------------------------------------------------------------------------
 
     def _episodes(self, asked: Asked) -> Made:
-        """``n_episode``: rollouts until the rule is content."""
+        """``n_episode``: collect rollouts until the rule is complete."""
         engine, store = self._engine, self._store()
         keep = self._keeps(asked)
         while self._unkept is not None or not self._choice.rule.complete:
@@ -252,7 +252,7 @@ class OnDemand:
         self._interrupted = None
         if not keep:
             store.clear("surplus")
-            self._seen = -1  # what goes on from there will not be whole
+            self._seen = -1  # episodes that continue from there are not complete
         if asked.special:
             self._give_up_ahead()
         hidden = [key for key in engine.hidden if key in group.batch.keys(True)]
@@ -262,14 +262,14 @@ class OnDemand:
         return Made(batch, episodes, group.frames, native, engine.pipeline.showing)
 
     def _collect_kept(self, **others: Any) -> None:
-        """One rollout, for ``_keep``."""
+        """Collect one rollout for ``_keep``."""
         engine, before = self._engine, self._engine.frames
         batch, _ = engine.collect(None, closes=False, **others)
         self._unkept = batch, engine.env_ids, engine.frames - before
         engine.undelivered += engine.frames - before
 
     def _keep(self) -> None:
-        """Put it into the store. If that fails, it waits for the next call."""
+        """Put the rollout into the store. After an error, the next call repeats this."""
         assert self._unkept is not None
         batch, env_ids, frames = self._unkept
         self._store().add(batch, env_ids)
@@ -279,7 +279,7 @@ class OnDemand:
         self._seen = self._engine.rollouts
 
     def _begin_anew(self, asked: Asked) -> None:
-        """Give up what an earlier call has left, unless this one goes on with it."""
+        """Discard the remains of an earlier call, unless this call keeps them."""
         engine, kwargs = self._engine, dict(asked.reset_kwargs or {})
         if self._parts or self._rollout is not None or self._unkept is not None:
             self._give_up("interrupted", engine.undelivered)
@@ -307,7 +307,7 @@ class OnDemand:
             self._seen = engine.rollouts
 
     def _give_up_ahead(self) -> bool:
-        """Rollouts that first-ready workers have begun for calls of another kind; whether there were any."""
+        """Discard rollouts that first-ready workers have started for other calls; return whether there were any."""
         if not self._source.ahead_of_user:
             return False
         self._source.abandon("surplus")
@@ -321,25 +321,25 @@ class OnDemand:
         ids = [int(pool.counters[n].env_ids[i]) for part in parts for n, which in part.items() for i in which]
         try:
             self._engine.reset(ids, {})
-        except UnsupportedEnv:  # some cannot be reset alone
+        except UnsupportedEnv:  # some environments cannot be reset alone
             self._engine.reset(None, {})
 
     def _keeps(self, asked: Asked) -> bool:
         return (asked.surplus or ("keep" if self._source.overlaps else "discard")) == "keep"
 
     def _resumes(self, asked: Asked) -> bool:
-        """The last call was the same, and did not come to its end."""
+        """Return whether the last call had the same arguments and was interrupted."""
         return self._interrupted == asked and (asked.n_episode is None or self._goes_on)
 
     @property
     def _goes_on(self) -> bool:
-        """Nothing was collected since but what is in the store, or is to be."""
+        """Whether no rollout was collected since the last one in the store, or ``_unkept``."""
         return self._seen == self._engine.rollouts - (self._unkept is not None)
 
     def _store(self) -> WholeEpisodes:
         engine, options = self._engine, self._options
         if engine.kept is None:
-            engine.views.show_hidden()  # flags that an environment does not have say where episodes end
+            engine.views.show_hidden()  # flags that the environment does not have mark the ends of episodes
             engine.kept = WholeEpisodes(
                 num_envs=engine.num_envs,
                 layout=options.traj_format or "cat",
@@ -350,11 +350,11 @@ class OnDemand:
         return engine.kept
 
     def _living(self) -> list[int]:
-        """Numbers of the environments that have not been dropped."""
+        """Return the numbers of all environments that were not dropped."""
         return [int(i) for a in self._engine.source.pool.counters if not a.dropped for i in a.env_ids]
 
     def _rule_of(self, group: int, rule: Rule, *, keep: bool) -> Rule | None:
-        """What a group can know by itself of who is still wanted."""
+        """Return a rule by which a group knows by itself which episodes are needed; None: it cannot know."""
         counters = self._engine.source.pool.counters
         if len(counters) == 1:
             return NobodyLetGo(copy.deepcopy(rule)) if keep else copy.deepcopy(rule)
@@ -363,7 +363,7 @@ class OnDemand:
         return None
 
     def _ended_in(self, batch: TensorDict) -> Episodes:
-        """The episodes of a batch of whole ones."""
+        """Return the records of the episodes in a batch of whole episodes."""
         pieces = find_pieces(batch if batch.ndim > 1 else batch.unsqueeze(0), ENDED)
         rows = pieces.rows[pieces.first + pieces.length - 1]
 
@@ -380,7 +380,7 @@ class OnDemand:
         return Episodes(traj_id, env_id, returns, pieces.length, flags[0], flags[1], infos)
 
     def _give_up(self, reason: str, frames: int) -> None:
-        """Count frames that were collected and will not be delivered."""
+        """Count collected frames that will not be delivered."""
         self._engine.discard(reason, frames)
         self._engine.undelivered -= frames
 
@@ -405,7 +405,7 @@ class OnDemand:
             raise BadOption("return_same_td: episodes are put together in new memory every time; leave it out")
 
     def _rows(self, rows: int) -> int | None:
-        """Time steps of one of several rollouts; None: as many as batches have."""
+        """Return the time steps of one of several rollouts; None: as many as in a batch."""
         return None if self._options.frames_per_batch else min(rows, ROWS)
 
     @contextmanager
@@ -431,7 +431,7 @@ class OnDemand:
 
 
 def joined(parts: Sequence[Part]) -> TensorDict:
-    """Rollouts side by side; one after another if their shapes differ."""
+    """Join rollouts side by side, or one after another if their shapes differ."""
     batches = [part.batch for part in parts]
     first = batches[0]
     if len(batches) == 1:
@@ -447,12 +447,12 @@ def joined(parts: Sequence[Part]) -> TensorDict:
 
 
 def add_next_values(batch: TensorDict, results: Sequence[RolloutResult], pool: WorkerPool) -> torch.Tensor:
-    """Add ``("next", "state_value")``, what the policy says of next observations, to a rollout.
+    """Add ``("next", "state_value")`` to a rollout: the policy's values of next observations.
 
-    It is ``[*batch, 1]``, and 0 where nothing was asked.
+    It is ``[*batch, 1]``, and 0 in all other rows.
 
     Args:
-        results: of the rollout, by group.
+        results: results of the rollout, by group.
 
     Returns:
         the values after the last rows, ``[*lead, 1]``; 0 where an episode has terminated there.
@@ -465,7 +465,7 @@ def add_next_values(batch: TensorDict, results: Sequence[RolloutResult], pool: W
     values, last = np.zeros((num_envs, T), np.float32), np.zeros(num_envs, np.float32)
     first = 0
     for B, number, made in groups:
-        if made is not None:  # else its group was dropped
+        if made is not None:  # otherwise its group was dropped
             if made.values is None and len(made.t):
                 assert pool.server is not None
                 made = pool.server.ask("value", number, made, group=number)
@@ -482,7 +482,7 @@ def add_next_values(batch: TensorDict, results: Sequence[RolloutResult], pool: W
 
 
 def _infos_at(batch: TensorDict, rows: Array) -> Array:
-    """See ``info_records``; of these rows of the flattened batch."""
+    """Return the ``info_records`` of these rows of the flattened batch."""
     from tensordict import is_leaf_nontensor
 
     flat, columns = batch["next", INFO].reshape(-1), dict[Key, Any]()

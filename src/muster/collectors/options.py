@@ -1,4 +1,4 @@
-"""Every option of a collector: one place for names, defaults, meaning and what is impossible."""
+"""The options of a collector: names, defaults, meanings and checks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXPLORATION = ("random", "mode", "mean", "median", "deterministic")
 
 
 class Details:
-    """Base of the dataclasses that are values of an option; shows what is not the default."""
+    """Base of the dataclasses that are values of an option; its repr shows only values that are not the default."""
 
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
@@ -38,15 +38,15 @@ class Details:
 
 @dataclass(frozen=True, repr=False)
 class Trajectories(Details):
-    """Which complete episodes ``trajs_per_batch`` yields.
+    """Selection of the complete episodes that ``trajs_per_batch`` yields.
 
     Attributes:
         per_batch: number of episodes in a batch.
-        rule: which episodes come first: "first_begun" in the order of their beginnings, so that the long ones are not
-            late; "per_env" the same number from each environment; "first_done" in the order of their ends, biased
-            towards short ones.
-        on_policy_only: drop (and count) episodes in which several policy versions acted. What is left is biased
-            towards short ones. Needs ``track_policy_version``.
+        rule: order in which episodes are delivered. "first_begun": in the order of their first steps, so that long ones
+            are not delayed. "per_env": the same number from each environment. "first_done": in the order of their ends,
+            which is biased towards short episodes.
+        on_policy_only: drop episodes in which several policy versions acted, and count them. The remaining episodes are
+            biased towards short ones. Needs ``track_policy_version``.
     """
 
     per_batch: int
@@ -61,11 +61,11 @@ class Trajectories(Details):
 
 @dataclass(frozen=True, repr=False)
 class Autosave(Details):
-    """Where and how often a collector saves its state.
+    """Folder and interval of a collector's automatic saves.
 
     Attributes:
-        folder: of the file. It is made if it does not exist.
-        every: seconds between two saves, at least.
+        folder: folder of the file. It is created if it does not exist.
+        every: minimum time between two saves, in seconds.
     """
 
     folder: str | os.PathLike[str]
@@ -78,105 +78,105 @@ class Autosave(Details):
 
 @dataclass(frozen=True)
 class CollectorOptions:
-    """Checked options of a collector.
+    """The options of a collector, checked.
 
     Attributes:
-        create_env_fn: an env id, a function that makes an environment, an environment (docs/environments.md lists
-            what is taken), or a list of these: one group each, with a policy call and random streams of its own.
-        policy: None for uniform random actions; a head such as ``muster.policies.categorical(net)``; a
-            TensorDict module; any module or function ``obs -> action`` or ``obs -> (action, extras)``.
-        frames_per_batch: environment steps in each batch, over all environments. Where their number does not divide
-            it, batches have more cells and ``collector/valid`` marks exactly so many. None: ``collect`` says how much,
-            and there is no iterating.
-        total_frames: steps over the collector's life; a multiple of ``frames_per_batch``. -1: endless.
-        num_envs: environments to make from an id or factory and to step together. None: one, and batches
-            without a dimension for it.
-        max_frames_per_traj: truncate an episode after so many steps, and add ``step_count``. None, 0 or
-            negative: no limit.
-        init_random_frames: uniform random actions for so many frames, rounded up to whole batches. These have the
-            policy's other columns, too: NaN, integers 0, flags False; recurrent states are those of a new episode.
-            The policy is called once before, to see its columns. None, 0 or negative: none.
+        create_env_fn: an env id, a function that makes an environment, an environment (see docs/environments.md), or a
+            list of these. Each entry is a group, with its own policy call and random streams.
+        policy: a head such as ``muster.policies.categorical(net)``, a TensorDict module, or any module or function
+            ``obs -> action`` or ``obs -> (action, extras)``. None: uniformly random actions.
+        frames_per_batch: number of environment steps in a batch, over all environments. If it is not a multiple of the
+            number of environments, batches have more cells, and ``collector/valid`` marks exactly this number of them.
+            None: only ``collect`` is available, and the collector cannot be iterated.
+        total_frames: total number of steps to collect, a multiple of ``frames_per_batch``. -1: no limit.
+        num_envs: number of environments to make from an id or function and to step together. None: a single one, whose
+            batches have no environment dimension.
+        max_frames_per_traj: truncate episodes after this number of steps, and add ``step_count``. None, 0 or negative:
+            no limit.
+        init_random_frames: number of frames with uniformly random actions at the start, rounded up to whole batches. In
+            them the policy's other columns are NaN, 0 or False, and recurrent states are those of a new episode. The
+            policy is called once before, to find its columns. None, 0 or negative: none.
         reset_at_each_iter: reset all environments before every batch.
-        reset_when_done: False ends an environment's part of a batch with its episode: what follows is blank, with
-            the flags repeated, id -1 and ``collector/valid`` False; the next batch begins with new episodes. Single
-            environments are left alone meanwhile, and workers reset them while you train; batches of environments are
-            stepped on, and ``stats().discarded["after_done"]`` counts that.
-        set_truncated: mark the last step of every batch as truncated (unless the episode ended there), in all flags
-            ``truncated`` that the environment has, also those below the root (of agents).
-        interruptor: an object whose ``collection_stopped()`` is asked after every step; True ends the batch there. The
-            rest of it is blank, with id -1 and ``collector/valid`` False; without ``use_buffers`` it is left out.
-        create_env_kwargs: keywords for the env id or function; a list has one dict per entry of ``create_env_fn``.
-        policy_factory: makes the policy, instead of ``policy``.
-        trust_policy: True: ``policy`` takes a TensorDict; False: it does not; None: by its signature.
-        compile_policy: ``torch.compile`` the policy; a dict has its keywords.
-        cudagraph_policy: wrap the policy in tensordict's ``CudaGraphModule``; a dict has its keywords.
-        postproc: called with every batch; what it returns is yielded (the batch itself if that is None).
-        split_trajs: one trajectory per row, ``[n, T_max]``, zero-padded, with ``collector/mask``; pad ids are -1.
-        trajs_per_batch: yield so many complete episodes at a time, joined over batches, instead of the batches.
-            ``muster.Trajectories(n, ...)`` says which ones.
-        traj_format: of episodes: "cat" one after another, ``[sum of lengths]``, or "pad" ``[n, T_max]`` with
-            ``collector/mask``. Default "cat".
-        compact_obs: leave out ``next`` observations; ``Collector.final_observations`` has those that no row shows.
-        obs_dtype: in which floating observations are stored, and given to the policy. None: the dtype of the policy's
-            first floating parameter (float32 for bfloat16, which NumPy lacks); the environment's if it has none, as
-            functions have none. "env": the environment's. ``torch.float16``, ``float32`` or ``float64``: that one.
-            What is beyond its range becomes infinite. Integers stay what they are.
-        use_buffers: False also allows observations whose shape changes, in lazily stacked batches. None: as needed.
-        replay_buffer: anything with ``extend`` or ``add``; batches go there, and iteration yields None. TorchRL's
-            buffers get one item per frame (``[environments, T]`` with a storage of ``ndim=2``), others the batch.
-        extend_buffer: False adds every time step by itself as soon as it is made.
-        local_init_rb: accepted for TorchRL's sake; in this process a buffer is always initialised here.
-        pre_collect_hook, post_collect_hook: called before and after (with the batch) every collection.
-        on_step: called with a ``muster.rollout.hooks.StepView`` after every time step, where the environments are (in
-            every worker process a copy of it); what it writes there is in the batch.
-        on_episode_done: called with every whole episode, ``[L]``, in order of their ends; may return columns for it, a
-            dict of arrays ``[L, ...]``, where batches are whole episodes.
-        on_batch: called with every batch right before it is yielded, returned or written. docs/hooks.md has examples.
+        reset_when_done: False: after the end of an episode the environment's other rows of the batch are blank, with
+            repeated flags, id -1 and ``collector/valid`` False; the next batch starts with a new episode. Meanwhile
+            single environments pause (workers reset them while you train). Environments that can only be stepped
+            together are stepped on, and ``stats().discarded["after_done"]`` counts these steps.
+        set_truncated: mark the last step of every batch as truncated, unless the episode ended there, in all flags
+            ``truncated`` of the environment, including nested ones (of agents).
+        interruptor: an object whose method ``collection_stopped()`` is called after every step; True ends the batch.
+            Its other rows are blank, with id -1 and ``collector/valid`` False; ``use_buffers=False`` leaves them out.
+        create_env_kwargs: keyword arguments for the env id or function; a dict, or a list with a dict for each group.
+        policy_factory: function without arguments that makes the policy; replaces ``policy``.
+        trust_policy: whether ``policy`` takes a TensorDict. None: decided by its signature.
+        compile_policy: apply ``torch.compile`` to the policy. A dict is passed as keyword arguments.
+        cudagraph_policy: wrap the policy in tensordict's ``CudaGraphModule``. A dict is passed as keyword arguments.
+        postproc: function of a batch; its return value is yielded in place of the batch, unless it is None.
+        split_trajs: yield one trajectory per row, ``[n, T_max]``, zero-padded, with ``collector/mask``; pad ids are -1.
+        trajs_per_batch: yield this number of complete episodes at a time, joined over batches, instead of batches.
+            ``muster.Trajectories(n, ...)`` also sets their order.
+        traj_format: format of complete episodes. "cat": one after another, ``[sum of lengths]``. "pad": one per row,
+            ``[n, T_max]``, with ``collector/mask``. None: "cat".
+        compact_obs: omit ``next`` observations; ``Collector.final_observations`` returns those that no row contains.
+        obs_dtype: dtype of floating-point observations in batches and for the policy: ``torch.float16``, ``float32``,
+            ``float64``, or "env" for the environment's. None: the dtype of the policy's first floating-point parameter
+            (float32 for bfloat16, which NumPy lacks); without one, as for functions, the environment's. Values out of
+            range become infinite. Integer observations keep their dtype.
+        use_buffers: True: observations must have fixed shapes. None or False: shapes may change (lazy stacks).
+        replay_buffer: object with ``extend`` or ``add``; gets all batches, and iteration yields None. TorchRL's buffers
+            get one item per frame (``[environments, T]`` for a storage with ``ndim=2``), others whole batches.
+        extend_buffer: False: add every time step separately with ``add``, as soon as it is collected.
+        local_init_rb: no effect (a parameter of TorchRL); the buffer is always initialised in this process.
+        pre_collect_hook, post_collect_hook: functions called before and after (with the batch) every collection.
+        on_step: function called with a ``muster.rollout.hooks.StepView`` after every time step of a group. Each worker
+            process calls a copy of it. Values that it writes are in the batch.
+        on_episode_done: function called with every complete episode, ``[L]``, in order of their ends. Where batches are
+            whole episodes it may return new columns, a dict of arrays ``[L, ...]``.
+        on_batch: function called with every batch right before it is yielded, returned or written. See docs/hooks.md.
         track_policy_version: add ``collector/policy_version``, the version that chose the action. An object with
-            ``version`` and ``increment_version()`` (TorchRL's ``PolicyVersion``) does the counting.
-        weight_updater: an object with ``push_weights`` (TorchRL's ``WeightUpdaterBase``), or a function that makes it.
-        weight_sync_schemes: only for collectors with sub-collectors.
-        weight_recv_schemes: by model id; where a parent's weights come from, see ``register_scheme_receiver``.
-        worker_idx: number of this collector among its parent's.
-        no_cuda_sync: accepted for TorchRL's sake; Muster waits for a GPU only where it copies to the host.
-        autosave: folder for ``state_dict``, written between batches; ``load_state_dict(path)`` goes on from there.
-            ``muster.Autosave(folder, every=60.0)`` says how often, in seconds.
-        device: fills in for the three devices below.
-        storing_device: of the batches; None leaves them where they are (the CPU).
-        policy_device: of the policy; another one than its own makes a copy of it. None: where it is.
-        env_device: of the environments' tensors; environments that return NumPy arrays live on the CPU.
-        exploration_type: how policies sample: "random", "mode", "mean", "median" or "deterministic", or
-            TorchRL's ``ExplorationType``.
-        return_same_td: yield the same ``TensorDict`` every time, with new values.
-        seed: as by ``set_seed``; also of all of Muster's own draws. None: from the system's entropy.
-        layout: "batch_major" for ``[B, T]``, "time_major" for ``[T, B]``; neither copies.
-        validate: "fast" checks shapes, dtypes, finite rewards and actions in range; "full" also that
-            observations and actions lie in their spaces, and are not in other dtypes than these; "off" only shapes and
-            dtypes.
-        executor: run common networks without module dispatch where that gives equal outputs.
-        num_threads: torch's threads while collecting; your own setting is back between batches. One is fastest
+            ``version`` and ``increment_version()`` (TorchRL's ``PolicyVersion``) replaces Muster's version counter.
+        weight_updater: an object with ``push_weights`` (TorchRL's ``WeightUpdaterBase``), or a function that makes one.
+        weight_sync_schemes: how weights reach the workers, by model id: "shared", "pipe", "none" or a scheme object
+            (docs/workers.md). None: the system's default. Only for collectors with workers.
+        weight_recv_schemes: schemes by model id that receive weights from a parent; see ``register_scheme_receiver``.
+        worker_idx: index of this collector among its parent's.
+        no_cuda_sync: no effect (a parameter of TorchRL); Muster waits for a GPU only where it copies to the host.
+        autosave: folder to which the ``state_dict`` is saved between batches; ``load_state_dict(path)`` restores it.
+            ``muster.Autosave(folder, every=60.0)`` also sets the interval in seconds. None: no saves.
+        device: default for ``storing_device``, ``policy_device`` and ``env_device``.
+        storing_device: device of batches. None: no transfer (they are on the CPU, or on the environments' GPU).
+        policy_device: device of the policy; if it is on another one, a copy of it is used. None: its present device.
+        env_device: device of the environments' tensors. Environments that return NumPy arrays are on the CPU.
+        exploration_type: how heads and TensorDict modules choose actions: "random", "mode", "mean", "median" or
+            "deterministic", or TorchRL's ``ExplorationType``.
+        return_same_td: yield the same ``TensorDict`` every time, with its values overwritten.
+        seed: seed of all environments (see ``set_seed``) and of Muster's own draws. None: from the system's entropy.
+        layout: order of dimensions: "batch_major" for ``[B, T]``, "time_major" for ``[T, B]``. Neither copies.
+        validate: checks of every step. "off": shapes and dtypes. "fast": also finite rewards, and actions in range.
+            "full": also that observations and actions lie in their spaces and have the dtypes of these.
+        executor: run common networks without module dispatch where the outputs are equal.
+        num_threads: number of torch's threads while collecting; your setting is restored between batches. 1 is fastest
             for small networks. None: your setting.
         inference_mode: call the policy in ``torch.inference_mode`` (from its second call on), which is faster than
-            ``no_grad``. False if it keeps tensors of its own for a later backward pass.
-        own_rng: environments and policies draw from generators of the group's own. False: from the process's, as you
-            seed them, so that results depend on whatever else draws from these.
-        max_decorrelation_steps: before the first batch, 1 to so many random steps in each environment, so that they are
-            not all at the beginning of an episode. They are no frames, but ``stats().discarded["decorrelation"]``; the
-            episode that goes on has them in its return and length. Not on devices.
-        traj_done_key: of infos: "traj_done" where a lost life ends an agent's episode. Where the entry is False,
-            ``done`` does not reset the environment: recurrent states start again; trajectory, ``step_count`` and
-            episode record go on. True without an end truncates. Adds ``("next", "traj_done")``. For single Gymnasium
-            environments.
-        info: columns ``("info", name)`` and ``("next", "info", name)`` of what ``reset`` and ``step`` return besides.
-            True: all fields that a reset and a step show; a list of names, or a dict of ``gymnasium.spaces`` by name
-            (None: as seen). A flag ``("info", "_name")`` says where a field is present; elsewhere it is zero. Without
-            spaces, the env id or function is called once more, for an environment that makes one random step and is
-            closed; environment objects are only reset. docs/environments.md has the details.
-        prev_action_reward: add the observations ``prev_action`` and ``prev_reward``, zero where an agent's episode
-            begins. Modules and heads get a dict of all observations then.
-        logger: gets numbers after every batch; whatever ``muster.observing.loggers.as_logger`` takes: TensorBoard's
-            writer, a function ``(metrics, step)``, ... You close it.
-        slot_memory_limit: bytes of batches that may be referenced at once. None: half the machine's memory.
+            ``no_grad``. Use False for a policy that keeps tensors for a later backward pass.
+        own_rng: environments and policies draw from generators of their group. False: they draw from the process's
+            generators, which you seed, and results depend on all other draws from these.
+        max_decorrelation_steps: maximum number of random steps (at least 1) in each environment before the first batch,
+            so that not all start an episode together. ``stats().discarded["decorrelation"]`` counts them; they are no
+            frames, but part of the episodes' returns and lengths. Not available for environments on a device. 0: none.
+        traj_done_key: key in ``info``, e.g. "traj_done", of a flag that is False where only an agent's episode ends (a
+            life is lost). Then ``done`` does not reset the environment: recurrent states start again; trajectory,
+            ``step_count`` and episode record continue. True without an end truncates. Adds ``("next", "traj_done")``.
+            Only for single Gymnasium environments.
+        info: fields of the ``info`` of ``reset`` and ``step`` to store, as ``("info", name)`` and ``("next", "info",
+            name)``. True: all that a reset and a step show. Or a list of names, or a dict of ``gymnasium.spaces`` by
+            name (None: as seen). A flag ``("info", "_name")`` tells where a field is present; elsewhere it is zero.
+            Without spaces, one more environment is made from the env id or function, makes a random step, and is
+            closed; environment objects are only reset. See docs/environments.md. False: none.
+        prev_action_reward: add the observations ``prev_action`` and ``prev_reward``, zero at the start of an agent's
+            episode. Modules and heads then get a dict of all observations.
+        logger: receives metrics after every batch. Any object that ``muster.observing.loggers.as_logger`` accepts: a
+            TensorBoard writer, a function ``(metrics, step)``, ... You close it. None: no logging.
+        slot_memory_limit: maximum size in bytes of the batches referenced at once. None: half of the machine's memory.
     """
 
     create_env_fn: Any = field(repr=False)
@@ -289,28 +289,28 @@ class CollectorOptions:
 
     @property
     def trajectories(self) -> Trajectories | None:
-        """Of ``trajs_per_batch``."""
+        """Return ``trajs_per_batch`` as ``Trajectories``."""
         given = self.trajs_per_batch
         return given if given is None or isinstance(given, Trajectories) else Trajectories(given)
 
     @property
     def saving(self) -> Autosave | None:
-        """Of ``autosave``."""
+        """Return ``autosave`` as ``Autosave``."""
         given = self.autosave
         return given if given is None or isinstance(given, Autosave) else Autosave(given)
 
     @property
     def version_counter(self) -> Any:
-        """The object that counts policy versions, if one was given."""
+        """Return the user's counter of policy versions, if there is one."""
         return None if isinstance(self.track_policy_version, bool) else self.track_policy_version
 
     @property
     def frames(self) -> int:
-        """Of a batch; 0 if ``collect`` says how many."""
+        """Return the number of frames of a batch; 0: only ``collect`` is available."""
         return self.frames_per_batch or 0
 
     def rows_per_batch(self, num_envs: int) -> int:
-        """Time steps per batch for so many environments, rounded up."""
+        """Return the number of time steps per batch for this number of environments, rounded up."""
         return max(1, -(-self.frames // num_envs))
 
     def _resolve_devices(self) -> dict[str, torch.device | None]:
@@ -319,7 +319,7 @@ class CollectorOptions:
         return {name: _device(name, getattr(self, name)) or general for name in names}
 
 
-_INTEGERS = {  # and the least value that makes sense
+_INTEGERS = {  # option: least valid value; None: any integer
     "frames_per_batch": 1,
     "total_frames": -1,
     "num_envs": 1,
@@ -363,5 +363,5 @@ def _device(name: str, value: Device) -> torch.device | None:
 def _half_of_memory() -> int:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    except (AttributeError, OSError, ValueError):  # not on every system
+    except (AttributeError, OSError, ValueError):  # not available on every system
         return 4 << 30

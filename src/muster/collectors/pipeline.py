@@ -1,4 +1,4 @@
-"""What becomes of a batch before it is yielded: whole episodes, splitting, hooks, postproc, replay buffer."""
+"""The stages between a collected batch and the user: whole episodes, splitting, hooks, postproc, replay buffer."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Stage = Callable[[Any], Any]
 
 
 class PipelineItem:
-    """An item on its way through stages. After an error it goes on with the stage that failed.
+    """An item that passes through stages. After an error it continues with the stage that failed.
 
     Attributes:
-        made: the item as it was before the first stage.
-        frames: valid steps in it.
+        made: the item before the first stage.
+        frames: number of its valid steps.
     """
 
     def __init__(self, made: TensorDict, stages: Iterable[Stage], frames: int) -> None:
@@ -35,7 +35,7 @@ class PipelineItem:
         self._stages: Any = deque(stages) if stages else ()
 
     def go_on(self) -> Any:
-        """To the end; the item as it is there."""
+        """Run the remaining stages, and return the resulting item."""
         while self._stages:
             self._item = self._stages[0](self._item)
             self._stages.popleft()
@@ -43,7 +43,7 @@ class PipelineItem:
 
 
 class _Put(NamedTuple):
-    """A batch that was put, with ``frames`` valid steps."""
+    """A batch to be processed, with ``frames`` valid steps."""
 
     batch: TensorDict
     hidden: Sequence[Key]
@@ -52,21 +52,21 @@ class _Put(NamedTuple):
 
 
 class Pipeline:
-    """Turns a collected batch into what iteration yields.
+    """Turns collected batches into the items that iteration yields.
 
-    Nothing is lost where a function of the user's raises: the item stays, and the next call goes on with that function.
-    Nor is it where episodes cannot be joined or split: the batch stays, and ``go_on`` tries again.
+    After an error of a user's function the item is kept, and the next call continues with this function.
+    If joining or splitting episodes fails, the batch is kept, and ``go_on`` tries again.
 
     Args:
-        num_envs: over all groups.
+        num_envs: number of environments over all groups.
         pad_id: trajectory id of padding.
 
     Attributes:
-        episodes: the assembler of ``trajs_per_batch``.
-        episode_hook: of ``on_episode_done``.
-        sink: of the replay buffer.
-        ready: what is to be yielded before anything else is collected; None stands for what is in a buffer already.
-        needs_flags: it looks at ``("next", "done")``, which an environment may not show.
+        episodes: episode assembler of ``trajs_per_batch``.
+        episode_hook: hook of ``on_episode_done``.
+        sink: writer to the replay buffer.
+        ready: items to yield before anything else is collected; None: the item is in a buffer already.
+        needs_flags: uses ``("next", "done")``, which an environment may not show.
         is_direct: batches are yielded as they were collected.
     """
 
@@ -92,48 +92,48 @@ class Pipeline:
         if options.replay_buffer is not None:
             self.sink = ReplaySink(options.replay_buffer, extend=options.extend_buffer)
         self.ready: list[PipelineItem | None] = []
-        self._put: deque[_Put] = deque()  # what nothing has become of yet
-        self._unsorted = False  # there may be groups of episodes that are complete
-        self._hidden: Sequence[Key] = ()  # of the last batch
+        self._put: deque[_Put] = deque()  # batches that were not processed yet
+        self._unsorted = False  # there may be complete groups of episodes
+        self._hidden: Sequence[Key] = ()  # keys of the last batch
         self.needs_flags = bool(options.trajs_per_batch or options.split_trajs or options.on_episode_done)
         buffered = options.replay_buffer is not None or options.on_batch is not None or options.postproc is not None
         self.is_direct = not (self.needs_flags or buffered)
 
     @property
     def frames_ready(self) -> int:
-        """Frames of items that are yielded next."""
+        """Number of frames in ``ready``."""
         return sum(item.frames for item in self.ready if item is not None)
 
     @property
     def frames_held(self) -> int:
-        """Frames of items that are ready, of episodes that wait to be complete, and of what could not be joined yet."""
+        """Number of frames in ``ready``, in episodes that are kept, and in batches that were not processed yet."""
         waiting = sum(put.frames for put in self._put) + (self.episodes.frames_held if self.episodes else 0)
         return self.frames_ready + waiting
 
     @property
     def is_empty(self) -> bool:
-        """There is nothing to be yielded before something else is collected."""
+        """Whether nothing is left to be yielded before something else is collected."""
         return not (self.ready or self._put or self._unsorted)
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        """Frames that no group of episodes will show, by reason."""
+        """Number of frames that no group of episodes will contain, by reason."""
         return self.episodes.dropped if self.episodes else {}
 
     def put(self, batch: TensorDict, hidden: Sequence[Key], envs: Envs = None, *, frames: int = 0) -> None:
-        """Take a batch of ``frames`` steps, of ``envs`` (None: all); what comes of it is ``ready``.
+        """Process a batch of ``frames`` steps, of ``envs`` (None: all). The results are appended to ``ready``.
 
         Args:
-            hidden: keys that are taken out.
+            hidden: keys to remove.
 
         Raises:
-            BadOption: no episode of an environment ends; see ``WholeEpisodes.check_ends``. The batch was taken.
+            BadOption: no episode of an environment ends; see ``WholeEpisodes.check_ends``. The batch was processed.
         """
         self._put.append(_Put(batch, hidden, envs, frames))
         self.go_on()
 
     def go_on(self) -> None:
-        """Make ready what was put."""
+        """Process the batches that were put."""
         while self._put:
             batch, self._hidden, envs, frames = self._put[0]
             if self.episodes is not None:
@@ -154,40 +154,40 @@ class Pipeline:
         self.ready.append(self.begin(item.exclude(*self._hidden) if self._hidden else item, first, frames))
 
     def take(self) -> Any:
-        """The next of what is ready, as it is to be yielded; None in the place of what a buffer took."""
+        """Remove and return the next ready item, after all stages; None if it was written to a buffer."""
         first = self.ready[0]
         item = None if first is None else first.go_on()
         self.ready.pop(0)
         return None if self.sink is not None else item
 
     def begin(self, item: TensorDict, first: Sequence[Stage] = (), frames: int = 0) -> PipelineItem:
-        """The way of an item through postproc, ``on_batch`` and the replay buffer.
+        """Make an item that passes through postproc, ``on_batch`` and the replay buffer.
 
         Args:
-            first: stages before: of ``watching``, or ``showing``.
-            frames: valid steps in it, if they are not counted elsewhere.
+            first: earlier stages, from ``watching`` or ``showing``.
+            frames: number of valid steps in the item, if they are not counted elsewhere.
         """
         return PipelineItem(item, [*first, *self._stages], frames)
 
     def watching(self, batch: TensorDict, envs: Envs = None, hidden: Sequence[Key] = ()) -> list[Stage]:
-        """Take note of rows that go to the user as they come; what shows ``on_episode_done`` the episodes that end."""
+        """Record rows that are delivered as they are. Return the stage that shows their ended episodes to the hook."""
         if self.episode_hook is None:
             return []
         return [partial(self._show, self.episode_hook.watch(batch, envs, hidden))]
 
     @property
     def showing(self) -> list[Stage]:
-        """What shows it those of an item that is whole episodes, and adds its columns."""
+        """The stage that shows the episodes of an item of whole episodes to the hook, and adds its columns."""
         return [] if self.episode_hook is None else [self.episode_hook.whole]
 
     def skip(self, batch: TensorDict, envs: Envs = None) -> None:
-        """Take note of a batch that goes elsewhere: no episode with a part in it will be whole."""
+        """Record a batch that is delivered elsewhere: episodes with rows in it will not be complete."""
         for each in (self.episodes, self.episode_hook):
             if each is not None:
                 each.skip(batch, envs)
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been collected and not yielded, as plain data that shares no memory with it."""
+        """Return everything collected and not yielded, as plain data that shares no memory with it."""
         self.go_on()
         ready = [
             {"names": list(item.made.names), "frames": item.frames, "item": to_plain(item.made.clone())}
@@ -197,14 +197,14 @@ class Pipeline:
         return {"episodes": None if self.episodes is None else self.episodes.state_dict(), "ready": ready}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state_dict()``. ``on_episode_done`` sees what begins from now on."""
+        """Restore ``state_dict()``. ``on_episode_done`` is called for later episodes only."""
         if self.episodes is not None:
             self.episodes.load_state_dict(state["episodes"])
         if self.episode_hook is not None:
             self.episode_hook.begin_anew()
         self.ready, self._unsorted = [], False
         self._put.clear()
-        first = self.showing if self.episodes is not None else []  # rows that ``begin_anew`` has to do without
+        first = self.showing if self.episodes is not None else []  # ``begin_anew`` has forgotten other episodes
         for plain in state["ready"]:
             item = from_plain(plain["item"])
             item.names = plain["names"]
@@ -214,7 +214,7 @@ class Pipeline:
 
     @property
     def _stages(self) -> list[Stage]:
-        """What is done with every item."""
+        """The stages of every item."""
         wanted = (self._options.postproc, self._options.on_batch, self.sink)
         stages = (self._process, self._look, self._write)
         return [stage for user, stage in zip(wanted, stages, strict=True) if user is not None]

@@ -1,4 +1,4 @@
-"""Batches into a replay buffer: TorchRL's, or anything with ``extend`` or ``add``."""
+"""Writing batches to a replay buffer: TorchRL's, or any object with ``extend`` or ``add``."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 class ReplaySink:
-    """Writes batches into ``buffer``, which is called in the thread that collects; its errors pass unchanged.
+    """Writes batches to ``buffer``, in the thread that collects. The buffer's errors are raised unchanged.
 
-    Batches are views on lent memory: a buffer that copies (``LazyTensorStorage``, ``LazyMemmapStorage``) gives the
-    memory back at once, one that keeps references (a list) when it drops them.
+    Batches are views of lent memory. A buffer that copies (``LazyTensorStorage``, ``LazyMemmapStorage``) releases it
+    at once; a buffer that keeps references (a list) releases it when it drops them.
 
     Args:
-        buffer: with ``extend(batch)``, or ``add(transition)``.
-        extend: False uses ``add`` also where there is an ``extend``.
+        buffer: object with ``extend(batch)`` or ``add(transition)``.
+        extend: False: use ``add`` even if there is an ``extend``.
 
     Raises:
-        BadOption: the buffer lacks the method.
+        BadOption: the buffer does not have the method.
     """
 
     def __init__(self, buffer: Any, *, extend: bool = True) -> None:
@@ -37,19 +37,19 @@ class ReplaySink:
             raise BadOption(f"extend_buffer=False needs replay_buffer.add, which {type(buffer).__name__} has not")
         self.buffer = buffer
         self._extends = extend and "extend" in methods
-        self._dims: int | None = None  # leading dimensions of what the buffer takes as items; 0: as they come
-        self._left: tuple[TensorDict, deque[TensorDict]] | None = None  # a batch, and what is to be added of it
+        self._dims: int | None = None  # number of leading dimensions of the buffer's items; 0: items are whole batches
+        self._left: tuple[TensorDict, deque[TensorDict]] | None = None  # a batch, and its transitions still to be added
 
     def write(self, batch: TensorDict) -> None:
         """Write ``[*lead, T]``.
 
-        A buffer of TorchRL's gets one item per transition: ``extend`` gets ``[transitions]``, environment by
-        environment, each in order of time. Rows that an interrupted rollout left over are none. For a storage with
-        ``ndim=2`` it is ``[environments, T]``. Trajectories that were padded (``traj_format="pad"``, ``split_trajs``)
-        stay one item each. Any other buffer's ``extend`` gets the batch as it is.
+        The ``extend`` of a TorchRL buffer gets one item per transition, ``[transitions]``: environment by environment,
+        each in order of time, without blank rows. A storage with ``ndim=2`` gets ``[environments, T]``. Padded
+        trajectories (``traj_format="pad"``, ``split_trajs``) stay one item each. The ``extend`` of any other
+        buffer gets the batch unchanged.
 
         ``add`` gets one transition at a time (a copy, shape ``[]``), in the same order. After an error of ``add``,
-        writing the same batch again goes on with the transition that failed.
+        writing the same batch again continues with the transition that failed.
         """
         if self._extends:
             self.buffer.extend(self._items(batch))
@@ -64,10 +64,10 @@ class ReplaySink:
         self._left = None
 
     def _items(self, batch: TensorDict) -> TensorDict:
-        """The batch as the buffer stores it."""
+        """Return the batch in the shape that the buffer stores."""
         if self._dims is None:
             self._dims = _item_dims(self.buffer)
-        names = getattr(batch, "names", None) or ()  # a postproc may have made anything else of it
+        names = getattr(batch, "names", None) or ()  # a postproc may return any object
         if "time" not in names or batch.get(MASK, None) is not None or not 0 < self._dims < batch.ndim:
             return batch
         ordered = time_last(batch)
@@ -82,10 +82,10 @@ class ReplaySink:
 
 
 def _item_dims(buffer: Any) -> int:
-    """How many dimensions of a batch are places in the storage of a TorchRL buffer (also in a Ray actor); else 0."""
+    """Return the number of batch dimensions that index a TorchRL buffer's storage (also in a Ray actor); else 0."""
     if not hasattr(buffer, "dim_extend"):
         return 0
-    len(buffer)  # one that is made lazily is made now
+    len(buffer)  # initialises a lazy buffer
     dims = (buffer.dim_extend or 0) + 1
     if hasattr(type(buffer), "storage") and getattr(buffer, "service_backend", "direct") == "direct":
         dims = max(dims, buffer.storage.ndim)
@@ -93,9 +93,9 @@ def _item_dims(buffer: Any) -> int:
 
 
 class WrittenElsewhere(ReplaySink):
-    """In the place of the sink of a buffer that has got the batches already."""
+    """Replaces the sink of a buffer that has already got the batches."""
 
     def __init__(self) -> None: ...
 
     def write(self, batch: TensorDict) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""

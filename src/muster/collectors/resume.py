@@ -1,4 +1,4 @@
-"""Exact resume: the state of a collector as plain data, and a report on what of it was restored."""
+"""Exact resume: the state of a collector as plain data, and a report of what was restored."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ CUT_SHORT = "The state was saved after an error, in the middle of a batch."
 
 @dataclass(frozen=True)
 class ResumeReport:
-    """What ``load_state_dict`` restored.
+    """The result of ``load_state_dict``.
 
     Attributes:
-        restored: global numbers of the environments that go on exactly where they were.
-        not_restored: of those that begin a new episode instead, with the reason.
-        notes: what else is not as it was, a sentence each.
+        restored: global numbers of the environments that continue exactly where they were.
+        not_restored: reason for each other environment, by global number; these start new episodes.
+        notes: other differences, a sentence each.
     """
 
     restored: tuple[int, ...]
@@ -42,7 +42,7 @@ class ResumeReport:
 
     @property
     def exact(self) -> bool:
-        """Collecting goes on as if it had never stopped."""
+        """Whether collecting continues as if it had never stopped."""
         return not self.not_restored and not self.notes
 
     def __str__(self) -> str:
@@ -52,11 +52,11 @@ class ResumeReport:
 
 
 def state_of(collector: BaseCollector) -> dict[str, Any]:
-    """The state of a collector between two batches."""
+    """Return the state of a collector between two batches."""
     policy, engine = collector.policy, collector._engine
-    waiting = engine.source.waiting()  # first: it lets workers come to rest
+    waiting = engine.source.waiting()  # first: workers finish their rollouts here
     frames = sum(result["frames"] for rollout in waiting for result in rollout["results"])
-    # Before what is counted: both may join parts that could not be joined yet.
+    # Before the counters: both may join parts that could not be joined yet.
     pipeline, on_demand = engine.pipeline.state_dict(), collector._on_demand.state_dict()
     acting = _acting(collector)
     states = [state for worker in engine.source.pool.call(TakeState()) for state in worker]
@@ -79,7 +79,7 @@ def state_of(collector: BaseCollector) -> dict[str, Any]:
 
 
 def load(collector: BaseCollector, state: Any, *, trust: bool) -> ResumeReport:
-    """Put a state into a collector that was made in the same way."""
+    """Load a state into a collector that was made in the same way."""
     if isinstance(state, (str, os.PathLike)):
         path = Path(state)
         state = checkpoint.load(path / STATE_FILE if path.is_dir() else path)
@@ -89,7 +89,7 @@ def load(collector: BaseCollector, state: Any, *, trust: bool) -> ResumeReport:
     engine.source.abandon("loaded")
     engine.load_state_dict(state["engine"])
     failed = _load_groups(engine, state, trust)
-    if state["policy_state_dict"] is not None:  # after the groups, which may call the policy
+    if state["policy_state_dict"] is not None:  # after the groups, whose loading may call the policy
         collector._weights.policy.load_state_dict(state["policy_state_dict"])
     elif not state["policy_is_module"]:
         notes.append("the policy is no module: whatever it keeps is not restored")
@@ -111,7 +111,7 @@ def load(collector: BaseCollector, state: Any, *, trust: bool) -> ResumeReport:
 
 
 def _load_groups(engine: Engine, state: dict[str, Any], trust: bool) -> dict[int, str]:
-    """The environments that begin new episodes, by global number, and why."""
+    """Load the groups' state. Return the environments that start new episodes, by global number, with the reason."""
     pool = engine.source.pool
     groups = {
         number: {"group": group, "envs": envs}
@@ -129,13 +129,13 @@ def _load_groups(engine: Engine, state: dict[str, Any], trust: bool) -> dict[int
 
 
 def autosave(collector: BaseCollector, folder: str | os.PathLike[str]) -> None:
-    """Write a collector's state into a folder, which is made if it does not exist."""
+    """Write a collector's state to a folder, which is created if it does not exist."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     checkpoint.save(Path(folder) / STATE_FILE, state_of(collector))
 
 
 def _fingerprint(collector: BaseCollector) -> dict[str, Any]:
-    """What has to be the same for a state to fit."""
+    """Return the properties in which a collector and a state must be equal."""
     engine = collector._engine
     infos = [counts.info for counts in engine.source.pool.counters]
     return {
@@ -170,12 +170,12 @@ def _check(collector: BaseCollector, state: Any) -> None:
 
 
 def _acting(collector: BaseCollector) -> Any:
-    """What has the weights of the state: a policy that is a module."""
+    """Return the object whose weights are in the state, if it is a module."""
     return collector._weights.policy if isinstance(collector.policy, torch.nn.Module) else collector.policy
 
 
 def _check_policy(policy: Any, weights: dict[str, Any] | None) -> None:
-    """Raise before anything is changed: ``load_state_dict`` copies what fits before it complains of the rest."""
+    """Raise before any change: a module's ``load_state_dict`` copies matching weights before it raises for others."""
     if (weights is not None) != isinstance(policy, torch.nn.Module):
         has = ("no weights", "the weights of a policy")
         raise BadCheckpoint(

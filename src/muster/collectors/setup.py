@@ -1,4 +1,4 @@
-"""The parts of a collector: what its workers are told, and the worker that runs in this thread."""
+"""Construction of a collector: the options of its workers, and the worker in this thread."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def make_groups(
     create_env_fn: Any, options: CollectorOptions, policy: Any, policy_device: torch.device | None, made: ExitStack
 ) -> list[Group]:
-    """One group for every entry of ``create_env_fn``; ``made`` closes them if anything fails later."""
+    """Make a group for each entry of ``create_env_fn``; ``made`` closes them after an error."""
     factories = factories_of(create_env_fn)
     told = worker_options(options, policy)
     built = build_envs(factories, keywords_of(options.create_env_kwargs, len(factories)), told, made)
@@ -47,7 +47,7 @@ def make_groups(
 def in_this_thread(
     options: CollectorOptions, groups: Sequence[Group], policy: Any, device: torch.device | None
 ) -> tuple[Sync, Worker]:
-    """A worker in this thread, and the schedule that lets it fill a slot at a time."""
+    """Make a worker in this thread, and its schedule, which fills one slot at a time."""
     told = worker_options(options, policy)
     policies = {name: build_policy(p, told, groups[0], device) for name, p in (("policy", policy), ("random", None))}
     worker = Worker(groups, policies, policy, device=device, index=options.worker_idx or 0)
@@ -60,7 +60,7 @@ def in_this_thread(
 
 
 def factories_of(create_env_fn: Any) -> list[Any]:
-    """What makes the environments of each group."""
+    """Return the factories of all groups, as a list."""
     factories = list(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else [create_env_fn]
     if not factories:
         raise BadOption("create_env_fn is an empty list: expected at least one environment")
@@ -68,7 +68,7 @@ def factories_of(create_env_fn: Any) -> list[Any]:
 
 
 def worker_options(options: CollectorOptions, policy: Any, **others: Any) -> WorkerOptions:
-    """What a worker needs to know; ``policy`` is the one that will act."""
+    """Return the options of a worker; ``policy`` is the one that will act."""
     common = {f.name: getattr(options, f.name) for f in dataclasses.fields(RolloutOptions) if hasattr(options, f.name)}
     names = [f.name for f in dataclasses.fields(WorkerOptions) if hasattr(options, f.name)]
     return WorkerOptions(
@@ -81,10 +81,10 @@ def worker_options(options: CollectorOptions, policy: Any, **others: Any) -> Wor
 
 
 def marks_valid(options: CollectorOptions, sharing: int) -> bool:
-    """Batches need ``collector/valid``; warns if that is because their frames cannot be shared equally.
+    """Return whether batches need ``collector/valid``. Warns if environments cannot share their frames equally.
 
     Args:
-        sharing: environments that share the frames of a batch.
+        sharing: number of environments that share the frames of a batch.
     """
     surplus = options.frames % sharing
     if surplus and options.trajs_per_batch:
@@ -104,7 +104,7 @@ def marks_valid(options: CollectorOptions, sharing: int) -> bool:
 
 
 def keywords_of(kwargs: Any, count: int) -> Sequence[Mapping[str, Any] | None]:
-    """The keywords for each of so many factories."""
+    """Return the keyword arguments for each of ``count`` factories."""
     if kwargs is None or isinstance(kwargs, Mapping):
         return [kwargs] * count
     if not isinstance(kwargs, (list, tuple)) or len(kwargs) != count:
@@ -115,7 +115,7 @@ def keywords_of(kwargs: Any, count: int) -> Sequence[Mapping[str, Any] | None]:
 
 
 def _memory(options: CollectorOptions, device: torch.device | None) -> Memory:
-    """Where slots lie."""
+    """Return where to allocate slots."""
     storing = options.devices["storing_device"]
     if device is not None and device.type != "cpu":
         return device

@@ -1,4 +1,4 @@
-"""Signatures that are made of a dataclass of options, so that every parameter is written once."""
+"""Signatures made from a dataclass of options, so that every parameter is declared once."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
 def takes(
     options: Callable[P, Options],
 ) -> Callable[[Callable[[Any, Options], None]], Callable[Concatenate[Any, P], None]]:
-    """Decorate an ``__init__`` that takes checked options: it takes the fields of the dataclass instead.
+    """Decorate an ``__init__`` that takes checked options, so that it takes the fields of the dataclass instead.
 
-    ``help()``, ``inspect.signature`` and type checkers then see these fields as its parameters.
+    ``help()``, ``inspect.signature`` and type checkers show these fields as its parameters.
     """
     shown = inspect.Signature([_SELF, *parameters(options)])
 
@@ -34,7 +34,7 @@ def takes(
         def made(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
             with trimmed:
                 check_names(shown, kwargs)
-                shown.bind(self, *args, **kwargs)  # whose error is not about the dataclass
+                shown.bind(self, *args, **kwargs)  # raises an error that does not mention the dataclass
                 init(self, options(*args, **kwargs))
 
         functools.update_wrapper(made, init)
@@ -46,10 +46,10 @@ def takes(
 
 
 def passes_on(options: Callable[..., Any], names: Sequence[str] | None = None) -> Callable[[Function], Function]:
-    """Decorate a function that passes its ``**options`` on: its signature shows these fields of the dataclass.
+    """Decorate a function that passes on its ``**options``, so that its signature shows these fields of the dataclass.
 
     Args:
-        names: of the fields. None: all.
+        names: names of the fields. None: all.
     """
     more = [p for p in parameters(options) if p.kind is _KEYWORD and (names is None or p.name in names)]
 
@@ -71,7 +71,7 @@ def passes_on(options: Callable[..., Any], names: Sequence[str] | None = None) -
 
 
 def parameters(options: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Those of the dataclass, with types that are resolved, and defaults that are made."""
+    """Return the parameters of the dataclass, with resolved types and with default values in place of factories."""
     hints = get_type_hints(options)
     found = [p.replace(annotation=hints[p.name]) for p in inspect.signature(options).parameters.values()]
     made = {f.name: f.default_factory for f in dataclasses.fields(cast(Any, options)) if callable(f.default_factory)}
@@ -79,7 +79,7 @@ def parameters(options: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _details(options: Callable[..., Any]) -> Iterator[str]:
-    """What the dataclasses mean that are values of options."""
+    """Yield the documentation of dataclasses that are values of options."""
     for p in parameters(options):
         for cls in get_args(p.annotation):
             if isinstance(cls, type) and dataclasses.is_dataclass(cls):
@@ -88,7 +88,7 @@ def _details(options: Callable[..., Any]) -> Iterator[str]:
 
 
 def check_names(signature: inspect.Signature, given: Iterable[str]) -> None:
-    """Raise ``UnknownOption`` for a keyword that does not exist; the message names the nearest one."""
+    """Raise ``UnknownOption`` for an unknown keyword; the message names the most similar one."""
     known = [p.name for p in signature.parameters.values() if p.name != "self"]
     for name in given:
         if name not in known:
@@ -98,7 +98,7 @@ def check_names(signature: inspect.Signature, given: Iterable[str]) -> None:
 
 
 def documented(options: Any) -> dict[str, str]:
-    """The entries of ``Attributes:`` of a dataclass and its bases, by name (or names)."""
+    """Return the entries under ``Attributes:`` of a dataclass and its bases, by name (or names)."""
     found: dict[str, str] = {}
     for cls in reversed([cls for cls in options.__mro__ if dataclasses.is_dataclass(cls)]):
         text = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]

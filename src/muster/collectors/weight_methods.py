@@ -1,4 +1,4 @@
-"""The weight side of a collector: publishing, receiving, versions."""
+"""The methods of collectors for weights: publish, receive, versions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class WeightMethods:
-    """Mixed into every collector."""
+    """Mixin of collectors: policy weights and their version."""
 
     options: CollectorOptions
     _weights: PolicyWeights
@@ -34,20 +34,20 @@ class WeightMethods:
         model_id: str | None = None,
         weights_dict: Mapping[str, Any] | None = None,
     ) -> None:
-        """Let the next batch be collected with new weights; may be called from any thread.
+        """Publish new weights for the next batch. May be called from any thread.
 
         Args:
-            policy_or_weights: the policy, its network, a copy of either, a TensorDict or dict of tensors; None
-                where the optimizer works on the policy that the collector was made with.
-            weights, policy: the same by keyword; give one of the three.
-            worker_ids: numbers of the workers that get them; the others keep what they have. Passed on to the
+            policy_or_weights: the policy, its network, a copy of either, a TensorDict or dict of tensors. None: the
+                policy that the collector was made with, for an optimizer that changes it in place.
+            weights, policy: the same as keywords. Only one of the three may be used.
+            worker_ids: numbers of the workers that get the weights; the others keep theirs. None: all. Passed on to the
                 ``weight_updater``, if there is one.
-            model_id: the model they are for, see ``get_model``; by default "policy".
-            weights_dict: weights by model id, taken over together as one version.
+            model_id: the model that the weights are for, see ``get_model``. None: "policy".
+            weights_dict: weights by model id, published together as one version.
 
         Raises:
-            BadWeights: what was given does not fit or is not finite; nothing was changed.
-            BadOption: contradicting arguments, an unknown model.
+            BadWeights: the weights do not fit or are not finite. Nothing was changed.
+            BadOption: contradicting arguments, or an unknown model.
             TypeError: ``worker_ids`` without workers or a ``weight_updater``.
         """
         given = _the_one(policy_or_weights, weights, policy)
@@ -62,7 +62,7 @@ class WeightMethods:
             if weights_dict is not None or model_id not in (None, "policy"):
                 raise BadOption("the weight_updater knows one policy: leave model_id and weights_dict out")
             self._updater.push_weights(given, worker_ids)
-            given, weights_dict = None, {}  # what it has changed is in the policy
+            given, weights_dict = None, {}  # its changes are in the policy
         parts = {model_id or "policy": given} if weights_dict is None else weights_dict
         with trimmed:
             sources = [(source, self._part(name)) for name, source in parts.items()]
@@ -73,15 +73,15 @@ class WeightMethods:
                 self._weights.publish_all(sources or [(None, None)], workers=worker_ids if several else [worker_ids])
 
     def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
-        """Take the weights that the registered schemes have received; without schemes, those that are given.
+        """Use the weights that the registered schemes have received, or, without schemes, the given weights.
 
         Args:
-            policy_or_weights, weights, policy: see ``update_policy_weights_``; None mirrors the policy that the
+            policy_or_weights, weights, policy: see ``update_policy_weights_``. None: copy them from the policy that the
                 collector was made with.
 
         Raises:
             BadOption: weights were given although schemes are registered, or twice.
-            BadWeights: they do not fit.
+            BadWeights: the weights do not fit.
         """
         given = _the_one(policy_or_weights, weights, policy)
         self._check_open()
@@ -98,35 +98,35 @@ class WeightMethods:
         """Receive weights from a parent collector.
 
         Args:
-            weight_recv_schemes: by model id; TorchRL's ``WeightSyncScheme`` or what has its receiving methods. They
-                may receive in a thread of their own: what they bring is in place from the next batch on.
-            synchronize_weights: wait for the parent's first weights now.
+            weight_recv_schemes: TorchRL's ``WeightSyncScheme``, or an object with its receiving methods, by model id. A
+                scheme may receive in a thread of its own; the next batch uses its weights.
+            synchronize_weights: wait for the parent's first weights.
         """
         self._check_open()
         self._receivers.register(weight_recv_schemes, synchronize=synchronize_weights)
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
-        """Call the ``weight_updater``'s ``init``; without one, nothing happens."""
+        """Call ``init`` of the ``weight_updater``, if there is one."""
         self._raise_from_background()
         if self._updater is not None:
             self._updater.init(*args, **kwargs)
 
     @property
     def _receiver_schemes(self) -> dict[str, Any]:
-        """For ``cascade_execute``, by the name that TorchRL's senders know."""
+        """The receiving schemes under the name used by TorchRL's senders through ``cascade_execute``."""
         return self._receivers.schemes
 
     @property
     def policy_version(self) -> int | str:
-        """Number of weight updates so far, or what ``track_policy_version``'s object says."""
+        """The number of weight publications, or the version of ``track_policy_version``'s object."""
         return self._weights.version
 
     def get_policy_version(self) -> int | str | None:
-        """``policy_version``; None without ``track_policy_version``."""
+        """Return ``policy_version``; None without ``track_policy_version``."""
         return self._weights.version if self.options.track_policy_version else None
 
     def increment_version(self) -> None:
-        """Count a version, for weights that were changed in another way."""
+        """Increment the version, for weights that were changed in another way."""
         self._check_open()
         self._weights.publish_all([])
 

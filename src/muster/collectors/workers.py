@@ -1,4 +1,4 @@
-"""From the options of a collector to its worker pool, here or on nodes, and to the schedule that it works by."""
+"""From a collector's options to its worker pool (on this machine or on nodes) and its schedule."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from muster.workers.worker import Worker
 
 
 def count_workers(create_env_fn: Any, num_workers: int | None) -> tuple[list[Any], int]:
-    """The factories of all groups, and how many workers there are for them."""
+    """Return the factories of all groups, and the number of workers for them."""
     factories = factories_of(create_env_fn)
     if not isinstance(create_env_fn, (list, tuple)):
         factories *= num_workers or 1
@@ -49,16 +49,16 @@ def count_workers(create_env_fn: Any, num_workers: int | None) -> tuple[list[Any
 
 
 class Workers:
-    """Starts the workers of a collector, and makes the schedule that they work by.
+    """Starts the workers of a collector, and makes their schedule.
 
     Args:
         factories, count: see ``count_workers``.
-        policy: that acts, or None.
-        weights: of the policy.
-        made: ends the workers if anything fails later.
+        policy: policy that acts, or None.
+        weights: weights of the policy.
+        made: exit stack that ends the workers.
         alone: every bundle of groups fills batches of its own.
-        nodes: where workers are; None: on this machine.
-        bundles: numbers of the groups that share a batch, where ``alone``; None: each has its own.
+        nodes: nodes of the workers; None: they are on this machine.
+        bundles: numbers of the groups that share a batch, if ``alone``; None: each group has its own batches.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Workers:
         self.pool = node_pool.pool(infos, self._place(infos))
 
     def schedule(self) -> Sync | FirstReady:
-        """Who works when."""
+        """Make the schedule."""
         options, infos = self._options, [counts.info for counts in self.pool.counters]
         one_slot = options.cat_dim is None and not self._alone
         parts = [list(range(len(infos)))] if one_slot else self._parts()
@@ -114,11 +114,11 @@ class Workers:
 
     def _built(self, workers: Supervisor | NodePool) -> list[GroupInfo]:
         workers.start()
-        importlib.import_module("tensordict")  # for batches; it takes seconds, and workers are busy meanwhile
+        importlib.import_module("tensordict")  # for batches; takes seconds, while the workers start
         return workers.built()
 
     def _materialise(self) -> None:
-        """Lazy layers: a worker's first call shows what weights there are; all workers then begin with these."""
+        """Initialise lazy layers: a call in one worker determines the weights; all workers then start with these."""
         options = self._options
         with ExitStack() as made:
             probe: Supervisor | NodePool
@@ -135,7 +135,7 @@ class Workers:
         self._weights.materialise(weights)
 
     def _place(self, infos: Sequence[GroupInfo]) -> WorkerPlace:
-        """The places of all groups."""
+        """Return the places of all groups."""
         options, sizes = self._options, [info.num_envs for info in infos]
         sharing = [sum(sizes)]
         if self._alone:
@@ -146,13 +146,13 @@ class Workers:
         return WorkerPlace(firsts, sum(sizes), masks, options.seed)
 
     def _parts(self) -> Sequence[Sequence[int]]:
-        """Groups that share a slot, where not all do."""
+        """Return the groups that share a slot, if not all groups share one."""
         return [[number] for number in range(len(self._factories))] if self._bundles is None else self._bundles
 
     def _config(self, parts: Sequence[Sequence[int]]) -> PoolConfig:
-        """Of a worker pool whose workers have these groups. What goes to processes is pickled, to threads as it is."""
+        """Return the config of a worker pool with these groups. Values for processes are pickled."""
         options, threads = self._options, self._options.in_threads
-        served = options.server is not None and self._policy is not None  # else actions are drawn at random
+        served = options.server is not None and self._policy is not None  # else actions are random
         served &= not self._weights.lazy
         told = worker_options(options, self._policy, shared_frames=not self._alone)
         in_worker = None if threads else options.num_sub_threads
@@ -221,7 +221,7 @@ class Workers:
 
 
 def _without_torch(told: WorkerOptions) -> WorkerOptions:
-    """What workers need to know that do not act."""
+    """Return the options of workers that do not act."""
     tracks = bool(told.rollout.track_policy_version)
     return dataclasses.replace(
         told,

@@ -1,4 +1,4 @@
-"""Which episode each environment of a group is in: ids, step counts and records from the rows that it makes."""
+"""The current episode of each environment of a group: ids, step counts, and records of ended episodes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from muster.memory.specs import Array
 
 
 class TrajectoryClock:
-    """Which episode each environment (``env_ids``, ``[B]``) of a group is in, with its steps and reward so far.
+    """Tracks the current episode of each environment (``env_ids``, ``[B]``) of a group: its steps and return so far.
 
-    Ids are ``env_id + total_envs * episode``: unique over all groups without communication, the same wherever a group
-    runs, and never reused.
+    Ids are ``env_id + total_envs * episode``: unique over all groups without communication, independent of where a
+    group runs, and never reused.
     """
 
     def __init__(self, env_ids: Array, total_envs: int) -> None:
@@ -24,13 +24,13 @@ class TrajectoryClock:
         self.total_envs = total_envs
         self.episode = np.zeros(len(env_ids), np.int64)
         self._steps = np.zeros(len(env_ids), np.int64)
-        self._since = 0  # rows without an end that are not in ``_steps``: adding them up is not due in every batch
+        self._since = 0  # rows not yet added to ``_steps``: without an end in a batch, no addition is necessary
         self.returns = np.zeros(len(env_ids), np.float64)
-        self._ids = env_ids.copy()  # of the trajectories that the environments are in
+        self._ids = env_ids.copy()  # ids of the current trajectories
 
     @property
     def steps(self) -> Array:
-        """Made in the episode of each environment so far, ``[B]`` int64; may be written to."""
+        """Number of steps in the current episode of each environment, ``[B]`` int64; may be written to."""
         if self._since:
             self._steps += self._since
             self._since = 0
@@ -41,12 +41,12 @@ class TrajectoryClock:
         self._steps, self._since = steps, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of all that changes, and what it belongs to."""
+        """Return copies of all variables, and the environments that they belong to."""
         arrays = {"env_ids": self.env_ids, "episode": self.episode, "steps": self.steps, "returns": self.returns}
         return {name: array.copy() for name, array in arrays.items()} | {"total_envs": self.total_envs}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state_dict()``. Raises ``BadCheckpoint`` if it is of other environments."""
+        """Restore ``state_dict()``. Raises ``BadCheckpoint`` if it belongs to other environments."""
         if state["total_envs"] != self.total_envs or not np.array_equal(state["env_ids"], self.env_ids):
             raise BadCheckpoint(
                 f"The trajectories are those of environments {state['env_ids'].tolist()} of {state['total_envs']}, and "
@@ -57,12 +57,12 @@ class TrajectoryClock:
         self._number()
 
     def begin_at(self, episode: Array) -> None:
-        """Number the trajectories from these episodes on (``[B]``)."""
+        """Continue the numbering of trajectories at these episodes (``[B]``)."""
         self.episode[...] = episode
         self._number()
 
     def abandon(self, which: Sequence[int] | Array) -> None:
-        """Begin new trajectories in ``which``; those not begun yet keep their id."""
+        """Start new trajectories in ``which``. A trajectory without steps keeps its id."""
         index = np.asarray(which, np.int64)
         self.episode[index] += self.steps[index] > 0
         self.steps[index] = 0
@@ -83,7 +83,7 @@ class TrajectoryClock:
         np.subtract(rows, np.maximum.accumulate(began, axis=0), out=counts)
 
     def advance(self, reward: Array, terminated: Array, truncated: Array, done: Array) -> Episodes:
-        """Move to the end of the rows (``[T, B]`` each); returns the episodes that ended, in order."""
+        """Advance to the end of the rows (``[T, B]`` each). Return the episodes that ended, in order."""
         T, B = reward.shape
         if 1 not in done.tobytes():
             self._since += T
@@ -94,9 +94,9 @@ class TrajectoryClock:
         end = done.T.reshape(-1).nonzero()[0]  # from here on rows are numbered by environment, then time
         env, t = np.divmod(end, T)
         lane = np.arange(B) * T  # first row of each environment
-        begin = np.union1d(lane, end[t < T - 1] + 1)  # of pieces of episodes
+        begin = np.union1d(lane, end[t < T - 1] + 1)  # first rows of pieces of episodes
         total = np.add.reduceat(reward.T.reshape(-1).astype(np.float64), begin)
-        first = np.searchsorted(begin, lane)  # piece of each environment, which goes on from the rows before
+        first = np.searchsorted(begin, lane)  # first piece of each environment, which continues from earlier rows
         total[first] += self.returns
         begin[first] -= self.steps
         piece = first[env] + np.arange(len(end)) - np.searchsorted(env, env)
@@ -118,7 +118,7 @@ class TrajectoryClock:
         return episodes
 
     def _advance_one(self, reward: Array, terminated: Array, truncated: Array, done: Array) -> Episodes:
-        """The same for a single row, ``[B]`` each, without the sums over pieces that several rows need."""
+        """Advance by a single row, ``[B]`` each, without the sums over pieces that several rows need."""
         self._since += 1
         self.returns += reward
         steps, env = self.steps, done.nonzero()[0]

@@ -1,4 +1,4 @@
-"""Rows of batches, kept until the episodes that they belong to are delivered or dropped."""
+"""Rows of batches, kept until their episodes are delivered or dropped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Span:
-    """``length`` successive rows of a chunk. Does not refer to the chunk, so that no cycle keeps memory."""
+    """``length`` successive rows of a chunk. Has no reference to the chunk: a reference cycle would keep its memory."""
 
     start: int
     length: int
@@ -26,33 +26,33 @@ class Span:
 
 
 class CopiedRows:
-    """A copy of the rows of one batch, ``[frames]``. It lives as long as an episode refers to it."""
+    """A copy of the rows of one batch, ``[frames]``. Episodes with rows in it refer to it."""
 
     def __init__(self, rows: TensorDict) -> None:
         self.rows = rows
         self._spans: list[Span] = []
-        self._live = 0  # rows in spans that are kept
+        self._live = 0  # number of rows in kept spans
 
     def keep(self, start: int, length: int) -> Span:
-        """Keeps the rows from ``start`` on, for an episode."""
+        """Keep the rows from ``start`` on, for an episode."""
         span = Span(start, length)
         self._spans.append(span)
         self._live += length
         return span
 
     def drop(self, span: Span) -> None:
-        """The rows are not needed any more; ``compact`` frees their memory."""
+        """Mark the rows as unneeded; ``compact`` frees their memory."""
         span.kept = False
         self._live -= span.length
 
     def compact(self) -> None:
-        """Copies the rows that are kept, if they are less than half and there is memory."""
+        """Copy the kept rows and free the others, if fewer than half are kept and there is memory for it."""
         if not 0 < self._live * 2 < len(self.rows):
             return
         spans = [span for span in self._spans if span.kept]
         try:
             self.rows = take(self.rows, _row_numbers(spans))
-        except (MemoryError, RuntimeError):  # the latter is torch's
+        except (MemoryError, RuntimeError):  # torch raises RuntimeError
             return
         self._spans = spans
         start = 0
@@ -62,7 +62,7 @@ class CopiedRows:
 
 
 def gather(parts: Sequence[tuple[CopiedRows, Span]]) -> tuple[TensorDict, Array]:
-    """A TensorDict with the rows of these parts, and their numbers in it, part by part; only those rows are touched."""
+    """Return a TensorDict with the rows of these parts, and their indices in it, part by part. Reads no others."""
     of_chunk: dict[CopiedRows, list[Span]] = {}
     for chunk, span in parts:
         of_chunk.setdefault(chunk, []).append(span)
@@ -79,7 +79,7 @@ def gather(parts: Sequence[tuple[CopiedRows, Span]]) -> tuple[TensorDict, Array]
 
 
 def _row_numbers(spans: Sequence[Span]) -> Array:
-    """``[rows]`` int64, span after span."""
+    """Return the indices of the spans' rows, span after span, ``[rows]`` int64."""
     start = np.array([span.start for span in spans], np.int64)
     length = np.array([span.length for span in spans], np.int64)
     end = np.cumsum(length)

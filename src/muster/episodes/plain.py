@@ -1,4 +1,4 @@
-"""A ``TensorDict`` as dicts, tensors and lists, which can be written without pickle."""
+"""Conversion of a ``TensorDict`` to dicts, tensors and lists, which can be written without pickle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def to_plain(node: TensorDict) -> dict[str, Any]:
-    """The same tensors, not copied, with what it takes to build the ``TensorDict`` again."""
+    """Return the same tensors, not copied, with all that is needed to rebuild the ``TensorDict``."""
     from tensordict import LazyStackedTensorDict, is_non_tensor, is_tensor_collection
 
     if isinstance(node, LazyStackedTensorDict):
@@ -28,7 +28,7 @@ def to_plain(node: TensorDict) -> dict[str, Any]:
 
 
 def from_plain(plain: dict[str, Any]) -> TensorDict:
-    """What ``to_plain`` was given; it shares the tensors."""
+    """Rebuild a ``TensorDict`` from the result of ``to_plain``; it shares the tensors."""
     from tensordict import TensorDict
 
     entries: dict[str, Any] = {}

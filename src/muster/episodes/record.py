@@ -1,4 +1,4 @@
-"""Records of finished episodes, one by one or as columns."""
+"""Records of finished episodes, as objects or as columns."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from muster.memory.specs import OBJECT, Array
 
 
 class EpisodeRecord(NamedTuple):
-    """One finished episode, also where it began in an earlier batch.
+    """One finished episode. It may have started in an earlier batch.
 
     Attributes:
-        traj_id: as in ``collector/traj_ids``.
+        traj_id: trajectory id, as in ``collector/traj_ids``.
         env_id: number of the environment over all groups.
         episode_return: undiscounted sum of rewards as stored (float32), added up in float64.
-        length: steps.
-        terminated, truncated: how it ended. What ``reset()`` cuts has no record.
-        info: of its last step, the fields that the option ``info`` stores and that were present; None without it.
+        length: number of steps.
+        terminated, truncated: flags of the last step. An episode that ``reset()`` cuts has no record.
+        info: fields of the last step's ``info`` that the option ``info`` stores and that were present; None without it.
     """
 
     traj_id: int
@@ -35,7 +35,7 @@ class EpisodeRecord(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Episodes(Sequence[EpisodeRecord]):
-    """Records of episodes as columns, in order of their ends; records are made when looked at."""
+    """Records of episodes as columns, in order of their ends. Record objects are made on access."""
 
     traj_id: Array
     env_id: Array
@@ -73,7 +73,7 @@ NO_EPISODES = Episodes(*(np.empty(0, d) for d in (np.int64, np.int64, float, np.
 
 
 def join_episodes(parts: Sequence[Episodes]) -> Episodes:
-    """The episodes of several groups, group by group."""
+    """Join the episodes of several groups, group by group."""
     parts = [part for part in parts if len(part)]
     if len(parts) == 1:
         return parts[0]
@@ -82,7 +82,7 @@ def join_episodes(parts: Sequence[Episodes]) -> Episodes:
 
 
 def info_records(columns: Mapping[Key, Sequence[Any] | Array], n: int) -> Array:
-    """The infos of ``n`` steps as dicts, from columns of values and of flags by name, ``[n, ...]`` each."""
+    """Return the infos of ``n`` steps as dicts, from columns of values and of flags by name, ``[n, ...]`` each."""
     records = np.empty(n, OBJECT)
     fields = [(path, values, columns[mask_of(path)]) for path, values in columns.items() if mask_of(path) in columns]
     for row in range(n):
@@ -91,5 +91,5 @@ def info_records(columns: Mapping[Key, Sequence[Any] | Array], n: int) -> Array:
 
 
 def _plain(value: Any) -> Any:
-    """A number or text as such; an array as a copy."""
+    """Return a number or text unchanged, an array as a copy."""
     return value.item() if isinstance(value, np.generic) else value.copy() if isinstance(value, np.ndarray) else value

@@ -1,8 +1,8 @@
-"""Which episodes count or come next, where several environments compete to end theirs: every rule, by its one name.
+"""The rules that choose or order episodes while several environments compete to end theirs, each under one name.
 
-A number of episodes that is fixed beforehand (``collect(n_episode=)``, ``Evaluator``) is shared out by a ``Rule``. A
-stream without an end (``trajs_per_batch``) is put in order by an ``EpisodeQueue``. Where both have a rule of the same
-name it means the same.
+A ``Rule`` divides a fixed number of episodes (``collect(n_episode=)``, ``Evaluator``) among the environments. An
+``EpisodeQueue`` orders an endless stream (``trajs_per_batch``). A rule of both kinds means the same under the same
+name.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from muster.errors import BadOption
 
 RuleName = Literal["fair", "last_even", "per_env", "first_done"]
 StreamRule = Literal["first_begun", "per_env", "first_done"]
-ENDLESS = 100_000  # steps of one awaited episode after which a missing limit is an error
+ENDLESS = 100_000  # number of steps without an awaited end after which an error suggests a limit
 
 
 class Rule(Protocol):
-    """Chooses episodes while they end, knowing of each only its environment and when it ended.
+    """Chooses episodes as they end, from their environments and the times of their ends only.
 
-    ``biased``: where all environments are alike, short episodes have better chances than long ones.
+    ``biased``: among equal environments, short episodes are more likely to count than long ones.
     """
 
     biased: bool
 
     def ended(self, which: Sequence[int]) -> list[int]:
-        """Which episodes that ended at one time step in environments ``which`` (ascending) count, in order."""
+        """Return in order those of ``which`` (ascending) whose episode counts; all ended at the same time step."""
 
     def awaits(self, env_id: int) -> bool:
-        """An episode that is going on in this environment, or about to begin, can still count."""
+        """Return whether the current or next episode of this environment can still count."""
 
     @property
     def complete(self) -> bool: ...
 
 
 class PerEnv:
-    """A number fixed in advance from each environment (the first have one more where it does not come out even)."""
+    """Takes a fixed number from each environment. If they cannot share equally, the first give one more."""
 
     biased = False
 
@@ -53,7 +53,7 @@ class PerEnv:
         return counted
 
     def part(self, which: Sequence[int]) -> PerEnv:
-        """What is left to some of the environments, which are numbered from 0 there."""
+        """Return the rule's remainder for some of the environments, renumbered from 0."""
         made = PerEnv(0, len(which))
         made._left = [self._left[i] for i in which]
         return made
@@ -67,14 +67,14 @@ class PerEnv:
 
 
 class Fair:
-    """The same number from each environment, and what is missing from the first to end one more (delivered last).
+    """Takes the same number from each environment, and the rest from the first ones to end one more (delivered last).
 
-    At equal times the lowest environment is first. It is prt_rl's rule.
+    Of simultaneous ends the lowest environment is first. It is prt_rl's rule.
     """
 
     def __init__(self, episodes: int, num_envs: int) -> None:
         share, self._further = divmod(episodes, num_envs)
-        self._left = [share] * num_envs  # -1: has ended one more
+        self._left = [share] * num_envs  # -1: has given one of the rest
         self.biased = self._further > 0
 
     def ended(self, which: Sequence[int]) -> list[int]:
@@ -94,11 +94,11 @@ class Fair:
 
 
 class LastEven:
-    """The first ``episodes`` to begin: an environment begins another one while that makes no more than asked for.
+    """Takes the first ``episodes`` to start: an environment starts another one as long as no surplus results.
 
-    The last of each is waited for, so what an episode is like has no influence on whether it counts; but environments
-    with short ones contribute more of them. When several end at once and not all may go on, the lowest stop. Of more
-    environments than episodes the first take part. It is Tianshou's rule.
+    All started episodes are awaited, so the properties of an episode do not influence whether it counts. Environments
+    with short episodes contribute more of them. When several end at once and not all may continue, the lowest stop.
+    If there are more environments than episodes, the first ones take part. It is Tianshou's rule.
     """
 
     biased = False
@@ -122,7 +122,7 @@ class LastEven:
 
 
 class FirstDone:
-    """Whatever ends first (the lowest environment at equal times): fast, and biased towards short episodes."""
+    """Takes the first to end (the lowest environment of simultaneous ends): fast, and biased towards short episodes."""
 
     biased = True
 
@@ -144,7 +144,7 @@ class FirstDone:
 
 
 class NobodyLetGo:
-    """Another rule, for which all environments go on until it is complete."""
+    """Wraps a rule so that all environments continue until it is complete."""
 
     def __init__(self, rule: Rule) -> None:
         self._rule, self.biased = rule, rule.biased
@@ -161,7 +161,7 @@ class NobodyLetGo:
 
 
 def make_rule(name: RuleName, episodes: int | None, num_envs: int) -> Rule:
-    """A fresh rule for ``episodes`` (None: all count as they end) of ``num_envs`` environments."""
+    """Make a rule for ``episodes`` (None: all count as they end) of ``num_envs`` environments."""
     check_rule(name)
     if episodes is None or name == "first_done":
         return FirstDone(episodes)
@@ -170,7 +170,7 @@ def make_rule(name: RuleName, episodes: int | None, num_envs: int) -> Rule:
 
 
 def check_rule(name: str) -> None:
-    """Raise ``BadOption`` unless there is such a rule."""
+    """Raise ``BadOption`` unless there is a rule of this name."""
     if name not in get_args(RuleName):
         raise BadOption(
             f"rule={name!r}: expected 'fair' (as many from each environment, the rest from the first to end one), "
@@ -180,19 +180,19 @@ def check_rule(name: str) -> None:
 
 
 class EpisodeQueue(Protocol):
-    """Puts the complete episodes of a stream in order. Number k is of environment ``k % num_envs``, begun at time
-    ``k // num_envs``. The work of all calls grows with the number of episodes, not with how long they wait.
+    """Orders the complete episodes of a stream. Number k is of environment ``k % num_envs`` and started at time
+    ``k // num_envs``. The cost of all calls is proportional to the number of episodes, however long they wait.
     """
 
     def add(self, number: int) -> None:
-        """An episode has ended. Called in order of ends, ties in order of environments."""
+        """Add an ended episode. Called in order of ends, and of environments among simultaneous ends."""
 
     def pop(self, first_open: int) -> list[int]:
-        """The next episodes, in order, as far as known: no open episode has a lower number than ``first_open``."""
+        """Remove and return the next episodes, in order. No open episode has a lower number than ``first_open``."""
 
 
 class InOrderOfBeginnings:
-    """``"first_begun"``: what ends early waits for what began before it, so every episode is delivered in its turn."""
+    """``"first_begun"``: an episode that ends early waits for all that started before it."""
 
     def __init__(self) -> None:
         self._waiting: list[int] = []  # a heap
@@ -208,12 +208,12 @@ class InOrderOfBeginnings:
 
 
 class EqualShares:
-    """The next ``share`` of every environment, environment by environment, each in order of ends."""
+    """Returns the next ``share`` episodes of every environment, by environment, then in order of ends."""
 
     def __init__(self, share: int, num_envs: int) -> None:
         self._share = share
         self._waiting: list[deque[int]] = [deque() for _ in range(num_envs)]
-        self._short = num_envs  # environments with less than a share waiting
+        self._short = num_envs  # number of environments with less than a share waiting
 
     def add(self, number: int) -> None:
         waiting = self._waiting[number % len(self._waiting)]
@@ -230,14 +230,14 @@ class EqualShares:
 
 
 def make_queue(name: StreamRule, group: int, num_envs: int) -> EpisodeQueue:
-    """An empty queue.
+    """Make an empty queue.
 
     Args:
-        name: ``"first_begun"``: in the order in which the episodes began, then by environment.
-            ``"per_env"``: as many of every environment in each group; the surplus of quick environments waits.
-            ``"first_done"``: in the order in which they ended (TorchRL's). The first groups have too many short ones.
+        name: ``"first_begun"``: in order of the episodes' first steps, then by environment.
+            ``"per_env"``: as many of each environment in every group; surplus episodes of fast environments wait.
+            ``"first_done"``: in order of their ends, as in TorchRL; short ones are too frequent in the first groups.
         group: number of episodes that are delivered together.
-        num_envs: whose episodes compete.
+        num_envs: number of environments.
     """
     if name == "first_begun":
         return InOrderOfBeginnings()
@@ -245,7 +245,7 @@ def make_queue(name: StreamRule, group: int, num_envs: int) -> EpisodeQueue:
 
 
 def check_stream_rule(option: str, name: str) -> None:
-    """Raise ``BadOption`` unless there is such a rule for streams; ``option`` is what it was given as."""
+    """Raise ``BadOption`` unless there is a stream rule of this name; ``option`` is its parameter."""
     if name == "fair":
         raise BadOption(
             f"{option}='fair': this rule is called 'first_begun' for batches of whole episodes. 'fair' is a rule of "

@@ -1,4 +1,4 @@
-"""Rows of a batch as a flat list, environment by environment, each in order of time; and what pieces they form."""
+"""The rows of a batch as a flat list (by environment, then time), and the pieces of trajectories in it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 ENDED: Key = next_of(DONE)
 MASK: Key = ("collector", "mask")
-NEVER = -1  # trajectory id of rows that were never written
+NEVER = -1  # trajectory id of blank rows
 
 
 class Pieces(NamedTuple):
-    """The pieces of trajectories in a batch, by environment, then time. A row's number is ``env * T + t``.
+    """The pieces of trajectories in a batch, by environment, then time. The index of a row is ``env * T + t``.
 
-    ``rows`` are the numbers of all rows that belong to a piece, ``first`` (``[n]``) says where in them each piece
-    begins, ``ended`` (``[n]``) whether its last row is done.
+    ``rows`` are the indices of all rows in pieces. ``first`` (``[n]``) is the place in ``rows`` of each piece's first
+    row. ``ended`` (``[n]``) tells whether its last row is done.
     """
 
     rows: Array
@@ -35,13 +35,13 @@ class Pieces(NamedTuple):
 
 
 def time_last(batch: TensorDict) -> TensorDict:
-    """``batch`` with its time dimension (by name; without a name the last one) moved to the end; a view."""
+    """Return a view of ``batch`` with its time dimension (by name, else the last one) as the last one."""
     dims = sorted(range(batch.ndim), key=lambda d: batch.names[d] == "time")
     return batch if dims == list(range(batch.ndim)) else _stacked_outside(batch.permute(*dims))
 
 
 def written(batch: TensorDict) -> Array:
-    """``[envs, T]`` bool: rows that are transitions; the others were left over by an interrupted rollout."""
+    """Return a mask of the rows that are transitions, ``[envs, T]`` bool; an interrupted rollout has others."""
     T = batch.shape[-1]
     result = np.ones((math.prod(batch.shape[:-1]), T), bool)
     for key in (TRAJ_IDS, VALID):
@@ -53,7 +53,7 @@ def written(batch: TensorDict) -> Array:
 
 
 def find_pieces(batch: TensorDict, done_key: Key = ENDED) -> Pieces:
-    """Cut ``[*lead, T]`` at every change of trajectory id, after every end, and where rows were not written."""
+    """Cut ``[*lead, T]`` at every change of trajectory id, after every end, and at blank rows."""
     ids = batch.get(TRAJ_IDS, None)
     if ids is None:
         raise BadOption(f"the batch has no {dotted(TRAJ_IDS)}, which say what belongs together: track_traj_ids=True")
@@ -65,7 +65,7 @@ def find_pieces(batch: TensorDict, done_key: Key = ENDED) -> Pieces:
 
 
 def cut(ids: Array, usable: Array, ended: Array) -> Pieces:
-    """Cut rows, ``[envs, T]`` each, at every change of their id, after every end, and where they are not usable."""
+    """Cut rows, ``[envs, T]`` each, at every change of id, after every end, and at rows that are not usable."""
     begins, ends = usable.copy(), usable.copy()
     goes_on = usable[:, 1:] & usable[:, :-1] & (ids[:, 1:] == ids[:, :-1]) & ~ended[:, :-1]
     begins[:, 1:] &= ~goes_on
@@ -78,15 +78,15 @@ def cut(ids: Array, usable: Array, ended: Array) -> Pieces:
 
 
 def take(batch: TensorDict, rows: Array) -> TensorDict:
-    """A copy of the rows of these numbers (an int64 array that is not empty), in the array's shape."""
+    """Return a copy of the rows with these indices (a non-empty int64 array), in the array's shape."""
     index = tuple(torch.from_numpy(i).to(batch.device) for i in np.unravel_index(rows, batch.shape))
     return _own(batch[index])
 
 
 def padded(batch: TensorDict, rows: Array, length: Array, pad_id: int) -> TensorDict:
-    """Rows as ``[len(length), max(length)]``: the next ``length[i]`` of them in line ``i``, then zeros.
+    """Return rows as ``[len(length), max(length)]``: line ``i`` has the next ``length[i]`` of them, then zeros.
 
-    Objects are padded with None, trajectory ids with ``pad_id``; ``("collector", "mask")`` is False there.
+    The padding has None for objects, ``pad_id`` for trajectory ids, and False in ``("collector", "mask")``.
     """
     mask = np.arange(length.max()) < length[:, None]
     spread = np.zeros(mask.shape, np.int64)
@@ -102,23 +102,23 @@ def padded(batch: TensorDict, rows: Array, length: Array, pad_id: int) -> Tensor
 
 
 def split_trajectories(batch: TensorDict, *, pad_id: int = NEVER, done_key: Key = ENDED) -> TensorDict:
-    """The trajectories of a batch (``[*lead, T]``), each on a line of its own.
+    """Return the trajectories of a batch (``[*lead, T]``), each on its own line.
 
-    A trajectory that goes on in another batch is not joined; ``WholeEpisodes`` does that. Lines are cut where
-    the trajectory id changes and after every end, so an id that comes twice gives two lines. Rows that were not
-    written (id -1, or ``("collector", "valid")`` False) are on none.
+    A trajectory that continues in another batch is not joined; ``WholeEpisodes`` does that. Lines are cut where the
+    trajectory id changes and after every end, so an id that occurs twice gives two lines. Blank rows
+    (id -1, or ``("collector", "valid")`` False) are left out.
 
     Args:
-        batch: with ``("collector", "traj_ids")``; it is not changed.
-        pad_id: trajectory id of the padding; TorchRL's is 0.
-        done_key: what says that an episode ended; without such a column only ids count.
+        batch: batch with ``("collector", "traj_ids")``; it is not changed.
+        pad_id: trajectory id of the padding; 0 in TorchRL.
+        done_key: column that marks the ends of episodes; if it is missing, only ids are used.
 
     Returns:
         a copy, ``[lines, longest]``, names ``[None, "time"]``: lines by environment (``lead`` flattened), then time;
-        zeros on the right (None for objects); ``("collector", "mask")`` (bool) is True for what is not padding.
+        zeros on the right (None for objects); ``("collector", "mask")`` (bool) is False for padding.
 
     Raises:
-        BadOption: the batch has no trajectory ids, or not a single row of a trajectory.
+        BadOption: the batch has no trajectory ids, or only blank rows.
     """
     batch = time_last(batch)
     pieces = find_pieces(batch, done_key)
@@ -128,9 +128,9 @@ def split_trajectories(batch: TensorDict, *, pad_id: int = NEVER, done_key: Key 
 
 
 def _stacked_outside(node: TensorDict) -> TensorDict:
-    """``node`` whose lazy stacks (also those of objects) are stacked along their first dimension.
+    """Return ``node`` with its lazy stacks (also those of objects) stacked along their first dimension.
 
-    TensorDict (0.14) gives an index with several dimensions another shape along any other one.
+    TensorDict (0.14) returns a wrong shape for an index of several dimensions if they are stacked along another one.
     """
     from tensordict import LazyStackedTensorDict, is_tensor_collection
 
@@ -148,7 +148,7 @@ def _host(tensor: torch.Tensor) -> Array:
 
 
 def _own(node: TensorDict) -> TensorDict:
-    """Copy what an index does not, the entries of lazy stacks; give every row its own object."""
+    """Copy the entries of lazy stacks, which an index shares; give every row its own object."""
     from tensordict import LazyStackedTensorDict, NonTensorData, is_tensor_collection
 
     if isinstance(node, LazyStackedTensorDict):
@@ -162,7 +162,7 @@ def _own(node: TensorDict) -> TensorDict:
 
 
 def _blank(node: TensorDict, where: tuple[torch.Tensor, ...]) -> None:
-    """Zeros in every leaf at ``where``, None for objects."""
+    """Set every leaf at ``where`` to 0, objects to None."""
     from tensordict import LazyStackedTensorDict, NonTensorData, is_non_tensor, is_tensor_collection
 
     if is_non_tensor(node):

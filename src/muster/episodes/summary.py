@@ -1,4 +1,4 @@
-"""Statistics of episodes: of the last ones, of one call of ``collect`` (Tianshou's names), of a sample."""
+"""Statistics of episodes: of recent ones, of one call of ``collect`` (with Tianshou's names), of a sample."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from muster.episodes.record import Episodes
 from muster.errors import BadOption
 from muster.memory.specs import Array
 
-WINDOW = 100  # episodes over which a collector averages returns and lengths
+WINDOW = 100  # number of episodes in a collector's average return and length
 
 
 @dataclass(frozen=True)
 class SequenceSummaryStats:
-    """Numbers in short, in float64.
+    """Summary of a sequence of numbers, in float64.
 
     Attributes:
-        mean: NaN where one of the numbers is, like the others.
-        std: of these numbers (divided by their number); NaN also where one of them is infinite.
-        max, min: the greatest and the least.
+        mean: NaN if one of the numbers is NaN, as are the other attributes.
+        std: standard deviation of the numbers themselves (divisor n); NaN also if one of them is infinite.
+        max, min: largest and smallest number.
     """
 
     mean: float
@@ -35,24 +35,24 @@ class SequenceSummaryStats:
 
     @classmethod
     def from_sequence(cls, sequence: Sequence[float] | Array) -> Self | None:
-        """Over all entries, whatever the shape; None if there are none."""
+        """Summarise all entries of an array of any shape; None if there are none."""
         numbers = np.asarray(sequence, np.float64).ravel()
         if not numbers.size:
             return None
-        with np.errstate(invalid="ignore", over="ignore"):  # infinite returns are shown, not warned of
+        with np.errstate(invalid="ignore", over="ignore"):  # infinite returns are valid results
             mean = float(np.add.reduce(numbers)) / numbers.size
             off = numbers - mean
-            std = math.sqrt(np.dot(off, off) / numbers.size)  # faster than np.std: loggers want it for every batch
+            std = math.sqrt(np.dot(off, off) / numbers.size)  # faster than np.std: loggers call this for every batch
         return cls(mean, std, float(np.maximum.reduce(numbers)), float(np.minimum.reduce(numbers)))
 
 
 @dataclass(kw_only=True, eq=False)
 class CollectStatsBase:
-    """The most basic counts.
+    """Counts of a call of ``collect``.
 
     Attributes:
-        n_collected_episodes: complete ones.
-        n_collected_steps: steps of environments that were delivered.
+        n_collected_episodes: number of complete episodes.
+        n_collected_steps: number of delivered environment steps.
     """
 
     n_collected_episodes: int = 0
@@ -61,21 +61,21 @@ class CollectStatsBase:
 
 @dataclass(kw_only=True, eq=False)
 class CollectStats(CollectStatsBase):
-    """What one call of ``collect`` has done.
+    """Statistics of a call of ``collect``.
 
     Attributes:
-        collect_time: seconds.
+        collect_time: duration in seconds.
         collect_speed: ``n_collected_steps`` per second.
-        returns: undiscounted, of the episodes that ended, ``[n]`` float64, in order of their ends; also of steps
-            that an earlier call has delivered.
-        returns_stat: None if there are none.
-        lens: their numbers of steps, ``[n]`` int64.
-        lens_stat: None if there are none.
-        rule: by which episodes were chosen, where a number of them was asked for.
-        biased: that rule favours short episodes.
-        n_discarded_steps: stepped besides and thrown away, for whatever reason.
-        n_kept_steps: stepped besides and held for the next call.
-        last_value_est: with ``bootstrap``, what the policy says of the observations after the last rows, ``[B, 1]``; 0
+        returns: undiscounted returns of the episodes that ended, ``[n]`` float64, in order of their ends. They include
+            steps that an earlier call has delivered.
+        returns_stat: summary of ``returns``; None if there are none.
+        lens: numbers of steps of these episodes, ``[n]`` int64.
+        lens_stat: summary of ``lens``; None if there are none.
+        rule: rule that chose the episodes of ``n_episode``, else None.
+        biased: the rule favours short episodes.
+        n_discarded_steps: number of other steps that were discarded, for any reason.
+        n_kept_steps: number of other steps that are kept for the next call.
+        last_value_est: with ``bootstrap``, the policy's values of the observations after the last rows, ``[B, 1]``; 0
             where an episode has terminated there.
     """
 
@@ -101,13 +101,13 @@ class CollectStats(CollectStatsBase):
         collect_time: float = 0.0,
         collect_speed: float = 0.0,
     ) -> Self:
-        """Summarise ``returns`` and ``lens``, which are copied; all else is as given.
+        """Summarise copies of ``returns`` and ``lens``; the other values are used as they are.
 
         Raises:
-            BadOption: a length is no integer.
+            BadOption: a length is not an integer.
         """
         given, returns = np.asarray(lens), np.array(returns, np.float64)
-        with np.errstate(invalid="ignore"):  # NaN has no integer, which the comparison finds out
+        with np.errstate(invalid="ignore"):  # NaN has no integer; the comparison below detects it
             lens = given.astype(np.int64)
         if not np.array_equal(lens, given):
             raise BadOption(f"lens={given.tolist()}: expected whole numbers, the lengths of episodes")
@@ -122,12 +122,12 @@ class CollectStats(CollectStatsBase):
 
     @classmethod
     def of(cls, episodes: Episodes, steps: int, seconds: float, **native: Any) -> Self:
-        """Statistics of a call.
+        """Make the statistics of a call.
 
         Args:
-            episodes: that ended in it.
-            steps: delivered.
-            seconds: it took. Where the clock has not moved, the speed is 0.
+            episodes: episodes that ended in it.
+            steps: number of delivered steps.
+            seconds: its duration. The speed is 0 if the duration is.
             **native: fields that Tianshou does not have.
         """
         return cls._summarised(

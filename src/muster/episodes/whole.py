@@ -1,4 +1,4 @@
-"""Groups of whole episodes, joined over batches."""
+"""Groups of complete episodes, joined over batches."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 Layout = Literal["cat", "pad"]
 Envs = Sequence[int] | Array | None
 
-CUT, MIXED = -2, -3  # in the place of an episode's number: why its rows are not kept
-GOING = -1  # in the place of an episode's end
-UNKNOWN = -2  # in the place of an open episode's trajectory id
+CUT, MIXED = -2, -3  # in place of an episode's number: why its rows are not kept
+GOING = -1  # in place of an episode's end
+UNKNOWN = -2  # in place of an open episode's trajectory id
 REASONS = {CUT: "cut", MIXED: "mixed_policy"}
 
-NO_MORE = 2**62  # divided by the number of environments: the time of one from which nothing more will come
+NO_MORE = 2**62  # divided by the number of environments: the time of an environment without further rows
 
 
 class EpisodeGroup(NamedTuple):
-    """What is delivered at a time, and its frames without padding.
+    """A group of episodes to deliver, and its number of frames without padding.
 
     The batch is ``[frames]`` with names ``["time"]``, or ``[n, longest]`` with ``("collector", "mask")``.
     """
@@ -46,12 +46,12 @@ class EpisodeGroup(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class HeldEpisode:
-    """An episode whose rows (``length`` frames in ``parts``) are kept, or which is open and was dropped.
+    """An episode whose rows (``length`` frames in ``parts``) are kept, or an open episode that was dropped.
 
     Attributes:
-        traj_id: tells it from the environment's next one; not used after its end, like ``version`` of its first row.
+        traj_id: trajectory id, different from the next one. After the end, it and ``version`` (of row 0) are unused.
         number: time of its first row * number of environments + ``env``; negative if it was dropped.
-        end: the sum of all environments' times before the batch in which it ended, plus the row; or ``GOING``.
+        end: sum of all environments' times before the batch in which it ended, plus the row; or ``GOING``.
     """
 
     env: int
@@ -64,30 +64,30 @@ class HeldEpisode:
 
 
 class WholeEpisodes:
-    """Turns successive batches of one collector into groups of exactly ``n`` complete episodes.
+    """Joins successive batches of one collector to groups of exactly ``n`` complete episodes.
 
     Groups are copies; no batch is kept alive. ``pushed = delivered + sum(dropped.values()) + frames_held``, in frames.
-    Rows are copied and joined before anything else is changed. If that fails (no memory, for instance), nothing is
-    lost: a batch that cannot be copied was not pushed, and groups that cannot be joined are held. An episode that never
-    ends is held for ever, and with "first_begun" all that began after it: such environments need
-    ``max_frames_per_traj``. What waits costs memory, but no time.
+    Rows are copied and joined before any other change. If that fails (no memory, for instance), nothing is lost: a
+    batch that cannot be copied was not pushed, and groups that cannot be joined are kept. An episode that never ends
+    is kept for ever, and with "first_begun" all that started after it: such environments need
+    ``max_frames_per_traj``. Waiting episodes cost memory, but no time.
 
-    Batches may also be of some of the environments each, in any order (``push(batch, envs)``). Time is then counted in
-    every environment's own rows, so "first_begun" and "per_env" give the same groups whatever the speed of each.
+    A batch may contain only some of the environments, in any order (``push(batch, envs)``). Time is the number of rows
+    of each environment, so "first_begun" and "per_env" give the same groups whatever the environments' speeds.
 
     Args:
-        n: episodes per group; without a ``rule`` it has no meaning.
-        num_envs: environments in all batches (in one: the product of its dimensions other than time; 1 without any).
-        layout: ``"cat"`` one after the other; ``"pad"`` one per line, zeros on the right, trajectory id -1 there.
-        rule: which episodes come next, see ``make_queue``. None: taken by hand, with ``new_ends`` and ``take``.
-        on_policy_only: drop episodes in which several policy versions acted; what is left is biased to short ones.
-        done_key: the column that says that an episode ended.
+        n: number of episodes per group; ignored without a ``rule``.
+        num_envs: number of environments (of a full batch: the product of its dimensions besides time; 1 without any).
+        layout: ``"cat"``: one after another; ``"pad"``: one per line, zeros on the right, with trajectory id -1.
+        rule: order of the episodes, see ``make_queue``. None: the caller chooses, with ``new_ends`` and ``take``.
+        on_policy_only: drop episodes in which several policy versions acted; the others are biased to short ones.
+        done_key: column that marks the ends of episodes.
         from_resets: the first rows come after resets. False: the first episode of every environment is dropped.
 
     Attributes:
-        frames_held: frames kept for groups to come: of open episodes, and of ended ones that wait for others.
-        dropped: frames that no group will show, by reason: "cut" (the episode went on without an end, or
-            ``flush``), "mixed_policy", and those given to ``clear``.
+        frames_held: number of kept frames, in open episodes and in ended ones that wait for others.
+        dropped: number of frames that no group will contain, by reason: "cut" (the episode continued without an end, or
+            ``flush``), "mixed_policy", and the reasons of ``clear``.
     """
 
     def __init__(
@@ -113,16 +113,16 @@ class WholeEpisodes:
         self.on_policy_only, self.done_key = on_policy_only, done_key
         self.dropped: Counter[str] = Counter()
         self.frames_held = 0
-        self._time = np.zeros(self.num_envs, np.int64)  # rows so far, of each environment
+        self._time = np.zeros(self.num_envs, np.int64)  # number of rows so far, by environment
         middle = () if from_resets else range(self.num_envs)
         self._open = {env: HeldEpisode(env, UNKNOWN, CUT, 0) for env in middle}  # by environment
-        self._first_open = np.full(self.num_envs, NO_MORE)  # number of each environment's open episode that is held
+        self._first_open = np.full(self.num_envs, NO_MORE)  # number of each environment's open episode, if it is kept
         self._ended: dict[int, HeldEpisode] = {}  # by number, in order of their ends, then by environment
-        self._queue = None if rule is None else make_queue(rule, self.n, self.num_envs)  # of those that wait for others
-        self._due: list[int] = []  # those that do not, in order
-        self._without_end = np.zeros(self.num_envs, np.int64)  # rows of each environment since an episode of it ended
-        self._asked = 0  # what ended before was in ``new_ends`` already
-        self._sparse: set[CopiedRows] = set()  # whose rows were dropped in part since they were last compacted
+        self._queue = None if rule is None else make_queue(rule, self.n, self.num_envs)  # of episodes that wait
+        self._due: list[int] = []  # episodes that do not wait, in order
+        self._without_end = np.zeros(self.num_envs, np.int64)  # rows of each environment since its last end
+        self._asked = 0  # earlier ends were returned by ``new_ends`` already
+        self._sparse: set[CopiedRows] = set()  # some of their rows were dropped since the last ``compact``
 
     @property
     def held(self) -> list[int]:
@@ -130,14 +130,14 @@ class WholeEpisodes:
         return list(self._ended)
 
     def push(self, batch: TensorDict, envs: Envs = None) -> list[EpisodeGroup]:
-        """Take the next batch, ``[*lead, T]``, of the environments ``envs`` (None: all); it is copied. ``BadOption`` if
-        it does not fit. Returns the groups that are complete now, often none.
+        """Add a copy of the next batch, ``[*lead, T]``, of the environments ``envs`` (None: all). Raises ``BadOption``
+        if it does not fit. Returns the groups that are now complete, often none.
         """
         self.add(batch, envs)
         return self.groups()
 
     def add(self, batch: TensorDict, envs: Envs = None) -> None:
-        """The first half of ``push``: take the batch."""
+        """Add a batch: the first half of ``push``."""
         batch = time_last(batch)
         numbers = self._numbers(batch, envs)
         self._check(batch)
@@ -167,10 +167,10 @@ class WholeEpisodes:
         self._compact()
 
     def groups(self) -> list[EpisodeGroup]:
-        """The second half of ``push``: the groups that are complete."""
+        """Return the groups that are complete: the second half of ``push``."""
         if self._queue is None:
             return []
-        coming = self._time * self.num_envs + np.arange(self.num_envs)  # episodes to come do not begin before
+        coming = self._time * self.num_envs + np.arange(self.num_envs)  # no later episode starts before these
         self._due += self._queue.pop(int(np.minimum(coming, self._first_open).min()))
         chosen = [
             [self._ended[number] for number in self._due[begin : begin + self.n]]
@@ -184,14 +184,14 @@ class WholeEpisodes:
         return made
 
     def new_ends(self) -> list[list[int]]:
-        """The episodes that ended since the last call and are held, by time step; ascending by environment within."""
+        """Return the kept episodes that ended since the last call: a list per time step, ascending by environment."""
         last_first = takewhile(lambda number: self._ended[number].end >= self._asked, reversed(self._ended))
         new = list(last_first)[::-1]
         self._asked = int(self._time.sum())
         return [list(step) for _, step in groupby(new, lambda number: self._ended[number].end)]
 
     def take(self, numbers: Sequence[int]) -> EpisodeGroup:
-        """A group of these complete episodes, in this order; they are not held any more. For ``rule=None``."""
+        """Remove these complete episodes, and return them as a group in this order. For ``rule=None``."""
         known = self.rule is None and all(number in self._ended for number in numbers)
         if not numbers or not known or len({*numbers}) < len(numbers):
             raise BadOption(f"take({numbers}): expected different numbers of complete episodes that are held")
@@ -202,7 +202,7 @@ class WholeEpisodes:
         return made
 
     def check_ends(self, waiting: str, *, resets: bool) -> None:
-        """Raise ``BadOption`` if an environment's end is awaited for over ``ENDLESS`` steps, and count from 0 again."""
+        """Raise ``BadOption`` if an awaited end has not occurred in ``ENDLESS`` steps, and restart the count."""
         steps = self._without_end
         worst = int(steps.argmin() if self.rule == "first_done" else steps.argmax())
         if (made := int(steps[worst])) <= ENDLESS:
@@ -220,7 +220,7 @@ class WholeEpisodes:
         )
 
     def skip(self, batch: TensorDict, envs: Envs = None) -> None:
-        """Take note of a batch that goes elsewhere: episodes with a part in it will not be whole, and are dropped."""
+        """Record a batch that is delivered elsewhere: drop the episodes with rows in it, which will not be complete."""
         batch = time_last(batch)
         numbers = self._numbers(batch, envs)
         pieces = find_pieces(batch, self.done_key)
@@ -233,7 +233,7 @@ class WholeEpisodes:
         self._time[numbers] += batch.shape[-1]
 
     def flush(self, envs: Iterable[int] | None = None) -> int:
-        """Drop the open episodes of ``envs`` (default all), which will not go on; returns their frames."""
+        """Drop the open episodes of ``envs`` (default: all), which will not continue. Return their number of frames."""
         before = self.frames_held
         for env in range(self.num_envs) if envs is None else envs:
             if not 0 <= env < self.num_envs:
@@ -245,10 +245,9 @@ class WholeEpisodes:
         return before - self.frames_held
 
     def clear(self, reason: str) -> int:
-        """Drop all that is held, complete or open (counted as ``reason``), and what open episodes go on with (as
-        "cut").
+        """Drop all kept episodes, complete or open (counted as ``reason``), and later rows of open ones (as "cut").
 
-        Returns the frames dropped.
+        Return the number of dropped frames.
         """
         frames = self.frames_held
         if frames:
@@ -263,9 +262,9 @@ class WholeEpisodes:
         return frames
 
     def retire(self, envs: Iterable[int]) -> int:
-        """Wait no longer for environments that will give no more rows; ``push`` then gives what that completes.
+        """Stop waiting for environments without further rows; ``push`` then returns the groups that this completes.
 
-        Returns the frames dropped. ``BadOption`` if the rule needs them ("per_env").
+        Returns the number of dropped frames. Raises ``BadOption`` if the rule needs them ("per_env").
         """
         envs = list(envs)
         if self.rule == "per_env" and envs:
@@ -275,7 +274,7 @@ class WholeEpisodes:
         return frames
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is held, as numbers, tensors and lists; it shares no memory with groups."""
+        """Return everything kept as numbers, tensors and lists, which share no memory with groups."""
         episodes = [*self._ended.values(), *self._open.values()]
         columns = [(e.env, e.traj_id, e.number, e.version, e.length, e.end) for e in episodes]
         return {
@@ -288,7 +287,7 @@ class WholeEpisodes:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was called; ``n``, ``layout`` and ``rule`` may have changed, ``num_envs`` not
+        """Restore ``state_dict()``. ``n``, ``layout`` and ``rule`` may be different, but not ``num_envs``
         (``BadOption``).
         """
         if state["num_envs"] != self.num_envs:
@@ -336,7 +335,7 @@ class WholeEpisodes:
                 raise BadOption(f"the batch has no {dotted(key)}, which says {why}")
 
     def _versions(self, batch: TensorDict, pieces: Pieces) -> Array:
-        """The policy version of each piece, ``MIXED`` for several; all 0 where it does not matter."""
+        """Return the policy version of each piece, ``MIXED`` for several; all 0 without ``on_policy_only``."""
         if not self.on_policy_only:
             return np.zeros_like(pieces.first)
         versions = batch[POLICY_VERSION].reshape(-1).cpu().numpy()[pieces.rows]
@@ -373,14 +372,14 @@ class WholeEpisodes:
                     self._queue.add(episode.number)
 
     def _drop(self, episode: HeldEpisode, reason: int) -> None:
-        """Let go of an open episode's rows, and of those to come until its end."""
+        """Drop the rows of an open episode, and those that follow until its end."""
         if episode.number >= 0:
             self.dropped[REASONS[reason]] += episode.length
             self._release(episode)
             self._forget(episode, reason)
 
     def _forget(self, episode: HeldEpisode, reason: int) -> None:
-        """The rows of an open episode that are still to come are dropped for this reason."""
+        """Drop the later rows of an open episode, for this reason."""
         episode.number, episode.length, episode.parts = reason, 0, []
         self._first_open[episode.env] = NO_MORE
 

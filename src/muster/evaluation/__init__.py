@@ -1,4 +1,4 @@
-"""How good a policy is: exact numbers of episodes, without bias, beside the training or between its batches."""
+"""Evaluation of policies on exact numbers of episodes, without bias, in the background or between batches."""
 
 from muster.evaluation.evaluator import Evaluator, EvaluatorStats
 from muster.evaluation.result import EvaluatedEpisode, Evaluation, UnfinishedEpisode

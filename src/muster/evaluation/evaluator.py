@@ -1,4 +1,4 @@
-"""``Evaluator``: an exact number of episodes of a policy with frozen weights, now or in the background."""
+"""``Evaluator``: evaluates a policy with frozen weights on an exact number of episodes, now or in the background."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ OnFailure = Literal["raise", "restart"]
 
 @dataclass(frozen=True)
 class EvaluatorStats:
-    """A snapshot.
+    """A snapshot of an evaluator.
 
     Attributes:
-        evaluations: completed.
-        episodes: counted in them.
-        frames: environment steps executed, whatever became of them.
-        seconds: spent evaluating.
-        restarts: evaluations that were repeated after a failure.
-        skipped: triggers that came while busy, with ``when_busy="skip"``.
-        waiting: triggers whose evaluation is not done.
-        version: of the last evaluation's weights; None before.
-        mean: its mean return; None before.
+        evaluations: number of completed evaluations.
+        episodes: number of episodes that counted in them.
+        frames: number of all executed environment steps.
+        seconds: duration of the completed evaluations.
+        restarts: number of evaluations repeated after a failure.
+        skipped: number of triggers skipped with ``when_busy="skip"``.
+        waiting: number of triggers whose evaluation is not complete.
+        version: version of the last evaluation's weights; None before the first.
+        mean: mean return of the last evaluation; None before the first.
     """
 
     evaluations: int = 0
@@ -89,12 +89,12 @@ class Evaluator:
             evaluation = evaluator.evaluate()
             print(evaluation.mean, evaluation.confidence_interval())
 
-    It has environments, random streams and a copy of the policy (in evaluation mode) of its own, so training goes on as
-    if it were not there. Every ``evaluate()`` begins with fresh resets. Episode k of environment i is reset with
-    ``seed + i + k * (number of environments)``: the first ``episodes`` seeds, however many environments and workers
-    share them, with ``rule="per_env"``. (Batches that reset themselves, such as vector environments, are seeded once.)
+    It has its own environments, random streams and copy of the policy (in evaluation mode), and does not influence
+    training. Every ``evaluate()`` starts with resets. Episode k of environment i is reset with ``seed + i + k * (number
+    of environments)``. With ``rule="per_env"`` these are the first ``episodes`` seeds, however many environments and
+    workers share them. (Batches that reset themselves, such as vector environments, are seeded only once.)
 
-    In the background, worker processes evaluate the weights of the moment of ``trigger()`` while the user goes on::
+    ``trigger()`` evaluates a copy of the present weights in the background, in worker processes::
 
         with Evaluator("CartPole-v1", policy, num_envs=8, num_workers=1) as evaluator:
             for batch in collector:
@@ -104,34 +104,34 @@ class Evaluator:
                     log(evaluation.version, evaluation.mean)
 
     Args:
-        create_env_fn: see ``Collector``; with workers no environment objects.
-        policy: see ``Collector``. What ``evaluate()`` takes weights from, unless it is given others.
-        episodes: how many. None: all that end before another bound.
-        max_frames: environment steps at most, over all environments; episodes that are going on then are
+        create_env_fn: see ``Collector``. With workers, environment objects are refused.
+        policy: see ``Collector``. ``evaluate()`` copies its weights by default.
+        episodes: number of episodes. None: all that end before another limit is reached.
+        max_frames: maximum number of environment steps, over all environments. Episodes open at this point are
             ``unfinished``.
-        max_T: time steps at most, of each environment.
-        max_trajectories: end after the time step at which so many episodes are there.
-        num_envs: stepped together, by each worker. None: one, without a batch dimension.
-        num_workers: processes, each with ``num_envs`` environments; 0: this process.
-        rule: which episodes count. "per_env": a number fixed in advance from each environment; "fair": as many from
-            each, and what is missing from whichever end one more first; "last_even": the first to begin;
-            "first_done": whatever ends first, biased towards short episodes. Without ``episodes`` every episode counts
-            as it ends ("first_done").
+        max_T: maximum number of time steps of each environment.
+        max_trajectories: end after the time step at which this number of episodes is complete.
+        num_envs: number of environments that each worker steps together. None: one, without a batch dimension.
+        num_workers: number of worker processes, each with ``num_envs`` environments. 0: evaluate in this process.
+        rule: which episodes count. "per_env": a number fixed in advance from each environment. "fair": the same number
+            from each, and the rest from the first ones to end one more. "last_even": the first to start. "first_done":
+            the first to end, which is biased towards short episodes. Without ``episodes``, all count as they end
+            ("first_done").
         exploration_type: "deterministic", or "random" to sample as in training; see ``CollectorOptions``.
-        seed: of the episodes, the same in every evaluation. None: others each time.
-        reseed: others each time, derived from ``seed``.
+        seed: seed of the episodes, which are the same in every evaluation. None: different ones each time.
+        reseed: use different episodes each time, derived from ``seed``.
         create_env_kwargs: see ``CollectorOptions``.
-        on_failure: when a worker dies or hangs, or an environment raises: "raise", or "restart" with fresh workers and
-            environments: the same evaluation from its beginning, twice at most.
-        when_busy: what ``trigger()`` does while an evaluation is going on: "queue" (each keeps a copy of the weights),
-            "skip", or "raise" ``CollectorBusy``.
-        record_actions: keep actions for ``Evaluation.video``.
-        **options: of ``CollectorOptions``, and of ``MultiOptions`` with workers: ``max_frames_per_traj`` (for
-            environments that may never end), ``inference``, devices, ``timeouts``, and the like.
+        on_failure: reaction to a worker that dies or hangs, or to an error of an environment. "raise": raise it.
+            "restart": repeat the evaluation with new workers and environments, at most twice.
+        when_busy: reaction of ``trigger()`` to a running evaluation. "queue": wait, each with a copy of its weights.
+            "skip": do nothing. "raise": raise ``CollectorBusy``.
+        record_actions: record actions for ``Evaluation.video``.
+        **options: some of ``CollectorOptions``, and with workers of ``MultiOptions``: ``max_frames_per_traj`` (for
+            environments that may never end), ``inference``, devices, ``timeouts``, and others.
 
     Raises:
-        BadOption, UnknownOption: as collectors do.
-        UnsupportedEnv, EnvError: while making environments.
+        BadOption, UnknownOption: an option is wrong.
+        UnsupportedEnv, EnvError: making the environments failed.
     """
 
     @passes_on(MultiOptions, PASSED_ON)
@@ -177,25 +177,25 @@ class Evaluator:
         self._stats, self._counting = EvaluatorStats(), threading.Lock()
         self._closed = False
         self._executor = ThreadPoolExecutor(1, f"muster-eval-{id(self):x}")
-        self._triggered: deque[Future[Evaluation]] = deque()  # whose results were not fetched
+        self._triggered: deque[Future[Evaluation]] = deque()  # whose results were not returned yet
 
     # --- evaluating -------------------------------------------------------------------------------
 
     def evaluate(
         self, policy_or_weights: Any = None, *, version: int | str | None = None, progress: Progress | None = None
     ) -> Evaluation:
-        """Evaluate now, with the weights as they are.
+        """Evaluate the current weights now.
 
         Args:
-            policy_or_weights: where they come from: a policy, its network, a TensorDict or dict of tensors; None is the
-                policy that the evaluator was made with.
-            version: to be noted in the result. None: the number of this evaluation, from 1.
-            progress: called after every few time steps with the numbers of episodes and frames so far; where it returns
-                False, the evaluation ends.
+            policy_or_weights: source of the weights: a policy, its network, a TensorDict or dict of tensors. None: the
+                evaluator's policy.
+            version: version for the result. None: the number of this evaluation, from 1.
+            progress: function called after every few time steps with the numbers of episodes and frames so far. If it
+                returns False, the evaluation ends.
 
         Raises:
-            CollectorBusy: while another one is going on in the background.
-            BadWeights: they do not fit.
+            CollectorBusy: an evaluation is running in the background.
+            BadWeights: the weights do not fit.
             WorkerDied, WorkerHung, EnvError, PolicyError, ...: see ``on_failure``.
         """
         self._check_open()
@@ -205,9 +205,9 @@ class Evaluator:
             return self._evaluate(self._job(policy_or_weights, version, copied=False), progress)
 
     def trigger(self, policy_or_weights: Any = None, version: int | str | None = None) -> int:
-        """Take a snapshot of the weights and evaluate it in the background; returns at once.
+        """Evaluate a copy of the weights in the background. Returns at once.
 
-        A program that ends without ``shutdown()`` waits for the evaluations that it has triggered.
+        At the end of a program without ``shutdown()``, Python waits for the triggered evaluations.
 
         Args: see ``evaluate``.
 
@@ -215,9 +215,9 @@ class Evaluator:
             the number of the evaluation; 0 if it was skipped.
 
         Raises:
-            BadOption: without worker processes, or with ``inference="server"``: what acts in this process would draw
-                from the random generators of the training.
-            CollectorBusy: with ``when_busy="raise"``, while another one is going on.
+            BadOption: there are no worker processes, or ``inference="server"``: the policy would act in this process,
+                and draw from the random generators of the training.
+            CollectorBusy: an evaluation is running, with ``when_busy="raise"``.
         """
         self._check_open()
         if self.num_workers == 0:
@@ -234,16 +234,16 @@ class Evaluator:
         return job.number
 
     def poll(self) -> Evaluation | None:
-        """The oldest evaluation of a trigger that is done and was not fetched yet, or None; raises what it raised."""
+        """Return the oldest complete result that was not returned yet, or None. Raises the error of its evaluation."""
         self._check_here()
         return self._fetch() if self._triggered and self._triggered[0].done() else None
 
     def wait(self, timeout: float | None = None) -> Evaluation:
-        """``poll``, when it is done.
+        """Wait for the oldest evaluation whose result was not returned yet, and return it as ``poll`` does.
 
         Raises:
-            CollectorTimeout: not within ``timeout`` seconds; it goes on.
-            BadOption: nothing was triggered.
+            CollectorTimeout: it is not complete after ``timeout`` seconds. It continues.
+            BadOption: no result is left to wait for.
         """
         self._check_open()
         if not self._triggered:
@@ -253,23 +253,23 @@ class Evaluator:
         return self._fetch()
 
     def is_running(self) -> bool:
-        """An evaluation is going on in the background, or about to."""
+        """Return whether an evaluation is running or waiting in the background."""
         return self._waiting() > 0
 
     def stats(self) -> EvaluatorStats:
-        """A snapshot; cheap, also after ``shutdown``."""
+        """Return a snapshot of all counters. It is cheap, and available after ``shutdown``."""
         return replace(self._stats, waiting=self._waiting())
 
     def shutdown(self, timeout: float | None = 10.0) -> None:
-        """End everything: environments, workers, the background thread. May be called again.
+        """Close the environments, and end the workers and the background thread. May be called again.
 
         Args:
-            timeout: seconds that a rollout in the background may still take before its workers are killed.
+            timeout: seconds for the current rollout in the background, after which its workers are killed.
         """
         if self._closed:
             return
         self._closed = True
-        if self._owner is not None and not self._owner.is_here():  # nothing of it is this process's to end
+        if self._owner is not None and not self._owner.is_here():  # a fork must not end its parent's workers
             return
         self._triggered = deque(future for future in self._triggered if not future.cancel())
         if wait(self._triggered, timeout).not_done:
@@ -321,11 +321,11 @@ class Evaluator:
                     self.plan, weights=job.weights, seed=seed, version=job.version, progress=progress
                 )
             except BadWeights:
-                raise  # before anything was begun
+                raise  # nothing was started
             except BaseException as error:
                 executed = self._stage.executed - before
                 lost += executed
-                self._stage.close(objects=False)  # a rollout that was left half done is of no use
+                self._stage.close(objects=False)  # an interrupted rollout cannot be continued
                 again = isinstance(error, (WorkerDied, WorkerHung, EnvError)) and self.on_failure == "restart"
                 again = again and attempt < ATTEMPTS and not self._closed
                 self._count(frames=executed, restarts=int(again))
@@ -341,10 +341,10 @@ class Evaluator:
         if self.seed is not None and not self.reseed:
             return self.seed
         words = np.random.SeedSequence(None if self.seed is None else [self.seed, number])
-        return int(words.generate_state(1)[0]) >> 2  # far from where sums with it would not be 32 bits any more
+        return int(words.generate_state(1)[0]) >> 2  # small enough that sums with it are 32-bit numbers
 
     def _count(self, *, last: Evaluation | None = None, **more: float) -> None:
-        with self._counting:  # two threads do it
+        with self._counting:  # called from two threads
             changed: dict[str, Any] = {name: getattr(self._stats, name) + n for name, n in more.items()}
             if last is not None:
                 changed |= {"version": last.version, "mean": last.mean}

@@ -1,4 +1,4 @@
-"""What an evaluation has found."""
+"""The results of evaluations."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from muster.memory.specs import Array
 if TYPE_CHECKING:
     from muster.evaluation.video import Tape
 
-GRID = 100_001  # points on which Student's distribution is integrated; its quantiles are exact to 1e-6 and better
+GRID = 100_001  # number of points for integrating Student's distribution; the quantiles are exact to 1e-6 or better
 
 
 class EvaluatedEpisode(NamedTuple):
-    """An episode, from its reset to its end.
+    """A complete episode.
 
     Attributes:
         env_id: number of the environment.
-        episode: its number in that environment, from 0.
-        seed: of its reset: ``env.reset(seed=seed)`` and the same actions repeat it. None where the environment went on
-            with its own generators (only batches of environments do so after their first episode).
-        begin: time step of the evaluation at which it began.
+        episode: number of the episode in its environment, from 0.
+        seed: seed of its reset: ``env.reset(seed=seed)`` and the same actions repeat it. None: the environment used its
+            own generators (only batches of environments do, after their first episode).
+        begin: time step of the evaluation at its start.
         episode_return: undiscounted sum of rewards as stored (float32), added up in float64.
-        length: steps.
-        terminated, truncated: how it ended.
-        version: of the weights that acted.
+        length: number of steps.
+        terminated, truncated: flags of the last step.
+        version: version of the weights that acted.
     """
 
     env_id: int
@@ -46,12 +46,12 @@ class EvaluatedEpisode(NamedTuple):
 
 
 class UnfinishedEpisode(NamedTuple):
-    """An episode that was wanted and going on when the evaluation was stopped.
+    """An episode that could have counted, but was not complete at the end of the evaluation.
 
     Attributes:
         env_id, episode, seed: see ``EvaluatedEpisode``.
-        steps: so far.
-        return_so_far: NaN where the environment's batches do not show the reward that returns are made of.
+        steps: number of steps so far.
+        return_so_far: sum of its rewards so far; NaN if batches do not contain the reward used for returns.
     """
 
     env_id: int
@@ -63,26 +63,26 @@ class UnfinishedEpisode(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The episodes of one evaluation, and what was left out of it. Equal if all but ``seconds`` is equal.
+    """The episodes of one evaluation, and the steps that no episode has. Comparison ignores ``seconds`` and ``tape``.
 
-    Every step is somewhere: ``frames = frames_counted + steps of unfinished + discarded["uncounted"]``, and what was
-    executed besides is in ``discarded``, too.
+    Every step is counted: ``frames = frames_counted + steps of unfinished + discarded["uncounted"]``. ``discarded``
+    also has the steps executed beyond ``frames``.
 
     Attributes:
         env: name of the environments.
-        version: of the weights that acted.
-        seed: that the episodes' seeds are derived from.
-        rule: by which episodes were chosen.
-        biased: that rule favours short episodes.
-        complete: all episodes are there that were asked for.
+        version: version of the weights that acted.
+        seed: number from which the episodes' seeds are derived.
+        rule: rule that chose the episodes.
+        biased: the rule favours short episodes.
+        complete: all requested episodes are complete.
         stopped_by: "episodes", "max_trajectories", "max_T", "max_frames" or "progress" (the caller's function).
         records: the episodes that count, in order of their ends (ties in order of environments).
-        uncounted: finished ones that the rule left out.
+        uncounted: complete episodes that the rule left out.
         unfinished: see ``UnfinishedEpisode``.
-        frames: environment steps until the evaluation was over, of all environments.
-        discarded: steps by reason: "uncounted", that went into no record; "overrun", that were executed after the end,
-            in the rest of a rollout; "restarted", of attempts that a failure ended.
-        seconds: it took.
+        frames: number of environment steps of all environments up to the end of the evaluation.
+        discarded: number of steps by reason: "uncounted": in no record; "overrun": executed after the end, in the rest
+            of a rollout; "restarted": of attempts that a failure ended.
+        seconds: duration in seconds.
     """
 
     env: str
@@ -102,43 +102,43 @@ class Evaluation:
 
     @property
     def returns(self) -> Array:
-        """``[n]`` float64, in the order of ``records``."""
+        """Returns, ``[n]`` float64, in the order of ``records``."""
         return np.array([record.episode_return for record in self.records], np.float64)
 
     @property
     def lengths(self) -> Array:
-        """``[n]`` int64, in the order of ``records``."""
+        """Numbers of steps, ``[n]`` int64, in the order of ``records``."""
         return np.array([record.length for record in self.records], np.int64)
 
     @property
     def mean(self) -> float:
-        """Of the returns; NaN without episodes, as all of these."""
+        """Mean of the returns. Without episodes this, ``std``, ``median`` and ``length_mean`` are NaN."""
         return float(self.returns.mean()) if self.records else math.nan
 
     @property
     def std(self) -> float:
-        """Of the returns as a sample (divided by n - 1); NaN for fewer than two."""
+        """Standard deviation of the returns as a sample (divisor n - 1); NaN for fewer than two."""
         return float(self.returns.std(ddof=1)) if len(self.records) > 1 else math.nan
 
     @property
     def median(self) -> float:
-        """Of the returns."""
+        """Median of the returns."""
         return float(np.median(self.returns)) if self.records else math.nan
 
     @property
     def length_mean(self) -> float:
-        """Of the lengths."""
+        """Mean of the lengths."""
         return float(self.lengths.mean()) if self.records else math.nan
 
     @property
     def frames_counted(self) -> int:
-        """Steps of the episodes that count."""
+        """Number of steps of the episodes that count."""
         return int(self.lengths.sum())
 
     def confidence_interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Student's t interval for the mean return; infinite for fewer than two episodes.
+        """Return Student's t interval for the mean return; infinite for fewer than two episodes.
 
-        It holds for independent episodes, and for returns that are not normally distributed with enough of them.
+        It is valid for independent episodes; if returns are not normally distributed, only for many of them.
         """
         if not 0 < level < 1:
             raise BadOption(f"confidence_interval({level!r}): expected a level between 0 and 1, such as 0.95")
@@ -149,22 +149,22 @@ class Evaluation:
         return self.mean - half, self.mean + half
 
     def video(self, which: str | int, folder: str | Path = "videos", *, fps: float | None = None) -> Path:
-        """Repeat an episode in an environment that renders, and write an mp4 file; needs ``muster-rl[video]``.
+        """Repeat an episode in an environment that renders, and write an mp4 file. Needs ``muster-rl[video]``.
 
-        The environment is made again with ``render_mode="rgb_array"``, reset with the episode's seed, and gets the
-        recorded actions. A warning says so if that gives another return.
+        The environment is made with ``render_mode="rgb_array"``, reset with the episode's seed, and stepped with the
+        recorded actions. A warning reports a different return.
 
         Args:
             which: "best", "worst", "median" (the episode nearest to it), or an index into ``records``.
-            folder: made if it is not there.
-            fps: frames per second; None: as the environment says (``metadata["render_fps"]``), or 30.
+            folder: folder of the file; created if necessary.
+            fps: frames per second. None: the environment's ``metadata["render_fps"]``, or 30.
 
         Returns:
-            the file; it has a frame for the reset and for every step.
+            the path of the file, which has a frame for the reset and for every step.
 
         Raises:
-            BadOption: there is no such episode, or nothing was recorded.
-            UnsupportedEnv: the environments cannot be repeated one by one, or do not render.
+            BadOption: there is no such episode, or no actions were recorded.
+            UnsupportedEnv: the environments cannot be repeated individually, or do not render.
         """
         from muster.evaluation.video import film
 
@@ -175,7 +175,7 @@ class Evaluation:
         return film(self.tape, self.records[index], Path(folder), f"{label}-{index}", fps)
 
     def index(self, which: str | int) -> int:
-        """The place in ``records`` of "best", "worst" or "median", the first of equals; or of an index, as it is."""
+        """Return the index in ``records`` of "best", "worst" or "median" (the first of equals), or of an index."""
         if not self.records:
             raise BadOption(f"there is no episode {which!r}: none was finished")
         returns = self.returns
@@ -190,7 +190,7 @@ class Evaluation:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain data, with the figures; NaN and infinities are None, so that it is JSON."""
+        """Return everything as plain data for JSON, with all figures; NaN and infinite values become None."""
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "tape"}
         for name in ("records", "uncounted", "unfinished"):
             plain[name] = [{k: _finite(v) for k, v in record._asdict().items()} for record in plain[name]]
@@ -211,11 +211,11 @@ class Evaluation:
 
 
 def student_quantile(level: float, df: int) -> float:
-    """The x for which Student's t with ``df`` degrees of freedom lies in [-x, x] with probability ``level``.
+    """Return the x for which Student's t with ``df`` degrees of freedom lies in [-x, x] with probability ``level``.
 
-    With t = sqrt(df) tan(a), the density over the angle is proportional to cos(a)^(df - 1), which is easy to integrate.
+    With t = sqrt(df) tan(a), the density of the angle a is proportional to cos(a)^(df - 1), which is easy to integrate.
     """
-    angle = np.linspace(0.0, min(math.pi / 2, 40 / math.sqrt(df)), GRID)  # there is nothing beyond
+    angle = np.linspace(0.0, min(math.pi / 2, 40 / math.sqrt(df)), GRID)  # the rest is negligible
     density = np.cos(angle) ** (df - 1)
     area = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
     return math.sqrt(df) * math.tan(float(np.interp(level * area[-1], area, angle)))

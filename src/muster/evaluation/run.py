@@ -1,4 +1,4 @@
-"""One evaluation: what comes out of rollouts, counted until all is there that was asked for."""
+"""One evaluation: counts the episodes of rollouts until the requested ones are complete."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Progress = Callable[[int, int], object]
 
 @dataclass(frozen=True)
 class Plan:
-    """The bounds of an evaluation; see ``Evaluator``."""
+    """The limits of an evaluation; see ``Evaluator``."""
 
     episodes: int | None = 10
     max_frames: int | None = None
@@ -45,11 +45,11 @@ class Plan:
 
     @property
     def rule_name(self) -> str:
-        """The rule that is at work: without a number of episodes there is nothing to share out."""
+        """The rule in use: without a number of episodes there is none to share out."""
         return self.rule if self.episodes is not None else "first_done"
 
     def limit(self, num_envs: int) -> tuple[int | None, str]:
-        """The greatest number of time steps, and the name of the bound that says so."""
+        """Return the maximum number of time steps, and the name of the option that limits it."""
         if self.max_frames is not None and self.max_frames < num_envs:
             raise BadOption(f"max_frames={self.max_frames} is less than one step of {num_envs} environments")
         steps = {"max_T": self.max_T, "max_frames": self.max_frames and self.max_frames // num_envs}
@@ -58,10 +58,10 @@ class Plan:
 
 
 class Run:
-    """Counts the episodes of one evaluation, whose environments begin together and step together.
+    """Counts the episodes of one evaluation. Its environments start together and are stepped together.
 
-    ``t`` is the number of time steps, ``stopped_by`` as in ``Evaluation`` (empty before the end), ``overrun`` the
-    number of steps executed after the end. ``seeded``: every episode has a seed of its own, see ``EpisodeSeeds``.
+    ``t``: number of time steps. ``stopped_by``: see ``Evaluation``; empty before the end. ``overrun``: number of steps
+    executed after the end. ``seeded``: every episode has its own seed, see ``EpisodeSeeds``.
     """
 
     def __init__(self, plan: Plan, num_envs: int, *, seed: int, seeded: bool, version: int | str) -> None:
@@ -73,13 +73,13 @@ class Run:
         self.stopped_by = ""
         self.records: list[EvaluatedEpisode] = []
         self.uncounted: list[EvaluatedEpisode] = []
-        self._began = [0] * num_envs  # when the episode that is going on did
-        self._wanted = [self.rule.awaits(i) for i in range(num_envs)]  # then
+        self._began = [0] * num_envs  # start of the current episode
+        self._wanted = [self.rule.awaits(i) for i in range(num_envs)]  # at that time
         self._number = [0] * num_envs
-        self._returns = np.zeros(num_envs)  # so far
+        self._returns = np.zeros(num_envs)  # of the current episode so far
 
     def add(self, episodes: Sequence[EpisodeRecord], reward: Array, T: int) -> None:
-        """Take in a rollout of all environments: its episodes, in order for each, and its rewards ``[T, B]``."""
+        """Add a rollout of all environments: its episodes, in order by environment, and its rewards ``[T, B]``."""
         stop = self.t + T if self._limit is None else min(self.t + T, self._limit)
         ended = set()
         for end, together in groupby(self._by_time(episodes), _end):
@@ -106,7 +106,7 @@ class Run:
         return self.stopped_by == self.plan.goal if self.plan.goal else not self.unfinished()
 
     def unfinished(self) -> tuple[UnfinishedEpisode, ...]:
-        """Episodes that are going on and were wanted when they began."""
+        """Return the open episodes that could have counted when they started."""
         return tuple(
             UnfinishedEpisode(i, self._number[i], self._seed_of(i), self.t - began, float(self._returns[i]))
             for i, began in enumerate(self._began)

@@ -1,4 +1,4 @@
-"""Where evaluations take place: a collector with environments and a copy of the policy of its own."""
+"""The collector of an evaluator, with its own environments and its own copy of the policy."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
     from muster.collectors.base import BaseCollector
 
-ROWS = 32  # time steps per rollout: few enough to end soon after the last episode, enough to cost nothing
+ROWS = 32  # time steps per rollout: few, to end soon after the last episode; enough for a negligible overhead
 
 
 class Stage:
-    """A collector with environments and a copy of the policy (``shared``: could not be copied) of its own.
+    """A collector with its own environments and its own copy of the policy (``shared``: it could not be copied).
 
-    Rollouts have at most ``rows`` time steps; ``record`` keeps actions; ``options`` are those of the collector.
+    Rollouts have at most ``rows`` time steps. ``record`` keeps actions. ``options`` are the collector's.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Stage:
     def play(
         self, plan: Plan, *, weights: Weights | None, seed: int, version: int | str, progress: Progress | None
     ) -> Evaluation:
-        """One evaluation; after an error the stage must be closed."""
+        """Run one evaluation. After an error the stage must be closed."""
         began = time.perf_counter()
         collector = self.open()
         info = collector._engine.source.pool.counters[0].info
@@ -101,19 +101,19 @@ class Stage:
         return run.result(info.name, time.perf_counter() - began, tape)
 
     def close(self, *, objects: bool = True) -> None:
-        """End workers and close environments, those given as objects only with ``objects``. May be called again."""
+        """End workers and close environments; those given as objects only if ``objects``. May be called again."""
         collector, self._collector = self._collector, None
         if collector is not None:
             collector.shutdown(close_env=objects or not any(map(is_environment, self.factories)), raise_on_error=False)
 
     def kill(self) -> None:
-        """End workers that do not end by themselves; from another thread."""
+        """Kill workers that do not end by themselves. Called from another thread."""
         if self._collector is not None:
             for handle in self._collector._engine.source.pool.handles:
                 handle.kill()
 
     def _make(self) -> BaseCollector:
-        """A collector whose rollouts have ``ROWS`` time steps; environments may be more than their factories."""
+        """Make a collector whose rollouts have at most ``ROWS`` time steps. A factory may make several environments."""
         sources = [self._seeding(factory) for factory in self.factories]
         options = self._options | {
             "frames_per_batch": self._rows * self._num_envs,
@@ -150,18 +150,18 @@ class Stage:
         return Tape(info.name, list(zip(self.factories, self._kwargs, strict=True)), info.num_envs)
 
     def _undisturbed(self) -> AbstractContextManager[None]:
-        """The user's random streams stay as they are, whatever environments draw from while they are made here."""
+        """Return a context that protects the user's random streams from environments that draw while they are made."""
         return nullcontext() if self._num_workers else GroupRng(0).as_global()
 
 
 def _rows(batch: TensorDict, key: Key, num_envs: int) -> Array:
-    """A column as ``[T, num_envs, *shape]``."""
+    """Return a column as ``[T, num_envs, *shape]``."""
     array: Array = batch.get(key).detach().cpu().numpy()
     return array.reshape(len(batch), num_envs, *array.shape[batch.ndim :])
 
 
 def _rewards(batch: TensorDict, key: Key, num_envs: int) -> Array:
-    """``[T, num_envs]``; NaN where the batch does not show what returns are made of."""
+    """Return the rewards, ``[T, num_envs]``; NaN if the batch does not contain those used for returns."""
     if key not in batch.keys(True):
         return np.full((len(batch), num_envs), np.nan)
     return _rows(batch, key, num_envs)[..., 0]
@@ -170,18 +170,18 @@ def _rewards(batch: TensorDict, key: Key, num_envs: int) -> Array:
 def _has_seeds(collector: BaseCollector) -> bool:
     try:
         return all(itertools.chain(*collector._engine.source.pool.call(Call(env_attributes, ("seeds_episodes",)))))
-    except (AttributeError, MusterError):  # as environments of other kinds say
+    except (AttributeError, MusterError):  # raised by environments of other kinds
         return False
 
 
 def private_copy(policy: Any) -> Any:
-    """A copy of a policy whose modules are in evaluation mode; ``BadWeights`` or ``BadOption`` if it cannot be copied.
+    """Copy a policy, with its modules in evaluation mode. ``BadWeights`` or ``BadOption`` if it cannot be copied.
 
-    Modules that a function of an importable file reaches by name cannot be copied: they stay the user's, as they are.
+    Modules that a function of an importable file accesses by name cannot be copied: they stay the user's, unchanged.
     """
     if policy is None:
         return None
-    named_tensors(policy)  # which raises for lazy layers
+    named_tensors(policy)  # raises for lazy layers
     try:
         own = copy.deepcopy(policy) if isinstance(policy, torch.nn.Module) else loads(dumps(policy, "policy"), "policy")
     except (RuntimeError, TypeError) as error:
@@ -193,18 +193,18 @@ def private_copy(policy: Any) -> Any:
 
 
 def shares_modules(policy: Any, other: Any) -> bool:
-    """Some module is part of both."""
+    """Return whether the two share a module."""
     others = {id(module) for module in modules_of(other)}
     return any(id(module) in others for module in modules_of(policy))
 
 
 def weights_of(source: Any, *, copied: bool) -> Weights | None:
-    """The weights of a policy, module, TensorDict or dict, by name, ``copied`` or shared; None for what has none."""
+    """Return the weights of a policy, module, TensorDict or dict by name, ``copied`` or shared; None if it has none."""
     plain = isinstance(source, (torch.nn.Module, Mapping)) or hasattr(source, "flatten_keys")
     bearer = source if plain else weight_bearer(source)
     if bearer is None:
         return None
     if isinstance(bearer, torch.nn.Module):
-        named_tensors(bearer)  # which raises for lazy layers
+        named_tensors(bearer)  # raises for lazy layers
     weights = named_weights(bearer)
     return {name: tensor.clone() for name, tensor in weights.items()} if copied else weights

@@ -1,4 +1,4 @@
-"""The actions of an evaluation, and videos made from them: episodes are repeated in an environment that renders."""
+"""Recorded actions of an evaluation, and videos, for which episodes are repeated in an environment that renders."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from muster.restore.crash_report import CrashReport, EnvFactory, Special
 from muster.restore.player import Player
 from muster.utils.whole_files import written_elsewhere
 
-FPS = 30.0  # where the environment does not say
+FPS = 30.0  # default for environments without render_fps
 
 
 @dataclass
 class Tape:
-    """Actions of all environments by rollout, ``[T, B, *shape]`` per leaf, and what makes each group of them."""
+    """Actions of all environments by rollout, ``[T, B, *shape]`` per leaf, and the factory of each group."""
 
     name: str
     factories: list[tuple[Any, Mapping[str, Any] | None]]
@@ -38,7 +38,7 @@ class Tape:
         return self.factories[env_id // self.per_group]
 
     def actions(self, episode: EvaluatedEpisode) -> dict[Key, Array]:
-        """Of one episode, ``[length, 1, *shape]`` per leaf."""
+        """Return the actions of one episode, ``[length, 1, *shape]`` per leaf."""
         T = len(next(iter(self.rollouts[0].values())))
         first, last = episode.begin // T, (episode.begin + episode.length - 1) // T
         begin, env = episode.begin - first * T, episode.env_id
@@ -47,7 +47,7 @@ class Tape:
         return {key: array[begin : begin + episode.length] for key, array in joined.items()}
 
     def crash_report(self, episode: EvaluatedEpisode, factory: EnvFactory) -> CrashReport:
-        """The episode as what ``muster.restore.player`` plays, in an environment of ``factory``."""
+        """Return the episode in the format of ``muster.restore.player``, to play in an environment of ``factory``."""
         return CrashReport(
             name=self.name,
             factory=factory,
@@ -63,7 +63,7 @@ class Tape:
 
 
 def film(tape: Tape, episode: EvaluatedEpisode, folder: Path, name: str, fps: float | None) -> Path:
-    """See ``Evaluation.video``; ``name`` begins the file's name, its return ends it."""
+    """Write a video, see ``Evaluation.video``. The file name is ``name`` followed by the return."""
     if episode.seed is None:
         raise UnsupportedEnv(
             f"{tape.name}: this episode had no seed of its own, so it cannot be repeated: environments that are made "
@@ -86,7 +86,7 @@ def film(tape: Tape, episode: EvaluatedEpisode, folder: Path, name: str, fps: fl
 
 
 def _frames(player: Player, tape: Tape, episode: EvaluatedEpisode) -> Iterator[Array]:
-    """The picture after the reset and after every step."""
+    """Yield the picture after the reset and after every step."""
     player.make(("reset", 0))
     yield _picture(player, tape)
     total, steps, ended = 0.0, 0, False
@@ -114,7 +114,7 @@ def _picture(player: Player, tape: Tape) -> Array:
 
 
 def _even(frames: Iterator[Array]) -> Iterator[Array]:
-    """With an even height and width, which the format needs: the last row or column twice."""
+    """Repeat the last row or column of pictures with odd height or width, which the format does not allow."""
     for frame in frames:
         rows, columns = frame.shape[0] % 2, frame.shape[1] % 2
         yield np.ascontiguousarray(np.pad(frame, ((0, rows), (0, columns), (0, 0)), "edge"))
@@ -139,7 +139,7 @@ def _takes_render_mode(source: Any) -> bool:
 
 
 def writer() -> Any:
-    """``imageio_ffmpeg.write_frames``."""
+    """Return ``imageio_ffmpeg.write_frames``."""
     try:
         from imageio_ffmpeg import write_frames
     except ImportError as error:

@@ -1,1 +1,1 @@
-"""What a collector says about itself: numbers, loggers, spans of time, profiles."""
+"""Statistics of collectors, loggers, timelines and profiles."""

@@ -1,4 +1,4 @@
-"""Where numbers go: loggers of any kind as one function, two of our own, and what a collector logs."""
+"""Loggers: the adapter for loggers of any kind, two loggers of Muster's, and the metrics that a collector logs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Log = Callable[[Mapping[str, float], int], None]
 
 
 class _Way(NamedTuple):
-    """How a kind of logger is called."""
+    """The calling convention of a kind of logger."""
 
-    method: str | None  # None: itself
-    keyword: str | None  # of the step; None: the last argument
-    each: bool  # once for each metric, with its name and value; else once with all of them
+    method: str | None  # None: the object is called itself
+    keyword: str | None  # name of the step's parameter; None: the last positional one
+    each: bool  # True: a call for each metric, with name and value; False: one call with all metrics
 
 
-# The first that fits. prt_rl's loggers also have a log_metrics that takes no step=; Lightning's also have others.
+# The first match is used. prt_rl's loggers also have a log_metrics without step=; Lightning's have other methods too.
 _WAYS = (
     _Way("add_scalar", None, True),  # TensorBoard
     _Way("log_scalar", "iteration", True),  # prt_rl
@@ -46,18 +46,18 @@ _WAYS = (
 
 
 def as_logger(given: Any) -> Log:
-    """``given`` as a function ``(metrics, step)``, ``metrics`` being numbers by name.
+    """Return a logger as a function ``(metrics, step)``, where ``metrics`` is a mapping of numbers by name.
 
     Args:
         given: an object with ``add_scalar(tag, value, step)``, ``log_scalar(name, value, iteration=)`` (or
-            ``step=``), ``log_metrics(dict, step=)`` or ``log(dict, step=)``, or a function ``(dict, step)``. If it
-            has ``should_log(step)``, that is asked once for every step, and nothing is logged where it says no.
+            ``step=``), ``log_metrics(dict, step=)`` or ``log(dict, step=)``, or a function ``(dict, step)``. If it has
+            ``should_log(step)``, this is called once for every step, and only steps for which it is true are logged.
 
     Returns:
-        a function that raises ``HookError`` for whatever the logger raises.
+        a function that raises ``HookError`` for any error of the logger.
 
     Raises:
-        BadOption: something else was given.
+        BadOption: the object has none of these methods.
     """
     if isinstance(given, _Log):
         return given
@@ -77,7 +77,7 @@ def _takes(function: Callable[..., Any], way: _Way) -> bool:
     position, keyword = _at(way, 0)
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of functions in C; the first call will show
+    except (TypeError, ValueError):  # a function in C: the first call will check it
         return True
     try:
         signature.bind(*arguments, *position, **keyword)
@@ -91,18 +91,18 @@ def _at(way: _Way, step: int) -> tuple[tuple[int, ...], dict[str, int]]:
 
 
 class _Log:
-    """A logger as a function; see ``as_logger``."""
+    """A logger as a function, see ``as_logger``."""
 
     def __init__(self, given: Any, way: _Way) -> None:
         self._given, self._way = given, way
         self._should_log = getattr(given, "should_log", None)
-        self._asked: tuple[int | None, bool] = (None, True)  # a step, and what the logger said
+        self._asked: tuple[int | None, bool] = (None, True)  # the last step, and the result of ``should_log``
 
     def __call__(self, metrics: Mapping[str, float], step: int) -> None:
         try:
             if self._wants(step):
                 self._write(metrics, step)
-        except Exception as error:  # whatever it raises
+        except Exception as error:  # loggers may raise anything
             name = getattr(self._given, "__qualname__", type(self._given).__qualname__)
             raise HookError(
                 f"the logger {name} raised {described(error, f' at step {step}')}. No data was lost. "
@@ -110,7 +110,7 @@ class _Log:
             ) from error
 
     def _wants(self, step: int) -> bool:
-        """Once per step: prt_rl's loggers say yes only once, and several episodes may end at one step."""
+        """Call ``should_log`` once per step: prt_rl's is True only once, and several episodes may end at one step."""
         if self._should_log is None:
             return True
         if step != self._asked[0]:
@@ -119,7 +119,7 @@ class _Log:
 
     def _write(self, metrics: Mapping[str, float], step: int) -> None:
         position, keyword = _at(self._way, step)
-        # Looked up every time: `wandb.log` is another function after `wandb.init()`.
+        # Looked up every time: `wandb.init()` replaces `wandb.log`.
         write = self._given if self._way.method is None else getattr(self._given, self._way.method)
         if self._way.each:
             for name, value in metrics.items():
@@ -135,15 +135,15 @@ class JsonlLogger:
 
         {"step": 2048, "time": 1763740000.1, "metrics": {"collect/return_mean": 21.3}}
 
-    ``time`` is Unix time. NaN and infinite values, which JSON does not have, are null. A record is with the operating
-    system when the call returns, whole or not at all; half a line that a crash has left is removed when the file is
-    opened again. Threads may share a logger; processes may not share a file, and a second one is refused.
+    ``time`` is Unix time. NaN and infinite values, which JSON does not have, are null. When the call returns, the
+    operating system has the record; partial records are never written. The incomplete line of a crash is removed when
+    the file is opened. Threads may share a logger. Processes may not share a file: the second one is refused.
 
     Args:
-        path: of the file; folders are made, and what the file holds stays.
+        path: path of the file. Its folders are created. Existing records are kept.
 
     Raises:
-        BadOption: the file ends with half a line of something else, or another process appends to it.
+        BadOption: the file ends with an incomplete line of another format, or another process appends to it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -163,7 +163,7 @@ class JsonlLogger:
 
         Raises:
             BadOption: the logger is closed.
-            OSError: it cannot be written, and the file is as it was.
+            OSError: the record cannot be written; the file is unchanged.
         """
         plain = {name: _plain(value) for name, value in metrics.items()}
         line = json.dumps({"step": int(step), "time": time.time(), "metrics": plain}, allow_nan=False) + "\n"
@@ -171,12 +171,12 @@ class JsonlLogger:
             if self._file.closed:
                 raise BadOption(f"{self.path}: this JsonlLogger is closed; make another one to append more")
             end, data = self._file.seek(0, os.SEEK_END), line.encode()
-            if self._file.write(data) != len(data):  # the disk is full, or so
+            if self._file.write(data) != len(data):  # for example, the disk is full
                 self._file.truncate(end)
                 raise OSError(errno.ENOSPC, "no space left for a record", str(self.path))
 
     def close(self) -> None:
-        """Close the file; again is allowed."""
+        """Close the file. May be called again."""
         with self._lock:
             self._file.close()
             self._claim = None
@@ -188,7 +188,7 @@ class JsonlLogger:
         self.close()
 
     def _mend(self) -> None:
-        """Remove half a record from the end."""
+        """Remove an incomplete record from the end of the file."""
         size = self._file.seek(0, os.SEEK_END)
         self._file.seek(max(0, size - _LONGEST))
         half = self._file.read().rpartition(b"\n")[2]
@@ -201,11 +201,11 @@ class JsonlLogger:
         except ValueError:
             self._file.truncate(size - len(half))
         else:
-            self._file.write(b"\n")  # a whole record, but for its end of line
+            self._file.write(b"\n")  # a complete record without its newline
 
 
 class _Claim:
-    """A file that other processes may not append to; shared by the loggers of this one."""
+    """The exclusive right of this process to append to a file; shared by its loggers."""
 
     _all: ClassVar[weakref.WeakValueDictionary[tuple[int, int, int], _Claim]] = weakref.WeakValueDictionary()
 
@@ -217,28 +217,28 @@ class _Claim:
         status = os.fstat(fd)
         key = (os.getpid(), status.st_dev, status.st_ino)
         if (claim := cls._all.get(key)) is None:
-            with suppress(OSError):  # a file system without locks
+            with suppress(OSError):  # the file system may not support locks
                 if not try_lock(fd):
                     raise BadOption(f"{path}: another process appends to this file. Give each process its own path.")
             claim = cls._all[key] = cls(os.dup(fd))
         return claim
 
 
-_HEAD = b'{"step": '  # what every record begins with
+_HEAD = b'{"step": '  # start of every record
 _LONGEST = 1 << 20
 
 
 def _plain(value: Any) -> float | None:
-    """``value`` as a number that JSON has; NumPy's and torch's become Python's."""
+    """Return ``value`` as a number of Python's (also from NumPy and torch); None for values that JSON does not have."""
     number = value if isinstance(value, int) else float(value)
     return number if math.isfinite(number) else None
 
 
 class TensorBoardLogger:
-    """Writes scalars for TensorBoard, which the extra ``muster-rl[tensorboard]`` installs.
+    """Writes scalars for TensorBoard. Needs the extra ``muster-rl[tensorboard]``.
 
     Args:
-        folder: of the run; made if needed.
+        folder: folder of the run, created if necessary.
 
     Raises:
         BadOption: TensorBoard is not installed.
@@ -256,13 +256,13 @@ class TensorBoardLogger:
 
     def __call__(self, metrics: Mapping[str, float], step: int) -> None:
         """Write scalars. Raises ``BadOption`` after ``close``."""
-        if self._closed:  # the writer would begin another file
+        if self._closed:  # the writer would start another file
             raise BadOption(f"{self._writer.log_dir}: this TensorBoardLogger is closed; make another one")
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write what is buffered; again is allowed."""
+        """Write buffered scalars and close. May be called again."""
         self._closed = True
         self._writer.close()
 
@@ -274,11 +274,11 @@ class TensorBoardLogger:
 
 
 class CollectionLog:
-    """What a collector logs after every batch it delivers, at the step ``stats.frames``.
+    """Logs the metrics of a collector after every delivered batch, at the step ``stats.frames``.
 
     Args:
-        logger: anything that ``as_logger`` takes.
-        prefix: of all names.
+        logger: any object that ``as_logger`` accepts.
+        prefix: prefix of all names.
     """
 
     def __init__(self, logger: Any, prefix: str = "collect/") -> None:
@@ -289,8 +289,8 @@ class CollectionLog:
         """Log a batch.
 
         Args:
-            stats: with it.
-            episodes: that ended in it.
+            stats: statistics that include the batch.
+            episodes: episodes that ended in it.
 
         Raises:
             HookError: the logger raised.

@@ -1,4 +1,4 @@
-"""Returns and lengths of episodes from rewards and done flags, step by step."""
+"""Returns and lengths of episodes, computed step by step from rewards and done flags."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from muster.utils.integers import integer
 
 
 class MetricsTracker:
-    """Adds up rewards of environments that are stepped together, and logs only when episodes finish.
+    """Sums up rewards of environments that are stepped together, and logs when episodes finish.
 
     ::
 
         tracker = MetricsTracker(num_envs=8, logger=JsonlLogger("log.jsonl"))
         tracker.update(reward, done)  # after every step of all environments
 
-    One record per finished episode: ``episode_reward``, ``episode_length``, ``cumulative_reward`` and
-    ``episode_number``, at the step ``collected_steps``, which is the same for all that finish together.
+    Logs one record per finished episode: ``episode_reward``, ``episode_length``, ``cumulative_reward`` and
+    ``episode_number``, at the step ``collected_steps``; episodes that finish at the same time share this step.
 
     Args:
-        num_envs: N.
-        logger: anything that ``as_logger`` takes. None: nothing is logged.
+        num_envs: number of environments N.
+        logger: any object that ``as_logger`` accepts. None: no logging.
 
     Attributes:
-        collected_steps: of environments: every update adds N.
-        cumulative_reward: of all environments, unfinished episodes included.
-        episode_count: finished.
-        last_episode_reward, last_episode_length: of the last of these; 0 before the first.
+        collected_steps: number of environment steps; every update adds N.
+        cumulative_reward: sum of all rewards, including those of unfinished episodes.
+        episode_count: number of finished episodes.
+        last_episode_reward, last_episode_length: return and length of the last finished episode; 0 before the first.
     """
 
     def __init__(self, num_envs: int, logger: Any = None) -> None:
@@ -52,9 +52,9 @@ class MetricsTracker:
         self.abandon()
 
     def abandon(self, which: Sequence[int] | Array | None = None) -> None:
-        """Forget the unfinished episodes of environments that were reset before their end.
+        """Discard the unfinished episodes of environments that were reset before their end.
 
-        Their steps and rewards have been made and stay in ``collected_steps`` and ``cumulative_reward``.
+        Their steps and rewards stay in ``collected_steps`` and ``cumulative_reward``.
 
         Args:
             which: numbers of environments. None: all.
@@ -65,13 +65,13 @@ class MetricsTracker:
         """Count one step of all environments.
 
         Args:
-            reward: ``[N]``, or ``[N, ...]``, of which all but the first dimension are summed: ``[N, 1]``,
-                ``[N, agents, 1]``. Arrays, tensors on any device, lists; for one environment also a number.
-            done: ``[N]`` or ``[N, 1]``: the episode ended with this step.
+            reward: rewards ``[N]`` or ``[N, ...]`` (such as ``[N, 1]`` or ``[N, agents, 1]``), summed over all
+                dimensions but the first. Arrays, tensors on any device, lists; for one environment also a number.
+            done: flags ``[N]`` or ``[N, 1]``: the episode ended with this step.
 
         Raises:
-            BadOption: another shape; nothing was counted.
-            HookError: the logger raised. Everything is counted, and the other records are logged.
+            BadOption: a shape is wrong. Nothing was counted.
+            HookError: the logger raised. Everything was counted, and the other records were logged.
         """
         rewards = self._rows("reward", reward).reshape(self.num_envs, -1).sum(axis=1)
         ended = self._rows("done", done)
@@ -82,15 +82,15 @@ class MetricsTracker:
         self.update_rows(rewards[None], ended.reshape(1, -1))
 
     def update_rows(self, reward: Array, done: Array) -> None:
-        """Count T steps of all environments, ``[T, N]`` arrays each, as ``update`` does one after another.
+        """Count T steps of all environments, ``[T, N]`` arrays each, as T calls of ``update`` would.
 
         Raises:
-            HookError: see ``update``; the first one.
+            HookError: the first error of the logger; see ``update``.
         """
         failure = None
         ended = done.astype(bool)
         episodes = self._clock.advance(reward, ended, ended, ended)
-        steps = np.flatnonzero(ended) // self.num_envs  # of each of these episodes
+        steps = np.flatnonzero(ended) // self.num_envs  # step of each of these episodes
         cumulative = self.cumulative_reward + np.cumsum(reward.sum(axis=1, dtype=np.float64))
         before = self.collected_steps
         self.collected_steps += reward.size
@@ -114,12 +114,12 @@ class MetricsTracker:
             raise failure
 
     def state_dict(self) -> dict[str, Any]:
-        """All counts, as plain data and copies of arrays."""
+        """Return all counts as plain data and copies of arrays."""
         counts = {name: getattr(self, name) for name in _COUNTS}
         return {**counts, "rewards": self._clock.returns.copy(), "lengths": self._clock.steps.copy()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state_dict()``. Raises ``BadCheckpoint`` if it is of another number of environments."""
+        """Restore ``state_dict()``. Raises ``BadCheckpoint`` if the number of environments differs."""
         if len(state["rewards"]) != self.num_envs:
             raise BadCheckpoint(
                 f"The metrics are those of {len(state['rewards'])} environments, and this tracker is for "
@@ -131,7 +131,7 @@ class MetricsTracker:
         self._clock.steps[...] = state["lengths"]
 
     def _rows(self, name: str, given: Any) -> Array:
-        """``given`` as ``[N, ...]`` float64."""
+        """Return ``given`` as ``[N, ...]`` float64."""
         try:
             host = given.detach().cpu().double().numpy() if hasattr(given, "detach") else given
             rows = np.atleast_1d(np.asarray(host, np.float64))

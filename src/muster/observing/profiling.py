@@ -1,4 +1,4 @@
-"""``torch.profiler`` over a few rollouts."""
+"""Profiling of some rollouts with ``torch.profiler``."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ ACTIVITIES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """What to profile; the same words as TorchRL's.
+    """Options of a profile, with the names of TorchRL.
 
     Args:
-        workers: numbers of the workers to profile; None for the first. A collector without workers is worker 0.
-        num_rollouts: rollouts from the beginning to the end, the warm-up included.
-        warmup_rollouts: of these, how many at the beginning are not shown.
-        save_path: of the Chrome trace; ``{worker_idx}`` stands for the worker's number, and must be there if there are
-            several. Default ``collector_profile_{worker_idx}.json``.
-        activities: "cpu", "cuda"; by default, and where it is named, CUDA counts only if there is one.
-        record_shapes, profile_memory, with_stack, with_flops: as in ``torch.profiler.profile``.
-        on_trace_ready: called with the profiler instead of writing the trace.
+        workers: numbers of the workers to profile. None: the first. A collector without workers is worker 0.
+        num_rollouts: number of rollouts, including the warm-up.
+        warmup_rollouts: number of rollouts at the start that are not recorded.
+        save_path: path of the Chrome trace. ``{worker_idx}`` is replaced by the worker's number, and required for
+            several workers. None: ``collector_profile_{worker_idx}.json``.
+        activities: any of "cpu" and "cuda"; "cuda" is ignored without a CUDA device. None: both.
+        record_shapes, profile_memory, with_stack, with_flops: see ``torch.profiler.profile``.
+        on_trace_ready: function of the profiler that is called instead of writing the trace.
 
     Raises:
-        BadOption: an impossible value, or two that contradict each other.
+        BadOption: a value is impossible, or contradicts another one.
     """
 
     workers: Sequence[int] | None = None
@@ -64,17 +64,17 @@ class ProfileConfig:
             raise BadOption(f"save_path={str(self.save_path)!r} is one file for several workers: add '{{worker_idx}}'")
 
     def includes(self, worker_idx: int) -> bool:
-        """Whether this worker is profiled."""
+        """Return whether this worker is profiled."""
         return worker_idx in (self.workers if self.workers is not None else (0,))
 
     def path(self, worker_idx: int) -> Path:
-        """Where this worker's trace goes."""
+        """Return the path of this worker's trace."""
         path = str(self.save_path or "collector_profile_{worker_idx}.json")
         return Path(path.replace("{worker_idx}", str(worker_idx)))
 
 
 class RolloutProfiler:
-    """Profiles ``config.num_rollouts`` rollouts, then writes the trace and is done.
+    """Profiles ``config.num_rollouts`` rollouts, writes the trace, and stops.
 
     ::
 
@@ -83,10 +83,10 @@ class RolloutProfiler:
             rollout()
             profiler.step()
 
-    All of it in the thread that runs the rollouts: that is what ``torch.profiler`` watches.
+    All calls must come from the thread that runs the rollouts: ``torch.profiler`` records this thread.
 
     Raises:
-        BadOption: none of the activities is available here.
+        BadOption: none of the activities is available on this machine.
     """
 
     def __init__(self, config: ProfileConfig, worker_idx: int = 0) -> None:
@@ -97,17 +97,17 @@ class RolloutProfiler:
 
     @property
     def running(self) -> bool:
-        """Started, and not yet done."""
+        """Whether profiling was started and has not ended."""
         return self._profile is not None
 
     def start(self) -> None:
-        """Begin before the next rollout; without effect while running and when done."""
+        """Start before the next rollout. Does nothing while running, or after the end."""
         from torch import profiler
 
         if self._profile is not None or not self._left:
             return
         config = self.config
-        with warnings.catch_warnings():  # torch warns of a profile without warm-up; here that was asked for
+        with warnings.catch_warnings():  # torch warns about a profile without warm-up, which the user has asked for
             warnings.filterwarnings("ignore", message=".*warmup.*", category=UserWarning)
             schedule = profiler.schedule(
                 wait=0, warmup=config.warmup_rollouts, active=config.num_rollouts - config.warmup_rollouts, repeat=1
@@ -123,10 +123,10 @@ class RolloutProfiler:
         )
         profile.start()
         self._profile = profile
-        self._at_exit = weakref.finalize(self, profile.stop)  # torch crashes if the process ends while it records
+        self._at_exit = weakref.finalize(self, profile.stop)  # torch crashes if the process exits during recording
 
     def step(self) -> None:
-        """A rollout has ended; without effect while not running."""
+        """Record the end of a rollout. Does nothing while not running."""
         if self._profile is None:
             return
         self._left -= 1
@@ -136,7 +136,7 @@ class RolloutProfiler:
             self.stop()
 
     def stop(self) -> None:
-        """End it; what was recorded so far is written, after a warm-up only nothing. May be called again."""
+        """End profiling and write the trace, unless only warm-up rollouts were made. May be called again."""
         profile, self._profile, self._left = self._profile, None, 0
         if profile is not None:
             self._at_exit.detach()

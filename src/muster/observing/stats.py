@@ -1,4 +1,4 @@
-"""What a collector can say about itself."""
+"""Statistics of collectors."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ class WorkerStats:
     """A snapshot of a worker process or thread.
 
     Attributes:
-        index: its number.
-        pid: of its process; 0 while its node has not started it.
-        state: "working", "dead" (it is started again by the next batch, or soon), "dropped", or "joining": with
-            ``min_nodes``, its node is not there.
-        phase: what it is doing: "idle", "construct", "reset", "step", "policy", "weights", "call" or "close"; or
-            "join": its node is not there yet.
+        index: number of the worker.
+        pid: pid of its process; 0 if its node has not started it yet.
+        state: "working"; "dead": it will be restarted, at the latest with the next batch; "dropped"; or "joining": its
+            node has not joined yet (with ``min_nodes``).
+        phase: current activity: "idle", "construct", "reset", "step", "policy", "weights", "call" or "close"; "wait":
+            for another thread's policy call; "join": its node has not joined yet. If it has ended, ``state``.
         env_ids: global numbers of its environments.
-        frames: delivered.
-        share: of all frames delivered.
-        frames_per_s: while it made rollouts.
-        busy_s: seconds in which it did.
-        restarts: so far.
-        policy_lag: publishes between the weights that acted in its last batch and that batch's delivery.
+        frames: number of its delivered frames.
+        share: its share of all delivered frames.
+        frames_per_s: frames per second of its rollouts.
+        busy_s: duration of its rollouts in seconds.
+        restarts: number of its restarts.
+        policy_lag: number of publications between the weights that acted in its last batch and that batch's delivery.
         node: number and host of its node; empty on this machine.
     """
 
@@ -43,12 +43,12 @@ class WorkerStats:
 
 @dataclass(frozen=True)
 class InferenceStats:
-    """What an inference server has done.
+    """Statistics of an inference server.
 
     Attributes:
-        calls: of the policy.
-        rows: environments that were acted for, over all calls.
-        busy_s: seconds that took.
+        calls: number of calls of the policy.
+        rows: number of environments in all calls together.
+        busy_s: duration of all calls in seconds.
     """
 
     calls: int = 0
@@ -57,44 +57,43 @@ class InferenceStats:
 
     @property
     def batch_mean(self) -> float:
-        """Environments per call."""
+        """Average number of environments per call."""
         return self.rows / self.calls if self.calls else 0.0
 
     def plus(self, rows: int, seconds: float) -> InferenceStats:
-        """After one more call."""
+        """Return the statistics after another call."""
         return InferenceStats(self.calls + 1, self.rows + rows, self.busy_s + seconds)
 
 
 @dataclass(frozen=True)
 class CollectorStats:
-    """A snapshot. Frames are environment steps: ``executed = frames + sum(discarded) + in_flight``.
+    """A snapshot of a collector. Frames are environment steps: ``executed = frames + sum(discarded) + in_flight``.
 
     Attributes:
-        frames: delivered in batches.
-        executed: stepped, whatever became of them.
-        discarded: stepped and not delivered, by reason; a ``Counter``, 0 for all other reasons.
-        in_flight: stepped and not delivered yet: rollouts that workers have made ahead, batches that wait (for the next
-            call, after an error of a hook), the rows of a batch that an error cut short, and with ``trajs_per_batch``
-            episodes that are not complete or wait for others.
-        batches, episodes: delivered; episodes count with the batch in which they ended.
-        return_mean, length_mean: over the last 100 episodes; None before the first.
-        success_rate: over the last 100 episodes whose last ``info`` has ``is_success`` or ``success``; None before the
-            first, and where the option ``info`` stores neither.
+        frames: number of frames delivered in batches.
+        executed: number of all executed steps.
+        discarded: number of steps that will not be delivered, by reason; a ``Counter``, 0 for all other reasons.
+        in_flight: number of steps not delivered yet: rollouts that workers have made ahead, batches that wait (for the
+            next call, after an error of a hook), the rows of a batch that an error interrupted, and with
+            ``trajs_per_batch`` episodes that are incomplete or wait for others.
+        batches, episodes: numbers of delivered batches, and of episodes that ended in them.
+        return_mean, length_mean: averages over the last 100 episodes; None before the first.
+        success_rate: average over the last 100 episodes whose last ``info`` has ``is_success`` or ``success``; None
+            before the first, and where the option ``info`` stores neither.
         frames_per_s: delivered frames per second of collecting. The user's own time does not count, except where
-            workers go on meanwhile.
-        env_s, policy_s, copy_s, rest_s: where the time of rollouts went, added up over workers; env and policy from
-            every 16th step.
-        wait_s: how long this process has waited for workers.
+            workers continue meanwhile.
+        env_s, policy_s, copy_s, rest_s: time of rollouts by part in seconds, summed over workers. ``env_s`` and
+            ``policy_s`` are estimated from every 16th step.
+        wait_s: time in seconds that this process has waited for workers.
         policy_path: how actions are computed: "module", "torch executor", "numpy executor", "random", ...
-        policy_version: number of publishes, or what counts instead.
-        policy_lag: number of batches by how many publishes old their weights were when they were delivered.
-        slots: blocks of memory in use, by state.
-        restarts: of all workers.
-        unseen: steps at most that were executed and are in no other number here, since nodes were lost that alone knew
-            of them.
-        cut_short: cells of batches that ``preemptive_threshold`` has left blank.
-        workers: one by one; none for a collector in its own process.
-        inference: of ``inference="server"``.
+        policy_version: number of weight publications, or the version of the user's own counter.
+        policy_lag: number of batches by the age of their weights at delivery, as a number of publications.
+        slots: number of memory slots, by state.
+        restarts: number of restarts of all workers.
+        unseen: upper bound on the executed steps that only lost nodes knew of; they are in no other number here.
+        cut_short: number of cells that ``preemptive_threshold`` has left blank.
+        workers: statistics of each worker; empty for a collector in its own process.
+        inference: statistics of the server of ``inference="server"``.
         ended_by: type and message of the error that ended the background thread of ``start()``; else empty.
     """
 
@@ -126,5 +125,5 @@ class CollectorStats:
 
     @property
     def nodes(self) -> int:
-        """How many have a worker that is at work now; 0 where workers are on this machine alone."""
+        """Number of nodes with a running worker; 0 if all workers are on this machine."""
         return len({worker.node for worker in self.workers if worker.node and worker.state == "working"})

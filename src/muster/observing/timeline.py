@@ -1,4 +1,4 @@
-"""Where the time goes, as a picture: spans of the collecting loop in Chrome's trace format."""
+"""Timeline: spans of the collecting loop in Chrome's trace format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Span = tuple[str, int, int, int]  # name, begin and end in ns, track
 
 
 class Timeline:
-    """The last spans that were added while it was running.
+    """The most recent spans that were added while it was running.
 
     ::
 
@@ -25,17 +25,17 @@ class Timeline:
         ...  # to measure: if timeline.running: timeline.add("env", begin_ns, time.perf_counter_ns())
         timeline.save("collect.json")  # open it in ui.perfetto.dev
 
-    May be used from several threads. Times are ``time.perf_counter_ns()``, which all processes of a machine share on
-    Linux; the file's ``metadata`` says which wall-clock time that was, so that files of several machines can be joined.
+    May be used by several threads. Times are ``time.perf_counter_ns()``, which all processes of a Linux machine share.
+    The file's ``metadata`` has the corresponding wall-clock time, so that files of several machines can be joined.
 
     Args:
-        limit: spans kept; older ones are dropped and counted.
-        name: of this process in the picture.
+        limit: maximum number of spans; older ones are dropped and counted.
+        name: name of this process in the trace.
 
     Attributes:
-        running: whether ``add`` keeps anything.
-        dropped: spans lost to ``limit`` since the last ``clear``.
-        tracks: names of tracks, the lines of the picture; "track 0" and so on by default.
+        running: whether ``add`` records spans.
+        dropped: number of spans dropped since the last ``clear``.
+        tracks: names of the tracks (lines of the trace); "track 0" and so on by default.
     """
 
     def __init__(self, *, limit: int = 200_000, name: str = "muster") -> None:
@@ -52,31 +52,31 @@ class Timeline:
         return len(self._spans)
 
     def start(self) -> None:
-        """Keep what is added from now on, besides what is there already."""
+        """Record spans from now on, in addition to those already recorded."""
         self.running = True
 
     def stop(self) -> None:
-        """Ignore what is added from now on."""
+        """Ignore spans from now on."""
         self.running = False
 
     def add(self, name: str, begin_ns: int, end_ns: int, track: int = 0) -> None:
-        """Keep a span; spans of one track must lie within each other or apart."""
+        """Record a span. Spans of one track must be nested or disjoint."""
         if self.running:
             with self._lock:
                 self.dropped += len(self._spans) == self._spans.maxlen
                 self._spans.append((name, begin_ns, end_ns, track))
 
     def clear(self) -> None:
-        """Forget all spans, and how many were dropped."""
+        """Remove all spans, and reset ``dropped``."""
         with self._lock:
             self._spans.clear()
             self.dropped = 0
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a Chrome trace (JSON); the file appears complete or not at all. Folders are made."""
+        """Write a Chrome trace (JSON) as a whole or not at all. Folders are created."""
         with self._lock:
             spans, dropped = list(self._spans), self.dropped
-        # A span comes before those within it: viewers nest spans that begin together in the order of the file.
+        # An outer span comes before its inner ones: viewers nest spans with the same start in the order of the file.
         spans.sort(key=lambda span: (span[3], span[1], -span[2]))
         pid = os.getpid()
         events = [_label("process_name", pid, 0, self.name)]

@@ -1,4 +1,4 @@
-"""Batches on disk: written so that a crash loses at most the last chunk, read without copying.
+"""Recordings: batches on disk. A crash loses at most the last chunk; reading copies nothing.
 
 ::
 
@@ -7,7 +7,7 @@
             recorder.write(batch)
 
     recording = load("runs/a")
-    for batch in recording: ...                    # memory-mapped, as the collector gave them
+    for batch in recording: ...                    # memory-mapped, equal to the collector's
     longest = max(range(len(recording.episodes)), key=lambda i: recording.episodes[i].length)
     recording.episode(longest)                     # TensorDict [length]
 """

@@ -1,7 +1,7 @@
-"""One chunk: whole batches of one shape in a safetensors file, which describes itself without the manifest's help.
+"""One chunk: whole batches of one shape in a safetensors file, which can be read without the manifest.
 
-A leaf of N batches is one tensor ``[N, *batch, *shape]``, its batch dimensions in the order in which they lay in
-memory, so that nothing is transposed on the way. Leaves of Python objects are uint8 tensors: JSON, one line per batch.
+A leaf of N batches is one tensor ``[N, *batch, *shape]``. Its batch dimensions are in the order of the memory layout,
+so that writing transposes nothing. Leaves of Python objects are uint8 tensors: JSON, one line per batch.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ CHUNK = re.compile(r"chunk-(\d{6,12})\.safetensors")
 
 
 def chunk_name(index: int) -> str:
-    """The file name that ``CHUNK`` matches."""
+    """Return the file name of a chunk; it matches ``CHUNK``."""
     return f"chunk-{index:06d}.safetensors"
 
 
 def open_regular(path: Path) -> tuple[IO[bytes], int]:
-    """Open an ordinary file (no link) for reading, or raise ``BadRecording``; returns it and its size in bytes."""
+    """Open a regular file (no link) for reading; return it and its size in bytes. Raises ``BadRecording``."""
     try:
-        # A pipe put in the place of a file would block the open without O_NONBLOCK.
+        # Without O_NONBLOCK, a pipe in place of the file would block.
         fd = os.open(path, os.O_RDONLY | NO_LINKS | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
         link = " It is a symbolic link: put the file itself there." if path.is_symlink() else ""
@@ -50,7 +50,7 @@ def open_regular(path: Path) -> tuple[IO[bytes], int]:
 
 
 class DirectoryLock:
-    """Held by the one recorder of a directory; released by the kernel when its process dies."""
+    """The lock of a directory's only recorder. The kernel releases it when the process exits."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / LOCK
@@ -69,7 +69,7 @@ class DirectoryLock:
                 raise
             if is_at(self._path, fd):
                 break
-            self._close()  # the recorder before has removed it since it was opened
+            self._close()  # the previous recorder has removed the file after it was opened here
         os.ftruncate(fd, 0)
         os.write(fd, f"{os.getpid()}\n".encode())
         self._fd = fd
@@ -82,7 +82,7 @@ class DirectoryLock:
 
 
 def is_locked(directory: Path) -> bool:
-    """Whether a recorder is at work there now."""
+    """Return whether a recorder is using the directory."""
     try:
         fd = os.open(directory / LOCK, os.O_RDONLY | NO_LINKS)
     except OSError:
@@ -102,7 +102,7 @@ _REMEDY = (
 
 
 class DamagedChunk(BadRecording):
-    """The file is cut or changed."""
+    """The file was truncated or changed."""
 
     def __init__(self, path: Path, why: object) -> None:
         super().__init__(f"{path} was cut, changed or damaged: {why}. {_REMEDY}")
@@ -110,7 +110,7 @@ class DamagedChunk(BadRecording):
 
 @dataclass(frozen=True)
 class Chunk:
-    """What the header of a chunk says."""
+    """The header of a chunk."""
 
     path: Path
     size_bytes: int
@@ -119,8 +119,8 @@ class Chunk:
     batches: int
     batch_size: tuple[int, ...]
     names: tuple[str | None, ...]
-    order: tuple[int, ...]  # batch dimension ``order[i]`` is the stored dimension ``i``
-    leaves: Mapping[Key, str]  # to names of tensors
+    order: tuple[int, ...]  # the stored dimension ``i`` is batch dimension ``order[i]``
+    leaves: Mapping[Key, str]  # names of tensors by key
     objects: frozenset[str]
     manifest: Mapping[str, Any]
 
@@ -130,7 +130,7 @@ class Chunk:
 
 
 def encode(about: dict[str, Any], leaves: Mapping[Key, torch.Tensor], objects: Mapping[Key, bytes]) -> bytes:
-    """The content of a chunk of contiguous CPU tensors ``[N, *batch, *shape]`` and JSON lines."""
+    """Return the content of a chunk, from contiguous CPU tensors ``[N, *batch, *shape]`` and JSON lines."""
     tensors = {_name(key): tensor for key, tensor in leaves.items()}
     tensors |= {_name(key): tensor_files.from_bytes(text) for key, text in objects.items()}
     try:
@@ -140,13 +140,13 @@ def encode(about: dict[str, Any], leaves: Mapping[Key, torch.Tensor], objects: M
 
 
 def read_chunk(path: Path) -> Chunk:
-    """Read and check the header of a chunk, not the data."""
+    """Read and check the header of a chunk, without its data."""
     file, size = open_regular(path)
     try:
         with file, tensor_files.opened(file, path) as opened:
             return _parse(path, size, opened)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise DamagedChunk(path, repr(str(error)[:200])) from error  # it may have anything of the file in it
+        raise DamagedChunk(path, repr(str(error)[:200])) from error  # the message may contain any part of the file
 
 
 def _parse(path: Path, size: int, opened: tensor_files.TensorFile) -> Chunk:
@@ -161,7 +161,7 @@ def _parse(path: Path, size: int, opened: tensor_files.TensorFile) -> Chunk:
     if not all(isinstance(name, str) for name in known) or len(set(known)) < len(known):
         raise ValueError(f"names {names}")
     if batches * math.prod(batch_size) > size:
-        raise ValueError("more frames than bytes")  # a leaf of a frame is never smaller than that
+        raise ValueError("more frames than bytes")  # every frame takes at least one byte
     stored, objects = (batches, *(batch_size[i] for i in order)), frozenset(about["objects"])
     for name in opened.names:
         shape = opened.shape(name)
@@ -187,7 +187,7 @@ def _shape(values: Any) -> tuple[int, ...]:
 
 
 def _name(key: Key) -> str:
-    """``("next", "reward")`` as ``next/reward``; slashes within a part are escaped as in JSON pointers."""
+    """Convert ``("next", "reward")`` to ``next/reward``. Slashes within a part are escaped as in JSON pointers."""
     return "/".join(part.replace("~", "~0").replace("/", "~1") for part in key)
 
 

@@ -1,4 +1,4 @@
-"""Which rows of a recording are which episode."""
+"""The table of episodes of a recording, with their rows."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Episode:
-    """One row of the table of episodes.
+    """An entry of the table of episodes.
 
-    ``env`` is the place in the flattened batch dimensions, of the first piece. ``episode_return`` is the
-    undiscounted sum of the recorded rewards in float64 (nan if a reward is not one number). ``complete``: its
-    first and its last frame and all between them are in the recording; otherwise length and return are of a part.
+    ``env`` is the index of its first piece in the flattened batch dimensions. ``episode_return`` is the undiscounted
+    sum of the recorded rewards in float64 (nan if a reward is not a single number). ``complete``: the recording has all
+    of its frames, from the first to the last; otherwise length and return are those of a part.
     """
 
     traj_id: int
@@ -54,7 +54,7 @@ class Episode:
 
 @dataclass(frozen=True)
 class Rows:
-    """The columns of one batch that tell episodes apart; all ``[E, T]``, environments flattened."""
+    """The columns of one batch that identify episodes; all ``[E, T]``, environments flattened."""
 
     batch: int
     ids: Array
@@ -63,23 +63,23 @@ class Rows:
     terminated: Array
     truncated: Array
     is_init: Array | None
-    follows: bool  # nothing is missing between this batch and the one before (or the start of the collection)
+    follows: bool  # no rows are missing between the previous batch (or the start of the collection) and this one
 
 
 class _Part(NamedTuple):
     piece: Piece
-    total: float  # of its rewards
+    total: float  # sum of its rewards
     begins: bool
     done: bool
     terminated: bool
     truncated: bool
-    gaps: int  # in the recording, before it
+    gaps: int  # number of gaps in the recording before it
 
 
 def find_episodes(batches: Iterable[Rows]) -> tuple[Episode, ...]:
-    """The episodes in the order of their first frames (batch, row, env).
+    """Return the episodes in the order of their first frames (batch, row, env).
 
-    Pieces belong together by their trajectory id alone, whichever environment, worker or chunk they are in.
+    Pieces with the same trajectory id are one episode, in whichever environment, worker or chunk they are.
     """
     found: dict[int, list[_Part]] = {}
     gaps = 0
@@ -96,7 +96,7 @@ def find_episodes(batches: Iterable[Rows]) -> tuple[Episode, ...]:
 
 def _part(rows: Rows, piece: Piece, gaps: int) -> _Part:
     env, start, stop = piece.env, piece.start, piece.stop
-    # A change of id within a batch is a reset. At its start it is one if nothing can be missing before it.
+    # A change of id within a batch is a reset. The batch's start is a reset if no rows are missing before it.
     begins = start > 0 or rows.follows if rows.is_init is None else bool(rows.is_init[env, start])
     return _Part(
         piece,

@@ -39,20 +39,20 @@ if TYPE_CHECKING:
     from muster.memory.specs import Array
 
 IS_INIT: Key = ("collector", "is_init")
-NEEDED: list[Key] = [TRAJ_IDS, REWARD, next_of(DONE), next_of(TERMINATED), next_of(TRUNCATED)]  # to tell episodes apart
+NEEDED: list[Key] = [TRAJ_IDS, REWARD, next_of(DONE), next_of(TERMINATED), next_of(TRUNCATED)]  # to identify episodes
 
 
 def load(directory: str | os.PathLike[str], *, skip_damaged: bool = False) -> Recording:
-    """Open a recording. Only headers are read; data are mapped and checked when first looked at.
+    """Open a recording. Only headers are read; data is mapped and checked on first access.
 
     Args:
-        directory: what a ``Recorder`` wrote, finished or not.
-        skip_damaged: leave out chunks that are damaged or missing, and say so in ``Recording.lost``. Reads
+        directory: directory of a ``Recorder``, closed or not.
+        skip_damaged: leave out damaged and missing chunks, and describe them in ``Recording.lost``. Reads
             everything once.
 
     Raises:
-        BadRecording: there is no recording, or a part of it is damaged. A last chunk that is cut, as crashes leave
-            it, or whose header is damaged, is no error: see ``Recording.lost``.
+        BadRecording: there is no recording, or a part of it is damaged. A last chunk that is truncated by a crash, or
+            whose header is damaged, is not an error: see ``Recording.lost``.
     """
     root = Path(directory).resolve()
     try:
@@ -80,17 +80,17 @@ def load(directory: str | os.PathLike[str], *, skip_damaged: bool = False) -> Re
 
 
 class Recording:
-    """A recording: ``len()`` is its frames, iteration gives its batches as they were written.
+    """A recording: ``len()`` is its number of frames, iteration yields its batches as they were written.
 
-    Every batch is a private, memory-mapped view: changing it changes neither the file nor another batch. Batches
-    stay valid when the recording is dropped. The files must not be changed meanwhile. Made by ``load``.
+    Every batch is a private, memory-mapped view: changing it changes neither the file nor another batch. Batches stay
+    valid when the recording is dropped. The files must not be changed meanwhile. Recordings are made by ``load``.
 
     Attributes:
-        directory: where it lies.
-        manifest: all that the recorder noted: ``muster`` (version), ``created``, ...; ``keys``, ``batch_size`` and
-            ``frames_per_batch`` of the first batch if it was closed.
-        meta: what the user noted.
-        lost: why the end is, or may be, incomplete, and what was left out; None if everything is there.
+        directory: path of the directory.
+        manifest: the recorder's metadata: ``muster`` (version), ``created``, ...; if the recorder was closed, also
+            ``keys``, ``batch_size`` and ``frames_per_batch`` of the first batch.
+        meta: the user's metadata.
+        lost: why the end is or may be incomplete, and what was left out; None: nothing is missing.
     """
 
     def __init__(self, directory: Path, manifest: dict[str, Any], chunks: list[Chunk], lost: list[str]) -> None:
@@ -101,7 +101,7 @@ class Recording:
         self._chunks = chunks
         self._ends = list(accumulate(chunk.batches for chunk in chunks))
         self._checked: set[tuple[int, str]] = set()
-        # The chunk that ``batch`` read last, and the places in it that were given.
+        # The chunk that ``batch`` read last, and the places in it that were returned.
         self._mapped: tuple[Chunk | None, dict[Key, Any], dict[int, object]] = None, {}, {}
 
     def __len__(self) -> int:
@@ -109,7 +109,7 @@ class Recording:
 
     @property
     def batches(self) -> int:
-        """How many batches there are."""
+        """The number of batches."""
         return self._ends[-1] if self._ends else 0
 
     @property
@@ -117,13 +117,13 @@ class Recording:
         return list(self._chunks[0].leaves) if self._chunks else []
 
     def __iter__(self) -> Iterator[TensorDict]:
-        for chunk in self._chunks:  # each is mapped once: its batches have nothing in common
+        for chunk in self._chunks:  # each chunk is mapped once: its batches share no memory
             columns = self._columns(chunk, chunk.leaves)
             for place in range(chunk.batches):
                 yield _tensordict(chunk, _values(chunk, columns, place))
 
     def batch(self, i: int) -> TensorDict:
-        """Batch ``i`` with the size, names, dtypes and (on disk) strides that it was written with.
+        """Return batch ``i`` with the size, names, dtypes and (on disk) strides that it was written with.
 
         Raises:
             IndexError: there is no batch ``i``.
@@ -132,7 +132,7 @@ class Recording:
         chunk, place = self._locate(i)
         last, columns, given = self._mapped
         mine = object()
-        # A batch that was given once may have been changed: the next one is mapped again. Also for threads.
+        # A batch that was returned once may have been changed: map it again. Threads may call this.
         if last is not chunk or given.setdefault(place, mine) is not mine:
             columns = self._columns(chunk, chunk.leaves)
             self._mapped = chunk, columns, {place: mine}
@@ -140,7 +140,7 @@ class Recording:
 
     @cached_property
     def episodes(self) -> tuple[Episode, ...]:
-        """The table of episodes, in the order of their first frames. Reads ids, rewards and flags only.
+        """The table of episodes, in the order of their first frames. Reads only ids, rewards and flags.
 
         Raises:
             BadRecording: the batches have no ``collector/traj_ids``, or no flags.
@@ -148,7 +148,7 @@ class Recording:
         return find_episodes(self._rows())
 
     def episode(self, i: int) -> TensorDict:
-        """Episode ``i`` of the table (as far as recorded), ``[length]``, in the order of time."""
+        """Return episode ``i`` of the table (as far as recorded), ``[length]``, in order of time."""
         pieces = []
         for piece in self.episodes[i].pieces:
             chunk, _ = self._locate(piece.batch)
@@ -162,10 +162,10 @@ class Recording:
         return episode
 
     def verify(self) -> None:
-        """Read everything and compare it with its checksums.
+        """Read everything and verify its checksums.
 
         Raises:
-            BadRecording: something does not match.
+            BadRecording: the data does not match its checksums, or its header.
         """
         for chunk in self._chunks:
             _values(chunk, self._columns(chunk, chunk.leaves), chunk.batches - 1)
@@ -192,7 +192,7 @@ class Recording:
         return self._chunks[at], i - (self._ends[at] - self._chunks[at].batches)
 
     def _columns(self, chunk: Chunk, keys: Iterable[Key]) -> dict[Key, Any]:
-        """The leaves of all batches of a chunk, mapped; the first time, they are compared with their checksums."""
+        """Map the leaves of all batches of a chunk. The first time, their checksums are verified."""
         file, _ = open_regular(chunk.path)
         columns: dict[Key, Any] = {}
         try:
@@ -246,7 +246,7 @@ def _tensordict(chunk: Chunk, values: dict[Key, Any]) -> TensorDict:
 
 
 def _flat(chunk: Chunk, tensor: torch.Tensor) -> Array:
-    """``[E, T, n]``: environments flattened, and whatever one frame has."""
+    """Return a column as ``[E, T, n]``: environments flattened, and the values of a frame flattened."""
     time, last = _time_dim(chunk), len(chunk.batch_size) - 1
     tensor = tensor.movedim(time, last)
     if tensor.dtype == torch.bfloat16:
@@ -261,7 +261,7 @@ def _time_dim(chunk: Chunk) -> int:
 
 
 def _in_order(chunk: Chunk, tensor: torch.Tensor) -> torch.Tensor:
-    """A leaf ``[N, *stored, *shape]`` with the dimensions of the stored batches in the order of the batch."""
+    """Permute a leaf ``[N, *stored, *shape]`` to the batch's order of dimensions."""
     stored = len(chunk.order)
     back = [1 + chunk.order.index(dim) for dim in range(stored)]
     return tensor.permute(0, *back, *range(1 + stored, tensor.ndim))
@@ -272,7 +272,7 @@ def _lines(tensor: torch.Tensor) -> list[bytes]:
 
 
 def _values(chunk: Chunk, columns: Mapping[Key, Any], place: int) -> dict[Key, Any]:
-    """One batch of a chunk by key."""
+    """Return one batch of a chunk by key."""
     try:
         return {
             key: column[place] if torch.is_tensor(column) else _stack(read_json(column[place]), chunk.batch_size)
@@ -293,7 +293,7 @@ def _stack(value: Any, size: tuple[int, ...]) -> Any:
 
 
 def _read_manifest(root: Path, lost: list[str]) -> dict[str, Any] | None:
-    """The manifest, or None with a note: every chunk carries a copy of what matters in it."""
+    """Return the manifest, or None and a note: every chunk has a copy of its essential parts."""
     path = root / MANIFEST
     try:
         file, _ = open_regular(path)
@@ -307,14 +307,14 @@ def _read_manifest(root: Path, lost: list[str]) -> dict[str, Any] | None:
     with suppress(ValueError):
         found = read_json(text)
         if isinstance(found, dict) and found.get("version") != VERSION:
-            return found  # to be refused for that: other versions have other checksums
+            return found  # the caller refuses other versions, which have other checksums
     lost.append(f"{path} is damaged; what it says was taken from the chunks, which cannot tell whether some miss.")
     return None
 
 
 def _check_manifest(path: Path, manifest: dict[str, Any]) -> None:
     if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
-        found = [reprlib.repr(manifest.get(key)) for key in ("format", "version", "muster")]  # whatever they are
+        found = [reprlib.repr(manifest.get(key)) for key in ("format", "version", "muster")]  # of any type
         raise BadRecording(
             f"{path} is of format {found[0]} version {found[1]}; this Muster reads {FORMAT!r} version {VERSION}. "
             f"Read it with the version that wrote it: muster {found[2]}."
@@ -341,7 +341,7 @@ def _read_chunks(root: Path, found: list[int], lost: list[str], skip_damaged: bo
             if skip_damaged:
                 Recording(root, {"meta": {}}, [chunk], []).verify()
         except BadRecording as error:
-            at_the_end = index == found[-1] and isinstance(error, DamagedChunk)  # as crashes leave it
+            at_the_end = index == found[-1] and isinstance(error, DamagedChunk)  # the effect of a crash
             if not (skip_damaged or at_the_end):
                 raise
             lost.append(f"Its frames are lost: {error}" if at_the_end else f"Left out: {error}")

@@ -1,4 +1,4 @@
-"""``Recorder``: batches to disk, a chunk at a time."""
+"""``Recorder``: writes batches to disk in chunks."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Writes batches into a directory of its own, which ``load`` reads back bit for bit.
+    """Writes batches to a new directory, from which ``load`` reads them back bit for bit.
 
-    Batches are copied by ``write`` and written to disk in chunks. Whatever happens to the process or to the
-    disk, chunks that were written stay readable. Where the disk is full, make room and repeat the call that raised:
-    nothing is lost or recorded twice. Not thread-safe.
+    ``write`` copies batches; they are written to disk in chunks. Chunks on disk stay readable whatever happens to the
+    process or the disk. If the disk is full, free some space and repeat the call that raised: nothing is lost or
+    recorded twice. Not thread-safe.
 
     Args:
-        directory: made if missing; must not hold a recording, finished or not.
-        meta: JSON-able description, kept as it is; by convention with ``env``, ``seed`` and ``policy``.
-        chunk_bytes: a chunk is written when it has this many bytes, and as much memory is used.
-        max_age_s: ... or when its first batch is this old, so that slow environments lose little in a crash.
-        fresh: the first row of the first batch begins new episodes; False when recording starts later.
+        directory: path; created if missing. It must not hold a recording, complete or not.
+        meta: JSON-able description, stored unchanged; by convention with ``env``, ``seed`` and ``policy``.
+        chunk_bytes: size in bytes at which a chunk is written; the recorder uses as much memory.
+        max_age_s: age in seconds of its first batch at which a smaller chunk is written, to limit the loss by a crash.
+        fresh: the first row of the first batch starts new episodes. False: recording starts later.
 
     Raises:
         BadRecording: the directory holds a recording, or another recorder is using it.
@@ -77,36 +77,36 @@ class Recorder:
             "format": FORMAT,
             "version": VERSION,
             "id": uuid.uuid4().hex,
-            "muster": installed("muster-rl") or "unknown",  # run from a source tree
+            "muster": installed("muster-rl") or "unknown",  # unknown if run from a source tree
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "fresh": fresh,
             "meta": meta,
         }
-        self._signature: dict[Key, tuple[str, tuple[int, ...]]] | None = None  # of all batches
-        self._about: dict[str, Any] = {}  # them, for the manifest at the end
+        self._signature: dict[Key, tuple[str, tuple[int, ...]]] | None = None  # keys, dtypes and shapes of all batches
+        self._about: dict[str, Any] = {}  # description of the batches, for the final manifest
         self._owner = Owner("recorder", "files")
         self._lock: chunks.DirectoryLock | None = self._claim()
 
     @property
     def frames(self) -> int:
-        """Frames on disk."""
+        """Number of frames on disk."""
         return self._frames
 
     @property
     def pending_frames(self) -> int:
-        """Frames that a crash would lose now."""
+        """Number of frames in memory, which a crash would lose."""
         return self._pending.frames if self._pending else 0
 
     def write(self, batch: TensorDictBase) -> None:
-        """Add a batch; it may be changed or dropped afterwards.
+        """Add a batch. It may be changed or dropped afterwards.
 
-        When this raises, the batch was not added. The same call may be repeated.
+        If this raises, the batch was not added, and the call may be repeated.
 
         Raises:
-            BadRecording: the disk is full or fails; the batch has other keys, shapes or dtypes than those before; or
-                the recorder is closed. Batches added before are kept.
+            BadRecording: the disk is full or fails; the batch differs from earlier ones in keys, shapes or dtypes; or
+                the recorder is closed. Earlier batches are kept.
             UnsupportedSpace: a leaf is neither a plain tensor nor JSON-able objects.
-            ForkedProcess: a fork of this process calls it.
+            ForkedProcess: the caller is a fork of the recorder's process.
         """
         self._owner.check()
         if self._lock is None:
@@ -133,11 +133,11 @@ class Recorder:
             }
 
     def flush(self) -> None:
-        """Write what is pending as a chunk of its own.
+        """Write the pending batches as a chunk.
 
         Raises:
-            BadRecording: the disk is full or fails. What was pending still is: repeat the call.
-            ForkedProcess: a fork of this process calls it.
+            BadRecording: the disk is full or fails. The batches are still pending: repeat the call.
+            ForkedProcess: the caller is a fork of the recorder's process.
         """
         self._owner.check()
         if self._pending is None or not self._pending.count:
@@ -147,7 +147,7 @@ class Recorder:
         try:
             write_whole(path, [content])
         except BaseException as error:
-            with suppress(OSError):  # written, but perhaps not for good; what is pending may become less
+            with suppress(OSError):  # perhaps not written durably; a repeated call may write fewer batches
                 path.unlink(missing_ok=True)
             if isinstance(error, OSError):
                 raise self._not_written(path.name, error) from error
@@ -158,12 +158,11 @@ class Recorder:
         self._pending.clear()
 
     def close(self) -> None:
-        """Write what is pending and finish. May be called again. In a fork of this process it does nothing.
+        """Write the pending batches and finish. May be called again. Does nothing in a fork of the recorder's process.
 
         Raises:
-            BadRecording: the disk is full or fails. The recorder stays open and keeps what is pending: repeat the
-                call. Without that, the pending frames end with the process, and the recording says that it was not
-                closed.
+            BadRecording: the disk is full or fails. The recorder stays open with its pending batches: repeat the call.
+                Otherwise these are lost at the end of the process, and the recording is marked as not closed.
         """
         if self._lock is None or not self._owner.is_here():
             return
@@ -182,7 +181,7 @@ class Recorder:
         except BadRecording as second:
             if error is None:
                 raise
-            _log.error("%s", second)  # the first error is the one to see
+            _log.error("%s", second)  # report the first error
 
     def __repr__(self) -> str:
         state = "closed" if self._lock is None else "open"
@@ -254,17 +253,17 @@ class _Content:
 
 
 class _Pending:
-    """The next chunk, in memory: up to ``capacity`` batches of one size."""
+    """The next chunk in memory: up to ``capacity`` batches of one size."""
 
     def __init__(self, first: _Content, chunk_bytes: int) -> None:
         self.batch_size, self._names, self._signature = first.batch_size, first.names, first.signature
         dims = range(len(first.batch_size))
         strides = next((t.stride() for t in first.tensors.values()), tuple(reversed(dims)))
-        self.order = sorted(dims, key=lambda d: -strides[d])  # as they lie in memory: a copy then transposes nothing
+        self.order = sorted(dims, key=lambda d: -strides[d])  # the memory order, so that a copy transposes nothing
         size = sum(t.numel() * t.itemsize for t in first.tensors.values())
         self.capacity = min(max(1, chunk_bytes // max(1, size)), MAX_BATCHES_PER_CHUNK)
         self._chunk_bytes = chunk_bytes
-        # Pages of an empty tensor cost nothing before they are written.
+        # Pages of an empty tensor take no memory until they are written.
         self._buffers = {
             key: torch.empty((self.capacity, *self._permute(t).shape), dtype=t.dtype)
             for key, t in first.tensors.items()
@@ -273,7 +272,7 @@ class _Pending:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the batches; the memory is used again, since new pages cost as much as filling them."""
+        """Remove the batches. Their memory is reused, since new pages cost as much as filling them."""
         self.since = math.inf
         self.count = self._text_bytes = 0
         for lines in self._lines.values():
@@ -319,7 +318,7 @@ class _Pending:
 def _leaves(batch: TensorDictBase) -> Iterator[tuple[Key, Any]]:
     from tensordict import NonTensorStack, TensorDictBase
 
-    def is_leaf(kind: type) -> bool:  # a NonTensorStack is a TensorDictBase, too: an empty one, for its keys()
+    def is_leaf(kind: type) -> bool:  # a NonTensorStack is a TensorDictBase, too, but its keys() are empty
         return issubclass(kind, NonTensorStack) or not issubclass(kind, TensorDictBase)
 
     for key in batch.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf):
@@ -350,7 +349,7 @@ def _json_line(key: Key, value: Any) -> str:
 
 
 def _exact_json(value: Any, **options: Any) -> str:
-    """``value`` as JSON that reads back equal and of the same types; ``TypeError`` where it would not."""
+    """Return ``value`` as JSON that is read back equal and with the same types. Raises ``TypeError`` if impossible."""
     try:
         _check_plain(value)
         return json.dumps(value, **options)
