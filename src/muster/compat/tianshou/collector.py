@@ -162,7 +162,6 @@ class Collector:
 
     # --- collecting -------------------------------------------------------------------------------
 
-    @trimmed
     def collect(
         self,
         n_step: int | None = None,
@@ -205,7 +204,7 @@ class Collector:
         sampling.envs.reset_kwargs = gym_reset_kwargs or {}
         sampling.envs.after_step = self._renderer(render)
         try:
-            with torch_train_mode(self.policy, enabled=False):
+            with trimmed, torch_train_mode(self.policy, enabled=False):
                 self._collect(sampling, tally, n_step, n_episode)
         finally:
             self.collect_step += tally.steps
