@@ -120,7 +120,7 @@ def test_episodes_are_a_sequence_of_records():
     assert len(episodes) == 3
     assert episodes[1] == EpisodeRecord(5, 5, 0.5, 3, True, False)
     assert episodes[-1].traj_id == 6
-    assert [type(field) for field in episodes[0]] == [int, int, float, int, bool, bool]
+    assert [type(field) for field in episodes[0]] == [int, int, float, int, bool, bool, type(None)]
     assert [record.traj_id for record in episodes[::-1]] == [6, 5, 4]
     assert episodes.index(episodes[2]) == 2
     assert EpisodeRecord(4, 4, 0.5, 3, True, False) in episodes

@@ -1,4 +1,4 @@
-"""Tracebacks that show the user's frames, and of Muster's only the one that the user has called."""
+"""Short tracebacks: the user's frames, and of Muster's only the one that the user called."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from muster import errors
 from muster.errors import MusterError
 
 MUSTER = str(Path(errors.__file__).parent)
+_TESTING = os.path.join(MUSTER, "testing", "")
 INSTALLED = (
     *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
     *site.getsitepackages(),
@@ -25,10 +26,10 @@ _CAUSE, _CONTEXT, _TRACEBACK = (  # a subclass's may do anything
 
 
 class _Trimmed(ContextDecorator):
-    """A context, or decorator, for what the user has called: errors leave it without Muster's inner frames.
+    """Context manager and decorator for public methods: errors leave it without Muster's inner frames.
 
-    An error that neither Muster raised on purpose nor code of the user's raised is a bug, and keeps all frames. So do
-    Ctrl-C and other exceptions that are no errors.
+    An error that was raised neither by Muster on purpose nor by the user's code is a bug, and keeps all frames. So do
+    Ctrl-C and other exceptions that are not errors.
     """
 
     def __enter__(self) -> None:
@@ -47,10 +48,10 @@ trimmed = _Trimmed()
 
 
 def trim(error: BaseException) -> None:
-    """Take Muster's inner frames out of the tracebacks of an error and of those that led to it.
+    """Remove Muster's inner frames from the tracebacks of an error, its causes and its contexts.
 
-    Of Muster's frames the outermost stays. Frames of the user's environment, policy and hooks stay, and those of
-    libraries that these have called. ``MUSTER_TRACEBACK=full`` in the environment keeps all frames.
+    Muster's outermost frame stays. Frames of the user's environment, policy and hooks stay, with those of the
+    libraries that they called. ``MUSTER_TRACEBACK=full`` in the environment keeps all frames.
     """
     if os.environ.get("MUSTER_TRACEBACK") == "full":
         return
@@ -69,25 +70,25 @@ def trim(error: BaseException) -> None:
 
 
 def traceback_text(error: BaseException) -> str:
-    """The traceback of an error as Python prints it."""
+    """Return the traceback of an error as Python prints it."""
     return "".join(traceback.format_exception(type(error), error, _TRACEBACK.__get__(error))).rstrip()
 
 
 def is_muster(file: str) -> bool:
-    """The source file is one of Muster's."""
-    return file.startswith(os.path.join(MUSTER, ""))
+    """Return whether the source file is one of Muster's. Environments of ``muster.testing`` count as the user's."""
+    return file.startswith(os.path.join(MUSTER, "")) and not file.startswith(_TESTING)
 
 
 def is_installed(file: str) -> bool:
-    """The source file is one of Python's or of an installed package."""
+    """Return whether the source file is one of Python's or of an installed package."""
     return file.startswith(("<frozen", *(os.path.join(folder, "") for folder in INSTALLED)))
 
 
 def _shown(entries: list[TracebackType], *, keep_first: bool) -> list[TracebackType]:
-    """Without the frames of Muster, and those of libraries between two of these.
+    """Return the entries without frames of Muster, and without library frames between two of these.
 
     Args:
-        keep_first: show the first of Muster's. Else the innermost is, where there are no others.
+        keep_first: keep the outermost frame of Muster. The innermost entry is kept if there is no other.
     """
     shown = []
     leads_to_muster = False
@@ -104,7 +105,7 @@ def _shown(entries: list[TracebackType], *, keep_first: bool) -> list[TracebackT
 
 
 def _entries(error: BaseException) -> list[TracebackType]:
-    """Of its traceback, outermost first."""
+    """Return the entries of the traceback of an error, outermost first."""
     found: list[TracebackType] = []
     entry = _TRACEBACK.__get__(error)
     while entry is not None:
