@@ -1,7 +1,7 @@
 """TorchRL's collectors with worker processes: Muster collects in each worker, TorchRL joins the batches.
 
-A worker of TorchRL's has a collector of its own, whose class may be chosen (``collector_class``). Here it is Muster's.
-The rest is TorchRL's code, so that batches, hooks, states, attributes and weights of workers are the same.
+TorchRL's workers have a collector each, of the class ``collector_class``. Here this is Muster's. All other code is
+TorchRL's, so that batches, hooks, states, attributes and weights of workers are the same.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MultiCollector(torchrl.collectors.MultiCollector, metaclass=_ByArgument): 
 
     Args:
         *args: TorchRL's.
-        collector_class: what collects in the workers: ``Collector`` of this package, or a class derived from it.
+        collector_class: class of the workers' collectors: ``Collector`` of this package, or a subclass.
         **kwargs: TorchRL's.
     """
 
@@ -50,7 +50,7 @@ class MultiCollector(torchrl.collectors.MultiCollector, metaclass=_ByArgument): 
         atexit.register(_shutdown, weakref.ref(self))  # else Python waits at its end for workers that wait for it
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End the workers; see TorchRL's. Weight sync schemes end too, which otherwise can hang at Python's end."""
+        """End the workers as TorchRL does, and the weight sync schemes, which can otherwise hang at Python's exit."""
         super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         for scheme in (self._weight_sync_schemes or {}).values():
             scheme.shutdown()
@@ -71,11 +71,11 @@ class AsyncCollector(MultiAsyncCollector, torchrl.collectors.AsyncCollector):  #
 
 
 class Evaluator(torchrl.collectors.Evaluator):  # type: ignore[misc]
-    """TorchRL 0.14's ``Evaluator``, which documents it; what collects is ``Collector`` of this package.
+    """TorchRL 0.14's ``Evaluator``, see there; collects with ``Collector`` of this package.
 
     Args:
         *args: TorchRL's.
-        collector_cls: another class, or the name of one in this package.
+        collector_cls: another class, or the name of a class of this package.
         collector_kwargs: TorchRL's.
         **options: TorchRL's.
     """
@@ -98,7 +98,7 @@ def _shutdown(reference: weakref.ref[MultiCollector]) -> None:
 
 
 def made_elsewhere(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The collector that ``Collector(backend=..., num_collectors=...)`` is; None: one in this process."""
+    """Return the collector for ``Collector(backend=..., num_collectors=...)``; None: collect in this process."""
     given = {"backend": None, "num_collectors": None, **kwargs}
     count, backend = given["num_collectors"], given["backend"]
     if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
@@ -142,7 +142,7 @@ def made_elsewhere(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _one_for_each(create_env_fn: Any, count: int | None) -> list[Any]:
-    """A list with what makes the environments of each of ``count`` collectors."""
+    """Return a list with one environment constructor for each of ``count`` collectors."""
     if not isinstance(create_env_fn, Sequence) or isinstance(create_env_fn, (str, bytes)):
         return [create_env_fn] * (count or 1)
     if not create_env_fn:
@@ -155,7 +155,7 @@ def _one_for_each(create_env_fn: Any, count: int | None) -> list[Any]:
 
 
 def _without_defaults(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what ``Collector`` would do anyway, where ``cls`` has another default or no such argument."""
+    """Return the options without defaults of ``Collector`` for which ``cls`` has another default or no argument."""
     ours, theirs = (inspect.signature(each).parameters for each in (Collector, cls))
 
     def is_said(name: str, value: Any) -> bool:

@@ -385,8 +385,8 @@ class _OfNodes(WeightSyncScheme):
 
     Args:
         strategy: see ``WeightSyncScheme``.
-        backend: TorchRL's, for the weights; here they go the way of the collector's data, see its own ``backend``.
-        sync: TorchRL's; here ``publish`` never waits. What was published is what a worker's next rollout begins with.
+        backend: accepted for TorchRL, without effect: weights use the same connection as the collector's data.
+        sync: accepted for TorchRL, without effect: ``publish`` never waits. A worker uses them in its next rollout.
     """
 
     collector: ClassVar[str] = ""
@@ -406,7 +406,7 @@ class _OfNodes(WeightSyncScheme):
 
 
 class DistributedWeightSyncScheme(_OfNodes):
-    """What ``DistributedCollector`` does by default: weights through its links to the nodes."""
+    """The default of ``DistributedCollector``: weights through its links to the nodes."""
 
     backend, collector = "distributed", "DistributedCollector"
 
@@ -415,13 +415,13 @@ class DistributedWeightSyncScheme(_OfNodes):
 
 
 class RPCWeightSyncScheme(_OfNodes):
-    """What ``RPCCollector`` does by default: weights through its links to the nodes."""
+    """The default of ``RPCCollector``: weights through its links to the nodes."""
 
     backend, collector = "rpc", "RPCCollector"
 
 
 class RayWeightSyncScheme(_OfNodes):
-    """What ``RayCollector`` does by default: weights through Ray's object store, put there once per version."""
+    """The default of ``RayCollector``: weights through its links to the nodes."""
 
     backend, collector = "ray", "RayCollector"
 
