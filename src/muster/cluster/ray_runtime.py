@@ -1,4 +1,4 @@
-"""Ray in the main process: started or joined for the first ``Lease``, and shut down after the last."""
+"""Ray in the main process: started or joined for the first ``Lease``, and left after the last."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
     # --- collecting -------------------------------------------------------------------------------
 
     def iterator(self) -> Iterator[Any]:
-        """Yield batches until ``total_frames``; None for batches in a replay buffer. See ``iter(collector)``."""
+        """Yield batches until ``total_frames``; None if the replay buffer got the batch. See ``iter(collector)``."""
         while self._frames < self.total_frames:
             self._check_open()
             self._iter += 1
@@ -277,7 +277,7 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
         return bool(done < self.init_random_frames)
 
     def _random(self) -> Any:
-        """Return the policy of random frames: the environment's random actions, and zeros in the policy's columns."""
+        """Return the policy of random frames: the environment's random actions, zeros in the policy's other columns."""
         if self._random_policy is None:
             group, zeros = self._engine.groups[0], self._zeros_of_policy()
             if isinstance(self.env, EnvBase):
@@ -354,7 +354,7 @@ def _overwritten(same: Any, batch: Any) -> Any:
 
 @contextlib.contextmanager
 def _original_errors() -> Iterator[None]:
-    """Raise errors of an environment or policy as they were raised; the cause is Muster's error with the place."""
+    """Raise the original error of an environment or policy, with Muster's error, which has the location, as cause."""
     with trimmed:
         try:
             yield

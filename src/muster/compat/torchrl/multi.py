@@ -1,7 +1,7 @@
 """TorchRL's collectors with worker processes: Muster collects in each worker, TorchRL joins the batches.
 
-TorchRL's workers have a collector each, of the class ``collector_class``. Here this is Muster's. All other code is
-TorchRL's, so that batches, hooks, states, attributes and weights of workers are the same.
+Each of TorchRL's workers has a collector of the class ``collector_class``, which is Muster's here. All other code is
+TorchRL's, so batches, hooks, states, attributes and weights of workers are the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchrl._comm.backends import _get_service_backend, normalize_service_backe
 
 from muster.compat.torchrl.collector import Collector
 
-_SELECTORS = ("backend", "backend_options", "num_collectors", "sync")  # arguments of Collector that choose another one
+_SELECTORS = ("backend", "backend_options", "num_collectors", "sync")  # select another class than Collector
 _BACKENDS = ("direct", "distributed", "process", "ray", "rpc", "submitit")
 
 

@@ -190,7 +190,7 @@ class ReceivingEnd:
                 os.close(fd)
 
     def hear(self, timeout: float | None) -> bool:
-        """Read all notes; wait for the first one (None: without a timeout). Return whether there was any."""
+        """Read all notes, after waiting ``timeout`` seconds for one (None: no limit). Return whether there were any."""
         heard = False
         try:
             while self._channel.poll(0.0 if heard else timeout):
