@@ -199,9 +199,9 @@ class RayOptions(ClusterOptions):
     Attributes:
         create_env_fn: a list with one entry per actor, or one entry for all; see ``muster.Collector`` for entries.
         num_collectors: number of actors. None: one per entry of ``create_env_fn``.
-        ray_init_config: arguments of ``ray.init``, unless called before. ``{"address": "auto"}`` joins a cluster.
+        ray_init_config: arguments of ``ray.init``, if Ray is not initialized. ``{"address": "auto"}`` joins a cluster.
         remote_configs: options of the Ray actors: a dict for all, or a list with one dict per actor. None: one CPU and
-            2 GiB of memory, and 0.2 GPUs if the cluster has any.
+            2 GiB of memory, and 0.2 of a GPU if the cluster has any.
         replay_buffer: see ``muster.Collector``. Actors write directly into a ``RayBuffer`` or TorchRL's
             ``RayReplayBuffer``. With ``trajs_per_batch``, ``split_trajs``, ``postproc``, ``extend_buffer=False`` or a
             hook on batches or episodes, the batches pass through this process.
