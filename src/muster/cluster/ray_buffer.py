@@ -1,4 +1,4 @@
-"""A replay buffer in a Ray actor, which every node and the main process can write and read.
+"""A replay buffer in a Ray actor, which all nodes and the main process can read and write.
 
 ::
 
@@ -33,24 +33,24 @@ STEP_S = 1.0
 
 
 class RayBuffer:
-    """A handle of a buffer that lives in an actor: anything with ``extend`` or ``add``, and what else it can do.
+    """A handle to a buffer in a Ray actor: any object with ``extend`` or ``add``.
 
-    Methods and attributes of the buffer are reached through the handle, and answer when the buffer has; its errors are
-    raised here. Tensors travel through Ray's object store: the buffer sees what is written as read-only memory of the
-    store, without a copy (a storage that keeps references keeps it there); what comes back is copied once, and the
-    caller's own.
+    The handle has the public methods and attributes of the buffer. A call returns when the buffer has executed it, and
+    raises the buffer's errors. Tensors travel through Ray's object store. The buffer gets read-only views of the store,
+    without a copy; a storage that keeps references keeps the memory there. Results are copied once, and belong to the
+    caller.
 
-    The handle can be pickled into any process that is connected to the cluster. The buffer ends with ``close``, or with
+    The handle can be pickled to any process that is connected to the cluster. The buffer ends with ``close``, or with
     the process that made it.
 
     Args:
-        buffer: a function that makes it in the actor, or an object that is pickled there.
-        ray_init_config: keywords of ``ray.init``, if Ray does not run here yet.
-        timeout_s: for one call, and for the start.
-        remote_options: options of a Ray actor, such as ``num_cpus`` (0 unless given) or ``memory``.
+        buffer: function that makes the buffer in the actor, or a buffer, which is pickled to the actor.
+        ray_init_config: keyword arguments of ``ray.init``, if Ray does not run in this process yet.
+        timeout_s: timeout of each call and of the start, in seconds.
+        remote_options: options of the Ray actor, such as ``num_cpus`` (default 0) or ``memory``.
 
     Raises:
-        BadOption: Ray is not installed; or it is no buffer, cannot be pickled, or an option is none of Ray's.
+        BadOption: Ray is not installed, ``buffer`` is no buffer or cannot be pickled, or Ray refuses an option.
         WorkerDied: the buffer could not be made in the actor, or (from any method) the actor has ended.
         CollectorTimeout: no answer within ``timeout_s``.
     """
@@ -89,15 +89,15 @@ class RayBuffer:
         return {**vars(self), "_lease": None}
 
     def extend(self, data: Any) -> Any:
-        """Write a batch; gives what the buffer's ``extend`` does."""
+        """Write a batch; returns the result of the buffer's ``extend``."""
         return self._call("extend", data)
 
     def add(self, data: Any) -> Any:
-        """Write one transition; gives what the buffer's ``add`` does."""
+        """Write one transition; returns the result of the buffer's ``add``."""
         return self._call("add", data)
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
-        """What the buffer's ``sample`` gives, in memory of its own."""
+        """Return the result of the buffer's ``sample``, copied out of the object store."""
         return self._call("sample", *args, **kwargs)
 
     def __len__(self) -> int:
@@ -110,7 +110,7 @@ class RayBuffer:
         return partial(self._call, name) if is_method else value
 
     def close(self) -> None:
-        """End the buffer, if this is the handle that has made it. May be called again."""
+        """End the buffer, if this handle has made it. May be called again."""
         lease, self._lease = self._lease, None
         if lease is not None:
             import ray
@@ -151,7 +151,7 @@ class RayBuffer:
 
 
 class BufferActor:
-    """What runs in the actor."""
+    """The object in the actor: it makes the buffer and executes calls."""
 
     def __init__(self, made: bytes) -> None:
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # views of Ray's store
@@ -168,16 +168,16 @@ class BufferActor:
         return _pack(getattr(self._buffer, name)(*args, **kwargs))
 
     def look(self, name: str) -> tuple[bytes, list[Array]]:
-        """Whether ``name`` is a method; with its value, if it is none."""
+        """Return whether ``name`` is a method, and its value if it is not."""
         value = getattr(self._buffer, name)
         return _pack((True, None) if callable(value) else (False, value))
 
 
 def for_nodes(buffer: Any) -> Any:
-    """What nodes write into: a ``RayBuffer`` itself, the client of a TorchRL ``RayReplayBuffer``.
+    """Return the object that nodes write into: a ``RayBuffer`` itself, or the client of TorchRL's ``RayReplayBuffer``.
 
     Raises:
-        BadOption: it is a buffer of this process alone.
+        BadOption: only this process can reach the buffer.
     """
     if isinstance(buffer, RayBuffer):
         return buffer
@@ -198,7 +198,7 @@ def _is_buffer(thing: Any) -> bool:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles ordinary tensors as the memory they are in, which is not copied."""
+    """Pickles ordinary tensors as out-of-band buffers, without a copy if they are contiguous."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor and _is_ordinary(obj):
@@ -219,7 +219,7 @@ def _tensor(memory: Array, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.
 
 
 def _pack(thing: Any) -> tuple[bytes, list[Array]]:
-    """A pickle, and the memory of all tensors and arrays in it, which Ray copies into its store."""
+    """Return a pickle, and the memory of all tensors and arrays in it, which Ray copies into its store."""
     file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(thing)
     return file.getvalue(), [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers]

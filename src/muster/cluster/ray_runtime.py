@@ -1,4 +1,4 @@
-"""Ray in the main process: started or joined for the first collector that needs it, and left after the last."""
+"""Ray in the main process: started or joined for the first ``Lease``, and left after the last."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass
 class _RunningRay:
-    """Ray, from a start to its shutdown; ``ours`` if a lease has started it."""
+    """A run of Ray, from start to shutdown; ``ours``: a lease has started or joined it."""
 
     ours: bool
     holders: int = 0
 
 
 class Lease:
-    """A right to Ray: it is started or joined for the first holder, unless it runs already, and left after the last.
+    """A reference to Ray. The first lease starts or joins Ray unless it runs already; closing the last one leaves it.
 
-    A Ray that the user has started or joined is used as it is, and stays when all leases have ended. A Ray that is
-    started here listens on loopback only and has no dashboard, unless ``config`` says otherwise.
+    If the user has started or joined Ray, it is used unchanged, and still runs after all leases are closed. A Ray that
+    is started here listens on loopback only and has no dashboard, unless ``config`` sets them.
 
     Args:
-        config: keywords of ``ray.init``. None: joins the Ray that runs on this machine, or else starts one.
+        config: keyword arguments of ``ray.init``. None: join the Ray that runs on this machine, or else start one.
 
     Raises:
-        BadOption: ``ray.init`` refuses them, or there is no such cluster, or its token is another.
+        BadOption: ``ray.init`` refuses ``config``, or the cluster does not exist or has a different token.
     """
 
     _lock = threading.Lock()
@@ -65,20 +65,20 @@ class Lease:
             self._mine.holders += 1
 
     def close(self) -> None:
-        """May be called again."""
+        """Release Ray. May be called again."""
         with Lease._lock:
             if not self._held:
                 return
             self._held = False
             self._mine.holders -= 1
-            if self._mine.holders == 0 and Lease._run is self._mine:  # else the user has shut Ray down in between
+            if self._mine.holders == 0 and Lease._run is self._mine:  # else the user has shut Ray down since
                 Lease._run = None
                 if self._mine.ours:
                     ray.shutdown()
 
 
 def _refuse_clients(address: Any, *, running: bool) -> None:
-    """A Ray client has no object store."""
+    """Raise BadOption for a Ray client, which has no object store."""
     found, said = "", None if running or address not in (None, "auto") else os.environ.get("RAY_ADDRESS")
     if isinstance(address, str) and address.startswith("ray://"):
         found = f"ray_init_config has address={address!r}, a Ray client"
@@ -94,7 +94,7 @@ def _refuse_clients(address: Any, *, running: bool) -> None:
 
 
 def _init(config: dict[str, Any]) -> None:
-    """``ray.init``; only on loopback where it starts a cluster and the configuration has no address."""
+    """Call ``ray.init``. A new cluster listens on loopback only, unless ``config`` has ``_node_ip_address``."""
     address = config.get("address")
     existing = None
     try:
@@ -107,7 +107,7 @@ def _init(config: dict[str, Any]) -> None:
             said, existing = existing, None
             if address is not None or "RAY_ADDRESS" in os.environ:
                 raise ConnectionError(f"nothing listens at {said}, where a Ray cluster was said to be.")
-            config["address"] = "local"  # a cluster that ran here has left its address behind
+            config["address"] = "local"  # the address of a cluster that has ended
         if existing is None:
             config.setdefault("include_dashboard", False)
             config.setdefault("_node_ip_address", LOOPBACK)
@@ -122,13 +122,13 @@ def _init(config: dict[str, Any]) -> None:
 
 
 def _can_stay_on_loopback() -> bool:
-    """Whether this Ray has what it takes to find a cluster, or to start one that listens on loopback only."""
+    """Return whether this Ray has the private names needed to find a cluster, or to start one on loopback only."""
     owners = (services, ("canonicalize_bootstrap_address",)), (ray_constants, ("ENABLE_RAY_CLUSTER",))
     return usable("ray", *owners)
 
 
 def _join(config: dict[str, Any]) -> None:
-    """Join a cluster that runs, by Ray's public names; raises RuntimeError where one would have to be started."""
+    """Join a running cluster with Ray's public names. Raises RuntimeError if one would have to be started."""
     address = config.get("address")
     try:
         if address == "local":
@@ -160,13 +160,13 @@ def _advice(error: BaseException, existing: str | None) -> str:
 
 
 def _where(existing: str) -> str | None:
-    """On which address the cluster is reached: Ray has put this machine's own in the place of 127.0.0.1."""
+    """Return the host at which the cluster is reachable: Ray has replaced 127.0.0.1 by this machine's address."""
     host, _, port = existing.rpartition(":")
     return next((one for one in (host, LOOPBACK) if listens(one, int(port))), None)
 
 
 def listens(host: str, port: int) -> bool:
-    """Whether there is one."""
+    """Return whether a process listens at the address."""
     try:
         socket.create_connection((host.strip("[]"), port), 1.0).close()
     except OSError:
@@ -176,11 +176,9 @@ def listens(host: str, port: int) -> bool:
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Keep Ray from replacing 127.0.0.1 by the address under which others reach this machine, which would make all
-    its processes listen on all interfaces. It has a switch for that, which is off on macOS and Windows.
-    """
+    """Keep Ray from replacing 127.0.0.1 by this machine's address, so that it does not listen on all interfaces."""
     before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
+    ray_constants.ENABLE_RAY_CLUSTER = False  # the default on macOS and Windows
     try:
         yield
     finally:
@@ -191,19 +189,19 @@ def _on_loopback() -> Iterator[None]:
 
 
 def arrived(ref: Any, within_s: float) -> bool:
-    """Whether the actor is here, or will not come, ``within_s`` seconds from now."""
-    if not ray.is_initialized():  # `ray.wait` would start another
+    """Return whether the result (or error) ``ref`` is available within ``within_s`` seconds."""
+    if not ray.is_initialized():  # `ray.wait` would start Ray again
         raise RuntimeError("Ray was shut down in this process")
     return bool(ray.wait([ref], timeout=within_s)[0])
 
 
 def first_line(error: BaseException) -> str:
-    """What Ray says, in one line that ends with a full stop: without tables, tracebacks and general advice."""
+    """Return Ray's message as one line with a full stop, without tables, tracebacks and general advice."""
     if isinstance(error, exceptions.RayTaskError):
         return f"{type(error.cause).__name__}: {error.cause}".split("\n")[0].rstrip(".") + "."
     lines = [line.strip() for line in re.sub(r"\x1b\[\d*m", "", str(error)).splitlines()]
     lines = [line for line in lines if line and not _is_detail(line)]
-    if any(line.startswith('File "') for line in lines):  # the last line of a traceback says it all
+    if any(line.startswith('File "') for line in lines):  # the last line of a traceback has the error
         del lines[:-1]
     text = " ".join(lines[:2]).split(" Some common causes")[0]
     return (text or type(error).__name__).rstrip(".") + "."
@@ -218,18 +216,18 @@ def _is_detail(line: str) -> bool:
 
 
 def search_path() -> list[str]:
-    """Where this process finds modules, for processes that start elsewhere."""
+    """Return ``sys.path`` as absolute paths, for processes that start elsewhere."""
     return [os.path.abspath(entry) for entry in sys.path]
 
 
 def actor_class(target: str) -> Any:
-    """A Ray actor around ``"module:class"``, which need not be importable where Ray's own processes start.
+    """Return a Ray actor class around ``"module:class"``, which need not be importable where Ray's processes start.
 
     Args:
-        target: made with the arguments of ``remote`` after the first, which is ``search_path()``.
+        target: class to wrap. ``remote`` takes ``search_path()``, and then the arguments of this class.
     """
 
-    class MusterActor:  # in a function, so that it is pickled with its code
+    class MusterActor:  # a local class: it is pickled with its code
         def __init__(self, path: list[str], *args: Any, **kwargs: Any) -> None:
             import importlib
             import sys
@@ -245,5 +243,5 @@ def actor_class(target: str) -> Any:
 
 
 def call(actor: Any, name: str, *args: Any) -> Any:
-    """Call a method of what such an actor is around; gives the reference of its result."""
+    """Call a method of the object in an actor of ``actor_class``; returns a reference to the result."""
     return actor.call.remote(name, *args)

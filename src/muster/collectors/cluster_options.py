@@ -1,4 +1,4 @@
-"""The options that only collectors with nodes have."""
+"""Options of collectors with nodes."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ class ClusterOptions(PoolOptions, ABC):
     """Checked options of collectors with nodes.
 
     Attributes:
-        create_env_fn: one entry for each node.
-        frames_per_batch: see ``CollectorOptions``; counts per node.
-        sync: True: every batch has the rollouts of all nodes, ``frames_per_batch`` times their number. False: every
-            batch has the rollouts of one node, the first that is ready.
-        collector_class: "single": a node has one worker. "sync": its workers share its batches. "async": each worker
-            has batches of its own. Or the collector of that kind. One for all nodes, or a list.
-        collector_kwargs: options of the workers, such as ``inference``: a dict, or one for each node, which may differ
-            only in ``create_env_kwargs``.
-        num_workers_per_collector: workers of each node: one number, or a list.
-        update_after_each_batch: publish the policy's weights to the nodes of a batch before the next one.
-        max_weight_update_interval: the same, for nodes that have contributed to more batches than this since their last
-            weights; -1: never.
-        min_nodes: with ``sync=False``, the number of nodes with which collecting begins. Other nodes are used when
-            they join, and do the work of lost nodes. None: wait for all nodes.
+        create_env_fn: a list with one entry per node; see ``muster.Collector`` for entries.
+        frames_per_batch: number of environment steps in a batch of one node; see ``muster.Collector``.
+        sync: True: a batch has the rollouts of all nodes, ``frames_per_batch`` times their number. False: a batch has
+            the rollouts of one node, the first that is ready.
+        collector_class: "single": a node has one worker. "sync": the workers of a node share its batches. "async": each
+            worker fills its own batches. Or the corresponding collector class. A value for all nodes, or a list.
+        collector_kwargs: options of the workers, such as ``inference``: a dict for all nodes, or a list with one dict
+            per node. Dicts in a list may differ only in ``create_env_kwargs``.
+        num_workers_per_collector: number of workers of each node: a number for all nodes, or a list.
+        update_after_each_batch: before each batch, publish the policy's weights to the nodes of the previous batch.
+        max_weight_update_interval: before each batch, publish the policy's weights to nodes that have contributed to
+            more than this number of batches since the last such publish. -1: never.
+        min_nodes: number of nodes with which collection starts, for ``sync=False``. Other nodes are used as soon as
+            they join, and take over the rollouts of lost nodes. None: wait for all nodes.
     """
 
     sync: bool = False
@@ -74,22 +74,22 @@ class ClusterOptions(PoolOptions, ABC):
 
     @property
     def num_nodes(self) -> int | None:
-        """None: one for each entry of ``create_env_fn``."""
+        """The number of nodes; None: one per entry of ``create_env_fn``."""
         return None
 
     @abstractmethod
     def carrier(self, nodes: int, workers: int, deadline_s: float) -> Carrier:
-        """Make the carrier for so many nodes with at most so many workers each; links have this deadline (seconds)."""
+        """Return the carrier for ``nodes`` with at most ``workers`` workers each; ``deadline_s``: deadline of links."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Which workers are on which node, and whose batches are whose.
+    """The assignment of workers to nodes and to batches.
 
     Args:
-        factories: of environments, one for each node.
-        kinds: by node "single", "sync" or "async".
-        workers: by node, their number.
+        factories: environment factory of each node.
+        kinds: "single", "sync" or "async", for each node.
+        workers: number of workers of each node.
     """
 
     factories: Sequence[Any]
@@ -108,7 +108,7 @@ class Cluster:
 
     @property
     def bundles(self) -> list[list[int]]:
-        """Workers whose rollouts are one batch, where nodes do not share batches."""
+        """The workers of each batch, if nodes do not share batches."""
         found: list[list[int]] = []
         for leaf, node in enumerate(self.of_leaf):
             if self.kinds[node] == "sync" and found and self.of_leaf[found[-1][0]] == node:
@@ -119,7 +119,7 @@ class Cluster:
 
 
 def over_nodes(options: ClusterOptions) -> tuple[Cluster, ClusterOptions]:
-    """The cluster, and the options of all its workers together.
+    """Return the cluster, and the options for all its workers together.
 
     Raises:
         BadOption: an option is wrong.
@@ -149,7 +149,7 @@ def over_nodes(options: ClusterOptions) -> tuple[Cluster, ClusterOptions]:
 
 
 def _factories(create_env_fn: Any, num_nodes: int | None) -> list[Any]:
-    """One for each node."""
+    """Return one environment factory per node."""
     factories = factories_of(create_env_fn)
     if num_nodes is None:
         return factories
@@ -164,7 +164,7 @@ def _factories(create_env_fn: Any, num_nodes: int | None) -> list[Any]:
 
 
 def _node_keywords(collector_kwargs: Any, count: int) -> dict[str, Any]:
-    """The options in ``collector_kwargs``: those of all workers, with ``create_env_kwargs`` as a list if it is one."""
+    """Return the options in ``collector_kwargs`` for all workers; if it is a list, so is ``create_env_kwargs``."""
     every = [dict(given or {}) for given in spread("collector_kwargs", collector_kwargs, count)]
     shared = dict(every[0])
     check_names(signature(PoolOptions), shared)
@@ -181,7 +181,7 @@ def _node_keywords(collector_kwargs: Any, count: int) -> dict[str, Any]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two options are equal; different arrays never are."""
+    """Return whether two options are equal. Different array objects never are."""
     try:
         return one is other or bool(one == other)
     except (ValueError, RuntimeError):
@@ -189,7 +189,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def spread(name: str, given: Any, count: int) -> list[Any]:
-    """One for each node, of a list or of one for all."""
+    """Return a list with one value per node; ``given`` is such a list, or a value for all nodes."""
     if not isinstance(given, (list, tuple)):
         return [given] * count
     if len(given) != count:

@@ -1,4 +1,4 @@
-"""Collectors whose workers are on other machines."""
+"""Collectors with workers on other machines."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from muster.workers.config import timeout_of
 
 
 class ClusterCollector(MultiCollector):
-    """Collectors with nodes: places workers on nodes, and publishes weights to nodes."""
+    """Base of collectors with nodes: places workers on nodes, and publishes weights to nodes."""
 
     options: ClusterOptions
 
     def __init__(self, options: ClusterOptions) -> None:
         self._cluster, options = over_nodes(options)
         self._alone = not options.sync
-        self._since = [0] * len(self._cluster.factories)  # batches since its last weights, by node
+        self._since = [0] * len(self._cluster.factories)  # batches since ``_before_batch`` last published, by node
         self._longest = 0 if options.update_after_each_batch else options.max_weight_update_interval
         BaseCollector.__init__(self, options)
 
@@ -50,7 +50,7 @@ class ClusterCollector(MultiCollector):
         return nodes, cluster.bundles if self._alone else None
 
     def _buffer_of_nodes(self) -> ReplaySink | None:
-        """Writes into the replay buffer, if nodes can reach it, and nothing here needs to see what goes into it."""
+        """Return a sink through which nodes write into the replay buffer; None: batches pass through this process."""
         return None
 
     def _connect(self, made: ExitStack) -> Engine:
@@ -78,16 +78,16 @@ class DistributedOptions(ClusterOptions):
     """Checked options of ``DistributedCollector``.
 
     Attributes:
-        backend: "gloo": data goes through the hosts' memory. Others of torch's ("nccl", "ucc", "mpi") are refused until
-            they have run once.
-        launcher: "mp": processes of this machine. "submitit": SLURM jobs. "submitit_delayed": jobs of
-            ``submitit_delayed_launcher``. "torchrun": the other ranks, which call ``run_node()``. "manual": nodes that
-            you start (``muster node``). Or a ``Launcher`` (``muster.cluster.launchers``).
-        slurm_kwargs: of the jobs, for "submitit".
-        tcp_port: port at which this process listens for nodes; None: a free one.
-        bind: address at which it listens; addresses other than loopback need a token.
-        token: the secret that nodes must know: bytes, or the path of a file with mode 0600. None: of the environment
-            variables MUSTER_TOKEN_FILE or MUSTER_TOKEN, else a random one.
+        backend: only "gloo" is supported: data goes through the hosts' memory. PyTorch's other backends ("nccl", "ucc",
+            "mpi") are refused, because they have not been tested.
+        launcher: how nodes are started. "mp": as processes of this machine. "submitit": as SLURM jobs.
+            "submitit_delayed": as jobs of ``submitit_delayed_launcher``. "torchrun": by torchrun; all other ranks call
+            ``run_node()``. "manual": by you, with ``muster node``. Or a ``Launcher`` (``muster.cluster.launchers``).
+        slurm_kwargs: parameters of the SLURM jobs, for ``launcher="submitit"``.
+        tcp_port: port on which this process listens for nodes. None: any free port.
+        bind: address on which this process listens for nodes. Addresses other than loopback need a token.
+        token: secret that nodes must know: bytes, or the path of a file with mode 0600. None: the token from the
+            environment variable MUSTER_TOKEN_FILE or MUSTER_TOKEN, or else a random one.
     """
 
     backend: str = "gloo"
@@ -109,12 +109,12 @@ class DistributedOptions(ClusterOptions):
 
 
 class DistributedCollector(ClusterCollector):
-    """Workers on nodes, each with one TCP connection to this process, where TorchRL has groups of torch.distributed.
+    """Collects on nodes with one TCP connection per node, where TorchRL uses process groups of torch.distributed.
 
     ::
 
         with DistributedCollector(["CartPole-v1"] * 2, policy, num_envs=8, frames_per_batch=512, launcher="mp") as c:
-            for batch in c:  # of one node, whichever is ready
+            for batch in c:  # from the first node that is ready
                 ...
 
     Raises:
@@ -132,9 +132,9 @@ class RPCOptions(DistributedOptions):
     """Checked options of ``RPCCollector``. All data goes through the hosts' memory, over Muster's own connection.
 
     Attributes:
-        visible_devices: a device for each node: its number, "cuda:1", "cpu" or None. Checked, with no other effect.
-        tensorpipe_options: keywords of ``torch.distributed.rpc.TensorPipeRpcBackendOptions``. Checked, with no other
-            effect.
+        visible_devices: one device per node: the number of a GPU, "cuda:1", "cpu" or None. Checked, but not used.
+        tensorpipe_options: keyword arguments of ``torch.distributed.rpc.TensorPipeRpcBackendOptions``. Checked, but not
+            used.
     """
 
     visible_devices: Sequence[Any] | None = None
@@ -180,13 +180,13 @@ def _check_tensorpipe(options: dict[str, Any]) -> None:
     for name in options.keys() & instead.keys():
         raise BadOption(f"tensorpipe_options has {name!r}: leave it out, {instead[name]}")
     if not (torch.distributed.is_available() and rpc.is_available()):
-        return  # this PyTorch does not know them
+        return  # the class does not exist in this PyTorch
     known = signature(rpc.TensorPipeRpcBackendOptions).parameters.keys() - instead.keys()
     if unknown := sorted(options.keys() - known):
         raise BadOption(f"tensorpipe_options has {', '.join(unknown)}: expected {', '.join(sorted(known))}")
     try:
         rpc.TensorPipeRpcBackendOptions(**options)
-    except TypeError as error:  # whose text is a page long
+    except TypeError as error:  # its message is a page long
         raise BadOption(f"tensorpipe_options={options!r}: a value has a wrong type") from error
     except RuntimeError as error:
         raise BadOption(f"tensorpipe_options={options!r}: {str(error).splitlines()[0]}") from error
@@ -197,14 +197,14 @@ class RayOptions(ClusterOptions):
     """Checked options of ``RayCollector``.
 
     Attributes:
-        create_env_fn: one entry for each actor; or one for all, with ``num_collectors``.
-        num_collectors: number of actors.
-        ray_init_config: keywords of ``ray.init``, unless it was called before; ``{"address": "auto"}`` joins a cluster.
-        remote_configs: what ``ray.remote`` is told of each actor: a dict, or a list of them. None: one CPU and 2 GiB,
-            and a fifth of a GPU where the cluster has any.
-        replay_buffer: see ``CollectorOptions``. Into a ``RayBuffer``, or TorchRL's ``RayReplayBuffer``, actors write
-            directly; unless a hook, ``postproc`` or whole episodes have to see batches first, which then go through
-            this process.
+        create_env_fn: a list with one entry per actor, or one entry for all; see ``muster.Collector`` for entries.
+        num_collectors: number of actors. None: one per entry of ``create_env_fn``.
+        ray_init_config: arguments of ``ray.init``, if Ray is not initialized. ``{"address": "auto"}`` joins a cluster.
+        remote_configs: options of the Ray actors: a dict for all, or a list with one dict per actor. None: one CPU and
+            2 GiB of memory, and 0.2 of a GPU if the cluster has any.
+        replay_buffer: see ``muster.Collector``. Actors write directly into a ``RayBuffer`` or TorchRL's
+            ``RayReplayBuffer``. With ``trajs_per_batch``, ``split_trajs``, ``postproc``, ``extend_buffer=False`` or a
+            hook on batches or episodes, the batches pass through this process.
     """
 
     num_collectors: int | None = None
@@ -224,10 +224,10 @@ class RayOptions(ClusterOptions):
 
 
 class RayCollector(ClusterCollector):
-    """Workers on nodes that are Ray actors.
+    """Collects on nodes that are Ray actors.
 
     Raises:
-        BadOption: an option is wrong; or Ray is not installed.
+        BadOption: an option is wrong, or Ray is not installed.
         WorkerDied: an actor could not be placed, or was lost.
     """
 

@@ -29,7 +29,7 @@ FITTING = {"b": "b", "i": "iub", "u": "iub", "f": "iubf"}  # kinds of values by 
 
 
 def wanted_infos(info: Any) -> dict[Key, Any]:
-    """The paths in the option ``info``, with their spaces (None: as seen); () is for all. Or ``BadOption``."""
+    """Return the spaces in the option ``info`` by path (None: use the seen spec; path (): all), or raise BadOption."""
     if isinstance(info, bool):
         return {(): None} if info else {}
     wanted: dict[Key, Any] = {}
@@ -57,10 +57,10 @@ def _opened(path: Key, space: Any) -> dict[Key, Any]:
 
 
 def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
-    """Wrap ``env``, so that it also writes its infos; ``look`` says what those look like that have no space.
+    """Wrap ``env`` so that it also writes its infos; ``look`` returns specs, for infos without a space.
 
     Raises:
-        BadOption: ``env`` has no infos, or a field without a space was not seen.
+        BadOption: ``env`` has no infos, or an info without a space was not seen.
     """
     if env.keeps_infos is None:
         raise BadOption(
@@ -92,7 +92,7 @@ def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
 
 
 def look_at(env: EnvBatch, seen: Seen) -> None:
-    """Add what ``env.new_infos`` look like to ``seen``; ``BadOption`` for what changes its kind."""
+    """Add the specs of ``env.new_infos`` to ``seen``. Raises BadOption if the kind or shape of an info changes."""
     found: list[tuple[Key, Any]] = []
     for told, _ in env.new_infos:
         if isinstance(told, Mapping):
@@ -114,7 +114,7 @@ def look_at(env: EnvBatch, seen: Seen) -> None:
 def _leaves(
     info: Mapping[Any, Any], path: Key = (), mask: Any = True, *, many: bool = False
 ) -> dict[Key, tuple[Any, Any]]:
-    """Values by path, and True; of ``many`` environments ``[B, ...]``, and the mask of where they are present."""
+    """Return values and True by path; if ``many``, values ``[B, ...]`` and masks of environments that have them."""
     found: dict[Key, tuple[Any, Any]] = {}
     for name, value in info.items():
         if value is None or not isinstance(name, str) or name[:1] in "_" or name in OF_ADAPTERS:
@@ -165,7 +165,7 @@ class InfoField:
 
 
 class _WithInfos(WrappedEnvs):
-    """``watched``: warn of infos that are not among ``fields``. ``begun``: rows of infos of resets within a step."""
+    """Writes infos. ``watched``: warn of infos that are not in ``fields``. ``begun``: infos of resets within a step."""
 
     def __init__(self, inner: EnvBatch, fields: Sequence[InfoField], *, watched: bool) -> None:
         super().__init__(inner)
@@ -191,7 +191,7 @@ class _WithInfos(WrappedEnvs):
 
         def note(t: int) -> None:
             for number, (told, some) in enumerate(inner.new_infos):
-                for key in self.info_specs if number else ():  # the row has the infos of the first observations
+                for key in self.info_specs if number else ():  # the row has the infos of the reset, the first pair
                     self.begun.setdefault(key, np.zeros_like(arrays[key][0]))[some] = arrays[key][t + 1, some]
                 self._put(cells, t + 1, some, told)
 
@@ -239,7 +239,7 @@ class _WithInfos(WrappedEnvs):
         values[i], flags[i] = value, True
 
     def _put_many(self, each: InfoField, values: Array, flags: Array, some: Any, column: Any, mask: Any) -> None:
-        """Write a row, ``[B, *shape]``."""
+        """Write one field of a row from an array, ``[B, *shape]``."""
         if column is None:
             values[some], flags[some] = each.blank, False
             return
@@ -256,7 +256,7 @@ class _WithInfos(WrappedEnvs):
             values[~flags] = each.blank
 
     def _warn_of_unknown(self, leaves: Mapping[Key, Any]) -> None:
-        """Warn, once, of what was not seen when columns were made."""
+        """Warn once of infos that were not seen when the columns were made."""
         if self._known is not None and not leaves.keys() <= self._known:
             for path in sorted(leaves.keys() - self._known):
                 _warn_of(self, path, "the first reset and step did not have it")

@@ -52,7 +52,7 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         muster_exact: all classes are SB3's own, whose last observations are reliable.
     """
 
-    muster_infos = itemgetter("infos")  # of what ``reset`` and ``step`` return: a dict for each environment
+    muster_infos = itemgetter("infos")  # from the info of ``reset`` and ``step``: a list of dicts
 
     def __init__(self, env: Any) -> None:
         self.env = env
@@ -115,7 +115,7 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         return list(getattr(_layers(self.env)[-1], "reset_infos", [{}] * self.num_envs))
 
     def _reset_rows(self, rows: Array, seeds: list[Any], extra: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Reset these environments, which SB3 has no word for: one by one, and what each wrapper knows of them."""
+        """Reset the environments ``rows``, one by one, and their state in each wrapper; SB3 has no method for this."""
         if self._strange is not None:
             raise UnsupportedEnv(
                 f"{type(self.env).__name__}: environments {rows.tolist()} are to be reset alone (max_frames_per_traj, "

@@ -1,11 +1,11 @@
-"""TorchRL 0.14's collectors, collecting with Muster: change the import, keep the program.
+"""TorchRL 0.14's collectors, implemented with Muster. Only the imports of a program change.
 
 ::
 
     from muster.compat.torchrl.collectors import Collector  # was: from torchrl.collectors import Collector
     from muster.compat.torchrl.weight_update import WeightSyncScheme  # was: from torchrl.weight_update import ...
 
-What is equal and what differs: docs/torchrl.md.
+docs/torchrl.md describes the differences.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Load what needs TorchRL when it is used: weight sync schemes and updaters do not."""
+    """Import names that need TorchRL on first use; weight sync schemes and updaters do not need it."""
     if name not in __all__:
         raise AttributeError(f"module 'muster.compat.torchrl' has no attribute {name!r}")
     return getattr(importlib.import_module("muster.compat.torchrl.collectors"), name)

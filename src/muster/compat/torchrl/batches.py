@@ -1,4 +1,4 @@
-"""From a batch of Muster's to TorchRL's: what is where, what is marked, what is left out."""
+"""Conversion of Muster's batches to TorchRL's: columns, flags and omitted keys."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def tidy(batch: TensorDictBase, *, track_traj_ids: bool, limit: int | None, dropped: Sequence[Any]) -> TensorDictBase:
-    """TorchRL's columns.
+    """Return a batch with TorchRL's columns.
 
     Args:
-        track_traj_ids: keep the ids; nothing else of Muster's own stays.
-        limit: ``max_frames_per_traj``, which TorchRL marks also where the episode ended by itself.
-        dropped: keys to leave out.
+        track_traj_ids: keep the trajectory ids. All other columns below ``collector`` are removed.
+        limit: ``max_frames_per_traj``. Like TorchRL, mark its last step as truncated even if the episode terminated.
+        dropped: keys to omit.
     """
     version = batch.get(POLICY_VERSION, None)
     ids = batch.get(TRAJ_IDS)
@@ -39,10 +39,10 @@ def tidy(batch: TensorDictBase, *, track_traj_ids: bool, limit: int | None, drop
 
 
 def add_next_states(batch: TensorDictBase, last: Mapping[Key, torch.Tensor | None]) -> None:
-    """States that only the policy knows, also below ``next``: those of the following row, zero where episodes begin.
+    """Add the policy's own states below ``next``: those of the following row, which are zero where episodes start.
 
     Args:
-        last: those after the last row; None for zeros.
+        last: states after the last row, by key; None: zeros.
     """
     dim = batch.ndim - 1
     for key, after in last.items():
@@ -53,7 +53,7 @@ def add_next_states(batch: TensorDictBase, last: Mapping[Key, torch.Tensor | Non
 
 
 def restore_classes(batch: TensorDictBase, kinds: Mapping[Key, Any]) -> None:
-    """Tensorclasses again where the environment declares them."""
+    """Convert nested TensorDicts to the tensorclasses that the environment declares."""
     for key, kind in kinds.items():
         for path in (key, next_of(key)):
             if (node := batch.get(path, None)) is not None:
@@ -61,7 +61,7 @@ def restore_classes(batch: TensorDictBase, kinds: Mapping[Key, Any]) -> None:
 
 
 def mark_end(batch: TensorDictBase, truncated: Sequence[Any]) -> TensorDictBase:
-    """``set_truncated``: the last time step is truncated, and so done; the episode goes on."""
+    """Implement ``set_truncated``: mark the last time step as truncated and done. The episode continues."""
     for key in truncated:
         flag = batch.get(("next", *as_key(key)))
         flag[(slice(None),) * (batch.ndim - 1) + (-1,)] = True
@@ -70,22 +70,22 @@ def mark_end(batch: TensorDictBase, truncated: Sequence[Any]) -> TensorDictBase:
 
 
 def without_private(batch: TensorDictBase) -> TensorDictBase:
-    """Without keys that begin with an underscore, or have such a part."""
+    """Remove keys that begin with an underscore, or have such a part."""
     private = [key for key in batch.keys(True) if any(part.startswith("_") for part in as_key(key))]
     return batch.exclude(*private, inplace=True) if private else batch
 
 
 def compact_keys(env: Any) -> list[Any]:
-    """What ``compact_obs`` leaves out: the next observations and states."""
+    """Return the keys that ``compact_obs`` omits: next observations, states, step counts and policy versions."""
     keys = [*getattr(env, "_observation_keys_step_mdp", ()), *getattr(env, "_state_keys_step_mdp", ())]
     return [("next", *as_key(key)) for key in keys] + [next_of(STEP_COUNT), ("next", "policy_version")]
 
 
 def truncated_keys(env: Any, *, limited: bool) -> list[Any]:
-    """The flags that ``set_truncated`` sets.
+    """Return the keys of the flags that ``set_truncated`` sets.
 
     Raises:
-        RuntimeError: there are none.
+        RuntimeError: the environment has no such flags.
     """
     keys = [key for key in getattr(env, "done_keys", ["truncated"]) if as_key(key)[-1] == "truncated"]
     keys = keys or (["truncated"] if limited else [])
@@ -98,7 +98,7 @@ def truncated_keys(env: Any, *, limited: bool) -> list[Any]:
 
 
 def zeros_of(columns: Sequence[Any], lead: tuple[int, ...]) -> dict[Any, torch.Tensor]:
-    """Zeros for the outputs of a policy besides its actions, ``[*lead, *shape]``."""
+    """Return zeros for the outputs of a policy other than its actions, ``[*lead, *shape]``."""
     from muster.memory.slots import torch_dtype
 
     plain = [c for c in columns if c.is_tensor and c.key != IS_INIT]

@@ -1,4 +1,4 @@
-"""TorchRL's ``Collector`` around Muster's engine."""
+"""TorchRL's ``Collector``, implemented with Muster's engine."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from muster.workers.build import build_policy
 
 
 class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[misc]
-    """TorchRL 0.14's ``Collector``: its arguments, defaults, attributes and results, collected by Muster.
+    """TorchRL 0.14's ``Collector`` with the same arguments, defaults, attributes and results; Muster collects.
 
-    ``torchrl.collectors.Collector`` documents them; docs/torchrl.md lists what differs. Besides TorchRL's
-    environments and policies it takes those of ``muster.Collector``. Batches are the user's own: views on memory that
-    is not written to as long as they are held.
+    ``torchrl.collectors.Collector`` documents them, and docs/torchrl.md the differences. Besides TorchRL's
+    environments and policies, those of ``muster.Collector`` are supported. Batches are views on memory that is reused
+    only after the last tensor of the batch was dropped.
 
     Raises:
-        TypeError: an unknown argument, or a policy that cannot be wrapped.
+        TypeError: an argument is unknown, or the policy cannot be wrapped.
     """
 
     __signature__ = inspect.signature(torchrl.collectors.Collector)
     _exclude_private_keys = True
-    _ignore_rb = False  # set while BaseCollector assembles whole trajectories, and writes them itself
+    _ignore_rb = False  # True while BaseCollector assembles complete trajectories, and writes them itself
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """With ``backend`` or ``num_collectors``: another collector."""
+        """Return another collector if the arguments select one; see ``made_elsewhere``."""
         if cls is Collector:
             from muster.compat.torchrl.multi import made_elsewhere
 
@@ -65,7 +65,7 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
         self._traj_pool = given.traj_pool or TrajectoryPool()
         self._frames, self._iter = 0, -1
         self._thread: Background | None = None
-        self._same: Any = None  # with return_same_td, what was yielded
+        self._same: Any = None  # with return_same_td: the TensorDict of all batches
         setup.resolve_devices(given)
         self.storing_device, self.policy_device = given.storing_device, given.policy_device
         env = setup.make_env(given.create_env_fn, given.create_env_kwargs)
@@ -92,7 +92,7 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
     # --- collecting -------------------------------------------------------------------------------
 
     def iterator(self) -> Iterator[Any]:
-        """Batches until ``total_frames``; None for each that a replay buffer took. See ``iter(collector)``."""
+        """Yield batches until ``total_frames``; None if the replay buffer got the batch. See ``iter(collector)``."""
         while self._frames < self.total_frames:
             self._check_open()
             self._iter += 1
@@ -103,7 +103,7 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
                 if self.post_collect_hook is not None:
                     self.post_collect_hook(batch)
                 if self.replay_buffer is not None and not self._ignore_rb:
-                    batch.names = None  # as TorchRL's are there
+                    batch.names = None  # as in TorchRL's buffers
                     self.replay_buffer.extend(
                         _maybe_normalize_replay_buffer_tensordict_device(batch, self.replay_buffer)
                     )
@@ -111,7 +111,7 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
             yield batch
 
     def rollout(self) -> Any:
-        """One batch as it was collected, ``[*env batch, T]``; None if its steps went into the replay buffer."""
+        """Collect a batch ``[*env batch, T]`` without postprocessing; None if its steps are in the replay buffer."""
         self._check_open()
         if self.pre_collect_hook is not None:
             self.pre_collect_hook()
@@ -121,18 +121,18 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
             return self._add_steps() if self._per_step else batches.mark_end(self._collect(), self._truncated)
 
     def fake_tensordict(self) -> Any:
-        """Zeros of the shape of a batch."""
+        """Return a batch of zeros."""
         self._check_open()
         with _original_errors():
             self._engine.policy = self._acting
             return self._finished(batches.mark_end(self._tidy(self._engine.blank()), self._truncated))
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
-        """Begin new trajectories now, with new ids.
+        """Reset environments now, and start new trajectories with new ids.
 
         Args:
-            index: into the environment's batch dimensions; None is all.
-            **kwargs: given to the environment's ``reset``.
+            index: index into the environment's batch dimensions; None: all environments.
+            **kwargs: arguments of the environment's ``reset``.
         """
         self._check_open()
         chosen = None
@@ -148,11 +148,11 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
             self._drop_partial_trajectories(replaced)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the environment; nothing is reset, and torch is not seeded.
+        """Seed the environment; torch is not seeded. TorchRL's environments are not reset.
 
         Returns:
-            what the environment returns: TorchRL's next seed. Environments of another kind are reset, as in
-            ``muster.Collector``.
+            the next seed, from TorchRL's environment. Other environments are reset, and the last seed is returned, as
+            in ``muster.Collector``.
         """
         if isinstance(self.env, EnvBase):
             return int(self.env.set_seed(seed, static_seed=static_seed))
@@ -163,10 +163,10 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
             raise TypeError("an endless collector (total_frames=-1) has no length")
         return int(-(-self.total_frames // self.requested_frames_per_batch))
 
-    # --- in the background, and the end ------------------------------------------------------------
+    # --- background thread, shutdown ---------------------------------------------------------------
 
     def start(self) -> None:
-        """Collect into the replay buffer in a thread, until ``total_frames`` or ``async_shutdown``."""
+        """Collect into the replay buffer in a background thread, until ``total_frames`` or ``async_shutdown``."""
         if self.replay_buffer is None:
             raise RuntimeError("Replay buffer must be defined for execution.")
         self._check_open()
@@ -176,24 +176,24 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
             self._thread = Background(lambda: next(batches, self) is not self, name, groups)
 
     def is_running(self) -> bool:
-        """The thread is at work."""
+        """Return whether the background thread runs."""
         return self._thread is not None and self._thread.is_running()
 
     def pause(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which the thread does not collect."""
+        """Return a context in which the background thread does not collect."""
         return contextlib.nullcontext() if self._thread is None else self._thread.paused()
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """End the thread after its batch and shut down; raises what the thread raised."""
+        """End the background thread after its batch, and shut down. Raises the error of the thread."""
         self.shutdown(timeout=timeout, close_env=close_env)
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Close the environment; batches stay valid. May be called again.
+        """End the background thread, and close the environment. Batches stay valid. May be called again.
 
         Args:
-            timeout: seconds for the current batch of the thread.
-            close_env: False leaves the environment open.
-            raise_on_error: False hides errors of the environment and of the thread.
+            timeout: timeout in seconds for the current batch of the thread.
+            close_env: False: leave the environment open.
+            raise_on_error: False: ignore errors of the environment and of the thread.
         """
         thread, error = self._thread, None
         if thread is not None and not thread.here():
@@ -211,25 +211,25 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
             raise error
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at the end of the program anything may be gone
+        with contextlib.suppress(Exception):  # at interpreter exit, modules may be gone
             self.shutdown(raise_on_error=False)
 
-    # --- looking at it ----------------------------------------------------------------------------
+    # --- observing --------------------------------------------------------------------------------
 
     def getattr_policy(self, attr: str) -> Any:
-        """An attribute of the policy."""
+        """Return an attribute of the policy."""
         return getattr(self._wrapped_policy, attr)
 
     def getattr_env(self, attr: str) -> Any:
-        """An attribute of the environment."""
+        """Return an attribute of the environment."""
         return getattr(self.env, attr)
 
     def getattr_rb(self, attr: str) -> Any:
-        """An attribute of the replay buffer."""
+        """Return an attribute of the replay buffer."""
         return getattr(self.replay_buffer, attr)
 
     def get_model(self, model_id: str) -> Any:
-        """A model by its id: "policy", or a path from this collector."""
+        """Return a model by id: "policy", or a path from this collector."""
         return self.policy if model_id == "policy" else resolve(self, model_id)
 
     def __repr__(self) -> str:
@@ -246,7 +246,7 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
         return self._engine.groups[0].batch_shape
 
     def _make_engine(self, given: Any, device: torch.device | None) -> None:
-        """The engine, and what of TorchRL's numbers it decides."""
+        """Make the engine, and set the attributes that depend on it."""
         dynamic = getattr(self.env, "_has_dynamic_specs", False)
         buffers = not dynamic and self.replay_buffer is None if given.use_buffers is None else given.use_buffers
         self._per_step = self.replay_buffer is not None and not self.extend_buffer and self.trajs_per_batch is None
@@ -263,7 +263,7 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
             self._numbering = Numbering(self.n_env, getattr(self.env, "done_keys", ["done"]), self._traj_pool)
 
     def _begin_episodes(self, chosen: list[int] | None, options: dict[str, Any]) -> list[int]:
-        """Reset now, under new ids; returns the old ones."""
+        """Reset environments now, and assign new trajectory ids; returns the old ids."""
         self._engine.reset(chosen, options)
         for group in self._engine.groups:
             group.begin()
@@ -277,7 +277,7 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
         return bool(done < self.init_random_frames)
 
     def _random(self) -> Any:
-        """The policy of random frames: the environment's own choice, and zeros in the policy's other columns."""
+        """Return the policy of random frames: the environment's random actions, zeros in the policy's other columns."""
         if self._random_policy is None:
             group, zeros = self._engine.groups[0], self._zeros_of_policy()
             if isinstance(self.env, EnvBase):
@@ -310,7 +310,7 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
         return batch
 
     def _add_steps(self) -> None:
-        """``extend_buffer=False``: every time step goes into the buffer by itself."""
+        """Implement ``extend_buffer=False``: add every time step to the buffer separately."""
         for _ in range(self._engine.rows):
             step = self._collect()
             self.replay_buffer.add(step[..., 0])
@@ -326,7 +326,7 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
         return batch.clear_device_() if self.storing_device is None else batch
 
     def _count(self, frames: int) -> bool:
-        """Count frames; at their end the environment is closed."""
+        """Count frames. After the last one, close the environment and return True."""
         self._frames += frames
         if self._frames >= self.total_frames:
             self._engine.source.close()
@@ -348,13 +348,13 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
 
 
 def _overwritten(same: Any, batch: Any) -> Any:
-    """The TensorDict of before, in whose memory, which processes may share, the batch is now."""
+    """Write the batch into the memory of ``same``, which processes may share, and return ``same``."""
     return same.update_(batch.select(*same.keys(True, True), strict=False))
 
 
 @contextlib.contextmanager
 def _original_errors() -> Iterator[None]:
-    """What an environment or policy raised reaches the user as it was raised; Muster's error says where."""
+    """Raise the original error of an environment or policy, with Muster's error, which has the location, as cause."""
     with trimmed:
         try:
             yield

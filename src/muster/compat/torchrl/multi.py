@@ -1,7 +1,7 @@
 """TorchRL's collectors with worker processes: Muster collects in each worker, TorchRL joins the batches.
 
-TorchRL's workers have a collector each, of the class ``collector_class``. Here this is Muster's. All other code is
-TorchRL's, so that batches, hooks, states, attributes and weights of workers are the same.
+Each of TorchRL's workers has a collector of the class ``collector_class``, which is Muster's here. All other code is
+TorchRL's, so batches, hooks, states, attributes and weights of workers are the same.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torchrl._comm.backends import _get_service_backend, normalize_service_backe
 
 from muster.compat.torchrl.collector import Collector
 
-_SELECTORS = ("backend", "backend_options", "num_collectors", "sync")  # arguments of Collector that choose another one
+_SELECTORS = ("backend", "backend_options", "num_collectors", "sync")  # select another class than Collector
 _BACKENDS = ("direct", "distributed", "process", "ray", "rpc", "submitit")
 
 
 class _ByArgument(type(torchrl.collectors.MultiCollector)):  # type: ignore[misc]
-    """``MultiCollector(sync=...)`` makes one of its subclasses."""
+    """Metaclass with which ``MultiCollector(sync=...)`` makes one of its subclasses."""
 
     def __call__(cls, *args: Any, sync: bool | None = None, **kwargs: Any) -> Any:
         chosen = cls
@@ -38,16 +38,16 @@ class MultiCollector(torchrl.collectors.MultiCollector, metaclass=_ByArgument): 
     ``MultiAsyncCollector``.
 
     Args:
-        *args: TorchRL's.
+        *args: TorchRL's arguments.
         collector_class: class of the workers' collectors: ``Collector`` of this package, or a subclass.
-        **kwargs: TorchRL's.
+        **kwargs: TorchRL's arguments.
     """
 
     __signature__ = inspect.signature(torchrl.collectors.MultiCollector.__init__)
 
     def __init__(self, *args: Any, collector_class: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, collector_class=collector_class or Collector, **kwargs)
-        atexit.register(_shutdown, weakref.ref(self))  # else Python waits at its end for workers that wait for it
+        atexit.register(_shutdown, weakref.ref(self))  # else Python's exit and the workers wait for each other
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """End the workers as TorchRL does, and the weight sync schemes, which can otherwise hang at Python's exit."""
@@ -71,13 +71,13 @@ class AsyncCollector(MultiAsyncCollector, torchrl.collectors.AsyncCollector):  #
 
 
 class Evaluator(torchrl.collectors.Evaluator):  # type: ignore[misc]
-    """TorchRL 0.14's ``Evaluator``, see there; collects with ``Collector`` of this package.
+    """TorchRL 0.14's ``Evaluator``, which documents the arguments; collects with ``Collector`` of this package.
 
     Args:
-        *args: TorchRL's.
-        collector_cls: another class, or the name of a class of this package.
-        collector_kwargs: TorchRL's.
-        **options: TorchRL's.
+        *args: TorchRL's arguments.
+        collector_cls: another class, or the name of a class in this module.
+        collector_kwargs: TorchRL's argument.
+        **options: TorchRL's arguments.
     """
 
     __signature__ = inspect.signature(torchrl.collectors.Evaluator)

@@ -1,4 +1,4 @@
-"""Trajectory ids as TorchRL gives them: from one counter, to whichever trajectory begins next."""
+"""TorchRL's trajectory ids: from one counter, in the order in which trajectories start."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from muster.policies.tensordict_program import as_key
 
 
 class TrajectoryPool:
-    """The counter."""
+    """The counter of trajectory ids, with the methods of TorchRL's."""
 
     def __init__(self) -> None:
         self.next_id = 0
 
     def get_traj_and_increment(self, n: int = 1, device: Any = None) -> torch.Tensor:
-        """The next ``n`` ids."""
+        """Return the next ``n`` ids."""
         self.next_id += n
         return torch.arange(self.next_id - n, self.next_id, device=device)
 
@@ -32,17 +32,17 @@ class TrajectoryPool:
 
 
 class Numbering:
-    """Numbers trajectories in order of their beginnings: by time, then by environment.
+    """Numbers trajectories in the order of their starts: by time, then by environment.
 
-    A trajectory ends where any done flag is set, those of single agents included, whether or not TorchRL resets there.
+    A trajectory ends where any done flag is set, also of a single agent, and even if TorchRL does not reset there.
 
     Args:
-        num_envs: B.
-        done_keys: of the environment.
-        pool: where ids come from; TorchRL's own will do.
+        num_envs: number of environments, B.
+        done_keys: keys of the environment's done flags.
+        pool: counter of ids: a ``TrajectoryPool``, or TorchRL's own.
 
     Attributes:
-        current: ``[B]``, the id of the trajectory that each environment is in.
+        current: ``[B]``, id of the current trajectory of each environment.
     """
 
     def __init__(self, num_envs: int, done_keys: Sequence[Any], pool: Any) -> None:
@@ -52,7 +52,7 @@ class Numbering:
         self.renumber(range(num_envs))
 
     def renumber(self, which: Sequence[int]) -> Array:
-        """Give the environments ``which`` new ids; returns the old ones."""
+        """Assign new ids to the environments ``which``; returns the old ids."""
         index = np.asarray(which, np.int64)
         before = self.current[index]
         if len(index):
@@ -60,7 +60,7 @@ class Numbering:
         return before
 
     def write(self, batch: Any) -> None:
-        """Replace the ids of a batch ``[*lead, T]``; steps that were not made keep -1."""
+        """Replace the ids of a batch ``[*lead, T]``; steps that were not executed keep -1."""
         before = batch.get(TRAJ_IDS)
         made = before.reshape(len(self.current), -1).cpu().numpy() >= 0
         ids = np.where(made, self.current[:, None], -1)

@@ -1,4 +1,4 @@
-"""Policies as TorchRL's collectors call them."""
+"""Policies with the inputs and outputs that TorchRL's collectors use."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from muster.memory.specs import ArraySpec
 from muster.policies.tensordict_program import as_key
 from muster.rollout.group import Group
 
-AHEAD = "ahead"  # has on its way what a policy writes below "next" that is no state of its own; see ``batches.tidy``
+AHEAD = "ahead"  # holds outputs below "next" that are no states of the policy, until ``batches.tidy`` moves them back
 
 
 def make_policy(policy: Any, factory: Callable[[], Any] | None, env: Any) -> Any:
-    """The policy as the user means it, before it is moved or wrapped; None for an environment of Muster's."""
+    """Return the policy before it is moved or wrapped. None only if the environment is not TorchRL's."""
     if policy is not None and factory is not None:
         raise TypeError("policy_factory cannot be used with policy argument.")
     if factory is not None:
@@ -36,7 +36,7 @@ def make_policy(policy: Any, factory: Callable[[], Any] | None, env: Any) -> Any
 
 
 def wrap_policy(policy: Any, env: Any, trust: bool | None) -> Any:
-    """What takes a TensorDict: the policy, or a module around it whose inputs are named as its arguments."""
+    """Return the policy, or, if it takes no TensorDict, a module around it with inputs named as its arguments."""
     if isinstance(policy, torch.nn.Module) and isinstance(env, EnvBase):
         set_exploration_modules_spec_from_env(policy, env)
     if trust or not isinstance(env, EnvBase) or isinstance(policy, RandomPolicy):
@@ -51,10 +51,10 @@ def wrap_policy(policy: Any, env: Any, trust: bool | None) -> Any:
 
 
 def take_actions_as_they_are(group: Group, policy: Any, device: torch.device | None, shown: bool) -> None:
-    """Call the policy once, since TorchRL stores actions in whatever shape and dtype they come.
+    """Call the policy once to set the specs of actions, because TorchRL stores actions of any shape and dtype.
 
     Args:
-        shown: TorchRL would make this call too, so its errors and what it draws are the user's.
+        shown: TorchRL makes this call, too: raise its errors, and keep its change of torch's random state.
     """
     before = torch.get_rng_state()
     try:
@@ -79,11 +79,11 @@ def take_actions_as_they_are(group: Group, policy: Any, device: torch.device | N
 
 
 def as_torchrl_calls(policy: Any, group: Group, device: torch.device | None) -> Any:
-    """A policy that finds what TorchRL's collector has for it besides observations.
+    """Return a policy with the inputs that TorchRL's collector provides besides observations.
 
-    These are its own outputs of the step before, if nothing else has their names; ``done`` and its like, which are
-    False, since it never acts on an episode that is over; and the name of the device. What it writes below ``next`` and
-    does not read is stored there.
+    These are the policy's own outputs of the previous step, unless other keys have their names; the done flags, which
+    are False because the policy never acts after the end of an episode; and the TensorDict's device. Outputs below
+    ``next`` that the policy does not read are stored below ``next``.
     """
     if isinstance(policy, RandomPolicy):
         return policy
@@ -140,7 +140,7 @@ class _Called:
 
 
 class RandomWithZeros:
-    """Random actions as the environment draws them, and zeros for what else the policy would return."""
+    """Returns the environment's random actions, and zeros for the other outputs of the policy."""
 
     def __init__(self, group: Group, zeros: Mapping[Any, torch.Tensor]) -> None:
         env: Any = group.env.objects()[0]
@@ -159,7 +159,7 @@ class RandomWithZeros:
 
 
 def needs_trial(policy: Any, env: EnvBase, use_buffers: bool) -> bool:
-    """Does TorchRL call the policy once at construction, to see its outputs?"""
+    """Return whether TorchRL calls the policy once at construction, to find its outputs."""
     out_keys = list(getattr(policy, "out_keys", None) or ())
     spec = getattr(policy, "spec", None)
     if not use_buffers:
@@ -173,7 +173,7 @@ def needs_trial(policy: Any, env: EnvBase, use_buffers: bool) -> bool:
 
 
 def first_input(group: Group, policy: Any, device: torch.device | None) -> Any:
-    """What TorchRL would call the policy with first."""
+    """Return the input of TorchRL's first call of the policy."""
     specs = group.env.observation_specs
     inner = {key[:-1]: spec.shape[: spec.inner] for key, spec in specs.items() if spec.inner}
     leaves = {k: v if torch.is_tensor(v) else v.reshape(group.batch_shape) for k, v in group.observations().items()}

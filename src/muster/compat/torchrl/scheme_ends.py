@@ -1,13 +1,13 @@
-"""The two ends of a weight sync scheme, in processes of one machine: how they meet, and hear of new weights.
+"""The two ends of a weight sync scheme, in processes of one machine: connection, and notes about new versions.
 
 ::
 
     sender    listens on a socket in a folder that only its user may enter
     receiver  connects, and sends the number of its worker
-    sender    sends the worker's ticket, with its descriptors; then a note whenever there is something new
-    receiver  takes it, and sends its version back
+    sender    sends the worker's ticket, with its descriptors; then a note for each new version
+    receiver  takes the weights, and sends their version back
 
-The weights go through the transport that the ticket is for.
+The weights themselves go through the transport of the ticket.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from muster.workers.channel import Channel
 
 
 class SendingEnd:
-    """Publishes to receivers in other processes; may be used from any thread.
+    """Publishes weights to receivers in other processes. Can be used from any thread.
 
     Args:
-        weights: the first.
-        workers: numbers of receivers that may come: ``0 .. workers - 1``.
-        transport: takes the weights.
-        deadline_s: how long a receiver has to take weights that are waited for, and to send its number.
+        weights: first weights.
+        workers: number of receivers, which are numbered from 0.
+        transport: transport of the weights.
+        deadline_s: timeout of ``wait``, and for a receiver to send its number, in seconds.
 
     Attributes:
-        path: where receivers connect. They wait there until ``serve`` is called.
+        path: path of the socket. Receivers that connect wait until ``serve`` is called.
     """
 
     def __init__(self, weights: Weights, workers: int, transport: Transport, deadline_s: float) -> None:
@@ -55,7 +55,7 @@ class SendingEnd:
         self._end = weakref.finalize(self, _end, os.getpid(), folder, self._listener, self._publisher, self._readers)
 
     def serve(self) -> None:
-        """Let receivers in from now on."""
+        """Start to accept receivers."""
         if not self._is_serving:
             self._is_serving = True
             args = (self._listener, weakref.ref(self))
@@ -65,7 +65,7 @@ class SendingEnd:
         """See ``Publisher.publish``.
 
         Raises:
-            CollectorClosed: after ``close``.
+            CollectorClosed: this end was closed.
         """
         with self._state:
             if not self._end.alive:
@@ -75,10 +75,10 @@ class SendingEnd:
                 reader.note(version)
 
     def wait(self, workers: Collection[int] | None = None) -> None:
-        """Wait until those of these receivers that are connected have taken what was published; one thread at a time.
+        """Wait until the connected receivers among ``workers`` have taken the last version; one thread at a time.
 
         Raises:
-            CollectorTimeout: they have not; the weights are there to be taken.
+            CollectorTimeout: a receiver has not taken it in time. The weights can still be taken.
         """
         until = time.monotonic() + self._deadline_s
         with self._state:
@@ -90,9 +90,9 @@ class SendingEnd:
             )
 
     def admit(self, reader: _Reader) -> None:
-        """Answer a receiver that has connected."""
+        """Send a connected receiver its ticket, and register it."""
         worker, _ = reader.channel.receive(self._deadline_s)  # a pickle, from a process of the same user
-        with self._state:  # no note may come between the ticket and what it is for
+        with self._state:  # no version may be published between the ticket and the registration
             ticket = self._publisher.ticket(worker)
             try:
                 reader.channel.send(ticket, ticket.fds)
@@ -103,7 +103,7 @@ class SendingEnd:
             self._readers[worker] = reader
 
     def close(self) -> None:
-        """Receivers keep what they have; may be called again."""
+        """Disconnect the receivers, which keep their weights. May be called again."""
         with self._state:
             self._end()
 
@@ -112,24 +112,24 @@ class SendingEnd:
 
 
 class _Reader:
-    """A connected receiver, as its sender sees it."""
+    """The sender's connection to a receiver."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket, self.channel = connected, Channel(connected)
         self._noted = self._taken = -1  # versions
 
     def note(self, version: int) -> None:
-        """Say that there is something new."""
+        """Send a note about a new version."""
         self._noted = version
         try:
             self.channel.send(version, timeout=0.0)
-        except TimeoutError:  # it has notes to read, and looks for what is newest when it does
+        except TimeoutError:  # its unread notes suffice: it takes the newest weights after any note
             pass
-        except (EOFError, OSError):  # it is gone
+        except (EOFError, OSError):  # it has disconnected
             self.hang_up()
 
     def wait(self, until: float) -> bool:
-        """Wait until everything is taken; False: it was not in time. A receiver that is gone is not waited for."""
+        """Wait until the last noted version is taken, or the receiver has disconnected. Return False on a timeout."""
         while self._taken < self._noted:
             try:
                 self._taken, _ = self.channel.receive(until - time.monotonic())
@@ -140,28 +140,28 @@ class _Reader:
         return True
 
     def hang_up(self) -> None:
-        """Both ends, and threads that wait, see that it is over."""
+        """Close the connection, and wake the threads that wait at either end."""
         _shut(self._socket)
         self._socket.close()
         self._taken = self._noted
 
 
 class ReceivingEnd:
-    """Takes weights; for one thread at a time.
+    """Takes weights from a sender. For one thread at a time.
 
     Args:
-        path: of the sender.
-        worker: which of its workers this is; a successor takes the place of its predecessor.
-        deadline_s: how long to wait for the sender to serve.
-        answers: the sender calls ``wait``.
+        path: path of the sender's socket.
+        worker: number of this receiver. It replaces a connected receiver of the same number.
+        deadline_s: timeout for the sender to call ``serve``, in seconds.
+        answers: report taken versions, for a sender that calls ``wait``.
 
     Attributes:
-        alone: the sender is gone.
+        alone: the sender has disconnected.
 
     Raises:
-        BadOption: there is no such worker.
-        CollectorClosed: the sender is gone.
-        CollectorTimeout: it does not answer.
+        BadOption: the sender has no receiver with this number.
+        CollectorClosed: the sender is closed, or its process has ended.
+        CollectorTimeout: the sender does not answer.
     """
 
     def __init__(self, path: str, worker: int, *, deadline_s: float, answers: bool) -> None:
@@ -190,7 +190,7 @@ class ReceivingEnd:
                 os.close(fd)
 
     def hear(self, timeout: float | None) -> bool:
-        """Wait for notes, for so many seconds; None is until the sender is gone. False: there are none."""
+        """Read all notes, after waiting ``timeout`` seconds for one (None: no limit). Return whether there were any."""
         heard = False
         try:
             while self._channel.poll(0.0 if heard else timeout):
@@ -205,17 +205,17 @@ class ReceivingEnd:
         return self._subscriber.take(into)
 
     def answer(self, version: int | str) -> None:
-        """Tell the sender that this was taken."""
+        """Report to the sender that this version was taken, if ``answers``."""
         if self._answers:
-            with contextlib.suppress(EOFError, OSError):  # it is gone
+            with contextlib.suppress(EOFError, OSError):  # it has disconnected
                 self._channel.send(version, timeout=0.0)
 
     def hang_up(self) -> None:
-        """Wake a thread that is in ``hear``, for good; from any thread."""
+        """End the connection, which wakes a thread in ``hear``. May be called from any thread."""
         _shut(self._socket)
 
     def close(self) -> None:
-        """When no thread uses it any more; may be called again."""
+        """Close this end; no thread may use it any more. May be called again."""
         self.hang_up()
         self._socket.close()
         self._subscriber.close()
@@ -232,7 +232,7 @@ def _serve(listener: socket.socket, sender: weakref.ref[SendingEnd]) -> None:
             return
         try:
             serving.admit(reader)
-        except (BadOption, EOFError, OSError) as error:  # there is no such worker; or it is gone, or silent
+        except (BadOption, EOFError, OSError) as error:  # unknown number, disconnected, or a timeout
             if isinstance(error, BadOption):
                 reader.channel.send(str(error))
             reader.hang_up()
@@ -240,7 +240,7 @@ def _serve(listener: socket.socket, sender: weakref.ref[SendingEnd]) -> None:
 
 
 def _end(pid: int, folder: str, listener: socket.socket, publisher: Publisher, readers: dict[int, _Reader]) -> None:
-    if os.getpid() == pid:  # else a fork, which leaves alone what is its parent's
+    if os.getpid() == pid:  # else in a fork: the connections are its parent's
         for reader in readers.values():
             reader.hang_up()
         _shut(listener)
@@ -250,6 +250,6 @@ def _end(pid: int, folder: str, listener: socket.socket, publisher: Publisher, r
 
 
 def _shut(connected: socket.socket) -> None:
-    """Wakes threads that wait, on both ends."""
+    """Shut the connection down, which wakes the threads that wait at either end."""
     with contextlib.suppress(OSError):
         connected.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""From the arguments of TorchRL's constructor to an environment, a policy and an engine."""
+"""Conversion of the arguments of TorchRL's constructor to an environment, options and an engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KEPT = (  # arguments that are attributes of a TorchRL collector
 
 
 def parse(cls: Any, args: Any, kwargs: Any) -> SimpleNamespace:
-    """TorchRL's arguments with TorchRL's defaults, checked as TorchRL does, for a class like ``Collector``."""
+    """Return the arguments with TorchRL's defaults, checked as TorchRL does, for a class like ``Collector``."""
     signature, name, ignore_buffer = cls.__signature__, cls.__name__, cls._ignore_rb
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -77,12 +77,12 @@ def parse(cls: Any, args: Any, kwargs: Any) -> SimpleNamespace:
 def options_of(
     given: SimpleNamespace, env: Any, limit: int | None, *, per_step: bool, buffers: bool
 ) -> CollectorOptions:
-    """Muster's options for what the engine is to do; the rest the compat layer does itself.
+    """Return Muster's options of the engine. The compat layer implements all other arguments.
 
     Args:
-        limit: see ``limit_steps``.
-        per_step: every time step goes into the replay buffer by itself.
-        buffers: batches always have their full shape.
+        limit: limit of steps from ``limit_steps``.
+        per_step: add every time step to the replay buffer separately.
+        buffers: all batches have the full shape.
     """
     native = isinstance(env, EnvBase)
     named = isinstance(env, str)
@@ -103,18 +103,18 @@ def options_of(
         storing_device=given.storing_device,
         policy_device=given.policy_device,
         exploration_type=given.exploration_type,
-        # As in TorchRL: values are not looked at, and torch's generator is everybody's, as the program seeds it.
+        # As in TorchRL, values are not checked, and all draws use torch's global generator, seeded by the program.
         validate="off",
-        obs_dtype="env",  # a network of another dtype fails there, too
+        obs_dtype="env",  # a network of another dtype fails in TorchRL, too
         own_rng=False,
         seed=None if native else int(torch.randint(1 << 31, ())),
         num_threads=None,
-        inference_mode=False,  # environments and policies may keep what they make
+        inference_mode=False,  # environments and policies may keep their tensors
     )
 
 
 def make_env(create_env_fn: Any, kwargs: Mapping[str, Any] | None) -> Any:
-    """The environment: TorchRL's, or whatever ``muster.Collector`` takes."""
+    """Return the environment: TorchRL's, or any that ``muster.Collector`` takes."""
     if isinstance(create_env_fn, Sequence) and not isinstance(create_env_fn, (str, bytes)):
         if len(create_env_fn) != 1:
             raise ValueError("backend='direct' requires exactly one environment constructor.")
@@ -131,7 +131,7 @@ def make_env(create_env_fn: Any, kwargs: Mapping[str, Any] | None) -> Any:
 
 
 def resolve_devices(given: SimpleNamespace) -> None:
-    """The general device fills in for the three; batches stay where policy and environment both are."""
+    """Set missing devices to ``device``; ``storing_device`` then defaults to that of policy and environment."""
     for name in ("storing_device", "policy_device", "env_device"):
         value = getattr(given, name)
         setattr(given, name, _device(given.device if value is None else value))
@@ -140,7 +140,7 @@ def resolve_devices(given: SimpleNamespace) -> None:
 
 
 def add_transforms(env: Any, policy: Any, wanted: bool | None) -> Any:
-    """``auto_register_policy_transforms``. Left out, nothing is added: Muster keeps recurrent states by itself."""
+    """Append transforms that the policy needs. With ``wanted=None``, only warn: Muster keeps recurrent states."""
     if wanted is False or not isinstance(env, EnvBase):
         return env
     missing = _compute_missing_env_transforms(env, policy)
@@ -161,10 +161,10 @@ def add_transforms(env: Any, policy: Any, wanted: bool | None) -> Any:
 
 
 def limit_steps(env: Any, policy: Any, limit: int) -> tuple[Any, int | None]:
-    """``max_frames_per_traj``: by Muster where that gives the same, else by TorchRL's transform.
+    """Apply ``max_frames_per_traj`` with TorchRL's transform, unless Muster's own limit has the same results.
 
     Returns:
-        the environment, and the limit that is left for Muster.
+        the environment, and the limit for Muster to apply (None: no limit).
     """
     if limit <= 0 or not isinstance(env, EnvBase):
         return env, limit if limit > 0 else None
@@ -182,12 +182,12 @@ def limit_steps(env: Any, policy: Any, limit: int) -> tuple[Any, int | None]:
 
 
 def count_of(env: Any) -> int:
-    """Environments in it; 1 if that is not known before it is made."""
+    """Return the number of environments in ``env``; 1 if it is unknown before ``env`` is made."""
     return int(env.batch_size.numel()) if isinstance(env, EnvBase) else int(getattr(env, "num_envs", 1))
 
 
 def warn_of_surplus(given: Any, num_envs: int) -> None:
-    """More frames than asked for are collected: TorchRL's rule, and TorchRL's warnings."""
+    """Warn, as TorchRL does, if more frames are collected than requested."""
     per_batch, total, random = given.frames_per_batch, given.total_frames, given.init_random_frames
     messages = []
     if total != float("inf") and total % per_batch:
@@ -213,7 +213,7 @@ def warn_of_surplus(given: Any, num_envs: int) -> None:
 
 
 def make_engine(env: Any, policy: Any, device: Any, weights: PolicyWeights, options: CollectorOptions) -> Engine:
-    """An engine for one environment, whose environments have begun."""
+    """Return an engine for ``env`` after its first reset."""
     with ExitStack() as made:
         groups = make_groups(env, options, policy, device, made)
         for group in groups:
@@ -228,13 +228,13 @@ def make_engine(env: Any, policy: Any, device: Any, weights: PolicyWeights, opti
 
 
 def classes_of(env: EnvBatch) -> dict[Key, Any]:
-    """The tensorclasses that a TorchRL environment declares, by key."""
+    """Return the tensorclasses that a TorchRL environment declares, by key."""
     nodes = getattr(getattr(env, "specs", None), "nodes", {})
     return {path: node.kind for path, node in nodes.items() if node.kind is not None}
 
 
 def _check_backend(given: SimpleNamespace, name: str) -> None:
-    """Collecting in this process: what chooses another collector is not for this one."""
+    """Raise unless the arguments select collection in this process."""
     selectors = (given.backend, given.num_collectors, given.sync, given.backend_options)
     if name != "Collector" and any(value is not None for value in selectors):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""The state of TorchRL's ``Collector``: TorchRL's own, and Muster's for exact resume."""
+"""The state of TorchRL's ``Collector``: TorchRL's own state, and Muster's for exact resume."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from muster.collectors import resume
 
 
 class TorchRLState:
-    """Mixed into TorchRL's collectors."""
+    """Mixin of TorchRL's collectors for saving and restoring state."""
 
     env: Any
     policy: Any
@@ -27,10 +27,10 @@ class TorchRLState:
     _check_open: Any
     _numbering: Any
     _traj_pool: Any
-    _registered: Any  # the environment that knows this collector
+    _registered: Any  # the environment at which this collector is registered
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """TorchRL's state: policy, transforms, counters. ``muster_state_dict`` has all that exact resume needs."""
+        """Return TorchRL's state: policy, transforms, counters. Exact resume needs ``muster_state_dict``."""
         state: OrderedDict[str, Any] = OrderedDict()
         if isinstance(self.policy, torch.nn.Module):
             state["policy_state_dict"] = self.policy.state_dict()
@@ -46,11 +46,11 @@ class TorchRLState:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
-        """Take over a ``state_dict``; the environment goes on where it is, under new trajectory ids."""
+        """Load a ``state_dict``. The environment continues from where it is, with new trajectory ids."""
         strict = kwargs.get("strict", True)
         if (strict or "env_state_dict" in state_dict) and isinstance(self.env, EnvBase):
             saved = state_dict["env_state_dict"]
-            if saved or isinstance(self.env, (TransformedEnv, BatchedEnvBase)):  # else nothing is saved
+            if saved or isinstance(self.env, (TransformedEnv, BatchedEnvBase)):  # other environments save nothing
                 self.env.load_state_dict(saved, **kwargs)
         if strict or "policy_state_dict" in state_dict:
             if not isinstance(self.policy, torch.nn.Module):
@@ -65,19 +65,19 @@ class TorchRLState:
             self.policy_version_tracker.version = state_dict["policy_version"]
 
     def muster_state_dict(self) -> dict[str, Any]:
-        """Everything: environments, their random numbers, open episodes; see ``muster.Collector.state_dict``.
+        """Return the full state: environments, their generators, open episodes; see ``muster.Collector.state_dict``.
 
-        Torch's generator, which environments and policies draw from, is yours to save.
+        Torch's global generator, which environments and policies use, is not included: save it separately.
         """
         self._check_open()
         with self._unregistered():
             state = resume.state_of(cast(Any, self))
-        state["policy_is_module"] |= isinstance(self.policy, RandomPolicy)  # nothing is lost with it
+        state["policy_is_module"] |= isinstance(self.policy, RandomPolicy)  # it has no state
         own = {"frames": self._frames, "iter": self._iter, "trajectories": self._numbering.state_dict()}
         return {**state, "torchrl": own}
 
     def load_muster_state_dict(self, state: Mapping[str, Any], *, trust: bool = False) -> resume.ResumeReport:
-        """Go on exactly from a ``muster_state_dict``; see ``muster.Collector.load_state_dict``."""
+        """Restore a ``muster_state_dict`` for exact resume; see ``muster.Collector.load_state_dict``."""
         self._check_open()
         with self._unregistered():
             report = resume.load(cast(Any, self), state, trust=trust)
@@ -89,7 +89,7 @@ class TorchRLState:
 
     @contextlib.contextmanager
     def _unregistered(self) -> Iterator[None]:
-        """Environments forget this collector meanwhile: it is no part of their state."""
+        """Unregister this collector from the environment inside this context: it is not part of the state."""
         known = isinstance(self._registered, EnvBase)
         if known:
             self._registered._collector = None

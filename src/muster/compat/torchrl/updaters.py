@@ -1,4 +1,4 @@
-"""TorchRL's older way to update weights; deprecated there, and kept for programs that use it."""
+"""TorchRL's weight updaters. TorchRL has deprecated them; they are kept for programs that use them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["RayWeightUpdater", "VanillaWeightUpdater", "WeightUpdaterBase"]
 
 
 class WeightUpdaterBase(abc.ABC):
-    """Says how weights get to a policy; ``collector.update_policy_weights_`` calls ``push_weights``.
+    """Base of objects that update a policy's weights; ``collector.update_policy_weights_`` calls ``push_weights``.
 
-    The collector then publishes what its policy holds. Subclasses implement ``_sync_weights_with_worker``, and may
+    The collector then publishes the weights of its policy. Subclasses implement ``_sync_weights_with_worker``, and may
     override the other methods with an underscore.
     """
 
@@ -40,17 +40,17 @@ class WeightUpdaterBase(abc.ABC):
 
     @classmethod
     def from_policy(cls, policy: Any) -> WeightUpdaterBase | None:
-        """An updater for this policy; None where the class does not know how to make one."""
+        """Return an updater for the policy; None if the class cannot make one."""
         return None
 
-    # --- what a collector calls -------------------------------------------------------------------
+    # --- called by collectors ---------------------------------------------------------------------
 
     def push_weights(self, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
-        """Bring weights to where they act, then call the hooks.
+        """Send weights to workers, then call the hooks.
 
         Args:
-            policy_or_weights: a module, TensorDict or dict; None asks ``_get_server_weights``.
-            worker_ids: one or several; None is ``all_worker_ids()``.
+            policy_or_weights: a module, TensorDict or dict. None: the result of ``_get_server_weights``.
+            worker_ids: one id or several. None: ``all_worker_ids()``.
         """
         self._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
         for hook in self.post_hooks:
@@ -60,7 +60,7 @@ class WeightUpdaterBase(abc.ABC):
         self.push_weights(policy_or_weights, worker_ids)
 
     def init(self, *args: Any, **kwargs: Any) -> None:
-        """What ``collector.init_updater`` passes on."""
+        """Called by ``collector.init_updater`` with its arguments."""
         return
 
     def register_collector(self, collector: Any) -> None:
@@ -82,10 +82,10 @@ class WeightUpdaterBase(abc.ABC):
 
     @property
     def collector(self) -> Any | None:
-        """The collector that this updater belongs to; None if there is none any more.
+        """The collector of this updater; None if there is none, or if it was deleted.
 
         Raises:
-            BadOption: there are several, see ``collectors``.
+            BadOption: the updater has several collectors; see ``collectors``.
         """
         if len(self._collectors) > 1:
             raise BadOption("this weight updater belongs to several collectors: ask for `collectors`")
@@ -93,12 +93,12 @@ class WeightUpdaterBase(abc.ABC):
 
     @property
     def collectors(self) -> list[Any] | None:
-        """All of them; None before the first."""
+        """The collectors of this updater, with None for deleted ones; None before the first is registered."""
         return [reference() for reference in self._collectors] or None
 
     @property
     def post_hooks(self) -> list[Callable[[], Any]]:
-        """Called without arguments after every push."""
+        """Functions that are called without arguments after every push."""
         if self._post_hooks is None:
             self._post_hooks = []
         return self._post_hooks
@@ -107,23 +107,23 @@ class WeightUpdaterBase(abc.ABC):
         self.post_hooks.append(hook)
 
     def increment_version(self) -> None:
-        """Count a version in all collectors."""
+        """Increment the policy version of all collectors."""
         for collector in self.collectors or ():
             collector.increment_version()
 
     def all_worker_ids(self) -> Collection[Any] | None:
-        """The workers that are updated by default; None: there is one place, without a number."""
+        """Return the ids of workers that are updated by default; None: there is a single target, without an id."""
         return None
 
     def _skip_update(self, worker_id: Any) -> bool:
         return False
 
     def _get_server_weights(self) -> Any:
-        """The weights to push where none were given."""
+        """Return the weights to push if none are given."""
         return None
 
     def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
-        """What is pushed, made from what was given: of a module its tensors, as a TensorDict."""
+        """Return the weights to push: a module's tensors as a TensorDict, other weights unchanged."""
         if isinstance(policy_or_weights, torch.nn.Module):
             from tensordict import TensorDict
 
@@ -136,14 +136,14 @@ class WeightUpdaterBase(abc.ABC):
 
     @abc.abstractmethod
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
-        """Put ``server_weights`` where worker ``worker_id`` finds them."""
+        """Send ``server_weights`` to the worker ``worker_id``."""
 
 
 class VanillaWeightUpdater(WeightUpdaterBase):
     """Copies weights into ``policy_weights`` in place; all or nothing.
 
     Args:
-        weight_getter: gives the weights where none are pushed.
+        weight_getter: function that returns the weights if none are given.
         policy_weights: TensorDict of the policy's own parameters, ``TensorDict.from_module(policy).lock_()``.
     """
 
@@ -170,13 +170,13 @@ class VanillaWeightUpdater(WeightUpdaterBase):
 class RayWeightUpdater(WeightUpdaterBase):
     """Calls ``update_policy_weights_`` of collectors in Ray actors that the user has made.
 
-    The weights are put into Ray's object store once per push. A push does not wait for the actors: what one of them
-    raised comes with a later push to it. (``RayCollector`` needs no updater, its own nodes have no such actors.)
+    The weights are put into Ray's object store once per push. A push does not wait for the actors: an error of an actor
+    is raised by a later push to it. ``RayCollector`` needs no updater: its nodes are not such actors.
 
     Args:
-        policy_weights: what is pushed where nothing is given: a module, TensorDict or dict.
+        policy_weights: weights to push if none are given: a module, TensorDict or dict.
         remote_collectors: handles of the actors.
-        max_interval: how many pushes pass an actor by before one reaches it.
+        max_interval: number of pushes that skip an actor before one reaches it.
 
     Raises:
         BadOption: Ray is not installed.
@@ -207,7 +207,7 @@ class RayWeightUpdater(WeightUpdaterBase):
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
         before = self._asked.pop(worker_id, None)
         if before is not None and self._ray.wait([before], timeout=0)[0]:
-            self._ray.get(before)  # raises what it raised
+            self._ray.get(before)  # raises the actor's error
         collector = self.remote_collectors[worker_id]
         self._asked[worker_id] = collector.update_policy_weights_.remote(server_weights)
         self._passed_by[worker_id] = 0

@@ -1,6 +1,6 @@
-"""TorchRL's weight sync schemes (``torchrl.weight_update``) over Muster's transports; needs no TorchRL.
+"""TorchRL's weight sync schemes (``torchrl.weight_update``) over Muster's transports. TorchRL is not needed.
 
-To a collector a scheme is an option that names a transport. Without one it is a pair of a sender and its receivers.
+As an option of a collector, a scheme selects a transport. Without a collector, it connects a sender and its receivers.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ _ALIASES = {"direct": "none", "thread": "shared", "multiprocessing": "process"}
 class WeightSyncScheme:
     """Sends the weights of one model.
 
-    A collector is given one for each model: ``weight_sync_schemes={"policy": SharedMemoryWeightSyncScheme()}``. Without
+    A collector takes one scheme per model: ``weight_sync_schemes={"policy": SharedMemoryWeightSyncScheme()}``. Without
     a collector, one process sends, and others on this machine receive::
 
-        scheme.init_on_sender(model=policy, num_workers=2)  # where it is trained
-        scheme.connect()                                    # copies of `scheme` go to the workers: pickled or forked
+        scheme.init_on_sender(model=policy, num_workers=2)  # in the training process
+        scheme.connect()                                    # workers get copies of `scheme`: pickled or forked
         ...
         scheme.init_on_receiver(model=policy, worker_idx=1)  # in a worker
-        scheme.connect()                                     # the first weights are in place
+        scheme.connect()                                     # the model now has the first weights
         ...
-        scheme.send()     # the sender, whenever there is something new
-        scheme.receive()  # the worker, between two rollouts
+        scheme.send()     # in the training process, to publish new weights
+        scheme.receive()  # in the worker, between two rollouts
 
-    A collector in the worker receives by itself, ``weight_recv_schemes={"policy": scheme}``; its batches have the new
-    weights from the next rollout on. Nothing queues up: the latest wins.
+    A collector in the worker receives automatically, with ``weight_recv_schemes={"policy": scheme}``: new weights act
+    from its next rollout on. Versions do not queue up: the latest wins.
 
     Args:
-        strategy: "tensordict" or "state_dict"; both mean the same here.
-        sync: ``send`` waits until all receivers that are connected have taken the weights.
-        deadline_s: for that, and for a receiver to get the first weights.
+        strategy: "tensordict" or "state_dict"; both have the same effect.
+        sync: ``send`` waits until all connected receivers have taken the weights.
+        deadline_s: timeout of that wait, and of a receiver's wait for the first weights, in seconds.
 
     Attributes:
-        model_id: "policy", or what it was initialized with.
-        version: number of the weights that were sent or taken last; 0 for the first, None before.
-        context: of a receiver: the collector that it hands weights to, if there is one.
-        model: of a receiver: gets the weights.
+        model_id: id of the model; "policy", unless it was initialized with another one.
+        version: version of the weights that were last sent or taken. 0: the first weights. None: none yet.
+        context: collector of a receiver, which gets the weights; None: there is none.
+        model: model of a receiver, which gets the weights.
         worker_idx: number of the receiver.
     """
 
@@ -93,13 +93,13 @@ class WeightSyncScheme:
 
     @classmethod
     def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
-        """The scheme for "none", "shared", "process", "distributed", "rpc" or "ray"; ``options`` are its own."""
+        """Return the scheme for "none", "shared", "process", "distributed", "rpc" or "ray", made with ``options``."""
         name = _ALIASES.get(backend, backend)
         if name not in cls._by_backend:
             raise BadOption(f"backend={backend!r}: expected one of {', '.join([*cls._by_backend, *_ALIASES])}")
         return cls._by_backend[name](**options)
 
-    # --- where weights are trained ------------------------------------------------------------------
+    # --- sender -------------------------------------------------------------------------------------
 
     def init_on_sender(
         self,
@@ -112,20 +112,20 @@ class WeightSyncScheme:
         devices: Collection[Any] | None = None,
         ctx: Any = None,
     ) -> None:
-        """Make this the sending end.
+        """Make this object the sender.
 
         Args:
-            model_id: for ``context``.
-            context: what has the model, ``get_model(model_id)``, and ``num_workers``.
-            model: whose weights are sent; or
-            weights: a TensorDict or dict with the first ones.
-            num_workers: receivers, numbered from 0.
-            devices: one for each receiver, instead of their number. (Weights come to any device.)
-            ctx: TorchRL's, of ``multiprocessing``; not needed here.
+            model_id: id of the model.
+            context: object with ``get_model(model_id)`` and ``num_workers``, used if these arguments are missing.
+            model: model whose weights are sent.
+            weights: TensorDict or dict with the first weights, in place of ``model``.
+            num_workers: number of receivers, which are numbered from 0.
+            devices: one device per receiver, in place of ``num_workers``. Receivers may use other devices.
+            ctx: no effect (the ``multiprocessing`` context in TorchRL).
 
         Raises:
-            BadOption: contradicting or missing arguments.
-            BadWeights: what was given has no weights that can be sent.
+            BadOption: the scheme is initialized already, or arguments are missing or contradict each other.
+            BadWeights: ``model`` or ``weights`` has no weights that can be sent.
         """
         del ctx
         if self._sender is not None or self.initialized_on_receiver:
@@ -144,44 +144,44 @@ class WeightSyncScheme:
         self._path, self._pid, self.version = self._sender.path, os.getpid(), 0
 
     def send(self, weights: Any = None, worker_ids: Any = None) -> None:
-        """Let receivers have new weights.
+        """Publish weights to receivers.
 
         Args:
-            weights: a module, TensorDict or dict; None sends those of the model.
-            worker_ids: the receivers that get them, one or several; None is all.
+            weights: a module, TensorDict or dict. None: the weights of the model.
+            worker_ids: one number of a receiver, or several. None: all receivers.
 
         Raises:
-            BadOption: not initialized, not connected, or no such receiver.
-            BadWeights: they do not fit, or are not finite. Nothing was sent.
-            CollectorTimeout: with ``sync``: a receiver has not taken them in time.
+            BadOption: the sender is not initialized or not connected, or a receiver does not exist.
+            BadWeights: the weights do not fit, or are not finite. Nothing was sent.
+            CollectorTimeout: with ``sync``, a receiver has not taken the weights in time.
         """
         if self._sender is None or not self.synchronized_on_sender:
             raise BadOption("send() is for senders: call init_on_sender(...) and connect() before")
         self._publish(self._sender, weights, worker_ids)
 
-    # --- where they act -----------------------------------------------------------------------------
+    # --- receiver -----------------------------------------------------------------------------------
 
     def init_on_receiver(
         self, *, model_id: str = "policy", context: Any = None, model: Any = None, worker_idx: int | None = None
     ) -> None:
-        """Make this copy of the sender's object a receiving end.
+        """Make this copy of the sender's object a receiver.
 
         Args:
-            model_id: for ``context``.
-            context: what has the model, ``get_model(model_id)``, and is told by ``update_policy_weights_``.
-            model: a module, or a TensorDict or dict of tensors, to write the weights to. A module without memory (of
-                device "meta", as TorchRL sends it to workers) gets some.
-            worker_idx: which of the sender's receivers this is; by default the context's.
+            model_id: id of the model.
+            context: object with ``get_model(model_id)``; its ``update_policy_weights_`` is called after new weights.
+            model: module, or TensorDict or dict of tensors, into which weights are written. Memory is allocated for a
+                module on the device "meta", as TorchRL sends it to workers.
+            worker_idx: number of this receiver. None: the context's ``worker_idx``.
 
         Raises:
-            BadOption: this is no copy of an initialized sender, or arguments are missing.
+            BadOption: this is not a copy of an initialized sender, or arguments are missing.
         """
         if self._sender is not None and os.getpid() == self._pid:
             raise BadOption("this object is the sender: give the receiver a copy, copy.copy(scheme) or its pickle")
         if self._path is None:
             raise BadOption(f"there is no sender for {self}: call init_on_sender(...), then give receivers copies")
         told = self.__getstate__()
-        self.__dict__.clear()  # a fork lets go of what is its parent's
+        self.__dict__.clear()  # a fork drops the objects of its parent
         self.__setstate__(told)
         self.model_id, self.context = model_id, context
         self.model = self.model if model is None else model
@@ -193,23 +193,23 @@ class WeightSyncScheme:
         self.initialized_on_receiver = True
 
     def receive(self, timeout: float | None = 0.0) -> Weights | None:
-        """Take the newest weights, if there are any that were not taken before; between rollouts.
+        """Copy the newest weights into the model, unless they were taken before. Call this between rollouts.
 
         Args:
-            timeout: seconds to wait for them; None is ``deadline_s``. With a collector this never waits.
+            timeout: time to wait for new weights, in seconds. None: ``deadline_s``. With a collector this never waits.
 
         Returns:
-            the model's tensors by name; None if there was nothing new.
+            the model's tensors by name; None if there are no new weights.
 
         Raises:
-            BadOption: not initialized, or not connected.
-            BadWeights: the model has others. Nothing was changed.
-            CollectorClosed: it would have to wait, and the sender is gone.
+            BadOption: the receiver is not initialized or not connected.
+            BadWeights: the weights do not fit the model. Nothing was changed.
+            CollectorClosed: there is nothing to wait for, because the sender has disconnected.
         """
         end = self._receiver
         if end is None:
             raise BadOption("receive() is for receivers: call init_on_receiver(...) and connect() before")
-        if self._following is not None:  # which hears for itself
+        if self._following is not None:  # the thread reads the notes
             return self._take(end)
         end.hear(0.0)
         taken, wait_s = self._take(end), self.deadline_s if timeout is None else timeout
@@ -220,11 +220,11 @@ class WeightSyncScheme:
         return taken
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Copy weights of any kind into the model; they replace its values, never its tensors.
+        """Copy weights (a module, TensorDict or dict) into the model's tensors, which are never replaced.
 
         Raises:
-            BadOption: there is no model here, or ``inplace=False``.
-            BadWeights: they do not fit, or are not finite. Nothing was changed.
+            BadOption: there is no model, or ``inplace=False``.
+            BadWeights: the weights do not fit, or are not finite. Nothing was changed.
         """
         if self.model is None or not inplace:
             raise BadOption("apply_weights() writes into the model of a receiver: call init_on_receiver(...) before")
@@ -233,12 +233,12 @@ class WeightSyncScheme:
     # --- both ---------------------------------------------------------------------------------------
 
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
-        """Sender: let receivers in, with ``weights`` if they are given. Receiver: wait for the first weights.
+        """Sender: publish ``weights``, if given, and accept receivers. Receiver: wait for the first weights.
 
         Raises:
-            BadOption: not initialized, or the sender has no receiver with this number.
-            CollectorClosed: the sender is gone.
-            CollectorTimeout: it has not called ``connect`` within ``deadline_s``.
+            BadOption: the scheme is not initialized, or the sender has no receiver with this number.
+            CollectorClosed: the sender is closed, or its process has ended.
+            CollectorTimeout: the sender has not called ``connect`` within ``deadline_s``.
         """
         if self._sender is not None:
             if weights is not None:
@@ -251,7 +251,7 @@ class WeightSyncScheme:
             raise BadOption("connect() comes after init_on_sender(...), or init_on_receiver(...) with a worker_idx")
         end = ReceivingEnd(self._path, self.worker_idx, deadline_s=self.deadline_s, answers=self.sync)
         try:
-            self._take(end, announce=False)  # the collector asks the model for the first
+            self._take(end, announce=False)  # the collector reads the first weights from the model
         except BaseException:
             end.close()
             raise
@@ -259,7 +259,7 @@ class WeightSyncScheme:
         self._follow_for_context()
 
     def shutdown(self) -> None:
-        """Close this end; the other keeps what it has. May be called again."""
+        """Close this end; receivers keep their weights. May be called again."""
         if self._sender is not None:
             self._sender.close()
         end, self._receiver = self._receiver, None
@@ -284,7 +284,7 @@ class WeightSyncScheme:
         self._follow_for_context()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a receiver needs to know."""
+        """Return the attributes that a receiver needs."""
         names = ("strategy", "sync", "deadline_s", "model_id", "_path")
         return {name: getattr(self, name) for name in names}
 
@@ -297,7 +297,7 @@ class WeightSyncScheme:
     # --- parts --------------------------------------------------------------------------------------
 
     def _follow_for_context(self) -> None:
-        """Receive in a thread, once there are both a sender and what to hand weights to."""
+        """Start a thread that receives, once this is connected and has a context."""
         if self._receiver is not None and self.context is not None and self._following is None:
             args = (self._receiver, weakref.ref(self))
             self._following = threading.Thread(target=_follow, args=args, name="muster-weights", daemon=True)
@@ -322,7 +322,7 @@ class WeightSyncScheme:
     def _take(self, end: ReceivingEnd, *, announce: bool = True) -> Weights | None:
         with self._lock:
             context = self.context
-            # TorchRL's workers set `model` to what acts, which changes between rollouts only.
+            # TorchRL's workers set `model` to the acting policy, which may change between rollouts only.
             model = self.model if context is None else context.get_model(self.model_id)
             weights = named_weights(model)
             version = end.take(weights)
@@ -336,7 +336,7 @@ class WeightSyncScheme:
 
 
 class SharedMemoryWeightSyncScheme(WeightSyncScheme):
-    """Through memory that processes share."""
+    """Sends weights through shared memory."""
 
     backend = "shared"
     transport = SharedMemory()
@@ -346,14 +346,14 @@ SharedMemWeightSyncScheme = SharedMemoryWeightSyncScheme
 
 
 class MultiProcessWeightSyncScheme(WeightSyncScheme):
-    """As messages from process to process."""
+    """Sends weights as messages between processes."""
 
     backend = "process"
     transport = Pipe()
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
-    """Sends nothing: receivers keep what they have."""
+    """Sends nothing: receivers keep their weights."""
 
     backend = "none"
     _sends = False
@@ -365,15 +365,15 @@ class NoWeightSyncScheme(WeightSyncScheme):
         self.model_id, self.initialized_on_receiver = model_id, True
 
     def connect(self, **_: Any) -> None:
-        """Nothing to wait for."""
+        """Do not wait: no weights are sent."""
         self.synchronized_on_receiver = self.initialized_on_receiver
         self.synchronized_on_sender = self.initialized_on_sender
 
     def send(self, weights: Any = None, worker_ids: Any = None) -> None:
-        """Nothing is sent."""
+        """Send nothing."""
 
     def receive(self, timeout: float | None = 0.0) -> None:
-        """There is never anything new."""
+        """Return None: there are never new weights."""
 
     @property
     def initialized_on_sender(self) -> bool:
@@ -381,12 +381,12 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
 
 class _OfNodes(WeightSyncScheme):
-    """An option of a collector with nodes, whose links carry the weights anyway: one copy per version for all nodes.
+    """An option of a collector with nodes, whose links carry the weights: one copy per version for all nodes.
 
     Args:
         strategy: see ``WeightSyncScheme``.
-        backend: accepted for TorchRL, without effect: weights use the same connection as the collector's data.
-        sync: accepted for TorchRL, without effect: ``publish`` never waits. A worker uses them in its next rollout.
+        backend: no effect (an argument of TorchRL); weights use the same connection as the collector's data.
+        sync: no effect (an argument of TorchRL); publishing never waits. Workers use new weights in the next rollout.
     """
 
     collector: ClassVar[str] = ""
@@ -406,7 +406,7 @@ class _OfNodes(WeightSyncScheme):
 
 
 class DistributedWeightSyncScheme(_OfNodes):
-    """The default of ``DistributedCollector``: weights through its links to the nodes."""
+    """The default of ``DistributedCollector``: sends weights over its links to the nodes."""
 
     backend, collector = "distributed", "DistributedCollector"
 
@@ -415,19 +415,19 @@ class DistributedWeightSyncScheme(_OfNodes):
 
 
 class RPCWeightSyncScheme(_OfNodes):
-    """The default of ``RPCCollector``: weights through its links to the nodes."""
+    """The default of ``RPCCollector``: sends weights over its links to the nodes."""
 
     backend, collector = "rpc", "RPCCollector"
 
 
 class RayWeightSyncScheme(_OfNodes):
-    """The default of ``RayCollector``: weights through its links to the nodes."""
+    """The default of ``RayCollector``: sends weights over its links to the nodes."""
 
     backend, collector = "ray", "RayCollector"
 
 
 def _follow(end: ReceivingEnd, receiver: weakref.ref[WeightSyncScheme]) -> None:
-    """Hand on what comes, in a thread, until either end is closed."""
+    """Take new weights in a thread, until either end is closed."""
     while end.hear(None):
         scheme = receiver()
         if scheme is None:
@@ -436,9 +436,9 @@ def _follow(end: ReceivingEnd, receiver: weakref.ref[WeightSyncScheme]) -> None:
             scheme._take(end)
         except CollectorClosed:
             break
-        except Exception as error:  # noqa: BLE001 - whatever the collector says to these weights, its user has to know
+        except Exception as error:  # noqa: BLE001 - every error of the collector is reported to its user
             warnings.warn(f"weights for {scheme.model_id!r} came and were not taken: {error}", RuntimeWarning, 1)
-            end.answer(scheme.version or 0)  # the sender does not wait for what was refused
+            end.answer(scheme.version or 0)  # the sender must not wait for refused weights
         del scheme
 
 

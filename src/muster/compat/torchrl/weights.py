@@ -1,4 +1,4 @@
-"""The weight side of TorchRL's ``Collector``."""
+"""The weight methods of TorchRL's ``Collector``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from muster.compat.torchrl.weight_update import WeightSyncScheme
 from muster.weights.publish import PolicyWeights
 from muster.weights.receive import Receivers
 
-# TorchRL's collectors, and those derived from them, take our schemes and updaters, too.
+# TorchRL's collectors and their subclasses then accept our schemes and updaters.
 torchrl.weight_update.WeightSyncScheme.register(WeightSyncScheme)
 WeightUpdaterBase.register(updaters.WeightUpdaterBase)
 
 
 class TorchRLWeights:
-    """Mixed into TorchRL's collectors: weights that are published as Muster does, under TorchRL's names."""
+    """Mixin of TorchRL's collectors: publishes weights as Muster does, with TorchRL's names."""
 
     policy: Any
     _wrapped_policy: Any
@@ -30,13 +30,13 @@ class TorchRLWeights:
     get_model: Any
 
     def update_policy_weights_(self, policy_or_weights: Any = None, *, worker_ids: Any = None, **kwargs: Any) -> None:
-        """Let the next batch be collected with new weights: a TensorDict, module, state dict, or the policy's own.
+        """Use new weights from the next batch on.
 
         Args:
-            policy_or_weights: None takes those of the policy that the collector was made with.
-            worker_ids: for weight updaters and schemes.
+            policy_or_weights: a TensorDict, module or state dict. None: the policy that the collector was made with.
+            worker_ids: passed to weight updaters and schemes.
             **kwargs: ``weights``, ``policy``, ``model_id``, ``weights_dict``, as in TorchRL. Without schemes, TorchRL
-                drops a ``weights_dict``; here its "policy" acts from the next batch on.
+                ignores ``weights_dict``; here its entry "policy" is used.
         """
         if "policy_weights" in kwargs:
             warnings.warn("`policy_weights` is deprecated. Use `policy_or_weights` instead.", DeprecationWarning, 2)
@@ -56,15 +56,15 @@ class TorchRLWeights:
 
     @property
     def policy_version(self) -> int | str | None:
-        """Number (or name) of the weights; None without ``track_policy_version``."""
+        """Version (number or name) of the weights; None without ``track_policy_version``."""
         return None if self.policy_version_tracker is None else self.policy_version_tracker.version
 
     def get_policy_version(self) -> int | str | None:
-        """``policy_version``."""
+        """Return ``policy_version``."""
         return self.policy_version
 
     def increment_version(self) -> None:
-        """Count a version."""
+        """Increment the version, with ``track_policy_version``."""
         if self.policy_version_tracker is not None:
             self._weights.publish_all([])
 
@@ -75,7 +75,7 @@ class TorchRLWeights:
         return self._receivers.schemes or None
 
     def _set_up_weights(self, tracker: Any, original: Any) -> None:
-        """Args: ``track_policy_version``; the policy before it was moved."""
+        """``tracker``: the argument ``track_policy_version``; ``original``: the policy before it was moved."""
         if tracker is True:
             tracker = PolicyVersion()
         self.policy_version_tracker = tracker if hasattr(tracker, "increment_version") else None
@@ -87,7 +87,7 @@ class TorchRLWeights:
     def _set_up_schemes(self, updater: Any, sending: Any, receiving: Any) -> None:
         self._weight_sync_schemes, self.weight_updater = sending, None
         if sending is not None:
-            # A scheme of ours that names a transport is for workers, and there are none.
+            # Schemes of ours that name a transport are for workers, which this collector does not have.
             self._weight_sync_schemes = sending = {
                 model_id: scheme for model_id, scheme in sending.items() if not _is_for_workers(scheme)
             }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from muster.utils.private_names import require
 
-require("torchrl", extra="torchrl")  # before the modules that look for its private names
+require("torchrl", extra="torchrl")  # before imports of its private names
 
 from torchrl.collectors import AsyncBatchedCollector, BaseCollector, ProfileConfig, RandomPolicy  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""The name of ``torchrl.collectors.utils``: a function on TensorDicts, which is TorchRL's own."""
+"""The public name of ``torchrl.collectors.utils``: TorchRL's own function on TensorDicts."""
 
 from __future__ import annotations
 

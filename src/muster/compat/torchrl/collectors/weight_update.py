@@ -1,4 +1,4 @@
-"""The names of ``torchrl.collectors.weight_update``: updaters, which are deprecated there."""
+"""The names of ``torchrl.collectors.weight_update``: weight updaters, which TorchRL has deprecated."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Collectors for many machines with TorchRL 0.14's arguments, by its path: ``torchrl.collectors.distributed``.
+"""TorchRL 0.14's collectors for many machines: the names of ``torchrl.collectors.distributed``.
 
 ::
 
     from muster.compat.torchrl.collectors.distributed import RayCollector  # was: torchrl.collectors.distributed
 
-What differs: docs/torchrl.md.
+docs/torchrl.md describes the differences.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _PER_NODE = ("device", "storing_device", "env_device", "policy_device", "policy_
 
 
 class DistributedCollector(clusters.DistributedCollector):
-    """``muster.DistributedCollector`` with TorchRL's ``frames_per_batch``: with ``sync=True``, of all nodes together.
+    """``muster.DistributedCollector`` with TorchRL's ``frames_per_batch``: with ``sync=True``, the sum over all nodes.
 
     Args:
-        update_interval: publish the policy's weights to a node after so many of its batches. None: never.
-        **options: TorchRL's, and those of ``muster.DistributedCollector``.
+        update_interval: publish the policy's weights to a node after this number of its batches. None: no effect.
+        **options: TorchRL's arguments, and those of ``muster.DistributedCollector``.
 
     Raises:
-        BadOption: see there; or a list has something else for each node that all of them share here.
+        BadOption: an option is wrong; or a list has different values of an option that all nodes share.
     """
 
     @passes_on(clusters.DistributedOptions)
@@ -56,7 +56,7 @@ class DistributedCollector(clusters.DistributedCollector):
 
 
 class DistributedSyncCollector(DistributedCollector):
-    """TorchRL's older name for ``DistributedCollector(sync=True)``, which publishes weights after every batch."""
+    """TorchRL's older name of ``DistributedCollector(sync=True)``; by default it publishes after every batch."""
 
     @passes_on(clusters.DistributedOptions)
     def __init__(self, create_env_fn: Any, policy: Any = None, *, update_interval: int = 1, **options: Any) -> None:
@@ -68,9 +68,9 @@ class DistributedSyncCollector(DistributedCollector):
 
 
 class RPCCollector(clusters.RPCCollector):
-    """``muster.RPCCollector`` with TorchRL's batches: with ``sync=True``, ``frames_per_batch`` of all nodes in a row.
+    """``muster.RPCCollector`` with TorchRL's batches: with ``sync=True``, ``frames_per_batch`` over all nodes, joined.
 
-    Args: see ``DistributedCollector`` and ``muster.RPCCollector``.
+    ``DistributedCollector`` and ``muster.RPCCollector`` document the arguments.
     """
 
     @passes_on(clusters.RPCOptions)
@@ -82,12 +82,12 @@ class RPCCollector(clusters.RPCCollector):
 
 
 class RayCollector(clusters.RayCollector):
-    """``muster.RayCollector`` with TorchRL's ``frames_per_batch``: with ``sync=True``, of all actors together.
+    """``muster.RayCollector`` with TorchRL's ``frames_per_batch``: with ``sync=True``, the sum over all actors.
 
     Args:
-        use_env_creator: has no effect: what makes environments is pickled as it is.
-        **options: TorchRL's, and those of ``muster.RayCollector``. Where only ``collector_kwargs`` or
-            ``remote_configs`` is a list, there are as many actors.
+        use_env_creator: no effect (an argument of TorchRL); environment factories are pickled unchanged.
+        **options: TorchRL's arguments, and those of ``muster.RayCollector``. If only ``collector_kwargs`` or
+            ``remote_configs`` is a list, its length is the number of actors.
     """
 
     @passes_on(clusters.RayOptions)
@@ -109,13 +109,13 @@ class RayCollector(clusters.RayCollector):
 
 
 def _translated(create_env_fn: Any, frames_per_batch: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Muster's options for TorchRL's."""
+    """Return Muster's options for TorchRL's."""
     told = {name: _one(name, value) if name in _PER_NODE else value for name, value in options.items()}
     if told.get("no_cuda_sync", False) is None:
         del told["no_cuda_sync"]
     frames = integer("frames_per_batch", frames_per_batch)
     if (total := told.get("total_frames", -1)) > 0:
-        told["total_frames"] = -(-total // frames) * frames  # TorchRL's last batch is whole, too
+        told["total_frames"] = -(-total // frames) * frames  # TorchRL's last batch is complete, too
     if told.get("sync"):
         nodes = _nodes(create_env_fn, told)
         if frames % nodes:
@@ -130,7 +130,7 @@ def _nodes(create_env_fn: Any, options: dict[str, Any]) -> int:
 
 
 def _show(collector: Any, create_env_fn: Any, frames_per_batch: int, options: dict[str, Any]) -> None:
-    """Set TorchRL's attributes that programs read, as the arguments were given; devices by node."""
+    """Set public attributes of TorchRL's collectors to the given arguments; devices are lists with one per node."""
     nodes = _nodes(create_env_fn, options)
     collector.num_workers = collector.num_collectors = nodes
     collector.frames_per_batch = collector.requested_frames_per_batch = frames_per_batch
@@ -144,7 +144,7 @@ def _show(collector: Any, create_env_fn: Any, frames_per_batch: int, options: di
 
 
 def _one(name: str, given: Any) -> Any:
-    """What all nodes are told, of one for all or a list with one for each."""
+    """Return the value that all nodes share; ``given`` is this value, or a list with one per node."""
     if not isinstance(given, (list, tuple)):
         return given
     if not given or any(other != given[0] for other in given):
@@ -153,7 +153,7 @@ def _one(name: str, given: Any) -> Any:
 
 
 def _published_every(batches: int | None, options: dict[str, Any]) -> dict[str, Any]:
-    """``update_interval`` as Muster's option."""
+    """Return the options with ``update_interval`` as Muster's ``max_weight_update_interval``."""
     if batches is None:
         return options
     batches = integer("update_interval", batches)
