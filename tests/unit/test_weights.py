@@ -752,6 +752,8 @@ def test_an_updater_knows_its_collectors_and_calls_its_hooks():
     assert len(updater.post_hooks) == 2
     collectors.pop()
     assert updater.collectors == [collectors[0], None]
+    updater.increment_version()
+    assert calls == [collectors[0]]
 
 
 LARGE = (200, 300)  # enough for threads

@@ -76,7 +76,8 @@ class PoolOptions(CollectorOptions):
             restart the worker with the next batch. "restart": restart it at once (``muster.Restart(...)`` sets how
             often). "drop": continue without the worker; its part of batches is blank.
         timeouts: seconds without progress after which a worker counts as hanging, by phase: "construct", "call"
-            (default 300), "reset", "step", "policy", "weights" (60), "close" (5). None: no limit.
+            (default 300), "reset", "step", "policy", "weights" (60), "close" (5). None: no limit. With nodes also
+            "join" (600) and "heartbeat" (15).
         max_policy_lag: maximum age of the weights that acted in a yielded batch, as a number of publications, if
             weights are published once per batch. Workers wait if necessary. None: no limit.
         crash_dir: folder for crash reports, with which ``muster replay`` repeats a failure. None: a temporary folder.

@@ -107,9 +107,10 @@ class WeightUpdaterBase(abc.ABC):
         self.post_hooks.append(hook)
 
     def increment_version(self) -> None:
-        """Increment the policy version of all collectors."""
+        """Increment the policy version of all collectors that still exist."""
         for collector in self.collectors or ():
-            collector.increment_version()
+            if collector is not None:
+                collector.increment_version()
 
     def all_worker_ids(self) -> Collection[Any] | None:
         """Return the ids of workers that are updated by default; None: there is a single target, without an id."""
