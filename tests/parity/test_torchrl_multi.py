@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import importlib
 import multiprocessing
+import os
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -269,7 +271,11 @@ def test_a_program_ends_that_does_not_shut_down(tmp_path: Any) -> None:
     """TorchRL's waits for its workers, which wait for it."""
     (tmp_path / "forgotten.py").write_text(textwrap.dedent(FORGOTTEN))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(tmp_path / "forgotten.py")], capture_output=True, text=True, timeout=200
+        [sys.executable, "-W", "ignore", str(tmp_path / "forgotten.py")],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert (done.returncode, done.stdout.split()[:2]) == (0, ["collected", "8"]), done.stderr
 
