@@ -95,6 +95,7 @@ class NodeMain:
         self._layouts: dict[int, Layout] = {}  # by group
         self._slots: dict[tuple[int, int], Slot] = {}  # by offset in the main process, and first lane there
         self._jobs: dict[int, _RunAtWork] = {}  # by request
+        self._lost: set[int] = set()  # requests that have to come again before those after them
         self._end = SessionEnd("muster-node-main", lambda: link, lambda: self._said(Beat()), self._wake_up)
 
     def run(self) -> bool:
@@ -229,6 +230,12 @@ class NodeMain:
         assert pool is not None
         with pool.hold():
             for part in parts:
+                numbers = {request.number for request in part.requests}
+                self._lost -= numbers
+                if any(request.after in self._lost for request in part.requests):  # sent before the loss was known
+                    self._lost |= numbers
+                    self.say(Result([RolloutResult(r.number, r.group, lost=True) for r in part.requests]))
+                    continue
                 job = _RunAtWork(part, self._slot(part))
                 for request in part.requests:
                     self._jobs[request.number] = job
@@ -261,6 +268,8 @@ class NodeMain:
             if result.error is not None:
                 result.error = send_error(result.error)
             job = self._jobs.pop(result.number, None)
+            if job is not None and result.lost:
+                self._lost.add(result.number)
             if job is None:
                 self.say(Result([result]))
                 continue
