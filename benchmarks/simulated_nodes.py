@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from muster.cluster.link import Block, Link, LinkLost, Received
-from muster.cluster.messages import Answered, Beat, Built, Joined, Result, Tell, Told
+from muster.cluster.messages import Beat, Built, Joined, Result, Told
 from muster.cluster.node_main import NodeMain
 from muster.cluster.session_end import BEAT_S
 from muster.memory.specs import Array
 from muster.workers.counters import NodeCounts
-from muster.workers.messages import RolloutResult
+from muster.workers.messages import Answer, RolloutResult, Tell
 
 HEADER = struct.Struct("=QQQ")  # bytes of the message, bytes of the block, tag
 READ = 1 << 20
@@ -151,7 +151,7 @@ class RecordingLink(SocketLink):
         recording.workers = told.workers
         if isinstance(said, Built):
             recording.answers["Start"] = said.infos
-        elif isinstance(said, Answered):
+        elif isinstance(said, Answer):
             recording.answers[self._asked.get(said.number, "")] = said.value
         elif isinstance(said, Result) and received.block is not None:
             (recording.result,) = said.results
@@ -241,7 +241,7 @@ class Player:
         elif message.method is NodeMain.bye:
             self.sock.shutdown(socket.SHUT_RDWR)
         elif message.number:
-            self._say(0.0, Answered(message.number, self._own(answers.get(_name(message)))))
+            self._say(0.0, Answer(message.number, self._own(answers.get(_name(message)))))
 
     def _own(self, answer: Any) -> Any:
         """As if the recorded group were this node's."""

@@ -1,10 +1,11 @@
-"""Waiting for what happens, and counting what is open; for tests that run without torch, too."""
+"""Waiting for what happens, counting what is open, and a free port; for tests that run without torch, too."""
 
 from __future__ import annotations
 
 import gc
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +28,12 @@ def open_files() -> int:
     """
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def without_delays(said: str) -> str:

@@ -20,6 +20,7 @@ import pytest
 
 from muster.cluster.link import Block, LinkLost
 from tests.fakes.link_nodes import pattern
+from tests.waits import wait_until
 
 NODES = "tests.fakes.link_nodes:"
 JOIN_S = 60.0  # on a busy machine
@@ -100,10 +101,7 @@ def raised(call: Callable[[], Any], within_s: float = JOIN_S) -> LinkLost:
 
 
 def content(path: Any) -> str:
-    deadline = time.monotonic() + JOIN_S
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} was not written"
-        threading.Event().wait(0.02)
+    wait_until(path.exists, JOIN_S)
     return path.read_text()
 
 

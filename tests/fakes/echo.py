@@ -6,7 +6,6 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-import torch
 from gymnasium import spaces
 
 
@@ -30,8 +29,10 @@ class EchoEnv(gymnasium.Env[Any, Any]):
         return np.array([self.length, self.t, *self.last], np.float32)
 
 
-def remembering(obs: torch.Tensor, state: Any) -> Any:
+def remembering(obs: Any, state: Any) -> Any:
     """Actions ``[[length, t], [steps since the state was zero, t of the observation before]]``."""
+    import torch  # here, because workers of a server need none
+
     before = torch.zeros(*obs.shape[:-1], 2) if state is None else state
     action = torch.stack([obs[..., :2], before], dim=-2)
     return action, torch.stack([before[..., 0] + 1, obs[..., 1]], dim=-1)

@@ -15,12 +15,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from muster import AsyncCollector, Evaluator, MultiAsyncCollector, MultiSyncCollector
 from muster.testing import Fault, OracleEnv
 from tests.fakes import faults
 from tests.fakes.lost_nodes import NodeSignalled
 
 T = 20
+
+# Nothing is compiled here, and tensordict would import the compiler: 2 seconds of CPU time for each program.
+torch.compiler.allow_in_graph = torch.compiler.assume_constant_result = lambda function: function
 
 
 def collector(folder: Path, fault: Fault | None = None, kind: Any = MultiSyncCollector, **options: Any) -> Any:

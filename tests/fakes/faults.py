@@ -6,11 +6,12 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 import threading
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
+
+from tests.waits import wait_until
 
 
 class TwoArguments(Exception):
@@ -45,12 +46,32 @@ class Signalled:
         signal.pause()
 
 
+class KilledAndNoted:
+    """Kills its process, whose pid is in the file ``path`` before."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, _: object) -> None:
+        self.path.write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class WaitsForTheEnd:
+    """Waits until the process whose pid is in the file ``path`` has ended."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, honest: Any) -> Any:
+        wait_until(lambda: self.path.exists() and self.path.read_text() != "")
+        stat = Path(f"/proc/{self.path.read_text()}/stat")
+        wait_until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX")
+        return honest
+
+
 def exits_at_once(_: object) -> NoReturn:
     os._exit(0)  # HERE
-
-
-def exits_with_3(_: object) -> NoReturn:
-    sys.exit(3)  # HERE
 
 
 def waits(_: object) -> None:

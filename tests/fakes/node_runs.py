@@ -8,9 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -64,14 +62,6 @@ def node_pids() -> dict[int, int]:
         except (OSError, ValueError, IndexError):  # it has ended
             continue
     return found
-
-
-def wait_until(happened: Callable[[], Any], within_s: float = 60.0) -> None:
-    deadline = time.monotonic() + within_s
-    pause = threading.Event()
-    while not happened():
-        assert time.monotonic() < deadline, f"not within {within_s:g} s"
-        pause.wait(0.01)
 
 
 # --- what nodes run ---------------------------------------------------------------------------------

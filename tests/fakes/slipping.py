@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
-
 from tests.fakes.patterned import PatternEnv, Patterns
 
 
@@ -34,5 +32,7 @@ class SlippingEnv(PatternEnv):
 
 def counts_time(observation: Any, state: Any) -> Any:
     """Adds up what it has seen of time since its episode began, from 1 on, and says so as the value."""
+    import torch  # here, because workers of a server need none
+
     total = observation[..., 2:3] + 1 + (0 if state is None else state)
     return torch.zeros(observation.shape[:-1], dtype=torch.int64), {"state_value": total.clone()}, total

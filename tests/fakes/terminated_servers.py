@@ -16,12 +16,16 @@ from muster.rollout.progress import Progress
 from muster.workers import main as worker_main
 from muster.workers.channel import Channel
 from muster.workers.config import WorkerConfig
-from muster.workers.messages import RolloutRequest, RolloutResult
-from muster.workers.requests import Ask, Call, Close, Closed, FillLane
+from muster.workers.messages import CLOSED, Answer, RolloutRequest, RolloutResult, Tell
+from muster.workers.requests import Call
 from muster.workers.worker import Worker
 
 TRACED = ("serve", "answer", "follow", "_answer", "_send", "_close")
-MESSAGES = [Ask(1, Call(Worker.observe)), FillLane(RolloutRequest(1, 0, 0, "policy"), 2, 3), Close()]
+MESSAGES = [
+    Tell(worker_main.WorkerMain.call, (Call(Worker.observe),), 1),
+    RolloutRequest(1, 0, 0, "policy", offset=2, nbytes=3),
+    Tell(worker_main.WorkerMain.close),
+]
 LIMIT = 2000  # instructions; there are some hundred
 
 
@@ -42,7 +46,7 @@ class Server(worker_main.WorkerMain):
         self.ready = True
         return []
 
-    def _lane(self, _: FillLane) -> tuple[Any, Any]:
+    def _lane(self, _: RolloutRequest) -> tuple[Any, Any]:
         lane = SimpleNamespace(done_steps=0, stopped=False)
         return lane, lane
 
@@ -104,7 +108,7 @@ def follow(at: int) -> tuple[dict[str, Any], int]:
     try:
         while True:
             message, _ = here.receive(timeout=20)
-            if isinstance(message, Closed):
+            if isinstance(message, Answer) and message.number == CLOSED:
                 said["closed"] = message.failure
             elif isinstance(message, tuple):
                 said[message[0]] = message[1]

@@ -19,21 +19,12 @@ from muster import Collector, MultiAsyncCollector, MultiSyncCollector
 from muster.envs.checks import FIX, Casts
 from muster.errors import BadEnvOutput, EnvError, MusterError
 from muster.testing import ChainEnv, CountingEnv, FaultyEnv, SpaceEnv
+from tests.fakes.faults import TwoArguments, Unpicklable
+from tests.fakes.without_torch import WideCounting
 from tests.tools import assert_accounted, assert_chain, collect, column, counting, recorded
 
 T = 6  # rows per batch
 OBS = np.zeros(2, np.float32)
-
-
-class Unpicklable(Exception):
-    def __init__(self) -> None:
-        super().__init__("holds a function")
-        self.reason = lambda: None
-
-
-class TwoArguments(Exception):
-    def __init__(self, code: int, why: str) -> None:
-        super().__init__(f"{why} ({code})")
 
 
 class Broken(Exception):
@@ -547,11 +538,6 @@ def test_which_values_can_be_cast(value, space, stored):
         expected = torch.as_tensor(value if stored is None else stored).to(batch["observation"].dtype)
         assert torch.equal(batch["observation"].nan_to_num(7), expected.expand_as(batch["observation"]).nan_to_num(7))
         assert batch["observation"].numpy().dtype == space.dtype
-
-
-class WideCounting(CountingEnv):
-    def _observe(self) -> Any:
-        return super()._observe().astype(np.float64)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no worker processes")

@@ -15,14 +15,10 @@ import muster
 from muster import Collector
 from muster.errors import BadOption, BadPolicyOutput, MusterError, PolicyError
 from muster.testing import CountingEnv, SpaceEnv
+from tests.fakes.faults import TwoArguments
 from tests.tools import assert_accounted, collect, column, counting, recorded, stable
 
 T = 5  # rows per batch
-
-
-class TwoArguments(Exception):
-    def __init__(self, code: int, why: str) -> None:
-        super().__init__(f"{why} ({code})")
 
 
 class Flaky:

@@ -9,7 +9,6 @@ import random
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -39,8 +38,8 @@ from tests.fakes.node_runs import (
     late,
     node_pids,
     sync_nodes,
-    wait_until,
 )
+from tests.waits import free_port, wait_until
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="kills processes, and looks into /proc"),
@@ -442,12 +441,6 @@ def test_a_short_stop_is_no_loss(tmp_path):
     rows = check_stream(batches)
     assert (stats.restarts, stats.unseen, rows[0, 1]) == (0, 0, 0)
     assert stats.executed == stats.frames + sum(stats.discarded.values()) == counts[:, 2].sum()
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 # --- at random --------------------------------------------------------------------------------------

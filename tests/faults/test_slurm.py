@@ -22,6 +22,7 @@ from muster.errors import BadOption, MusterError
 from tests.fakes.slurm import Slurm, missing
 from tests.tools import assert_accounted, counting
 from tests.unit.test_submitit import ECHO, JOIN_S, ROOT, connect, main_program, main_that_kills_its_node
+from tests.waits import wait_until
 
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=f"no SLURM here: {missing()}"),
@@ -75,11 +76,8 @@ def job_of(launcher, number=0):
 
 def reason(job, within_s=JOIN_S):
     """What it has ended of."""
-    until = time.monotonic() + within_s
-    while (why := job.ended()) is None:
-        assert time.monotonic() < until, f"{job} is {job.state}"
-        threading.Event().wait(0.05)
-    return why
+    wait_until(lambda: job.ended() is not None, within_s)
+    return job.ended()
 
 
 def test_a_cancelled_job_is_replaced_by_a_new_one(slurm, carrier_of):
@@ -176,10 +174,7 @@ def test_a_job_that_waits_has_not_ended(slurm, launcher_of, rendezvous):
     launcher = launcher_of(slurm_additional_parameters={"hold": True})
     job = launcher.start(0, 0, rendezvous)
     slurm.wait_for(job.job_id, "PENDING")
-    until = time.monotonic() + 30
-    while job.state == "PENDING":  # as it was submitted; SLURM has not been asked
-        assert time.monotonic() < until
-        threading.Event().wait(0.05)
+    wait_until(lambda: job.state != "PENDING", 30)  # as it was submitted; SLURM has not been asked
     assert job.state == "PENDING (JobHeldUser)"
     assert job.ended() is None
     job.end()
@@ -244,10 +239,7 @@ def test_a_slurm_that_does_not_answer_keeps_nobody_waiting(slurm, launcher_of, r
 def test_a_job_that_slurm_has_forgotten_has_ended():
     queue = Queue()
     queue.add("987654")
-    until = time.monotonic() + 30
-    while queue.state("987654") == "PENDING":
-        assert time.monotonic() < until
-        threading.Event().wait(0.05)
+    wait_until(lambda: queue.state("987654") != "PENDING", 30)
     assert queue.state("987654") == GONE
 
 
@@ -274,7 +266,4 @@ def test_a_main_job_that_cannot_be_submitted(slurm, tmp_path):
 
 
 def _no_jobs(slurm, within_s=30.0):
-    until = time.monotonic() + within_s
-    while left := slurm.run("squeue", "--noheader"):
-        assert time.monotonic() < until, left
-        threading.Event().wait(0.1)
+    wait_until(lambda: not slurm.run("squeue", "--noheader"), within_s)

@@ -19,7 +19,8 @@ from muster.restore.crash_report import CrashReport
 from muster.testing import Fault, OracleEnv, check_stream
 from tests.fakes import faults
 from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, alive, all_gone, run
-from tests.fakes.node_runs import NODE_KINDS, wait_until
+from tests.fakes.node_runs import NODE_KINDS, async_nodes
+from tests.waits import wait_until
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="kills processes"),
@@ -72,6 +73,24 @@ def test_a_death_in_a_reset_says_so(tmp_path, undisturbed, way, kind):
     assert list(got.stats.discarded) == ["worker_died"]
     assert_said(got.error, rf"{how} during reset")
     assert got.error.phase == "reset"
+
+
+@pytest.mark.parametrize("on_failure", MODES)
+@pytest.mark.parametrize("kind", [MultiAsyncCollector, async_nodes])
+def test_a_death_while_another_worker_is_asked_keeps_the_rollouts_in_order(tmp_path, kind, on_failure):
+    """The next rollout of the dead worker must not be requested before the lost one is requested again."""
+    path = tmp_path / "pid"
+    dies = Fault(faults.KilledAndNoted(path), at=3)  # in its first rollout, before its second one is requested
+    waits = Fault(faults.WaitsForTheEnd(path), "reset")  # while it is asked for its layout
+    factories = [
+        partial(OracleEnv, tmp_path / "counts", 0, 1, dies),
+        partial(OracleEnv, tmp_path / "counts", 1, 1, waits),
+    ]
+    got = run(tmp_path, None, kind, create_env_fn=factories, on_failure=on_failure)
+    rows = check_stream(got.batches)
+    assert sum(rows.values()) == FRAMES
+    assert len(got.errors) == (on_failure == "raise")
+    assert (rows[0, 1] >= 2 * T) == (on_failure != "drop")  # in order, as ``check_stream`` has seen
 
 
 @pytest.mark.parametrize("on_failure", MODES)

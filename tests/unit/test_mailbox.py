@@ -71,12 +71,6 @@ def in_thread(function):
     return thread, got
 
 
-def until(ready):
-    ended = threading.Event()
-    while not ready():
-        ended.wait(0.001)
-
-
 # --- wake-ups ---------------------------------------------------------------------------------------
 
 
@@ -134,7 +128,7 @@ def test_no_descriptor_of_lines_is_left(mailbox):
 def test_a_question_says_what_and_lasts_until_its_answer(mailbox, client):
     assert mailbox.question(1) == 0
     thread, got = in_thread(lambda: client.ask(7, 3))
-    until(lambda: mailbox.question(1))
+    wait_until(lambda: mailbox.question(1))
     assert (mailbox.question(1), mailbox.request(1), mailbox.row(1), mailbox.question(0)) == (1, 7, 3, 0)
     mailbox.answer(1, 1)
     thread.join(LONG_S)
@@ -143,13 +137,13 @@ def test_a_question_says_what_and_lasts_until_its_answer(mailbox, client):
 
 def test_an_answer_that_it_has_failed_is_an_error_and_the_next_question_is_another(mailbox, client):
     thread, got = in_thread(lambda: client.ask(7, 3))
-    until(lambda: mailbox.question(1))
+    wait_until(lambda: mailbox.question(1))
     mailbox.answer(1, 1, failed=True)
     thread.join(LONG_S)
     assert isinstance(got[0], PolicyError)
     assert mailbox.question(1) == 0
     thread, got = in_thread(lambda: client.ask(7, 3))
-    until(lambda: mailbox.question(1) == 2)
+    wait_until(lambda: mailbox.question(1) == 2)
     mailbox.answer(1, 2)
     thread.join(LONG_S)
     assert got == [None]
@@ -164,7 +158,7 @@ def test_late_answers_to_one_who_is_gone_do_not_answer_its_successor(mailbox, cl
     assert mailbox.question(1) == 0
     successor = MailboxClient(1, 2, [os.dup(fd) for fd in mailbox.fds_for(1)], lambda: False)
     thread, got = in_thread(lambda: successor.ask(8, 0))
-    until(lambda: mailbox.question(1) == 2)
+    wait_until(lambda: mailbox.question(1) == 2)
     mailbox.answer(1, 1, failed=late < 0)
     assert mailbox.question(1) == 2
     assert got == []
@@ -192,7 +186,7 @@ def test_who_is_given_up_does_not_wait_for_ever(mailbox, monkeypatch):
 
 def test_who_has_finished_says_so_and_wakes_a_server_that_sleeps(mailbox, client):
     thread, got = in_thread(lambda: mailbox.sleep(lambda: finished(mailbox, 1) == 5, LONG_S) or "woken")
-    until(lambda: mailbox.cells[2 * CELLS + ASLEEP])
+    wait_until(lambda: mailbox.cells[2 * CELLS + ASLEEP])
     client.finished(5)
     thread.join(LONG_S)
     assert (got, finished(mailbox, 0)) == (["woken"], 0)
@@ -206,7 +200,7 @@ def test_who_is_at_work_is_known_until_it_has_finished(mailbox, client):
     assert mailbox.look([0, 1]) == ([], 1)
     assert mailbox.look([0]) == ([], 0)
     thread, _ = in_thread(lambda: client.ask(4, 0))
-    until(lambda: mailbox.question(1))
+    wait_until(lambda: mailbox.question(1))
     assert mailbox.look([0, 1]) == ([(1, 1)], 1)
     mailbox.answer(1, 1)
     thread.join(LONG_S)
@@ -231,8 +225,8 @@ def test_of_those_who_are_answered_together_the_last_one_rings():
         while rings(made.wake_up):
             made.wake_up.wait(0)
         threads.append(in_thread(partial(hands[worker].ask, worker + 1, 0))[0])
-        until(partial(made.question, worker))
-        until(lambda worker=worker: made.cells[worker * CELLS + ASLEEP])
+        wait_until(partial(made.question, worker))
+        wait_until(lambda worker=worker: made.cells[worker * CELLS + ASLEEP])
         assert rings(made.wake_up) == wakes, worker
     for worker in (0, 1, 2):
         made.answer(worker, 1)
@@ -246,11 +240,11 @@ def test_of_those_who_are_answered_together_the_last_one_rings():
 def test_a_server_that_sleeps_is_woken_by_a_question_and_a_worker_by_its_answer(mailbox, client):
     """Both have stopped looking by then."""
     asked, got = in_thread(lambda: client.ask(1, 0))
-    until(lambda: mailbox.cells[CELLS + ASLEEP])
+    wait_until(lambda: mailbox.cells[CELLS + ASLEEP])
     mailbox.answer(1, 1)
     asked.join(LONG_S)
     served, woken = in_thread(lambda: mailbox.sleep(lambda: bool(mailbox.question(1)), LONG_S) or "woken")
-    until(lambda: mailbox.cells[2 * CELLS + ASLEEP])
+    wait_until(lambda: mailbox.cells[2 * CELLS + ASLEEP])
     asked, got = in_thread(lambda: client.ask(1, 1))
     served.join(LONG_S)
     assert woken == ["woken"]

@@ -9,6 +9,7 @@ import pickle
 import signal
 import threading
 from functools import partial
+from itertools import islice
 
 import gymnasium
 import numpy as np
@@ -17,18 +18,21 @@ import torch
 from tensordict.nn import TensorDictModule
 
 from muster.cluster.link import Block, LinkLost
-from muster.cluster.messages import WEIGHTS, Beat, Failed, Joined, NodeSetup, Result, Tell
+from muster.cluster.messages import WEIGHTS, Beat, Failed, Joined, NodeSetup, Result
 from muster.cluster.node_main import NodeMain
 from muster.cluster.nodes import Nodes, NodesPublisher
 from muster.errors import EnvError, WorkerDied, WorkerError
 from muster.restore.crash_report import CrashReport
-from muster.testing import Fault, OracleEnv
+from muster.testing import Fault, OracleEnv, check_stream
 from muster.testing.oracle import EXECUTED
 from muster.weights.buffer import Buffer
 from muster.workers.config import PoolConfig, WorkerConfig
+from muster.workers.messages import Tell
+from tests.fakes.faults import Signalled
 from tests.fakes.queue_links import (
     JOIN_S,
     GatedBuffer,
+    LateLink,
     QueueCarrier,
     QueueCollector,
     WritingCollector,
@@ -93,6 +97,18 @@ class TestWorkers:
             next(iter(collector))
             assert collector.stats().workers[0].restarts == 1
             assert len(carrier.links[0]) == 1
+
+    def test_rollouts_stay_in_order_if_requests_cross_the_news_of_a_death(self, tmp_path):
+        factory = partial(OracleEnv, tmp_path / "o", fault=Fault(Signalled(signal.SIGKILL), at=50))
+        options = {"frames_per_batch": 20, "total_frames": -1, "sync": False, "seed": 0}
+        batches = []
+        with QueueCollector([factory], None, carrier=QueueCarrier(LateLink), **options) as collector:
+            with pytest.raises(WorkerDied):
+                batches.extend(batch.clone() for batch in collector)
+            before = len(batches)
+            batches.extend(batch.clone() for batch in islice(collector, 6))
+        assert before == 2
+        check_stream(batches)
 
     def test_a_batch_is_one_request_and_one_result_of_each_node(self, tmp_path, carrier):
         options = {"collector_class": "sync", "num_workers_per_collector": 2, "total_frames": -1}

@@ -12,11 +12,11 @@ import pytest
 from muster.errors import WorkerError
 from muster.memory.shared import Arena
 from muster.memory.slots import Layout, Slot
-from muster.workers.config import Columns, WorkerConfig, WorkerPlace
+from muster.workers.config import WorkerConfig, WorkerPlace
 from muster.workers.failures import pack
-from muster.workers.messages import RolloutRequest
+from muster.workers.messages import BIRTH, Answer, RolloutRequest, Tell
 from muster.workers.proxy import WorkerProxy, WorkerState
-from muster.workers.requests import BIRTH, Answer, Ask, Call, Configure, EnableGrad, FillLane, LayOut, Request, Seed
+from muster.workers.requests import Call, EnableGrad, LayOut, Seed
 from muster.workers.status_page import StatusPage
 from muster.workers.worker import running
 
@@ -60,15 +60,17 @@ class Answering:
     """As a ``Supervisor``: the worker answers at once, as the test says; an exception is raised instead."""
 
     server = subscribe = None
+    counters: Sequence[Any] = ()
 
     def __init__(self, arena: Arena) -> None:
         self.arena, self.config = arena, SimpleNamespace(node="", timeout=lambda phase: 1.0)
+        self.notes = SimpleNamespace(restarted=lambda *_: None)  # nobody keeps histories
         self.answers: deque[Callable[[int], Sequence[Answer]] | BaseException] = deque()
 
     def launch(self, name: str, preload: bool) -> Any:
         return Gone(), Wire(), StatusPage.create()
 
-    def wait_for(self, handle: WorkerProxy, ready: Callable[[], bool]) -> None:
+    def wait_for(self, handle: WorkerProxy, ready: Callable[[], bool], asked: int | None = None) -> None:
         answer = self.answers.popleft() if self.answers else lambda number: [Answer(number)]
         if isinstance(answer, BaseException):
             raise answer
@@ -76,12 +78,6 @@ class Answering:
         wire.said += answer(wire.sent[-1].number)
         handle.pump()
         assert ready()
-
-    def told(self, handle: WorkerProxy, request: Request) -> None:
-        """Nobody keeps histories."""
-
-    def restarted(self, handle: WorkerProxy) -> None:
-        """Nobody keeps histories."""
 
     def ends(self, handle: WorkerProxy) -> None:
         """Nobody keeps accounts."""
@@ -104,17 +100,17 @@ def proxy():
 def test_a_successor_gets_the_config_that_its_predecessor_would_have_now(proxy):
     proxy.call(Seed(7, True))
     proxy.call(EnableGrad(True))
-    proxy.call(LayOut(Columns("policy", {0: 4})))
-    requests = [message.request for message in proxy.process.channel.sent[2:]]
-    assert requests == [Seed(7, True), EnableGrad(True), LayOut(Columns("policy", {0: 4}))]
+    proxy.call(LayOut("policy", {0: 4}))
+    requests = [message.args[0] for message in proxy.process.channel.sent[2:]]
+    assert requests == [Seed(7, True), EnableGrad(True), LayOut("policy", {0: 4})]
     request = RolloutRequest(1, 0, 0, "policy")
     proxy.submit(request, Slot(Layout(1, 1, ()), "heap"))
     proxy.end()
     proxy.start()
     config, *rest = proxy.process.channel.sent
     assert (config.generation, config.factories) == (1, [b""])
-    assert config.place == WorkerPlace({0: 0}, 1, False, 7, True, grad=True, columns=Columns("policy", {0: 4}))
-    assert [message.request for message in rest if isinstance(message, FillLane)] == [request]
+    assert config.place == WorkerPlace({0: 0}, 1, False, 7, True, grad=True, columns=LayOut("policy", {0: 4}))
+    assert [message for message in rest if isinstance(message, RolloutRequest)] == [request]
     assert len(rest) == 1, "nothing is told again message by message"
 
 
@@ -124,7 +120,7 @@ def test_an_answer_that_nobody_waits_for_any_more_is_not_taken_for_another(proxy
     patience.answers += [KeyboardInterrupt(), lambda number: [late, Answer(number, "of this one")]]
     with pytest.raises(KeyboardInterrupt):
         proxy.call(Call(running))
-    assert [m.number for m in proxy.process.channel.sent if isinstance(m, (Ask, Configure))] == [1, 2]
+    assert [m.number for m in proxy.process.channel.sent if isinstance(m, Tell)] == [1, 2]
     assert proxy.call(Call(running)) == ["of this one"]
 
 

@@ -1,52 +1,28 @@
-"""The messages between the main process and a node.
+"""The messages between the main process and a node, besides ``Tell`` and ``Answer``.
 
 The receiver calls ``reach`` of a message. A block that belongs to it is memory: the policy, weights, or lanes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from muster.memory.views import Order as DimOrder
 from muster.observing.stats import InferenceStats
 from muster.workers.config import PoolConfig
 from muster.workers.counters import NodeCounts
 from muster.workers.failures import SentError
-from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult
+from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult, WorkerStatus
 
 if TYPE_CHECKING:
-    from muster.cluster.node_main import NodeMain
     from muster.cluster.node_proxy import NodeProxy
 
 WEIGHTS = 1 << 62  # tag of the first weights of a session; the next ones have the next, so that nodes can expect them
 
 
 # --- to a node -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Tell:
-    """Call a method of the node (``NodeMain``), with the message's block and tag, if it has one.
-
-    Attributes:
-        number: of the answer; 0: no answer.
-        urgent: the node follows it also while it waits for workers.
-    """
-
-    method: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-    number: int = 0
-    urgent: bool = False
-
-    def reach(self, main: NodeMain, block: Any, tag: int) -> None:
-        """In the node: call the method."""
-        args = self.args if block is None else (*self.args, block, tag)
-        if self.number:
-            main.answer(self.number, lambda: self.method(main, *args))
-        else:
-            self.method(main, *args)
 
 
 @dataclass(frozen=True)
@@ -89,16 +65,6 @@ class LaneRun:
 
 
 @dataclass(frozen=True)
-class WorkerTold:
-    """The state of a worker; see ``WorkerStats``."""
-
-    pid: int
-    state: str
-    phase: str
-    restarts: int
-
-
-@dataclass(frozen=True)
 class Told:
     """The state of a node, which is sent with each of its messages.
 
@@ -109,7 +75,7 @@ class Told:
     """
 
     counts: Mapping[int, NodeCounts] = field(default_factory=dict)
-    workers: Sequence[WorkerTold] = ()
+    workers: Sequence[WorkerStatus] = ()
     dropped: Sequence[int] = ()
     inference: InferenceStats | None = None
 
@@ -158,18 +124,6 @@ class Result:
 
     def reach(self, proxy: NodeProxy) -> None:
         proxy.finished(self.results)
-
-
-@dataclass(frozen=True)
-class Answered:
-    """The answer to the ``Tell`` with this number."""
-
-    number: int
-    value: Any = None
-    failure: SentError | None = None
-
-    def reach(self, proxy: NodeProxy) -> None:
-        proxy.answered(self)
 
 
 @dataclass(frozen=True)

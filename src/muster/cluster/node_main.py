@@ -17,7 +17,6 @@ import torch
 
 from muster.cluster.link import Block, Link, LinkLost
 from muster.cluster.messages import (
-    Answered,
     Beat,
     Built,
     Failed,
@@ -27,7 +26,6 @@ from muster.cluster.messages import (
     NodeSetup,
     Result,
     Told,
-    WorkerTold,
 )
 from muster.cluster.session_end import BEAT_S, Outgoing, SessionEnd
 from muster.errors import MusterError, WorkerError, described
@@ -42,10 +40,9 @@ from muster.workers.channel import WakeUp
 from muster.workers.config import WorkerPlace
 from muster.workers.failures import send_error
 from muster.workers.launch import has_fork_server
-from muster.workers.lives import WorkerState
-from muster.workers.messages import RolloutResult
+from muster.workers.messages import Answer, RolloutResult
 from muster.workers.pool import WorkerPool
-from muster.workers.proxy import WorkerProxy
+from muster.workers.proxy import status_of
 from muster.workers.requests import LayOut, Request
 from muster.workers.supervision import Supervisor
 
@@ -95,7 +92,6 @@ class NodeMain:
         self._layouts: dict[int, Layout] = {}  # by group
         self._slots: dict[tuple[int, int], Slot] = {}  # by offset in the main process, and first lane there
         self._jobs: dict[int, _RunAtWork] = {}  # by request
-        self._lost: set[int] = set()  # requests that have to come again before those after them
         self._end = SessionEnd("muster-node-main", lambda: link, lambda: self._said(Beat()), self._wake_up)
 
     def run(self) -> bool:
@@ -124,10 +120,10 @@ class NodeMain:
             value = function()
         except Exception as error:  # noqa: BLE001 (the main process's to raise)
             self._tell_results()  # they were sent before
-            self.say(Answered(number, failure=send_error(error)))
+            self.say(Answer(number, failure=send_error(error)))
         else:
             self._tell_results()
-            self.say(Answered(number, value))
+            self.say(Answer(number, value))
 
     # --- Caller: used while the pool waits for workers ---------------------------------------------------
 
@@ -141,7 +137,7 @@ class NodeMain:
         for item in list(self._end.inbox):
             if getattr(item[0], "urgent", False):
                 self._end.inbox.remove(item)
-                item[0].reach(self, None, 0)
+                item[0].reach(self)
         if is_lost:
             raise _Over(was_said=False)
 
@@ -153,7 +149,7 @@ class NodeMain:
                 message, block, tag = self._end.inbox.popleft()
                 if isinstance(message, Exception):
                     raise message
-                message.reach(self, block, tag)
+                message.reach(self, *(() if block is None else (block, tag)))
             if self._pool is None or self._supervisor is None:
                 self._wake_up.wait(BEAT_S)
             else:
@@ -211,7 +207,7 @@ class NodeMain:
         pool = self._supervisor.pool(self._infos, replace(place, columns=None))
         self._pool = pool
         if place.columns is not None:
-            self.call(LayOut(place.columns))
+            self.call(place.columns)
 
     def call(self, request: Request) -> list[Any]:
         """Send a request to all workers; return their answers."""
@@ -230,12 +226,6 @@ class NodeMain:
         assert pool is not None
         with pool.hold():
             for part in parts:
-                numbers = {request.number for request in part.requests}
-                self._lost -= numbers
-                if any(request.after in self._lost for request in part.requests):  # sent before the loss was known
-                    self._lost |= numbers
-                    self.say(Result([RolloutResult(r.number, r.group, lost=True) for r in part.requests]))
-                    continue
                 job = _RunAtWork(part, self._slot(part))
                 for request in part.requests:
                     self._jobs[request.number] = job
@@ -268,8 +258,6 @@ class NodeMain:
             if result.error is not None:
                 result.error = send_error(result.error)
             job = self._jobs.pop(result.number, None)
-            if job is not None and result.lost:
-                self._lost.add(result.number)
             if job is None:
                 self.say(Result([result]))
                 continue
@@ -290,7 +278,7 @@ class NodeMain:
         counters, groups, server = supervisor.counters, supervisor.config.groups, supervisor.server
         return Told(
             {number: counters[number].counts() for number in groups} if counters else {},
-            [_worker_told(handle) for handle in supervisor.handles],
+            [status_of(handle) for handle in supervisor.handles],
             [number for number in groups if counters[number].dropped] if counters else [],
             None if server is None else server.stats(),
         )
@@ -354,11 +342,3 @@ class Sink:
                 f"the replay buffer that this node writes into, a {type(self._sink.buffer).__name__}, raised "
                 f"{described(raised)}. The rollout is not in it, and counts as discarded"
             ) from raised
-
-
-def _worker_told(handle: WorkerProxy) -> WorkerTold:
-    if handle.state is WorkerState.NEW:
-        return WorkerTold(0, "working", "construct", handle.config.generation)
-    state = "dropped" if handle.state is WorkerState.DROPPED else "working" if handle.alive else "dead"
-    phase = handle.phase.name.lower() if handle.alive else state
-    return WorkerTold(handle.process.child.pid, state, phase, handle.config.generation)

@@ -152,7 +152,7 @@ class NodePool(Watcher):
                 self._welcome(proxy)
             elif not proxy.session.inbox:
                 self._lose(proxy)
-            if any(result.error is None and not result.lost for result in proxy.untaken):
+            if any(result.error is None and not result.lost for result in proxy.under_way.results):
                 proxy.record.fruitless = 0
 
     def _welcome(self, proxy: NodeProxy) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from muster.cluster.link import Block
-from muster.cluster.messages import Answered, Joined, LaneRun, NodeSetup, Tell, Told, WorkerTold
+from muster.cluster.messages import Joined, LaneRun, NodeSetup, Told
 from muster.cluster.node_main import NodeMain
 from muster.cluster.nodes import Session
 from muster.cluster.session_end import BEAT_S
@@ -21,7 +21,7 @@ from muster.workers.config import WorkerPlace
 from muster.workers.counters import FrameCounters, NodeCounts
 from muster.workers.failures import SentError, Where, node_lost
 from muster.workers.lives import Proxy, WorkerState
-from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult
+from muster.workers.messages import CLOSED, Answer, GroupInfo, RolloutRequest, RolloutResult, Tell, WorkerStatus
 from muster.workers.pool import stats_of
 from muster.workers.requests import Request
 
@@ -42,7 +42,6 @@ class NodeProxy(Proxy):
 
     Attributes:
         setup: with the generations of the workers in the next session.
-        place: of the groups, for a successor of the node.
         error: why the node is lost.
         told: the state of the node at its last message.
     """
@@ -50,7 +49,6 @@ class NodeProxy(Proxy):
     def __init__(self, index: int, setup: NodeSetup, policy: Block, pool: NodePool, *, apart: bool) -> None:
         super().__init__(index, setup.config.groups, pool)
         self.setup, self._policy, self._pool, self._apart = setup, policy, pool, apart
-        self.place: WorkerPlace | None = None
         self.error: Exception | None = None
         self.told = Told()
         self.node: Joined | None = None
@@ -78,14 +76,13 @@ class NodeProxy(Proxy):
     def stats(self, counters: Sequence[FrameCounters]) -> list[WorkerStats]:
         found = []
         for place, worker in enumerate(self.setup.config.workers):
-            told = (
-                self.told.workers[place] if self.told.workers else WorkerTold(0, "working", "join", worker.generation)
-            )
+            known, told = self.told.workers, WorkerStatus(0, "working", "join", worker.generation)
+            told = known[place] if known else told
             state = told.state if self.alive else "dead"
             state = "dropped" if counters[worker.groups[0]].dropped else "joining" if self.absent else state
             phase = "join" if self.absent else told.phase if self.alive else state
-            known: dict[str, Any] = {"pid": told.pid, "restarts": told.restarts, "node": self.name}
-            found.append(stats_of(worker.groups, counters, index=worker.index, state=state, phase=phase, **known))
+            status = replace(told, state=state, phase=phase)
+            found.append(stats_of(worker.index, worker.groups, counters, status, self.name))
         return found
 
     # --- its sessions -----------------------------------------------------------------------------
@@ -112,7 +109,7 @@ class NodeProxy(Proxy):
         if self.infos is not None:
             if self._state is WorkerState.JOINING:
                 self.state = WorkerState.RUNNING
-            self._ask_node(NodeMain.assign, place)
+            self._ask(NodeMain.assign, place)
 
     def join(self) -> None:
         """Use a node that has joined after the others began."""
@@ -179,19 +176,13 @@ class NodeProxy(Proxy):
         return Where(worker.index, None if told is None else told.pid or None, restarts, node=self.name)
 
     def _prepare_successor(self) -> None:
-        """Give its workers the next generation, and their environments new episode numbers."""
-        counters, config = self._pool.counters, self.setup.config
+        """Give its workers the next generation."""
+        config = self.setup.config
         restarts = [told.restarts for told in self.told.workers] or [w.generation for w in config.workers]
         workers = [replace(w, generation=n + 1) for w, n in zip(config.workers, restarts, strict=True)]
         self.setup = replace(self.setup, config=replace(config, workers=workers))
-        if self.place is not None and counters:
-            episodes = {number: counters[number].next_episodes() for number in self.groups}
-            self.place = replace(self.place, episodes=episodes)
 
     # --- Proxy -----------------------------------------------------------------------------------
-
-    def prepared(self, policy: str) -> bool:
-        return self.place is not None and self.place.prepared(policy)
 
     def submit(self, request: RolloutRequest, slot: Slot) -> None:
         self.under_way.add(request, slot)
@@ -233,11 +224,11 @@ class NodeProxy(Proxy):
     @postponed()
     def call(self, request: Request) -> list[Any]:
         if self.absent and request.waits:
-            self._remember(request)
+            self.remember(request)
             return []
         self._wait_until_there()
-        self._remember(request)
-        answers: list[Any] = self._ask_node(NodeMain.call, request)
+        self.remember(request)
+        answers: list[Any] = self._ask(NodeMain.call, request)
         return answers
 
     def ask_server(self, method: str, args: Sequence[Any], *, keep: bool) -> Any:
@@ -251,7 +242,7 @@ class NodeProxy(Proxy):
             if self._state is not WorkerState.RUNNING or self.session.lost:
                 return None
         self._wait_until_there()
-        return self._ask_node(NodeMain.ask_server, method, args)
+        return self._ask(NodeMain.ask_server, method, args)
 
     def kill(self) -> None:
         if self.alive:
@@ -267,9 +258,8 @@ class NodeProxy(Proxy):
             return
         if self._state is WorkerState.RUNNING:
             self.state = WorkerState.CLOSING
-            self._asked += 1
-            self._awaited, self._answer = self._asked, None
-            self.session.post(Tell(NodeMain.close, number=self._asked))
+            self._awaited, self._answer = CLOSED, None
+            self.session.post(Tell(NodeMain.close, number=CLOSED))
         if wait:
             self._close()
 
@@ -292,12 +282,8 @@ class NodeProxy(Proxy):
         if answer is not None and answer.failure is not None:
             raise answer.failure.error()
 
-    def _remember(self, request: Request) -> None:
-        if self.place is not None:
-            self.place = request.placed(self.place)
-
-    def _ask_node(self, method: Callable[..., Any], *args: Any) -> Any:
-        return self._ask(lambda number: self.session.post(Tell(method, args, number)))
+    def _tell(self, message: Tell) -> None:
+        self.session.post(message)
 
     def _runs(self, requests: Sequence[RolloutRequest]) -> list[tuple[Slot, list[RolloutRequest]]]:
         """Groups requests whose lanes lie side by side in a slot, so that they are sent back as one block."""
@@ -346,17 +332,15 @@ class NodeProxy(Proxy):
                 result.error = result.error.here(self._pool.crash_directory).error()
             elif not (result.lost or result.dropped):
                 self._pool.counters[result.group].arrived(result.frames)
-            if result.number in self.outstanding:
+            if result.number in self.under_way.outstanding:
                 self.under_way.finished(result)
             else:
                 self._pool.came(result)
         self.under_way.fresh.clear()
 
-    def answered(self, answer: Answered) -> None:
-        """Take an answer, if it is waited for."""
+    def answered(self, answer: Answer) -> None:
         failure = None if answer.failure is None else answer.failure.here(self._pool.crash_directory)
-        if answer.number == self._awaited:
-            self._answer = replace(answer, failure=failure)
+        super().answered(replace(answer, failure=failure))
 
     def failed(self, error: SentError) -> None:
         """The node has failed."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from muster.cluster.carrier import Carrier
 from muster.cluster.link import Block, Link, LinkLost
-from muster.cluster.messages import WEIGHTS, Tell
+from muster.cluster.messages import WEIGHTS
 from muster.cluster.node_main import NodeMain
 from muster.cluster.session_end import END_S, Outgoing, SessionEnd
 from muster.errors import BadOption
@@ -27,6 +27,7 @@ from muster.weights.buffer import WRITING, Buffer, Manifest
 from muster.weights.choice import OF_NODES, class_names
 from muster.weights.transport import NoPublisher, Publisher, Ticket, chosen
 from muster.workers.channel import WakeUp
+from muster.workers.messages import Tell
 
 if TYPE_CHECKING:
     from muster.weights.transport import Weights

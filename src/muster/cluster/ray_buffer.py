@@ -2,7 +2,7 @@
 
 ::
 
-    buffer = RayBuffer(lambda: TensorDictReplayBuffer(storage=LazyTensorStorage(100_000)), num_cpus=1)
+    buffer = RayBuffer(lambda: TensorDictReplayBuffer(storage=LazyTensorStorage(100_000)))
     collector = RayCollector(..., replay_buffer=buffer)
     batch = buffer.sample(256)
 """
@@ -47,7 +47,7 @@ class RayBuffer:
         buffer: function that makes the buffer in the actor, or a buffer, which is pickled to the actor.
         ray_init_config: keyword arguments of ``ray.init``, if Ray does not run in this process yet.
         timeout_s: timeout of each call and of the start, in seconds.
-        remote_options: options of the Ray actor, such as ``num_cpus`` (default 0) or ``memory``.
+        remote_config: options of the Ray actor, such as ``num_cpus`` (default 0) or ``memory``.
 
     Raises:
         BadOption: Ray is not installed, ``buffer`` is no buffer or cannot be pickled, or Ray refuses an option.
@@ -61,7 +61,7 @@ class RayBuffer:
         *,
         ray_init_config: Mapping[str, Any] | None = None,
         timeout_s: float = 60.0,
-        **remote_options: Any,
+        remote_config: Mapping[str, Any] | None = None,
     ) -> None:
         with optional("RayBuffer", "ray", "ray"):
             from muster.cluster.ray_runtime import Lease, actor_class, first_line, search_path
@@ -76,7 +76,7 @@ class RayBuffer:
         try:
             cls = actor_class("muster.cluster.ray_buffer:BufferActor")
             try:
-                cls = cls.options(**({"num_cpus": 0} | remote_options))
+                cls = cls.options(**{"num_cpus": 0, **(remote_config or {})})
             except (ValueError, TypeError) as error:
                 raise BadOption(f"RayBuffer: {first_line(error)} Options of Ray actors are expected") from error
             self._actor = cls.remote(search_path(), made)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from muster.collectors.episode_hook import EpisodeHook
@@ -14,7 +15,9 @@ from muster.episodes.plain import from_plain, to_plain
 from muster.episodes.segment import ENDED, split_trajectories
 from muster.episodes.whole import Envs, WholeEpisodes
 from muster.keys import TRAJ_DONE, Key
+from muster.recording.writer import Recorder
 from muster.rollout.hooks import call_hook
+from muster.utils.tracebacks import trimmed
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -36,9 +39,11 @@ class PipelineItem:
 
     def go_on(self) -> Any:
         """Run the remaining stages, and return the resulting item."""
-        while self._stages:
-            self._item = self._stages[0](self._item)
-            self._stages.popleft()
+        if self._stages:
+            with trimmed:
+                while self._stages:
+                    self._item = self._stages[0](self._item)
+                    self._stages.popleft()
         return self._item
 
 
@@ -65,6 +70,8 @@ class Pipeline:
         episodes: episode assembler of ``trajs_per_batch``.
         episode_hook: hook of ``on_episode_done``.
         sink: writer to the replay buffer.
+        recorder: writer to disk.
+        writes: False: items are already in the replay buffer.
         ready: items to yield before anything else is collected; None: the item is in a buffer already.
         needs_flags: uses ``("next", "done")``, which an environment may not show.
         is_direct: batches are yielded as they were collected.
@@ -91,13 +98,15 @@ class Pipeline:
         self.sink: ReplaySink | None = None
         if options.replay_buffer is not None:
             self.sink = ReplaySink(options.replay_buffer, extend=options.extend_buffer)
+        self.writes = self.sink is not None
+        self.recorder = _recorder(options)
         self.ready: list[PipelineItem | None] = []
         self._put: deque[_Put] = deque()  # batches that were not processed yet
         self._unsorted = False  # there may be complete groups of episodes
         self._hidden: Sequence[Key] = ()  # keys of the last batch
         self.needs_flags = bool(options.trajs_per_batch or options.split_trajs or options.on_episode_done)
         buffered = options.replay_buffer is not None or options.on_batch is not None or options.postproc is not None
-        self.is_direct = not (self.needs_flags or buffered)
+        self.is_direct = not (self.needs_flags or buffered or self.recorder is not None)
 
     @property
     def frames_ready(self) -> int:
@@ -161,7 +170,7 @@ class Pipeline:
         return None if self.sink is not None else item
 
     def begin(self, item: TensorDict, first: Sequence[Stage] = (), frames: int = 0) -> PipelineItem:
-        """Make an item that passes through postproc, ``on_batch`` and the replay buffer.
+        """Make an item that passes through postproc, ``on_batch``, the recorder and the replay buffer.
 
         Args:
             first: earlier stages, from ``watching`` or ``showing``.
@@ -179,6 +188,11 @@ class Pipeline:
     def showing(self) -> list[Stage]:
         """The stage that shows the episodes of an item of whole episodes to the hook, and adds its columns."""
         return [] if self.episode_hook is None else [self.episode_hook.whole]
+
+    def close(self) -> None:
+        """Close the recorder, if it was made here."""
+        if self.recorder is not None and self.recorder is not self._options.record:
+            self.recorder.close()
 
     def skip(self, batch: TensorDict, envs: Envs = None) -> None:
         """Record a batch that is delivered elsewhere: episodes with rows in it will not be complete."""
@@ -215,9 +229,9 @@ class Pipeline:
     @property
     def _stages(self) -> list[Stage]:
         """The stages of every item."""
-        wanted = (self._options.postproc, self._options.on_batch, self.sink)
-        stages = (self._process, self._look, self._write)
-        return [stage for user, stage in zip(wanted, stages, strict=True) if user is not None]
+        options = self._options
+        wanted = (options.postproc is not None, options.on_batch is not None, self.recorder is not None, self.writes)
+        return list(compress((self._process, self._look, self._record, self._write), wanted))
 
     def _show(self, episodes: deque[TensorDict], item: Any) -> Any:
         assert self.episode_hook is not None
@@ -234,7 +248,23 @@ class Pipeline:
         call_hook("on_batch", self._options.on_batch, item, "The batch is kept: the next call goes on with it.")
         return item
 
+    def _record(self, item: Any) -> Any:
+        assert self.recorder is not None
+        self.recorder.write(item)
+        return item
+
     def _write(self, item: Any) -> Any:
         assert self.sink is not None
         self.sink.write(item)
         return item
+
+
+def _recorder(options: CollectorOptions) -> Recorder | None:
+    """Return the recorder of a collector: the user's, or a new one for a directory."""
+    if options.record is None or isinstance(options.record, Recorder):
+        return options.record
+    given = options.create_env_fn
+    envs = list(given) if isinstance(given, (list, tuple)) else [given]
+    known: dict[str, Any] = {"env": envs[0] if isinstance(envs[0], str) and envs.count(envs[0]) == len(envs) else None}
+    known["seed"] = options.seed
+    return Recorder(options.record, meta={name: value for name, value in known.items() if value is not None})

@@ -69,8 +69,8 @@ class After:
 
     def __init__(self, group: Group, lane: Lane, wanted: Bootstrap) -> None:
         self._group, self._lane, self._wanted = group, lane, wanted
-        columns = lane.layout.columns
-        self._states = [c.key for c in columns if c.carry and c.key not in carried_specs(group.env)]
+        of_env = carried_specs(group.env)
+        self._states = [c.key for c in lane.layout.columns if c.carry and c.key not in of_env]
         self._kept: dict[tuple[int, int], dict[Key, Any]]  # recurrent states that resets would overwrite
         self._kept = lane.cache.setdefault(KEPT, {})
         for cell in [cell for cell in self._kept if cell[0] >= lane.done_steps]:  # the rollout writes these rows again

@@ -55,7 +55,8 @@ class LaneViews:
         for column in carried:
             group.carry.of(column)  # allocates it
         self.carried = [(column.key, data[column.key]) for column in carried]
-        own = [(key, rows) for key, rows in self.carried if key not in carried_specs(group.env)]
+        of_env = carried_specs(group.env)
+        own = [(key, rows) for key, rows in self.carried if key not in of_env]
         self.states = [(rows, key == IS_INIT) for key, rows in own]
         self.is_fine = quick_check(lane, group.env, group.options.validate)
         self.marks = marks_of(lane)

@@ -13,13 +13,11 @@ from types import TracebackType
 from muster import errors
 from muster.errors import MusterError
 
-MUSTER = str(Path(errors.__file__).parent)
+MUSTER = os.path.join(Path(errors.__file__).parent, "")
 _TESTING = os.path.join(MUSTER, "testing", "")
-INSTALLED = (
-    *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
-    *site.getsitepackages(),
-    site.getusersitepackages(),
-)
+_INSTALLED = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+_INSTALLED += [*site.getsitepackages(), site.getusersitepackages()]
+INSTALLED = tuple(os.path.join(folder, "") for folder in _INSTALLED)
 _CAUSE, _CONTEXT, _TRACEBACK = (  # a subclass's may do anything
     vars(BaseException)[name] for name in ("__cause__", "__context__", "__traceback__")
 )
@@ -76,12 +74,12 @@ def traceback_text(error: BaseException) -> str:
 
 def is_muster(file: str) -> bool:
     """Return whether the source file is one of Muster's. Environments of ``muster.testing`` count as the user's."""
-    return file.startswith(os.path.join(MUSTER, "")) and not file.startswith(_TESTING)
+    return file.startswith(MUSTER) and not file.startswith(_TESTING)
 
 
 def is_installed(file: str) -> bool:
     """Return whether the source file is one of Python's or of an installed package."""
-    return file.startswith(("<frozen", *(os.path.join(folder, "") for folder in INSTALLED)))
+    return file.startswith(("<frozen", *INSTALLED))
 
 
 def _shown(entries: list[TracebackType], *, keep_first: bool) -> list[TracebackType]:

@@ -7,7 +7,6 @@ once, whatever its size.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -31,7 +30,7 @@ from muster.rollout.bootstrap import BootstrapRows, fill_values, spare_lane
 from muster.weights.names import named_tensors
 from muster.weights.transport import Subscriber
 from muster.workers.build import WorkerOptions, build_policy
-from muster.workers.messages import GroupInfo
+from muster.workers.messages import GroupInfo, RolloutRequest
 
 if TYPE_CHECKING:
     from muster.protocols import EnvBatch
@@ -48,19 +47,25 @@ class ServedRollout:
 
     Attributes:
         number: number of the request.
+        index: index of the lane in the slot.
         version: version of the weights at the start of the rollout.
         error: error of the policy that interrupted the rollout.
     """
 
     number: int
     group: int
-    lane: Lane
+    slot: Slot
+    index: int
     version: int | str = 0
     error: Exception | None = None
     act: Act | None = None  # for this lane alone, while ``epoch`` is the current one
     epoch: int = -1  # epoch of ``act``, see ``Actor``
     prepared: dict[tuple[int, int], _Prepared] = field(default_factory=dict)  # by size of the buffer, as its leader
     pairs: dict[Any, _Pairs3 | None] = field(default_factory=dict)  # see ``Actor._parts``
+
+    @property
+    def lane(self) -> Lane:
+        return self.slot.lanes[self.index]
 
 
 @dataclass
@@ -167,10 +172,10 @@ class Actor:
 
     # --- acting -----------------------------------------------------------------------------------
 
-    def begin(self, number: int, group: int, lane: Lane) -> ServedRollout:
+    def begin(self, request: RolloutRequest, slot: Slot) -> ServedRollout:
         """Start a rollout with the newest weights."""
         self._take_weights()
-        return ServedRollout(number, group, lane, self._weights.version or 0)
+        return ServedRollout(request.number, request.group, slot, request.lane, self._weights.version or 0)
 
     def act(self, asked: Sequence[tuple[ServedRollout, int]]) -> None:
         """Act on a row of each rollout in one call of the policy. The caller converts the policy's own errors."""
@@ -219,7 +224,6 @@ class Actor:
         return made
 
     def _act_alone(self, rollout: ServedRollout, row: int, *, first: bool) -> None:
-        """Act on a row in place."""
         lane, rng = rollout.lane, self._rngs[rollout.group]
         policy = self._policy_for(lane.layout.lead, lambda: self._seen(lane, row), rng)
         if first:
@@ -273,12 +277,11 @@ class Actor:
 
     def _parts(self, asked: Sequence[tuple[ServedRollout, int]], buffer: Lane) -> list[tuple[_Pairs3, int]]:
         """Return the arrays to copy: a single part if all lanes lie evenly in one slot, else one part per rollout."""
-        lanes = [rollout.lane for rollout, _ in asked]
         leader, row = asked[0]
         if all(other == row for _, other in asked):
             together = (buffer.B, buffer.T, *(rollout.number for rollout, _ in asked))
             if together not in leader.pairs:
-                leader.pairs[together] = self._pairs(buffer, 0, lanes) if _lie_evenly(lanes) else None
+                leader.pairs[together] = self._pairs(buffer, 0, [rollout for rollout, _ in asked])
             if (pairs := leader.pairs[together]) is not None:
                 return [(pairs, row)]
         parts: list[tuple[_Pairs3, int]] = []
@@ -286,21 +289,30 @@ class Actor:
         for rollout, row in asked:
             alone = buffer.B, buffer.T, begin
             if alone not in rollout.pairs:
-                rollout.pairs[alone] = self._pairs(buffer, begin, [rollout.lane])
+                rollout.pairs[alone] = self._pairs(buffer, begin, [rollout])
             parts.append((cast("_Pairs3", rollout.pairs[alone]), row))
             begin += rollout.lane.B
         return parts
 
-    def _pairs(self, buffer: Lane, begin: int, lanes: Sequence[Lane]) -> _Pairs3:
-        """Pair arrays of a buffer (from environment ``begin``) and lanes: inputs, outputs, outputs of the next row."""
-        n, B, written = len(lanes), lanes[0].B, self._written()
+    def _pairs(self, buffer: Lane, begin: int, rollouts: Sequence[ServedRollout]) -> _Pairs3 | None:
+        """Pair arrays of a buffer (from environment ``begin``) and lanes: inputs, outputs, outputs of the next row.
+
+        None: the lanes are not evenly spaced in one slot. (A view over several slots would also cover the memory
+        between them: NumPy sees overlaps, and copies take very long.)
+        """
+        slot, n, places = rollouts[0].slot, len(rollouts), [rollout.index for rollout in rollouts]
+        apart = places[1] - places[0] if n > 1 else 1
+        if any(rollout.slot is not slot for rollout in rollouts) or places != [places[0] + i * apart for i in range(n)]:
+            return None
+        lane, written = rollouts[0].lane, self._written()
+        B = lane.B
         parts: _Pairs3 = ([], [], [])
         into, out, later = parts
         for column in buffer.layout.columns:
-            here, there = lanes[0].arrays[column.key], buffer.arrays[column.key][:, begin : begin + n * B]
+            here, there = lane.arrays[column.key], buffer.arrays[column.key][:, begin : begin + n * B]
             if n > 1:
-                step = _address(lanes[1].arrays[column.key]) - _address(here)
-                shape, strides = (len(here), n, *here.shape[1:]), (here.strides[0], step, *here.strides[1:])
+                step, shape = apart * slot.layout.lane_bytes, (len(here), n, *here.shape[1:])
+                strides = here.strides[0], step, *here.strides[1:]
                 here = np.lib.stride_tricks.as_strided(here, shape, strides)
                 there = there.reshape(len(there), n, B, *there.shape[2:])
             if column.carry:
@@ -370,21 +382,6 @@ class Actor:
     def _take_weights(self) -> None:
         if self._weights.take(self._into) is not None:
             self._epoch += 1
-
-
-def _lie_evenly(lanes: Sequence[Lane]) -> bool:
-    """Return whether these are lanes of one slot, in ascending order and at equal distances."""
-    if len(lanes) < 2 or any(lane.layout != lanes[0].layout for lane in lanes):
-        return False
-    some = lanes[0].layout.tensor_columns[0].key
-    at = [_address(lane.arrays[some]) for lane in lanes]
-    # A view over several slots also covers the memory between them: NumPy sees overlaps, and copies take very long.
-    in_one = 0 < at[-1] - at[0] < lanes[0].layout.nbytes
-    return in_one and at[1] > at[0] and {b - a for a, b in itertools.pairwise(at)} == {at[1] - at[0]}
-
-
-def _address(array: Array) -> int:
-    return int(array.ctypes.data)
 
 
 def check_alike(info: GroupInfo, first: GroupInfo) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from muster.memory.specs import Array, Column
+from muster.memory.specs import Array
 from muster.restore.pickling import loads
 from muster.weights.transport import Ticket
 
 if TYPE_CHECKING:
     from muster.workers.inference import ServerConfig
+    from muster.workers.requests import LayOut
 
 OnFailure = Literal["raise", "restart", "drop"]
 
@@ -32,23 +33,6 @@ def timeout_of(timeouts: Mapping[str, float | None], phase: str) -> float | None
     """Return the deadline of a phase in seconds (None: none), from the user's ``timeouts`` or the defaults."""
     seconds = {**TIMEOUTS, **timeouts}
     return seconds.get(phase, seconds["step"])
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The policy, the length and the served columns of the next rollouts.
-
-    Attributes:
-        policy: "policy" or "random".
-        T: number of time steps, by group.
-        version: version of the weights; None: the worker sets it when it takes the weights.
-        served: columns that an inference server writes.
-    """
-
-    policy: str
-    T: Mapping[int, int]
-    version: int | str | None = None
-    served: Sequence[Column] = ()
 
 
 @dataclass(frozen=True)
@@ -73,11 +57,7 @@ class WorkerPlace:
     static: bool = False
     episodes: Mapping[int, Array] | None = None
     grad: bool = False
-    columns: Columns | None = None
-
-    def prepared(self, policy: str) -> bool:
-        """Return whether rollouts of this policy have been laid out."""
-        return self.columns is not None and self.columns.policy == policy
+    columns: LayOut | None = None
 
     def part(self, groups: Sequence[int]) -> WorkerPlace:
         """Return the place of these groups only."""

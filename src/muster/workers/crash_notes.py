@@ -28,20 +28,13 @@ Replay = tuple[Path | None, str]  # a crash report, and the command that replays
 
 
 class CrashNotes:
-    """The action logs of groups, in the parent.
+    """The action logs of groups that were just made, in the parent."""
 
-    Args:
-        directory: directory of crash reports.
-    """
-
-    def __init__(self, directory: CrashDirectory) -> None:
-        self._directory = directory
+    def __init__(self, config: PoolConfig, counters: Sequence[FrameCounters]) -> None:
+        self._directory = CrashDirectory(config.crash_dir)
         self._histories: dict[int, ActionLog] = {}
         self._infos: dict[int, GroupInfo] = {}
         self._begun: dict[int, int] = {}  # by request under way: first row after an earlier result
-
-    def open(self, config: PoolConfig, counters: Sequence[FrameCounters]) -> None:
-        """Start the action logs of groups that were just made."""
         for number, factory in zip(config.groups, config.origins, strict=True):
             info, ids = counters[number].info, counters[number].env_ids
             self._infos[number] = info

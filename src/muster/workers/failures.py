@@ -197,7 +197,8 @@ def pack(error: BaseException, *, phase: str, **where: Any) -> SentError:
         trim(original)
     cause = None if original is None else SentCause.of(original)
     stack = f"Traceback in the worker:\n{cause.traceback}" if cause is not None and cause.traceback else ""
-    message = _sections(f"{_sentence(text)} In {place}, phase {phase}.", stack)
+    sentence = text if text.endswith((".", "!", "?")) else f"{text}."
+    message = _sections(f"{sentence} In {place}, phase {phase}.", stack)
     return SentError(nearest.__name__, message, place.known(phase) | {"traceback": full}, cause)
 
 
@@ -427,10 +428,6 @@ def _signal_name(number: int) -> str:
 def _capital(where: Where) -> str:
     text = str(where)
     return text[0].upper() + text[1:]
-
-
-def _sentence(text: str) -> str:
-    return text if text.endswith((".", "!", "?")) else text + "."
 
 
 def _sections(*parts: str) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -32,7 +30,6 @@ class _Requested:
     ring: SlotRing
     slot: Slot
     born: int
-    place: int  # position in the order of all requests
     results: dict[int, RolloutResult] = field(default_factory=dict)  # by request
 
     @property
@@ -65,9 +62,7 @@ class FirstReady(Schedule):
     ) -> None:
         super().__init__(pool, bundles, T)
         self._lead, self._max_lag, self._publishes = lead, max_lag, publishes
-        self._bundles = {group: bundle for bundle in self.bundles for group in bundle.groups}
-        self._requested: dict[int, list[_Requested]] = {bundle.groups[0]: [] for bundle in self.bundles}
-        self._places = itertools.count()
+        self._requested: list[_Requested] = []  # oldest first
         self._unsure = False  # a call was interrupted, so that rollouts may have to be requested again
         self._delivered = 0
         self._begun: Counter[int] = Counter()  # number of requested rollouts, by the bundle's first group
@@ -93,14 +88,15 @@ class FirstReady(Schedule):
                 self._resubmit()
                 self._request_rollouts(wanted, wanted.batches)  # from other groups in its place
         give_warnings(self.pool)
-        self._remove(found)
+        place = self._requested.index(found)
+        del self._requested[place]
         results = [found.results[request.number] for request in found.requests]
         try:
             self._request_rollouts(wanted, None if wanted.batches is None else wanted.batches - 1, delivered=1)
         except SlotsExhausted:
             pass  # the next call raises it; this one has a batch
         except BaseException:
-            self._add(found)
+            self._requested.insert(place, found)
             raise
         for lane, result in enumerate(results):
             self._finish(found.slot, lane, result)
@@ -110,7 +106,7 @@ class FirstReady(Schedule):
 
     @property
     def ahead_of_user(self) -> bool:
-        return self._count > 0
+        return bool(self._requested)
 
     def rollouts_for(self, frames: int, rows: int | None) -> int:
         if not self.ahead_of_user:
@@ -129,7 +125,7 @@ class FirstReady(Schedule):
         while self.pool.outstanding:
             self._take_note(self.pool.next_result())
         made = []
-        for requested in self._by_place():
+        for requested in self._requested:
             if not requested.complete:
                 continue
             results = [requested.results[request.number] for request in requested.requests]
@@ -148,13 +144,12 @@ class FirstReady(Schedule):
                 RolloutRequest(next(self.pool.numbers), group, lane, policy="")
                 for lane, group in enumerate(bundle.groups)
             ]
-            born, place = self._publishes() - plain["age"], next(self._places)
-            requested = _Requested(requests, bundle, ring, slot, born, place)
+            requested = _Requested(requests, bundle, ring, slot, self._publishes() - plain["age"])
             for request, part in zip(requests, plain["results"], strict=True):
                 requested.results[request.number] = result_of(part, request.number)
                 self.pool.counters[request.group].in_flight += part["frames"]
             slot.state = SlotState.FULL
-            self._add(requested)
+            self._requested.append(requested)
 
     @postponed()
     def abandon(self, reason: str) -> None:
@@ -172,32 +167,12 @@ class FirstReady(Schedule):
 
     def _discard(self, reason: str) -> None:
         super()._discard(reason)
-        for requested in self._by_place():
+        for requested in [*self._requested]:
             self._drop(requested)
-
-    @property
-    def _count(self) -> int:
-        """The number of undelivered rollouts of bundles."""
-        return sum(map(len, self._requested.values()))
-
-    def _waiting(self, bundle: Bundle) -> list[_Requested]:
-        """Return the undelivered rollouts of a bundle, oldest first."""
-        return self._requested[bundle.groups[0]]
-
-    def _by_place(self) -> list[_Requested]:
-        """Return all undelivered rollouts, oldest first."""
-        every = (requested for bundle in self.bundles for requested in self._waiting(bundle))
-        return sorted(every, key=lambda requested: requested.place)
-
-    def _add(self, requested: _Requested) -> None:
-        bisect.insort(self._waiting(requested.bundle), requested, key=lambda other: other.place)
-
-    def _remove(self, requested: _Requested) -> None:
-        self._waiting(requested.bundle).remove(requested)
 
     def _drop(self, requested: _Requested) -> None:
         """Discard a rollout that can no longer be delivered."""
-        self._remove(requested)
+        self._requested.remove(requested)
         self._give_back(requested.ring, requested.slot)
 
     def _compare_shares(self) -> None:
@@ -223,9 +198,10 @@ class FirstReady(Schedule):
         # A rollout that is being delivered is followed by a publish.
         lag = None if self._max_lag is None else self._max_lag + 1 - delivered
         bounds = [n for n in (batches, lag) if n is not None]
-        left = min(bounds, default=self._lead * len(self.bundles)) - self._count
+        left = min(bounds, default=self._lead * len(self.bundles)) - len(self._requested)
         for level in range(self._lead):
-            lacking = [bundle for bundle in self.bundles if len(self._waiting(bundle)) <= level]
+            waiting = Counter(requested.bundle.groups[0] for requested in self._requested)
+            lacking = [bundle for bundle in self.bundles if waiting[bundle.groups[0]] <= level]
             for bundle in sorted(lacking, key=lambda bundle: self._begun[bundle.groups[0]]):
                 if left <= 0:
                     return
@@ -233,7 +209,7 @@ class FirstReady(Schedule):
                 if requested is not None:
                     self._send(requested, requested.requests)
                     self._begun[bundle.groups[0]] += 1
-                    self._add(requested)
+                    self._requested.append(requested)
                     left -= 1
                     if self.ahead is not None:
                         self.ahead.prepare(requested.ring, requested.slot)
@@ -249,14 +225,13 @@ class FirstReady(Schedule):
 
     def _requested_from(self, bundle: Bundle, wanted: CollectRequest, delivered: int) -> _Requested | None:
         """Make requests for one rollout of each group of a bundle; None if the bundle is dropped."""
-        policy = wanted.policy(self._count + delivered)
+        policy = wanted.policy(len(self._requested) + delivered)
         self._prepare(bundle, policy)
         if self._is_dropped(bundle):  # just now
             return None
         slot = bundle.ring.take()
         limit = self._limit(wanted.limit, bundle.groups)
-        waiting = self._waiting(bundle)
-        before = waiting[-1].requests if waiting else None
+        before = next((r.requests for r in reversed(self._requested) if r.bundle is bundle), None)
         requests = [
             RolloutRequest(
                 next(self.pool.numbers),
@@ -264,53 +239,35 @@ class FirstReady(Schedule):
                 lane,
                 policy,
                 limit=limit,
-                sharing=self._sharing(bundle, group),
+                sharing=self._sharing(bundle.groups, group) if len(bundle.groups) > 1 else None,
                 spans=wanted.spans,
                 after=before[lane].number if before else None,
                 bootstrap=wanted.bootstrap,
             )
             for lane, group in enumerate(bundle.groups)
         ]
-        return _Requested(requests, bundle, bundle.ring, slot, self._publishes(), next(self._places))
+        return _Requested(requests, bundle, bundle.ring, slot, self._publishes())
 
     def _prepare(self, bundle: Bundle, policy: str) -> None:
-        living = [group for group in bundle.groups if not self.pool.counters[group].dropped]
-        handles = list(dict.fromkeys(self.pool.handle(group) for group in living))
-        if bundle.laid_out and all(handle.prepared(policy) for handle in handles):
-            return
-        layouts: dict[int, Layout] = {}
-        for handle in handles:
-            layouts |= self._lay_out(handle, policy, None)  # waits for earlier requests
-        for other in self.bundles:
-            known = [group for group in other.groups if group in layouts]
-            if known:  # dropped groups have no worker to ask
-                other.lay_out([layouts.get(group, layouts[known[0]]) for group in other.groups], self._names(other))
-
-    def _sharing(self, bundle: Bundle, group: int) -> tuple[int, int] | None:
-        """Return ``RolloutRequest.sharing`` for a group of a bundle; None if the group has batches of its own."""
-        if len(bundle.groups) == 1:
-            return None
-        counters = [self.pool.counters[number] for number in bundle.groups]
-        sizes = [0 if counts.dropped else counts.info.num_envs for counts in counters]
-        return sum(sizes[: bundle.groups.index(group)]), sum(sizes)
+        if not self._is_prepared([bundle], policy):
+            self._lay_out([bundle], policy, None)  # waits for earlier requests
 
     def _deliverable(self) -> _Requested | None:
         """Return the oldest complete rollout that may overtake all older incomplete ones; None if there is none."""
-        oldest = [waiting[0] for waiting in self._requested.values() if waiting]  # a bundle's later ones complete later
-        complete = [requested for requested in oldest if requested.complete]
-        for requested in sorted(complete, key=lambda requested: requested.place):
-            if self._max_lag is None or self._lag(requested) <= self._max_lag:
+        overtaken: set[int] = set()  # bundles
+        lag = 0  # the largest one of all older rollouts if this one is delivered before them
+        for ahead, requested in enumerate(self._requested):
+            if self._max_lag is not None and lag > self._max_lag:
+                return None
+            if requested.complete and requested.bundle.groups[0] not in overtaken:
                 return requested
+            overtaken.add(requested.bundle.groups[0])
+            lag = max(lag, self._publishes() + 1 - requested.born + ahead)
         return None
 
-    def _lag(self, requested: _Requested) -> int:
-        """Return the largest lag of all older rollouts if this one is delivered before them."""
-        older = itertools.takewhile(lambda other: other is not requested, self._by_place())
-        return max((self._publishes() + 1 - other.born + ahead for ahead, other in enumerate(older)), default=0)
-
     def _take_note(self, result: RolloutResult) -> None:
-        waiting = self._waiting(self._bundles[result.group])
-        requested = next((r for r in waiting if result.number in (o.number for o in r.requests)), None)
+        numbered = (r for r in self._requested if any(o.number == result.number for o in r.requests))
+        requested = next(numbered, None)
         if requested is None:  # the bundle was dropped, or the result belongs to no request (``news``)
             pass
         elif result.dropped and self._is_dropped(requested.bundle):
@@ -324,8 +281,8 @@ class FirstReady(Schedule):
 
     def _resubmit(self) -> None:
         """Submit requests again that have no result and are not under way, after an error or a loss."""
-        under_way = {number for handle in self.pool.handles for number in handle.outstanding}
-        for requested in self._by_place():
+        under_way = {number for handle in self.pool.handles for number in handle.under_way.outstanding}
+        for requested in [*self._requested]:
             without = [o for o in requested.requests if o.number not in requested.results]
             missing = [o for o in without if o.number not in under_way]
             if missing and self._is_dropped(requested.bundle):
@@ -338,10 +295,16 @@ class FirstReady(Schedule):
                 self._drop(requested)
 
     def _send(self, requested: _Requested, requests: Sequence[RolloutRequest]) -> None:
-        """Submit requests to workers. Requests to dropped groups get a dropped result at once."""
+        """Submit requests to workers. Requests to dropped groups get a dropped result at once.
+
+        A request whose predecessor is lost is not submitted: ``_resubmit`` submits both, in order.
+        """
         with self.pool.hold() if len(requests) > 1 else nullcontext():
             for request in requests:
+                handle, after = self.pool.handle(request.group), request.after
                 if self.pool.counters[request.group].dropped:
                     requested.results[request.number] = RolloutResult(request.number, request.group, dropped=True)
-                else:
-                    self.pool.handle(request.group).submit(request, requested.slot)
+                elif after in handle.under_way.outstanding or not any(
+                    o.number == after and after not in r.results for r in self._requested for o in r.requests
+                ):
+                    handle.submit(request, requested.slot)

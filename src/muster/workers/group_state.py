@@ -51,7 +51,7 @@ def load(group: Group, state: dict[str, Any], reasons: list[str | None], policy:
     group.carry.clear()  # also of columns of this process's policy
     group.carry.update(rows)
     call = state["call"]
-    group._primed = None if call is None or policy is None else (policy, _call(call, group.B), call["version"])
+    group._primed = None if call is None or policy is None else (policy, _call(call), call["version"])
     group.resumed = None if group.resumed is None else []
     group.due = Due(state["pending"], state["seeds"])
     group.started, group.unreported = state.get("started", True), 0
@@ -76,10 +76,8 @@ def _call_state(outputs: Outputs, version: int | str) -> dict[str, Any]:
     }
 
 
-def _call(state: dict[str, Any], B: int) -> Outputs:
-    objects = {key: np.empty(B, object) for key in state["objects"]}
-    for key, array in objects.items():
-        array[:] = state["objects"][key]
+def _call(state: dict[str, Any]) -> Outputs:
+    objects = {key: _leaf(values) for key, values in state["objects"].items()}
     return Outputs(state["action"], state["extras"], state["state"], objects)
 
 

@@ -61,12 +61,6 @@ class ServerConfig:
     exclusive: bool = True
     keeps_streams: bool = True
 
-    @property
-    def client_groups(self) -> list[Sequence[int]]:
-        """The workers that are answered together: all of them, or with ``alternating`` two halves."""
-        half = -(-len(self.workers) // 2) if self.alternating else len(self.workers)
-        return [part for part in (self.workers[:half], self.workers[half:]) if part]
-
 
 @dataclass
 class _Client:
@@ -93,7 +87,9 @@ class InferenceServer:
     """
 
     def __init__(self, config: ServerConfig, policy: bytes, ticket: Ticket, workers: int) -> None:
-        self._config, self._client_groups = config, config.client_groups
+        self._config, every = config, config.workers
+        half = -(-len(every) // 2) if config.alternating else len(every)
+        self._client_groups = [part for part in (every[:half], every[half:]) if part]  # workers answered together
         lockstep = config.max_wait_s is None and config.max_batch is None
         self.mailbox = Mailbox(workers, self._client_groups if lockstep else ())
         own = made_policy(policy, is_factory=config.is_factory)
@@ -312,7 +308,7 @@ class InferenceServer:
         number = self.mailbox.request(client.worker)
         if number not in self._rollouts:
             requested = client.handle.under_way.outstanding[number]
-            self._rollouts[number] = self.actor.begin(number, requested.request.group, requested.lane)
+            self._rollouts[number] = self.actor.begin(requested.request, requested.slot)
         return self._rollouts[number]
 
 

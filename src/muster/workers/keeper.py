@@ -156,7 +156,12 @@ def tie_life(lifeline: socket.socket | int) -> None:
     """
     if os.getsid(0) != os.getpid():
         os.setsid()
-    signal_on_change(lifeline, -os.getpid(), signal.SIGKILL)
+    import fcntl
+
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())  # from now on, every event of the socket is a signal
+    if hasattr(fcntl, "F_SETSIG"):  # elsewhere it is SIGIO, which also ends a process unless it is handled
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
     if hung_up(lifeline):  # closed before the signal was set up
         os._exit(1)
 
@@ -175,13 +180,3 @@ def kill_group(pid: int, *, reaped: bool = False) -> None:
             kill(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             pass
-
-
-def signal_on_change(sock: socket.socket | int, receiver: int, number: int) -> None:
-    """Have the kernel send a signal to a process (or, negative, a group) on every event of the socket."""
-    import fcntl
-
-    fcntl.fcntl(sock, fcntl.F_SETOWN, receiver)
-    if hasattr(fcntl, "F_SETSIG"):  # elsewhere it is SIGIO, which also ends a process unless it is handled
-        fcntl.fcntl(sock, fcntl.F_SETSIG, number)
-    fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) | os.O_ASYNC)

@@ -68,7 +68,8 @@ def launch(
     here = [*sys.modules] if not alone and (preload or light not in _ForkServer.shared) else []
     suits = LIGHT.__contains__ if light else _preloadable
     modules = [module for module in [*here, target.partition(":")[0]] if suits(module) and not alone]
-    surroundings = (sys.path[:], sys.argv[:], dict(os.environ), _cwd(), _umask(), _authkey())
+    authkey = bytes(process.current_process().authkey)  # of managers; it is sent over private sockets only
+    surroundings = (sys.path[:], sys.argv[:], dict(os.environ), _cwd(), _umask(), authkey)
     order = ForkRequest(next(_numbers), target, name, modules, *surroundings)
     with contextlib.closing(channel_end):
         try:
@@ -365,11 +366,6 @@ def _cwd() -> str | None:
         return os.getcwd()
     except OSError:  # it was deleted
         return None
-
-
-def _authkey() -> bytes:
-    """Return the key of the parent's ``multiprocessing.Manager`` servers; it is sent over private sockets only."""
-    return bytes(process.current_process().authkey)
 
 
 def _umask() -> int | None:

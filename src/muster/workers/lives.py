@@ -7,19 +7,19 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from muster.errors import EnvError, WorkerHung
 from muster.utils.forks import Owner
-from muster.workers.messages import GroupInfo, RolloutResult
+from muster.workers.messages import Answer, GroupInfo, RolloutResult, Tell
 from muster.workers.under_way import UnderWay
 
 if TYPE_CHECKING:
     from muster.memory.slots import Slot
     from muster.observing.stats import WorkerStats
-    from muster.workers.config import PoolConfig
+    from muster.workers.config import PoolConfig, WorkerPlace
     from muster.workers.counters import FrameCounters
     from muster.workers.failures import Where
     from muster.workers.messages import RolloutRequest
@@ -89,10 +89,6 @@ class Record:
         self.fruitless += 1
         return most is None or (len(self.restarts) <= most and self.fruitless <= FRUITLESS)
 
-    def plan(self) -> None:
-        """Plan a restart, with a delay that grows with ``fruitless``."""
-        self.revive_at = time.monotonic() + BACK_OFF[min(self.fruitless, len(BACK_OFF)) - 1]
-
 
 class Proxy(ABC):
     """The worker pool's end of a worker or node: its state, its requests, and their results.
@@ -107,6 +103,7 @@ class Proxy(ABC):
         cause: error with which it was lost.
         starts: number of starts.
         record: signs of life and restarts.
+        place: place of its groups for a successor; None: not known yet.
         late: the node was called and did not join in time.
     """
 
@@ -118,11 +115,13 @@ class Proxy(ABC):
         self.infos: list[GroupInfo] | None = None
         self.cause: Exception | None = None
         self.starts, self.record = 0, Record()
+        self.place: WorkerPlace | None = None
         self._state = WorkerState.NEW
         self._owner = Owner("collector", "workers")
         self._asked = 0  # number of the newest request
         self._awaited: int | None = None  # number of the answer that a caller waits for
-        self._answer: Any = None  # the answer with this number
+        self._answer: Answer | None = None  # the answer with this number
+        self._posted_to = 0  # ``starts`` when the newest request was sent
 
     @property
     def state(self) -> WorkerState:
@@ -147,20 +146,6 @@ class Proxy(ABC):
         return self._state is WorkerState.RESTARTING
 
     @property
-    def outstanding(self) -> Collection[int]:
-        """The numbers of requests whose results were not taken, oldest first."""
-        return self.under_way.outstanding
-
-    @property
-    def untaken(self) -> Sequence[RolloutResult]:
-        """The results that have arrived and were not taken."""
-        return self.under_way.results
-
-    def take(self) -> RolloutResult | None:
-        """Return the oldest result that has arrived, or None."""
-        return self.under_way.take() if self.under_way.results else None
-
-    @property
     @abstractmethod
     def absent(self) -> bool:
         """Whether its node has not joined or was lost. Nothing is requested from an absent node."""
@@ -177,9 +162,15 @@ class Proxy(ABC):
     def kill(self) -> None:
         """Kill the process without waiting. May be called from another thread."""
 
-    @abstractmethod
     def prepared(self, policy: str) -> bool:
         """Return whether the layouts are still valid for rollouts of this policy."""
+        columns = None if self.place is None else self.place.columns
+        return columns is not None and columns.policy == policy
+
+    def remember(self, request: Request) -> None:
+        """Note the effect of a request on the place of a successor."""
+        if self.place is not None:
+            self.place = request.placed(self.place)
 
     @abstractmethod
     def stats(self, counters: Sequence[FrameCounters]) -> list[WorkerStats]:
@@ -217,21 +208,45 @@ class Proxy(ABC):
             except Restarted:
                 continue
 
-    def _ask(self, send: Callable[[int], None]) -> Any:
-        """Send a message with a new number, and return the answer. A successor gets the message again."""
+    def answered(self, answer: Answer) -> None:
+        """Store an answer, if it is awaited."""
+        if answer.number == self._awaited:
+            self._answer = answer
+
+    @abstractmethod
+    def _tell(self, message: Tell) -> None:
+        """Send a message. Does not wait."""
+
+    def _ask(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Have the worker or node call a method, and return the answer. A successor gets the message again."""
         while True:
-            self._asked += 1
-            self._awaited, self._answer = self._asked, None
+            self.post(lambda number: self._tell(Tell(method, args, number)))
             try:
-                send(self._asked)
-                self._watcher.wait_for(self, lambda: self._answer is not None)
+                return self.answer()
             except Restarted:
                 continue
-            finally:
-                answer, self._answer, self._awaited = self._answer, None, None
-            if answer.failure is not None:
-                raise answer.failure.error()
-            return answer.value
+
+    def post(self, send: Callable[[int], None]) -> None:
+        """Send a message with a new number. ``answer`` returns the answer."""
+        self._asked += 1
+        self._awaited, self._answer, self._posted_to = self._asked, None, self.starts
+        self.record.signs = ()
+        try:
+            send(self._asked)
+        except BaseException:
+            self._awaited = None
+            raise
+
+    def answer(self) -> Any:
+        """Wait for the answer to the last message. Raises ``Restarted`` if it went to a predecessor."""
+        try:
+            self._watcher.wait_for(self, lambda: self._answer is not None, self._posted_to)
+        finally:
+            answer, self._answer, self._awaited = self._answer, None, None
+        assert answer is not None
+        if answer.failure is not None:
+            raise answer.failure.error()
+        return answer.value
 
 
 class Watcher(ABC):
@@ -271,18 +286,21 @@ class Watcher(ABC):
         lost, self._lost = self._lost, []
         return lost
 
-    def wait_for(self, handle: Any, ready: Callable[[], bool]) -> None:
+    def wait_for(self, handle: Any, ready: Callable[[], bool], asked: int | None = None) -> None:
         """Wait until ``ready()`` is true.
+
+        Args:
+            asked: ``handle.starts`` when the request was sent; None: just now.
 
         Raises:
             Restarted: the worker was restarted; its request has to be sent again.
             Exception: the worker was lost, with this cause.
         """
-        asked = handle.starts
+        asked = handle.starts if asked is None else asked
         while not ready():
             if not self.counters:
                 self._slow.look()
-            if was_alive := handle.alive:
+            if (was_alive := handle.alive) and handle.starts == asked:
                 self.wait(None, revives=False)
             if handle.starts != asked:
                 raise Restarted
@@ -307,10 +325,13 @@ class Watcher(ABC):
         if not self.counters:
             return  # it was never part of the worker pool
         record, lost = handle.record, self._lost
+        episodes = {number: self.counters[number].next_episodes() for number in handle.groups}
+        if handle.place is not None:
+            handle.place = replace(handle.place, episodes=episodes)
         for number in handle.groups if self.elastic else ():
             self.counters[number].late = True
         if self.config.on_failure == "restart" and (handle.late or record.may_restart(self.config.max_restarts)):
-            record.plan()
+            record.revive_at = time.monotonic() + BACK_OFF[min(record.fruitless, len(BACK_OFF)) - 1]
             handle.state = WorkerState.RESTARTING
             if self.elastic:
                 lost += [RolloutResult(o.number, o.group, lost=True) for o in handle.under_way.give_up()]

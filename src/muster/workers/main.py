@@ -31,8 +31,8 @@ from muster.workers.channel import Channel
 from muster.workers.config import WorkerConfig, WorkerPlace, made_policy
 from muster.workers.failures import SentError, env_index_of, pack
 from muster.workers.mailbox import MailboxClient, ServedPolicy
-from muster.workers.messages import GroupInfo, RolloutResult
-from muster.workers.requests import BIRTH, Answer, Closed, FillLane, Finished
+from muster.workers.messages import BIRTH, CLOSED, Answer, GroupInfo, RolloutRequest, RolloutResult
+from muster.workers.requests import Request
 from muster.workers.status_page import StatusPage
 from muster.workers.worker import Worker, describe, objects_of
 
@@ -107,7 +107,7 @@ class WorkerMain:
         self.ending = self.terminated = self._closing = self._sending = False
 
     def serve(self) -> None:
-        """Make the environments, then execute messages until ``Close``; EOFError if the parent exits."""
+        """Make the environments, then execute messages until ``close``; EOFError if the parent exits."""
         self.progress.begin(Phase.CONSTRUCT)
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
@@ -129,13 +129,19 @@ class WorkerMain:
         self.progress.begin(Phase.CALL)
         self._answer(number, function)
 
+    def call(self, request: Request) -> Any:
+        return request.run(self.worker)
+
+    def close(self) -> None:
+        self.ending = True
+
     def terminate(self, *_: object) -> None:
         """Handle SIGTERM: interrupt the present operation, close the environments, and exit."""
         self.ending = self.terminated = True
         if not (self._closing or self._sending):
             raise Terminated
 
-    def _send(self, message: Finished | Answer | Closed) -> None:
+    def _send(self, message: RolloutResult | Answer) -> None:
         """Send a message to the parent; SIGTERM takes effect after all of it is sent."""
         self._sending = True
         self.channel.send(message)
@@ -174,7 +180,6 @@ class WorkerMain:
         return [describe(b.env, b.batch_shape) for b in self.built]
 
     def _close(self) -> None:
-        """Close the environments, and send ``Closed``."""
         if not self.terminated:  # else keep the phase that was interrupted
             self.progress.begin(Phase.CLOSE)
         try:
@@ -182,9 +187,9 @@ class WorkerMain:
                 self.worker.profile(None)
             self.made.close()
         except BaseException as error:  # noqa: BLE001 (raised in the parent)
-            self._send(Closed(self._pack(error, "close")))
+            self._send(Answer(CLOSED, failure=self._pack(error, "close")))
         else:
-            self._send(Closed(None))
+            self._send(Answer(CLOSED))
 
     # --- making the groups ------------------------------------------------------------------------
 
@@ -204,7 +209,11 @@ class WorkerMain:
             self.worker.layouts(place.columns)
 
     def _make_groups(self, place: WorkerPlace) -> None:
-        config, (policy, device) = self.config, self._place_policy()
+        config, policy, device = self.config, None, None
+        if self.mailbox is None:
+            from muster.policies import adapt
+
+            policy, device = adapt.place(self._policy, self.options.policy_device)
         rollout = replace(self.options.rollout, marks_valid=place.marks_valid)
         if config.stoppable:
             rollout = replace(rollout, interruptor=_Stop(self.progress.cells, rollout.interruptor))
@@ -238,16 +247,7 @@ class WorkerMain:
             generation=config.generation,
         )
 
-    def _place_policy(self) -> tuple[Any, torch.device | None]:
-        """Move the policy to its device, and return both; (None, None) with an inference server."""
-        if self.mailbox is not None:
-            return None, None
-        from muster.policies.adapt import place
-
-        return place(self._policy, self.options.policy_device)
-
     def _acting(self, group: Group, device: torch.device | None) -> Policy:
-        """Return the policy as a ``Policy``."""
         if self.mailbox is not None:
             return ServedPolicy(self.mailbox, self.progress)
         policy = build_policy(self._policy, self.options, group, device)
@@ -259,15 +259,14 @@ class WorkerMain:
 
     # --- rollouts ---------------------------------------------------------------------------------
 
-    def follow(self, fill: FillLane) -> None:
+    def follow(self, request: RolloutRequest) -> None:
         """Make a rollout, and send its result."""
-        request = fill.request
         self._failed.discard(request.number)
         if request.after in self._failed:  # the parent requests both again, in order
             self._failed.add(request.number)
             result = RolloutResult(request.number, request.group, lost=True)
         else:
-            lane, shared = self._lane(fill)
+            lane, shared = self._lane(request)
             if self._at.get(id(lane)) != request.number:  # else continue after an error
                 lane.done_steps, lane.stopped = 0, False
                 self._at[id(lane)] = request.number
@@ -282,7 +281,8 @@ class WorkerMain:
         result.lost |= self.terminated
         if self.terminated and result.phase:  # the phase that SIGTERM interrupted
             self.progress.begin(Phase[result.phase.upper()])
-        self._send(Finished(result, self.terminated))
+        result.unfinished = self.terminated
+        self._send(result)
         if result.error is None and not result.lost:
             self._begin_early(self.worker.group(result.group))
 
@@ -305,15 +305,14 @@ class WorkerMain:
         except BaseException as error:  # noqa: BLE001 (raised by the next rollout)
             group.due.error = error
 
-    def _lane(self, fill: FillLane) -> tuple[Lane, Lane]:
+    def _lane(self, request: RolloutRequest) -> tuple[Lane, Lane]:
         if self._lanes_of is not self.worker.laid_out:
             self._lanes_of = self.worker.laid_out
             self._lanes.clear()
-        request, layout = fill.request, self._lanes_of[fill.request.group]
-        at = (request.group, fill.offset)
+        layout, at = self._lanes_of[request.group], (request.group, request.offset)
         if at not in self._lanes:
             begin = request.lane * layout.lane_bytes
-            block = self.arena.view(fill.offset, fill.nbytes)[begin : begin + layout.lane_bytes]
+            block = self.arena.view(request.offset, request.nbytes)[begin : begin + layout.lane_bytes]
             shared = lane = Lane(layout, block)
             device = self.worker.group(request.group).env.device
             if device is not None and device.type != "cpu":
@@ -352,7 +351,6 @@ class WorkerMain:
 
 
 def _taken(subscriber: Subscriber, into: Mapping[str, torch.Tensor]) -> int | str:
-    """Take the newest weights, and return their version."""
     subscriber.take(into)
     return subscriber.version or 0
 

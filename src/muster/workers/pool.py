@@ -6,9 +6,9 @@ import itertools
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
@@ -19,8 +19,9 @@ from muster.utils.forks import Owner
 from muster.utils.interrupts import allowed
 from muster.workers.counters import FrameCounters
 from muster.workers.lives import Proxy, Watcher
-from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult
+from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult, WorkerStatus
 from muster.workers.requests import Request
+from muster.workers.under_way import UnderWay
 from muster.workers.worker import Worker, phase_ended_by
 
 
@@ -28,13 +29,11 @@ class LocalWorker:
     """A worker in the caller's thread, with the methods of ``Proxy``. It executes requests synchronously."""
 
     alive, reviving, absent = True, False, False
-    outstanding: Collection[int] = ()
-    untaken: Sequence[RolloutResult] = ()
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.index = worker, worker.index
         self.groups = [group.number for group in worker.groups]
-        self._results: deque[RolloutResult] = deque()
+        self.under_way = UnderWay()
 
     def prepared(self, policy: str) -> bool:
         return self.worker.prepared(policy)
@@ -43,10 +42,8 @@ class LocalWorker:
         return []
 
     def submit(self, request: RolloutRequest, slot: Slot) -> None:
-        self._results.append(self.worker.run(request, slot.lanes[request.lane]))
-
-    def take(self) -> RolloutResult | None:
-        return self._results.popleft() if self._results else None
+        self.under_way.add(request, slot)
+        self.under_way.finished(self.worker.run(request, slot.lanes[request.lane]))
 
     def stop(self, number: int) -> None:
         """Do nothing: ``submit`` returns when the rollout is complete."""
@@ -86,22 +83,6 @@ class Servers(Protocol):
     def stats(self) -> InferenceStats: ...
 
 
-class PoolCounters(Sequence[FrameCounters]):
-    """The frame counters of a pool, indexed by group number. On a node the first number need not be 0."""
-
-    def __init__(self, first: int, counters: Sequence[FrameCounters]) -> None:
-        self._first, self._counters = first, list(counters)
-
-    def __getitem__(self, number: Any) -> Any:
-        return self._counters[number - self._first]
-
-    def __iter__(self) -> Iterator[FrameCounters]:
-        return iter(self._counters)
-
-    def __len__(self) -> int:
-        return len(self._counters)
-
-
 class WorkerPool:
     """The workers of a collector, and the frame counters of their groups.
 
@@ -114,6 +95,7 @@ class WorkerPool:
 
     Attributes:
         owner: process that owns the workers. None: they run in this thread, and a fork has its own copies.
+        counters: frame counters, by group number.
         server: inference server; None: the workers run the policy.
         hold: context manager. Requests submitted inside are simultaneous for a server, and one message for a node.
         numbers: numbers for new requests.
@@ -137,11 +119,13 @@ class WorkerPool:
             FrameCounters(info, np.arange(b, b + info.num_envs)) for info, b in zip(infos, firsts, strict=False)
         ]
         first = handles[0].groups[0]
-        self.counters: Sequence[FrameCounters] = PoolCounters(first, counters) if first else counters
+        # On a node the first number need not be 0; the pool of a node is only indexed.
+        self.counters = cast("Sequence[FrameCounters]", dict(enumerate(counters, first))) if first else counters
         self.num_envs = sum(info.num_envs for info in infos)
         self._of = {number: handle for handle in handles for number in handle.groups}
         self.numbers = itertools.count(1)
-        self._results: deque[RolloutResult] = deque()  # of lost workers
+        self._results: deque[RolloutResult] = deque()  # of requests that no worker has any more
+        self._lost: set[int] = set()  # numbers of lost requests given by ``give`` that were not given again
         self._turn = 0
         self._warnings: dict[str, None] = {}  # distinct texts of all workers, as an ordered set
         self._warned = 0
@@ -154,9 +138,17 @@ class WorkerPool:
         return self._of[group]
 
     def give(self, request: RolloutRequest, slot: Slot) -> None:
-        """Submit a request to the worker of its group."""
+        """Submit a request to the worker of its group; its result comes from ``ready_result``.
+
+        The sender may not know the last results yet. A request after a lost one is lost too, until both are requested
+        again, in order.
+        """
+        self._lost.discard(request.number)
         if self.counters[request.group].dropped:
             self._results.append(RolloutResult(request.number, request.group, dropped=True))
+        elif request.after in self._lost:
+            self._lost.add(request.number)
+            self._results.append(RolloutResult(request.number, request.group, lost=True))
         else:
             self._of[request.group].submit(request, slot)
 
@@ -179,18 +171,18 @@ class WorkerPool:
     @property
     def has_bad_news(self) -> bool:
         """Whether an untaken result has an error: requests lost with it are resubmitted only after it was raised."""
-        untaken = [*self._results, *(result for handle in self.handles for result in handle.untaken)]
+        untaken = [*self._results, *(result for handle in self.handles for result in handle.under_way.results)]
         return any(result.error is not None for result in untaken)
 
     @property
     def outstanding(self) -> int:
         """The number of requests whose results were not taken."""
-        return sum(len(handle.outstanding) for handle in self.handles) + len(self._results)
+        return sum(len(handle.under_way.outstanding) for handle in self.handles) + len(self._results)
 
     @property
     def untaken(self) -> int:
         """The number of steps in untaken results of nodes that the counters already include."""
-        results = (result for handle in self.handles for result in handle.untaken if result.entered)
+        results = (result for handle in self.handles for result in handle.under_way.results if result.entered)
         return sum(result.executed - sum(result.discarded.values()) for result in results)
 
     def next_result(self) -> RolloutResult:
@@ -215,6 +207,8 @@ class WorkerPool:
         result = self._take()
         if result is not None:
             self.enter(result)
+            if result.lost:
+                self._lost.add(result.number)
         return result
 
     def enter(self, result: RolloutResult) -> None:
@@ -226,8 +220,8 @@ class WorkerPool:
     def stop(self) -> None:
         """End all requested rollouts after their current step."""
         for handle in self.handles:
-            if handle.outstanding:
-                handle.stop(max(handle.outstanding))
+            if outstanding := handle.under_way.outstanding:
+                handle.stop(max(outstanding))
 
     def worker_stats(self) -> tuple[WorkerStats, ...]:
         """Return the statistics of all workers, except one in this thread."""
@@ -274,7 +268,7 @@ class WorkerPool:
 
     def _enter_last_reports(self) -> None:
         for handle in self.handles:
-            while (result := handle.take()) is not None:
+            while (result := handle.under_way.take()) is not None:
                 self.counters[result.group].add(result)
 
     def is_dropped(self, handle: Handle) -> bool:
@@ -286,7 +280,7 @@ class WorkerPool:
             return self._results.popleft()
         for step in range(len(self.handles)):
             turn = (self._turn + step) % len(self.handles)
-            result = self.handles[turn].take()
+            result = self.handles[turn].under_way.take()
             if result is not None:
                 self._turn = turn + 1
                 return result
@@ -294,30 +288,22 @@ class WorkerPool:
 
 
 def stats_of(
-    groups: Sequence[int],
-    counters: Sequence[FrameCounters],
-    *,
-    index: int,
-    pid: int,
-    state: str,
-    phase: str,
-    restarts: int,
-    node: str,
+    index: int, groups: Sequence[int], counters: Sequence[FrameCounters], status: WorkerStatus, node: str
 ) -> WorkerStats:
     """Return the statistics of a worker with these groups; ``counters`` are those of all groups."""
     own, every = [counters[number] for number in groups], sum(counts.delivered for counts in counters)
     frames, busy = sum(a.delivered for a in own), sum(a.timing.total for a in own) / 1e9
     return WorkerStats(
         index,
-        pid,
-        state,
-        phase,
+        status.pid,
+        status.state,
+        status.phase,
         tuple(int(i) for a in own for i in a.env_ids),
         frames,
         frames / every if every else 0.0,
         frames / busy if busy else 0.0,
         busy,
-        restarts,
+        status.restarts,
         max(a.lag for a in own),
         node,
     )

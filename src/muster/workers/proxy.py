@@ -14,22 +14,10 @@ from muster.rollout.progress import Phase
 from muster.utils.interrupts import postponed
 from muster.workers.config import WorkerConfig, WorkerPlace
 from muster.workers.lives import Proxy, WorkerState
-from muster.workers.messages import RolloutRequest
+from muster.workers.main import WorkerMain
+from muster.workers.messages import BIRTH, CLOSED, Answer, RolloutRequest, RolloutResult, Tell, WorkerStatus
 from muster.workers.pool import stats_of
-from muster.workers.requests import (
-    BIRTH,
-    Answer,
-    Ask,
-    Call,
-    Close,
-    Closed,
-    Configure,
-    FillLane,
-    Finished,
-    LayOut,
-    Message,
-    Request,
-)
+from muster.workers.requests import Call, LayOut, Request
 from muster.workers.under_way import phase_of
 from muster.workers.worker import Worker
 
@@ -44,7 +32,6 @@ if TYPE_CHECKING:
 
 SEND_S = 60.0  # timeout of a message to a worker that does not read
 STACK_S = 0.5  # timeout of the stack dump of a hanging worker
-_DEAF = -1  # instead of the number of an answer: all answers are ignored
 
 
 @dataclass
@@ -77,7 +64,7 @@ class WorkerProxy(Proxy):
     """Implements ``Proxy`` for a process or thread.
 
     Attributes:
-        config: config of a successor, except its ``generation``.
+        config: config of a successor, except its ``generation`` and ``place``.
         process: the most recent process or thread.
         failure: error of the process before any request, while it made its environments or groups.
         unwritten: error that kept a rollout from being written to its destination. No later rollout is written either.
@@ -117,18 +104,19 @@ class WorkerProxy(Proxy):
         name = f"muster-worker-{self.index}"
         self.process = WorkerProcess(*self._supervisor.launch(name, not self.config.generation))
         self.state = WorkerState.RUNNING
-        self._send_config(self.config)
-        if is_successor and self.config.place is not None:
+        self._send_config()
+        if is_successor and self.place is not None:
+            seed, generation = self.place.seed, self.config.generation
             if self._supervisor.server is not None:
-                self._supervisor.server.actor.reseed(self.groups, self.config.place.seed, self.config.generation)
-            self._supervisor.restarted(self)
+                self._supervisor.server.actor.reseed(self.groups, seed, generation)
+            self._supervisor.notes.restarted(self.groups, seed, self.place.static, generation)
             for request in self.under_way.requests():
-                self._send(self._request(request))
+                self.send(request)
 
     def assign(self, place: WorkerPlace) -> None:
         """Send the worker its place among all workers, and wait until it has made its groups."""
-        self.config = replace(self.config, place=place)
-        self._ask(lambda number: self._send(Configure(number, place)))
+        self.place = place
+        self._ask(WorkerMain.configure, place)
 
     def pump(self) -> bool:
         """Process all received messages. Return False if the channel is closed."""
@@ -139,15 +127,13 @@ class WorkerProxy(Proxy):
             return False
         return True
 
-    def kill(self, *, deaf: bool = False) -> None:
-        """Kill the process without waiting. Its status page and its requests are kept.
-
-        Args:
-            deaf: ignore its answers from now on.
-        """
-        if deaf:
-            self._awaited, self._answer, self.infos, self.failure = _DEAF, None, None, None
+    def kill(self) -> None:
+        """Kill the process without waiting. Its status page and its requests are kept."""
         self.process.child.kill()
+
+    def forget_answers(self) -> None:
+        """Drop the answers of a process that has hung: it is lost, even if it has gone on before it was killed."""
+        self._answer = self.infos = self.failure = None
 
     def end(self) -> None:
         """End the process if it runs, add its steps to the counters, and release its resources."""
@@ -163,32 +149,16 @@ class WorkerProxy(Proxy):
 
     # --- methods of Proxy -------------------------------------------------------------------------
 
-    def prepared(self, policy: str) -> bool:
-        return self.config.place is not None and self.config.place.prepared(policy)
-
     def stats(self, counters: Sequence[FrameCounters]) -> list[WorkerStats]:
-        dropped = counters[self.groups[0]].dropped
-        state = "dropped" if dropped else "working" if self.alive else "dead"
-        phase = self.phase.name.lower() if self.alive else state
-        return [
-            stats_of(
-                self.groups,
-                counters,
-                index=self.index,
-                pid=self.process.child.pid,
-                state=state,
-                phase=phase,
-                restarts=self.config.generation,
-                node=self._supervisor.config.node,
-            )
-        ]
+        return [stats_of(self.index, self.groups, counters, status_of(self), self._supervisor.config.node)]
 
     def submit(self, request: RolloutRequest, slot: Slot) -> None:
+        request.offset, request.nbytes = slot.offset, slot.layout.nbytes
         self.under_way.add(request, slot)
         if self.alive:
             if self._supervisor.server is not None:
                 self._supervisor.server.mailbox.expect(self.index, request.number)
-            self._send(self._request(request))
+            self.send(request)
         elif not self.reviving:
             self.start()
 
@@ -203,91 +173,87 @@ class WorkerProxy(Proxy):
         server = self._supervisor.server
         if server is not None:
             request = self._with_columns(server, request).through(server.actor, self.groups)
-        if self.config.place is not None:
-            self.config = replace(self.config, place=request.placed(self.config.place))
-        result = self._answer_to(request)
+        self.remember(request)
+        result = self._ask(WorkerMain.call, request)
         if server is not None:
             request.answered(server.actor, self.groups, result)
-        self._supervisor.told(self, asked)
+        if self._supervisor.counters:
+            asked.noted(self._supervisor.notes, self.groups)
         return [result]
 
     def close(self, *, wait: bool = True) -> None:
         if self._state is WorkerState.RUNNING and self.alive:
             self.state = WorkerState.CLOSING
+            self._awaited, self._answer = CLOSED, None
             with suppress(TimeoutError):
-                self._send(Close(), timeout=1.0)
+                self.send(Tell(WorkerMain.close), timeout=1.0)
             if self.under_way:
                 self.process.child.send_signal(signal.SIGTERM)  # in the middle of a rollout
         if wait:
             self._close()
 
+    def send(self, message: Any, fds: Sequence[int] = (), timeout: float | None = SEND_S) -> None:
+        """Send a message; if the process has ended, the next wait detects that."""
+        with suppress(EOFError):
+            self.process.channel.send(message, fds, timeout)
+
     # --- parts ------------------------------------------------------------------------------------
 
-    def _send_config(self, config: WorkerConfig) -> None:
+    def _send_config(self) -> None:
+        config = self.config
         server, subscribe = self._supervisor.server, self._supervisor.subscribe
         ticket = None if subscribe is None or config.served_by is not None else subscribe(self.index)
         fds = [*([] if config.in_thread else [self.process.status_page.fd]), self._supervisor.arena.fd]
         fds += server.mailbox.fds_for(self.index) if server is not None else [] if ticket is None else ticket.fds
         try:
-            self._send(replace(config, ticket=ticket), fds)
+            self.send(replace(config, place=self.place, ticket=ticket), fds)
         finally:
             if ticket is not None:
                 ticket.close()
 
-    def _note(self, message: Finished | Answer | Closed) -> None:
-        """Store a message of the process."""
-        match message:
-            case Finished(result, unfinished=True):
-                self.under_way.unfinished.append(result)
-            case Finished(result):
-                self.under_way.finished(result)
-            case Answer() if self._awaited == _DEAF:
-                pass
-            case Answer(number) if number == self._awaited:
-                self._answer = message
-            case Answer(number, infos, failure) if number == BIRTH:
-                self.failure = self.failure or failure
-                self.infos = self.infos or infos
+    def answered(self, answer: Answer) -> None:
+        if answer.number == BIRTH:
+            self.infos, self.failure = answer.value, answer.failure
+        super().answered(answer)
+
+    def _note(self, message: RolloutResult | Answer) -> None:
+        if isinstance(message, Answer):
+            self.answered(message)
+        else:
+            self.under_way.finished(message)
 
     def _with_columns(self, server: InferenceServer, request: Request) -> Request:
         """Add the columns that the server's policy writes to a ``LayOut`` request; return other requests unchanged."""
         if not isinstance(request, LayOut):
             return request
-        columns = request.columns
-        served = server.ask("adopt", self._answer_to(Call(Worker.observe)), columns.policy == "policy")
-        return LayOut(replace(columns, served=served))
+        served = server.ask("adopt", self._ask(WorkerMain.call, Call(Worker.observe)), request.policy == "policy")
+        return replace(request, served=served)
 
-    def _answer_to(self, request: Request) -> Any:
-        return self._ask(lambda number: self._send(Ask(number, request)))
-
-    def _request(self, request: RolloutRequest) -> FillLane:
-        slot = self.under_way.outstanding[request.number].slot
-        return FillLane(request, slot.offset, slot.layout.nbytes)
-
-    def _send(self, message: WorkerConfig | Message, fds: Sequence[int] = (), timeout: float | None = SEND_S) -> None:
-        try:
-            self.process.channel.send(message, fds, timeout)
-        except EOFError:
-            pass  # the next wait detects the death
+    def _tell(self, message: Tell) -> None:
+        self.send(message)
 
     def _close(self) -> None:
-        closing = self._state is WorkerState.CLOSING  # in another state the process may never answer
-        close_s = self._supervisor.config.timeout("close") if closing else 0.0
+        if not self.alive:
+            return
+        close_s = self._supervisor.config.timeout("close")
         deadline = None if close_s is None else time.monotonic() + close_s
-        failure: SentError | None = None
         try:
-            while self.alive:
+            while self._answer is None:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                message, _ = self.process.channel.receive(left)
-                if isinstance(message, Closed):
-                    failure = message.failure
-                    self.process.child.join(1.0)
-                    break
-                if isinstance(message, Finished):
-                    self.under_way.finished(message.result)
+                self._note(self.process.channel.receive(left)[0])
+            self.process.child.join(1.0)
         except (EOFError, TimeoutError):
             pass
         finally:
             self.end()
-        if failure is not None:
-            raise failure.error()
+        if self._answer is not None and self._answer.failure is not None:
+            raise self._answer.failure.error()
+
+
+def status_of(handle: WorkerProxy) -> WorkerStatus:
+    """Return the state of a worker for ``WorkerStats``."""
+    if handle.state is WorkerState.NEW:
+        return WorkerStatus(0, "working", "construct", handle.config.generation)
+    state = "dropped" if handle.state is WorkerState.DROPPED else "working" if handle.alive else "dead"
+    phase = handle.phase.name.lower() if handle.alive else state
+    return WorkerStatus(handle.process.child.pid, state, phase, handle.config.generation)

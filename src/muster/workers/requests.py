@@ -1,7 +1,7 @@
-"""The messages between a worker's proxy and the worker.
+"""The requests to workers, other than for rollouts.
 
-A request defines what it does in the worker (``run``, ``reach``), and its effects in this process: on the place of the
-worker's successors (``placed``), on crash reports (``noted``) and on the inference server (``through``, ``answered``).
+A request defines what it does in the worker (``run``), and its effects in this process: on the place of the worker's
+successors (``placed``), on crash reports (``noted``) and on the inference server (``through``, ``answered``).
 """
 
 from __future__ import annotations
@@ -9,96 +9,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from muster.errors import BadOption
+from muster.memory.specs import Column
 from muster.restore.pickling import dumps, loads
-from muster.utils.attributes import resolve
-from muster.workers.config import Columns, WorkerPlace
-from muster.workers.messages import RolloutRequest, RolloutResult
+from muster.workers.config import WorkerPlace
 
 if TYPE_CHECKING:
     from muster.memory.slots import Layout
     from muster.workers.actor import Actor
     from muster.workers.crash_notes import CrashNotes
-    from muster.workers.failures import SentError
-    from muster.workers.main import WorkerMain
     from muster.workers.worker import Worker
-
-
-# --- to a worker -----------------------------------------------------------------------------------
-
-
-class Message(Protocol):
-    """A message to a worker."""
-
-    def reach(self, main: WorkerMain) -> None:
-        """Execute the message, in the worker."""
-
-
-@dataclass(frozen=True)
-class FillLane:
-    """A rollout request, and the location of its slot.
-
-    Attributes:
-        offset, nbytes: byte range of the slot in the arena.
-    """
-
-    request: RolloutRequest
-    offset: int
-    nbytes: int
-
-    def reach(self, main: WorkerMain) -> None:
-        main.follow(self)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle without field names and with one class, in about half of the time."""
-        return _fill_lane, (self.offset, self.nbytes, *vars(self.request).values())
-
-
-def _fill_lane(offset: int, nbytes: int, *request: Any) -> FillLane:
-    return FillLane(RolloutRequest(*request), offset, nbytes)
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A request to be answered.
-
-    Attributes:
-        number: number of the answer.
-    """
-
-    number: int
-    request: Request
-
-    def reach(self, main: WorkerMain) -> None:
-        main.answer(self.number, lambda: self.request.run(main.worker))
-
-
-@dataclass(frozen=True)
-class Configure:
-    """The place of the worker among all workers, with which it makes its groups.
-
-    Attributes:
-        number: number of the answer.
-    """
-
-    number: int
-    place: WorkerPlace
-
-    def reach(self, main: WorkerMain) -> None:
-        main.answer(self.number, lambda: main.configure(self.place))
-
-
-@dataclass(frozen=True)
-class Close:
-    """The last message: close the environments, and exit."""
-
-    def reach(self, main: WorkerMain) -> None:
-        main.ending = True
-
-
-# --- requests with an answer -----------------------------------------------------------------------
 
 
 class Request(ABC):
@@ -146,16 +67,26 @@ class Call(Request):
 
 @dataclass(frozen=True)
 class LayOut(Request):
-    """Prepare rollouts with these columns; the answer has their layouts by group."""
+    """Prepare the next rollouts; the answer has their layouts by group.
 
-    columns: Columns
+    Attributes:
+        policy: "policy" or "random".
+        T: number of time steps, by group.
+        version: version of the weights; None: the worker sets it when it takes the weights.
+        served: columns that an inference server writes.
+    """
+
+    policy: str
+    T: Mapping[int, int]
+    version: int | str | None = None
+    served: Sequence[Column] = ()
 
     def run(self, worker: Worker) -> dict[int, Layout]:
-        layouts = worker.layouts(self.columns)
+        layouts = worker.layouts(self)
         return {group.number: layout for group, layout in zip(worker.groups, layouts, strict=True)}
 
     def placed(self, place: WorkerPlace) -> WorkerPlace:
-        return replace(place, columns=self.columns)
+        return replace(place, columns=self)
 
 
 @dataclass(frozen=True)
@@ -287,59 +218,3 @@ class MarkResumed(Request):
 
     def placed(self, place: WorkerPlace) -> WorkerPlace:
         return replace(place, columns=None)
-
-
-@dataclass(frozen=True)
-class Execute(Request):
-    """Call the attribute of the worker at a path such as "env.unwrapped.set_gravity"."""
-
-    path: str
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-
-    def run(self, worker: Worker) -> Any:
-        found = resolve(worker, self.path)
-        if not callable(found):
-            raise BadOption(f"cascade_execute({self.path!r}): that is {type(found).__name__}, which cannot be called")
-        return found(*self.args, **self.kwargs)
-
-
-# --- from a worker ---------------------------------------------------------------------------------
-
-BIRTH = 0  # number of a new worker's first message, which answers no request: descriptions of its groups
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The answer to a request: a failure or a value."""
-
-    number: int
-    value: Any = None
-    failure: SentError | None = None
-
-
-@dataclass(frozen=True)
-class Finished:
-    """The result of a rollout request.
-
-    Attributes:
-        unfinished: the worker was terminated by a signal; the request is still under way.
-    """
-
-    result: RolloutResult
-    unfinished: bool = False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """See ``FillLane``."""
-        return _finished, (self.unfinished, *vars(self.result).values())
-
-
-def _finished(unfinished: bool, *result: Any) -> Finished:
-    return Finished(RolloutResult(*result), unfinished)
-
-
-@dataclass(frozen=True)
-class Closed:
-    """The last message of a worker: its environments are closed, and it exits."""
-
-    failure: SentError | None

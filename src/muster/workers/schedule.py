@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -14,7 +14,6 @@ from muster.errors import BadOption
 from muster.memory.slots import Layout, Slot, SlotRing, SlotState
 from muster.rollout.bootstrap import Bootstrap
 from muster.rollout.marks import blank
-from muster.workers.config import Columns
 from muster.workers.messages import RolloutResult
 from muster.workers.pool import Handle, WorkerPool, start_dead
 from muster.workers.requests import LayOut
@@ -236,7 +235,6 @@ class Schedule(ABC):
         return True
 
     def _batch_groups(self) -> Sequence[int]:
-        """Return the numbers of the groups in one batch."""
         return range(len(self.pool.counters))
 
     def _limit(self, limit: int | None, groups: Sequence[int]) -> int | None:
@@ -256,12 +254,41 @@ class Schedule(ABC):
         if self.ahead is None or not self.ahead.drop(slot):
             ring.give_back(slot)
 
-    def _lay_out(self, handle: Handle, policy: str, version: int | str | None) -> dict[int, Layout]:
-        """Return the layouts of a worker's groups for this policy, by group; an empty dict if it is dropped."""
-        start_dead(self.pool, absent=False)  # all of them: with a server, the workers of a node wait for each other
-        rows = {number: self.T[number] for number in handle.groups}
-        made = self.pool.ask(handle, LayOut(Columns(policy, rows, version)))
-        return {number: layout for of_worker in made for number, layout in of_worker.items()}
+    def _handles(self, bundles: Sequence[Bundle]) -> list[Handle]:
+        counters, groups = self.pool.counters, [group for bundle in bundles for group in bundle.groups]
+        return list(dict.fromkeys(self.pool.handle(group) for group in groups if not counters[group].dropped))
+
+    def _is_prepared(self, bundles: Sequence[Bundle], policy: str) -> bool:
+        """Return whether these bundles are laid out for the policy and the environments of their workers."""
+        if not all(bundle.laid_out for bundle in bundles):
+            return False
+        if self.pool.local is not None:
+            return self.pool.local.prepared(policy)
+        return all(handle.prepared(policy) for handle in self._handles(bundles))
+
+    def _lay_out(self, bundles: Sequence[Bundle], policy: str, version: int | str | None) -> None:
+        """Lay out all groups of the workers of these bundles."""
+        layouts: dict[int, Layout] = {}
+        for handle in self._handles(bundles):
+            start_dead(self.pool, absent=False)  # all of them: with a server, the workers of a node wait for each other
+            rows = {number: self.T[number] for number in handle.groups}
+            for of_worker in self.pool.ask(handle, LayOut(policy, rows, version)):
+                layouts |= of_worker
+        for bundle in self.bundles if layouts else ():
+            if bundle in bundles or not layouts.keys().isdisjoint(bundle.groups):
+                names = [self.pool.counters[group].info.name for group in bundle.groups]
+                bundle.lay_out([self._layout_of(group, layouts) for group in bundle.groups], names)
+
+    def _layout_of(self, group: int, layouts: Mapping[int, Layout]) -> Layout:
+        """Return the layout of a group, or of one like it if it is dropped: it has no worker to ask."""
+        info, like = self.pool.counters[group].info, next(iter(layouts.values()))
+        return layouts.get(group) or replace(like, T=self.T[group], B=info.num_envs, batch_shape=info.batch_shape)
+
+    def _sharing(self, groups: Sequence[int], group: int) -> tuple[int, int]:
+        """Return ``RolloutRequest.sharing`` of a group among these, without those that are dropped."""
+        counters = [self.pool.counters[number] for number in groups]
+        sizes = [0 if counts.dropped else counts.info.num_envs for counts in counters]
+        return sum(sizes[: groups.index(group)]), sum(sizes)
 
     def _finish(self, slot: Slot, lane: int, result: RolloutResult) -> None:
         """Complete a lane for delivery, and count its frames as delivered."""
@@ -272,9 +299,6 @@ class Schedule(ABC):
             blank(slot.lanes[lane], np.zeros((0, slot.lanes[lane].B), bool), repeat_flags=False)
         for key, array in result.objects.items():
             slot.lanes[lane].arrays[key][...] = array
-
-    def _names(self, bundle: Bundle) -> list[str]:
-        return [self.pool.counters[number].info.name for number in bundle.groups]
 
 
 def _shape(layout: Layout) -> object:

@@ -15,7 +15,6 @@ import numpy as np
 
 from muster.errors import BadEnvOutput, EnvError, MusterError, WorkerError
 from muster.memory.shared import Arena
-from muster.restore.crash_report import CrashDirectory
 from muster.rollout.progress import Phase
 from muster.utils.interrupts import allowed
 from muster.weights.transport import Ticket
@@ -29,7 +28,6 @@ from muster.workers.lives import Watcher, listed
 from muster.workers.messages import GroupInfo, RolloutResult
 from muster.workers.pool import WorkerPool
 from muster.workers.proxy import WorkerProxy
-from muster.workers.requests import Request
 from muster.workers.threads import in_thread
 from muster.workers.under_way import AtWork
 
@@ -68,6 +66,7 @@ class Supervisor(Watcher):
 
     Attributes:
         arena: memory of all lanes.
+        notes: action logs for crash reports, once there is a pool.
         server: inference server for all workers; None: the workers run the policy.
         launch: starts a process or thread with a name; returns it, the parent's end of its channel, and its status
             page. The second argument: whether to spend time on preloading modules for later starts.
@@ -101,7 +100,7 @@ class Supervisor(Watcher):
             ticket = subscribe(config.server.workers[0])
             self.server = InferenceServer(config.server, config.policy, ticket, config.count)
             made.callback(self.server.close)
-        self._notes = CrashNotes(CrashDirectory(config.crash_dir))
+        self.notes: CrashNotes
         self._oom_kills = failures.oom_kills()
         self._look_at = 0.0
         self._listening: tuple[list[int], select.poll, dict[int, list[WorkerProxy]]] | None = None
@@ -135,10 +134,10 @@ class Supervisor(Watcher):
         if self.server is not None:
             self.server.open(self.handles, dict(zip(groups, infos, strict=True)))
             pool.server, pool.hold = self.server, self.server.held
-        self._notes.open(self.config, pool.counters)
+        self.notes = CrashNotes(self.config, pool.counters)
         for handle in self.handles:
             generation = handle.config.generation
-            self._notes.seeded(handle.groups, place.seed, static=place.static, generation=generation)
+            self.notes.seeded(handle.groups, place.seed, static=place.static, generation=generation)
             handle.assign(place.part(handle.groups))
         return pool
 
@@ -217,7 +216,7 @@ class Supervisor(Watcher):
         first = None
         fresh, handle.under_way.fresh = handle.under_way.fresh, []
         for result in fresh:
-            if result.clock is not None:
+            if result.clock is not None and not result.unfinished:
                 self.counters[result.group].clock = result.clock
             if result.error is None and not result.lost and not self._is_written(handle, result):
                 result.error = handle.unwritten
@@ -229,14 +228,15 @@ class Supervisor(Watcher):
                 if self.server is not None:
                     self.server.complete(result)
                 handle.record.fruitless = 0
-                self._notes.reported(result, handle.under_way.outstanding[result.number].lane)
-            elif result.error is not None:
-                if not ending:
+                self.notes.reported(result, handle.under_way.outstanding[result.number].lane)
+            elif result.error is not None or result.unfinished:
+                is_ending = ending or result.unfinished
+                if not is_ending:
                     self._explain(handle, result)
                 raises = self.config.on_failure == "raise" or not isinstance(result.error, (EnvError, BadEnvOutput))
-                if ending or not raises:
-                    first = first or result.error
-                    for earlier in handle.untaken:  # in order: only the last one has a partial lane
+                if is_ending or not raises:
+                    first = first or (None if result.unfinished else result.error)
+                    for earlier in handle.under_way.results:  # in order: only the last one has a partial lane
                         self.counters[earlier.group].add(earlier)
                     handle.under_way.take_back(result)
         return first
@@ -255,7 +255,7 @@ class Supervisor(Watcher):
         """Replace the ``SentError`` in a result by the exception, with a crash report if one can be made."""
         result.error = error = result.error.error()
         lane = handle.under_way.outstanding[result.number].lane
-        _add_crash_report(error, partial(self._notes.failed, result, lane, error, error.env_index))
+        _add_crash_report(error, partial(self.notes.failed, result, lane, error, error.env_index))
         if self.server is not None:
             self.server.complete(result)
 
@@ -314,7 +314,8 @@ class Supervisor(Watcher):
         stack = "" if stopped else handle.process.stack()
         known: dict[str, Any] = {"phase": phase, "seconds": seconds, "deadline": deadline}
         error: MusterError = failures.hung(where, stack=stack, stopped=stopped, **known)
-        _halt(handle, deaf=True)  # it may continue at any time, even because of the signal for its stack
+        _halt(handle)  # it may continue at any time, even because of the signal for its stack
+        handle.forget_answers()
         self._lose(handle, error, "worker_hung", at_work)
 
     def _at_work(self, handle: WorkerProxy) -> AtWork | None:
@@ -327,25 +328,14 @@ class Supervisor(Watcher):
         if at_work is None:
             ids = [int(i) for group in handle.groups for i in self.counters[group].env_ids] if self.counters else []
             return failures.Where(env_ids=tuple(ids), **known)
-        assert config.place is not None
-        counts, seed = self.counters[at_work.request.group], config.place.seed
+        assert handle.place is not None
+        counts, seed = self.counters[at_work.request.group], handle.place.seed
         row = at_work.row if at_work.row >= 0 else None
         if at_work.index is None or not counts.info.replays_alone:
             return failures.Where(env_ids=tuple(counts.env_ids.tolist()), row=row, seed=seed, **known)
         env_id = int(counts.env_ids[at_work.index])
-        seed = None if seed is None else seed + env_id * (not config.place.static)
+        seed = None if seed is None else seed + env_id * (not handle.place.static)
         return failures.Where(env_ids=(env_id,), env_index=at_work.index, row=row, seed=seed, **known)
-
-    def told(self, handle: WorkerProxy, request: Request) -> None:
-        """Note the effects of a request that a worker has answered."""
-        if self.counters:
-            request.noted(self._notes, handle.groups)
-
-    def restarted(self, handle: WorkerProxy) -> None:
-        """Note that a worker was restarted."""
-        config, place = handle.config, handle.config.place
-        assert place is not None
-        self._notes.restarted(handle.groups, place.seed, place.static, config.generation)
 
     def _lose(self, handle: WorkerProxy, error: Exception, reason: str, at_work: AtWork | None = None) -> None:
         """End a worker, and pass its requests on as ``on_failure`` says.
@@ -354,7 +344,7 @@ class Supervisor(Watcher):
             at_work: the interrupted work, for a crash report; None: no crash report.
         """
         handle.cause = error
-        crash_report = None if at_work is None else self._notes.died(at_work, cast(MusterError, error))
+        crash_report = None if at_work is None else self.notes.died(at_work, cast(MusterError, error))
         if self.config.on_failure != "restart":
             _add_crash_report(error, crash_report)
         try:
@@ -374,37 +364,20 @@ class Supervisor(Watcher):
             return  # it was never part of the worker pool
         self._take_note_of_reports(handle, ending=True)
         under_way, cells = handle.under_way, handle.process.status_page.cells
-        for result in [*under_way.results, *under_way.unfinished]:  # in order: only the last one has a partial lane
+        for result in under_way.results:
             self.counters[result.group].add(result)
-        under_way.unfinished.clear()
         at_work = under_way.at_work(cells)
         if at_work is not None and not under_way.outstanding[at_work.request.number].entered:
             self.counters[at_work.request.group].cut_short(under_way.steps_seen(cells))
 
-    def _pass_on(self, handle: WorkerProxy, error: Exception) -> None:
-        """See ``Watcher``. Also sets the episode numbers of a successor."""
-        if self.counters:
-            self._prepare_successor(handle)
-        super()._pass_on(handle, error)
 
-    def _prepare_successor(self, handle: WorkerProxy) -> None:
-        """Set new episode numbers for the environments of a successor."""
-        episodes = {number: self.counters[number].next_episodes() for number in handle.groups}
-        if handle.config.place is not None:
-            handle.config = replace(handle.config, place=replace(handle.config.place, episodes=episodes))
-
-
-def _halt(handle: WorkerProxy, *, deaf: bool = False) -> None:
-    """Stop a worker, and process its messages until then. After this its status page does not change.
-
-    Args:
-        deaf: see ``WorkerProxy.kill``.
-    """
+def _halt(handle: WorkerProxy) -> None:
+    """Stop a worker, and process its messages until then. After this its status page does not change."""
     process, in_thread = handle.process, handle.config.in_thread
     if in_thread:  # a thread runs on: its messages are ignored, then ``kill`` isolates its memory
         process.channel.close()
         handle.pump()
-    handle.kill(deaf=deaf)
+    handle.kill()
     if not in_thread:
         process.child.join(END_S)
         handle.pump()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import cast
 
 from muster.memory.slots import Layout, Slot, SlotState
@@ -99,13 +98,16 @@ class Sync(Schedule):
         limit = self._limit(wanted.limit, self._batch_groups())
         with self.pool.hold():
             for index, lane, group in self._places:
-                if group in self._complete or self._is_under_way(group):
+                # After Ctrl-C in the last call, some are still under way.
+                under_way = self.pool.handle(group).under_way
+                if group in self._complete or self._begun.get(group) in under_way.outstanding:
                     continue
                 request = self._request(group, lane, wanted, policy, limit)
                 if self.pool.counters[group].dropped:
                     self._complete[group] = RolloutResult(request.number, group, dropped=True)
                 else:
-                    request.sharing = self._sharing(group)
+                    if any(counts.dropped for counts in self.pool.counters):
+                        request.sharing = self._sharing(self._batch_groups(), group)
                     self.pool.handle(group).submit(request, self._filling[index])
         if self.ahead is not None:
             for bundle, slot in zip(self.bundles, self._filling, strict=True):
@@ -139,25 +141,13 @@ class Sync(Schedule):
         return self.bundles[0].ring.layout
 
     def _prepare(self, policy: str, version: int | str | None) -> None:
-        """Lay out the slots for the policy and the environments."""
         laid_out = all(bundle.laid_out for bundle in self.bundles)
         if laid_out and (local := self.pool.local) is not None and local.prepared(policy):
             return
-        counters = self.pool.counters
-        living = [handle for handle in self.pool.handles if not self.pool.is_dropped(handle)]
-        if laid_out and all(handle.prepared(policy) for handle in living):
-            return
-        self.abandon("policy_changed")
-        layouts: dict[int, Layout] = {}
-        for handle in living:
-            layouts |= self._lay_out(handle, policy, version)
-        self.pool.check_alive()
-        like = next(iter(layouts.values()))
-        for number, counts in enumerate(counters):  # dropped groups have no worker to ask
-            info = counts.info
-            layouts.setdefault(number, replace(like, B=info.num_envs, batch_shape=info.batch_shape))
-        for bundle in self.bundles:
-            bundle.lay_out([layouts[number] for number in bundle.groups], self._names(bundle))
+        if not self._is_prepared(self.bundles, policy):
+            self.abandon("policy_changed")
+            self._lay_out(self.bundles, policy, version)
+            self.pool.check_alive()
 
     def _discard(self, reason: str) -> None:
         super()._discard(reason)
@@ -165,15 +155,6 @@ class Sync(Schedule):
             if slot.state is not SlotState.LENT:  # else the user holds it (``return_same_td``)
                 self._give_back(bundle.ring, slot)
         self._filling, self._complete, self._begun = [], {}, {}
-
-    def _is_under_way(self, group: int) -> bool:
-        """Return whether the group's request is still outstanding because Ctrl-C interrupted the last call."""
-        return self._begun.get(group) in self.pool.handle(group).outstanding
-
-    def _sharing(self, group: int) -> tuple[int, int] | None:
-        """Return ``RolloutRequest.sharing`` among the groups that were not dropped; None if none was dropped."""
-        sizes = [0 if counts.dropped else counts.info.num_envs for counts in self.pool.counters]
-        return (sum(sizes[:group]), sum(sizes)) if 0 in sizes else None
 
     def _filled(self) -> FilledSlot:
         results = []

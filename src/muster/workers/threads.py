@@ -10,7 +10,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from muster.errors import MusterError
@@ -188,12 +187,6 @@ def in_thread(wake_up: WakeUp) -> Callable[[str, bool], tuple[WorkerThread, ...]
 # --- policies that draw from the process's generators ------------------------------------------------
 
 
-@dataclass
-class _Turn:
-    thread: int
-    streams: ExitStack = field(default_factory=ExitStack)  # closing it restores the user's streams
-
-
 class Turns:
     """Lets one thread at a time act, with the streams of its group as the global ones.
 
@@ -203,7 +196,8 @@ class Turns:
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.Lock())
-        self._present: _Turn | None = None
+        self._present: ExitStack | None = None  # closing it restores the user's streams
+        self._thread: int | None = None  # whose turn it is
 
     @contextmanager
     def turn(self, rng: GroupRng, progress: Progress) -> Iterator[None]:
@@ -212,12 +206,12 @@ class Turns:
         Raises:
             MusterError: the worker was ended while it waited, or its turn was revoked.
         """
-        mine = _Turn(threading.get_ident())
+        mine = ExitStack()
         with self._changed:
             if self._present is not None:
                 self._wait(progress)
-            mine.streams.enter_context(rng.as_global())
-            self._present = mine
+            mine.enter_context(rng.as_global())
+            self._present, self._thread = mine, threading.get_ident()
         try:
             yield
         finally:
@@ -230,7 +224,7 @@ class Turns:
     def revoke(self, thread: int | None) -> None:
         """End the turn of a thread, if it has the turn. Called from another thread."""
         with self._changed:
-            if self._present is not None and self._present.thread == thread:
+            if self._present is not None and self._thread == thread:
                 self._end(self._present)
 
     def _wait(self, progress: Progress) -> None:
@@ -243,8 +237,8 @@ class Turns:
         finally:
             progress.begin(phase)
 
-    def _end(self, turn: _Turn) -> None:
-        turn.streams.close()
+    def _end(self, turn: ExitStack) -> None:
+        turn.close()
         if self._present is turn:
             self._present = None
             self._changed.notify()

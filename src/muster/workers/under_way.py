@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,19 +51,20 @@ class UnderWay:
 
     Attributes:
         outstanding: requests whose results were not taken, by number, oldest first.
-        results: results that have arrived and were not taken.
-        unfinished: partial results of requests under way, from a worker that was terminated by a signal.
         fresh: results that the supervisor has not processed.
     """
 
     def __init__(self) -> None:
         self.outstanding: dict[int, Requested] = {}
-        self.results: deque[RolloutResult] = deque()
-        self.unfinished: list[RolloutResult] = []
         self.fresh: list[RolloutResult] = []
 
     def __bool__(self) -> bool:
         return any(requested.result is None for requested in self.outstanding.values())
+
+    @property
+    def results(self) -> Sequence[RolloutResult]:
+        """The results that have arrived and were not taken, in the order of their requests."""
+        return [requested.result for requested in self.outstanding.values() if requested.result is not None]
 
     def add(self, request: RolloutRequest, slot: Slot) -> None:
         self.outstanding[request.number] = Requested(request, slot)
@@ -71,18 +72,18 @@ class UnderWay:
     def finished(self, result: RolloutResult) -> None:
         """Store a result that has arrived."""
         self.outstanding[result.number].result = result
-        self.results.append(result)
         self.fresh.append(result)
 
-    def take(self) -> RolloutResult:
-        """Remove and return the oldest result."""
-        result = self.results.popleft()
-        del self.outstanding[result.number]
-        return result
+    def take(self) -> RolloutResult | None:
+        """Remove and return the result of the oldest request that has one; None if there is none."""
+        for number, requested in self.outstanding.items():
+            if requested.result is not None:
+                del self.outstanding[number]
+                return requested.result
+        return None
 
     def take_back(self, result: RolloutResult) -> None:
         """Remove a result whose steps are in the counters; its request is under way again."""
-        self.results.remove(result)
         requested = self.outstanding[result.number]
         requested.result, requested.entered = None, True
 

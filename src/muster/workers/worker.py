@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from muster.errors import MusterError
+from muster.errors import BadOption, MusterError
 from muster.keys import Key
 from muster.memory.slots import Lane, Layout
 from muster.memory.specs import Array
@@ -24,14 +24,16 @@ from muster.rollout.group import Group
 from muster.rollout.hooks import rendering
 from muster.rollout.loop import rollout
 from muster.rollout.progress import PHASE, Phase, Progress, Timing
+from muster.utils.attributes import resolve
 from muster.workers import group_state
 from muster.workers.build import seeds_of
-from muster.workers.config import Columns
 from muster.workers.mailbox import ServedPolicy
 from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult
 
 if TYPE_CHECKING:
     import torch
+
+    from muster.workers.requests import LayOut
 else:
     from muster.utils import lazy_torch as torch
 
@@ -42,7 +44,7 @@ class Worker:
     Args:
         groups: groups of the worker, which owns them.
         policies: policies "policy" and "random", by name.
-        model: policy object of the user, for ``Execute`` requests.
+        model: policy object of the user, for ``execute``.
         device: device of the policy.
         progress: progress cells that all groups share.
         index: number of the worker.
@@ -85,7 +87,7 @@ class Worker:
         """Return whether ``laid_out`` is still valid for rollouts of this policy."""
         return self.policies[name] is self.acting and not any(group.resumed for group in self.groups)
 
-    def layouts(self, columns: Columns) -> list[Layout]:
+    def layouts(self, columns: LayOut) -> list[Layout]:
         """Return the layouts of the next rollouts, one for each group.
 
         A policy that did not act last makes its first call here, and the next rollout continues from that call.
@@ -319,6 +321,14 @@ def phase_ended_by(error: BaseException, progress: Progress) -> str:
     if phase is not Phase.IDLE and issubclass(type(error), MusterError):
         vars(error)["phase"] = phase.name.lower()
     return phase.name.lower()
+
+
+def execute(worker: Worker, path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call the attribute of a worker at a path such as "env.unwrapped.set_gravity"."""
+    found = resolve(worker, path)
+    if not callable(found):
+        raise BadOption(f"cascade_execute({path!r}): that is {type(found).__name__}, which cannot be called")
+    return found(*args, **kwargs)
 
 
 def env_attributes(worker: Worker, name: str) -> list[Any]:
