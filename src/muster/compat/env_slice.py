@@ -1,0 +1,400 @@
+"""The environments of one worker of a vector environment, and the shared memory for what they return."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import concatenate, create_empty_array
+
+from muster.errors import EnvError, described
+from muster.memory.specs import Array
+from muster.protocols import EnvBatch
+from muster.restore.pickling import dumps
+from muster.rollout.progress import ACTING, ORDER, PHASE, STEPPING, Phase
+from muster.workers.build import seeds_of
+
+if TYPE_CHECKING:
+    from muster.workers.main import WorkerMain
+
+LINE = 64  # bytes of a cache line
+HALVES = 2  # a step writes one half of the observations, and the last observations stay in the other
+
+Infos = list[tuple[int, dict[str, Any]]]  # of environments, by their number; one can have two
+
+
+class VectorRows:
+    """Rewards, flags and observations of all environments, in shared memory.
+
+    Args:
+        space: observation space of one environment.
+        num_envs: number of environments, N.
+        block: memory ``uint8 [nbytes]``. None: only compute ``nbytes``.
+
+    Attributes:
+        rewards, terminated, truncated: arrays ``[N]``.
+        obs: observations ``[N, ...]`` in the structure of ``space``, for each half. None: a part of the space has
+            Python objects as values, and observations travel as pickles.
+    """
+
+    def __init__(self, space: spaces.Space[Any], num_envs: int, block: Array | None = None) -> None:
+        self._block, self.nbytes = block, 0
+        self.rewards = self._array((num_envs,), np.float64)
+        self.terminated = self._array((num_envs,), np.bool_)
+        self.truncated = self._array((num_envs,), np.bool_)
+        self.obs: list[Any] | None = None
+        if _has_arrays(space):
+            self.obs = [create_empty_array(space, n=num_envs, fn=self._array) for _ in range(HALVES)]
+
+    def _array(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        dtype = np.dtype(dtype)
+        begin = -(-self.nbytes // LINE) * LINE
+        self.nbytes = begin + math.prod(shape) * dtype.itemsize
+        if self._block is None:
+            return np.empty(0, dtype)
+        rows: Array = self._block[begin : self.nbytes].view(dtype).reshape(shape)
+        return rows
+
+
+def _has_arrays(space: spaces.Space[Any]) -> bool:
+    """Return whether the values of a space are arrays of one shape and dtype, or dicts and tuples of such arrays."""
+    if isinstance(space, spaces.Dict):
+        return all(map(_has_arrays, space.spaces.values()))
+    if isinstance(space, spaces.Tuple):
+        return all(map(_has_arrays, space.spaces))
+    return isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary))
+
+
+def part_of(tree: Any, begin: int, end: int) -> Any:
+    """Return views of rows of all arrays in a structure of dicts and tuples."""
+    if isinstance(tree, dict):
+        return {key: part_of(value, begin, end) for key, value in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(part_of(value, begin, end) for value in tree)
+    return tree[begin:end]
+
+
+class Exchange:
+    """Shared memory for the next call of a worker and for its result, as pickles.
+
+    Args:
+        block: memory ``uint8 [NBYTES]``.
+    """
+
+    ROOM = 1 << 18  # bytes of one pickle; larger ones travel as messages
+    NBYTES = LINE + 2 * ROOM
+
+    def __init__(self, block: Array) -> None:
+        self._lengths: Any = memoryview(block[:LINE]).cast("q")  # type: ignore[arg-type]
+        parts = block[LINE : LINE + self.ROOM], block[LINE + self.ROOM :]
+        self._call, self._result = (memoryview(part) for part in parts)  # type: ignore[arg-type]
+
+    def put_call(self, call: bytes) -> None:
+        self._call[: len(call)] = call
+        self._lengths[0] = len(call)
+
+    def call(self) -> Any:
+        """Return the unpickled call; None: the worker returns to its messages."""
+        length = self._lengths[0]
+        return pickle.loads(self._call[:length]) if length else None
+
+    def put_result(self, result: bytes | None) -> None:
+        length = 0 if result is None else len(result)
+        self._result[:length] = result or b""
+        self._lengths[1] = length
+
+    def result(self) -> bytes | None:
+        return bytes(self._result[: self._lengths[1]]) or None
+
+    def end(self) -> None:
+        """End the calls, after the present one."""
+        self._lengths[0], self._lengths[2] = 0, 1
+
+    @property
+    def ended(self) -> bool:
+        return bool(self._lengths[2])
+
+
+@dataclass(frozen=True)
+class EnvCall:
+    """A message to a worker: a pickled method of its ``EnvSlice`` and arguments; None: serve calls in shared memory."""
+
+    number: int
+    call: bytes | None
+
+    def reach(self, main: WorkerMain) -> None:
+        envs: Any = main.built[0].env
+        if self.call is None:
+            main.answer(self.number, lambda: envs.serve())
+            assert main.mailbox is not None
+            main.mailbox.finished(self.number)
+        else:
+            method, args = pickle.loads(self.call)
+            main.answer(self.number, lambda: method(envs, *args))
+
+
+@dataclass(frozen=True)
+class OpenRows:
+    """A message to a worker: use the shared memory, and continue where its predecessor ended.
+
+    Attributes:
+        space: observation space of one environment.
+        num_envs: number of environments of all workers.
+        rows, exchange: offsets in the arena.
+        last: last observations of the worker's environments. None: it has no predecessor.
+        seeds: seeds of the next reset, unless that has its own; None: no seed.
+        attributes: attributes that the user has set, by environment of the worker; pickled.
+    """
+
+    number: int
+    space: spaces.Space[Any]
+    num_envs: int
+    rows: int
+    exchange: int
+    last: Sequence[Any] | None
+    seeds: Sequence[int | None]
+    attributes: bytes
+
+    def reach(self, main: WorkerMain) -> None:
+        envs: Any = main.built[0].env
+        main.answer(self.number, lambda: envs.open(self, main))
+
+
+class EnvSlice(EnvBatch):
+    """The environments ``first``, ``first + 1``, ... of a vector environment. They are stepped one after another.
+
+    Args:
+        env_fns: functions that make the environments.
+        mode: when an environment that has ended is reset.
+        replaces: make an environment again if it raises an error, instead of raising that.
+    """
+
+    observation_specs = action_specs = {}  # noqa: RUF012 (no rollout is made)
+
+    def __init__(
+        self, env_fns: Sequence[Callable[[], Any]], first: int, mode: AutoresetMode, *, replaces: bool
+    ) -> None:
+        self._env_fns, self._first, self._mode, self._replaces = env_fns, first, mode, replaces
+        self.num_envs = len(env_fns)
+        self.batch_shape = (self.num_envs,)
+        self.envs: list[Any] = []
+        try:
+            for i in range(self.num_envs):
+                self.envs.append(self._made(i))
+        except BaseException:
+            with suppress(Exception):
+                self.close()
+            raise
+        self.name = type(self.envs[0]).__name__
+        self._obs: list[Any] = [None] * self.num_envs
+        self._due = [True] * self.num_envs  # environments to be reset before the next step
+        self._seeds: list[int | None] = [None] * self.num_envs  # of the last reset with a seed
+        self._next_seeds: list[int | None] = [None] * self.num_envs
+        self._replaced = [0] * self.num_envs
+        self._attributes: dict[int, dict[str, Any]] = {}
+
+    def objects(self) -> Sequence[object]:
+        return self.envs
+
+    def description(self) -> list[tuple[Any, Any, Any, Any]]:
+        """Return the observation space, action space, metadata and render mode of each environment."""
+        return [(env.observation_space, env.action_space, env.metadata, env.render_mode) for env in self.envs]
+
+    def open(self, message: OpenRows, main: WorkerMain) -> None:
+        """Use the shared memory; see ``OpenRows``."""
+        if hasattr(os, "SCHED_OTHER"):  # the caller waits: run at once, other than below an inference server
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        begin, end = self._first, self._first + self.num_envs
+        nbytes = VectorRows(message.space, message.num_envs).nbytes
+        rows = VectorRows(message.space, message.num_envs, main.arena.view(message.rows, nbytes))
+        self._exchange = Exchange(main.arena.view(message.exchange, Exchange.NBYTES))
+        self._space, self._cells = message.space, main.progress.cells
+        self._mailbox: Any = main.mailbox
+        self._rewards, self._terminated = rows.rewards[begin:end], rows.terminated[begin:end]
+        self._truncated = rows.truncated[begin:end]
+        self._halves = None if rows.obs is None else [part_of(half, begin, end) for half in rows.obs]
+        if message.last is not None:
+            self._obs = list(message.last)
+        self._next_seeds = list(message.seeds)
+        for i, values in pickle.loads(message.attributes).items():
+            for name, value in values.items():
+                self.set_attribute(i, name, value)
+
+    def serve(self) -> bytes | None:
+        """Execute calls in shared memory, until there is none, or its result is too large; return that."""
+        calls, cells, exchange, mailbox = 0, self._cells, self._exchange, self._mailbox
+        while (call := exchange.call()) is not None:
+            calls += 1
+            cells[ORDER] += 1  # a sign of life, also if the worker has only one environment
+            method, args = call
+            result: bytes | None = method(self, *args)
+            if exchange.ended or (result is not None and len(result) > exchange.ROOM):
+                return result
+            exchange.put_result(result)
+            cells[PHASE] = Phase.IDLE
+            mailbox.ask(1, calls)
+        return None
+
+    # --- steps and resets -------------------------------------------------------------------------
+
+    def step(self, half: int, actions: Iterable[Any]) -> bytes | None:
+        """Step all environments, and write what they return.
+
+        Returns:
+            pickle of the infos that are not empty, and of observations if they are not in shared memory; None: neither.
+        """
+        infos: Infos = []
+        cells, mode = self._cells, self._mode
+        cells[PHASE] = Phase.STEP
+        for i, action in enumerate(actions):
+            cells[ACTING] = cells[STEPPING] = i
+            if self._due[i] and mode is AutoresetMode.NEXT_STEP:
+                self._rewards[i], self._terminated[i], self._truncated[i] = 0.0, False, False
+                self._add(infos, i, self._reset(i, {}, infos))
+                cells[PHASE] = Phase.STEP
+                continue
+            try:
+                obs, reward, terminated, truncated, info = self.envs[i].step(action)
+                self._rewards[i], self._terminated[i], self._truncated[i] = reward, terminated, truncated
+            except Exception as error:  # noqa: BLE001 (raised, unless the environment is replaced)
+                self._replace(i, "step", error, infos)
+                self._truncate(i, infos)
+                continue
+            if terminated or truncated:
+                if mode is AutoresetMode.SAME_STEP:
+                    self._add(infos, i, {"final_obs": obs, "final_info": info})
+                    info = self._reset(i, {}, infos)
+                    obs = self._obs[i]
+                    cells[PHASE] = Phase.STEP
+                else:
+                    self._due[i] = True
+            self._obs[i] = obs
+            self._add(infos, i, info)
+        return self._write(half, infos)
+
+    def truncate(self, half: int) -> bytes | None:
+        """Truncate all episodes, whose environments were lost with the predecessor, instead of a step."""
+        infos: Infos = []
+        for i in range(self.num_envs):
+            self._truncate(i, infos)
+        return self._write(half, infos)
+
+    def reset_envs(self, half: int, arguments: Mapping[int, dict[str, Any]]) -> bytes | None:
+        """Reset environments with these arguments, by index; see ``step`` for the result."""
+        infos: Infos = []
+        for i, given in arguments.items():
+            self._rewards[i], self._terminated[i], self._truncated[i] = 0.0, False, False
+            self._add(infos, i, self._reset(i, given, infos))
+        return self._write(half, infos)
+
+    def _reset(self, i: int, arguments: dict[str, Any], infos: Infos) -> dict[str, Any]:
+        """Reset an environment, keep its observation, and return the info."""
+        self._cells[PHASE] = Phase.RESET
+        self._cells[ACTING] = self._cells[STEPPING] = i
+        if arguments.get("seed") is not None:
+            self._seeds[i], self._replaced[i] = arguments["seed"], 0
+        elif self._next_seeds[i] is not None:
+            arguments = {**arguments, "seed": self._next_seeds[i]}
+        try:
+            obs, info = self.envs[i].reset(**arguments)
+        except Exception as error:  # noqa: BLE001 (raised, unless the environment is replaced)
+            self._replace(i, "reset", error, infos)
+            try:
+                obs, info = self.envs[i].reset(**{**arguments, "seed": self._next_seeds[i]})
+            except Exception as again:
+                raise self._error(i, "reset", again) from again
+        self._next_seeds[i] = None
+        self._obs[i], self._due[i] = obs, False
+        result: dict[str, Any] = info
+        return result
+
+    def _truncate(self, i: int, infos: Infos) -> None:
+        """Truncate the episode of a new environment, whose predecessor was lost."""
+        self._rewards[i], self._terminated[i], self._truncated[i] = 0.0, False, True
+        self._due[i] = True
+        if self._mode is AutoresetMode.SAME_STEP:
+            self._add(infos, i, {"final_obs": self._obs[i], "final_info": {}})
+            self._add(infos, i, self._reset(i, {}, infos))
+
+    def _add(self, infos: Infos, i: int, info: dict[str, Any]) -> None:
+        if info:
+            infos.append((self._first + i, info))
+
+    def _write(self, half: int, infos: Infos) -> bytes | None:
+        if self._halves is None:
+            return packed((infos, self._obs))
+        concatenate(self._space, self._obs, self._halves[half])
+        return packed((infos, None)) if infos else None
+
+    # --- failures ---------------------------------------------------------------------------------
+
+    def _replace(self, i: int, method: str, error: Exception, infos: Infos) -> None:
+        """Make an environment again, after it raised an error; or raise that."""
+        failure = self._error(i, method, error)
+        if not self._replaces:
+            raise failure from error
+        with suppress(Exception):
+            self.envs[i].close()
+        self.envs[i] = self._made(i)
+        self._replaced[i] += 1
+        for name, value in self._attributes.get(i, {}).items():
+            self.envs[i].set_wrapper_attr(name, value)
+        if (seed := self._seeds[i]) is not None:
+            (self._next_seeds[i],) = seeds_of(seed, [self._first + i], self._replaced[i])
+        self._add(infos, i, {"muster": {"error": str(failure)}})
+
+    def _error(self, i: int, method: str, error: Exception) -> EnvError:
+        name = type(self.envs[i]).__name__
+        return EnvError(f"environment {self._first + i} ({name}): {method} raised {described(error)}", env_index=i)
+
+    def _made(self, i: int) -> Any:
+        try:
+            return self._env_fns[i]()
+        except Exception as error:
+            text = f"environment {self._first + i}: env_fns[{self._first + i}] raised {described(error)}"
+            raise EnvError(text, env_index=i) from error
+
+    # --- attributes, and the end ------------------------------------------------------------------
+
+    def set_attribute(self, i: int, name: str, value: Any) -> None:
+        """Set an attribute of an environment, and of its successors."""
+        self.envs[i].set_wrapper_attr(name, value)
+        self._attributes.setdefault(i, {})[name] = value
+
+    def set_attributes(self, name: str, values: Mapping[int, Any]) -> None:
+        """Set an attribute of environments, by index."""
+        self._cells[PHASE] = Phase.CALL
+        for i, value in values.items():
+            self.set_attribute(i, name, value)
+
+    def each(self, which: Sequence[int], function: Callable[[Any], Any]) -> bytes:
+        """Return the pickled results of a function that is called with each of these environments."""
+        self._cells[PHASE] = Phase.CALL
+        results = []
+        for i in which:
+            try:
+                results.append(function(self.envs[i]))
+            except Exception as error:
+                raise self._error(i, "the call", error) from error
+        return packed(results)
+
+    def close(self) -> None:
+        with ExitStack() as closing:
+            for env in self.envs:
+                closing.callback(env.close)
+
+
+def packed(value: Any, what: str = "what the environments returned") -> bytes:
+    """Pickle a value, called ``what`` in the error about what cannot be pickled."""
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception:  # noqa: BLE001 (cloudpickle may be able to)
+        return dumps(value, what)

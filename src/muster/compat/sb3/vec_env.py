@@ -1,0 +1,161 @@
+"""A ``stable_baselines3.common.vec_env.VecEnv`` over Muster's worker processes."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any, Literal
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from stable_baselines3.common import vec_env
+
+from muster.compat.vector_workers import VectorWorkers
+from muster.errors import UnsupportedEnv
+from muster.memory.specs import Array
+
+Indices = int | Iterable[int] | None
+
+
+class VecEnv(vec_env.VecEnv):
+    """Environments in Muster's worker processes, several in each, behind the interface of Stable-Baselines3.
+
+    Observations, rewards, dones and infos are those of ``DummyVecEnv`` with the same seeds. Returned arrays belong to
+    the caller. Only the process that made it can use it.
+
+    Args:
+        env_fns: functions that make the environments, one for each. Lambdas and closures are possible.
+        start_method: as in ``SubprocVecEnv``: "forkserver" (in milliseconds) or "spawn". None: as the system allows.
+        num_workers: number of worker processes; None: one for each CPU that this process may use. At most one for each
+            environment.
+        on_failure: "raise": raise the error of an environment or worker; ``reset`` starts lost workers again.
+            "restart": make the environments again, and return this step as a truncation with reward 0, and
+            ``info["muster"]["error"]``. At most 10 times a minute for each worker, and 3 times without a step.
+        timeouts: seconds without progress after which a worker counts as hanging, by phase: "construct", "call" (300),
+            "reset", "step" (60, for each environment), "close" (5). None: no limit.
+
+    Raises:
+        EnvError: an environment raised an error, which is the ``__cause__``.
+        WorkerDied, WorkerHung: a worker died, or made no progress for too long.
+        UnsupportedEnv: observations are not arrays, or dicts and tuples of arrays.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]],
+        start_method: Literal["forkserver", "spawn"] | None = None,
+        *,
+        num_workers: int | None = None,
+        on_failure: Literal["raise", "restart"] = "raise",
+        timeouts: Mapping[str, float | None] | None = None,
+    ) -> None:
+        self._workers = VectorWorkers(
+            list(env_fns),
+            AutoresetMode.SAME_STEP,
+            num_workers=num_workers,
+            on_failure=on_failure,
+            timeouts=timeouts,
+            start_method=start_method,
+        )
+        weakref.finalize(self, self._workers.close)
+        try:
+            observation_space, action_space, *_ = self._workers.described[0]
+            self._workers.open(observation_space)
+            if self._workers.rows.obs is None:
+                raise UnsupportedEnv(f"Stable-Baselines3 has no observations in a space such as {observation_space}.")
+            super().__init__(len(env_fns), observation_space, action_space)
+        except BaseException:
+            self.close()
+            raise
+
+    # --- resets and steps -------------------------------------------------------------------------
+
+    def reset(self) -> Any:
+        """Reset all environments, with the seeds of ``seed`` and the options of ``set_options``, once."""
+        arguments: dict[int, dict[str, Any]] = {}
+        for i in range(self.num_envs):
+            options = {"options": self._options[i]} if self._options[i] else {}
+            arguments[i] = {"seed": self._seeds[i], **options}
+        self._workers.reset(arguments)
+        self.reset_infos = [{} for _ in range(self.num_envs)]
+        for i, info in self._workers.infos:
+            self.reset_infos[i].update(info)
+        self._reset_seeds()
+        self._reset_options()
+        return deepcopy(self._workers.observations)
+
+    def step_async(self, actions: Array) -> None:
+        """Send the actions to the environments, without waiting for them."""
+        self._workers.send(actions if isinstance(actions, np.ndarray) else list(actions))
+
+    def step_wait(self) -> tuple[Any, Array, Array, list[dict[str, Any]]]:
+        """Wait for the step, and return observations, rewards (float32), dones and infos."""
+        self._workers.receive()
+        rows, infos = self._workers.rows, [dict[str, Any]() for _ in range(self.num_envs)]
+        dones = rows.terminated | rows.truncated
+        ended: set[int] = set()
+        for i, info in self._workers.infos:
+            if "final_obs" in info:
+                ended.add(i)
+                self.reset_infos[i] = {}
+                infos[i].update(info["final_info"], terminal_observation=info["final_obs"])
+            elif i in ended and "muster" not in info:
+                self.reset_infos[i] = info
+            else:
+                infos[i].update(info)
+        for i, cut in enumerate((rows.truncated & ~rows.terminated).tolist()):
+            infos[i]["TimeLimit.truncated"] = cut
+        return deepcopy(self._workers.observations), rows.rewards.astype(np.float32), dones, infos
+
+    def close(self) -> None:
+        """Close the environments and end the workers. May be called again."""
+        self._workers.close()
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
+        """Return an attribute of environments; of all without ``indices``."""
+        try:
+            return self._workers.each(lambda env: env.get_wrapper_attr(attr_name), self._get_indices(indices))
+        except Exception as error:
+            if isinstance(error.__cause__, AttributeError):  # expected by ``has_attr`` and SB3
+                raise error.__cause__ from error
+            raise
+
+    def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
+        """Set an attribute of environments. Environments that are made again after a failure get it, too."""
+        self._workers.set_attribute(attr_name, dict.fromkeys(self._get_indices(indices), value))
+
+    def env_method(
+        self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
+    ) -> list[Any]:
+        """Call a method of environments, and return the results."""
+
+        def call(env: Any) -> Any:
+            return env.get_wrapper_attr(method_name)(*method_args, **method_kwargs)
+
+        return self._workers.each(call, self._get_indices(indices))
+
+    def env_is_wrapped(
+        self, wrapper_class: type[gymnasium.Wrapper[Any, Any, Any, Any]], indices: Indices = None
+    ) -> list[bool]:
+        """Return whether environments have a wrapper of this class."""
+
+        def is_wrapped(env: Any) -> bool:
+            while isinstance(env, gymnasium.Wrapper):
+                if isinstance(env, wrapper_class):
+                    return True
+                env = env.env
+            return False
+
+        return self._workers.each(is_wrapped, self._get_indices(indices))
+
+    def get_images(self) -> Sequence[Array | None]:
+        """Return a frame of each environment; None unless the render mode is "rgb_array"."""
+        if self.render_mode != "rgb_array":
+            warnings.warn(f"get_images needs render_mode='rgb_array', got {self.render_mode!r}.", stacklevel=2)
+            return [None] * self.num_envs
+        return self.env_method("render")

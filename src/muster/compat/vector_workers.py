@@ -1,0 +1,440 @@
+"""Environments in worker processes, which the caller resets and steps together: the parts of a vector environment."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
+from typing import Any, Literal, cast
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
+
+from muster.compat.env_slice import EnvCall, EnvSlice, Exchange, Infos, OpenRows, VectorRows
+from muster.errors import BadOption, CollectorClosed, EnvError, MusterError, WorkerDied, WorkerHung
+from muster.restore.crash_report import EnvFactory
+from muster.restore.pickling import dumps
+from muster.rollout.columns import RolloutOptions
+from muster.rollout.progress import STEPPING
+from muster.utils.forks import Owner
+from muster.utils.integers import integer
+from muster.utils.interrupts import postponed
+from muster.workers.build import WorkerOptions, seeds_of
+from muster.workers.config import TIMEOUTS, PoolConfig, WorkerConfig, WorkerPlace
+from muster.workers.launch import in_process
+from muster.workers.lives import Restarted
+from muster.workers.mailbox import LOOK_S, Mailbox
+from muster.workers.proxy import WorkerProxy
+from muster.workers.supervision import Supervisor
+
+MAX_RESTARTS = 10  # of a worker within a minute, as for collectors
+SliceCall = tuple[Callable[..., Any], Sequence[Any]]  # a method of ``EnvSlice``, and its arguments
+PROTOCOL = pickle.HIGHEST_PROTOCOL
+_PLAIN = (EnvSlice.step, EnvSlice.truncate)  # without functions and objects of the user
+_OPTIONS = WorkerOptions(1, True, None, None, None, "random", False, None, False, False, RolloutOptions())
+
+
+class VectorWorkers:
+    """``num_envs`` environments in worker processes.
+
+    Args:
+        env_fns: functions that make the environments.
+        mode: when an environment that has ended is reset.
+        num_workers: number of processes; None: one for each CPU that this process may use.
+        on_failure: "raise" or "restart" after a worker dies or hangs, or an environment raises.
+        timeouts: seconds without progress after which a worker counts as hanging, by phase.
+        start_method: see ``MultiSyncCollector``.
+
+    Attributes:
+        described: observation space, action space, metadata and render mode of each environment.
+        infos: infos of the last step or reset, as pairs of a number of an environment and its info.
+        rows: memory of rewards, flags and observations.
+        failure: error after which all environments have to be reset.
+        pending: a step was sent, and its results were not taken.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], Any]],
+        mode: AutoresetMode,
+        *,
+        num_workers: int | None,
+        on_failure: Literal["raise", "restart"],
+        timeouts: Mapping[str, float | None] | None,
+        start_method: Literal["forkserver", "spawn"] | None,
+    ) -> None:
+        config, self._parts = _config(env_fns, mode, num_workers, on_failure, timeouts or {}, start_method)
+        self.num_envs = len(env_fns)
+        self.infos: Infos = []
+        self.pending = False
+        self._half = 0  # half of ``rows.obs`` with the latest observations
+        self._objects: list[Any] = [None] * self.num_envs  # the latest observations, if not in ``rows``
+        self.failure: BaseException | None = None
+        self._closed = False
+        self._owner = Owner("vector environment", "workers")
+        self._seeds: list[int | None] = [None] * self.num_envs
+        self._attributes: dict[int, dict[str, Any]] = {}
+        self._lost: dict[int, str] = {}  # workers whose loss was not reported yet, with its cause
+        count = len(self._parts)
+        self._mailbox = Mailbox(count, [range(count)])
+        self._serving = [False] * count  # workers that serve calls in shared memory
+        self._made = ExitStack()
+        try:
+            self._workers = Supervisor(config, None, self._made)
+            self._workers.launch = in_process(start_method, light=True)
+            self._workers.server = cast(Any, _Caller(self._mailbox))
+            self._handles = cast(list[WorkerProxy], self._workers.handles)
+            self._workers.start()
+            infos = self._workers.built()
+            firsts = {n: part.start for n, part in enumerate(self._parts)}
+            pool = self._workers.pool(infos, WorkerPlace(firsts, self.num_envs, False, None))
+            self._made.callback(pool.close)
+            self._opened: list[int | None] = [None] * len(self._handles)  # ``starts`` when it got the shared memory
+            self.rows: Any = None
+            answers = self._all(dict.fromkeys(range(len(self._parts)), (EnvSlice.description, ())))
+            self.described = [each for n in sorted(answers) for each in answers[n]]
+        except BaseException:
+            self._made.close()
+            raise
+
+    def open(self, space: spaces.Space[Any]) -> None:
+        """Make the shared memory, for observations in this space."""
+        self._space = space
+        self._batched = batch_space(space, self.num_envs)
+        arena, nbytes = self._workers.arena, VectorRows(space, self.num_envs).nbytes
+        self._offset = arena.allocate(nbytes)
+        self.rows = VectorRows(space, self.num_envs, arena.view(self._offset, nbytes))
+        self._at = [arena.allocate(Exchange.NBYTES) for _ in self._parts]
+        self._exchanges = [Exchange(arena.view(offset, Exchange.NBYTES)) for offset in self._at]
+        for n in range(len(self._parts)):
+            self._ensure(n)
+
+    @property
+    def observations(self) -> Any:
+        """The latest observations of all environments. The step after the next one overwrites them."""
+        if self.rows.obs is not None:
+            return self.rows.obs[self._half]
+        empty: Any = create_empty_array(self._space, n=self.num_envs)
+        return concatenate(self._space, self._objects, empty)
+
+    # --- steps and resets -------------------------------------------------------------------------
+
+    def reset(self, arguments: Mapping[int, dict[str, Any]]) -> None:
+        """Reset environments with these arguments, by number. Starts lost workers again."""
+        self._check_open()
+        if self.pending:
+            raise BadOption("reset was called during a step: call step_wait() first.")
+        complete = len(arguments) == self.num_envs
+        if self.failure is not None and not complete:
+            raise MusterError(self._refusal()) from self.failure
+        for i, given in arguments.items():
+            self._seeds[i] = given["seed"] if given.get("seed") is not None else self._seeds[i]
+        calls: dict[int, SliceCall] = {}
+        for n, part in enumerate(self._parts):
+            own = {i - part.start: arguments[i] for i in part if i in arguments}
+            calls[n] = EnvSlice.reset_envs, (self._half ^ 1, own)
+        self.failure = None if complete else self.failure
+        self._take(self._guarded(calls))
+        if complete:
+            self._lost.clear()
+
+    def send(self, actions: Any) -> None:
+        """Send a step: an array ``[N, ...]``, or a list with an action for each environment."""
+        self._check_open()
+        if self.pending:
+            raise BadOption("step was called during a step: call step_wait() first.")
+        if self.failure is not None:
+            raise MusterError(self._refusal()) from self.failure
+        if len(actions) != self.num_envs:
+            raise ValueError(f"{len(actions)} actions were given for {self.num_envs} environments.")
+        self._calls: dict[int, SliceCall] = {}
+        try:
+            for n, part in enumerate(self._parts):
+                self._ensure(n)
+                self._calls[n] = EnvSlice.step, (self._half ^ 1, actions[part.start : part.stop])
+                self._post(n, self._calls[n])
+        except BaseException as error:  # some have got their actions
+            self.failure = error
+            raise
+        self.pending = True
+
+    def receive(self) -> None:
+        """Take the results of the step that was sent."""
+        if not self.pending:
+            raise BadOption("step_wait was called without a step: call step_async(actions) first.")
+        self.pending = False
+        answers = self._guarded(self._calls, posted=True)
+        self._take(answers)
+        for n, cause in self._lost.items():
+            self.infos += [(i, {"muster": {"error": cause}}) for i in self._parts[n]]
+        self._lost.clear()
+
+    def _take(self, answers: Mapping[int, bytes | None]) -> None:
+        self._half ^= 1
+        self.infos = []
+        for n, answer in answers.items():
+            self._handles[n].record.fruitless = 0
+            if answer is None:
+                continue
+            infos, obs = pickle.loads(answer)
+            self.infos += infos
+            if obs is not None:
+                self._objects[self._parts[n].start : self._parts[n].stop] = obs
+            for _, info in infos:
+                if "muster" in info and not self._handles[n].record.may_restart(MAX_RESTARTS):
+                    self.failure = EnvError(f"{info['muster']['error']}\n\nIt was replaced too often.")
+                    raise self.failure
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def each(self, function: Callable[[Any], Any], which: Iterable[int] | None = None) -> list[Any]:
+        """Return the results of a function that is called with each environment, or with those of these numbers."""
+        self._check_open()
+        if self.pending:
+            raise BadOption("The environments are in a step: call step_wait() first.")
+        which = list(range(self.num_envs) if which is None else which)
+        calls: dict[int, SliceCall] = {}
+        for n, part in enumerate(self._parts):
+            if own := [i - part.start for i in which if i in part]:
+                calls[n] = EnvSlice.each, (own, function)
+        results: dict[int, Any] = {}
+        for n, answer in self._all(calls).items():
+            own = [i for i in which if i in self._parts[n]]
+            results.update(zip(own, pickle.loads(answer), strict=True))
+        return [results[i] for i in which]
+
+    def set_attribute(self, name: str, values: Mapping[int, Any]) -> None:
+        """Set an attribute of environments, by number. The environments of a restarted worker get it, too."""
+        self._check_open()
+        for i, value in values.items():
+            self._attributes.setdefault(i, {})[name] = value
+        calls: dict[int, SliceCall] = {}
+        for n, part in enumerate(self._parts):
+            if own := {i - part.start: values[i] for i in part if i in values}:
+                calls[n] = EnvSlice.set_attributes, (name, own)
+        self._all(calls)
+
+    def close(self) -> None:
+        """Close the environments and end the workers, by force if necessary. May be called again."""
+        if not self._closed and self._owner.is_here():
+            self._closed = True
+            if self.rows is not None:
+                for n, exchange in enumerate(self._exchanges):
+                    exchange.end()
+                    if self._mailbox.question(n):
+                        self._mailbox.answer(n, self._mailbox.question(n))
+            self._made.close()
+
+    def _check_open(self) -> None:
+        self._owner.check()
+        if self._closed:
+            raise CollectorClosed("This vector environment was closed.")
+
+    def _refusal(self) -> str:
+        kind = type(self.failure).__name__
+        return f"After {kind} in the last call the environments are not at the same step: call reset()."
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def _post(self, n: int, call: SliceCall) -> None:
+        """Send a call to a worker, through shared memory if it fits."""
+        method, args = call
+        if method is EnvSlice.step and n in self._lost:
+            method, args = EnvSlice.truncate, args[:1]
+        sent = pickle.dumps((method, args), PROTOCOL) if method in _PLAIN else dumps((method, args), "the arguments")
+        handle, mailbox = self._handles[n], self._mailbox
+        if self._serving[n] and not mailbox.question(n):
+            self._wait()  # for a call whose result was not taken, because of Ctrl-C or an error
+            if not mailbox.question(n):
+                self._serving[n] = False
+                with suppress(MusterError, Restarted):
+                    handle.answer()
+                self._ensure(n)
+        if self.rows is not None and len(sent) <= Exchange.ROOM:
+            self._exchanges[n].put_call(sent)
+            if self._serving[n]:
+                mailbox.answer(n, mailbox.question(n))
+                return
+            self._serving[n] = True
+            handle.post(partial(self._send_serve, n))
+            return
+        if self._serving[n]:
+            self._exchanges[n].put_call(b"")
+            mailbox.answer(n, mailbox.question(n))
+            self._serving[n] = False
+            handle.answer()
+        handle.post(lambda number: handle.send(EnvCall(number, sent)))
+
+    def _send_serve(self, n: int, number: int) -> None:
+        self._mailbox.expect(n, number)
+        self._handles[n].send(EnvCall(number, None))
+
+    def _result(self, n: int) -> Any:
+        """Return the result of a call to a worker. Raises ``Restarted`` if the worker was lost."""
+        if self._serving[n] and self._mailbox.question(n):
+            return self._exchanges[n].result()
+        self._serving[n] = False
+        return self._handles[n].answer()
+
+    def _wait(self) -> None:
+        """Wait until all workers that serve calls in shared memory have a result, or are lost."""
+        group, look = range(len(self._parts)), self._mailbox.look
+
+        def ready() -> bool:
+            asking, at_work = look(group)
+            return len(asking) == at_work
+
+        while not ready():
+            self._mailbox.sleep(ready, LOOK_S)
+            if not ready():
+                self._look()
+
+    @postponed()
+    def _look(self) -> None:
+        """Detect workers that have died or hang."""
+        self._workers.wait(0.0, revives=False)
+
+    def _guarded(self, calls: Mapping[int, Any], *, posted: bool = False) -> dict[int, Any]:
+        """See ``_all``; after an error, all environments have to be reset."""
+        try:
+            return self._all(calls, posted=posted)
+        except BaseException as error:
+            self.failure = error
+            raise
+
+    def _all(self, calls: Mapping[int, Any], *, posted: bool = False) -> dict[int, Any]:
+        """Return the results of calls, by worker. The successor of a lost worker gets its call again."""
+        for n, call in {} if posted else calls.items():
+            self._ensure(n)
+            self._post(n, call)
+        results = {}
+        for n, call in calls.items():
+            try:
+                while n not in results:
+                    self._wait()
+                    try:
+                        results[n] = self._result(n)
+                    except Restarted:
+                        self._ensure(n)
+                        self._post(n, call)
+            except MusterError as error:
+                self._locate(n, error)
+                raise
+        return results
+
+    def _ensure(self, n: int) -> None:
+        """Give a worker that was started the shared memory, and a successor what its predecessor knew.
+
+        Starts a lost worker if its supervisor does not.
+        """
+        handle = self._handles[n]
+        while self.rows is not None and (not handle.alive or handle.starts != self._opened[n]):
+            if not handle.alive and not handle.reviving:
+                handle.start()
+            with suppress(Restarted):
+                self._workers.wait_for(handle, partial(getattr, handle, "alive"))
+            is_successor = self._opened[n] is not None
+            if is_successor:
+                self._lost[n] = str(handle.cause).partition("\n")[0]
+            self._opened[n], self._serving[n] = handle.starts, False
+            handle.post(partial(self._send_rows, n, is_successor))
+            with suppress(Restarted):
+                handle.answer()
+
+    def _send_rows(self, n: int, is_successor: bool, number: int) -> None:
+        part, generation = self._parts[n], self._handles[n].config.generation
+        seeds: list[int | None] = [None] * len(part)
+        last = None
+        if is_successor:
+            last = list(iterate(self._batched, self.observations))[part.start : part.stop]
+            given = [self._seeds[i] for i in part]
+            seeds = [
+                None if seed is None else seeds_of(seed, [i], generation)[0]
+                for i, seed in zip(part, given, strict=True)
+            ]
+        attributes = dumps({i - part.start: self._attributes[i] for i in part if i in self._attributes}, "attributes")
+        memory = self._offset, self._at[n]
+        self._handles[n].send(OpenRows(number, self._space, self.num_envs, *memory, last, seeds, attributes))
+
+    def _locate(self, n: int, error: MusterError) -> None:
+        """Add the environment at work to the error of a worker, and what to do."""
+        part = self._parts[n]
+        if isinstance(error, (WorkerDied, WorkerHung)) and error.phase in ("step", "reset"):
+            error.env_index = int(self._handles[n].process.status_page.cells[STEPPING])
+        if (index := getattr(error, "env_index", None)) is None:
+            return
+        error.env_id = part.start + index
+        remedy = "Call reset() to go on; with on_failure='restart', a failure truncates the episode instead."
+        error.args = (f"{error}\n\nThe environment is number {error.env_id}. {remedy}",)
+
+
+class _Caller:
+    """The caller of a vector environment, in the place of an ``InferenceServer``: it answers the workers' questions."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self.mailbox, self.actor, self.held = mailbox, self, nullcontext
+        self.close = mailbox.close
+
+    def open(self, *_: object) -> None:
+        """Do nothing: there is no policy."""
+
+    def reseed(self, *_: object) -> None:
+        """Do nothing: there are no random streams of a policy."""
+
+    def check(self) -> None:
+        """Do nothing: the caller has no deadline."""
+
+    def waits(self, worker: int) -> bool:
+        """Return whether a worker waits for a call."""
+        return bool(self.mailbox.question(worker))
+
+    def lost(self, worker: int, groups: Sequence[int]) -> None:
+        """Clear the question of a lost worker."""
+        self.mailbox.reset(worker)
+
+
+def _config(
+    env_fns: Sequence[Callable[[], Any]],
+    mode: AutoresetMode,
+    num_workers: int | None,
+    on_failure: Literal["raise", "restart"],
+    timeouts: Mapping[str, float | None],
+    start_method: Literal["forkserver", "spawn"] | None,
+) -> tuple[PoolConfig, list[range]]:
+    """Return the config of the workers, and the numbers of the environments of each."""
+    if not env_fns:
+        raise BadOption("env_fns is empty: pass a function for each environment.")
+    if on_failure not in ("raise", "restart"):
+        raise BadOption(f"on_failure={on_failure!r}: expected 'raise' or 'restart'.")
+    for phase in timeouts:
+        if phase not in TIMEOUTS:
+            raise BadOption(f"timeouts: there is no phase {phase!r}; expected some of {', '.join(TIMEOUTS)}.")
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = min(len(env_fns), cpus if num_workers is None else integer("num_workers", num_workers))
+    parts = [range(part[0], part[-1] + 1) for part in np.array_split(np.arange(len(env_fns)), count)]
+    replaces, make = on_failure == "restart", cast(Any, EnvSlice)  # without the methods for rollouts
+    factories = [partial(make, env_fns[part.start : part.stop], part.start, mode, replaces=replaces) for part in parts]
+    kwargs, options = dumps([None], "no arguments"), dumps(_OPTIONS, "the options")
+    workers = [
+        WorkerConfig(n, [n], [dumps(factory, "env_fns")], kwargs, b"", False, options, served_by=count)
+        for n, factory in enumerate(factories)
+    ]
+    origins = [EnvFactory(factory) for factory in factories]
+    config = PoolConfig(
+        workers,
+        dumps(None, "no policy"),
+        count,
+        None,
+        origins,
+        None,
+        None,
+        on_failure,
+        timeouts,
+        MAX_RESTARTS,
+        start_method,
+    )
+    return config, parts

@@ -1,0 +1,320 @@
+"""``muster.compat.gymnasium.VectorEnv`` returns what ``SyncVectorEnv`` returns, and is used like it."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+
+from muster.compat.gymnasium import VectorEnv
+from muster.errors import BadOption, CollectorClosed, EnvError, MusterError
+from muster.testing import CountingEnv, InfoEnv, SpaceEnv
+from tests.fakes.fault_runs import all_gone
+from tests.waits import open_files
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="worker processes")
+
+BOX = spaces.Box(-1, 1, (2, 3), np.float32)
+cart_pole = partial(gymnasium.make, "CartPole-v1", max_episode_steps=20)
+SPACES = {
+    "image": spaces.Box(0, 255, (16, 16, 3), np.uint8),
+    "discrete": spaces.Discrete(7, start=2),
+    "multi": spaces.MultiDiscrete([3, 5]),
+    "binary": spaces.MultiBinary(4),
+    "dict": spaces.Dict({"b": BOX, "a": spaces.Dict({"n": spaces.Discrete(5)})}),
+    "tuple": spaces.Tuple((BOX, spaces.Discrete(3), spaces.Dict({"x": BOX}))),
+    "text": spaces.Text(6),
+    "graph": spaces.Graph(BOX, None),
+    "mixed": spaces.Dict({"words": spaces.Text(4), "box": BOX}),
+}
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    """Two results have the same structure, values, types and dtypes."""
+    assert type(a) is type(b)
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_equal(a[key], b[key])
+    elif isinstance(a, (tuple, list)) or (isinstance(a, np.ndarray) and a.dtype == object):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_equal(x, y)
+    else:
+        np.testing.assert_array_equal(a, b)
+        assert getattr(a, "dtype", None) == getattr(b, "dtype", None)
+
+
+def both(env_fns: list[Any], steps: int, *, num_workers: int = 2, **options: Any) -> None:
+    """Both vector environments return the same in these steps."""
+    ours, theirs = VectorEnv(env_fns, num_workers=num_workers, **options), SyncVectorEnv(env_fns, **options)
+    assert ours.metadata == theirs.metadata
+    for name in ("observation_space", "single_observation_space", "action_space", "single_action_space"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert_equal(ours.reset(seed=5), theirs.reset(seed=5))
+    theirs.action_space.seed(1)
+    for _ in range(steps):
+        actions = theirs.action_space.sample()
+        got, expected = ours.step(actions), theirs.step(actions)
+        assert_equal(got, expected)
+        ended = got[2] | got[3]
+        if ours.autoreset_mode is AutoresetMode.DISABLED and ended.any():
+            masks = [{"reset_mask": ended.copy(), "other": 1} for _ in range(2)]
+            assert_equal(ours.reset(options=masks[0]), theirs.reset(options=masks[1]))
+            assert masks[0] == {"other": 1}
+    assert_equal(ours.reset(seed=[3, None, 4][: len(env_fns)])[1], theirs.reset(seed=[3, None, 4][: len(env_fns)])[1])
+    ours.close()
+    theirs.close()
+
+
+# --- the same results -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_episodes_and_infos_are_those_of_sync_vector_env(mode: Any, num_workers: int) -> None:
+    both([lambda n=n: InfoEnv(n) for n in (1, 2, 5)], 12, num_workers=num_workers, autoreset_mode=mode)
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_cart_pole_has_the_trajectories_of_sync_vector_env(mode: Any) -> None:
+    both([cart_pole] * 3, 60, autoreset_mode=mode)
+
+
+@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_observations_and_actions_in_every_space(space: str, mode: Any) -> None:
+    actions = SPACES["tuple" if space in ("text", "graph", "mixed") else space]
+    both([lambda: SpaceEnv(deepcopy(SPACES[space]), actions)] * 3, 7, autoreset_mode=mode)
+
+
+def test_environments_get_the_actions_as_they_were_given() -> None:
+    with_actions = VectorEnv([lambda: SpaceEnv(BOX, BOX)] * 2, num_workers=2)
+    with_actions.reset(seed=0)
+    given = np.arange(12, dtype=np.float64).reshape(2, 2, 3) / 7
+    with_actions.step(given)
+    with_actions.step(torch.from_numpy(given).numpy())
+    for i, got in enumerate(with_actions.get_attr("actions")):
+        assert_equal(got, [given[i], given[i]])
+    with_actions.close()
+
+
+def test_results_larger_than_the_shared_memory_travel_as_messages() -> None:
+    """Actions of 800 kB, and last observations of that size in the infos."""
+    large = spaces.Box(-1, 1, (300, 350), np.float64)
+    both([lambda: SpaceEnv(deepcopy(large), large, 2)] * 2, 4, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+def test_spaces_that_differ() -> None:
+    env_fns = [lambda high=high: SpaceEnv(spaces.Box(0, high, (2,), np.float32), spaces.Discrete(2)) for high in (1, 2)]
+    with pytest.raises(RuntimeError, match="Environment 1 has the observation space"):
+        VectorEnv(env_fns, num_workers=2)
+    both(env_fns, 4, observation_mode="different")
+    single = spaces.Box(0, 5, (2,), np.float32)
+    both(env_fns, 4, observation_mode=(spaces.Box(0, 5, (2, 2), np.float32), single))
+    with pytest.raises(RuntimeError, match="Environment 0 has the observation space"):
+        VectorEnv(env_fns, observation_mode=(BOX, BOX))
+    with pytest.raises(ValueError, match="observation_mode='equal'"):
+        VectorEnv(env_fns, observation_mode="equal")
+    with pytest.raises(RuntimeError, match="Environment 1 has the action space"):
+        VectorEnv([lambda n=n: SpaceEnv(BOX, spaces.Discrete(n)) for n in (2, 3)])
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_returned_observations_are_copies_unless_not_wanted(copy: bool) -> None:
+    envs = VectorEnv([lambda: CountingEnv(9)] * 2, copy, num_workers=2)
+    first, _ = envs.reset()
+    envs.step(np.zeros(2, int))
+    envs.step(np.zeros(2, int))
+    assert first[:, 1].tolist() == ([0, 0] if copy else [2, 2])
+    envs.close()
+
+
+# --- calls ------------------------------------------------------------------------------------------
+
+
+def test_calls_and_attributes_reach_each_environment() -> None:
+    class Callable(CountingEnv):
+        def plus(self, a: int, *, b: int) -> int:
+            return self.t + a + b
+
+        def render(self) -> Any:
+            return np.full((2, 2), self.t)
+
+    envs = VectorEnv([Callable] * 3, num_workers=2)
+    envs.reset(seed=[4, 5, 6])
+    envs.step(np.zeros(3, int))
+    assert envs.call("plus", 10, b=100) == (111, 111, 111)
+    assert envs.get_attr("seeds") == ([4], [5], [6])
+    assert_equal(envs.np_random_seed, (4, 5, 6))
+    envs.set_attr("length", [7, 8, 9])
+    assert envs.get_attr("length") == (7, 8, 9)
+    envs.set_attr("length", 4)
+    assert envs.call("length") == (4, 4, 4)
+    assert [frame.tolist() for frame in envs.render()] == [[[1, 1], [1, 1]]] * 3
+    with pytest.raises(ValueError, match="2 values were given for 3"):
+        envs.set_attr("length", [1, 2])
+    with pytest.raises(EnvError, match="no_such_name") as caught:
+        envs.get_attr("no_such_name")
+    assert isinstance(caught.value.__cause__, AttributeError)
+    envs.close()
+
+
+def test_wrappers_of_gymnasium_work() -> None:
+    ours = RecordEpisodeStatistics(VectorEnv([lambda: CountingEnv(3)] * 2, num_workers=2))
+    theirs = RecordEpisodeStatistics(SyncVectorEnv([lambda: CountingEnv(3)] * 2))
+    ours.reset(), theirs.reset()
+    for _ in range(9):
+        got, expected = ours.step(np.zeros(2, int)), theirs.step(np.zeros(2, int))
+        for infos in (got[-1], expected[-1]):
+            infos.get("episode", {}).pop("t", None)
+            infos.get("episode", {}).pop("_t", None)
+        assert_equal(got, expected)
+    ours.close()
+
+
+# --- misuse, and the end ----------------------------------------------------------------------------
+
+
+def test_misuse_is_an_error_at_once() -> None:
+    with pytest.raises(BadOption, match="env_fns is empty"):
+        VectorEnv([])
+    with pytest.raises(BadOption, match="no phase 'stpe'"):
+        VectorEnv([cart_pole], timeouts={"stpe": 1})
+    with pytest.raises(BadOption, match="on_failure='drop'"):
+        VectorEnv([cart_pole], on_failure="drop")  # type: ignore[arg-type]
+    envs = VectorEnv([cart_pole] * 2, autoreset_mode="Disabled")
+    envs.reset()
+    for mask, error in ((None, TypeError), (np.ones(2), TypeError), (np.ones(3, bool), ValueError)):
+        with pytest.raises(error, match="reset_mask"):
+            envs.reset(options={"reset_mask": mask})
+    with pytest.raises(ValueError, match="reset_mask"):
+        envs.reset(options={"reset_mask": np.zeros(2, bool)})
+    with pytest.raises(ValueError, match="1 seeds were given for 2"):
+        envs.reset(seed=[1])
+    with pytest.raises(ValueError, match="3 actions were given for 2"):
+        envs.step(np.zeros(3, int))
+    with pytest.raises(BadOption, match="without a step"):
+        envs.step_wait()
+    envs.step_async(np.zeros(2, int))
+    for call in (lambda: envs.step_async(np.zeros(2, int)), envs.reset, lambda: envs.get_attr("spec")):
+        with pytest.raises(BadOption, match="step_wait"):
+            call()
+    assert envs.step_wait()[1].tolist() == [1, 1]
+    envs.close()
+    envs.close()
+    with pytest.raises(CollectorClosed):
+        envs.step(np.zeros(2, int))
+
+
+def test_without_autoreset_an_ended_episode_is_not_stepped() -> None:
+    envs = VectorEnv([lambda n=n: CountingEnv(n) for n in (1, 5)], autoreset_mode=AutoresetMode.DISABLED)
+    envs.reset()
+    envs.step(np.zeros(2, int))
+    with pytest.raises(gymnasium.error.ResetNeeded, match=r"environments \[0\] have ended"):
+        envs.step(np.zeros(2, int))
+    obs, _ = envs.reset(options={"reset_mask": np.array([True, False])})
+    assert obs[:, 1].tolist() == [0, 1]
+    assert envs.step(np.zeros(2, int))[0][:, 1].tolist() == [1, 2]
+    envs.close()
+
+
+def test_an_environment_that_cannot_be_made_says_which() -> None:
+    def fails() -> Any:
+        raise ValueError("no simulator")
+
+    with pytest.raises(EnvError, match=r"environment 2: env_fns\[2\] raised ValueError: no simulator") as caught:
+        VectorEnv([cart_pole, cart_pole, fails], num_workers=2)
+    assert caught.value.phase == "construct"
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_nothing_is_left_behind() -> None:
+    VectorEnv([cart_pole] * 2, num_workers=2).close()  # starts the fork server
+    gc.collect()
+    before = open_files()
+    envs = VectorEnv([lambda: CountingEnv(3)] * 4, num_workers=2)
+    envs.reset()
+    pids = set(envs.call("__class__") and [handle.process.child.pid for handle in envs._workers._handles])
+    envs.step_async(np.zeros(4, int))  # is not waited for
+    envs.close()
+    assert all_gone(pids)
+    del envs
+    gc.collect()
+    assert open_files() == before
+    forgotten = VectorEnv([lambda: CountingEnv(3)] * 2, num_workers=2)
+    forgotten.reset()
+    del forgotten
+    gc.collect()
+    assert open_files() == before
+
+
+def test_a_fork_of_the_program_is_refused() -> None:
+    from tests.faults.test_forks import in_fork
+
+    envs = VectorEnv([lambda: CountingEnv(3)] * 2, num_workers=2)
+    envs.reset()
+
+    def step() -> str:
+        try:
+            envs.step(np.zeros(2, int))
+        except MusterError as error:
+            return type(error).__name__
+        return "stepped"
+
+    assert in_fork(step) == "ForkedProcess"
+    assert envs.step(np.zeros(2, int))[1].tolist() == [1, 1]
+    envs.close()
+
+
+# --- a training loop ----------------------------------------------------------------------------------
+
+
+def trained(make_envs: Any) -> list[float]:
+    """Losses of a small actor-critic with a loop as people write it for ``gymnasium.vector``."""
+    torch.manual_seed(0)
+    envs = make_envs([cart_pole for _ in range(4)])
+    assert isinstance(envs.single_action_space, spaces.Discrete)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    losses = []
+    obs, done = torch.Tensor(envs.reset(seed=1)[0]), torch.zeros(4)
+    for _ in range(3):
+        log_probs, values, rewards, dones = [], [], [], []
+        for _ in range(16):
+            out = net(obs)
+            choice = torch.distributions.Categorical(logits=out[:, :2])
+            action = choice.sample()
+            log_probs.append(choice.log_prob(action))
+            values.append(out[:, 2])
+            dones.append(done)
+            next_obs, reward, terminations, truncations, _ = envs.step(action.numpy())
+            rewards.append(torch.tensor(reward, dtype=torch.float32))
+            obs, done = torch.Tensor(next_obs), torch.Tensor(np.logical_or(terminations, truncations))
+        following = net(obs)[:, 2].detach()
+        loss = torch.zeros(())
+        for t in reversed(range(16)):
+            going_on = 1 - (dones[t + 1] if t < 15 else done)
+            following = rewards[t] + 0.99 * following * going_on
+            advantage = following - values[t]
+            loss = loss + (advantage.pow(2) - log_probs[t] * advantage.detach()).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    envs.close()
+    return losses
+
+
+def test_a_training_loop_is_the_same_with_one_name_changed() -> None:
+    assert trained(VectorEnv) == trained(SyncVectorEnv)

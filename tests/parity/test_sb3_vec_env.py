@@ -1,0 +1,141 @@
+"""``muster.compat.sb3.VecEnv`` returns what ``DummyVecEnv`` returns, and works below SB3's wrappers and algorithms."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from muster.errors import EnvError, UnsupportedEnv
+from muster.testing import CountingEnv, InfoEnv, SpaceEnv
+from tests.fakes.vector_faults import Wrapped
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="worker processes")
+
+vec_env = pytest.importorskip("stable_baselines3.common.vec_env")
+compat = pytest.importorskip("muster.compat.sb3")
+
+BOX = spaces.Box(-1, 1, (2, 3), np.float32)
+
+
+def in_spaces(observation_space: Any, action_space: Any) -> Any:
+    """Make an environment with spaces of its own, whose random numbers no other environment draws."""
+    return SpaceEnv(deepcopy(observation_space), action_space)
+
+
+MAKERS: dict[str, Any] = {
+    "infos": [lambda n=n: InfoEnv(n) for n in (1, 2, 5)],
+    "truncated": [lambda n=n: CountingEnv(n, truncate=True) for n in (2, 3)],
+    "cart pole": [partial(gymnasium.make, "CartPole-v1", max_episode_steps=15)] * 3,
+    "pendulum": [partial(gymnasium.make, "Pendulum-v1", max_episode_steps=6)] * 2,
+    "discrete": [lambda: in_spaces(spaces.Discrete(5), spaces.Discrete(3))] * 2,
+    "dict": [lambda: in_spaces(spaces.Dict({"b": BOX, "a": spaces.MultiBinary(3)}), spaces.MultiDiscrete([2, 3]))] * 2,
+    "tuple": [lambda: in_spaces(spaces.Tuple((BOX, spaces.Discrete(3))), BOX)] * 2,
+}
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    if isinstance(a, dict):
+        assert dict(a).keys() == dict(b).keys()
+        for key in a:
+            assert_equal(a[key], b[key])
+    elif isinstance(a, (tuple, list)):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_equal(x, y)
+    else:
+        np.testing.assert_array_equal(a, b)
+        assert getattr(a, "dtype", None) == getattr(b, "dtype", None)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("wrapper", ["none", "monitor", "normalize"])
+def test_results_are_those_of_dummy_vec_env(kind: str, wrapper: str) -> None:
+    wrap = {"none": lambda env: env, "monitor": vec_env.VecMonitor, "normalize": vec_env.VecNormalize}[wrapper]
+    if wrapper == "normalize" and kind in ("dict", "discrete", "tuple"):
+        pytest.skip("VecNormalize normalizes boxes")
+    ours, theirs = wrap(compat.VecEnv(MAKERS[kind], num_workers=2)), wrap(vec_env.DummyVecEnv(MAKERS[kind]))
+    ours.seed(3), theirs.seed(3)
+    assert_equal(ours.reset(), theirs.reset())
+    assert_equal(ours.unwrapped.reset_infos, theirs.unwrapped.reset_infos)
+    theirs.action_space.seed(1)
+    for _ in range(20):
+        actions = np.array([theirs.action_space.sample() for _ in range(ours.num_envs)])
+        got, expected = ours.step(actions), theirs.step(actions)
+        for info in (*got[3], *expected[3]):
+            info.get("episode", {}).pop("t", None)
+        assert_equal(got, expected)
+        assert_equal(ours.unwrapped.reset_infos, theirs.unwrapped.reset_infos)
+    ours.close()
+
+
+def test_calls_and_attributes() -> None:
+    envs = compat.VecEnv([Wrapped] * 3, num_workers=2)
+    envs.seed(4)
+    envs.set_options([{}, {"x": 1}, {}])
+    envs.reset()
+    assert envs.get_attr("options") == [None, {"x": 1}, None]
+    envs.reset()
+    assert envs.get_attr("seeds", 1) == [[5, None]]
+    assert envs.get_attr("options") == [None] * 3
+    assert envs.env_method("plus", 1, b=2, indices=[2, 0]) == [3, 3]
+    envs.set_attr("length", 4, indices=1)
+    envs.set_attr("extra", 5)
+    assert envs.get_attr("length") == [3, 4, 3]
+    assert envs.get_attr("extra") == [5, 5, 5]
+    assert envs.has_attr("length")
+    assert not envs.has_attr("no_such_name")
+    with pytest.raises(AttributeError):
+        envs.get_attr("no_such_name")
+    with pytest.raises(EnvError, match="environment 0 .*: the call raised ZeroDivisionError"):
+        envs.env_method("fails")
+    assert envs.env_is_wrapped(gymnasium.wrappers.TimeLimit) == [True] * 3
+    assert envs.env_is_wrapped(gymnasium.wrappers.ClipAction, [1]) == [False]
+    assert [image.shape for image in envs.get_images()] == [(4, 4, 3)] * 3
+    assert envs.render().shape == (8, 8, 3)
+    envs.close()
+    envs.close()
+
+
+def test_unsupported_observations_are_refused() -> None:
+    with pytest.raises(UnsupportedEnv, match="Text"):
+        compat.VecEnv([lambda: SpaceEnv(spaces.Text(3), spaces.Discrete(2))])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="kills processes")
+def test_a_restart_is_a_truncation() -> None:
+    envs = compat.VecEnv([lambda: CountingEnv(9)] * 4, num_workers=2, on_failure="restart")
+    envs.reset()
+    envs.step(np.zeros(4, int))
+    os.kill(envs._workers._handles[1].process.child.pid, signal.SIGKILL)
+    obs, rewards, dones, infos = envs.step(np.zeros(4, int))
+    assert obs[:, 1].tolist() == [2, 2, 0, 0]
+    assert dones.tolist() == [False, False, True, True]
+    assert rewards.tolist() == [2, 2, 0, 0]
+    for i in (2, 3):
+        assert infos[i]["TimeLimit.truncated"]
+        assert infos[i]["terminal_observation"].tolist() == [9, 1]
+        assert "SIGKILL" in infos[i]["muster"]["error"]
+    assert "muster" not in infos[0]
+    assert envs.step(np.zeros(4, int))[0][:, 1].tolist() == [3, 3, 1, 1]
+    envs.close()
+
+
+def test_ppo_learns_the_same() -> None:
+    from stable_baselines3 import PPO
+
+    weights = []
+    for make in (vec_env.DummyVecEnv, partial(compat.VecEnv, num_workers=2)):
+        envs = make(MAKERS["cart pole"])
+        model = PPO("MlpPolicy", envs, n_steps=16, batch_size=16, n_epochs=1, seed=0, device="cpu").learn(96)
+        weights.append({name: value.numpy() for name, value in model.policy.state_dict().items()})
+        envs.close()
+    assert_equal(*weights)
