@@ -29,8 +29,9 @@ from muster.cli import doctor
 from muster.cli.doctor import known_bad
 from muster.cli.main import main
 from muster.cli.options import frames_per_batch, parse_count
-from muster.cli.report import Returns, below, clock, in_one_line, progress, short, summary, worker_lines
+from muster.cli.report import Returns, summary
 from muster.errors import BadOption
+from muster.observing.progress import below, clock, in_one_line, progress, short, worker_lines
 from muster.observing.stats import CollectorStats, WorkerStats
 from muster.recording import Recorder, load
 from tests.command_line import refused, run

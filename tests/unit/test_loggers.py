@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import logging
 import multiprocessing
+import os
+import re
 import sys
 import threading
 import time
@@ -17,10 +20,13 @@ import numpy as np
 import pytest
 import torch
 
-from muster import Collector, CollectorStats, JsonlLogger, TensorBoardLogger, WorkerStats
+from muster import Collector, CollectorStats, JsonlLogger, TensorBoardLogger
 from muster.episodes.record import Episodes
 from muster.errors import BadOption, HookError
 from muster.observing.loggers import CollectionLog, as_logger
+from muster.observing.progress import progress
+from muster.observing.stats import WorkerStats
+from muster.testing import CountingEnv
 from tests.tools import counting, files_limited_to
 
 
@@ -419,3 +425,49 @@ def test_an_error_of_the_logger_loses_no_batch():
         batches = list(collector)
     assert torch.cat([batch["next", "reward"] for batch in batches]).flatten().tolist() == [1, 2, 3] * 5
     assert seen == [5, 10, 15]
+
+
+class TestProgress:
+    def shown(self, monkeypatch, **options):
+        """What a terminal shows while a collector runs, and whether a display was left open."""
+        main, terminal = os.openpty()
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", "200")
+        with os.fdopen(terminal, "w") as stderr:
+            monkeypatch.setattr("sys.stderr", stderr)
+            with Collector(CountingEnv, None, frames_per_batch=12, progress=True, seed=0, **options) as collector:
+                for _ in range(3):
+                    assert collector.next() is not None
+            monkeypatch.undo()
+            said = os.read(main, 1 << 16).decode()
+        os.close(main)
+        return said, [thread.name for thread in threading.enumerate() if "Refresh" in type(thread).__name__]
+
+    def test_a_terminal_shows_frames_and_returns(self, monkeypatch):
+        said, threads = self.shown(monkeypatch, total_frames=36)
+        assert "collect" in said
+        assert "36/36 frames" in said
+        assert "frames/s  episodes 12  return" in said
+        assert "100%" in said
+        assert not threads
+
+    def test_an_endless_collection_has_no_percentage_and_ends_with_the_collector(self, monkeypatch):
+        said, threads = self.shown(monkeypatch, total_frames=-1)
+        assert "36 frames" in said
+        assert "100%" not in said
+        assert not threads
+
+    def test_a_pipe_gets_lines(self, capsys):
+        with Collector(CountingEnv, None, frames_per_batch=12, total_frames=36, progress=True) as collector:
+            list(collector)
+        assert capsys.readouterr() == ("", ""), "no line every 5 seconds"
+        stream = io.StringIO()
+        for total, first in ((36, "collect  33%  12 eta"), (-1, "collect  12")):
+            with progress("collect", total, every_s=0.0, stream=stream) as show:
+                show(12, "12")
+                show(36, "36")
+            lines = stream.getvalue().splitlines()
+            assert re.sub(" +", " ", lines[0]).startswith(re.sub(" +", " ", first))
+            assert len(lines) == (1 if total > 0 else 2)
+            stream.seek(0)
+            stream.truncate()

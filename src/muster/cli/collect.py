@@ -22,9 +22,10 @@ from muster.cli.options import (
     frames_per_batch,
     refuse_given,
 )
-from muster.cli.report import Returns, StopSignals, in_one_line, progress, summary, worker_lines
+from muster.cli.report import Returns, StopSignals, summary
 from muster.cli.request import obs_dtype_of, prepared
 from muster.errors import BadOption, BadRecording
+from muster.observing.progress import in_one_line, progress, worker_lines
 
 if TYPE_CHECKING:
     from muster.collectors.base import BaseCollector

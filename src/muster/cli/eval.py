@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import arg
 
 from muster.cli.options import AllowImport, Count, Env, ObsDtype, Policy, check_numbers
-from muster.cli.report import StopSignals, progress, symbols
+from muster.cli.report import StopSignals, symbols
 from muster.cli.request import obs_dtype_of, prepared
 from muster.episodes.rules import RuleName
 from muster.errors import BadOption
+from muster.observing.progress import progress
 
 if TYPE_CHECKING:
     from muster.evaluation import Evaluation
@@ -79,9 +80,9 @@ def evaluate(command: Eval) -> int:
     check_numbers(command, episodes=1, num_envs=1, workers=0, seed=0)
     wanted = _videos(command)
     if wanted:
-        from muster.evaluation.video import writer
+        from muster.utils.mp4 import check_ffmpeg
 
-        writer()  # raises now, not at the end
+        check_ffmpeg()  # raises now, not at the end
     with prepared(command, command.seed) as (policy, description), StopSignals() as stop:
         evaluation = _evaluate(command, policy, stop)
         files: list[Path] = []

@@ -14,6 +14,7 @@ from muster.cli.cluster import ClusterCommand, NodeCommand, cluster, node
 from muster.cli.collect import Collect, collect
 from muster.cli.doctor import Doctor, doctor
 from muster.cli.eval import Eval, evaluate
+from muster.cli.export import ExportCommand, export
 from muster.cli.replay import Replay, replay
 from muster.cli.tune import Tune, tune
 from muster.errors import MusterError
@@ -23,6 +24,7 @@ COMMANDS: dict[type, Callable[[Any], int]] = {
     Collect: collect,
     Eval: evaluate,
     Tune: tune,
+    ExportCommand: export,
     ClusterCommand: cluster,
     NodeCommand: node,
     Replay: replay,
@@ -40,6 +42,7 @@ examples:
   muster eval CartPole-v1 --policy net.safetensors --episodes 20 --video best,worst
   muster tune CartPole-v1 --policy mlp --num-envs 16 64
   muster replay /tmp/muster-crash-x1/env-3.crash
+  muster export runs/a --to minari --out cartpole/random-v0
   muster cluster
   muster doctor
 

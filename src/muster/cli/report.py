@@ -7,17 +7,14 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from muster.observing.stats import CollectorStats, WorkerStats
+from muster.observing.progress import MOST_LINES, short, troubles
 
-LINE_EVERY_S = 5.0
-MOST_LINES = 16  # of workers
+if TYPE_CHECKING:
+    from muster.observing.stats import CollectorStats
 
 
 class Returns:
@@ -38,83 +35,6 @@ class Returns:
     @property
     def std(self) -> float:
         return math.sqrt(self._squares / self.count) if self.count else 0.0
-
-
-@contextmanager
-def progress(
-    name: str,
-    total: int,
-    *,
-    quiet: bool = False,
-    lines: Callable[[], list[str]] = list,
-    every_s: float = LINE_EVERY_S,
-) -> Iterator[Callable[[int, str], object]]:
-    """Yield a function of the progress towards ``total`` and a text: shows a bar on terminals, else occasional lines.
-
-    The result of ``lines`` is shown below the bar; a thread of the display calls it a few times per second.
-    """
-    if quiet:
-        yield lambda done, text: None
-        return
-    if not sys.stdout.isatty():
-        yield _lines(name, total, every_s)
-        return
-    from rich.live import Live
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (BarColumn(bar_width=24), TaskProgressColumn(), TextColumn("{task.fields[text]}"), TextColumn("eta"))
-    bar = Progress(TextColumn(name), *columns, TimeRemainingColumn(compact=True))
-    task = bar.add_task(name, total=total, text="")
-    with Live(get_renderable=below(bar, lines), refresh_per_second=10):
-        yield lambda done, text: bar.update(task, completed=done, text=text)
-
-
-def _lines(name: str, total: int, every_s: float) -> Callable[[int, str], object]:
-    began = last = time.monotonic()
-
-    def show(done: int, text: str) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if 0 < done < total and now - last >= every_s:
-            last = now
-            print(f"{name} {done / total:4.0%}  {text}  eta {clock((now - began) * (total / done - 1))}", flush=True)
-
-    return show
-
-
-def below(bar: Any, lines: Callable[[], list[str]]) -> Callable[[], Any]:
-    """Return a function that renders a bar and the lines below it."""
-    from rich.console import Group
-    from rich.text import Text
-
-    shown: list[str] = []
-
-    def render() -> Any:
-        with suppress(RuntimeError):  # the counters may change meanwhile: show the last lines
-            shown[:] = lines()
-        return Group(bar, *(Text(line, no_wrap=True, overflow="ellipsis") for line in shown))
-
-    return render
-
-
-def in_one_line(stats: CollectorStats, total: int) -> str:
-    """The line of ``muster collect`` for a batch."""
-    mean = "" if stats.return_mean is None else f"  return {stats.return_mean:,.1f}"
-    return (
-        f"{short(stats.frames)}/{short(total)} frames  {short(stats.frames_per_s)} frames/s  "
-        f"episodes {stats.episodes:,}{mean}{_troubles(stats)}"
-    )
-
-
-def worker_lines(workers: Sequence[WorkerStats]) -> list[str]:
-    """One line per worker, at most ``MOST_LINES``."""
-    lines = [
-        f"  worker {w.index:<3} {w.phase:<9} {short(w.frames_per_s):>6} frames/s  {w.share:4.0%} of frames  "
-        f"restarts {w.restarts}  lag {w.policy_lag}{f'  node {w.node}' if w.node else ''}"
-        for w in workers[:MOST_LINES]
-    ]
-    more = len(workers) - len(lines)
-    return [*lines, f"  and {more} more"] if more else lines
 
 
 def summary(stats: CollectorStats, returns: Returns, recording_s: float | None, elapsed_s: float = 0.0) -> str:
@@ -143,7 +63,7 @@ def summary(stats: CollectorStats, returns: Returns, recording_s: float | None, 
     return "\n".join(
         [
             *lines,
-            f"workers   {len(stats.workers)}{_nodes(stats)}{_troubles(stats)}",
+            f"workers   {len(stats.workers)}{_nodes(stats)}{troubles(stats)}",
             "in them   " + _shares({**parts, "idle": max(0.0, idle_s)}),
             "here      " + _shares({**here, "rest": max(0.0, elapsed_s - sum(here.values()))}),
         ]
@@ -168,30 +88,6 @@ def _nodes(stats: CollectorStats) -> str:
     missing = len(shares) - stats.nodes
     there = f" ({missing} not there)" if missing else ""
     return f" on {len(shares)} node{'s' * (len(shares) > 1)}{there}: " + ", ".join(told + more)
-
-
-def _troubles(stats: CollectorStats) -> str:
-    """Restarted and dropped workers."""
-    restarted = ", ".join(f"worker {w.index}: {w.restarts}" for w in stats.workers if w.restarts)
-    dropped = ", ".join(str(w.index) for w in stats.workers if w.state == "dropped")
-    told = [(f"restarts {stats.restarts} ({restarted})", restarted), (f"dropped {dropped}", dropped)]
-    told.append((f"unseen at most {stats.unseen:,} frames", str(stats.unseen or "")))
-    return "".join(f"  {text}" for text, happened in told if happened)
-
-
-def short(number: float) -> str:
-    """Format ``38200`` as ``38.2k``."""
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.1f}".removesuffix(".0") + unit
-    return f"{number:.0f}"
-
-
-def clock(seconds: float) -> str:
-    """Format ``3725`` as ``1:02:05``."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
 
 
 def symbols() -> tuple[str, str]:

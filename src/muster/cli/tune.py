@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import arg
 
 from muster.cli.options import AllowImport, Count, Env, ObsDtype, Policy, check_numbers, check_seconds
-from muster.cli.report import short
 from muster.cli.request import obs_dtype_of, prepared
+from muster.observing.progress import short
 
 if TYPE_CHECKING:
     from muster.tuning import Candidate, Tuning

@@ -13,7 +13,7 @@ import numpy as np
 from typing_extensions import Self
 
 from muster.collectors.multi_options import MultiOptions
-from muster.collectors.options import check_choice
+from muster.collectors.options import Execution, check_choice
 from muster.collectors.signatures import passes_on
 from muster.episodes.rules import RuleName
 from muster.errors import (
@@ -37,9 +37,9 @@ from muster.weights.names import Weights
 
 ATTEMPTS = 3
 PASSED_ON = (
-    *("device", "env_device", "policy_device", "executor", "inference_mode", "compile_policy", "cudagraph_policy"),
+    *("device", "env_device", "policy_device", "execution", "compile_policy", "cudagraph_policy"),
     *("inference", "start_method", "num_sub_threads", "timeouts"),
-    *("max_frames_per_traj", "obs_dtype", "prev_action_reward", "traj_done_key", "use_buffers", "validate"),
+    *("max_frames_per_traj", "obs_dtype", "prev_action_reward", "traj_done_key", "validate"),
     *("crash_dir", "trust_policy"),
 )
 WhenBusy = Literal["queue", "skip", "raise"]
@@ -117,24 +117,25 @@ class Evaluator:
             from each, and the rest from the first ones to end one more. "last_even": the first to start. "first_done":
             the first to end, which is biased towards short episodes. Without ``episodes``, all count as they end
             ("first_done").
-        exploration_type: "deterministic", or "random" to sample as in training; see ``CollectorOptions``.
+        exploration_type: "deterministic", or "random" to sample as in training; see ``Collector``.
         seed: seed of the episodes, which are the same in every evaluation. None: different ones each time.
         reseed: use different episodes each time, derived from ``seed``.
-        create_env_kwargs: see ``CollectorOptions``.
+        create_env_kwargs: see ``Collector``.
         on_failure: reaction to a worker that dies or hangs, or to an error of an environment. "raise": raise it.
             "restart": repeat the evaluation with new workers and environments, at most twice.
         when_busy: reaction of ``trigger()`` to a running evaluation. "queue": wait, each with a copy of its weights.
             "skip": do nothing. "raise": raise ``CollectorBusy``.
         record_actions: record actions for ``Evaluation.video``.
-        **options: some of ``CollectorOptions``, and with workers of ``MultiOptions``: ``max_frames_per_traj`` (for
-            environments that may never end), ``inference``, devices, ``timeouts``, and others.
+        **options: some of the options of ``Collector``, and with workers of ``MultiSyncCollector``:
+            ``max_frames_per_traj`` (for environments that may never end), ``inference``, devices, ``timeouts``, and
+            others.
 
     Raises:
         BadOption, UnknownOption: an option is wrong.
         UnsupportedEnv, EnvError: making the environments failed.
     """
 
-    @passes_on(MultiOptions, PASSED_ON)
+    @passes_on(MultiOptions, names=PASSED_ON)
     def __init__(
         self,
         create_env_fn: Any,
@@ -164,6 +165,8 @@ class Evaluator:
         self.plan = Plan(episodes, max_frames, max_T, max_trajectories, rule)
         self.num_workers, self.on_failure, self.when_busy = num_workers, on_failure, when_busy
         self.seed, self.reseed = seed, reseed
+        if not options.get("execution", Execution()).own_rng:
+            raise BadOption("Execution(own_rng=False): an evaluation always draws from generators of its own")
         self._served = options.get("inference", "worker") != "worker"
         self._policy = policy
         options |= {"exploration_type": exploration_type, "num_envs": num_envs}

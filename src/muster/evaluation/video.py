@@ -20,7 +20,7 @@ from muster.keys import Key
 from muster.memory.specs import Array
 from muster.restore.crash_report import CrashReport, EnvFactory, Special
 from muster.restore.player import Player
-from muster.utils.whole_files import written_elsewhere
+from muster.utils.mp4 import check_ffmpeg, write_mp4
 
 FPS = 30.0  # default for environments without render_fps
 
@@ -69,7 +69,7 @@ def film(tape: Tape, episode: EvaluatedEpisode, folder: Path, name: str, fps: fl
             f"{tape.name}: this episode had no seed of its own, so it cannot be repeated: environments that are made "
             f"together reset themselves. Evaluate single Gymnasium environments (num_envs=) for videos."
         )
-    write_frames = writer()
+    check_ffmpeg()
     player = Player(tape.crash_report(episode, _rendering(tape, episode.env_id)))
     with closing(player):
         if (mode := getattr(player.env, "render_mode", None)) != "rgb_array":
@@ -81,7 +81,7 @@ def film(tape: Tape, episode: EvaluatedEpisode, folder: Path, name: str, fps: fl
             fps = float(getattr(player.env, "metadata", {}).get("render_fps") or FPS)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}-return-{episode.episode_return:g}.mp4"
-        _write(path, _even(_frames(player, tape, episode)), fps, write_frames)
+        write_mp4(path, _frames(player, tape, episode), fps)
     return path
 
 
@@ -113,13 +113,6 @@ def _picture(player: Player, tape: Tape) -> Array:
     return picture
 
 
-def _even(frames: Iterator[Array]) -> Iterator[Array]:
-    """Repeat the last row or column of pictures with odd height or width, which the format does not allow."""
-    for frame in frames:
-        rows, columns = frame.shape[0] % 2, frame.shape[1] % 2
-        yield np.ascontiguousarray(np.pad(frame, ((0, rows), (0, columns), (0, 0)), "edge"))
-
-
 def _rendering(tape: Tape, env_id: int) -> EnvFactory:
     source, given = tape.factory(env_id)
     kwargs: Mapping[str, Any] = given or {}
@@ -136,25 +129,3 @@ def _takes_render_mode(source: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return any(p.name == "render_mode" or p.kind is p.VAR_KEYWORD for p in parameters)
-
-
-def writer() -> Any:
-    """Return ``imageio_ffmpeg.write_frames``."""
-    try:
-        from imageio_ffmpeg import write_frames
-    except ImportError as error:
-        raise BadOption("videos are written with ffmpeg: pip install 'muster-rl[video]'") from error
-    return write_frames
-
-
-def _write(path: Path, frames: Iterator[Array], fps: float, write_frames: Any) -> None:
-    first = next(frames)
-    height, width = first.shape[:2]
-    with (
-        written_elsewhere(path) as made,
-        closing(write_frames(str(made), (width, height), fps=fps, macro_block_size=2)) as output,
-    ):
-        output.send(None)
-        output.send(first)
-        for frame in frames:
-            output.send(frame)

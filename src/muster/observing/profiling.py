@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 ACTIVITIES = ("cpu", "cuda")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
     """Options of a profile, with the names of TorchRL.
 
-    Args:
+    Attributes:
         workers: numbers of the workers to profile. None: the first. A collector without workers is worker 0.
         num_rollouts: number of rollouts, including the warm-up.
         warmup_rollouts: number of rollouts at the start that are not recorded.

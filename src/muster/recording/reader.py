@@ -6,7 +6,7 @@ import math
 import os
 import reprlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
@@ -37,24 +37,33 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from muster.memory.specs import Array
+    from muster.recording.export import Export
+    from muster.recording.minari import MinariRecording
 
 IS_INIT: Key = ("collector", "is_init")
+MINARI = "minari:"  # before the id of a dataset
 NEEDED: list[Key] = [TRAJ_IDS, REWARD, next_of(DONE), next_of(TERMINATED), next_of(TRUNCATED)]  # to identify episodes
 
 
-def load(directory: str | os.PathLike[str], *, skip_damaged: bool = False) -> Recording:
-    """Open a recording. Only headers are read; data is mapped and checked on first access.
+def load(directory: str | os.PathLike[str], *, skip_damaged: bool = False) -> Recording | MinariRecording:
+    """Open a recording, or a Minari dataset as batches. Only headers are read; data is read on first access.
 
     Args:
-        directory: directory of a ``Recorder``, closed or not.
+        directory: directory of a ``Recorder``, closed or not; or of a Minari dataset, or ``"minari:ID"`` of a local
+            one.
         skip_damaged: leave out damaged and missing chunks, and describe them in ``Recording.lost``. Reads
             everything once.
 
     Raises:
+        BadOption: the package ``minari`` is missing.
         BadRecording: there is no recording, or a part of it is damaged. A last chunk that is truncated by a crash, or
             whose header is damaged, is not an error: see ``Recording.lost``.
     """
     root = Path(directory).resolve()
+    if str(directory).startswith(MINARI) or (root / "data" / "metadata.json").exists():
+        from muster.recording.minari import load_minari
+
+        return load_minari(directory)
     try:
         names = os.listdir(root)
     except OSError as error:
@@ -149,17 +158,93 @@ class Recording:
 
     def episode(self, i: int) -> TensorDict:
         """Return episode ``i`` of the table (as far as recorded), ``[length]``, in order of time."""
-        pieces = []
-        for piece in self.episodes[i].pieces:
-            chunk, _ = self._locate(piece.batch)
-            time = _time_dim(chunk)
-            outer = [size for dim, size in enumerate(chunk.batch_size) if dim != time]
-            index: list[Any] = [int(n) for n in np.unravel_index(piece.env, outer)] if outer else []
-            index.insert(time, slice(piece.start, piece.stop))
-            pieces.append(self.batch(piece.batch)[tuple(index)])
-        episode: TensorDict = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        episode.names = ["time"]
-        return episode
+        return cut_out(self.episodes[i], self.batch)
+
+    def to_parquet(self, path: str | os.PathLike[str]) -> Export:
+        """Write the complete episodes into one Parquet file: a row per step, a column per key.
+
+        Columns are named ``observation``, ``next.reward`` and so on. The columns ``episode`` and ``step`` are numbered
+        from 0. A value with dimensions is a list of fixed size.
+
+        Args:
+            path: a new file.
+
+        Raises:
+            BadOption: the path exists, or pyarrow is missing (``pip install 'muster-rl[parquet]'``).
+            BadRecording: no episode is complete, or a column has a dtype that Parquet has not.
+        """
+        from muster.recording.parquet import write_parquet
+
+        return write_parquet(self, path)
+
+    def to_minari(
+        self,
+        dataset_id: str,
+        *,
+        env: Any = None,
+        observation_space: Any = None,
+        action_space: Any = None,
+        observation_keys: Sequence[Key | str] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Export:
+        """Write the complete episodes as a local Minari dataset, with the observation after the last step.
+
+        Infos are those of the columns ``("info", ...)``. What a policy added to its actions is left out.
+
+        Args:
+            dataset_id: such as "cartpole/ppo-v0"; there must be no such dataset.
+            env: Gymnasium id, environment or spec that the dataset names, and whose spaces it gets. None:
+                ``meta["env"]`` if Gymnasium knows it, else none.
+            observation_space, action_space: spaces of the dataset. None: those of ``env``; without one, spaces that
+                have all recorded values.
+            observation_keys: root keys of the observations. None: all that the batches also have below "next".
+            metadata: further arguments of ``minari.create_dataset_from_buffers``: ``algorithm_name``, ``author``,
+                ``code_permalink``, ``description`` and so on. Images are stored without loss, unless it has
+                ``jpeg_encoding=True``.
+
+        Raises:
+            BadOption: Minari is missing (``pip install 'muster-rl[minari]'``), or refuses the dataset.
+            BadRecording: no episode is complete, or there are no observations after steps (``compact_obs=True``).
+        """
+        from muster.recording.minari import write_minari
+
+        return write_minari(
+            self,
+            dataset_id,
+            env=env,
+            observation_space=observation_space,
+            action_space=action_space,
+            keys=observation_keys,
+            metadata=metadata or {},
+        )
+
+    def to_lerobot(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        fps: float = 30.0,
+        task: str | None = None,
+        observation_keys: Sequence[Key | str] | None = None,
+    ) -> Export:
+        """Write the complete episodes as a LeRobot dataset, format v3.0.
+
+        RGB pictures (uint8, ``[height, width, 3]`` or ``[3, height, width]``) become H.264 videos, which lose a
+        little; all other columns are exact. The format has no place for the observation after the last step.
+
+        Args:
+            directory: a new directory.
+            fps: frames per second of the environment.
+            task: description of the task. None: ``meta["env"]``.
+            observation_keys: as in ``to_minari``.
+
+        Raises:
+            BadOption: the directory exists, or pyarrow or ffmpeg is missing (``pip install 'muster-rl[lerobot]'``).
+            BadRecording: no episode is complete, or a column has a dtype that Parquet has not.
+        """
+        from muster.recording.lerobot import write_lerobot
+
+        named = str(self.meta.get("env", "")) if task is None else task
+        return write_lerobot(self, directory, fps=fps, task=named, keys=observation_keys)
 
     def verify(self) -> None:
         """Read everything and verify its checksums.
@@ -237,6 +322,21 @@ class Recording:
             is_init=column[IS_INIT][..., 0] if IS_INIT in column else None,
             follows=follows,
         )
+
+
+def cut_out(episode: Episode, batch: Callable[[int], TensorDict]) -> TensorDict:
+    """Return the rows of an episode. ``batch`` returns a batch of the recording by number."""
+    pieces = []
+    for piece in episode.pieces:
+        rows = batch(piece.batch)
+        time = rows.names.index("time") if "time" in rows.names else rows.ndim - 1
+        outer = [size for dim, size in enumerate(rows.shape) if dim != time]
+        index: list[Any] = [int(n) for n in np.unravel_index(piece.env, outer)] if outer else []
+        index.insert(time, slice(piece.start, piece.stop))
+        pieces.append(rows[tuple(index)])
+    found: TensorDict = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    found.names = ["time"]
+    return found
 
 
 def _tensordict(chunk: Chunk, values: dict[Key, Any]) -> TensorDict:

@@ -132,6 +132,19 @@ class Recorder:
                 dotted(key): {"dtype": dtype, "shape": list(shape)} for key, (dtype, shape) in content.signature.items()
             }
 
+    def resume(self) -> None:
+        """Say that the first batch continues episodes that began elsewhere, as ``fresh=False`` does.
+
+        Raises:
+            BadRecording: batches were written already.
+        """
+        if self._signature is not None:
+            raise BadRecording(
+                f"{self.directory} has batches already, and after a state is loaded some could come again: load it "
+                "before the first batch, or make the collector again with another directory."
+            )
+        self._manifest["fresh"] = False
+
     def flush(self) -> None:
         """Write the pending batches as a chunk.
 

@@ -1,0 +1,163 @@
+"""The progress of a collection, for people: a bar in terminals and notebooks, elsewhere a line every few seconds."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from muster.observing.stats import CollectorStats, WorkerStats
+
+LINE_EVERY_S = 5.0
+MOST_LINES = 16  # of workers
+
+Show = Callable[[int, str], object]
+
+
+class CollectionProgress:
+    """Shows the progress of a collector on standard error, from its first batch until ``close`` or ``total`` frames.
+
+    Args:
+        total: number of frames; negative: endless.
+        workers: returns the present statistics of the workers, which are lines below the bar.
+    """
+
+    def __init__(self, total: int, workers: Callable[[], Sequence[WorkerStats]]) -> None:
+        self._total, self._workers = total, workers
+        self._made = ExitStack()
+        self._show: Show | None = None
+
+    def wrote(self, stats: CollectorStats) -> None:
+        """Show a batch, which ``stats`` include."""
+        if self._show is None:
+            shown = progress("collect", self._total, lines=self._lines, stream=sys.stderr)
+            self._show = self._made.enter_context(shown)
+        self._show(stats.frames, in_one_line(stats, self._total))
+        if 0 <= self._total <= stats.frames:
+            self.close()
+
+    def _lines(self) -> list[str]:
+        return worker_lines(self._workers())
+
+    def close(self) -> None:
+        """End the display. May be called again; the next batch begins a new one."""
+        self._show = None
+        self._made.close()
+
+
+@contextmanager
+def progress(
+    name: str,
+    total: int,
+    *,
+    quiet: bool = False,
+    lines: Callable[[], list[str]] = list,
+    every_s: float = LINE_EVERY_S,
+    stream: TextIO | None = None,
+) -> Iterator[Show]:
+    """Yield a function of the progress towards ``total`` and a text: shows a bar; in files and pipes, lines.
+
+    Args:
+        total: negative: unknown.
+        lines: returns what is shown below the bar; a thread of the display calls it a few times per second.
+        stream: None: standard output.
+    """
+    if quiet:
+        yield lambda done, text: None
+        return
+    from rich.console import Console
+
+    console = Console(file=stream)
+    if not (console.is_terminal or console.is_jupyter):
+        yield _lines(name, total, every_s, sys.stdout if stream is None else stream)
+        return
+    from rich.live import Live
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(bar_width=24), TaskProgressColumn(), TextColumn("{task.fields[text]}"), TextColumn("eta"))
+    bar = Progress(TextColumn(name), *columns, TimeRemainingColumn(compact=True))
+    task = bar.add_task(name, total=None if total < 0 else total, text="")
+    with Live(get_renderable=below(bar, lines), refresh_per_second=10, console=console):
+        yield lambda done, text: bar.update(task, completed=done, text=text)
+
+
+def _lines(name: str, total: int, every_s: float, stream: TextIO) -> Show:
+    began = last = time.monotonic()
+
+    def show(done: int, text: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < every_s:
+            return
+        if total < 0:
+            print(f"{name}  {text}", file=stream, flush=True)
+        elif 0 < done < total:
+            eta = clock((now - began) * (total / done - 1))
+            print(f"{name} {done / total:4.0%}  {text}  eta {eta}", file=stream, flush=True)
+        else:
+            return
+        last = now
+
+    return show
+
+
+def below(bar: Any, lines: Callable[[], list[str]]) -> Callable[[], Any]:
+    """Return a function that renders a bar and the lines below it."""
+    from rich.console import Group
+    from rich.text import Text
+
+    shown: list[str] = []
+
+    def render() -> Any:
+        with suppress(RuntimeError):  # the counters may change meanwhile: show the last lines
+            shown[:] = lines()
+        return Group(bar, *(Text(line, no_wrap=True, overflow="ellipsis") for line in shown))
+
+    return render
+
+
+def in_one_line(stats: CollectorStats, total: int) -> str:
+    """The line of ``muster collect`` for a batch."""
+    mean = "" if stats.return_mean is None else f"  return {stats.return_mean:,.1f}"
+    return (
+        f"{short(stats.frames)}{f'/{short(total)}' * (total >= 0)} frames  {short(stats.frames_per_s)} frames/s  "
+        f"episodes {stats.episodes:,}{mean}{troubles(stats)}"
+    )
+
+
+def worker_lines(workers: Sequence[WorkerStats]) -> list[str]:
+    """One line per worker, at most ``MOST_LINES``."""
+    lines = [
+        f"  worker {w.index:<3} {w.phase:<9} {short(w.frames_per_s):>6} frames/s  {w.share:4.0%} of frames  "
+        f"restarts {w.restarts}  lag {w.policy_lag}{f'  node {w.node}' if w.node else ''}"
+        for w in workers[:MOST_LINES]
+    ]
+    more = len(workers) - len(lines)
+    return [*lines, f"  and {more} more"] if more else lines
+
+
+def troubles(stats: CollectorStats) -> str:
+    """Restarted and dropped workers."""
+    restarted = ", ".join(f"worker {w.index}: {w.restarts}" for w in stats.workers if w.restarts)
+    dropped = ", ".join(str(w.index) for w in stats.workers if w.state == "dropped")
+    told = [(f"restarts {stats.restarts} ({restarted})", restarted), (f"dropped {dropped}", dropped)]
+    told.append((f"unseen at most {stats.unseen:,} frames", str(stats.unseen or "")))
+    return "".join(f"  {text}" for text, happened in told if happened)
+
+
+def short(number: float) -> str:
+    """Format ``38200`` as ``38.2k``."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.1f}".removesuffix(".0") + unit
+    return f"{number:.0f}"
+
+
+def clock(seconds: float) -> str:
+    """Format ``3725`` as ``1:02:05``."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"

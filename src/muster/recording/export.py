@@ -1,0 +1,164 @@
+"""What all exports share: the whole episodes of a recording, their observations, and what was left out."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from muster.episodes.segment import NEVER
+from muster.errors import BadOption, BadRecording
+from muster.keys import (
+    FLAGS,
+    INFO,
+    NEXT_OBS_VALID,
+    RESERVED,
+    REWARD,
+    STEP_COUNT,
+    Key,
+    dotted,
+    next_of,
+)
+from muster.memory.specs import Array
+from muster.recording.reader import Recording, cut_out
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+UNFINISHED = "unfinished: the recording does not have all of their steps"
+UNKNOWN_END = "the last observation is unknown"
+MOST_BATCHES = 64  # kept open; they are memory-mapped
+
+
+@dataclass(frozen=True)
+class Export:
+    """What an export wrote.
+
+    Attributes:
+        path: file or directory.
+        episodes, frames: number of exported episodes, and of their steps.
+        left_out: number of episodes that were not exported, by reason.
+    """
+
+    path: Path
+    episodes: int
+    frames: int
+    left_out: dict[str, int]
+
+    def __str__(self) -> str:
+        said = "".join(f"\nleft out  {count:,} ({why})" for why, count in self.left_out.items())
+        return f"wrote     {self.path}  ({self.episodes:,} episodes, {self.frames:,} frames){said}"
+
+
+class CompleteEpisodes:
+    """The complete episodes of a recording: a sequence of ``TensorDict [length]``, read when they are taken.
+
+    Args:
+        with_last: leave out episodes whose last observation is unknown.
+
+    Attributes:
+        lengths: number of steps of each.
+
+    Raises:
+        BadRecording: no episode is complete.
+    """
+
+    def __init__(self, recording: Recording, *, with_last: bool = False) -> None:
+        self._recording = recording
+        self._batch = lru_cache(MOST_BATCHES)(recording.batch)  # most episodes share theirs with others
+        self._left_out: Counter[str] = Counter()
+        self._numbers: list[int] = []
+        flagged = with_last and NEXT_OBS_VALID in recording.keys
+        for number, episode in enumerate(recording.episodes):
+            if episode.traj_id == NEVER:  # padding
+                continue
+            if not episode.complete:
+                self._left_out[UNFINISHED] += 1
+            elif flagged and not self._episode(number)[NEXT_OBS_VALID][-1].all():
+                self._left_out[UNKNOWN_END] += 1
+            else:
+                self._numbers.append(number)
+        if not self._numbers:
+            why = "; ".join(f"{count:,} left out ({reason})" for reason, count in self._left_out.items())
+            raise BadRecording(
+                f"{recording.directory} has no complete episode{f': {why}' * bool(why)}; there is nothing to export."
+            )
+        self.lengths = [recording.episodes[number].length for number in self._numbers]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, i: int) -> TensorDict:
+        return self._episode(self._numbers[i])
+
+    def _episode(self, number: int) -> TensorDict:
+        return cut_out(self._recording.episodes[number], self._batch)
+
+    def written(self, path: Path) -> Export:
+        """Return the report of an export of all of these episodes."""
+        return Export(path, len(self), sum(self.lengths), dict(self._left_out))
+
+
+def observation_keys(recording: Recording, given: Sequence[Key | str] | None = None) -> list[Key]:
+    """Return the root keys of the observations: those that the batches also have below "next".
+
+    Args:
+        given: the keys, if not all of those are observations, e.g. recurrent states of a policy.
+
+    Raises:
+        BadRecording: the recording has no such keys, or no observations after the steps (``compact_obs=True``).
+    """
+    keys = recording.keys
+    if given is not None:
+        found = [(key,) if isinstance(key, str) else tuple(key) for key in given]
+    else:
+        found = [key for key in keys if next_of(key) in keys and key[0] not in (*RESERVED, INFO) and key != STEP_COUNT]
+    missing = [dotted(key) for key in found if key not in keys or next_of(key) not in keys]
+    if missing or not found:
+        what = f"{', '.join(missing)} and the same below next" if missing else "an observation below next"
+        raise BadRecording(
+            f"{recording.directory} does not have {what}, but {', '.join(map(dotted, keys))}. Record without "
+            "compact_obs=True, and give observation_keys=[...] if the observations have other names."
+        )
+    return found
+
+
+def column_of(data: TensorDict, key: Key) -> Array | list[str]:
+    """Return a column of an episode: as ``array_of``, or a list of texts; other Python objects become JSON."""
+    if torch.is_tensor(data.get(key)):
+        return array_of(data, key)
+    values = data.get(key).tolist()
+    return [value if isinstance(value, str) else json.dumps(value) for value in values]
+
+
+def array_of(data: TensorDict, key: Key) -> Array:
+    """Return a column of an episode as an array ``[length, *shape]``; flags and rewards of one number lose that axis.
+
+    Raises:
+        BadRecording: the column has Python objects.
+    """
+    tensor = data.get(key)
+    if not torch.is_tensor(tensor):
+        raise BadRecording(f"{dotted(key)} has text or objects, and an export needs numbers there.")
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.float()
+    array: Array = tensor.numpy()
+    is_scalar = key in (REWARD, *FLAGS, *map(next_of, FLAGS)) or key[0] == "collector"
+    return array[:, 0] if is_scalar and array.shape[1:] == (1,) else array
+
+
+def new_path(path: Any) -> Path:
+    """Return a path at which nothing exists. Raises BadOption if something does."""
+    target = Path(path).absolute()
+    if target.exists():
+        raise BadOption(f"{target} exists: give a new path, or remove it.")
+    return target

@@ -1,0 +1,243 @@
+"""Export to a LeRobot dataset, format v3.0: steps in Parquet, pictures in MP4, and descriptions.
+
+Written by hand, because the package ``lerobot`` needs other versions of Python and torch. The layout is that of
+``meta/info.json`` of published datasets: https://huggingface.co/docs/lerobot/lerobot-dataset-v3
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from muster.keys import ACTION, DONE, INFO, OBSERVATION, REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
+from muster.memory.specs import Array
+from muster.recording.export import CompleteEpisodes, Export, array_of, column_of, new_path, observation_keys
+from muster.recording.parquet import arrow_column, write_tables
+from muster.utils.attributes import optional
+from muster.utils.mp4 import check_ffmpeg, write_mp4
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from muster.recording.reader import Recording
+
+FILES_PER_CHUNK, FILE_BYTES, FILE_PICTURES = 1000, 100 << 20, 10_000
+DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+VIDEO = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+
+
+def write_lerobot(
+    recording: Recording, directory: Any, *, fps: float, task: str, keys: Sequence[Key | str] | None
+) -> Export:
+    """See ``Recording.to_lerobot``."""
+    with optional("an export", "pyarrow", "lerobot"):
+        import pyarrow as pa
+    root, observed, episodes = new_path(directory), observation_keys(recording, keys), CompleteEpisodes(recording)
+    first = episodes[0]
+    cameras = {_name(key, is_picture=True): key for key in observed if _is_picture(array_of(first, key))}
+    columns = {_name(key): key for key in observed if key not in cameras.values()}
+    columns |= {dotted(key): key for key in recording.keys if key[0] == ACTION[0]}
+    columns |= {dotted(key): key for key in recording.keys if key[0] == INFO}
+    columns |= {dotted(key): key for key in (REWARD, next_of(DONE), next_of(TERMINATED), next_of(TRUNCATED))}
+    if cameras:
+        check_ffmpeg()
+    files = _Files(episodes.lengths, sum(_bytes(column_of(first, key)) for key in columns.values()), bool(cameras))
+    stats = {name: _Stats() for name in (*columns, *cameras)}
+    numbers = itertools.count()
+
+    def table(number: int) -> Any:
+        data = episodes[number]
+        length = len(data)
+        frame = np.arange(length)
+        values: dict[str, Any] = {name: column_of(data, key) for name, key in columns.items()}
+        for name, rows in values.items():
+            if isinstance(rows, np.ndarray):
+                stats[name].add(rows.reshape(length, -1))
+        values |= {
+            "timestamp": (frame / fps).astype(np.float32),
+            "frame_index": frame,
+            "episode_index": np.full(length, number),
+            "index": np.fromiter(itertools.islice(numbers, length), np.int64),
+            "task_index": np.zeros(length, np.int64),
+        }
+        return pa.table({name: arrow_column(_flat(rows)) for name, rows in values.items()})
+
+    def pictures(camera: str, file: range) -> Iterator[Array]:
+        for number in file:
+            rows = _pictures(episodes[number], cameras[camera])
+            stats[camera].add(rows.reshape(-1, 3) / 255)
+            yield from rows
+
+    try:
+        for place, file in files:
+            _make_parent(path := root / DATA.format(**place))
+            write_tables(path, map(table, file))
+            for camera in cameras:
+                _make_parent(path := root / VIDEO.format(video_key=camera, **place))
+                write_mp4(path, pictures(camera, file), fps)
+        _write_meta(root, _info(first, columns, cameras, episodes, fps), files.rows(fps, task, cameras), task, stats)
+    except BaseException:
+        shutil.rmtree(root, ignore_errors=True)
+        raise
+    return episodes.written(root)
+
+
+class _Files:
+    """Which episodes are in which file. Iterating gives the place of each file and the numbers of its episodes."""
+
+    def __init__(self, lengths: Sequence[int], row_bytes: int, has_pictures: bool) -> None:
+        self._lengths = lengths
+        most = min(FILE_BYTES // max(1, row_bytes), FILE_PICTURES if has_pictures else FILE_BYTES)
+        self._files = [range(0, 0)]
+        rows = 0
+        for number, length in enumerate(lengths):
+            if rows and rows + length > most:
+                self._files.append(range(number, number))
+                rows = 0
+            self._files[-1] = range(self._files[-1].start, number + 1)
+            rows += length
+
+    def __iter__(self) -> Iterator[tuple[dict[str, int], range]]:
+        for i, file in enumerate(self._files):
+            yield {"chunk_index": i // FILES_PER_CHUNK, "file_index": i % FILES_PER_CHUNK}, file
+
+    def rows(self, fps: float, task: str, cameras: Mapping[str, Key]) -> dict[str, list[Any]]:
+        """Return the columns of the table of episodes."""
+        rows, begin = list[dict[str, Any]](), 0
+        for place, file in self:
+            since = begin
+            for number in file:
+                end = begin + self._lengths[number]
+                row: dict[str, Any] = {"episode_index": number, "tasks": [task], "length": self._lengths[number]}
+                row |= {"dataset_from_index": begin, "dataset_to_index": end}
+                row |= {"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0}
+                row |= {f"data/{name}": index for name, index in place.items()}
+                for camera in cameras:
+                    row |= {f"videos/{camera}/{name}": index for name, index in place.items()}
+                    row[f"videos/{camera}/from_timestamp"] = (begin - since) / fps
+                    row[f"videos/{camera}/to_timestamp"] = (end - since) / fps
+                rows.append(row)
+                begin = end
+        return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+class _Stats:
+    """Statistics of a feature over all frames; those of pictures are per channel, in [0, 1]."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Any, ...]] = []
+
+    @property
+    def has_rows(self) -> bool:
+        """False for texts."""
+        return bool(self._parts)
+
+    def add(self, rows: Array) -> None:
+        """Add rows ``[n, size]``."""
+        rows = rows.astype(np.float64)
+        self._parts.append((len(rows), rows.min(0), rows.max(0), rows.sum(0), (rows**2).sum(0)))
+
+    def result(self, shape: tuple[int, ...], frames: int) -> dict[str, Any]:
+        """Return them by name, with values of this shape."""
+        count, low, high, total, squares = (np.stack([part[i] for part in self._parts]) for i in range(5))
+        mean = total.sum(0) / count.sum()
+        std = np.sqrt(np.maximum(squares.sum(0) / count.sum() - mean**2, 0))
+        found = {"min": low.min(0), "max": high.max(0), "mean": mean, "std": std}
+        return {name: value.reshape(shape).tolist() for name, value in found.items()} | {"count": [frames]}
+
+
+def _write_meta(
+    root: Path, info: dict[str, Any], episodes: dict[str, list[Any]], task: str, stats: Mapping[str, _Stats]
+) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet as pq
+
+    meta = root / "meta"
+    _make_parent(path := meta / "episodes" / "chunk-000" / "file-000.parquet")
+    pq.write_table(pa.table(episodes), path)
+    # lerobot reads the tasks with pandas, as its index
+    index = {"index_columns": ["task"], "column_indexes": [], "columns": [], "pandas_version": "2.0.0"}
+    tasks = pa.table({"task_index": [0], "task": [task]}).replace_schema_metadata({"pandas": json.dumps(index)})
+    pq.write_table(tasks, meta / "tasks.parquet")
+    shapes = {name: feature["shape"] for name, feature in info["features"].items()}
+    found = {
+        name: each.result(
+            (3, 1, 1) if info["features"][name]["dtype"] == "video" else tuple(shapes[name]), info["total_frames"]
+        )
+        for name, each in stats.items()
+        if each.has_rows
+    }
+    (meta / "stats.json").write_text(json.dumps(found, indent=1))
+    (meta / "info.json").write_text(json.dumps(info, indent=1))
+
+
+def _info(
+    first: TensorDict, columns: Mapping[str, Key], cameras: Mapping[str, Key], episodes: CompleteEpisodes, fps: float
+) -> dict[str, Any]:
+    features: dict[str, Any] = {}
+    for name, key in columns.items():
+        rows = _flat(column_of(first, key))
+        shape = list(getattr(rows, "shape", ())[1:]) or [1]
+        features[name] = {"dtype": str(getattr(rows, "dtype", "string")), "shape": shape, "names": None}
+    for name, key in cameras.items():
+        height, width = (size + size % 2 for size in _pictures(first, key).shape[1:3])  # MP4 has even sizes
+        video = {"video.height": height, "video.width": width, "video.channels": 3, "video.codec": "h264"}
+        video |= {"video.pix_fmt": "yuv420p", "video.fps": fps, "video.is_depth_map": False, "has_audio": False}
+        names = ["height", "width", "channels"]
+        features[name] = {"dtype": "video", "shape": [height, width, 3], "names": names, "info": video}
+    features["timestamp"] = {"dtype": "float32", "shape": [1], "names": None}
+    for name in ("frame_index", "episode_index", "index", "task_index"):
+        features[name] = {"dtype": "int64", "shape": [1], "names": None}
+    return {
+        "codebase_version": "v3.0",
+        "robot_type": None,
+        "total_episodes": len(episodes),
+        "total_frames": sum(episodes.lengths),
+        "total_tasks": 1,
+        "chunks_size": FILES_PER_CHUNK,
+        "data_files_size_in_mb": FILE_BYTES >> 20,
+        "video_files_size_in_mb": 500,
+        "fps": fps,
+        "splits": {"train": f"0:{len(episodes)}"},
+        "data_path": DATA,
+        "video_path": VIDEO if cameras else None,
+        "features": features,
+    }
+
+
+def _name(key: Key, *, is_picture: bool = False) -> str:
+    """Return LeRobot's name of an observation."""
+    if key == OBSERVATION:
+        return "observation.image" if is_picture else "observation.state"
+    parts = key[1:] if key[0] == OBSERVATION[0] else key
+    return ".".join(("observation", *(["images"] if is_picture else []), *parts))
+
+
+def _is_picture(rows: Array) -> bool:
+    return rows.dtype == np.uint8 and rows.ndim == 4 and 3 in (rows.shape[1], rows.shape[3])
+
+
+def _pictures(data: TensorDict, key: Key) -> Array:
+    """Return pictures as ``[length, height, width, 3]``."""
+    rows = array_of(data, key)
+    return rows if rows.shape[3] == 3 else rows.transpose(0, 2, 3, 1)
+
+
+def _flat(rows: Array | list[str]) -> Array | list[str]:
+    """Return features of one number as a column of numbers, as LeRobot has them."""
+    return rows[:, 0] if isinstance(rows, np.ndarray) and rows.shape[1:] == (1,) else rows
+
+
+def _bytes(rows: Array | list[str]) -> int:
+    """Return the size of a row."""
+    return rows[0].nbytes if isinstance(rows, np.ndarray) else max(map(len, rows))
+
+
+def _make_parent(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,254 @@
+"""Export to Minari datasets, and Minari datasets as batches."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from muster.errors import BadOption, BadRecording
+from muster.keys import ACTION, DONE, INFO, OBSERVATION, REWARD, TERMINATED, TRAJ_IDS, TRUNCATED, Key, nested, next_of
+from muster.memory.specs import Array
+from muster.recording.episodes import Episode, Piece
+from muster.recording.export import CompleteEpisodes, Export, array_of, column_of, observation_keys
+from muster.recording.reader import MINARI, Recording
+from muster.utils.attributes import optional
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+
+def write_minari(
+    recording: Recording,
+    dataset_id: str,
+    *,
+    env: Any,
+    observation_space: spaces.Space[Any] | None,
+    action_space: spaces.Space[Any] | None,
+    keys: Sequence[Key | str] | None,
+    metadata: Mapping[str, Any],
+) -> Export:
+    """See ``Recording.to_minari``."""
+    with optional("an export", "minari", "minari"):
+        import minari
+        from minari.data_collector import EpisodeBuffer
+        from minari.storage.datasets_root_dir import get_dataset_path
+    observed = observation_keys(recording, keys)
+    actions = [key for key in recording.keys if key[0] == "action"]
+    infos = [key for key in recording.keys if key[0] == INFO and next_of(key) in recording.keys]
+    episodes = CompleteEpisodes(recording, with_last=True)
+
+    def buffer(data: TensorDict) -> Any:
+        ends = {
+            name: array_of(data, next_of(key))
+            for name, key in (("terminations", TERMINATED), ("truncations", TRUNCATED))
+        }
+        return EpisodeBuffer(
+            observations=_as_space({key: _with_last(data, key) for key in observed}, OBSERVATION),
+            actions=_as_space({key: array_of(data, key) for key in actions}, ACTION),
+            rewards=array_of(data, REWARD),
+            infos=nested({key[1:]: _with_last(data, key) for key in infos}) or None,
+            **ends,
+        )
+
+    env = env if env is not None else _known(recording.meta.get("env"))
+    if env is None:
+        seen = [_as_space({key: array_of(data, key) for key in actions}, ACTION) for data in episodes]
+        action_space = action_space or _space_of(seen, is_action=True)
+        observation_space = observation_space or _space_of([buffer(episodes[0]).observations])
+    path = get_dataset_path(dataset_id)
+    if path.exists():
+        raise BadOption(f"there is a Minari dataset {dataset_id!r}: give another id, or `minari delete` that one.")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "`.*` is set to None|env_spec is None", UserWarning
+            )  # each of the optional ``metadata``
+            dataset = minari.create_dataset_from_buffers(
+                dataset_id,
+                (buffer(data) for data in episodes),
+                env=env,
+                observation_space=observation_space,
+                action_space=action_space,
+                **{"jpeg_encoding": False, **metadata},
+            )
+    except BaseException as error:
+        shutil.rmtree(path, ignore_errors=True)
+        if isinstance(error, (ValueError, TypeError, AssertionError)):
+            raise BadOption(f"Minari refuses the dataset {dataset_id!r}: {error}") from error
+        raise
+    return episodes.written(Path(dataset.storage.data_path).parent)
+
+
+class MinariRecording:
+    """A Minari dataset as batches: one per episode, ``[length]``, with the keys of Muster's batches.
+
+    ``len()`` is the number of frames. Dict observations have a key each, tuples ``("observation", "0")`` and so on.
+    ``collector/traj_ids`` are the dataset's episode ids.
+
+    Attributes:
+        dataset: the ``minari.MinariDataset``.
+        directory: of the dataset.
+        meta: its metadata, with ``env`` as in Muster's recordings if it is known.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.directory = Path(dataset.storage.data_path).parent
+        env = getattr(dataset, "env_spec", None)
+        self.meta: dict[str, Any] = dict(dataset.storage.metadata) | ({"env": env.id} if env is not None else {})
+
+    def __len__(self) -> int:
+        return int(self.dataset.total_steps)
+
+    @property
+    def batches(self) -> int:
+        """The number of batches, which are episodes."""
+        return int(self.dataset.total_episodes)
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        for data in self.dataset.iterate_episodes():
+            yield _batch(data)
+
+    def batch(self, i: int) -> TensorDict:
+        """Return the episode ``i``, ``[length]``."""
+        if not -self.batches <= i < self.batches:
+            raise IndexError(f"batch {i} of a dataset of {self.batches} episodes")
+        return _batch(self.dataset[i])
+
+    episode = batch
+
+    @cached_property
+    def episodes(self) -> tuple[Episode, ...]:
+        """The table of episodes. Reads everything once."""
+        return tuple(
+            Episode(
+                traj_id=int(data.id),
+                env=0,
+                length=len(data),
+                episode_return=float(np.sum(data.rewards, dtype=np.float64)),
+                terminated=bool(data.terminations[-1]),
+                truncated=bool(data.truncations[-1]),
+                complete=bool(data.terminations[-1] or data.truncations[-1]),
+                pieces=(Piece(number, 0, 0, len(data)),),
+            )
+            for number, data in enumerate(self.dataset.iterate_episodes())
+        )
+
+    def __repr__(self) -> str:
+        return f"MinariRecording({str(self.directory)!r}: {len(self):,} frames in {self.batches:,} episodes)"
+
+
+def load_minari(source: str | os.PathLike[str]) -> MinariRecording:
+    """Open a dataset: ``"minari:ID"`` of a local dataset, or its directory.
+
+    Raises:
+        BadOption: the package is missing.
+        BadRecording: there is no such dataset.
+    """
+    with optional("a Minari dataset", "minari", "minari"):
+        import minari
+    try:
+        if str(source).startswith(MINARI):
+            return MinariRecording(minari.load_dataset(str(source).removeprefix(MINARI)))
+        return MinariRecording(minari.MinariDataset(Path(source, "data")))
+    except (OSError, ValueError, KeyError) as error:
+        raise BadRecording(
+            f"Minari cannot open {str(source)!r}: {error}. `minari list local` shows the datasets of this machine; "
+            "`minari download ID` fetches one."
+        ) from error
+
+
+def _batch(data: Any) -> TensorDict:
+    from tensordict import TensorDict
+
+    length = len(data)
+    leaves: dict[Key, torch.Tensor] = {}
+    for key, rows in _leaves(data.observations, OBSERVATION).items():
+        leaves[key], leaves[next_of(key)] = _tensor(rows[:-1]), _tensor(rows[1:])
+    leaves |= {key: _tensor(rows) for key, rows in _leaves(data.actions, ACTION).items()}
+    for path, rows in _leaves(data.infos or {}, ()).items():
+        if isinstance(rows, np.ndarray) and len(rows) == length + 1 and rows.dtype.kind in "biuf":
+            key = (INFO, *path)
+            leaves[key], leaves[next_of(key)] = _tensor(rows[:-1]), _tensor(rows[1:])
+    terminated, truncated = (
+        torch.from_numpy(np.array(rows, bool))[:, None] for rows in (data.terminations, data.truncations)
+    )
+    ends = {TERMINATED: terminated, TRUNCATED: truncated, DONE: terminated | truncated}
+    leaves |= {next_of(key): value for key, value in ends.items()}
+    leaves |= {key: torch.zeros(length, 1, dtype=torch.bool) for key in ends}  # no row begins after an end
+    leaves[REWARD] = torch.from_numpy(np.array(data.rewards, np.float32))[:, None]
+    leaves[TRAJ_IDS] = torch.full((length,), int(data.id))
+    return TensorDict(nested(leaves), batch_size=[length], names=["time"])
+
+
+def _tensor(rows: Any) -> torch.Tensor:
+    try:
+        return torch.from_numpy(np.array(rows))
+    except TypeError as error:
+        raise BadRecording(f"the dataset has {np.asarray(rows).dtype} values, which are no tensors") from error
+
+
+def _leaves(value: Any, key: Key) -> dict[Key, Any]:
+    """Return the leaves of nested dicts and tuples. A dict of observations has root keys; see ``MinariRecording``."""
+    if isinstance(value, dict):
+        above = () if key == OBSERVATION else key
+        return {leaf: rows for name, each in value.items() for leaf, rows in _leaves(each, (*above, name)).items()}
+    if isinstance(value, tuple):
+        return {leaf: rows for i, each in enumerate(value) for leaf, rows in _leaves(each, (*key, str(i))).items()}
+    return {key: value}
+
+
+def _with_last(data: TensorDict, key: Key) -> Any:
+    """Return the column with the row after the last step, ``[length + 1, *shape]``."""
+    rows, after = column_of(data, key), column_of(data, next_of(key))
+    return [*rows, after[-1]] if isinstance(rows, list) else np.concatenate([rows, after[-1:]])
+
+
+def _as_space(columns: Mapping[Key, Array], root: Key) -> Any:
+    """Nest columns as the environment's space has them: an array, a dict, or a tuple."""
+    value: Any = nested(columns)
+    if set(value) == set(root):
+        value = value[root[0]]
+    return _tuples(value)
+
+
+def _tuples(value: Any) -> Any:
+    """Return nested dicts whose names are 0, 1, ... as tuples."""
+    if not isinstance(value, dict):
+        return value
+    if set(value) == set(map(str, range(len(value)))):
+        return tuple(_tuples(value[str(i)]) for i in range(len(value)))
+    return {name: _tuples(each) for name, each in value.items()}
+
+
+def _space_of(values: list[Any], *, is_action: bool = False) -> spaces.Space[Any]:
+    """Return a space that has all rows of these arrays, dicts or tuples."""
+    first = values[0]
+    if isinstance(first, dict):
+        return spaces.Dict({name: _space_of([value[name] for value in values], is_action=is_action) for name in first})
+    if isinstance(first, tuple):
+        return spaces.Tuple(_space_of([value[i] for value in values], is_action=is_action) for i in range(len(first)))
+    dtype, shape = first.dtype, first.shape[1:]
+    if is_action and dtype.kind in "iu" and not shape:
+        lowest, highest = min(0, *(int(rows.min()) for rows in values)), max(int(rows.max()) for rows in values)
+        return spaces.Discrete(highest - lowest + 1, start=lowest)
+    if dtype.kind == "b":
+        return spaces.Box(0, 1, shape, np.int8)
+    limits = np.iinfo(dtype) if dtype.kind in "iu" else None
+    low, high = (-np.inf, np.inf) if limits is None else (limits.min, limits.max)
+    return spaces.Box(low, high, shape, dtype.type)
+
+
+def _known(env: Any) -> str | None:
+    """Return the id of a recorded environment, if Gymnasium has it."""
+    return env if isinstance(env, str) and env in gymnasium.registry else None
