@@ -20,6 +20,7 @@ pytest.importorskip("torchrl")
 
 import torch
 import torchrl.collectors
+import torchrl.weight_update
 from tensordict import TensorDict
 from torch import multiprocessing as mp
 from torchrl.data import LazyTensorStorage, ReplayBuffer
@@ -365,6 +366,24 @@ def test_our_weight_sync_schemes_change_weights_between_batches(name: str) -> No
         collector.shutdown()
 
 
+@pytest.mark.parametrize("ours", [False, True])
+def test_weights_of_each_worker(ours: bool) -> None:
+    source = SOURCES[ours]
+    schemes = weight_update if ours else torchrl.weight_update
+    scheme = schemes.SharedMemWeightSyncScheme(per_worker_weights=True)
+    factories = [partial(workers.weighted, float(worker)) for worker in range(2)]
+    collector = made(source, policy_factory=factories, weight_sync_schemes={"policy": scheme}, total_frames=-1)
+    try:
+        batches = iter(collector)
+        found = [[part.unique().item() for part in next(batches)["weight"]]]
+        for new in ({0: 5.0}, {0: 6.0, 1: 7.0}):
+            collector.update_policy_weights_({k: TensorDict.from_module(Weighted(v)).data for k, v in new.items()})
+            found.append([part.unique().item() for part in next(batches)["weight"]])
+    finally:
+        collector.shutdown()
+    assert found == [[0.0, 1.0], [5.0, 1.0], [6.0, 7.0]]
+
+
 @pytest.mark.parametrize("backend", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_evaluations_are_equal(backend: str) -> None:
     def program(source: Any) -> Any:
@@ -384,14 +403,10 @@ def test_evaluations_are_equal(backend: str) -> None:
 
 NAMES = [
     *("collectors", "collectors.utils", "collectors.weight_update", "collectors.distributed"),
-    *("collectors.distributed.default_configs", "weight_update"),
+    *("collectors.distributed.default_configs", "collectors.distributed.ray", "weight_update"),
 ]
 MISSING = {
     "collectors.distributed": {"DistributedWeightUpdater", "RPCWeightUpdater", "RayEvalWorker"},  # of its own workers
-    "weight_update": {  # Muster has one transport for each scheme, which is no name of its own
-        *("TransportBackend", "InitialSyncTransport", "WeightSyncBackend", "WeightStrategy", "MPTransport"),
-        *("SharedMemTransport", "RayTransport", "RPCTransport", "DistributedTransport", "RayModuleTransformScheme"),
-    },
 }
 
 
@@ -403,6 +418,7 @@ def test_every_name_is_there_by_torchrls_path(path: str) -> None:
         "collectors.utils": {"split_trajectories"},
         "collectors.weight_update": {name for name in public if name.endswith(("Updater", "UpdaterBase"))},
         "collectors.distributed.default_configs": {name for name in public if name.isupper()},
+        "collectors.distributed.ray": {"DEFAULT_RAY_INIT_CONFIG", "DEFAULT_REMOTE_CLASS_CONFIG", "RayCollector"},
     }
     names = found.get(path) or {*theirs.__all__}
     assert {name for name in names if not hasattr(ours, name)} == MISSING.get(path, set())

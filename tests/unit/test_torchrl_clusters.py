@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -17,13 +19,15 @@ pytest.importorskip("torchrl")
 pytest.importorskip("gymnasium.envs.classic_control")
 
 import torchrl.collectors.distributed as theirs
-from tensordict.nn import TensorDictModule
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModuleBase
 from torch import nn
-from torchrl.envs.libs.gym import GymEnv
+from torchrl.testing.mocking_classes import CountingEnv
 
 import muster
 import muster.compat.torchrl.collectors.distributed as ours
 from muster.errors import BadOption
+from tests.fakes.pendulum import env_maker, linear
 from tests.fakes.ray_cluster import needs_ray, ray_cluster
 
 __all__ = ["ray_cluster"]  # a fixture
@@ -36,13 +40,9 @@ LAUNCHED = [
 ]
 
 
-def env_maker() -> GymEnv:
-    return GymEnv("Pendulum-v1", device="cpu")
-
-
-def linear() -> TensorDictModule:
-    torch.manual_seed(0)
-    return TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def printed(name: str) -> dict[str, Any]:
@@ -69,6 +69,14 @@ def test_every_argument_of_torchrl_with_its_default_on_ray(ray_cluster: Any) -> 
     told["remote_configs"] = [{"num_cpus": 1, "memory": 2**28}] * 2  # as many actors
     with ours.RayCollector(env_maker, linear(), frames_per_batch=20, **told) as collector:
         assert [batch.shape for batch in collector] == [(2, 10)] * 3
+
+
+@pytest.mark.parametrize("name", ["DistributedCollector", "RPCCollector", "RayCollector"])
+def test_help_shows_the_meaning_of_every_argument(name: str) -> None:
+    cls = getattr(ours, name)
+    text = f"{inspect.getdoc(cls)}\n{inspect.getdoc(cls.__init__)}"
+    meanings = {name for line in re.findall(r"^    (\w[\w, ]*):", text, re.M) for name in line.split(", ")}
+    assert set(inspect.signature(cls).parameters) - {"create_env_fn", "policy", "frames_per_batch"} <= meanings
 
 
 def test_names_are_those_of_torchrl() -> None:
@@ -144,6 +152,48 @@ def test_weights_are_published_every_so_many_batches(interval: dict[str, int], v
     with ours.DistributedSyncCollector([env_maker] * 2, linear(), frames_per_batch=4, **options) as collector:
         found = [collector.next()[VERSION].unique().tolist() for _ in versions]
     assert found == [[version] for version in versions]
+
+
+def test_arguments_without_effect_are_accepted() -> None:
+    nothing = {"no_cuda_sync": True, "use_buffers": False, "local_init_rb": True}
+    options: dict[str, Any] = {**nothing, "collector_kwargs": nothing, "launcher": "mp"}
+    with ours.DistributedSyncCollector([env_maker] * 2, linear(), frames_per_batch=4, **options) as collector:
+        assert collector.next().shape == (2, 2)
+
+
+class Constant(TensorDictModuleBase):
+    """Its actions have no last dimension, and are floats."""
+
+    in_keys: list[Any] = []  # noqa: RUF012
+    out_keys = ["action"]  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, td: Any) -> Any:
+        return td.set("action", self.weight.expand(td.shape).clone())
+
+
+@pytest.mark.parametrize("made_by", ["policy", "factory", "factory beside the policy"])
+def test_actions_have_the_shape_and_dtype_of_the_policy(made_by: str) -> None:
+    """As ``torchrl.testing``'s policies for a ``CountingEnv``, whose actions are ``[1]`` and int8."""
+    policy = None if made_by == "factory" else Constant()
+    options: dict[str, Any] = {"launcher": "mp", "sync": True, "tcp_port": str(free_port())}
+    if made_by != "policy":
+        options["policy_factory"] = Constant
+    if policy is not None:
+        options["update_interval"] = 1
+    with ours.DistributedCollector([CountingEnv] * 2, policy, frames_per_batch=8, **options) as collector:
+        first = collector.next()
+        assert (first["action"].shape, first["action"].dtype) == ((2, 4), torch.float32)
+        if policy is None:
+            collector.update_policy_weights_(TensorDict({"weight": torch.tensor(2.0)}))
+        else:
+            policy.weight.data.add_(1)
+        assert (first["action"] == 1).all()
+        collector.next()
+        assert (collector.next()["action"] == 2).all()
 
 
 # --- what is translated, and what is refused --------------------------------------------------------

@@ -56,6 +56,21 @@ def collect(n: int = 1, **options: Any) -> list[Any]:
     return [collector.next() for _ in range(n)]
 
 
+class Stopper:
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def collection_stopped(self) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+
+def test_without_buffers_an_interruptor_makes_a_batch_shorter():
+    short, full = collect(2, interruptor=Stopper(3), use_buffers=False)
+    assert (short.shape, full.shape) == ((3,), (5,))
+    assert (full["observation"][0] == short["next", "observation"][-1]).all()
+
+
 # --- environments and policies of Muster's ----------------------------------------------------------
 
 

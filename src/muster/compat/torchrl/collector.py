@@ -250,10 +250,12 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
         dynamic = getattr(self.env, "_has_dynamic_specs", False)
         buffers = not dynamic and self.replay_buffer is None if given.use_buffers is None else given.use_buffers
         self._per_step = self.replay_buffer is not None and not self.extend_buffer and self.trajs_per_batch is None
-        self.options = setup.options_of(given, self.env, self._limit, per_step=self._per_step, buffers=buffers)
+        self.options = setup.options_of(given, self.env, self._limit, per_step=self._per_step)
         setup.warn_of_surplus(given, setup.count_of(self.env))
         with _original_errors():
-            self._engine = setup.make_engine(self.env, self._wrapped_policy, device, self._weights, self.options)
+            self._engine = setup.make_engine(
+                self.env, self._wrapped_policy, device, self._weights, self.options, buffers=buffers
+            )
             self._on_demand = OnDemand(self._engine)
             self._acting, self._use_buffers = self._engine.policy, buffers
             self._random_policy: Any = None
@@ -302,7 +304,11 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
         engine = self._engine
         engine.policy = self._random() if self._should_use_random_frames() else self._acting
         with postponed():
-            batch = self._tidy(engine.collect(engine.num_envs * engine.source.T[0])[0])
+            batch = engine.collect(engine.num_envs * engine.source.T[0])[0]
+            rows = engine.results[0].rows
+            if rows < batch.shape[-1] and not self._use_buffers:  # the interruptor has ended it
+                batch = batch[..., :rows]
+            batch = self._tidy(batch)
         if self.track_traj_ids:
             self._numbering.write(batch)
         if self.return_same_td and self._use_buffers:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torchrl.envs import EnvBase
+from torchrl.data import Unbounded
+from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.utils import _make_compatible_policy
 from torchrl.modules import RandomPolicy, set_exploration_modules_spec_from_env
 
@@ -14,6 +15,7 @@ from muster.keys import FLAGS, IS_INIT, Key, next_of
 from muster.memory.cells import assemble
 from muster.memory.slots import torch_dtype
 from muster.memory.specs import ArraySpec
+from muster.policies.adapt import takes_tensordict
 from muster.policies.tensordict_program import as_key
 from muster.rollout.group import Group
 
@@ -76,6 +78,44 @@ def take_actions_as_they_are(group: Group, policy: Any, device: torch.device | N
             if (shape, dtype) != (spec.shape, spec.dtype):
                 specs[key] = ArraySpec(shape, dtype, inner=spec.inner)
     group.env.action_specs = specs
+
+
+class ActedOn:
+    """Function that makes TorchRL environments for nodes, with the specs of the actions that the policy returns.
+
+    Args:
+        make: function that makes the environment.
+        policy: function that returns the policy.
+    """
+
+    def __init__(self, make: Callable[..., Any], policy: Callable[[], Any]) -> None:
+        self._make, self._policy = make, policy
+        self.__name__ = getattr(make, "__name__", type(make).__name__)
+
+    def __call__(self, **kwargs: Any) -> Any:
+        env = self._make(**kwargs)
+        if not isinstance(env, EnvBase) or not takes_tensordict(policy := self._policy()):
+            return env
+        before = torch.get_rng_state()
+        try:
+            with torch.no_grad():
+                td = env.full_observation_spec.zero().update(env.full_done_spec.zero())
+                actions = policy(td).select(*env.action_keys)
+        except Exception:  # noqa: BLE001 - rollouts raise it, with its place
+            return env
+        finally:
+            torch.set_rng_state(before)
+        base = env
+        while isinstance(base, TransformedEnv):
+            base = base.base_env
+        for key, action in actions.items(True, True):
+            spec = env.full_action_spec[key]
+            if (action.shape, action.dtype) != (spec.shape, spec.dtype):
+                specs = base.full_action_spec.clone()
+                specs[key] = Unbounded(action.shape, device=spec.device, dtype=action.dtype)
+                base.full_action_spec = specs
+                env.empty_cache()
+        return env
 
 
 def as_torchrl_calls(policy: Any, group: Group, device: torch.device | None) -> Any:

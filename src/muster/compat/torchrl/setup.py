@@ -18,7 +18,7 @@ from torchrl.modules import RandomPolicy
 from torchrl.modules.utils.utils import _compute_missing_env_transforms
 
 from muster.collectors.engine import Engine
-from muster.collectors.options import CollectorOptions
+from muster.collectors.options import CollectorOptions, Execution
 from muster.collectors.setup import in_this_thread, make_groups
 from muster.compat.torchrl.policies import as_torchrl_calls, needs_trial, take_actions_as_they_are
 from muster.errors import BadOption
@@ -74,15 +74,12 @@ def parse(cls: Any, args: Any, kwargs: Any) -> SimpleNamespace:
     return given
 
 
-def options_of(
-    given: SimpleNamespace, env: Any, limit: int | None, *, per_step: bool, buffers: bool
-) -> CollectorOptions:
+def options_of(given: SimpleNamespace, env: Any, limit: int | None, *, per_step: bool) -> CollectorOptions:
     """Return Muster's options of the engine. The compat layer implements all other arguments.
 
     Args:
         limit: limit of steps from ``limit_steps``.
         per_step: add every time step to the replay buffer separately.
-        buffers: all batches have the full shape.
     """
     native = isinstance(env, EnvBase)
     named = isinstance(env, str)
@@ -96,7 +93,6 @@ def options_of(
         compile_policy=given.compile_policy,
         cudagraph_policy=given.cudagraph_policy,
         compact_obs=given.compact_obs and not per_step,
-        use_buffers=None if buffers else False,
         replay_buffer=given.replay_buffer if per_step else None,
         extend_buffer=not per_step,
         track_policy_version=given.track_policy_version,
@@ -106,10 +102,10 @@ def options_of(
         # As in TorchRL, values are not checked, and all draws use torch's global generator, seeded by the program.
         validate="off",
         obs_dtype="env",  # a network of another dtype fails in TorchRL, too
-        own_rng=False,
+        # Environments and policies may keep their tensors.
+        execution=Execution(inference_mode=False, own_rng=False),
         seed=None if native else int(torch.randint(1 << 31, ())),
         num_threads=None,
-        inference_mode=False,  # environments and policies may keep their tensors
     )
 
 
@@ -212,14 +208,16 @@ def warn_of_surplus(given: Any, num_envs: int) -> None:
         )
 
 
-def make_engine(env: Any, policy: Any, device: Any, weights: PolicyWeights, options: CollectorOptions) -> Engine:
-    """Return an engine for ``env`` after its first reset."""
+def make_engine(
+    env: Any, policy: Any, device: Any, weights: PolicyWeights, options: CollectorOptions, *, buffers: bool
+) -> Engine:
+    """Return an engine for ``env`` after its first reset. ``buffers``: all batches have the full shape."""
     with ExitStack() as made:
         groups = make_groups(env, options, policy, device, made)
         for group in groups:
             group.begin()
         if isinstance(env, EnvBase):
-            take_actions_as_they_are(groups[0], policy, device, needs_trial(policy, env, options.use_buffers is None))
+            take_actions_as_they_are(groups[0], policy, device, needs_trial(policy, env, buffers))
             policy = as_torchrl_calls(policy, groups[0], options.devices["policy_device"])
         source, worker = in_this_thread(options, groups, policy, device)
         engine = Engine(options, source, weights, stacked=False, local=worker)

@@ -5,11 +5,12 @@ As an option of a collector, a scheme selects a transport. Without a collector, 
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 import warnings
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -30,7 +31,17 @@ __all__ = [
     "SharedMemWeightSyncScheme",
     "WeightSyncScheme",
 ]
+_OF_TORCHRL = {  # parts of TorchRL's own schemes
+    *("DistributedTransport", "MPTransport", "RPCTransport", "RayTransport", "SharedMemTransport"),
+    *("InitialSyncTransport", "RayModuleTransformScheme", "TransportBackend", "WeightStrategy", "WeightSyncBackend"),
+}
 _ALIASES = {"direct": "none", "thread": "shared", "multiprocessing": "process"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_TORCHRL:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("torchrl.weight_update"), name)
 
 
 class WeightSyncScheme:
@@ -55,6 +66,7 @@ class WeightSyncScheme:
         strategy: "tensordict" or "state_dict"; both have the same effect.
         sync: ``send`` waits until all connected receivers have taken the weights.
         deadline_s: timeout of that wait, and of a receiver's wait for the first weights, in seconds.
+        per_worker_weights: no effect (an argument of TorchRL); every scheme can send different weights to receivers.
 
     Attributes:
         model_id: id of the model; "policy", unless it was initialized with another one.
@@ -81,7 +93,14 @@ class WeightSyncScheme:
     _receiver: ReceivingEnd | None = None
     _following: threading.Thread | None = None
 
-    def __init__(self, strategy: str = "tensordict", *, sync: bool = True, deadline_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        strategy: str = "tensordict",
+        sync: bool = True,
+        per_worker_weights: bool = False,
+        deadline_s: float = 10.0,
+    ) -> None:
+        del per_worker_weights
         if strategy not in ("tensordict", "state_dict"):
             raise BadOption(f"strategy={strategy!r}: expected 'tensordict' or 'state_dict'")
         self.strategy, self.sync, self.deadline_s = strategy, sync, deadline_s
@@ -110,17 +129,20 @@ class WeightSyncScheme:
         weights: Any = None,
         num_workers: int | None = None,
         devices: Collection[Any] | None = None,
+        params_map: Mapping[int, Any] | None = None,
         ctx: Any = None,
     ) -> None:
         """Make this object the sender.
 
         Args:
             model_id: id of the model.
-            context: object with ``get_model(model_id)`` and ``num_workers``, used if these arguments are missing.
+            context: object with ``get_model(model_id)`` and ``num_workers``, used if these arguments are missing. If it
+                has no policy, its ``policy_factory`` (one function per worker) makes the first weights.
             model: model whose weights are sent.
             weights: TensorDict or dict with the first weights, in place of ``model``.
             num_workers: number of receivers, which are numbered from 0.
             devices: one device per receiver, in place of ``num_workers``. Receivers may use other devices.
+            params_map: the weights to send by number of the receiver, in place of ``model`` and ``num_workers``.
             ctx: no effect (the ``multiprocessing`` context in TorchRL).
 
         Raises:
@@ -131,15 +153,21 @@ class WeightSyncScheme:
         if self._sender is not None or self.initialized_on_receiver:
             raise BadOption(f"{self} is initialized already: one object is one end, for one model")
         if context is not None and model is None and weights is None:
-            model = context.get_model(model_id)
+            model, weights = _of_context(context, model_id)
+        if params_map is not None and model is None:
+            model, num_workers = params_map, len(params_map)
         if (model is None) == (weights is None):
-            raise BadOption("init_on_sender needs the first weights: give a model, weights= or a context, and one only")
+            raise BadOption(
+                "init_on_sender needs the first weights: give a model, weights=, params_map= or a context, and one only"
+            )
         if self.transport is None:
             raise BadOption(f"{self} cannot send by itself: take a subclass of WeightSyncScheme")
         count = _count(num_workers, devices, context)
-        first = named_weights(model if weights is None else weights)
-        check_finite(first)
-        self._sender = SendingEnd(first, count, self.transport, self.deadline_s)
+        first = _by_worker(model if weights is None else weights)
+        self._sender = SendingEnd(next(iter(first.values())), count, self.transport, self.deadline_s)
+        for worker, own in first.items():
+            if worker is not None:
+                self._sender.publish(own, 0, [worker])
         self.model_id, self._source = model_id, model
         self._path, self._pid, self.version = self._sender.path, os.getpid(), 0
 
@@ -147,7 +175,7 @@ class WeightSyncScheme:
         """Publish weights to receivers.
 
         Args:
-            weights: a module, TensorDict or dict. None: the weights of the model.
+            weights: a module, TensorDict or dict; or a dict of these by number of the receiver. None: the model's.
             worker_ids: one number of a receiver, or several. None: all receivers.
 
         Raises:
@@ -307,14 +335,15 @@ class WeightSyncScheme:
         given = self._source if weights is None else weights
         if given is None:
             raise BadOption("send() without weights sends the model's, and init_on_sender got none: give weights")
-        new = named_weights(given)
-        check_finite(new)
+        new = _by_worker(given)
         several = worker_ids is None or isinstance(worker_ids, Collection)
         receivers = worker_ids if several else [worker_ids]
         with self._lock:
             assert isinstance(self.version, int)
             version = self.version + 1
-            sender.publish(new, version, receivers)
+            for worker, own in new.items():
+                if worker is None or receivers is None or worker in receivers:
+                    sender.publish(own, version, receivers if worker is None else [worker])
             self.version = version
             if self.sync:
                 sender.wait(receivers)
@@ -440,6 +469,25 @@ def _follow(end: ReceivingEnd, receiver: weakref.ref[WeightSyncScheme]) -> None:
             warnings.warn(f"weights for {scheme.model_id!r} came and were not taken: {error}", RuntimeWarning, 1)
             end.answer(scheme.version or 0)  # the sender must not wait for refused weights
         del scheme
+
+
+def _of_context(context: Any, model_id: str) -> tuple[Any, Any]:
+    """Return the context's model and None; or None and first weights, if its workers make the policy."""
+    factories = getattr(context, "policy_factory", None)
+    if model_id != "policy" or not isinstance(factories, list) or getattr(context, "policy", None) is not None:
+        return context.get_model(model_id), None
+    if all(factory is factories[0] for factory in factories):
+        return None, factories[0]()
+    return None, {worker: factory() for worker, factory in enumerate(factories)}
+
+
+def _by_worker(given: Any) -> dict[int | None, Weights]:
+    """Return checked weights by number of the receiver; None stands for all receivers."""
+    differ = type(given) is dict and bool(given) and all(isinstance(key, int) for key in given)
+    named = {worker: named_weights(own) for worker, own in (given if differ else {None: given}).items()}
+    for own in named.values():
+        check_finite(own)
+    return named
 
 
 def _count(num_workers: int | None, devices: Collection[Any] | None, context: Any) -> int:

@@ -9,12 +9,18 @@ docs/torchrl.md describes the differences.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from torchrl.envs import EnvBase
 
 import muster.collectors.clusters as clusters
 from muster.cluster.submitit import DEFAULT_SLURM_CONF
 from muster.cluster.submitit_delayed import submitit_delayed_launcher
-from muster.collectors.signatures import passes_on
+from muster.collectors.signatures import OF_TORCHRL, passes_on
+from muster.compat.torchrl.policies import ActedOn
 from muster.errors import BadOption
 from muster.utils.integers import integer
 
@@ -29,7 +35,48 @@ __all__ = [
 _PER_NODE = ("device", "storing_device", "env_device", "policy_device", "policy_factory")
 
 
-class DistributedCollector(clusters.DistributedCollector):
+@dataclass(frozen=True, kw_only=True)
+class WithoutEffect:
+    """Arguments of TorchRL's collectors that have no effect here.
+
+    Attributes:
+        local_init_rb, no_cuda_sync, use_buffers: no effect.
+    """
+
+    local_init_rb: bool | None = None
+    no_cuda_sync: bool | None = None
+    use_buffers: bool | None = None
+
+
+class _OverNodes:
+    """Mixin: TorchRL's arguments and public attributes.
+
+    A policy beside a ``policy_factory`` stays in this process, and nodes get its weights.
+    """
+
+    _kept_policy: Any = None  # that policy
+
+    def _init_as_torchrl(self, create_env_fn: Any, policy: Any, frames_per_batch: int, options: dict[str, Any]) -> None:
+        made_by_nodes = policy is not None and options.get("policy_factory") is not None
+        told = _translated(create_env_fn, frames_per_batch, options)
+        several = isinstance(create_env_fn, (list, tuple))
+        make_policy = told.get("policy_factory") or partial(_itself, policy)
+        envs = [_acted_on(make, make_policy) for make in (create_env_fn if several else [create_env_fn])]
+        super().__init__(  # type: ignore[call-arg]
+            envs if several else envs[0], None if made_by_nodes else policy, **told
+        )
+        _show(self, create_env_fn, frames_per_batch, options)
+        if made_by_nodes:
+            self._kept_policy = policy
+            self.update_policy_weights_()
+
+    def update_policy_weights_(self, policy_or_weights: Any = None, **options: Any) -> None:
+        if policy_or_weights is None and not {"weights", "policy", "weights_dict"} & options.keys():
+            policy_or_weights = self._kept_policy
+        super().update_policy_weights_(policy_or_weights, **options)  # type: ignore[misc]
+
+
+class DistributedCollector(_OverNodes, clusters.DistributedCollector):
     """``muster.DistributedCollector`` with TorchRL's ``frames_per_batch``: with ``sync=True``, the sum over all nodes.
 
     Args:
@@ -40,7 +87,7 @@ class DistributedCollector(clusters.DistributedCollector):
         BadOption: an option is wrong; or a list has different values of an option that all nodes share.
     """
 
-    @passes_on(clusters.DistributedOptions)
+    @passes_on(clusters.DistributedOptions, WithoutEffect)
     def __init__(
         self,
         create_env_fn: Any,
@@ -50,15 +97,13 @@ class DistributedCollector(clusters.DistributedCollector):
         update_interval: int | None = None,
         **options: Any,
     ) -> None:
-        options = _published_every(update_interval, options)
-        super().__init__(create_env_fn, policy, **_translated(create_env_fn, frames_per_batch, options))
-        _show(self, create_env_fn, frames_per_batch, options)
+        self._init_as_torchrl(create_env_fn, policy, frames_per_batch, _published_every(update_interval, options))
 
 
 class DistributedSyncCollector(DistributedCollector):
     """TorchRL's older name of ``DistributedCollector(sync=True)``; by default it publishes after every batch."""
 
-    @passes_on(clusters.DistributedOptions)
+    @passes_on(clusters.DistributedOptions, WithoutEffect)
     def __init__(self, create_env_fn: Any, policy: Any = None, *, update_interval: int = 1, **options: Any) -> None:
         if "sync" in options:
             raise TypeError("DistributedSyncCollector has no argument 'sync': use DistributedCollector")
@@ -67,21 +112,20 @@ class DistributedSyncCollector(DistributedCollector):
         super().__init__(create_env_fn, policy, update_interval=update_interval, sync=True, **options)
 
 
-class RPCCollector(clusters.RPCCollector):
+class RPCCollector(_OverNodes, clusters.RPCCollector):
     """``muster.RPCCollector`` with TorchRL's batches: with ``sync=True``, ``frames_per_batch`` over all nodes, joined.
 
     ``DistributedCollector`` and ``muster.RPCCollector`` document the arguments.
     """
 
-    @passes_on(clusters.RPCOptions)
+    @passes_on(clusters.RPCOptions, WithoutEffect)
     def __init__(self, create_env_fn: Any, policy: Any = None, *, frames_per_batch: int, **options: Any) -> None:
         if options.get("sync"):
             options.setdefault("cat_results", "cat")
-        super().__init__(create_env_fn, policy, **_translated(create_env_fn, frames_per_batch, options))
-        _show(self, create_env_fn, frames_per_batch, options)
+        self._init_as_torchrl(create_env_fn, policy, frames_per_batch, options)
 
 
-class RayCollector(clusters.RayCollector):
+class RayCollector(_OverNodes, clusters.RayCollector):
     """``muster.RayCollector`` with TorchRL's ``frames_per_batch``: with ``sync=True``, the sum over all actors.
 
     Args:
@@ -90,7 +134,7 @@ class RayCollector(clusters.RayCollector):
             ``remote_configs`` is a list, its length is the number of actors.
     """
 
-    @passes_on(clusters.RayOptions)
+    @passes_on(clusters.RayOptions, WithoutEffect)
     def __init__(
         self,
         create_env_fn: Any,
@@ -104,15 +148,28 @@ class RayCollector(clusters.RayCollector):
         counts = [len(given) for given in lists if isinstance(given, list)]
         if options.get("num_collectors") is None and counts and not isinstance(create_env_fn, list):
             options["num_collectors"] = max(counts)
-        super().__init__(create_env_fn, policy, **_translated(create_env_fn, frames_per_batch, options))
-        _show(self, create_env_fn, frames_per_batch, options)
+        self._init_as_torchrl(create_env_fn, policy, frames_per_batch, options)
+
+
+def _acted_on(make: Any, make_policy: Any) -> Any:
+    """Return a function that makes environments with the actions of the policy; other environments unchanged."""
+    is_function = callable(make) and not isinstance(make, EnvBase)
+    return ActedOn(make, make_policy) if is_function else make
+
+
+def _itself(policy: Any) -> Any:
+    return policy
 
 
 def _translated(create_env_fn: Any, frames_per_batch: int, options: dict[str, Any]) -> dict[str, Any]:
     """Return Muster's options for TorchRL's."""
-    told = {name: _one(name, value) if name in _PER_NODE else value for name, value in options.items()}
-    if told.get("no_cuda_sync", False) is None:
-        del told["no_cuda_sync"]
+    told = _with_effect(options)
+    told |= {name: _one(name, value) for name, value in told.items() if name in _PER_NODE}
+    if (of_nodes := told.get("collector_kwargs")) is not None:
+        several = isinstance(of_nodes, (list, tuple))
+        told["collector_kwargs"] = [_with_effect(given) for given in of_nodes] if several else _with_effect(of_nodes)
+    if isinstance(told.get("tcp_port"), str):
+        told["tcp_port"] = int(told["tcp_port"])
     frames = integer("frames_per_batch", frames_per_batch)
     if (total := told.get("total_frames", -1)) > 0:
         told["total_frames"] = -(-total // frames) * frames  # TorchRL's last batch is complete, too
@@ -122,6 +179,11 @@ def _translated(create_env_fn: Any, frames_per_batch: int, options: dict[str, An
             raise BadOption(f"frames_per_batch={frames} cannot be shared equally by {nodes} nodes: use a multiple")
         frames //= nodes
     return {"obs_dtype": "env", **told, "frames_per_batch": frames}
+
+
+def _with_effect(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the options without those that have no effect."""
+    return {name: value for name, value in (options or {}).items() if name not in OF_TORCHRL}
 
 
 def _nodes(create_env_fn: Any, options: dict[str, Any]) -> int:
