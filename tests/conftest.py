@@ -64,6 +64,13 @@ def _temporary_files_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     tempfile.tempdir = before
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _fork_servers_import_pytest() -> None:
+    """Workers import the modules of tests; pytest and hypothesis are imported once, not by each worker."""
+    if (launch := sys.modules.get("muster.workers.launch")) is not None:
+        launch.PRELOADED += ("pytest", "hypothesis")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _ray_is_left() -> Iterator[None]:
     """A connection to Ray's cluster lasts no longer than the tests of the file that has made it."""
@@ -87,7 +94,8 @@ SUITES = re.compile(
     r"|/test_(crash_report|cli_\w+|device_lanes|elastic|evaluator|inference_server|joining|multi_collectors|resume|rollout"
     r"|sync_schemes|submitit|seed_\w+|torchrl_\w+|whole_episodes)\.py"
 )
-SHARE = 2  # variants of a test in `make test`; of one that only nodes run: 1
+SHARE = 2  # variants of a test in `make test`; of one that only nodes run, or that starts a program: 1
+PROGRAMS = re.compile(r"::test_(nothing_outlives|ctrl_c_is_one)_")  # some 5 CPU seconds each
 ON_RAY = re.compile(r"[\[-]ray\b")
 RAY_SHARE = 1  # of the tests of a file that run on Ray, too; each actor takes some 6 CPU seconds to start
 
@@ -149,7 +157,7 @@ def _leave_to_the_rest(tests: dict[str, list[Any]]) -> None:
                 if ON_RAY.search(item.nodeid):
                     item.add_marker(pytest.mark.slow)
             variants = [item for item in variants if not ON_RAY.search(item.nodeid)]
-        share = 1 if OF_NODES.search(test) else SHARE
+        share = 1 if OF_NODES.search(test) or PROGRAMS.search(test) else SHARE
         sizes: dict[str, int] = {}
         for item in variants:
             for name, index in item.callspec.indices.items():
@@ -157,13 +165,14 @@ def _leave_to_the_rest(tests: dict[str, list[Any]]) -> None:
         kept: list[Any] = []
         for turn in range(number * share, (number + 1) * share):
             chosen = {name: turn % size for name, size in sizes.items()}
-            rest = [item for item in variants if item not in kept]
+            full = on_ray.get(file, 0) >= RAY_SHARE
+            rest = [item for item in variants if item not in kept and not (full and ON_RAY.search(item.nodeid))]
             if rest:
                 kept.append(max(rest, key=lambda item: len(chosen.items() & item.callspec.indices.items())))
+                on_ray[file] = on_ray.get(file, 0) + bool(ON_RAY.search(kept[-1].nodeid))
         for item in variants:
             if item not in kept:
                 item.add_marker(pytest.mark.slow)
-        on_ray[file] = on_ray.get(file, 0) + sum(bool(ON_RAY.search(item.nodeid)) for item in kept)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -13,13 +14,19 @@ import muster
 
 FILE = Path(__file__).with_name("public_api.txt")
 WIDTH = 120
+PARTS = (  # classes of values inside public results
+    "muster.evaluation.EvaluatedEpisode",
+    "muster.evaluation.UnfinishedEpisode",
+    "muster.observing.stats.WorkerStats",
+    "muster.observing.profiling.ProfileConfig",
+)
 
 
 def describe() -> list[str]:
     """A line for each name and method; where it would be long, one for each parameter (``kw``: by keyword only)."""
     seen: set[Any] = set()  # members that several classes inherit are shown once, at the shortest name
-    names = sorted(muster.__all__, key=lambda name: (len(name), name))
-    return [line for name in names for line in _of(f"muster.{name}", getattr(muster, name), seen)]
+    names = [f"muster.{name}" for name in sorted(muster.__all__, key=lambda name: (len(name), name))]
+    return [line for name in [*names, *PARTS] for line in _of(name, pkgutil.resolve_name(name), seen)]
 
 
 def _of(name: str, value: Any, seen: set[Any]) -> Iterator[str]:

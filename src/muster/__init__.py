@@ -32,20 +32,16 @@ _HOMES = {
     "Autosave": "muster.collectors.options",
     "CentralInference": "muster.collectors.multi_options",
     "Collector": "muster.collectors",
-    "CollectorOptions": "muster.collectors",
     "CollectorStats": "muster.observing.stats",
-    "ClusterOptions": "muster.collectors.cluster_options",
     "DistributedCollector": "muster.collectors.clusters",
     "EpisodeRecord": "muster.episodes.record",
-    "EvaluatedEpisode": "muster.evaluation",
+    "Execution": "muster.collectors.options",
     "Evaluation": "muster.evaluation",
     "Evaluator": "muster.evaluation",
     "EvaluatorStats": "muster.evaluation",
     "JsonlLogger": "muster.observing.loggers",
     "MultiAsyncCollector": "muster.collectors",
-    "MultiOptions": "muster.collectors",
     "MultiSyncCollector": "muster.collectors",
-    "ProfileConfig": "muster.observing.profiling",
     "RPCCollector": "muster.collectors.clusters",
     "RayBuffer": "muster.cluster.ray_buffer",
     "RayCollector": "muster.collectors.clusters",
@@ -57,8 +53,6 @@ _HOMES = {
     "Timeline": "muster.observing.timeline",
     "Trajectories": "muster.collectors.options",
     "Tuning": "muster.tuning",
-    "UnfinishedEpisode": "muster.evaluation",
-    "WorkerStats": "muster.observing.stats",
     "load": "muster.recording",
     "load_state": "muster.restore.checkpoint:load",
     "save_state": "muster.restore.checkpoint:save",
@@ -77,11 +71,8 @@ if TYPE_CHECKING:
     from muster.cluster.ray_buffer import RayBuffer as RayBuffer
     from muster.collectors import AsyncCollector as AsyncCollector
     from muster.collectors import Collector as Collector
-    from muster.collectors import CollectorOptions as CollectorOptions
     from muster.collectors import MultiAsyncCollector as MultiAsyncCollector
-    from muster.collectors import MultiOptions as MultiOptions
     from muster.collectors import MultiSyncCollector as MultiSyncCollector
-    from muster.collectors.cluster_options import ClusterOptions as ClusterOptions
     from muster.collectors.clusters import DistributedCollector as DistributedCollector
     from muster.collectors.clusters import RayCollector as RayCollector
     from muster.collectors.clusters import RPCCollector as RPCCollector
@@ -89,21 +80,18 @@ if TYPE_CHECKING:
     from muster.collectors.multi_options import CentralInference as CentralInference
     from muster.collectors.multi_options import Restart as Restart
     from muster.collectors.options import Autosave as Autosave
+    from muster.collectors.options import Execution as Execution
     from muster.collectors.options import Trajectories as Trajectories
     from muster.collectors.resume import ResumeReport as ResumeReport
     from muster.episodes.record import EpisodeRecord as EpisodeRecord
     from muster.episodes.segment import split_trajectories as split_trajectories
     from muster.episodes.summary import CollectStats as CollectStats
-    from muster.evaluation import EvaluatedEpisode as EvaluatedEpisode
     from muster.evaluation import Evaluation as Evaluation
     from muster.evaluation import Evaluator as Evaluator
     from muster.evaluation import EvaluatorStats as EvaluatorStats
-    from muster.evaluation import UnfinishedEpisode as UnfinishedEpisode
     from muster.observing.loggers import JsonlLogger as JsonlLogger
     from muster.observing.loggers import TensorBoardLogger as TensorBoardLogger
-    from muster.observing.profiling import ProfileConfig as ProfileConfig
     from muster.observing.stats import CollectorStats as CollectorStats
-    from muster.observing.stats import WorkerStats as WorkerStats
     from muster.observing.timeline import Timeline as Timeline
     from muster.recording import Recorder as Recorder
     from muster.recording import Recording as Recording

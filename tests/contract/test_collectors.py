@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import muster
-from muster import AsyncCollector, CentralInference, Collector, MultiAsyncCollector, MultiSyncCollector
+from muster import AsyncCollector, CentralInference, Collector, Execution, MultiAsyncCollector, MultiSyncCollector
 from muster.errors import BadOption, BadWeights, CollectorBusy, CollectorClosed, EnvError, PolicyError, SlotsExhausted
 from muster.testing import ChainEnv, CountingEnv, FaultyEnv
 from muster.weights import NoSync, Pipe, SharedMemory, VanillaWeightUpdater, WeightUpdaterBase
@@ -77,7 +77,6 @@ KINDS = [
     Kind("ray-async", on_nodes.RayAsReady, groups=2),
 ]
 WITH_WORKERS = KINDS[1:]
-IN_PROCESSES = [kind for kind in WITH_WORKERS if "threads" not in kind.name]
 
 
 class Actor(nn.Module):
@@ -296,10 +295,10 @@ def marked(batch: Any) -> Any:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "postproc, cut episodes": {"max_frames_per_traj": 2, "set_truncated": True, "postproc": marked},
-    "reset_at_each_iter": {"reset_at_each_iter": True, "own_rng": False, "executor": False},
+    "reset_at_each_iter": {"reset_at_each_iter": True, "execution": Execution(own_rng=False, executor=False)},
     "reset_when_done=False": {"reset_when_done": False, "max_frames_per_traj": 3},
     "random frames": {"init_random_frames": 3 * B * T, "track_policy_version": True},
-    "compact": {"compact_obs": True, "max_frames_per_traj": 2, "inference_mode": False},
+    "compact": {"compact_obs": True, "max_frames_per_traj": 2, "execution": Execution(inference_mode=False)},
 }
 
 
@@ -833,17 +832,10 @@ def test_the_context_manager_closes_also_after_an_error(kind):
 # --- errors ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def crash_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """Where workers' errors leave files for ``muster replay``."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-
-
 def broken() -> Exception:
     return ValueError("joint 3 is stuck")
 
 
-@pytest.mark.usefixtures("crash_files")
 def test_an_error_of_an_environment_is_typed_and_collecting_goes_on_with_the_rows_before_it(kind):
     """Each environment of one group raises at its 7th step, in the second rollout; all other data are untouched."""
     bad = partial(FaultyEnv, 6, error=broken)
@@ -886,10 +878,9 @@ class Picky(Actor):
         return super().forward(obs)
 
 
-@pytest.mark.usefixtures("crash_files")
 def test_an_error_of_a_policy_is_typed_and_the_step_is_repeated_with_better_weights(kind):
     factories = [counting(3), counting(3), counting(4)]
-    options = {"track_policy_version": True, "executor": False}
+    options = {"track_policy_version": True, "execution": Execution(executor=False)}
     found, expected = [], []
     for of, into in ((kind, found), (reference(kind), expected)):
         with make(of, factories, Picky(-1.0), **options) as c:

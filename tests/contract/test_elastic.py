@@ -6,7 +6,6 @@ import contextlib
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import pytest
 from muster import DistributedCollector, RayCollector
 from tests.fakes.leisurely import LeisurelyEnv
 from tests.fakes.ray_cluster import Remote, needs_ray, ray_cluster  # noqa: F401 (a fixture)
+from tests.waits import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -49,12 +49,6 @@ def node(where: str, token: str) -> Iterator[subprocess.Popen[bytes]]:
             yield started
         finally:
             started.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_nodes_that_people_start_when_they_like() -> None:

@@ -15,7 +15,7 @@ import torch
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import nn
 
-from muster import CentralInference, Collector, MultiSyncCollector, policies
+from muster import CentralInference, Collector, Execution, MultiSyncCollector, policies
 from tests.tools import assert_same
 
 T = 6
@@ -179,7 +179,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "part of a row": {"frames_per_batch": 8 * T - 3},
     "whole episodes": {"trajs_per_batch": 5},
     "modes": {"exploration_type": "mode"},
-    "no executor": {"executor": False, "inference_mode": False},
+    "no executor": {"execution": Execution(executor=False, inference_mode=False)},
     "decorrelated": {"max_decorrelation_steps": 7},
     "time first": {"layout": "time_major", "validate": "full"},
 }

@@ -12,18 +12,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict.nn import TensorDictModule
 from torch import nn
 
 from muster import AsyncCollector, CentralInference, Collector, MultiAsyncCollector, MultiSyncCollector, policies
 from muster.errors import PolicyError
-from tests.fakes.matrix_env import ACTION_KINDS, ActionKind, MatrixEnv, Numbered
+from tests.fakes.matrix_env import ACTION_KINDS, LENGTH, NUMBERS, ActionKind, MatrixEnv, Numbered, NumberEnv
 from tests.fakes.matrix_policies import BIAS, STATE_KINDS, StateKind, Unsure, choose, policy_of
 from tests.fakes.matrix_reference import ID, OneEnv, Told
 from tests.tools import assert_accounted
@@ -340,35 +338,6 @@ def test_groups_of_different_sizes_fill_batches_of_their_own(inference, mode):
 def vector_env(first: int, size: int, mode: AutoresetMode) -> SyncVectorEnv:
     """Environments with episodes of ``first`` steps and more."""
     return SyncVectorEnv([partial(MatrixEnv, first + i, "n-d") for i in range(size)], autoreset_mode=mode)
-
-
-NUMBERS: dict[str, spaces.Space[Any]] = {
-    "Discrete": spaces.Discrete(9),
-    "Box(())": spaces.Box(0, 9, (), np.float32),
-    "Box((1,))": spaces.Box(0, 9, (1,), np.float32),
-}
-LENGTH = 5
-
-
-class NumberEnv(gymnasium.Env[Any, Any]):
-    """Observes the time step in ``space``; the reward is the action."""
-
-    def __init__(self, space: str) -> None:
-        self.observation_space, self.action_space = NUMBERS[space], spaces.Discrete(7)
-        self.t = 0
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.t = 0
-        return self._observe(), {}
-
-    def step(self, action: Any) -> Any:
-        self.t += 1
-        return self._observe(), float(action), self.t == LENGTH, False, {}
-
-    def _observe(self) -> Any:
-        space = self.observation_space
-        return self.t if isinstance(space, spaces.Discrete) else np.full(space.shape, self.t, np.float32)
 
 
 class Next(nn.Module):

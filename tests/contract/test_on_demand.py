@@ -419,7 +419,6 @@ def test_what_makes_no_sense_is_refused_before_anything_is_stepped(shared):
     assert (after.executed, after.discarded) == (before.executed, before.discarded)
 
 
-@pytest.mark.usefixtures("_crash_files")
 @pytest.mark.parametrize("kind", [*MANY, ON_RAY[1]], ids=named)
 @pytest.mark.parametrize("amount", ["n_step", "n_episode"])
 def test_an_error_of_an_environment_loses_nothing_that_was_complete(kind, amount):
@@ -442,12 +441,6 @@ def test_an_error_of_an_environment_loses_nothing_that_was_complete(kind, amount
         c.collect(n_episode=1, surplus="discard")  # episodes that errors have cut are truncated ones
         assert len(wholes(c.collect_batch(n_episode=36).batch, LENGTHS)) == 36
         assert_accounted(c)
-
-
-@pytest.fixture
-def _crash_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """Where workers' errors leave files for ``muster replay``."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
 # --- state -----------------------------------------------------------------------------------------

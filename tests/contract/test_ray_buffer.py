@@ -122,9 +122,9 @@ class TestRayBuffer:
         with pytest.raises(WorkerDied, match="made a int: expected an object with"):
             made(lambda: 3)
         with pytest.raises(CollectorTimeout, match="within 1 s"):
-            made(Listed, timeout_s=1.0, num_cpus=1000)
+            made(Listed, timeout_s=1.0, remote_config={"num_cpus": 1000})
         with pytest.raises(BadOption, match="num_cpu "):
-            made(Listed, num_cpu=1)
+            made(Listed, remote_config={"num_cpu": 1})
 
     def test_torchrls_own_gives_a_client_for_nodes(self):
         from functools import partial

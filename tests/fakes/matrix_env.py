@@ -86,3 +86,32 @@ class Numbered:
     def __call__(self) -> MatrixEnv:
         self._made += 1
         return MatrixEnv(self.first + (self._made - 1) % self.count, self.kind, self.life)
+
+
+NUMBERS: dict[str, spaces.Space[Any]] = {
+    "Discrete": spaces.Discrete(9),
+    "Box(())": spaces.Box(0, 9, (), np.float32),
+    "Box((1,))": spaces.Box(0, 9, (1,), np.float32),
+}
+LENGTH = 5
+
+
+class NumberEnv(gymnasium.Env[Any, Any]):
+    """Observes the time step in ``space``; the reward is the action."""
+
+    def __init__(self, space: str) -> None:
+        self.observation_space, self.action_space = NUMBERS[space], spaces.Discrete(7)
+        self.t = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        return self._observe(), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return self._observe(), float(action), self.t == LENGTH, False, {}
+
+    def _observe(self) -> Any:
+        space = self.observation_space
+        return self.t if isinstance(space, spaces.Discrete) else np.full(space.shape, self.t, np.float32)

@@ -6,7 +6,6 @@ import os
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from muster.errors import BadOption
 from muster.recording import load
 from tests.command_line import refused, run
 from tests.fakes.ray_cluster import cluster, environment, needs_ray
-from tests.waits import without_delays
+from tests.waits import free_port, without_delays
 
 COLLECT = ("collect", "CartPole-v1", "--frames", "1600", "--envs", "4", "--seed", "5")
 BIN = Path(sys.executable).parent
@@ -49,12 +48,6 @@ def token(path: Path) -> str:
     path.write_text(secrets.token_hex(32))
     path.chmod(0o600)
     return str(path)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from torch import nn
 
 import muster
 from muster import Collector
-from muster.errors import BadOption, EnvError
+from muster.errors import BadOption, EnvError, UnknownOption
 from muster.testing import CountingEnv, SpaceEnv
 from tests.tools import assert_same, column, counting, recorded
 
@@ -340,12 +340,11 @@ def test_cuda_graphs_need_cuda(value):
         collector(Net(), cudagraph_policy=value)
 
 
-@pytest.mark.parametrize("option", ["no_cuda_sync", "local_init_rb"])
-def test_options_for_torchrls_sake_change_nothing(option):
-    with collector(seed=0, **{option: True}) as c, collector(seed=0) as usual:
-        assert_same(c.rollout(), usual.rollout())
-    with pytest.raises(BadOption, match=f"{option}=3"):
-        collector(**{option: 3})
+@pytest.mark.parametrize("option", ["no_cuda_sync", "local_init_rb", "use_buffers"])
+@pytest.mark.parametrize("make", [Collector, muster.MultiSyncCollector, muster.DistributedCollector, muster.Evaluator])
+def test_arguments_of_torchrl_that_would_have_no_effect_are_refused(make, option):
+    with pytest.raises(UnknownOption, match=f"'{option}': it has no effect in Muster.*muster.compat.torchrl"):
+        make(counting(3), **{option: True})
 
 
 # --- devices ---------------------------------------------------------------------------------------

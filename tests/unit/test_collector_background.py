@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from muster import Collector
+from muster import Collector, Execution
 from muster.collectors import background
 from muster.errors import CollectorBusy, CollectorClosed, CollectorTimeout, EnvError
 from muster.testing import CountingEnv, FaultyEnv
@@ -412,7 +412,7 @@ def test_weights_published_in_the_middle_of_a_batch_act_from_the_next_one():
 
 def test_weights_are_never_torn_and_versions_are_those_that_acted():
     buffer = Buffer()
-    options = {"frames_per_batch": 8, "track_policy_version": True, "executor": False}
+    options = {"frames_per_batch": 8, "track_policy_version": True, "execution": Execution(executor=False)}
     with Collector(counting(5), Threshold(0.0), num_envs=2, replay_buffer=buffer, **options) as c:
         c.start()
         for version in range(1, 200):

@@ -218,11 +218,3 @@ def test_compact_batches_and_their_final_observations_have_it_all(options):
             shown = {(int(e), int(r)) for e, r in zip(finals["env"], finals["row"], strict=True)}
             assert len(shown) == len(finals), "each once"
             assert all(where[e, r] for e, r in shown), "none of what is blank"
-
-
-# --- use_buffers -----------------------------------------------------------------------------------
-
-
-def test_the_same_td_cannot_be_short_sometimes():
-    with pytest.raises(BadOption, match="use_buffers=False"):
-        Collector(counting(3), None, frames_per_batch=4, return_same_td=True, use_buffers=False)

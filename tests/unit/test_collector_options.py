@@ -14,14 +14,15 @@ import muster
 from muster import (
     AsyncCollector,
     Collector,
-    CollectorOptions,
     DistributedCollector,
     Evaluator,
+    Execution,
     MultiAsyncCollector,
     MultiSyncCollector,
     RayCollector,
     RPCCollector,
 )
+from muster.collectors.options import CollectorOptions
 from muster.errors import BadOption, UnknownOption
 from muster.testing import CountingEnv
 
@@ -40,7 +41,7 @@ INTEGERS = {
     "init_random_frames": [2.0, "2", False],
     "seed": [-1, 1.0, "1", True],
 }
-BOOLEANS = {name: [0, 1, None, "yes"] for name in ("reset_at_each_iter", "set_truncated", "return_same_td", "executor")}
+BOOLEANS = {name: [0, 1, None, "yes"] for name in ("reset_at_each_iter", "set_truncated", "return_same_td")}
 CHOICES = {
     "layout": ["[B, T]", None, 0],
     "validate": ["on", True, None],
@@ -56,6 +57,20 @@ def test_impossible_values_are_refused_by_name(name, value):
         options(**{name: value})
     assert str(value) in str(caught.value)
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("name", ["executor", "inference_mode", "own_rng"])
+@pytest.mark.parametrize("value", [0, None, "yes"])
+def test_details_of_the_execution_are_checked_too(name, value):
+    with pytest.raises(BadOption, match=f"{name}={value!r}: expected True or False"):
+        Execution(**{name: value})
+
+
+def test_an_execution_is_given_as_one():
+    with pytest.raises(BadOption, match=r"execution=\{'executor': False\}: expected muster.Execution"):
+        options(execution={"executor": False})
+    with pytest.raises(BadOption, match="an evaluation always draws from generators of its own"):
+        Evaluator(CountingEnv, execution=Execution(own_rng=False))
 
 
 def test_defaults():
@@ -156,6 +171,16 @@ def test_signatures_of_those_who_pass_options_on():
     assert not {"replay_buffer", "total_frames", "options"} & set(shown)
     with pytest.raises(UnknownOption, match="'replay_bufer'; did you mean 'replay_buffer'"):
         muster.tune(CountingEnv, None, replay_bufer=[])
+
+
+@pytest.mark.parametrize(
+    "function", [Evaluator, muster.tune, muster.Tuning.make, Collector.enable_profile], ids=lambda f: f.__qualname__
+)
+def test_help_of_those_who_pass_options_on_shows_their_meaning(function):
+    text = "\n".join(inspect.getdoc(each) or "" for each in (function, getattr(function, "__init__", None)))
+    meanings = {name for line in re.findall(r"^    (\w[\w, ]*):", text, re.M) for name in line.split(", ")}
+    own = {"self", "create_env_fn", "policy"}
+    assert set(inspect.signature(function).parameters) - own <= meanings
 
 
 def test_options_cannot_be_changed_afterwards():

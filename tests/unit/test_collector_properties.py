@@ -133,7 +133,6 @@ def assert_batch(batch: Any, cells: list[list[dict[str, Any]]], *, steps: bool, 
     resets=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 7)), max_size=3),
     order=st.sampled_from(["batch_major", "time_major"]),
     unbatched=st.booleans(),
-    short=st.booleans(),
 )
 @example(  # an episode that set_truncated marks goes on, also without reset_when_done
     lengths=[2, 9],
@@ -148,7 +147,6 @@ def assert_batch(batch: Any, cells: list[list[dict[str, Any]]], *, steps: bool, 
     resets=[],
     order="batch_major",
     unbatched=False,
-    short=False,
 )
 def test_batches_are_those_of_the_reference(
     lengths,
@@ -163,7 +161,6 @@ def test_batches_are_those_of_the_reference(
     resets,
     order,
     unbatched,
-    short,
 ):
     stops = None if groups > 1 else stops  # groups ask one after another, each for itself
     B, total = len(lengths), len(lengths) * groups
@@ -177,7 +174,6 @@ def test_batches_are_those_of_the_reference(
         "set_truncated": set_truncated,
         "reset_when_done": reset_when_done,
         "layout": order,
-        "use_buffers": False if short else None,
     }
     common = {"limit": limit, "set_truncated": set_truncated, "reset_when_done": reset_when_done}
     reference_stops = StopAfter(stops) if stops is not None else None
@@ -202,12 +198,10 @@ def test_batches_are_those_of_the_reference(
             assert batch.names[-1] == "time"
             batch = batch.unsqueeze(0) if unbatched else batch
             expected = [reference.batch(T, frames) for reference in references]
-            rows = max(sum(any(cells[e][t]["id"] >= 0 for e in range(B)) for t in range(T)) for cells in expected)
-            length = rows if short else T
-            assert batch.shape == ((groups, B, length) if groups > 1 else (B, length))
+            assert batch.shape == ((groups, B, T) if groups > 1 else (B, T))
             for g, cells in enumerate(expected):
                 part = batch[g] if groups > 1 else batch
-                assert_batch(part, [row[:length] for row in cells], steps=limit is not None, masked=masked)
+                assert_batch(part, cells, steps=limit is not None, masked=masked)
                 seen += sum(cell["valid"] for row in cells for cell in row)
             records = [(e.traj_id, e.length, e.episode_return) for e in c.episodes]
             assert records == [record for reference in references for record in reference.ended]

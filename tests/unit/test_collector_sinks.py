@@ -250,12 +250,11 @@ def test_single_steps_go_into_torchrls_buffer(storage):
 
 def test_lazily_made_buffers_are_initialised_by_the_first_batch():
     data = pytest.importorskip("torchrl.data")
-    for local in (None, True, False):
-        buffer = data.TensorDictReplayBuffer(storage=data.LazyTensorStorage(100), batch_size=4)
-        with Collector(counting(3), None, frames_per_batch=4, replay_buffer=buffer, local_init_rb=local) as c:
-            next(iter(c))
-        assert len(buffer) == 4
-        assert isinstance(buffer.sample(), TensorDict)
+    buffer = data.TensorDictReplayBuffer(storage=data.LazyTensorStorage(100), batch_size=4)
+    with Collector(counting(3), None, frames_per_batch=4, replay_buffer=buffer) as c:
+        next(iter(c))
+    assert len(buffer) == 4
+    assert isinstance(buffer.sample(), TensorDict)
 
 
 # --- objects, and time first -------------------------------------------------------------------------

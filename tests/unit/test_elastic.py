@@ -372,8 +372,8 @@ class TestOptions:
         ("options", "said"),
         [
             ({"min_nodes": 1, "sync": True}, "a synchronous batch has the rollouts of all nodes"),
-            ({"min_nodes": 0}, "expected a number of nodes, at least 1"),
-            ({"min_nodes": True}, "expected a number of nodes, at least 1"),
+            ({"min_nodes": 0}, "expected an integer of at least 1"),
+            ({"min_nodes": True}, "expected an integer of at least 1"),
             ({"min_nodes": 3}, "min_nodes=3, but there are 2 nodes"),
             ({"collector_kwargs": [{"num_envs": 1}, {"num_envs": 2}]}, r"collector_kwargs\[1\] .* in num_envs"),
             ({"create_env_kwargs": [{}] * 3}, "create_env_kwargs has 3 entries for 2 nodes"),

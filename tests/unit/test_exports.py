@@ -33,7 +33,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 BLOCKED = [
     *("ray", "torchrl", "tianshou", "submitit", "jax", "envpool", "pettingzoo", "dm_env", "stable_baselines3"),
-    *("ale_py", "imageio_ffmpeg", "tensorboard", "rich", "tyro"),
+    *("ale_py", "imageio_ffmpeg", "tensorboard", "rich", "tyro", "minari", "pyarrow"),
 ]
 
 WITHOUT_EXTRAS = f"""
@@ -75,6 +75,7 @@ def test_without_extras_every_public_name_is_there_and_says_what_it_needs_when_i
     told = json.loads(done.stdout)
     # What stands in for another library says which one is missing, as that library's own import would.
     assert told["absent"] == {
+        "muster.compat.sb3": "stable_baselines3",
         "muster.compat.tianshou": "tianshou",
         "muster.compat.torchrl": "torchrl",
         "muster.compat.torchrl.collectors": "torchrl",

@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from muster import Collector
+from muster import Collector, Execution
 from muster.errors import BadOption, BadPolicyOutput
 from muster.testing import CountingEnv, SpaceEnv
 from tests.tools import collect, column, counting, joined, recorded
@@ -255,7 +255,7 @@ def test_a_network_of_known_layers_runs_in_the_executor_with_equal_actions(width
     options = {"num_envs": num_envs, "frames_per_batch": 8, "seed": 0}
     with (
         Collector("Pendulum-v1", net, **options) as fast,
-        Collector("Pendulum-v1", net, executor=False, **options) as slow,
+        Collector("Pendulum-v1", net, execution=Execution(executor=False), **options) as slow,
     ):
         for _ in range(3):
             a, b = fast.rollout(), slow.rollout()
@@ -282,6 +282,8 @@ def test_inference_mode_can_be_switched_off_and_lazy_parameters_stay_trainable()
         return torch.zeros(1)
 
     for mode in (True, False):
-        with Collector("Pendulum-v1", policy, frames_per_batch=3, inference_mode=mode) as collector:
+        with Collector(
+            "Pendulum-v1", policy, frames_per_batch=3, execution=Execution(inference_mode=mode)
+        ) as collector:
             collector.rollout()
     assert seen == [False, True, True, False, False, False]

@@ -582,7 +582,10 @@ def test_an_error_of_the_hook_after_collecting_keeps_the_batch():
         ({"on_episode_done": 3}, "on_episode_done=3: expected a function"),
         ({"on_batch": 3}, "on_batch=3: expected a function"),
         ({"on_episode_done": print, "set_truncated": True}, "on_episode_done waits for real ones"),
-        ({"on_batch": print, "extend_buffer": False, "replay_buffer": Adds(-1)}, "on_batch need whole batches"),
+        (
+            {"on_batch": print, "extend_buffer": False, "replay_buffer": Adds(-1)},
+            "on_batch and record need whole batches",
+        ),
         ({"on_episode_done": print, "extend_buffer": False, "replay_buffer": Adds(-1)}, "need whole batches"),
     ],
     ids=stable,

@@ -19,7 +19,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from torch import nn
 
-from muster import CentralInference, MultiAsyncCollector, MultiSyncCollector
+from muster import CentralInference, Execution, MultiAsyncCollector, MultiSyncCollector
 from muster.errors import BadOption, BadPolicyOutput, BadWeights, PolicyError, UnsupportedEnv
 from muster.policies import categorical
 from muster.testing import CountingEnv, OracleEnv, SpaceEnv, TorchCartPole
@@ -478,7 +478,7 @@ SAME: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "TorchRL": (torchrl_pendulum, Push, {"num_envs": None, "max_frames_per_traj": 4}),
     "dict": (images, Dicts, {"num_envs": 2}),
     "image": (image, Flat, {"num_envs": 2}),
-    "compact": (counting(4, noise=True), Parity, {"compact_obs": True, "inference_mode": False}),
+    "compact": (counting(4, noise=True), Parity, {"compact_obs": True, "execution": Execution(inference_mode=False)}),
     "cut": (counting(7, noise=True), Parity, {"max_frames_per_traj": 5, "set_truncated": True}),
     "whole episodes": (counting(4, noise=True), Parity, {"trajs_per_batch": 4, "num_envs": 2}),
     "split": (counting(4, noise=True), Parity, {"split_trajs": True}),

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torch import nn
 
-from muster import Collector, Evaluator, MultiAsyncCollector, MultiSyncCollector
+from muster import Collector, Evaluator, Execution, MultiAsyncCollector, MultiSyncCollector
 from muster.errors import BadOption, BadWeights, EnvError, PolicyError, UnsupportedEnv
 from muster.policies import categorical
 from muster.rollout.progress import STOP
@@ -149,7 +149,7 @@ def linear() -> Any:
 
 CASES: dict[str, tuple[Any, Callable[[], Any], dict[str, Any]]] = {
     "head": (cart_pole, lambda: categorical(mlp(4, 2)), {}),
-    "torch's generator": (counting(4, noise=True), lambda: Dropout(3), {"executor": False}),
+    "torch's generator": (counting(4, noise=True), lambda: Dropout(3), {"execution": Execution(executor=False)}),
     "other generators": (counting(4, noise=True), Global, {}),
     "recurrent": (counting(4, noise=True), lambda: Recurrent(3), {}),
     "TensorDict": (cart_pole, tensordict_policy, {}),
@@ -518,8 +518,12 @@ def test_who_falls_behind_is_named_once(gates):
             warnings.simplefilter("always")
             for _ in range(40):
                 c.next()
-        (warning,) = [one for one in caught if not issubclass(one.category, ResourceWarning)]  # of other tests' garbage
-        assert "worker 2 is falling behind: environments [2] (GatedEnv)" in str(warning.message)
+        behind = [text for one in caught if "is falling behind" in (text := str(one.message))]
+        # On a busy machine one of the others may really be slow.
+        assert [text.partition(" have")[0] for text in behind if "worker 2" in text] == [
+            "worker 2 is falling behind: environments [2] (GatedEnv)"
+        ]
+        assert len(set(behind)) == len(behind)
         assert c.stats().workers[2].frames == 0
         gates.open(100)
         until(lambda: (c.next(), c.stats().workers[2].frames)[1] > 0)

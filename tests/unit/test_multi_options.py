@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import muster
-from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiOptions, MultiSyncCollector, Restart
+from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector, Restart
+from muster.collectors.multi_options import MultiOptions
 from muster.collectors.workers import count_workers
 from muster.errors import BadOption, MusterError, UnknownOption
 from muster.testing import CountingEnv
@@ -251,6 +252,6 @@ class Threads(nn.Module):
 
 
 def test_the_names_are_public():
-    for name in ("AsyncCollector", "MultiAsyncCollector", "MultiSyncCollector", "MultiOptions"):
+    for name in ("AsyncCollector", "MultiAsyncCollector", "MultiSyncCollector"):
         assert getattr(muster, name).__name__ == name
     assert issubclass(muster.errors.WorkerDied, MusterError)

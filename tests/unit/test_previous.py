@@ -16,6 +16,7 @@ from muster.errors import BadOption, EnvError
 from muster.restore.crash_report import CrashReport
 from muster.restore.player import Player
 from muster.testing import ChainEnv, CountingEnv, FaultyEnv, SpaceEnv, TorchCartPole
+from tests.fakes.without_torch import Hundredfold
 from tests.tools import assert_accounted, assert_same, counting, recorded
 
 PREV = {"prev_action_reward": True}
@@ -52,20 +53,6 @@ def test_parts_of_actions_have_their_own_names_and_zero_may_be_no_action():
         assert not prev[:, [0, 3]].any()
         for t in (1, 2, 4):
             assert torch.equal(prev[:, t], action[:, t - 1])
-
-
-class Hundredfold:
-    """Writes rewards and actions that no environment and no policy would give; raises at some calls."""
-
-    def __init__(self, *fails: int) -> None:
-        self.fails, self.calls = fails, 0
-
-    def __call__(self, step: Any) -> None:
-        step["next", "reward"] *= 100
-        step["action"][...] = 1 - step["action"]
-        self.calls += 1
-        if self.calls in self.fails:
-            raise RuntimeError("as asked")
 
 
 def assert_repeated(batch: Any, made: Any = None) -> None:

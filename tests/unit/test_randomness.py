@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import muster
-from muster import Collector, MultiSyncCollector
+from muster import Collector, Execution, MultiSyncCollector
 from muster.errors import MusterError
 from muster.restore.checkpoint import load, save
 from muster.rng import GroupRng, global_streams
@@ -258,7 +258,9 @@ def test_without_streams_of_its_own_a_collector_draws_from_the_users():
 
     def collected(seed: int, own_rng: bool) -> tuple[list[int], float]:
         torch.manual_seed(seed)
-        with Collector(CountingEnv, draw, frames_per_batch=16, seed=0, own_rng=own_rng) as collector:
+        with Collector(
+            CountingEnv, draw, frames_per_batch=16, seed=0, execution=Execution(own_rng=own_rng)
+        ) as collector:
             return collector.rollout()["action"].tolist(), torch.rand(()).item()
 
     assert collected(1, own_rng=False) == collected(1, own_rng=False)

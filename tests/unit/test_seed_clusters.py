@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from tensordict.nn import TensorDictModule
-from torch import nn
 
 from muster import Collector, DistributedCollector, MultiAsyncCollector, MultiSyncCollector, RayCollector, RPCCollector
 from muster.errors import BadOption
@@ -24,24 +22,18 @@ from tests.fakes.netns import listening
 from tests.fakes.ray_cluster import needs_ray, ray_cluster
 from tests.faults.test_worker_resources import descendants
 from tests.tools import assert_accounted
+from tests.waits import free_port
 
 pytest.importorskip("torchrl")
 pytest.importorskip("gymnasium.envs.classic_control")
 from torchrl.data import LazyTensorStorage, RayReplayBuffer
 from torchrl.envs.libs.gym import GymEnv
 
+from tests.fakes.pendulum import env_maker, linear
+
 __all__ = ["ray_cluster"]  # a fixture
 needs_rpc = pytest.mark.skipif(not torch.distributed.rpc.is_available(), reason="this PyTorch has no RPC")
 STEP_COUNT, TRAJ_IDS, VERSION = "step_count", ("collector", "traj_ids"), ("collector", "policy_version")
-
-
-def env_maker() -> GymEnv:
-    return GymEnv("Pendulum-v1", device="cpu")
-
-
-def linear() -> TensorDictModule:
-    torch.manual_seed(0)
-    return TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
 
 
 class Learner:
@@ -339,12 +331,6 @@ RANKS = """
 """
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("with_rpc", [pytest.param(1, marks=needs_rpc), 0])
 def test_process_groups_of_the_users_own(with_rpc: int, tmp_path: Path) -> None:
@@ -446,7 +432,6 @@ def test_ray_actors_write_into_a_replay_buffer(ray_cluster: Any) -> None:
             num_collectors=2,
             remote_configs=small,
             replay_buffer=replay_buffer,
-            local_init_rb=True,
         )
         assert list(collector) == [None] * 4, "they do not come by here"
         assert_accounted(collector)

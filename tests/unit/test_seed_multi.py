@@ -8,7 +8,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
-from torch import nn
 
 from muster import AsyncCollector, MultiAsyncCollector, MultiSyncCollector
 from muster.weights import VanillaWeightUpdater
@@ -19,12 +18,9 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer  # noqa: E402
 from torchrl.envs.libs.gym import GymEnv  # noqa: E402
 from torchrl.envs.utils import ExplorationType  # noqa: E402
 
+from tests.fakes.pendulum import env_maker, linear  # noqa: E402
+
 pytest.importorskip("gymnasium.envs.classic_control")
-
-
-def linear() -> TensorDictModule:
-    torch.manual_seed(0)
-    return TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
 
 
 def train_step(policy: TensorDictModule, batch: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -34,10 +30,6 @@ def train_step(policy: TensorDictModule, batch: Any, optimizer: torch.optim.Opti
     optimizer.zero_grad()
     again.square().mean().backward()
     optimizer.step()
-
-
-def env_maker() -> GymEnv:
-    return GymEnv("Pendulum-v1", device="cpu")
 
 
 def test_multi_sync_collector() -> None:

@@ -146,6 +146,29 @@ def test_weights_without_a_module(ends, form):
         scheme.send()
 
 
+def test_weights_of_each_receiver(ends):
+    """``params_map``, a dict by number of the receiver, and a context whose workers make the policy."""
+    scheme = ends.cls(sync=False, per_worker_weights=True)
+    ends.all.append(scheme)
+    own = {0: layer(1.0), 1: layer(2.0)}
+    scheme.init_on_sender(params_map=own)
+    scheme.connect()
+    receivers = [ends.receiver(scheme, worker) for worker in own]
+    assert [shown(model) for _, model in receivers] == [[1.0], [2.0]]
+    scheme.send({1: layer(3.0)})
+    assert [receiver.receive() is None for receiver, _ in receivers] == [True, False]
+    own[0].bias.data.fill_(1.0).sub_(1.0)
+    scheme.send()
+    assert [receiver.receive() is None for receiver, _ in receivers] == [False, False]
+    assert [shown(model) for _, model in receivers] == [[0.0, 1.0], [2.0]]
+    for factories, first in (([lambda: layer(4.0)] * 2, [4.0]), ([lambda: layer(4.0), lambda: layer(5.0)], [5.0])):
+        other = ends.cls(sync=False)
+        ends.all.append(other)
+        other.init_on_sender(context=types.SimpleNamespace(policy_factory=factories, policy=None, num_workers=2))
+        other.connect()
+        assert shown(ends.receiver(other, 1)[1]) == first
+
+
 def test_without_weights_the_models_are_sent(ends):
     model = layer(0.0)
     scheme = ends.cls(sync=False)

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 import muster
-from muster import CentralInference, Collector, MultiAsyncCollector, MultiOptions, MultiSyncCollector
+from muster import CentralInference, Collector, MultiAsyncCollector, MultiSyncCollector
 from muster.collectors.auto import Load, auto_workers, choose_workers, measure, usable_cores
+from muster.collectors.multi_options import MultiOptions
 from muster.collectors.options import CollectorOptions
 from muster.errors import BadOption, EnvError, PolicyError
-from muster.testing import CountingEnv
+from muster.testing import CountingEnv, SpaceEnv
 from muster.tuning import Candidate, Setup
 from muster.tuning.grid import grid
 from tests.tools import assert_same, counting, recorded
@@ -372,28 +373,13 @@ def test_vector_environments_are_taken_as_they_come() -> None:
         assert collector.rollout().shape[-2] == 3
 
 
-class Speaking(CountingEnv):
-    """Observes a text besides, which a server cannot read from shared rows."""
-
-    def __init__(self) -> None:
-        super().__init__(3)
-        counted = self.observation_space
-        self.observation_space = gymnasium.spaces.Dict({"counted": counted, "text": gymnasium.spaces.Text(9)})  # type: ignore[assignment]
-
-    def reset(self, **keywords: Any) -> Any:
-        obs, info = super().reset(**keywords)
-        return {"counted": obs, "text": "begin"}, info
-
-    def step(self, action: Any) -> Any:
-        obs, *rest = super().step(action)
-        return {"counted": obs, "text": "go"}, *rest
-
-
 def test_setups_that_are_refused_are_listed_with_the_reason() -> None:
     def policy(obs: Any) -> torch.Tensor:
         return torch.zeros(len(obs["text"]), dtype=torch.int64)
 
-    found = muster.tune(Speaking, policy, seconds=0.3, num_envs=4, frames_per_batch=32)
+    text = gymnasium.spaces.Dict({"text": gymnasium.spaces.Text(9)})
+    speaking = partial(SpaceEnv, text, gymnasium.spaces.Discrete(2))
+    found = muster.tune(speaking, policy, seconds=0.3, num_envs=4, frames_per_batch=32)
     refused = [c for c in found.candidates if c.rate is None]
     assert {c.setup.inference for c in refused} == {"server", CentralInference(alternating=True)}
     assert all("Python objects" in (c.refused or "") for c in refused)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from muster.errors import MusterError
 from muster.rng import GroupRng
 from muster.rollout.progress import ALL_ORDERS, PHASE, STOP, Phase, Progress
 from muster.workers.threads import Turns
+from tests.waits import wait_until
 
 
 class Actor(threading.Thread):
@@ -44,15 +45,6 @@ class Actor(threading.Thread):
         return np.random.mtrand.get_bit_generator() is self.rng._legacy.bit_generator
 
 
-def until(condition: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(3000):
-        if condition():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it does not come true")
-
-
 @pytest.fixture(autouse=True)
 def users_streams() -> Iterator[None]:
     def now() -> tuple[Any, ...]:
@@ -72,7 +64,7 @@ def test_who_waits_says_so_and_comes_next() -> None:
     first = Actor(turns, 0)
     assert first.has_it.wait(30)
     second = Actor(turns, 1)
-    until(lambda: waits(second))
+    wait_until(lambda: waits(second))
     assert first.installed()
     assert not second.has_it.is_set()
     assert not waits(first)
@@ -89,13 +81,13 @@ def test_a_turn_that_was_revoked_ends_without_a_trace() -> None:
     hangs = Actor(turns, 0)
     assert hangs.has_it.wait(30)
     second = Actor(turns, 1)
-    until(lambda: waits(second))
+    wait_until(lambda: waits(second))
     turns.revoke(second.ident)  # it has none
     assert hangs.installed()
     turns.revoke(hangs.ident)
     assert second.has_it.wait(30)
     third = Actor(turns, 2)
-    until(lambda: waits(third))
+    wait_until(lambda: waits(third))
     hangs.end()
     assert isinstance(hangs.error, MusterError), "its action is not used"
     assert second.installed()
@@ -111,7 +103,7 @@ def test_who_is_ended_while_it_waits_does_not_wait_on() -> None:
     first = Actor(turns, 0)
     assert first.has_it.wait(30)
     second = Actor(turns, 1)
-    until(lambda: waits(second))
+    wait_until(lambda: waits(second))
     second.progress.cells[STOP] = ALL_ORDERS
     second.join(30)
     assert isinstance(second.error, MusterError)

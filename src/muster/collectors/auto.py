@@ -8,6 +8,7 @@ import os
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from muster.collectors.multi_options import PoolOptions
@@ -100,11 +101,10 @@ def measure(create_env_fn: Any, policy: Any, options: CollectorOptions, seconds:
     with ExitStack() as made, rng.as_global():
         (built,) = build_envs(factories[:1], kwargs[:1], told, made)
         policy, device = place(policy, told.policy_device)
-        queued = _QueuedTime()
-        made.callback(queued.close)
 
         def run(seconds: float) -> None:
-            until = _Until(seconds)
+            end = time.perf_counter() + seconds
+            until = SimpleNamespace(collection_stopped=lambda: time.perf_counter() >= end)
             rollout_options = dataclasses.replace(told.rollout, **changes, interruptor=until)
             group = make_group(built, 0, 0, B, rollout_options, rng, shared=True)
             acting = build_policy(policy, told, group, device)
@@ -120,21 +120,11 @@ def measure(create_env_fn: Any, policy: Any, options: CollectorOptions, seconds:
 
         B = built.env.num_envs
         run(0.1 * seconds)  # the first reset and the first policy calls are slower
-        wall, cpu, waited = time.perf_counter(), time.process_time(), queued.seconds()
+        wall, cpu, waited = time.perf_counter(), time.process_time(), _queued_s()
         run(0.9 * seconds)
         cpu = time.process_time() - cpu
-        wall = time.perf_counter() - wall - (queued.seconds() - waited)
+        wall = time.perf_counter() - wall - (_queued_s() - waited)
     return Load(min(1.0, max(1e-3, cpu / max(wall, 1e-9))), B)
-
-
-class _Until:
-    """An interruptor that stops rollouts at a point in time."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.perf_counter() + seconds
-
-    def collection_stopped(self) -> bool:
-        return time.perf_counter() >= self._end
 
 
 def usable_cores(root: Path = Path("/")) -> float:
@@ -147,22 +137,10 @@ def usable_cores(root: Path = Path("/")) -> float:
     return min([cores, *(quota for folder in _cpu_cgroups(root) if (quota := _quota(folder)) > 0)])
 
 
-class _QueuedTime:
-    """Measures how long this thread has waited for a core that other programs used; 0 if this is unknown."""
-
-    def __init__(self) -> None:
-        try:
-            self._fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-        except OSError:  # not Linux, or not permitted
-            self._fd = -1
-
-    def seconds(self) -> float:
-        return int(os.pread(self._fd, 64, 0).split()[1]) * 1e-9 if self._fd >= 0 else 0.0
-
-    def close(self) -> None:
-        """Close the file. Must be called once."""
-        if self._fd >= 0:
-            os.close(self._fd)
+def _queued_s() -> float:
+    """Return the seconds for which this thread has waited for a core that other programs used; 0 if this is unknown."""
+    text = _read(Path("/proc/thread-self/schedstat")).split()
+    return int(text[1]) * 1e-9 if len(text) > 1 else 0.0
 
 
 def _quota(folder: Path) -> float:

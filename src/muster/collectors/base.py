@@ -22,11 +22,13 @@ from muster.collectors.collect_methods import CollectMethods
 from muster.collectors.engine import Engine
 from muster.collectors.on_demand import OnDemand
 from muster.collectors.options import CollectorOptions
+from muster.collectors.signatures import passes_on
 from muster.collectors.weight_methods import WeightMethods
 from muster.episodes.record import EpisodeRecord
 from muster.errors import BadOption, CollectorBusy, CollectorClosed, CollectorTimeout
 from muster.observing.loggers import CollectionLog
 from muster.observing.profiling import ProfileConfig
+from muster.observing.progress import CollectionProgress
 from muster.observing.stats import CollectorStats
 from muster.utils.attributes import resolve
 from muster.utils.forks import Owner
@@ -67,6 +69,7 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         self.profile_config: ProfileConfig | None = None
         with ExitStack() as made:  # closes everything made so far if a line below fails
             self._engine = self._connect(made)
+            made.callback(self._engine.pipeline.close)
             self._set_up()
             self._made = made.pop_all()
 
@@ -96,7 +99,7 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
                 "this collector is being iterated already. Use one `for` loop at a time; drop the first iterator "
                 "(`del it`) to begin another, or end the background thread with `async_shutdown()`."
             )
-        after = self._log if self._logged is not None else None
+        after = self._log if self._logged is not None or self._progress is not None else None
         batches = self._engine.iterate(self._check_open, self._before_batch, after)
         self._iterator = weakref.ref(batches)
         return batches
@@ -294,8 +297,9 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         with self._exclusively():
             return self._engine.blank()
 
+    @passes_on(ProfileConfig)
     def enable_profile(self, **config: Any) -> None:
-        """Profile the next rollouts with ``torch.profiler``. ``muster.ProfileConfig`` documents the keywords.
+        """Profile the next rollouts with ``torch.profiler``.
 
         ``collector.timeline`` is Muster's own record of where time is spent, at almost no cost.
         """
@@ -337,9 +341,12 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
 
         Raises:
             BadCheckpoint: the state is damaged, or from a different collector. Nothing was changed.
+            BadRecording: ``record=`` has batches already, and some of them could come again. Nothing was changed.
         """
         self._check_open()
         with self._exclusively():
+            if self._engine.pipeline.recorder is not None:
+                self._engine.pipeline.recorder.resume()
             return resume.load(self, state_dict, trust=trust)
 
     # --- the end ----------------------------------------------------------------------------------
@@ -383,15 +390,22 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
     # --- parts ------------------------------------------------------------------------------------
 
     def _log(self) -> None:
-        if self._logged is not None:
+        if self._logged is not None or self._progress is not None:
             stats, ready = self._engine.stats(), self._engine.pipeline.frames_ready
             stats = replace(stats, frames=stats.frames + ready, in_flight=stats.in_flight - ready)
-            self._logged.wrote(stats, self._engine.episodes)
+            if self._progress is not None:
+                self._progress.wrote(stats)
+            if self._logged is not None:
+                self._logged.wrote(stats, self._engine.episodes)
 
     def _set_up(self) -> None:
         options = self.options
         self._on_demand = OnDemand(self._engine)
         self._logged = None if options.logger is None else CollectionLog(options.logger)
+        self._progress: CollectionProgress | None = None
+        if options.progress:
+            self._progress = CollectionProgress(options.total_frames, self._engine.source.pool.worker_stats)
+            weakref.finalize(self, self._progress.close)
         self._groups, self.timeline = self._engine.groups, self._engine.timeline
         self._receivers = Receivers(self._weights, self, options.worker_idx)
         if options.weight_recv_schemes:
@@ -437,6 +451,8 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
 
     def _end(self, *, close_env: bool, raise_on_error: bool) -> None:
         self._closed = True
+        if self._progress is not None:
+            self._progress.close()
         self.disable_profile()
         self._receivers.close()
         try:
@@ -446,6 +462,7 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
                 raise
         finally:
             self._release()
+            self._engine.pipeline.close()
 
     def _release(self) -> None:
         """Release resources besides environments."""

@@ -52,7 +52,7 @@ class BatchViews:
         return self._same[0] if self._same else None
 
     def batch(self, filled: FilledSlot) -> TensorDict:
-        """Return the batch in filled slots; with ``use_buffers=False`` without the rows that none of its rollouts has.
+        """Return the batch in filled slots.
 
         If the batch cannot be made (no memory for a copy, for instance), call this again, or ``give_up``.
         """
@@ -69,14 +69,9 @@ class BatchViews:
                 memory = memory.to(self._storing)  # one transfer for all columns; the slot is free afterwards
             made = view.tensordict(memory, slot)
         del self._prepared[id(slot)]
-        batch = made
-        if self._options.use_buffers is False:
-            rows = max(result.rows for result in filled.results)
-            if rows < slot.layout.T:
-                batch = batch[(slice(None),) * view.time_dim + (slice(0, rows),)]
         if self._options.return_same_td:
-            self._same = (slot, memory, batch)
-        return batch
+            self._same = (slot, memory, made)
+        return made
 
     def prepare(self, ring: SlotRing, slot: Slot) -> None:
         """Make the batch of a slot while the slot is being filled, if that is possible."""
@@ -136,10 +131,10 @@ class BatchViews:
     def _view_of(self, layout: Layout) -> BatchView:
         if id(layout) not in self._views:
             ragged = [column.key for column in layout.columns if column.ragged]
-            if ragged and (self._options.use_buffers or self._options.return_same_td):
+            if ragged and self._options.return_same_td:
                 raise BadOption(
-                    f"use_buffers=True and return_same_td=True need fixed shapes, and those of {ragged} change. "
-                    f"Leave both out, or pad the observations in the environment."
+                    f"return_same_td=True needs fixed shapes, and those of {ragged} change. Leave it out, or pad the "
+                    f"observations in the environment."
                 )
             if len(self._views) >= VIEWS:
                 self._views.clear()

@@ -14,6 +14,7 @@ from muster.collectors.multi_options import PoolOptions
 from muster.collectors.setup import factories_of
 from muster.collectors.signatures import check_names
 from muster.errors import BadOption
+from muster.utils.integers import integer
 
 CLASSES = ("single", "sync", "async")
 _OF_CLASS = {
@@ -58,18 +59,12 @@ class ClusterOptions(PoolOptions, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        interval = self.max_weight_update_interval
-        if isinstance(interval, bool) or not isinstance(interval, int) or interval < -1:
-            raise BadOption(f"max_weight_update_interval={interval!r}: expected a number of batches, or -1 for never")
-        if self.update_after_each_batch and interval > -1:
+        if self.update_after_each_batch and self.max_weight_update_interval > -1:
             raise BadOption("update_after_each_batch and max_weight_update_interval both say when to publish: give one")
-        least = self.min_nodes
-        if least is not None and (isinstance(least, bool) or not isinstance(least, int) or least < 1):
-            raise BadOption(f"min_nodes={least!r}: expected a number of nodes, at least 1, or None for all")
-        if least is not None and self.sync:
+        if self.min_nodes is not None and self.sync:
             raise BadOption(
-                f"min_nodes={least} with sync=True: a synchronous batch has the rollouts of all nodes, so all have to "
-                f"be there. Leave min_nodes out, or take sync=False."
+                f"min_nodes={self.min_nodes} with sync=True: a synchronous batch has the rollouts of all nodes, so all "
+                f"have to be there. Leave min_nodes out, or take sync=False."
             )
 
     @property
@@ -127,9 +122,8 @@ def over_nodes(options: ClusterOptions) -> tuple[Cluster, ClusterOptions]:
     factories = _factories(options.create_env_fn, options.num_nodes)
     kinds = [_kind(given) for given in spread("collector_class", options.collector_class, len(factories))]
     workers = spread("num_workers_per_collector", options.num_workers_per_collector, len(factories))
+    workers = [integer("num_workers_per_collector", count) for count in workers]
     for count, kind in zip(workers, kinds, strict=True):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise BadOption(f"num_workers_per_collector={count!r}: expected a number of workers, at least 1")
         if kind == "single" and count > 1:
             raise BadOption(
                 f"num_workers_per_collector={count} needs a collector_class with workers: 'sync' or 'async' "
@@ -153,8 +147,6 @@ def _factories(create_env_fn: Any, num_nodes: int | None) -> list[Any]:
     factories = factories_of(create_env_fn)
     if num_nodes is None:
         return factories
-    if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
-        raise BadOption(f"num_collectors={num_nodes!r}: expected the number of nodes, at least 1")
     factories = factories * num_nodes if len(factories) == 1 else factories
     if len(factories) != num_nodes:
         raise BadOption(

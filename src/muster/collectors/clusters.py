@@ -18,7 +18,7 @@ from muster.collectors.base import BaseCollector
 from muster.collectors.cluster_options import ClusterOptions, over_nodes
 from muster.collectors.engine import Engine
 from muster.collectors.multi import MultiCollector
-from muster.collectors.replay_buffer import ReplaySink, WrittenElsewhere
+from muster.collectors.replay_buffer import ReplaySink
 from muster.collectors.signatures import takes
 from muster.errors import BadOption
 from muster.utils.attributes import optional
@@ -56,7 +56,7 @@ class ClusterCollector(MultiCollector):
     def _connect(self, made: ExitStack) -> Engine:
         engine = super()._connect(made)
         if self._nodes.buffer is not None:
-            engine.pipeline.sink = WrittenElsewhere()
+            engine.pipeline.writes = False
         return engine
 
     def _before_batch(self) -> None:
@@ -241,7 +241,7 @@ class RayCollector(ClusterCollector):
         options = self.options
         names = {cls.__name__ for cls in type(options.replay_buffer).__mro__}
         looks = (
-            *(options.trajs_per_batch, options.split_trajs, options.postproc, options.on_batch),
+            *(options.trajs_per_batch, options.split_trajs, options.postproc, options.on_batch, options.record),
             *(options.on_episode_done, options.post_collect_hook, not options.extend_buffer),
         )
         if names.isdisjoint(("RayBuffer", "RayReplayBuffer")) or any(looks):

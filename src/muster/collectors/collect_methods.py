@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from muster.collectors.signatures import passes_on
 from muster.episodes.rules import RuleName, check_rule
 from muster.episodes.summary import CollectStats
 from muster.errors import BadOption
@@ -47,6 +48,7 @@ class Asked:
 
     n_step: int | None
     n_episode: int | None
+    _: KW_ONLY
     random: bool = False
     render: float | None = None
     no_grad: bool = True
@@ -148,10 +150,20 @@ class CollectMethods:
                 of the buffer, the next call delivers the collected batch, and does nothing else.
         """
         asked = Asked(
-            n_step, n_episode, random, render, no_grad, reset_before_collect, reset_kwargs, rule, surplus, bootstrap
+            n_step,
+            n_episode,
+            random=random,
+            render=render,
+            no_grad=no_grad,
+            reset_before_collect=reset_before_collect,
+            reset_kwargs=reset_kwargs,
+            rule=rule,
+            surplus=surplus,
+            bootstrap=bootstrap,
         )
         return self._collect(asked).stats
 
+    @passes_on(Asked)
     def collect_batch(self, n_step: int | None = None, n_episode: int | None = None, **others: Any) -> Collected:
         """Call ``collect`` and return its batch, too: ``batch, stats = collector.collect_batch(n_step=64)``."""
         return self._collect(Asked(n_step, n_episode, **others))
@@ -171,11 +183,8 @@ class CollectMethods:
             self._on_demand.unreported = None
             return made
 
-    def _check_open(self) -> None:
-        raise NotImplementedError
+    if TYPE_CHECKING:
 
-    def _exclusively(self) -> AbstractContextManager[None]:
-        raise NotImplementedError
-
-    def _log(self) -> None:
-        raise NotImplementedError
+        def _check_open(self) -> None: ...
+        def _exclusively(self) -> AbstractContextManager[None]: ...
+        def _log(self) -> None: ...

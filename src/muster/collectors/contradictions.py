@@ -123,11 +123,11 @@ def _of_batches(o: CollectorOptions) -> tuple[Check, ...]:
             and any(
                 (
                     *(o.postproc, o.split_trajs, o.trajs_per_batch, o.set_truncated, o.compact_obs),
-                    *(o.post_collect_hook, o.on_episode_done, o.on_batch),
+                    *(o.post_collect_hook, o.on_episode_done, o.on_batch, o.record),
                 )
             ),
-            "postproc, split_trajs, trajs_per_batch, set_truncated, compact_obs, post_collect_hook, on_episode_done "
-            "and on_batch need whole batches: use extend_buffer=True",
+            "postproc, split_trajs, trajs_per_batch, set_truncated, compact_obs, post_collect_hook, on_episode_done, "
+            "on_batch and record need whole batches: use extend_buffer=True",
         ),
         (
             per_step and (not o.reset_when_done or o.interruptor is not None),
@@ -138,10 +138,6 @@ def _of_batches(o: CollectorOptions) -> tuple[Check, ...]:
         (
             o.return_same_td and any((o.split_trajs, o.trajs_per_batch)),
             "split_trajs and trajs_per_batch make a new TensorDict every time: leave return_same_td out",
-        ),
-        (
-            o.return_same_td and o.use_buffers is False,
-            "return_same_td yields the same buffer every time, which use_buffers=False rules out: give one of them",
         ),
         (
             o.split_trajs and o.trajs_per_batch,

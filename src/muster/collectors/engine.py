@@ -132,8 +132,8 @@ class Engine:
             after: called after collecting.
         """
         total, pipeline = self.options.total_frames, self.pipeline
-        with trimmed:
-            while total < 0 or self.counted < total or not pipeline.is_empty:
+        while total < 0 or self.counted < total or not pipeline.is_empty:
+            with trimmed:
                 check_open()
                 if not pipeline.is_empty:
                     pipeline.go_on()  # continue with batches that an error has kept
@@ -142,8 +142,9 @@ class Engine:
                     self.put_batch()
                     if after is not None:
                         after()
-                if pipeline.ready:
-                    yield pipeline.take()  # the pipeline has no reference to it while the next one is collected
+            # In no ``with`` or ``try``: code that closes the generator could lose an interrupt.
+            if pipeline.ready:
+                yield pipeline.take()  # the pipeline has no reference to it while the next one is collected
 
     def put_batch(self) -> None:
         """Collect a batch, and put it through the hooks into the pipeline."""
@@ -455,7 +456,7 @@ class Engine:
     def _write_step(self) -> None:
         if self._step is not None:
             assert self.pipeline.sink is not None
-            self.pipeline.sink.write_frame(self._step[0])
+            self.pipeline.sink.buffer.add(self._step[0])
         self._step = None
 
     def _steps(self, limit: int) -> Iterator[TensorDict]:

@@ -21,8 +21,8 @@ from muster.errors import BadOption
 from muster.utils.attributes import resolve
 from muster.weights.choice import one_transport
 from muster.weights.publish import PolicyWeights
-from muster.workers.requests import Call, Execute, Request
-from muster.workers.worker import env_attributes
+from muster.workers.requests import Call, Request
+from muster.workers.worker import env_attributes, execute
 
 
 class MultiCollector(BaseCollector):
@@ -97,7 +97,7 @@ class MultiCollector(BaseCollector):
         Raises:
             BadOption: the path does not exist.
         """
-        return self._ask(Execute(attr_path, args, kwargs))
+        return self._ask(Call(execute, (attr_path, args, kwargs)))
 
     def _ask(self, request: Request) -> Any:
         self._check_open()

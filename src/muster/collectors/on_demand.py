@@ -18,7 +18,7 @@ from muster.collectors.pipeline import PipelineItem, Stage
 from muster.episodes.record import Episodes, info_records, join_episodes
 from muster.episodes.rules import NobodyLetGo, PerEnv, Rule, RuleName, make_rule
 from muster.episodes.segment import ENDED, find_pieces, split_trajectories, time_last
-from muster.episodes.summary import CollectStats
+from muster.episodes.summary import CollectStats, stats_of_call
 from muster.episodes.whole import WholeEpisodes
 from muster.errors import BadOption, CollectorTimeout, UnsupportedEnv, WorkerDied
 from muster.keys import INFO, TERMINATED, TRAJ_DONE, TRUNCATED, VALID, Key, next_of
@@ -139,7 +139,7 @@ class OnDemand:
                 done = steps(asked)
         batch, engine.episodes, frames, native, first = done
         engine.undelivered = frames
-        made = CollectStats.of(
+        made = stats_of_call(
             engine.episodes,
             frames,
             time.perf_counter() - began,

@@ -18,6 +18,7 @@ from muster.errors import BadOption
 from muster.memory.views import Order
 from muster.observing.loggers import as_logger
 from muster.policies.adapt import STORED
+from muster.recording.writer import Recorder
 from muster.rollout.columns import Validate
 from muster.utils.integers import integer
 
@@ -76,6 +77,27 @@ class Autosave(Details):
             raise BadOption(f"every={self.every!r}: expected seconds, more than 0")
 
 
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Execution(Details):
+    """How policies are called, and from which generators is drawn.
+
+    Attributes:
+        executor: run common networks without module dispatch where the outputs are equal.
+        inference_mode: call the policy in ``torch.inference_mode`` (from its second call on), which is faster than
+            ``no_grad``. Use False for a policy that keeps tensors for a later backward pass.
+        own_rng: environments and policies draw from generators of their group. False: they draw from the process's
+            generators, which you seed, and results depend on all other draws from these.
+    """
+
+    executor: bool = True
+    inference_mode: bool = True
+    own_rng: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            check_bool(name, value)
+
+
 @dataclass(frozen=True)
 class CollectorOptions:
     """The options of a collector, checked.
@@ -104,7 +126,7 @@ class CollectorOptions:
         set_truncated: mark the last step of every batch as truncated, unless the episode ended there, in all flags
             ``truncated`` of the environment, including nested ones (of agents).
         interruptor: an object whose method ``collection_stopped()`` is called after every step; True ends the batch.
-            Its other rows are blank, with id -1 and ``collector/valid`` False; ``use_buffers=False`` leaves them out.
+            Its other rows are blank, with id -1 and ``collector/valid`` False.
         create_env_kwargs: keyword arguments for the env id or function; a dict, or a list with a dict for each group.
         policy_factory: function without arguments that makes the policy; replaces ``policy``.
         trust_policy: whether ``policy`` takes a TensorDict. None: decided by its signature.
@@ -121,17 +143,17 @@ class CollectorOptions:
             ``float64``, or "env" for the environment's. None: the dtype of the policy's first floating-point parameter
             (float32 for bfloat16, which NumPy lacks); without one, as for functions, the environment's. Values out of
             range become infinite. Integer observations keep their dtype.
-        use_buffers: True: observations must have fixed shapes. None or False: shapes may change (lazy stacks).
         replay_buffer: object with ``extend`` or ``add``; gets all batches, and iteration yields None. TorchRL's buffers
             get one item per frame (``[environments, T]`` for a storage with ``ndim=2``), others whole batches.
         extend_buffer: False: add every time step separately with ``add``, as soon as it is collected.
-        local_init_rb: no effect (a parameter of TorchRL); the buffer is always initialised in this process.
         pre_collect_hook, post_collect_hook: functions called before and after (with the batch) every collection.
         on_step: function called with a ``muster.rollout.hooks.StepView`` after every time step of a group. Each worker
             process calls a copy of it. Values that it writes are in the batch.
         on_episode_done: function called with every complete episode, ``[L]``, in order of their ends. Where batches are
             whole episodes it may return new columns, a dict of arrays ``[L, ...]``.
         on_batch: function called with every batch right before it is yielded, returned or written. See docs/hooks.md.
+        record: directory to which a ``muster.Recorder`` writes every batch after ``on_batch``, until ``shutdown``; or a
+            recorder of yours, which you close. Read it with ``muster.load``.
         track_policy_version: add ``collector/policy_version``, the version that chose the action. An object with
             ``version`` and ``increment_version()`` (TorchRL's ``PolicyVersion``) replaces Muster's version counter.
         weight_updater: an object with ``push_weights`` (TorchRL's ``WeightUpdaterBase``), or a function that makes one.
@@ -139,7 +161,6 @@ class CollectorOptions:
             (docs/workers.md). None: the system's default. Only for collectors with workers.
         weight_recv_schemes: schemes by model id that receive weights from a parent; see ``register_scheme_receiver``.
         worker_idx: index of this collector among its parent's.
-        no_cuda_sync: no effect (a parameter of TorchRL); Muster waits for a GPU only where it copies to the host.
         autosave: folder to which the ``state_dict`` is saved between batches; ``load_state_dict(path)`` restores it.
             ``muster.Autosave(folder, every=60.0)`` also sets the interval in seconds. None: no saves.
         device: default for ``storing_device``, ``policy_device`` and ``env_device``.
@@ -153,13 +174,9 @@ class CollectorOptions:
         layout: order of dimensions: "batch_major" for ``[B, T]``, "time_major" for ``[T, B]``. Neither copies.
         validate: checks of every step. "off": shapes and dtypes. "fast": also finite rewards, and actions in range.
             "full": also that observations and actions lie in their spaces and have the dtypes of these.
-        executor: run common networks without module dispatch where the outputs are equal.
+        execution: how policies are called, and from which generators is drawn; see ``muster.Execution``.
         num_threads: number of torch's threads while collecting; your setting is restored between batches. 1 is fastest
             for small networks. None: your setting.
-        inference_mode: call the policy in ``torch.inference_mode`` (from its second call on), which is faster than
-            ``no_grad``. Use False for a policy that keeps tensors for a later backward pass.
-        own_rng: environments and policies draw from generators of their group. False: they draw from the process's
-            generators, which you seed, and results depend on all other draws from these.
         max_decorrelation_steps: maximum number of random steps (at least 1) in each environment before the first batch,
             so that not all start an episode together. ``stats().discarded["decorrelation"]`` counts them; they are no
             frames, but part of the episodes' returns and lengths. Not available for environments on a device. 0: none.
@@ -174,6 +191,8 @@ class CollectorOptions:
             closed; environment objects are only reset. See docs/environments.md. False: none.
         prev_action_reward: add the observations ``prev_action`` and ``prev_reward``, zero at the start of an agent's
             episode. Modules and heads then get a dict of all observations.
+        progress: show a bar with frames, frames per second and mean return on standard error; in a file or pipe, a line
+            every 5 seconds.
         logger: receives metrics after every batch. Any object that ``muster.observing.loggers.as_logger`` accepts: a
             TensorBoard writer, a function ``(metrics, step)``, ... You close it. None: no logging.
         slot_memory_limit: maximum size in bytes of the batches referenced at once. None: half of the machine's memory.
@@ -202,21 +221,19 @@ class CollectorOptions:
     traj_format: TrajFormat | None = None
     compact_obs: bool = False
     obs_dtype: ObsDtype = None
-    use_buffers: bool | None = None
     replay_buffer: Any = None
     extend_buffer: bool = True
-    local_init_rb: bool | None = None
     pre_collect_hook: Callable[[], Any] | None = None
     post_collect_hook: Callable[[Any], Any] | None = None
     on_step: Callable[[Any], Any] | None = None
     on_episode_done: Callable[[Any], Any] | None = None
     on_batch: Callable[[Any], Any] | None = None
+    record: str | os.PathLike[str] | Recorder | None = None
     track_policy_version: Any = False
     weight_updater: Any = None
     weight_sync_schemes: Any = None
     weight_recv_schemes: Mapping[str, Any] | None = None
     worker_idx: int | None = None
-    no_cuda_sync: bool = False
     autosave: str | os.PathLike[str] | Autosave | None = None
     device: Device = None
     storing_device: Device = None
@@ -227,15 +244,14 @@ class CollectorOptions:
     seed: int | None = None
     layout: Order = "batch_major"
     validate: Validate = "fast"
-    executor: bool = True
+    execution: Execution = field(default_factory=Execution)
     num_threads: int | None = 1
-    inference_mode: bool = True
-    own_rng: bool = True
     max_decorrelation_steps: int = 0
     traj_done_key: str | None = None
     info: Any = False
     prev_action_reward: bool = False
     logger: Any = None
+    progress: bool = False
     slot_memory_limit: int | None = None
     devices: dict[str, torch.device | None] = field(init=False, repr=False)
 
@@ -265,6 +281,8 @@ class CollectorOptions:
             )
         if self.traj_done_key is not None and not (isinstance(self.traj_done_key, str) and self.traj_done_key):
             raise BadOption(f"traj_done_key={self.traj_done_key!r}: expected the name of an entry of info, or None")
+        if not isinstance(self.execution, Execution):
+            raise BadOption(f"execution={self.execution!r}: expected muster.Execution(...)")
         wanted_infos(self.info)
         if self.logger is not None:
             as_logger(self.logger)
@@ -331,6 +349,9 @@ _INTEGERS = {  # option: least valid value; None: any integer
     "num_workers": 1,
     "num_sub_threads": 1,
     "max_policy_lag": 0,
+    "max_weight_update_interval": -1,
+    "min_nodes": 1,
+    "num_collectors": 1,
     "max_frames_per_traj": None,
     "init_random_frames": None,
 }

@@ -76,10 +76,6 @@ class ReplaySink:
         used = written(ordered)
         return ordered.reshape(-1) if used.all() else take(ordered, np.flatnonzero(used))
 
-    def write_frame(self, frame: TensorDict) -> None:
-        """Write one time step of all environments (``[*lead]``) with ``add``; for ``extend=False``."""
-        self.buffer.add(frame)
-
 
 def _item_dims(buffer: Any) -> int:
     """Return the number of batch dimensions that index a TorchRL buffer's storage (also in a Ray actor); else 0."""
@@ -90,12 +86,3 @@ def _item_dims(buffer: Any) -> int:
     if hasattr(type(buffer), "storage") and getattr(buffer, "service_backend", "direct") == "direct":
         dims = max(dims, buffer.storage.ndim)
     return int(dims)
-
-
-class WrittenElsewhere(ReplaySink):
-    """Replaces the sink of a buffer that has already got the batches."""
-
-    def __init__(self) -> None: ...
-
-    def write(self, batch: TensorDict) -> None:
-        """Do nothing."""

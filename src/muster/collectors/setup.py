@@ -69,15 +69,11 @@ def factories_of(create_env_fn: Any) -> list[Any]:
 
 def worker_options(options: CollectorOptions, policy: Any, **others: Any) -> WorkerOptions:
     """Return the options of a worker; ``policy`` is the one that will act."""
-    common = {f.name: getattr(options, f.name) for f in dataclasses.fields(RolloutOptions) if hasattr(options, f.name)}
-    names = [f.name for f in dataclasses.fields(WorkerOptions) if hasattr(options, f.name)]
-    return WorkerOptions(
-        **{name: getattr(options, name) for name in names}
-        | {name: options.devices[name] for name in ("env_device", "policy_device")}
-        | {"rollout": RolloutOptions(**common), "shared_frames": True}
-        | {"obs_dtype": observed_dtype(options.obs_dtype, policy)}
-        | others
-    )
+    given = {**vars(options), **vars(options.execution), **options.devices}
+    rollout = {f.name: given[f.name] for f in dataclasses.fields(RolloutOptions) if f.name in given}
+    given |= {"rollout": RolloutOptions(**rollout), "shared_frames": True}
+    given |= {"obs_dtype": observed_dtype(options.obs_dtype, policy)} | others
+    return WorkerOptions(**{f.name: given[f.name] for f in dataclasses.fields(WorkerOptions)})
 
 
 def marks_valid(options: CollectorOptions, sharing: int) -> bool:

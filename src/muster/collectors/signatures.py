@@ -18,6 +18,7 @@ P = ParamSpec("P")
 Options = TypeVar("Options")
 Function = TypeVar("Function", bound=Callable[..., Any])
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
+OF_TORCHRL = ("local_init_rb", "no_cuda_sync", "use_buffers")  # arguments that would have no effect here
 _SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -39,19 +40,20 @@ def takes(
 
         functools.update_wrapper(made, init)
         made.__signature__ = shown  # type: ignore[attr-defined]
-        made.__doc__ = "\n".join(["Args:", *documented(options).values(), *_details(options)])
+        made.__doc__ = "\n".join(["", "Args:", *documented(options).values(), *_details(options)])
         return made
 
     return decorate
 
 
-def passes_on(options: Callable[..., Any], names: Sequence[str] | None = None) -> Callable[[Function], Function]:
-    """Decorate a function that passes on its ``**options``, so that its signature shows these fields of the dataclass.
+def passes_on(*options: Callable[..., Any], names: Sequence[str] | None = None) -> Callable[[Function], Function]:
+    """Decorate a function that passes on its ``**options``, so that its signature and help show fields of dataclasses.
 
     Args:
         names: names of the fields. None: all.
     """
-    more = [p for p in parameters(options) if p.kind is _KEYWORD and (names is None or p.name in names)]
+    fields = [p for each in options for p in parameters(each) if p.kind is _KEYWORD]
+    more = [p for p in fields if names is None or p.name in names]
 
     def decorate(function: Function) -> Function:
         own = inspect.signature(function)
@@ -65,6 +67,12 @@ def passes_on(options: Callable[..., Any], names: Sequence[str] | None = None) -
 
         functools.update_wrapper(checked, function)
         checked.__signature__ = shown  # type: ignore[attr-defined]
+        passed = {p.name for p in more} - own.parameters.keys()
+        entries = {names: entry for each in options for names, entry in documented(each).items()}
+        meanings = [entry for names, entry in entries.items() if not passed.isdisjoint(names.split(", "))]
+        if meanings:
+            own_text = inspect.cleandoc(function.__doc__ or "")
+            checked.__doc__ = "\n".join([own_text, "", "Args passed on:", *meanings])
         return cast(Function, checked)
 
     return decorate
@@ -81,7 +89,7 @@ def parameters(options: Callable[..., Any]) -> list[inspect.Parameter]:
 def _details(options: Callable[..., Any]) -> Iterator[str]:
     """Yield the documentation of dataclasses that are values of options."""
     for p in parameters(options):
-        for cls in get_args(p.annotation):
+        for cls in get_args(p.annotation) or [p.annotation]:
             if isinstance(cls, type) and dataclasses.is_dataclass(cls):
                 yield f"\n    ``muster.{cls.__name__}``, for {p.name}:"
                 yield from (indent(entry, 4 * " ") for entry in documented(cls).values())
@@ -91,6 +99,11 @@ def check_names(signature: inspect.Signature, given: Iterable[str]) -> None:
     """Raise ``UnknownOption`` for an unknown keyword; the message names the most similar one."""
     known = [p.name for p in signature.parameters.values() if p.name != "self"]
     for name in given:
+        if name in OF_TORCHRL and name not in known:
+            raise UnknownOption(
+                f"unknown option {name!r}: it has no effect in Muster, so leave it out. Only the collectors of "
+                f"muster.compat.torchrl accept it."
+            )
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"known options are {', '.join(known)}."

@@ -22,7 +22,7 @@ from muster.restore.crash_report import EnvFactory
 from muster.restore.pickling import dumps
 from muster.weights.publish import PolicyWeights
 from muster.workers.build import WorkerOptions
-from muster.workers.config import Columns, PoolConfig, WorkerConfig, WorkerPlace, timeout_of
+from muster.workers.config import PoolConfig, WorkerConfig, WorkerPlace, timeout_of
 from muster.workers.first_ready import FirstReady
 from muster.workers.inference import ServerConfig
 from muster.workers.messages import GroupInfo
@@ -129,7 +129,7 @@ class Workers:
                 made.callback(probe.end)
             (info,) = self._built(probe)
             pool = probe.pool([info], WorkerPlace({0: 0}, info.num_envs, False, None))
-            pool.call(LayOut(Columns("policy", {0: 1})))
+            pool.call(LayOut("policy", {0: 1}))
             (weights,) = pool.call(Call(Worker.weights))
             pool.close()
         self._weights.materialise(weights)

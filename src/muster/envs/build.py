@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import gymnasium
 from gymnasium.vector import VectorEnv
@@ -89,6 +89,8 @@ def _make(factory: Callable[[], Any], num_envs: int | None, name: str, device: t
         for i in range(num_envs or 1):
             try:
                 envs.append(factory())
+            except EnvError:  # complete
+                raise
             except Exception as error:
                 raise EnvError(f"making env {i} from {name} raised {described(error)}") from error
         return _wrap(envs, num_envs, name, device)
@@ -120,6 +122,10 @@ def _vector(envs: list[Any], device: torch.device | None) -> EnvBatch:
     return VectorEnvBatch(the_only(envs))
 
 
+def _own(envs: list[Any], device: torch.device | None) -> EnvBatch:
+    return cast(EnvBatch, the_only(envs))
+
+
 def _adapter(env: Any) -> Adapt | None:
     for package, module in _THIRD_PARTY.items():
         # First, since the classes of some are derived from gymnasium's, but behave differently. A package that was
@@ -127,6 +133,8 @@ def _adapter(env: Any) -> Adapt | None:
         if package in sys.modules and (home := import_module(module)).takes(env):
             adapt: Adapt = home.adapt
             return adapt
+    if EnvBatch in type(env).__mro__:
+        return _own
     if isinstance(env, VectorEnv):
         return _vector
     return _stacked if isinstance(env, gymnasium.Env) else None

@@ -175,10 +175,10 @@ class _WithInfos(WrappedEnvs):
 
     def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         self.inner.reset(arrays, row, which, seeds)
-        waiting = list(which)
+        cells, waiting = self._cells(arrays), list(which)
         for told, some in self.inner.new_infos:
             now = [i for i in which if some is ALL or i in some]
-            self._put(self._cells(arrays), row, now, told)
+            self._put(cells, row, now, told)
             waiting = [i for i in waiting if i not in now]
         for key, first in self.begun.items():
             arrays[key][row, waiting] = first[waiting]

@@ -121,29 +121,26 @@ class CollectStats(CollectStatsBase):
         )
 
     @classmethod
-    def of(cls, episodes: Episodes, steps: int, seconds: float, **native: Any) -> Self:
-        """Make the statistics of a call.
-
-        Args:
-            episodes: episodes that ended in it.
-            steps: number of delivered steps.
-            seconds: its duration. The speed is 0 if the duration is.
-            **native: fields that Tianshou does not have.
-        """
-        return cls._summarised(
-            np.array(episodes.episode_return, np.float64),
-            episodes.length.copy(),
-            n_collected_episodes=len(episodes),
-            n_collected_steps=steps,
-            collect_time=seconds,
-            collect_speed=steps / seconds if seconds > 0 else 0.0,
-            **native,
-        )
-
-    @classmethod
     def _summarised(cls, returns: Array, lens: Array, **others: Any) -> Self:
         returns_stat, lens_stat = map(SequenceSummaryStats.from_sequence, (returns, lens))
         return cls(returns=returns, returns_stat=returns_stat, lens=lens, lens_stat=lens_stat, **others)
+
+
+def stats_of_call(episodes: Episodes, steps: int, seconds: float, **others: Any) -> CollectStats:
+    """Return the statistics of a call of ``collect`` that took ``seconds`` and delivered ``steps``.
+
+    Args:
+        **others: further fields.
+    """
+    return CollectStats._summarised(
+        np.array(episodes.episode_return, np.float64),
+        episodes.length.copy(),
+        n_collected_episodes=len(episodes),
+        n_collected_steps=steps,
+        collect_time=seconds,
+        collect_speed=steps / seconds if seconds > 0 else 0.0,
+        **others,
+    )
 
 
 def successes(episodes: Episodes) -> list[float]:

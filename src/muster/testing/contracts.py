@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from muster.collectors import Collector
+from muster.collectors.options import CollectorOptions
+from muster.collectors.signatures import passes_on
 from muster.errors import BadOption
 
 if TYPE_CHECKING:
@@ -40,6 +43,7 @@ class EnvContract:
         """Return a new environment (or vector environment)."""
         raise NotImplementedError("return a new environment")
 
+    @passes_on(CollectorOptions)
     def collect(self, batches: int = 2, *, seed: int = 0, **options: Any) -> TensorDict:
         """Collect ``batches`` batches and concatenate them in time, ``[B, batches * steps]``."""
         with self._collector(seed=seed, **options) as collector:
@@ -47,10 +51,12 @@ class EnvContract:
         return torch.cat(parts, parts[0].names.index("time"))
 
     def test_next_observation_is_the_observation_of_the_next_row_unless_the_episode_ended(self) -> None:
-        try:
-            batch = self.collect(info=True)  # infos go with observations
-        except BadOption:  # there are none
-            batch = self.collect()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*info .* is ignored", UserWarning)  # it comes later
+            try:
+                batch = self.collect(info=True)  # infos go with observations
+            except BadOption:  # there are none
+                batch = self.collect()
         going_on = ~_ended(batch)[..., :-1]
         for key in _observation_keys(batch):
             after, before = _without(batch, ("next", *key), last=True), _without(batch, key, last=False)

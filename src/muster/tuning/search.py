@@ -11,6 +11,7 @@ from typing import Any
 
 from muster.collectors.auto import measure, usable_cores
 from muster.collectors.base import BaseCollector
+from muster.collectors.multi_options import MultiOptions
 from muster.collectors.options import CollectorOptions
 from muster.collectors.setup import factories_of
 from muster.collectors.signatures import passes_on
@@ -74,6 +75,7 @@ class Tuning:
         factories = f"[{env}] * {setup.groups}" if setup.workers and not self.groups_given else env
         return f"{setup.collector_class.__name__}({factories}, {policy}{options}{more})"
 
+    @passes_on(MultiOptions)
     def make(self, create_env_fn: Any, policy: Any = None, **options: Any) -> BaseCollector:
         """Make the best collector. ``options`` are added to those of its setup, or replace them."""
         return self.best.setup.make(create_env_fn, policy, **options)
@@ -123,6 +125,8 @@ def tune(
     if any(is_environment(factory) for factory in factories):
         raise BadOption("create_env_fn is an environment: give an id, or a function that makes one")
     checked = CollectorOptions(create_env_fn, **{**options, "frames_per_batch": frames_per_batch, "num_envs": 1})
+    if checked.record is not None:
+        raise BadOption("record: give it to the collector that tune finds; its trials would record into one directory")
     if checked.policy_factory is not None:
         raise BadOption("policy_factory: give tune the policy that it makes")
     copied = loads(dumps(policy, "policy"), "policy")
