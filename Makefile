@@ -14,7 +14,8 @@ PEERS := .venv-peers
 QUIET := $(if $(MAKE_TERMOUT),,--quiet)
 PIP := "$(BIN)/python" -m pip --disable-pip-version-check install $(QUIET) -c constraints.txt
 
-.PHONY: help demo test test-rest test-all check canary pythons lint format-check types layers size words format bench clean
+.PHONY: help demo test test-rest test-all check canary pythons docs docs-test lint format-check types layers size words \
+    format bench dist clean
 .DELETE_ON_ERROR:
 
 help:
@@ -26,6 +27,9 @@ help:
 	@echo "make check    lint, format, types, layers, size budget"
 	@echo "make canary   run the core suite with the newest tensordict, gymnasium, NumPy and torch that can be installed"
 	@echo "make pythons  run what can be run with the other Pythons of this machine, and check types for newer ones"
+	@echo "make docs     build the documentation into build/docs"
+	@echo "make docs-test open every page of it in Chromium     (make docs first, after a change)"
+	@echo "make dist     build the wheel and the source distribution into dist, and check them"
 	@echo "make format   let ruff rewrite what it can"
 	@echo "make bench    measure against a bare loop and the peers    (ARGS goes to the benchmarks)"
 	@echo "make clean    remove $(VENV), $(PEERS), runs/ and caches"
@@ -47,6 +51,24 @@ test-all: $(STAMPS)/test
 
 canary pythons: $(STAMPS)/dev
 	"$(BIN)/python" scripts/versions.py $@ $(ARGS)
+
+# Warnings are errors. Nothing is kept between builds: a page may depend on any docstring.
+docs: $(STAMPS)/docs
+	rm -rf build/docs build/doctrees
+	"$(BIN)/python" -m sphinx -W --keep-going --quiet -j auto -d build/doctrees docs build/docs
+	@echo "The documentation is in build/docs/index.html"
+
+build/docs/index.html:
+	$(MAKE) docs
+
+docs-test: build/docs/index.html $(STAMPS)/site
+	@command -v chromium >/dev/null 2>&1 || { echo "No Chromium here. On Debian: apt install chromium"; exit 1; }
+	"$(BIN)/python" -m pytest -n 0 tests/site/pages.py $(ARGS)
+
+dist: $(STAMPS)/release
+	rm -rf dist
+	"$(BIN)/python" -m build $(if $(MAKE_TERMOUT),,--quiet) --outdir dist .
+	"$(BIN)/python" -m twine check --strict dist/*
 
 check: lint format-check types layers size words
 

@@ -9,7 +9,7 @@ import gymnasium
 
 from benchmarks.nets import PlainPolicy, is_discrete, trunk
 from benchmarks.workloads import Workload
-from muster import Collector, policies
+from muster import Collector, Execution, policies
 
 
 def head_for(env: gymnasium.Env) -> Any:  # type: ignore[type-arg]
@@ -56,4 +56,4 @@ class Heads(_Collecting):
 
 class HeadsEager(_Collecting):
     def __init__(self, workload: Workload) -> None:
-        super().__init__(workload, head_for(workload.make()), executor=False)
+        super().__init__(workload, head_for(workload.make()), execution=Execution(executor=False))

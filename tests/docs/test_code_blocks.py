@@ -8,6 +8,7 @@ a reader of the rendered page does not see, stand on lines of their own before a
     -->
 
 runs that code first; ``<!-- not-run: needs a GPU -->`` leaves out the next block, for the given reason.
+``<!-- run-rows -->`` before a table runs the code in its last column, row by row.
 
 Shell blocks: a ``make`` target must be one that ``.ci/run`` runs; ``muster`` commands run, in an empty folder.
 """
@@ -27,10 +28,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 SHELL = {"sh", "bash", "shell", "console"}
 
-# A fenced block, or one of the two comments. Fences may be indented (lists).
+# A fenced block, a table, or one of the two other comments. Fences may be indented (lists).
 PART = re.compile(
     r"^<!-- run-before\n(?P<before>.*?)^-->$"
     r"|^<!-- not-run:(?P<reason>.*?)-->$"
+    r"|^<!-- run-rows -->\n+\|[^\n]*\n\|[-| ]*\n(?P<rows>(?:\|[^\n]*\n)+)"
     r"|^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```$",
     re.DOTALL | re.MULTILINE,
 )
@@ -59,6 +61,9 @@ def blocks(page: Path) -> list[Block]:
             assert part["reason"].strip(), f"{page.name}: not-run needs a reason"
             skip = True
             continue
+        if part["rows"] is not None:
+            found += _cells(page, text.count("\n", 0, part.start("rows")) + 1, part["rows"])
+            continue
         group = "before" if part["before"] is not None else "code"
         language = "python" if group == "before" else part["language"]
         line = text.count("\n", 0, part.start(group)) + 1
@@ -68,6 +73,14 @@ def blocks(page: Path) -> list[Block]:
             found.append(Block(page, line, language, code))
         skip = skip and group == "before"
     return found
+
+
+def _cells(page: Path, line: int, rows: str) -> list[Block]:
+    """The code in the last column of a table; code that is in one cell is one block."""
+    last = [re.split(r"(?<!\\)\|", row)[-2].replace("\\|", "|") for row in rows.splitlines()]
+    code = ["\n".join(re.findall(r"`([^`]+)`", cell)) + "\n" for cell in last]
+    assert all(code), f"{page.name}:{line}: a row without code"
+    return [Block(page, line + number, "python", lines) for number, lines in enumerate(code)]
 
 
 def commands(block: Block) -> list[list[str]]:
